@@ -1,0 +1,29 @@
+"""Choosing the compute device, once, by name."""
+
+from __future__ import annotations
+
+import torch
+
+from psc_core.errors import UsageError
+
+
+def resolve_device(name: str | torch.device) -> torch.device:
+    """``"auto"`` (CUDA where there is one, else the CPU), ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+
+    Raises:
+        UsageError: An unknown name, or a CUDA device that this machine does not have.
+    """
+    if isinstance(name, torch.device):
+        return name
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"expected a device auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"expected a CUDA device for {name!r}, this machine has {torch.cuda.device_count()}; use "
+                         "--device cpu or auto")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"expected a device auto, cpu, cuda or cuda:N, got {name!r}")
+    return device

@@ -1,0 +1,51 @@
+"""Readers of two archive formats: IDX arrays (MNIST and its relatives) and a tar of encoded images."""
+
+from __future__ import annotations
+
+import gzip
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from psc_core.errors import DataError
+
+_UNSIGNED_BYTE = 0x08
+
+
+def read(path: Path, *, ndim: int | None = None) -> npt.NDArray[np.uint8]:
+    """Read an IDX file of unsigned bytes, plain or with ``.gz`` behind its name.
+
+    The header is two zero bytes, the type code, the number of axes, then each length as big-endian uint32.
+
+    Raises:
+        DataError: No such file, another type, or a length that does not match its header.
+    """
+    packed = path.with_name(path.name + ".gz")
+    try:
+        data = gzip.decompress(packed.read_bytes()) if packed.exists() else path.read_bytes()
+    except (OSError, EOFError) as error:
+        raise DataError(f"expected an IDX file at {packed} or {path}: {error}") from error
+    if len(data) < 4 or data[:3] != bytes((0, 0, _UNSIGNED_BYTE)):
+        raise DataError(f"{path}: expected an IDX header of unsigned bytes, got {data[:4]!r}")
+    axes = data[3]
+    shape = tuple(int(n) for n in np.frombuffer(data, ">u4", count=axes, offset=4))
+    if (ndim is not None and axes != ndim) or len(data) != 4 + 4 * axes + int(np.prod(shape)):
+        raise DataError(f"{path}: expected {ndim or axes} axes and {shape} bytes, got {axes} axes and "
+                        f"{len(data) - 4 - 4 * axes} bytes")
+    return np.frombuffer(data, np.uint8, offset=4 + 4 * axes).reshape(shape).copy()
+
+
+def read_tar(path: Path, prefix: str) -> tuple[list[str], list[bytes]]:
+    """Names and contents of the files below ``prefix`` in a tar, sorted by name; nothing is unpacked to disk."""
+    try:
+        with tarfile.open(path) as tar:
+            members = sorted((m for m in tar if m.isfile() and m.name.startswith(prefix)), key=lambda m: m.name)
+            files = [(member.name, tar.extractfile(member)) for member in members]
+            pairs = [(name, handle.read()) for name, handle in files if handle is not None]
+    except (OSError, tarfile.TarError, EOFError) as error:
+        raise DataError(f"expected a tar archive at {path}: {error}") from error
+    if not pairs:
+        raise DataError(f"{path}: expected files below {prefix}, it has none")
+    return [name for name, _ in pairs], [data for _, data in pairs]

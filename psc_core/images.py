@@ -1,0 +1,85 @@
+"""Bytes → decoded image, with every limit checked before a pixel is decoded.
+
+One decoder (Pillow) serves the fitter, the evaluator and the service, so calibrated thresholds hold for
+served images.  The header is parsed first: format, width and height; an image of more than ``max_pixels``
+is refused without decoding it (a "decompression bomb" costs its header only).
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Final
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from psc_core.errors import ImageTooLarge, UndecodableImage, UnsupportedImage
+
+FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+"""Formats that are read; anything else is :class:`UnsupportedImage`."""
+
+DEFAULT_MAX_PIXELS: Final = 50_000_000
+"""Largest width × height that is decoded unless a caller sets another limit (pixels)."""
+
+_WIDE_MODES: Final = frozenset({"I;16", "I;16B", "I;16L", "I;16N", "I", "F"})
+
+
+def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
+    """Decode the first frame of an encoded image, upright.
+
+    Args:
+        data: The encoded file.
+        max_pixels: Largest width × height accepted, in pixels.
+
+    Returns:
+        An image of mode ``"L"`` or ``"RGB"``: EXIF orientation applied, alpha blended onto black, palette
+        and CMYK converted, 16-bit samples scaled to 8 bits.
+
+    Raises:
+        UnsupportedImage: The bytes are none of :data:`FORMATS`.
+        ImageTooLarge: The header promises more than ``max_pixels``.
+        UndecodableImage: The header is fine but the data is damaged or cut short.
+    """
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ImageTooLarge(f"expected at most {max_pixels} pixels; {error}; send a smaller image") from error
+    except Exception as error:
+        kind = "an empty body" if not data else f"{len(data)} bytes that are none of them"
+        raise UnsupportedImage(f"expected one of {', '.join(FORMATS)}, got {kind}") from error
+    with image:
+        width, height = image.size
+        if width * height > max_pixels:
+            raise ImageTooLarge(
+                f"expected at most {max_pixels} pixels, the header says {width}×{height} = "
+                f"{width * height}; send a smaller image"
+            )
+        try:
+            image.load()
+            return _to_grey_or_rgb(ImageOps.exif_transpose(image))
+        except Exception as error:
+            raise UndecodableImage(
+                f"expected a whole {image.format} image of {width}×{height}, its data is damaged or cut "
+                f"short ({type(error).__name__}); send the file again"
+            ) from error
+
+
+def _to_grey_or_rgb(image: Image.Image) -> Image.Image:
+    """Convert any Pillow mode to ``L`` or ``RGB`` with 8-bit samples."""
+    if image.mode in _WIDE_MODES:
+        samples = np.asarray(image, dtype=np.float64)
+        scale = 255.0 if image.mode == "F" and samples.max(initial=0.0) <= 1.0 else 255.0 / 65535.0
+        return Image.fromarray(np.clip(np.rint(samples * scale), 0, 255).astype(np.uint8))
+    if image.mode in ("1", "L", "RGB"):
+        return image.convert("L") if image.mode == "1" else image
+    if image.mode in ("LA", "La"):
+        grey, alpha = image.convert("LA").split()
+        black = Image.new("L", image.size, 0)
+        black.paste(grey, mask=alpha)
+        return black
+    if image.mode in ("RGBA", "RGBa", "PA") or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        canvas = Image.new("RGB", image.size, (0, 0, 0))
+        canvas.paste(rgba, mask=rgba.getchannel("A"))
+        return canvas
+    return image.convert("RGB")

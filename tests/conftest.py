@@ -1,0 +1,80 @@
+"""Shared fixtures; shapes of the public numeric functions are checked while tests run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
+
+# Before psc_core is imported by any test: annotations become checks.
+install_import_hook("psc_core", "beartype.beartype")
+
+torch.set_num_threads(1)
+settings.register_profile("psc", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("psc")
+
+@dataclass(frozen=True)
+class TinyJob:
+    """Arguments of a quick ``psc-fit`` run (without ``--out``), its folder and its trained network."""
+
+    folder: Path
+    args: tuple[str, ...]
+    net: torch.nn.Module
+
+
+ROOT = Path(__file__).resolve().parents[1]
+SHIPPED_BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
+
+
+@pytest.fixture(scope="session")
+def data_root() -> Path:
+    """Small real subsets of the data sets, kept in the repository."""
+    return ROOT / "tests" / "data"
+
+
+@pytest.fixture(scope="session")
+def full_data() -> Path:
+    """The whole data sets, where PSC_DATA names them."""
+    if "PSC_DATA" not in os.environ:
+        pytest.skip("PSC_DATA does not name the full data sets")
+    return Path(os.environ["PSC_DATA"])
+
+
+@pytest.fixture(scope="session")
+def shipped_bundle() -> Path:
+    """The bundle that the repository ships."""
+    return SHIPPED_BUNDLE
+
+
+@pytest.fixture(scope="session")
+def tiny_job(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> TinyJob:
+    """A small network trained on real digits and its command line for ``psc-fit``, once a test process."""
+    from safetensors.torch import save_file
+
+    from psc_core.data import open_dataset
+    from psc_core.preprocess import PRESETS
+    from tests import tiny
+
+    folder = tmp_path_factory.mktemp("tiny")
+    data = f"dirty-mnist:{data_root}"
+    net = tiny.train(open_dataset(data, split="train", preprocess=PRESETS["mnist"]))
+    weights = folder / "net.safetensors"
+    save_file(net.state_dict(), weights)
+    args = ["--model", "tests.tiny:network", "--weights", str(weights), "--preset", "mnist", "--train", data,
+            "--val", data, "--device", "cpu", "--minimum-dim", "8"]
+    return TinyJob(folder, tuple(args), net)
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tiny_job: TinyJob) -> Path:
+    """The bundle that ``psc-fit`` makes of :func:`tiny_job`."""
+    from psc_core.cli import main
+
+    out = tiny_job.folder / "bundle"
+    assert main([*tiny_job.args, "--out", str(out)]) == 0
+    return out

@@ -1,0 +1,155 @@
+"""Data sets: layouts, splits, rows and the errors that name what is wrong."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from psc_core import idx
+from psc_core.data import ArraySource, ImageDataset, image_folder, labelled, open_dataset, split_validation
+from psc_core.errors import DataError
+from psc_core.preprocess import PRESETS, Preprocess
+
+TINY = Preprocess("L", 2, 2, None, (0.5,), (0.5,))
+
+
+def numbered(labels: torch.Tensor, classes: int = 3) -> ImageDataset:
+    """Images whose pixels are their own number."""
+    images = np.arange(len(labels), dtype=np.uint8)[:, None, None].repeat(2, 1).repeat(2, 2)
+    return labelled("numbered", [str(c) for c in range(classes)], ArraySource(images), labels, TINY)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 50))
+def test_batches_cover_every_row_once_in_order(labels: list[int], each: int, batch_rows: int) -> None:
+    table = torch.tensor(labels)[:, None].repeat(1, each)
+    dataset = numbered(table)
+    pixels, rows = [], []
+    batches = list(dataset.batches(batch_rows))
+    assert len(batches) == dataset.batch_count(batch_rows)
+    for batch in batches:
+        assert len(batch.labels) <= max(batch_rows, each)
+        pixels += batch.images[:, 0, 0, 0].tolist()
+        rows += list(zip(batch.images[batch.owner, 0, 0, 0].tolist(), batch.labels.tolist(), strict=True))
+    assert pixels == list(range(len(labels)))
+    assert rows == [(i, label) for i, label in enumerate(labels) for _ in range(each)]
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.randoms(use_true_random=False))
+def test_a_subset_keeps_images_with_their_labels(labels: list[int], random: object) -> None:
+    table = torch.stack([torch.tensor(labels), torch.tensor(labels).flip(0)], 1)
+    dataset = numbered(table)
+    positions = torch.tensor(sorted(random.sample(range(len(labels)), random.randint(1, len(labels)))))  # type: ignore[attr-defined]
+    part = dataset.subset(positions)
+    for at, position in enumerate(positions.tolist()):
+        assert int(part.image(at)[0, 0, 0]) == position
+        assert part.labels[part.offsets[at] : part.offsets[at + 1]].tolist() == table[position].tolist()
+
+
+@pytest.mark.parametrize(("name", "preset"), [("mnist", "mnist"), ("fashion-mnist", "mnist"), ("cifar10", "cifar10")])
+def test_built_in_splits_are_disjoint_and_whole(data_root: Path, name: str, preset: str) -> None:
+    sets = {split: open_dataset(f"{name}:{data_root}", split=split, preprocess=PRESETS[preset])
+            for split in ("train", "val", "test")}
+    train, val = set(sets["train"].indices.tolist()), set(sets["val"].indices.tolist())
+    assert not train & val
+    assert sorted(train | val) == list(range(len(sets["train"].source)))
+    assert len(sets["test"].classes) == 10
+    assert len({s.digest() for s in sets.values()}) == 3
+
+
+def test_dirty_mnist_gives_ambiguous_images_ten_training_rows(data_root: Path) -> None:
+    train = open_dataset(f"dirty-mnist:{data_root}", split="train", preprocess=PRESETS["mnist"])
+    assert (len(train), train.rows) == (1650 + 150, 1650 + 10 * 150)
+    dirty = open_dataset(f"dirty-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    clean, ambiguous = dirty.groups["mnist"], dirty.groups["ambiguous-mnist"]
+    assert (len(clean), len(ambiguous), dirty.rows) == (800, 300, 1100)
+    raw = idx.read(data_root / "AmbiguousMNIST/raw/t10k-images-idx3-ubyte")
+    assert np.array_equal(dirty.image(int(ambiguous[7]))[0], raw[7])
+
+
+def test_the_split_can_be_named_in_the_spec(data_root: Path) -> None:
+    chosen = open_dataset(f"mnist:{data_root}#test", split="train", preprocess=PRESETS["mnist"])
+    assert len(chosen) == 800
+    with pytest.raises(DataError, match="expected a split"):
+        open_dataset(f"mnist:{data_root}#exam", split="train", preprocess=PRESETS["mnist"])
+
+
+def test_validation_halves_are_disjoint_and_repeatable(data_root: Path) -> None:
+    val = open_dataset(f"dirty-mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
+    choose, calibrate = split_validation(val, seed=3)
+    assert sorted(choose.indices.tolist() + calibrate.indices.tolist()) == sorted(val.indices.tolist())
+    assert torch.equal(split_validation(val, seed=3)[1].indices, calibrate.indices)
+    assert sum(len(group) for group in choose.groups.values()) == len(choose)
+
+
+def write_folder(root: Path, counts: dict[str, int]) -> Path:
+    for name, count in counts.items():
+        (root / name).mkdir(parents=True)
+        for i in range(count):
+            Image.new("L", (3, 3), i).save(root / name / f"{i}.png")
+    return root
+
+
+def test_image_folder_reads_classes_in_name_order(tmp_path: Path) -> None:
+    dataset = image_folder(write_folder(tmp_path, {"dog": 2, "cat": 3}), TINY)
+    assert dataset.classes == ("cat", "dog")
+    assert dataset.first_labels().tolist() == [0, 0, 0, 1, 1]
+
+
+def test_an_empty_class_folder_is_named(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {f"c{i:02d}": 0 if i == 16 else 1 for i in range(20)})
+    with pytest.raises(DataError, match=r"class folder 17 of 20, .*c16, has no images"):
+        image_folder(root, TINY)
+
+
+def test_folders_that_are_not_there_or_flat(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is not one"):
+        image_folder(tmp_path / "none", TINY)
+    Image.new("L", (3, 3)).save(tmp_path / "a.png")
+    with pytest.raises(DataError, match="one folder a class"):
+        image_folder(tmp_path, TINY)
+    assert len(image_folder(tmp_path, TINY, labelled_images=False)) == 1
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {"a": 1, "b": 1})
+    (root / "b" / "0.png").write_bytes(b"not an image")
+    with pytest.raises(DataError, match=r"b.0\.png: expected one of JPEG"):
+        list(image_folder(root, TINY).batches(10))
+
+
+@pytest.mark.parametrize("spec", ["nowhere.module:make", "psc_core.data:nothing"])
+def test_unknown_factories_are_refused(spec: str) -> None:
+    with pytest.raises(DataError, match="cannot be imported"):
+        open_dataset(spec, split="train", preprocess=TINY)
+
+
+def test_labels_out_of_range_are_refused() -> None:
+    with pytest.raises(DataError, match=r"expected labels in 0…2, got 0…3"):
+        numbered(torch.tensor([0, 3]))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x00\x00\x08", b"\x00\x00\x09\x01\x00\x00\x00\x01\x00", b"\x00\x00\x08\x01\x00\x00\x00\x05\x01"]
+)
+def test_a_damaged_idx_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.gz").write_bytes(gzip.compress(content))
+    with pytest.raises(DataError, match="x: expected"):
+        idx.read(tmp_path / "x")
+
+
+def test_a_truncated_gzip_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.gz").write_bytes(gzip.compress(b"\x00\x00\x08\x01\x00\x00\x00\x05hello")[:-9])
+    with pytest.raises(DataError, match="expected an IDX file"):
+        idx.read(tmp_path / "x")
+
+
+def test_an_archive_without_images_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="tar archive"):
+        idx.read_tar(tmp_path / "none.tar.gz", "x/")

@@ -1,0 +1,117 @@
+"""Bytes to images: every format, every colour mode, every limit."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
+from psc_core.images import FORMATS, decode_image
+
+GRADIENT = np.add.outer(np.arange(24), np.arange(32)).astype(np.uint8) * 4
+
+
+def encode(image: Image.Image, kind: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_format_is_read(kind: str) -> None:
+    image = Image.fromarray(np.stack([GRADIENT, GRADIENT.copy(), GRADIENT[::-1]], axis=2))
+    decoded = decode_image(encode(image, kind))
+    assert decoded.size == (32, 24)
+    if kind in ("PNG", "BMP", "TIFF"):
+        assert np.array_equal(np.asarray(decoded.convert("RGB")), np.asarray(image))
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [("L", "L"), ("1", "L"), ("LA", "L"), ("P", "RGB"), ("RGBA", "RGB"), ("RGB", "RGB")],
+)
+def test_every_png_mode_becomes_grey_or_rgb(mode: str, expected: str) -> None:
+    decoded = decode_image(encode(Image.fromarray(GRADIENT).convert(mode), "PNG"))
+    assert decoded.mode == expected
+
+
+def test_cmyk_jpeg_becomes_rgb() -> None:
+    assert decode_image(encode(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG")).mode == "RGB"
+
+
+def test_sixteen_bit_samples_are_scaled_not_clipped() -> None:
+    wide = Image.fromarray(GRADIENT.astype(np.uint16) * 257)
+    assert np.array_equal(np.asarray(decode_image(encode(wide, "PNG"))), GRADIENT)
+
+
+def test_alpha_is_blended_onto_black() -> None:
+    half = Image.new("RGBA", (4, 4), (200, 100, 50, 0))
+    assert np.asarray(decode_image(encode(half, "PNG"))).max() == 0
+
+
+def test_exif_orientation_is_applied() -> None:
+    image = Image.fromarray(GRADIENT)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotate 270° counter-clockwise to stand upright
+    assert decode_image(encode(image, "JPEG", exif=exif)).size == (24, 32)
+
+
+def test_first_frame_of_an_animation() -> None:
+    frames = [Image.new("L", (8, 8), value) for value in (10, 200)]
+    data = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert abs(int(np.asarray(decode_image(data).convert("L"))[0, 0]) - 10) <= 1
+
+
+def png_header_of(width: int, height: int) -> bytes:
+    """A PNG whose header promises width × height and whose data is empty."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("side", [10_000, 20_000, 100_000])
+def test_a_large_header_is_refused_before_decoding(side: int) -> None:
+    with pytest.raises(ImageTooLarge, match="pixels"):
+        decode_image(png_header_of(side, side))
+
+
+def test_the_pixel_limit_is_inclusive() -> None:
+    data = encode(Image.fromarray(GRADIENT), "PNG")
+    assert decode_image(data, max_pixels=24 * 32).size == (32, 24)
+    with pytest.raises(ImageTooLarge):
+        decode_image(data, max_pixels=24 * 32 - 1)
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", b"\x00" * 1000, b"<svg/>", b"%PDF-1.7", b"\xff\xd8"])
+def test_other_bytes_are_unsupported(data: bytes) -> None:
+    with pytest.raises(UnsupportedImage, match="expected one of JPEG"):
+        decode_image(data)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_a_truncated_file_is_undecodable(kind: str) -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3)).astype(np.uint8))
+    data = encode(noise, kind)
+    with pytest.raises((UndecodableImage, UnsupportedImage)):
+        decode_image(data[: len(data) // 2])
+
+
+@given(st.binary(max_size=300), st.sampled_from(FORMATS), st.integers(0, 200))
+def test_damaged_bytes_give_an_image_or_an_image_error(noise: bytes, kind: str, at: int) -> None:
+    data = bytearray(encode(Image.fromarray(GRADIENT), kind))
+    data[at : at + len(noise)] = noise
+    try:
+        image = decode_image(bytes(data), max_pixels=1 << 16)
+    except ImageError:
+        return
+    assert image.mode in ("L", "RGB")
