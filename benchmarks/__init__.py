@@ -1,0 +1,1 @@
+"""Networks, training and measurements that are not part of the installed packages."""
