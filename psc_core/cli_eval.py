@@ -1,0 +1,101 @@
+"""``psc-eval``: measure a bundle on test images, beside the detectors people use instead."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from psc_core import cli_options
+from psc_core.errors import UsageError
+from psc_core.version import __version__
+
+if TYPE_CHECKING:
+    from psc_core.baselines import Baselines
+    from psc_core.predictor import PSC
+
+_EXAMPLE = """example:
+  psc-eval --bundle bundle --id images/test --ood textures=images/textures --out report
+  psc-eval … --weights net.safetensors --train images/train --val images/val    (baselines beside PSC)
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``psc-eval``."""
+    cli = argparse.ArgumentParser(
+        prog="psc-eval", description="Accuracy, calibration, OOD detection and promised rates of a bundle.",
+        epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--version", action="version", version=f"psc {__version__}")
+    cli.add_argument("--bundle", type=Path, required=True, metavar="DIR")
+    cli.add_argument("--id", required=True, metavar="DIR", help="labelled in-distribution test images")
+    cli.add_argument("--ood", action="append", default=[], metavar="NAME=DIR",
+                     help="out-of-distribution images; repeat for more")
+    beside = cli.add_argument_group("baselines (all three or none)")
+    beside.add_argument("--weights", type=Path, metavar="FILE", help="the whole network's state dict, .safetensors")
+    beside.add_argument("--train", metavar="DIR", help="training images")
+    beside.add_argument("--val", metavar="DIR", help="validation images")
+    cli.add_argument("--allow-factory", action="append", default=[], metavar="SPEC",
+                     help="network factory that the bundle may import")
+    cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    cli.add_argument("--batch-rows", type=int, default=256, help="images sent through the network at once")
+    cli.add_argument("--out", type=Path, metavar="DIR", help="write report.json and report.md here")
+    return cli
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Measure and print."""
+    from psc_core.data import open_dataset
+    from psc_core.evaluate import evaluate as measure
+    from psc_core.predictor import PSC
+    from psc_core.report import to_markdown, to_text
+
+    given = [value is not None for value in (args.weights, args.train, args.val)]
+    if any(given) and not all(given):
+        raise UsageError("expected --weights, --train and --val together, or none of them")
+    psc = PSC.load(args.bundle, device=args.device, allow_factories=args.allow_factory)
+    id_data = open_dataset(args.id, split="test", preprocess=psc.preprocess)
+    ood = {name: open_dataset(spec, split="test", preprocess=psc.preprocess, labelled_images=False)
+           for name, spec in (_named(text) for text in args.ood)}
+    report = measure(psc, id_data, ood, _baselines(args, psc) if all(given) else None, batch_rows=args.batch_rows)
+    print(to_text(report))
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
+        (args.out / "report.md").write_text(to_markdown(report))
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, separator, spec = text.partition("=")
+    if not separator or not name or not spec:
+        raise UsageError(f"expected --ood NAME=DIR, got {text!r}")
+    return name, spec
+
+
+def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:
+    from psc_core.baselines import fit_baselines
+    from psc_core.candidate import CollapseReport
+    from psc_core.data import open_dataset
+    from psc_core.networks import load_network
+    from psc_core.passes import Compute
+
+    collapse, recipe = psc.report.get("collapse"), psc.report["provenance"]
+    if collapse is None or "model" not in recipe:
+        raise UsageError(f"{args.bundle} records no network; baselines need a bundle that psc-fit wrote")
+    train = open_dataset(args.train, split="train", preprocess=psc.preprocess)
+    val = open_dataset(args.val, split="val", preprocess=psc.preprocess)
+    net = load_network(recipe["model"], weights=args.weights, num_classes=len(psc.classes),
+                       model_args=recipe["model_args"], allow_factories=args.allow_factory)
+    return fit_baselines(net, CollapseReport.from_json(collapse).penultimate, train, val,
+                         compute=Compute(psc.device, psc.pipeline.precision, args.batch_rows))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of ``psc-eval``."""
+    return cli_options.run(evaluate, parser(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

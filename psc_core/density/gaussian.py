@@ -1,0 +1,178 @@
+"""Feature densities at serve time: ``log p(y) = logsumexp_k (log π_k + log N(y; μ_k, Σ_k))`` in nats.
+
+The paper's feature density (appendix "DDU details").  ``y`` is the PCA projection of z (:mod:`.pca`), π_k
+the class proportions.  All densities work in the coordinates
+
+    ``w = (z − mean) @ basis``
+
+in which the within-class covariance pooled over classes is the identity, so that float32 serves what
+float64 fitted whatever the units of z; the change of variables is in the constants, and ``log p`` stays the
+log-density of y.  With ``m_k`` the class means and ``S_k`` the class covariances in these coordinates:
+
+=========  ==================================================================================================
+``gda``    squared distance ``‖S_k^(−1/2) w − S_k^(−1/2) m_k‖²``: one matrix product for all classes
+``gda++``  the same after ``z ← z / ‖z‖`` (as in Mahalanobis++, Müller & Hein 2025)
+``tied``   one covariance for all classes: ``‖w − m_k‖²``
+``rmd``    relative Mahalanobis (Ren et al. 2021): the ``tied`` log-density minus the log-density of one
+           Gaussian fitted to all images, a log-ratio in nats; ``log π_k + log N_k`` loses the same amount
+=========  ==================================================================================================
+
+Shapes: B images, K classes, D = dim of z, P = kept components.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Final, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from psc_core.fitted import Fitted
+
+SERVE_ELEMENTS: Final = 1 << 26
+"""Largest B × K × P block of whitened differences (256 MiB); larger batches are cut into pieces."""
+
+
+class DensityOutput(NamedTuple):
+    """Attributes:
+    log_density: ``log p`` of each image, nats.
+    class_log_joint: ``log π_k + log N(y; μ_k, Σ_k)``, nats; ``log_density`` is its logsumexp.
+    """
+
+    log_density: Float[Tensor, " batch"]
+    class_log_joint: Float[Tensor, "batch classes"]
+
+
+class DensityExplanation(NamedTuple):
+    """Attributes:
+    class_distances: Mahalanobis distance to each class (standard deviations).
+    nearest_class: The class at the smallest distance.
+    component_deviation: Whitened difference from that class along each kept component; its Euclidean
+        norm is the distance.
+    """
+
+    class_distances: Float[Tensor, "batch classes"]
+    nearest_class: Int[Tensor, " batch"]
+    component_deviation: Float[Tensor, "batch kept"]
+
+
+class Density(Fitted):
+    """What every density does: ``mean`` (D,), ``basis`` (D, P), ``constants`` (K,) as in the text above."""
+
+    unit_length: ClassVar[bool] = False
+    """Whether z is divided by its Euclidean norm first."""
+
+    mean: Tensor
+    basis: Tensor
+    constants: Tensor
+
+    def coordinates(self, z: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch kept"]:
+        """w, in which pooled within-class deviations have unit variance."""
+        if self.unit_length:
+            z = functional.normalize(z)
+        return (z - self.mean) @ self.basis
+
+    def class_squared_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
+        """Squared Mahalanobis distance to every class."""
+        raise NotImplementedError
+
+    def deviation(
+        self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]
+    ) -> Float[Tensor, "batch kept"]:
+        """Whitened difference of each row from the mean of the class named for it."""
+        raise NotImplementedError
+
+    def forward(self, z: Float[Tensor, "batch dim"]) -> DensityOutput:
+        """Log-densities of a batch of feature vectors."""
+        joint = self.class_log_joint(self.coordinates(z))
+        return DensityOutput(joint.logsumexp(dim=1), joint)
+
+    def class_log_joint(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
+        """``log π_k + log N_k``, nats."""
+        return self.constants - 0.5 * self.class_squared_distances(w)
+
+    def explain(self, z: Float[Tensor, "batch dim"]) -> DensityExplanation:
+        """Which class is near, how far it is, and along which components."""
+        w = self.coordinates(z)
+        squared = self.class_squared_distances(w)
+        nearest = squared.argmin(dim=1)
+        return DensityExplanation(squared.sqrt(), nearest, self.deviation(w, nearest))
+
+
+class ClasswiseDensity(Density):
+    """One covariance for each class; ``whiteners`` (K, P, P) are S_k^(−1/2), ``offsets`` −S_k^(−1/2) m_k."""
+
+    kind = "gda"
+    layout: ClassVar = {
+        "mean": ("dim",),
+        "basis": ("dim", "kept"),
+        "whiteners": ("classes", "kept", "kept"),
+        "offsets": ("classes", "kept"),
+        "constants": ("classes",),
+    }
+    whiteners: Tensor
+    offsets: Tensor
+
+    def class_squared_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
+        """Squared Mahalanobis distances: one matrix product (P → K · P) for all classes."""
+        rows = max(1, SERVE_ELEMENTS // self.offsets.numel())
+        if len(w) > rows:
+            return torch.cat([self.class_squared_distances(part) for part in torch.split(w, rows)])
+        stacked = functional.linear(w, self.whiteners.flatten(0, 1), self.offsets.flatten())
+        return stacked.reshape(-1, *self.offsets.shape).square().sum(dim=2)
+
+    def deviation(
+        self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]
+    ) -> Float[Tensor, "batch kept"]:
+        """``S_k^(−1/2) (w − m_k)`` for the class named for each row."""
+        return torch.einsum("bpq,bq->bp", self.whiteners[classes], w) + self.offsets[classes]
+
+
+class UnitLengthDensity(ClasswiseDensity):
+    """:class:`ClasswiseDensity` of z / ‖z‖."""
+
+    kind = "gda++"
+    unit_length = True
+
+
+class TiedDensity(Density):
+    """One covariance shared by all classes; ``centres`` (K, P) are the class means m_k."""
+
+    kind = "tied"
+    layout: ClassVar = {
+        "mean": ("dim",),
+        "basis": ("dim", "kept"),
+        "centres": ("classes", "kept"),
+        "constants": ("classes",),
+    }
+    centres: Tensor
+
+    def class_squared_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
+        """``‖w − m_k‖²`` by differences: ‖w‖² − 2 w·m + ‖m‖² cancels where classes are tight."""
+        return torch.cdist(w, self.centres, compute_mode="donot_use_mm_for_euclid_dist").square()
+
+    def deviation(
+        self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]
+    ) -> Float[Tensor, "batch kept"]:
+        """``w − m_k`` for the class named for each row."""
+        return w - self.centres[classes]
+
+
+class RelativeDensity(TiedDensity):
+    """``tied`` minus one Gaussian for all images, which ``background`` (P, P) whitens from w."""
+
+    kind = "rmd"
+    layout: ClassVar = {**TiedDensity.layout, "background": ("kept", "kept"), "background_constant": ()}
+    background: Tensor
+    background_constant: Tensor
+
+    def class_log_joint(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
+        """``log π_k + log N_k − log N_background``, nats."""
+        background = self.background_constant - 0.5 * (w @ self.background).square().sum(dim=1)
+        return super().class_log_joint(w) - background[:, None]
+
+
+LOG_2_PI: Final = math.log(2 * math.pi)

@@ -1,0 +1,285 @@
+"""From a trained network to a PSC, station by station, with the names of the paper's pseudo-code.
+
+    net        = load_network("torchvision:resnet18", weights="net.safetensors", num_classes=10)
+    candidate  = measure_collapse(net, train, val).candidate()
+    projection = fit_projection(net, candidate, train, method="tucker")
+    psc        = fit_psc(net, candidate, projection, train, val, head="laplace")
+
+The validation images are split once (:func:`psc_core.data.split_validation`, same seed at every station):
+one half chooses the layer, the sizes and the prior precision, the other half only calibrates.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from psc_core import collapse, scores
+from psc_core.backbone import Backbone, truncate
+from psc_core.bundle import Policy
+from psc_core.calibration import fit_calibration
+from psc_core.candidate import Candidate, CollapseReport
+from psc_core.data import ImageDataset, split_validation
+from psc_core.density import Density, fit_density
+from psc_core.device import resolve_device
+from psc_core.distributed import Reducer
+from psc_core.errors import DataError, UsageError
+from psc_core.fit_projection import ProjectionReport, fit_tucker
+from psc_core.heads import Head, fit_head
+from psc_core.passes import Compute, feature_step, passes, track_images
+from psc_core.pipeline import PRECISIONS, Outputs, Pipeline
+from psc_core.predictor import PSC
+from psc_core.projection import Projection
+
+EPSILON = 0.2
+"""The paper's collapse cut-off for NC1."""
+
+DEFAULT_MEMORY_BYTES = 1 << 30
+"""Budget of one station's statistics."""
+
+DEFAULT_MINIMUM_DIM = 64
+"""Smallest dimension of z that is considered when sizes are chosen."""
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """Options that several stations share.
+
+    Attributes:
+        device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+        precision: ``"fp32"`` or ``"bf16"`` of the network, at fit time and served.
+        batch_rows: Rows sent through the network at once.
+        epsilon: Collapse cut-off (NC1).
+        max_memory_bytes: Budget of one station's statistics.
+        seed: Splits the validation images and seeds the head.
+        reducer: Sums over processes.
+    """
+
+    device: str | torch.device = "auto"
+    precision: str = "fp32"
+    batch_rows: int = 256
+    epsilon: float = EPSILON
+    max_memory_bytes: int = DEFAULT_MEMORY_BYTES
+    seed: int = 0
+    reducer: Reducer = field(default_factory=Reducer)
+
+    def compute(self) -> Compute:
+        """Device, precision and batch size, checked."""
+        if self.precision not in PRECISIONS:
+            raise UsageError(f"expected a precision of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        return Compute(resolve_device(self.device), self.precision, self.batch_rows)
+
+
+def measure_collapse(
+    net: nn.Module,
+    train: ImageDataset,
+    val: ImageDataset,
+    *,
+    layers: str | None = None,
+    granularity: str = "operations",
+    options: FitOptions | None = None,
+) -> CollapseReport:
+    """NC1 on ``train`` and NC4 on the choosing half of ``val``, after every layer.
+
+    Args:
+        net: Trained network in eval mode.
+        train: Training images.
+        val: Validation images, none of them trained on.
+        layers: Regular expression that layer names must match.
+        granularity: ``"operations"``, ``"blocks"`` or ``"all"``.
+        options: Shared options.
+    """
+    options = options or FitOptions()
+    _same_classes(train, val)
+    choose, _ = split_validation(val, options.seed)
+    compute = options.compute()
+    return collapse.measure_collapse(
+        net.to(compute.device), train, choose, epsilon=options.epsilon, layers=layers, granularity=granularity,
+        max_memory_bytes=options.max_memory_bytes, device=compute.device, batch_rows=compute.batch_rows,
+        reduce=options.reducer,
+    )
+
+
+def fit_projection(
+    net: nn.Module,
+    candidate: Candidate,
+    train: ImageDataset,
+    val: ImageDataset | None = None,
+    *,
+    method: str = "tucker",
+    c_proj: int | None = None,
+    d_proj: int | None = None,
+    minimum_dim: int = DEFAULT_MINIMUM_DIM,
+    second_scaling: bool = True,
+    options: FitOptions | None = None,
+) -> FittedProjection:
+    """Moments and Tucker factors on ``train``; sizes on the choosing half of ``val`` (else on ``train``).
+
+    Raises:
+        UsageError: An unknown method.
+        FitError: Constant features, or sizes larger than the layer allows.
+    """
+    if method != "tucker":
+        raise UsageError(f"expected method 'tucker', got {method!r}")
+    options = options or FitOptions()
+    compute = options.compute()
+    choose = train if val is None else split_validation(val, options.seed)[0]
+    backbone = _cut(net, candidate, train, compute, keep_output=False)
+    return FittedProjection(*fit_tucker(
+        backbone, candidate, train, choose, compute, epsilon=options.epsilon, c_proj=c_proj, d_proj=d_proj,
+        minimum_dim=minimum_dim, second_scaling=second_scaling, max_memory_bytes=options.max_memory_bytes,
+        reducer=options.reducer,
+    ))
+
+
+@dataclass(frozen=True)
+class FittedProjection:
+    """A projection and what choosing it measured."""
+
+    projection: Projection
+    report: ProjectionReport
+
+
+def fit_psc(
+    net: nn.Module,
+    candidate: Candidate,
+    projection: FittedProjection,
+    train: ImageDataset,
+    val: ImageDataset,
+    *,
+    head: str = "laplace",
+    density: str = "gda",
+    pca: int | None = None,
+    predictions: str = "psc",
+    alpha: float = 0.05,
+    coverage: float = 0.95,
+    name: str = "psc",
+    provenance: Mapping[str, Any] | None = None,
+    collapse_report: CollapseReport | None = None,
+    options: FitOptions | None = None,
+) -> PSC:
+    """Density and head on z of ``train``, calibration on the calibrating half of ``val``.
+
+    Args:
+        net: Trained network.
+        candidate: The layer(s) it is cut behind.
+        projection: From :func:`fit_projection`.
+        train: Training images.
+        val: Validation images.
+        head: ``"laplace"``, ``"sngp"`` or ``"duq"``.
+        density: ``"gda"``, ``"tied"``, ``"gda++"`` or ``"rmd"``.
+        pca: Dimension the density works in, or None to choose it from the data.
+        predictions: ``"psc"`` (the head) or ``"base"`` (the network's own output, unchanged).
+        alpha: Default false-alarm rate.
+        coverage: Nominal coverage of the prediction sets.
+        name: Model name.
+        provenance: Recorded in the bundle.
+        collapse_report: Recorded in the bundle.
+        options: Shared options.
+    """
+    options = options or FitOptions()
+    if predictions not in ("psc", "base"):
+        raise UsageError(f"expected predictions 'psc' or 'base', got {predictions!r}")
+    _same_classes(train, val)
+    compute = options.compute()
+    choose, calibrate = split_validation(val, options.seed)
+    base = predictions == "base"
+    backbone = _cut(net, candidate, train, compute, keep_output=base)
+    project = projection.projection.to(compute.device)
+    fitted_head: Head | None = None
+    with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
+        z, labels = embed(backbone, project, train, compute, Path(scratch) / "train.z", options.reducer)
+        fitted_density: Density = fit_density(z, labels, num_classes=len(train.classes), kind=density, pca=pca,
+                                              class_names=train.classes)
+        if not base:
+            z_val, labels_val = embed(backbone, project, choose, compute, Path(scratch) / "val.z", options.reducer)
+            fitted_head = fit_head(z, labels, z_val, labels_val, num_classes=len(train.classes), kind=head,
+                                   seed=options.seed, device=compute.device, class_names=train.classes)
+        del z
+    pipeline = Pipeline(train.preprocess, backbone, project, fitted_density, fitted_head, torch.empty(0),
+                        compute.precision).to(compute.device)
+    outputs, targets = predict_dataset(pipeline, calibrate, compute, "calibration")
+    calibration = fit_calibration(outputs.log_density, outputs.predictive_entropy, outputs.probabilities, targets)
+    calibration.log_density_threshold(alpha)
+    pipeline.calibration_scores = calibration.scores.to(compute.device)
+    policy = Policy(alpha=alpha, ambiguity_threshold=float(calibration.entropy_threshold()), coverage=coverage)
+    chosen, chosen_targets = predict_dataset(pipeline, choose, compute, "validation")
+    report = {
+        "collapse": None if collapse_report is None else collapse_report.to_json(),
+        "metrics": {
+            **_validation_metrics(chosen, chosen_targets),
+            "projection": _projection_metrics(projection.report),
+        },
+        "provenance": dict(provenance or {}),
+    }
+    return PSC(pipeline, train.preprocess, train.classes, calibration, policy, tuple(candidate.layers), name, report)
+
+
+def embed(
+    backbone: Backbone, projection: Projection, dataset: ImageDataset, compute: Compute, file: Path, reducer: Reducer
+) -> tuple[Tensor, Tensor]:
+    """z of every row and its label; z lives in ``file`` (memory-mapped), so memory stays bounded.
+
+    Returns:
+        ``float32 (rows, D)`` and ``int64 (rows,)``.
+    """
+    dim = projection.c_proj * projection.d_proj
+    storage = np.memmap(file, np.float32, "w+", shape=(dataset.rows, dim))
+    z = torch.from_numpy(storage)
+    where = reducer.shard_rows(dataset)
+    at = 0
+    for features, batch in passes(reducer.shard(dataset), compute, "features", feature_step(backbone)):
+        values = batch.rows(projection(features)).cpu()
+        z[where[at : at + len(values)]] = values
+        at += len(values)
+    reducer.sum_(z)
+    return z, dataset.labels
+
+
+def predict_dataset(
+    pipeline: Pipeline, dataset: ImageDataset, compute: Compute, description: str
+) -> tuple[Outputs, Tensor]:
+    """Outputs of the served pipeline for every image, on the CPU, and one label an image."""
+    packed = []
+    with torch.inference_mode():
+        for batch in track_images(dataset, compute, description):
+            packed.append(pipeline(batch.images.to(compute.device)).cpu())
+    return Outputs.unpack(torch.cat(packed)), dataset.first_labels()
+
+
+def _cut(net: nn.Module, candidate: Candidate, data: ImageDataset, compute: Compute, *, keep_output: bool) -> Backbone:
+    """``net`` cut behind the candidate layer(s), on the device, checked on one image."""
+    example = data.preprocess.normalise(torch.from_numpy(data.image(0))[None]).to(compute.device)
+    return truncate(net.to(compute.device), candidate.layers, keep_output=keep_output, example=example)
+
+
+def _same_classes(train: ImageDataset, val: ImageDataset) -> None:
+    if train.classes != val.classes:
+        odd = sorted(set(train.classes) ^ set(val.classes))
+        raise DataError(f"expected the same class folders for training and validation, they differ in {odd[:10]}; "
+                        "make the folders match")
+
+
+def _validation_metrics(outputs: Outputs, targets: Tensor) -> dict[str, Any]:
+    probabilities = outputs.probabilities.double()
+    confidence, predicted = probabilities.max(1)
+    return {
+        "validation_images": len(targets),
+        "accuracy": scores.accuracy(probabilities, targets),
+        "nll_nats": scores.nll(probabilities, targets),
+        "ece": scores.ece(confidence, predicted == targets),
+        "mean_entropy_nats": float(outputs.predictive_entropy.double().mean()),
+    }
+
+
+def _projection_metrics(report: ProjectionReport) -> dict[str, Any]:
+    choice = report.choice
+    return {"nc1": choice.nc1, "nc4": choice.nc4, "scaled_nc1": report.scaled_nc1, "scaled_nc4": report.scaled_nc4,
+            "warning": choice.warning, "pooled": report.pooled}

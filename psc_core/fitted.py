@@ -1,0 +1,144 @@
+"""A fitted model as named tensors of declared shapes: what densities and heads have in common.
+
+A :class:`Fitted` module has no parameters and no structure beyond its buffers, so that
+``config()`` (JSON) and ``state_dict()`` (tensors) are the whole of it and
+``from_config(config, state)`` restores it without running code from a file.
+
+Each subclass declares a ``kind`` and a ``layout``: tensor name → axis names.  An axis name stands for one
+size throughout a model; sizes are in the config, and restoring checks every tensor against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from psc_core.errors import BundleError, FitError
+
+Record = dict[str, float | int]
+"""What a fit decided and measured, by name; numbers only."""
+
+AnyFitted = TypeVar("AnyFitted", bound="Fitted")
+
+
+class Fitted(nn.Module):
+    """Base of densities and heads.
+
+    Args:
+        tensors: One float tensor for each name of ``layout``; stored as float32 buffers.
+        record: What the fit decided (chosen sizes, precisions, validation numbers).
+
+    Raises:
+        BundleError: A tensor is missing, unexpected, of another rank or size, or not finite.
+    """
+
+    kind: ClassVar[str]
+    layout: ClassVar[Mapping[str, tuple[str, ...]]]
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, record: Mapping[str, float | int]) -> None:
+        super().__init__()
+        self.record: Record = dict(record)
+        self.sizes = _bind_axes(self.kind, self.layout, tensors)
+        for name in self.layout:
+            self.register_buffer(name, tensors[name].detach().float().contiguous())
+
+    def config(self) -> dict[str, Any]:
+        """Kind, axis sizes and record, as JSON types; with ``state_dict()`` all that restoring needs."""
+        return {"kind": self.kind, "sizes": dict(self.sizes), "record": dict(self.record)}
+
+    @classmethod
+    def from_config(
+        cls: type[AnyFitted], config: Mapping[str, Any], state: Mapping[str, Tensor]
+    ) -> AnyFitted:
+        """Inverse of :meth:`config` and ``state_dict()``.
+
+        Raises:
+            BundleError: The tensors do not fit the layout or the sizes that the config promises.
+        """
+        missing = {"kind", "sizes", "record"} - set(config)
+        if missing or config["kind"] != cls.kind:
+            raise BundleError(f"expected a config of kind {cls.kind!r} with sizes and record, got "
+                              f"{dict(config)}; fit the bundle again")
+        model = cls(state, record=config["record"])
+        if model.sizes != config["sizes"]:
+            raise BundleError(f"expected tensors of {cls.kind!r} with sizes {config['sizes']}, got "
+                              f"{model.sizes}; the bundle is inconsistent, fit it again")
+        return model
+
+
+def restore(
+    kinds: Mapping[str, type[AnyFitted]], config: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> AnyFitted:
+    """Restore the model whose kind the config names.
+
+    Raises:
+        BundleError: An unknown kind, or as :meth:`Fitted.from_config`.
+    """
+    kind = config.get("kind")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise BundleError(f"expected kind one of {sorted(kinds)}, got {kind!r}; use a newer version of psc")
+    return kinds[kind].from_config(config, state)
+
+
+def _bind_axes(
+    kind: str, layout: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Tensor]
+) -> dict[str, int]:
+    """Check tensors against a layout and return the size of each axis."""
+    if set(tensors) != set(layout):
+        raise BundleError(
+            f"expected tensors {sorted(layout)} for {kind!r}, got {sorted(tensors)}; fit the bundle again"
+        )
+    sizes: dict[str, int] = {}
+    for name, axes in layout.items():
+        shape = tuple(tensors[name].shape)
+        expected = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes, shape, strict=False))
+        if len(shape) != len(axes) or shape != expected:
+            raise BundleError(
+                f"expected {kind}.{name} with axes {axes} and the sizes {sizes}, got shape {shape}; "
+                "fit the bundle again"
+            )
+        if not tensors[name].isfinite().all():
+            raise BundleError(f"expected finite numbers in {kind}.{name}, got NaN or ∞; fit the bundle again")
+    return sizes
+
+
+def check_features(
+    z: Float[Tensor, "n dim"],
+    labels: Int[Tensor, " n"],
+    *,
+    class_names: tuple[str, ...],
+    least: int,
+) -> Int[Tensor, " classes"]:
+    """Refuse features from which nothing can be fitted, and count the rows of each class.
+
+    Args:
+        z: Features, one row for each (image, label) pair.
+        labels: Class index of each row.
+        class_names: Names for messages; its length is the number of classes.
+        least: Rows that every class must have.
+
+    Raises:
+        FitError: A wrong shape, a label out of range, NaN or ∞, or a class with fewer than ``least`` rows.
+    """
+    if z.ndim != 2 or labels.shape != z.shape[:1] or not z.is_floating_point() or z.shape[1] == 0:
+        raise FitError(f"expected float features (n, dim) and n labels, got {z.dtype} {tuple(z.shape)} and "
+                       f"{tuple(labels.shape)}")
+    if len(z) == 0:
+        raise FitError("expected at least one row of features, got none; give a non-empty data set")
+    classes = len(class_names)
+    if labels.min() < 0 or labels.max() >= classes:
+        raise FitError(f"expected labels 0 … {classes - 1}, got {int(labels.min())} … {int(labels.max())}; "
+                       "check the number of classes")
+    if not z.isfinite().all():
+        raise FitError("expected finite features, got NaN or ∞; check the network's weights and precision")
+    counts = torch.bincount(labels, minlength=classes)
+    short = [f"{class_names[i]!r} ({int(counts[i])})" for i in (counts < least).nonzero()[:, 0].tolist()]
+    if short:
+        shown = ", ".join(short[:10]) + (f" and {len(short) - 10} more" if len(short) > 10 else "")
+        raise FitError(f"expected at least {least} image{'s' * (least > 1)} of every class, got {shown}; "
+                       "add images or leave the class out")
+    return counts

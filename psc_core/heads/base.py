@@ -1,0 +1,164 @@
+"""What every head (the paper's g′) is: z in, class probabilities and epistemic uncertainty out.
+
+All heads work on ``φ = (z − center) · inverse_scale``: unit variance per column, measured on the training
+rows, so that priors and length-scales mean the same whatever the units of z.  A column that is constant in
+training is divided by the largest deviation of any column: it teaches nothing, and moving it later counts
+as moving an ordinary column.
+
+Shapes: B images, K classes, D = dim of z.  Entropies are in nats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final, NamedTuple, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from psc_core import linalg
+from psc_core.errors import FitError
+from psc_core.fitted import Fitted, Record
+
+CONSTANT_COLUMN: Final = 1e-6
+"""Standard deviation, relative to the largest, below which a column counts as constant."""
+
+NLL_TOLERANCE: Final = 0.01
+"""Relative rise of the validation NLL that a wider posterior may cost."""
+
+
+class HeadOutput(NamedTuple):
+    """Attributes:
+    probabilities: Of each class; rows sum to 1.
+    epistemic: What more training data would remove, in the head's own ``epistemic_unit``.
+    """
+
+    probabilities: Float[Tensor, "batch classes"]
+    epistemic: Float[Tensor, " batch"]
+
+
+class Split(NamedTuple):
+    """Attributes:
+    aleatoric: Ambiguity that remains with the model known, nats.
+    epistemic: As in :class:`HeadOutput`.
+    """
+
+    aleatoric: Float[Tensor, " batch"]
+    epistemic: Float[Tensor, " batch"]
+
+
+class Head(Fitted):
+    """Base of the heads."""
+
+    epistemic_unit: ClassVar[str]
+
+    center: Tensor
+    inverse_scale: Tensor
+
+    @property
+    def metrics(self) -> Record:
+        """What the fit chose and measured: precisions, length-scales, validation NLL in nats."""
+        return self.record
+
+    def standardise(self, z: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
+        """φ."""
+        return (z - self.center) * self.inverse_scale
+
+    def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
+        """Probabilities and epistemic uncertainty of a batch of feature vectors."""
+        raise NotImplementedError
+
+    def split(self, z: Float[Tensor, "batch dim"]) -> Split:
+        """Aleatoric and epistemic uncertainty of a batch of feature vectors."""
+        raise NotImplementedError
+
+
+class Standardisation(NamedTuple):
+    """Mean and reciprocal deviation of each column, float64."""
+
+    center: Float[Tensor, " dim"]
+    inverse_scale: Float[Tensor, " dim"]
+
+    def __call__(self, z: Float[Tensor, "n dim"]) -> Float[Tensor, "n dim"]:
+        """φ as float32, chunk by chunk."""
+        standardised = torch.empty(z.shape, device=z.device)
+        for chunk in linalg.chunk_rows(*z.shape):
+            standardised[chunk] = (z[chunk].double() - self.center) * self.inverse_scale
+        return standardised
+
+
+@dataclass(frozen=True)
+class HeadData:
+    """Standardised features that a head is fitted to (train) and chooses its numbers by (val)."""
+
+    train: Float[Tensor, "n dim"]
+    train_labels: Int[Tensor, " n"]
+    val: Float[Tensor, "m dim"]
+    val_labels: Int[Tensor, " m"]
+    num_classes: int
+    seed: int
+    standardisation: Standardisation
+
+    @property
+    def shared_tensors(self) -> dict[str, Tensor]:
+        """The tensors that every head stores."""
+        return dict(self.standardisation._asdict())
+
+
+def fit_standardisation(z: Float[Tensor, "n dim"]) -> Standardisation:
+    """Column means and deviations.
+
+    Raises:
+        FitError: No column varies.
+    """
+    center = linalg.mean_of_rows(z)
+    squares = torch.zeros_like(center)
+    for chunk in linalg.chunk_rows(*z.shape):
+        squares += (z[chunk].double() - center).square().sum(0)
+    deviation = (squares / len(z)).sqrt()
+    largest = deviation.max()
+    rounding = torch.finfo(z.dtype).eps * center.abs()
+    varies = (deviation > CONSTANT_COLUMN * largest) & (deviation > rounding)
+    if not varies.any():
+        raise FitError("expected features that differ between images, all are equal; choose another layer")
+    return Standardisation(center, torch.where(varies, deviation, largest).reciprocal())
+
+
+def entropy(probabilities: Float[Tensor, "*batch classes"]) -> Float[Tensor, "*batch"]:
+    """``−Σ_k p_k log p_k`` in nats, 0 log 0 = 0."""
+    return cast(Tensor, torch.special.entr(probabilities)).sum(dim=-1)
+
+
+def nll(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """Negative log-likelihood of each label under ``softmax(logits)``, nats."""
+    return functional.cross_entropy(logits, labels, reduction="none").double()
+
+
+class Choice(NamedTuple):
+    """A prior precision and the mean validation NLL (nats) with it."""
+
+    precision: float
+    val_nll: float
+    best_val_nll: float
+
+
+def choose_precision(
+    nll_with: Callable[[float], Float[Tensor, " m"]], precisions: Sequence[float]
+) -> Choice:
+    """The smallest precision whose mean validation NLL is at most 1 % above the smallest NLL.
+
+    The plain minimum is often at infinity: weights that are well calibrated by themselves gain nothing from
+    a posterior, the NLL hardly depends on τ, and epistemic uncertainty would vanish for a gain that is
+    noise.  This takes the widest posterior that costs next to nothing.
+
+    Args:
+        nll_with: NLL of each validation row with a given precision.
+        precisions: To choose from.
+    """
+    means = {precision: nll_with(precision).mean().item() for precision in precisions}
+    smallest = min(means.values())
+    chosen = min(precision for precision, mean in means.items() if mean <= (1 + NLL_TOLERANCE) * smallest)
+    return Choice(chosen, means[chosen], smallest)

@@ -1,0 +1,267 @@
+"""Bayesian logistic regression by a Kronecker-factored (KFAC) Laplace approximation, in closed form.
+
+The paper's g′ (section "Linear layers as PSCs").  Around the maximum a posteriori weights, the posterior of
+``logits = W φ + b`` is Gaussian with precision (Ritter et al. 2018; the conventions of laplace-torch, which
+fits it here: weights and bias are separate blocks)
+
+    weights  ``B ⊗ A + τ I``,   bias  ``B + τ I``,
+    ``A = (1/n) Σ_i φ_i φ_iᵀ``,   ``B = Σ_i (diag p_i − p_i p_iᵀ)``.
+
+With ``A = Q_A diag(λ_A) Q_Aᵀ`` and ``B = Q_B diag(λ_B) Q_Bᵀ`` the logits of one image have covariance
+``Q_B diag(v) Q_Bᵀ``, where
+
+    ``v_j = Σ_i (Q_Aᵀ φ)_i² / (λ_Ai λ_Bj + τ) + 1 / (λ_Bj + τ)``        (the last term: the bias)
+
+so a batch takes three matrix products, ``s_c² = Σ_j (Q_B)²_cj v_j`` is the variance of a logit, and a sample
+of the logits is ``μ + Q_B (√v ∘ ε)``.  No Jacobian exists at any time, also not while fitting: the two
+factors are sums of outer products.
+
+Probabilities: the probit approximation, ``softmax(μ_c / √(1 + π s_c² / 8))``.
+
+Epistemic uncertainty, nats: the mutual information between label and weights.  To second order in the
+logits' covariance it is ``δ = ½ tr[(diag p − p pᵀ) Q_B diag(v) Q_Bᵀ]``, which has no upper limit while the
+mutual information cannot exceed the predictive entropy H, so we report ``H (1 − exp(−δ / H))``: equal to δ
+where δ ≪ H, at most H.  Aleatoric is the rest of H.  :meth:`LaplaceHead.sample` gives both by Monte Carlo.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Final, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from psc_core import linalg
+from psc_core.heads.base import Head, HeadData, HeadOutput, Split, choose_precision, entropy, nll
+from psc_core.heads.softmax import SoftmaxFit, choose_softmax
+
+PRECISIONS: Final = tuple(10.0 ** (k / 4) for k in range(-16, 17))
+"""Prior precisions τ tried for the posterior: 10⁻⁴ … 10⁴, four to a decade."""
+
+
+class MonteCarlo(NamedTuple):
+    """Averages over samples of the logits; entropies in nats.
+
+    Attributes:
+        probabilities: Mean of the sampled softmax.
+        predictive_entropy: Entropy of ``probabilities``.
+        aleatoric: Mean entropy of the sampled softmax.
+        mutual_information: ``predictive_entropy − aleatoric``.
+    """
+
+    probabilities: Float[Tensor, "batch classes"]
+    predictive_entropy: Float[Tensor, " batch"]
+    aleatoric: Float[Tensor, " batch"]
+    mutual_information: Float[Tensor, " batch"]
+
+
+class Kfac(NamedTuple):
+    """Eigendecompositions of the factors A (inputs) and B (outputs), float64."""
+
+    input_values: Float[Tensor, " dim"]
+    input_vectors: Float[Tensor, "dim dim"]
+    output_values: Float[Tensor, " classes"]
+    output_vectors: Float[Tensor, "classes classes"]
+
+    def spectra(self, precision: float) -> tuple[Float[Tensor, "dim classes"], Float[Tensor, " classes"]]:
+        """``1 / (λ_Ai λ_Bj + τ)`` and ``1 / (λ_Bj + τ)``."""
+        weights = torch.outer(self.input_values, self.output_values) + precision
+        return weights.reciprocal(), (self.output_values + precision).reciprocal()
+
+
+class LaplaceHead(Head):
+    """The posterior of the module's text, served in float32."""
+
+    kind = "laplace"
+    epistemic_unit = "nats (mutual information of label and weights, second order, at most the entropy)"
+    layout: ClassVar = {
+        "center": ("dim",),
+        "inverse_scale": ("dim",),
+        "weight": ("classes", "dim"),
+        "bias": ("classes",),
+        "input_vectors": ("dim", "dim"),
+        "output_vectors": ("classes", "classes"),
+        "weight_spectrum": ("dim", "classes"),
+        "bias_spectrum": ("classes",),
+    }
+    weight: Tensor
+    bias: Tensor
+    input_vectors: Tensor
+    output_vectors: Tensor
+    weight_spectrum: Tensor
+    bias_spectrum: Tensor
+
+    def logits(
+        self, z: Float[Tensor, "batch dim"]
+    ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes"]]:
+        """Mean μ of the logits, and the variances v along the columns of ``output_vectors``."""
+        phi = self.standardise(z)
+        mean = functional.linear(phi, self.weight, self.bias)
+        return mean, (phi @ self.input_vectors).square() @ self.weight_spectrum + self.bias_spectrum
+
+    def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
+        """Probit probabilities and mutual information in nats."""
+        mean, v = self.logits(z)
+        probabilities = probit(mean, v, self.output_vectors).softmax(dim=1)
+        return HeadOutput(probabilities, self._mutual_information(probabilities, v))
+
+    def split(self, z: Float[Tensor, "batch dim"]) -> Split:
+        """Both in nats; they sum to the predictive entropy."""
+        probabilities, epistemic = self(z)
+        return Split(entropy(probabilities) - epistemic, epistemic)
+
+    def sample(self, z: Float[Tensor, "batch dim"], samples: int, *, seed: int) -> MonteCarlo:
+        """Monte-Carlo predictive from the full K × K covariance of each image's logits.
+
+        Args:
+            z: Feature vectors.
+            samples: Number of draws; they are averaged one by one, memory does not grow with them.
+            seed: Of the random numbers, which depend on the device.
+        """
+        mean, v = self.logits(z)
+        generator = torch.Generator(device=z.device).manual_seed(seed)
+        probabilities, aleatoric = torch.zeros_like(mean), mean.new_zeros(len(mean))
+        for _ in range(samples):
+            noise = torch.randn(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
+            drawn = (mean + (v.sqrt() * noise) @ self.output_vectors.T).softmax(dim=1)
+            probabilities += drawn / samples
+            aleatoric += entropy(drawn) / samples
+        total = entropy(probabilities)
+        return MonteCarlo(probabilities, total, aleatoric, total - aleatoric)
+
+    def _mutual_information(
+        self, probabilities: Float[Tensor, "batch classes"], v: Float[Tensor, "batch classes"]
+    ) -> Float[Tensor, " batch"]:
+        mean_square = probabilities @ self.output_vectors.square()
+        square_mean = (probabilities @ self.output_vectors).square()
+        second_order = 0.5 * (v * (mean_square - square_mean).clamp(min=0.0)).sum(dim=1)
+        total = entropy(probabilities)
+        return -total * torch.expm1(-second_order / total.clamp(min=torch.finfo(total.dtype).tiny))
+
+
+def probit(
+    mean: Float[Tensor, "batch classes"],
+    v: Float[Tensor, "batch classes"],
+    output_vectors: Float[Tensor, "classes classes"],
+) -> Float[Tensor, "batch classes"]:
+    """``μ_c / √(1 + π s_c² / 8)`` with ``s_c² = Σ_j (Q_B)²_cj v_j``."""
+    variance = v @ output_vectors.square().T
+    return mean * (1.0 + (math.pi / 8.0) * variance).rsqrt()
+
+
+def fit_laplace(data: HeadData) -> LaplaceHead:
+    """Maximum a posteriori weights, their posterior, and τ by validation NLL of the probit predictive.
+
+    The τ of the posterior is chosen after the weights, as laplace-torch's grid search does; the rule is
+    :func:`.base.choose_precision`.
+    """
+    softmax = choose_softmax(
+        data.train, data.train_labels, data.val, data.val_labels, num_classes=data.num_classes
+    )
+    kfac = fit_kfac(softmax.weight, softmax.bias, data.train, data.train_labels)
+    choice = choose_precision(_val_nll(softmax, kfac, data), PRECISIONS)
+    weight_spectrum, bias_spectrum = kfac.spectra(choice.precision)
+    return LaplaceHead(
+        {
+            **data.shared_tensors,
+            "weight": softmax.weight,
+            "bias": softmax.bias,
+            "input_vectors": kfac.input_vectors,
+            "output_vectors": kfac.output_vectors,
+            "weight_spectrum": weight_spectrum,
+            "bias_spectrum": bias_spectrum,
+        },
+        record={
+            "map_precision": softmax.precision,
+            "map_val_nll": softmax.val_nll,
+            "prior_precision": choice.precision,
+            "val_nll": choice.val_nll,
+            "best_val_nll": choice.best_val_nll,
+        },
+    )
+
+
+def _val_nll(softmax: SoftmaxFit, kfac: Kfac, data: HeadData) -> Callable[[float], Tensor]:
+    """The NLL of each validation row as a function of τ."""
+    val = data.val
+    mean = functional.linear(val, softmax.weight.to(val.dtype), softmax.bias.to(val.dtype))
+    squares = (val @ kfac.input_vectors.to(val.dtype)).square()
+    output_vectors = kfac.output_vectors.to(val.dtype)
+
+    def nll_with(precision: float) -> Tensor:
+        weights, biases = (part.to(val.dtype) for part in kfac.spectra(precision))
+        return nll(probit(mean, squares @ weights + biases, output_vectors), data.val_labels)
+
+    return nll_with
+
+
+def fit_kfac(
+    weight: Float[Tensor, "classes dim"],
+    bias: Float[Tensor, " classes"],
+    phi: Float[Tensor, "n dim"],
+    labels: Int[Tensor, " n"],
+) -> Kfac:
+    """KFAC posterior of a linear layer by laplace-torch, in float64.
+
+    laplace-torch's own curvature back ends get B by one backward pass for each class; the back end given to
+    it here (:func:`_linear_softmax_backend`) sums the outer products, and agrees with them to rounding.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its optional back ends warn when imported
+        from laplace import Laplace
+
+    layer = nn.Linear(weight.shape[1], weight.shape[0], device=phi.device, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        layer.bias.copy_(bias)
+    posterior: Any = Laplace(
+        layer,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure="kron",
+        backend=_linear_softmax_backend(),
+    )
+    posterior.fit(_Chunks(phi, labels))
+    output_values, input_values = posterior.H.eigenvalues[0]
+    output_vectors, input_vectors = posterior.H.eigenvectors[0]
+    return Kfac(
+        input_values, linalg.fix_signs(input_vectors), output_values, linalg.fix_signs(output_vectors)
+    )
+
+
+class _Chunks:
+    """The part of a ``DataLoader`` that laplace-torch uses: batches, and ``dataset`` for its length."""
+
+    def __init__(self, phi: Tensor, labels: Tensor) -> None:
+        self.dataset = phi
+        self.labels = labels
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for chunk in linalg.chunk_rows(*self.dataset.shape):
+            yield self.dataset[chunk].double(), self.labels[chunk]
+
+
+def _linear_softmax_backend() -> Any:
+    """A laplace-torch curvature back end for one linear layer under the softmax likelihood.
+
+    A class made in a function because laplace-torch, its base, is imported only when something is fitted.
+    """
+    from laplace.curvature import GGNInterface
+    from laplace.utils import Kron
+
+    class LinearSoftmax(GGNInterface):  # type: ignore[misc, unused-ignore]
+        @torch.no_grad()
+        def kron(self, x: Any, y: Tensor, N: int, **_: Any) -> tuple[Tensor, Any]:
+            """This batch's share of A and B."""
+            logits = self.model(x)
+            p = logits.softmax(dim=1)
+            outputs = p.sum(0).diag() - p.T @ p
+            factors: Any = [[outputs, x.T @ x / N], [outputs.clone()]]
+            return self.lossfunc(logits, y), Kron(factors)
+
+    return LinearSoftmax

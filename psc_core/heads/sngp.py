@@ -1,0 +1,176 @@
+"""Random-feature Gaussian process: the output layer of SNGP (Liu et al. 2020), fitted after the fact.
+
+    ``ψ(φ) = √2 cos(φ Ω / ℓ + β)``,   Ω ~ N(0, 1), β ~ U(0, 2π), M features     (their equation 8)
+    ``μ = W ψ + b``,   ``s² = ψᵀ (τ I + Σ_i p_i (1 − p_i) ψ_i ψ_iᵀ)⁻¹ ψ``
+    ``probabilities = softmax(μ / √(1 + π s² / 8))``                           (mean-field logits)
+
+``ψᵀψ′ / M`` approximates the RBF kernel of length-scale ℓ.  One covariance serves all classes, with p_i the
+largest class probability of image i: K matrices of M × M would not fit for a thousand classes.  ℓ is the
+median distance between training rows times 0.5, 1 or 2, whichever has the smallest validation NLL; τ of
+the covariance is chosen by validation NLL too (:func:`.base.choose_precision`).
+
+Departure: features have unit mean square (theirs √(2/M) cos); W and τ absorb the factor.
+
+Epistemic uncertainty: s², the variance of a logit (squared logits), from near 0 at the training images to
+at most 2 M / τ far from them.  Aleatoric: the entropy of ``softmax(μ)``, nats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import ClassVar, Final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from psc_core import linalg
+from psc_core.heads.base import Head, HeadData, HeadOutput, Split, choose_precision, entropy, nll
+from psc_core.heads.softmax import SoftmaxFit, choose_softmax
+
+FEATURES: Final = 1024
+"""M."""
+
+LENGTH_SCALE_FACTORS: Final = (0.5, 1.0, 2.0)
+"""Length-scales tried, times the median distance."""
+
+PRECISIONS: Final = tuple(10.0 ** (k / 4) for k in range(-8, 25))
+"""Prior precisions τ tried for the covariance: 10⁻² … 10⁶, four to a decade."""
+
+LENGTH_SCALE_ROWS: Final = 10_000
+"""Training rows that the length-scale is chosen on."""
+
+MEDIAN_ROWS: Final = 1_000
+"""Training rows that the median distance is measured on."""
+
+
+class SngpHead(Head):
+    """The process of the module's text, served in float32."""
+
+    kind = "sngp"
+    epistemic_unit = "squared logits (variance of the Gaussian process)"
+    layout: ClassVar = {
+        "center": ("dim",),
+        "inverse_scale": ("dim",),
+        "frequencies": ("dim", "features"),
+        "phases": ("features",),
+        "weight": ("classes", "features"),
+        "bias": ("classes",),
+        "covariance_root": ("features", "features"),
+    }
+    frequencies: Tensor
+    phases: Tensor
+    weight: Tensor
+    bias: Tensor
+    covariance_root: Tensor
+
+    def logits(
+        self, z: Float[Tensor, "batch dim"]
+    ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, " batch"]]:
+        """Mean μ and variance s² of the logits."""
+        psi = random_features(self.standardise(z), self.frequencies, self.phases)
+        variance = (psi @ self.covariance_root).square().sum(dim=1)
+        return functional.linear(psi, self.weight, self.bias), variance
+
+    def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
+        """Mean-field probabilities and logit variance."""
+        mean, variance = self.logits(z)
+        return HeadOutput(mean_field(mean, variance).softmax(dim=1), variance)
+
+    def split(self, z: Float[Tensor, "batch dim"]) -> Split:
+        """Entropy at the mean weights (nats) and logit variance."""
+        mean, variance = self.logits(z)
+        return Split(entropy(mean.softmax(dim=1)), variance)
+
+
+def random_features(
+    phi: Float[Tensor, "n dim"],
+    frequencies: Float[Tensor, "dim features"],
+    phases: Float[Tensor, " features"],
+) -> Float[Tensor, "n features"]:
+    """``√2 cos(φ Ω / ℓ + β)``; ``frequencies`` are Ω / ℓ."""
+    return torch.cos(torch.addmm(phases, phi, frequencies)) * math.sqrt(2.0)
+
+
+def mean_field(
+    mean: Float[Tensor, "n classes"], variance: Float[Tensor, " n"]
+) -> Float[Tensor, "n classes"]:
+    """``μ / √(1 + π s² / 8)``."""
+    return mean * (1.0 + (math.pi / 8.0) * variance[:, None]).rsqrt()
+
+
+def fit_sngp(data: HeadData) -> SngpHead:
+    """Length-scale, weights, covariance and its precision."""
+    generator = torch.Generator().manual_seed(data.seed)
+    omega = torch.randn(data.train.shape[1], FEATURES, generator=generator).to(data.train.device)
+    phases = (2 * math.pi * torch.rand(FEATURES, generator=generator)).to(data.train.device)
+    length_scale = _choose_length_scale(data, omega, phases)
+    psi, psi_val = (random_features(rows, omega / length_scale, phases) for rows in (data.train, data.val))
+    softmax = _fit_weights(psi, psi_val, data.train_labels, data)
+
+    covariance = linalg.eigh(_information(psi, softmax))
+    choice = choose_precision(_val_nll(psi_val, softmax, covariance, data.val_labels), PRECISIONS)
+    return SngpHead(
+        {
+            **data.shared_tensors,
+            "frequencies": omega / length_scale,
+            "phases": phases,
+            "weight": softmax.weight,
+            "bias": softmax.bias,
+            "covariance_root": covariance.vectors * (covariance.values + choice.precision).rsqrt(),
+        },
+        record={
+            "length_scale": length_scale,
+            "map_precision": softmax.precision,
+            "map_val_nll": softmax.val_nll,
+            "prior_precision": choice.precision,
+            "val_nll": choice.val_nll,
+            "best_val_nll": choice.best_val_nll,
+        },
+    )
+
+
+def _choose_length_scale(data: HeadData, omega: Tensor, phases: Tensor) -> float:
+    """The multiple of the median distance whose weights have the smallest validation NLL."""
+    few = data.train[:: math.ceil(len(data.train) / MEDIAN_ROWS)]
+    distances = torch.pdist(few)
+    apart = distances[distances > 0]
+    median = apart.median().item() if len(apart) else math.sqrt(2 * few.shape[1])
+    every = math.ceil(len(data.train) / LENGTH_SCALE_ROWS)
+
+    def val_nll(length_scale: float) -> float:
+        psi = random_features(data.train[::every], omega / length_scale, phases)
+        psi_val = random_features(data.val, omega / length_scale, phases)
+        return _fit_weights(psi, psi_val, data.train_labels[::every], data).val_nll
+
+    return min((factor * median for factor in LENGTH_SCALE_FACTORS), key=val_nll)
+
+
+def _fit_weights(psi: Tensor, psi_val: Tensor, labels: Tensor, data: HeadData) -> SoftmaxFit:
+    return choose_softmax(psi, labels, psi_val, data.val_labels, num_classes=data.num_classes)
+
+
+def _information(psi: Float[Tensor, "n features"], softmax: SoftmaxFit) -> Float[Tensor, "features features"]:
+    """``Σ_i p_i (1 − p_i) ψ_i ψ_iᵀ`` with p_i the largest class probability, float64."""
+    total = torch.zeros(psi.shape[1], psi.shape[1], dtype=torch.float64, device=psi.device)
+    for chunk in linalg.chunk_rows(*psi.shape):
+        rows = psi[chunk].double()
+        largest = functional.linear(rows, softmax.weight, softmax.bias).softmax(dim=1).amax(dim=1)
+        total += rows.T @ (rows * (largest * (1 - largest))[:, None])
+    return total
+
+
+def _val_nll(
+    psi: Float[Tensor, "m features"], softmax: SoftmaxFit, covariance: linalg.Eigen, labels: Int[Tensor, " m"]
+) -> Callable[[float], Tensor]:
+    """The NLL of each validation row as a function of τ."""
+    mean = functional.linear(psi, softmax.weight.to(psi.dtype), softmax.bias.to(psi.dtype))
+    squares = (psi @ covariance.vectors.to(psi.dtype)).square()
+
+    def nll_with(precision: float) -> Tensor:
+        variance = squares @ (covariance.values + precision).reciprocal().to(psi.dtype)
+        return nll(mean_field(mean, variance), labels)
+
+    return nll_with

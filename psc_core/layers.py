@@ -1,0 +1,329 @@
+"""The layers of a network in execution order, and the one shape every layer's output is brought to.
+
+A *layer* is a module, its value the output of its last call, measured after it.  The one exception is
+``NAME:input``, what the output layer NAME reads, listed where no module's output is exactly that (a class token,
+functional pooling), because it is the penultimate layer other work measures.  Outputs become
+
+    canonical features: (batch, channels, spatial)
+
+where the spatial axis is row-major: positions of a map, tokens of a transformer, one for a vector.
+
+=============  =====================  ==========================================================
+kind           module output          canonical
+=============  =====================  ==========================================================
+``map``        (B, C, H, W)           (B, C, H·W)
+``map_last``   (B, H, W, C)           (B, C, H·W), Swin and the linear layers of ConvNeXt
+``tokens``     (B, T, C)              (B, C, T)
+``vector``     (B, C)                 (B, C, 1)
+=============  =====================  ==========================================================
+
+Granularity: ``operations`` lists every convolution, pooling and linear layer, the paper's; where a block holds
+attention, the block's output stands for what is inside it.  ``blocks`` lists residual, ConvNeXt, transformer
+and Swin blocks.  ``all`` lists every module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from psc_core.errors import NetworkError, UsageError
+
+KINDS: Final = ("map", "map_last", "tokens", "vector")
+GRANULARITIES: Final = ("operations", "blocks", "all")
+
+INPUT: Final = ":input"
+"""Behind a module's name: its input in place of its output."""
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """One layer of a network.
+
+    Attributes:
+        name: Module name, dots between levels.
+        index: Position in execution order among the layers of its granularity, from 0.
+        kind: One of :data:`KINDS`.
+        shape: Canonical (channels, spatial).
+        grid: The spatial axis unrolled: (height, width), (tokens,) or (1,).
+        role: ``"hidden"``; ``"penultimate"``, what the output layer reads; or ``"output"``, the logits.
+    """
+
+    name: str
+    index: int
+    kind: str
+    shape: tuple[int, int]
+    grid: tuple[int, ...]
+    role: str = "hidden"
+
+
+def canonical(features: Float[Tensor, "batch ..."], kind: str) -> Float[Tensor, "batch channels spatial"]:
+    """Bring a layer's output of the given kind to (batch, channels, spatial); see the module docstring."""
+    if kind == "map":
+        return features.flatten(2)
+    if kind == "map_last":
+        return features.flatten(1, 2).transpose(1, 2)
+    if kind == "tokens":
+        return features.transpose(1, 2)
+    if kind == "vector":
+        return features.unsqueeze(2)
+    raise UsageError(f"expected a layer kind of {', '.join(KINDS)}, got {kind!r}")
+
+
+# -- which axis holds the channels ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a module's weights say about the channel axis of its 4-D output.
+
+    Attributes:
+        convolves: Holds a convolution or batch normalisation (channels first).
+        widths: Output widths of its linear layers and layer normalisations (channels last).
+        channels: Output channels of its convolutions.
+    """
+
+    convolves: bool
+    widths: frozenset[int]
+    channels: frozenset[int]
+
+    def kind(self, shape: Sequence[int]) -> str | None:
+        """Kind of an output of this shape; ``None`` when it is no batch of features.
+
+        Convolutions keep channels first, linear layers last, unless only the other axis fits a width.
+        """
+        if len(shape) != 4:
+            return {2: "vector", 3: "tokens"}.get(len(shape))
+        if not self.widths:
+            return "map"
+        fits_first, fits_last = shape[1] in self.widths | self.channels, shape[3] in self.widths
+        if not self.convolves:
+            return "map" if fits_first and not fits_last else "map_last"
+        return "map_last" if fits_last and not fits_first and shape[2] != shape[3] else "map"
+
+
+def layout_of(net: nn.Module, name: str) -> Layout:
+    """Layout of layer ``name``; a module without weights takes that of the nearest module around it."""
+    module = net.get_submodule(name.removesuffix(INPUT))
+    if name.endswith(INPUT):
+        return Layout(False, frozenset({int(getattr(module, "in_features", 0))}), frozenset())
+    if not name or _is_pooling(module) or next(module.parameters(), None) is not None:
+        return _layout(module)
+    return layout_of(net, name.rpartition(".")[0])
+
+
+def _layout(module: nn.Module) -> Layout:
+    if _is_pooling(module):
+        return Layout(True, frozenset(), frozenset())
+    inside = list(module.modules())
+    convolutions = [m for m in inside if isinstance(m, _ConvNd)]
+    linears = [m for m in inside if isinstance(m, nn.Linear)]
+    # Exactly nn.LayerNorm: its channels-first subclasses permute inside.
+    norms = [m for m in inside if type(m) is nn.LayerNorm]
+    channels_first = bool(convolutions) or any(isinstance(m, _BatchNorm) for m in inside)
+    if len(inside) == 1 and isinstance(module, nn.LayerNorm) and not norms:
+        channels_first = True
+    return Layout(
+        channels_first,
+        frozenset(m.out_features for m in linears) | frozenset(m.normalized_shape[-1] for m in norms),
+        frozenset(m.out_channels for m in convolutions),
+    )
+
+
+def _is_pooling(module: nn.Module) -> bool:
+    return "Pool" in type(module).__name__ and next(module.children(), None) is None
+
+
+# -- listing --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Run:
+    """What one forward pass showed.
+
+    Attributes:
+        shapes: Output shapes by module name, in order of each module's last call.
+        vectors: Outputs that have as many entries as some linear layer reads, flattened.
+        reads: Input of the last linear layer that gives the logits, and its name.
+        logits: Number of logits.
+    """
+
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    vectors: dict[str, Tensor] = field(default_factory=dict)
+    reads: tuple[str, Tensor] | None = None
+    logits: int = 0
+
+
+def list_layers(
+    net: nn.Module,
+    example: Float[Tensor, "1 channels height width"],
+    *,
+    pattern: str | None = None,
+    granularity: str = "operations",
+) -> list[LayerInfo]:
+    """The layers of ``net`` in execution order, found by running ``example`` through it.
+
+    A module called several times is listed once, at its last call.
+
+    Args:
+        net: A classifier in evaluation mode.
+        example: One input.
+        pattern: Regular expression; only layers whose name it is found in are returned.
+        granularity: ``"operations"``, ``"blocks"`` or ``"all"``.
+
+    Raises:
+        UsageError: Unknown granularity, bad pattern, or a pattern that no layer matches.
+        NetworkError: The network cannot run the example, gives no logits, or has no such layers.
+    """
+    if granularity not in GRANULARITIES:
+        raise UsageError(f"expected a granularity of {', '.join(GRANULARITIES)}, got {granularity!r}")
+    run = _run(net, example)
+    chosen = _CHOICES[granularity](net)
+    layers = []
+    for name, shape in run.shapes.items():
+        kind = layout_of(net, name).kind(shape) if name in chosen else None
+        if kind is not None:
+            layers.append(LayerInfo(name, 0, kind, *_canonical_shape(shape, kind)))
+    if not layers:
+        raise NetworkError(f"{type(net).__name__} has no layers of granularity {granularity!r}; use another one")
+    layers = _with_roles(net, layers, run)
+    return select_layers([replace(layer, index=i) for i, layer in enumerate(layers)], pattern)
+
+
+def select_layers(layers: Sequence[LayerInfo], pattern: str | None) -> list[LayerInfo]:
+    """The layers whose name the regular expression is found in; all of them for ``None``.
+
+    Raises:
+        UsageError: Not a regular expression, or nothing matches.
+    """
+    try:
+        matcher = re.compile(pattern or "")
+    except re.error as error:
+        raise UsageError(f"expected a regular expression of layer names, got {pattern!r}: {error}") from error
+    found = [layer for layer in layers if matcher.search(layer.name)]
+    if not found:
+        names = ", ".join(layer.name for layer in layers[:8])
+        raise UsageError(f"no layer name matches {pattern!r}; the layers are {names}{', …' * (len(layers) > 8)}")
+    return found
+
+
+@torch.inference_mode()
+def _run(net: nn.Module, example: Tensor) -> _Run:
+    """Run two copies of the example, so that outputs without a batch axis can be told apart."""
+    run = _Run()
+    read_sizes = {module.in_features for module in net.modules() if isinstance(module, nn.Linear)}
+    inputs: dict[str, Tensor] = {}
+
+    def remember(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        run.shapes.pop(name, None)
+        if isinstance(output, Tensor) and output.is_floating_point() and output.shape[:1] == (2,):
+            run.shapes[name] = tuple(output.shape)
+            if output[0].numel() in read_sizes:
+                run.vectors[name] = output.flatten(1).clone()
+            if isinstance(module, nn.Linear) and output.ndim == 2:
+                inputs[name] = args[0].clone()
+
+    handles = [
+        module.register_forward_hook(partial(remember, name)) for name, module in net.named_modules() if name
+    ]
+    try:
+        logits = net.eval()(torch.cat([example, example]))
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        raise NetworkError(
+            f"{type(net).__name__} cannot run an input of shape {tuple(example.shape)}: {error}; check the preset, "
+            "the image size and the model arguments"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[0] != 2:
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise NetworkError(f"expected a classifier that returns logits (batch, classes), got {got}")
+    run.logits = logits.shape[1]
+    readers = [name for name in run.shapes if name in inputs and run.shapes[name] == tuple(logits.shape)]
+    if readers:
+        run.reads = (readers[-1], inputs[readers[-1]])
+    return run
+
+
+def _canonical_shape(shape: tuple[int, ...], kind: str) -> tuple[tuple[int, int], tuple[int, ...]]:
+    channels, grid = {
+        "map": (shape[1], shape[2:]),
+        "map_last": (shape[-1], shape[1:-1]),
+        "tokens": (shape[-1], shape[1:-1]),
+        "vector": (shape[-1], (1,)),
+    }[kind]
+    return (channels, int(torch.Size(grid).numel())), grid
+
+
+def _with_roles(net: nn.Module, layers: list[LayerInfo], run: _Run) -> list[LayerInfo]:
+    """Mark the output layer (the last with weights, as wide as the logits) and the one it reads."""
+    weighted = [i for i, layer in enumerate(layers) if isinstance(net.get_submodule(layer.name), _WEIGHTED)]
+    ends = bool(weighted) and layers[weighted[-1]].shape[0] == run.logits
+    output = weighted[-1] if ends else len(layers)
+    hidden, outputs = layers[:output], [replace(layer, role="output") for layer in layers[output:]]
+    if run.reads is not None:
+        name, features = run.reads
+        last = run.vectors.get(hidden[-1].name) if hidden else None
+        if last is None or not torch.equal(last, features):
+            hidden.append(LayerInfo(name + INPUT, 0, "vector", (features.shape[1], 1), (1,)))
+    return [*hidden[:-1], *(replace(layer, role="penultimate") for layer in hidden[-1:]), *outputs]
+
+
+_WEIGHTED = (_ConvNd, nn.Linear)
+
+
+def _operations(net: nn.Module) -> set[str]:
+    operations = {name for name, m in net.named_modules() if isinstance(m, _WEIGHTED) or _is_pooling(m)}
+    attending = [name for name in _blocks(net) if _attends(net.get_submodule(name))]
+    inside = {name for name in operations if any(name.startswith(f"{block}.") for block in attending)}
+    return (operations - inside) | set(attending)
+
+
+def _attends(module: nn.Module) -> bool:
+    return any("attention" in type(inner).__name__.lower() for inner in module.modules())
+
+
+def _blocks(net: nn.Module) -> set[str]:
+    """Members of containers that are mostly composite modules; the innermost such members.
+
+    A stage is a container of blocks, and a list of stages would qualify too, hence the innermost.
+    """
+    members = set(_block_members(net))
+    outer = {name for name in members if any(other.startswith(f"{name}.") for other in members)}
+    return members - outer
+
+
+def _block_members(net: nn.Module) -> Iterator[str]:
+    for name, container in net.named_modules():
+        if not isinstance(container, nn.Sequential | nn.ModuleList):
+            continue
+        children = dict(container.named_children())
+        composite = [key for key, child in children.items() if _is_composite(child)]
+        if 2 * len(composite) > len(children):
+            yield from (f"{name}.{key}" if name else key for key in composite)
+
+
+def _is_composite(module: nn.Module) -> bool:
+    listed = isinstance(module, nn.Sequential | nn.ModuleList)
+    return not listed and next(module.children(), None) is not None
+
+
+def _all(net: nn.Module) -> set[str]:
+    return {name for name, _ in net.named_modules() if name}
+
+
+_CHOICES: Mapping[str, Callable[[nn.Module], set[str]]] = {
+    "operations": _operations,
+    "blocks": _blocks,
+    "all": _all,
+}

@@ -1,0 +1,69 @@
+"""One pass of a truncated network over a data set: the only loop that fitting has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from psc_core.backbone import Backbone
+from psc_core.data import Batch, ImageDataset
+from psc_core.progress import track
+
+Value = TypeVar("Value")
+FeatureStep = Callable[[Tensor], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Where and how features are computed while fitting.
+
+    Attributes:
+        device: Compute device.
+        precision: ``"fp32"`` or ``"bf16"`` of the network.
+        batch_rows: Rows a batch at most.
+    """
+
+    device: torch.device
+    precision: str = "fp32"
+    batch_rows: int = 256
+
+
+def passes(
+    dataset: ImageDataset, compute: Compute, description: str, step: Callable[[Tensor], Value]
+) -> Iterator[tuple[Value, Batch]]:
+    """Yield ``step(standardised images)`` with its batch, batch by batch, under inference mode.
+
+    Args:
+        dataset: Images to stream.
+        compute: Device, precision and batch size.
+        description: What the progress line says.
+        step: Maps float images (B, C, H, W) on the device to whatever the caller wants.
+    """
+    batches = track_images(dataset, compute, description)
+    autocast = torch.autocast(compute.device.type, torch.bfloat16, enabled=compute.precision == "bf16")
+    for batch in batches:
+        with torch.inference_mode():
+            images = dataset.preprocess.normalise(batch.images.to(compute.device, non_blocking=True))
+            with autocast:
+                value = step(images)
+        yield value, batch
+
+
+def track_images(dataset: ImageDataset, compute: Compute, description: str) -> Iterator[Batch]:
+    """The batches of ``dataset`` with a progress line that counts batches."""
+    return track(dataset.batches(compute.batch_rows), total=dataset.batch_count(compute.batch_rows),
+                 description=description)
+
+
+def feature_step(backbone: Backbone) -> FeatureStep:
+    """Features alone, for a backbone that may also give logits."""
+
+    def step(images: Tensor) -> list[Tensor]:
+        features: list[Tensor] = backbone(images)[0]
+        return features
+
+    return step

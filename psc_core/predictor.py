@@ -1,0 +1,202 @@
+"""PSC: a fitted probabilistic skip connection, ready to predict, save and load."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from psc_core.backbone import rebuild_backbone
+from psc_core.bundle import Manifest, Policy, read_bundle, write_bundle
+from psc_core.calibration import Calibration
+from psc_core.density import restore_density
+from psc_core.device import resolve_device
+from psc_core.errors import BundleError, NetworkError, UsageError
+from psc_core.heads import restore_head
+from psc_core.pipeline import Outputs, Pipeline
+from psc_core.preprocess import Preprocess
+from psc_core.projection import Projection
+from psc_core.types import Prediction
+
+MAX_BATCH = 64
+"""Images that :meth:`PSC.predict` sends through the pipeline at once."""
+
+
+@dataclass(frozen=True)
+class PSC:
+    """A classifier with honest uncertainty in one forward pass.
+
+    Attributes:
+        pipeline: Pixels to packed outputs, on its device.
+        preprocess: Host and device preprocessing.
+        classes: Class names; a class index is a position in it.
+        calibration: Calibration scores, thresholds and prediction sets.
+        policy: Default thresholds.
+        layers: Names of the candidate layer(s).
+        name: Model name.
+        report: What fitting measured: ``collapse``, ``metrics`` and ``provenance``, JSON types.
+        version: Digest of the bundle, empty before it is saved.
+    """
+
+    pipeline: Pipeline
+    preprocess: Preprocess
+    classes: tuple[str, ...]
+    calibration: Calibration
+    policy: Policy
+    layers: tuple[str, ...]
+    name: str
+    report: Mapping[str, Any] = field(default_factory=dict)
+    version: str = ""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pipeline computes."""
+        return self.pipeline.scale.device
+
+    @property
+    def layer(self) -> str:
+        """Candidate layer names as one string."""
+        return "+".join(self.layers)
+
+    @property
+    def alpha(self) -> float:
+        """Default false-alarm rate."""
+        return self.policy.alpha
+
+    @property
+    def predictions(self) -> str:
+        """``"psc"`` (the head on z) or ``"base"`` (the network's own output)."""
+        return "base" if self.pipeline.head is None else "psc"
+
+    def predict(self, images: Sequence[bytes | Image.Image] | Tensor) -> Prediction:
+        """Classify images with uncertainty.
+
+        Args:
+            images: Encoded files, Pillow images, or ``uint8 (n, channels, height, width)`` already of the
+                network's input size.
+
+        Raises:
+            ImageError: An image cannot be decoded.
+            UsageError: A tensor of another shape or type.
+        """
+        batch = images if isinstance(images, Tensor) else self._read(images)
+        expected = (self.preprocess.channels, self.preprocess.height, self.preprocess.width)
+        if batch.dtype != torch.uint8 or tuple(batch.shape[1:]) != expected:
+            raise UsageError(f"expected uint8 images of shape (n, {', '.join(map(str, expected))}), got "
+                             f"{batch.dtype} {tuple(batch.shape)}")
+        with torch.inference_mode():
+            packed = [self.pipeline(part.to(self.device)).cpu() for part in torch.split(batch, MAX_BATCH)]
+        columns = 4 + len(self.classes)
+        outputs = Outputs.unpack(torch.cat(packed) if len(batch) else torch.empty(0, columns))
+        class_index = outputs.probabilities.argmax(1)
+        return Prediction(
+            class_index=class_index,
+            labels=tuple(self.classes[i] for i in class_index.tolist()),
+            probabilities=outputs.probabilities,
+            predictive_entropy=outputs.predictive_entropy,
+            log_density=outputs.log_density,
+            ood_score=-outputs.log_density,
+            ood_p_value=outputs.ood_p_value,
+            is_ood=outputs.ood_p_value <= self.alpha,
+            epistemic=outputs.epistemic,
+        )
+
+    def _read(self, images: Sequence[bytes | Image.Image]) -> Tensor:
+        arrays = [self.preprocess.from_bytes(image) if isinstance(image, bytes) else self.preprocess.from_image(image)
+                  for image in images]
+        shape = (0, self.preprocess.channels, self.preprocess.height, self.preprocess.width)
+        return torch.from_numpy(np.stack(arrays)) if arrays else torch.empty(shape, dtype=torch.uint8)
+
+    def save(self, path: str | Path) -> Manifest:
+        """Write the bundle directory ``path``; equal models give equal bytes."""
+        p = self.pipeline
+        parts = {
+            "backbone": p.backbone.state_dict(),
+            "projection": p.projection.state_dict(),
+            "density": p.density.state_dict(),
+            "calibration": self.calibration.tensors(),
+        }
+        if p.head is not None:
+            parts["head"] = p.head.state_dict()
+        fields = {
+            "name": self.name,
+            "classes": self.classes,
+            "preprocess": self.preprocess.to_json(),
+            "precision": p.precision,
+            "predictions": self.predictions,
+            "layers": self.layers,
+            "policy": self.policy.model_dump(),
+            "backbone": p.backbone.spec(),
+            "projection": p.projection.config(),
+            "density": p.density.config(),
+            "head": None if p.head is None else p.head.config(),
+            "calibration": {"images": len(self.calibration)},
+            "collapse": self.report.get("collapse"),
+            "metrics": self.report.get("metrics", {}),
+            "provenance": self.report.get("provenance", {}),
+        }
+        return write_bundle(Path(path), fields, parts)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, device: str | torch.device = "auto", allow_factories: Collection[str] = ()
+    ) -> PSC:
+        """Read, verify and build a bundle.
+
+        Args:
+            path: Bundle directory.
+            device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+            allow_factories: Network factories (``package.module:factory``) that may be imported.
+
+        Raises:
+            BundleError: The bundle is missing, altered, damaged or inconsistent.
+        """
+        target = resolve_device(device)
+        bundle = read_bundle(Path(path))
+        manifest, parts = bundle.manifest, bundle.parts
+        try:
+            preprocess = Preprocess.from_json(manifest.preprocess)
+            backbone = rebuild_backbone(manifest.backbone, parts["backbone"], allow_factories=allow_factories)
+            projection = Projection.restore(manifest.projection, parts["projection"])
+            density = restore_density(manifest.density, parts["density"])
+            head = None if manifest.head is None else restore_head(manifest.head, parts["head"])
+            calibration = Calibration.from_tensors(parts["calibration"])
+            pipeline = Pipeline(preprocess, backbone, projection, density, head, calibration.scores,
+                                manifest.precision)
+        except (KeyError, TypeError, ValueError, RuntimeError, UsageError, NetworkError) as error:
+            raise BundleError(f"{path}: the manifest and the tensors do not fit together: {error}") from error
+        psc = cls(
+            pipeline=pipeline.to(target),
+            preprocess=preprocess,
+            classes=manifest.classes,
+            calibration=calibration,
+            policy=manifest.policy,
+            layers=manifest.layers,
+            name=manifest.name,
+            report={"collapse": manifest.collapse, "metrics": manifest.metrics, "provenance": manifest.provenance},
+            version=manifest.version,
+        )
+        psc.probe()
+        return psc
+
+    def probe(self) -> None:
+        """Run one blank image through the pipeline.
+
+        Raises:
+            BundleError: The parts do not fit together, or give something not finite.
+        """
+        shape = (1, self.preprocess.channels, self.preprocess.height, self.preprocess.width)
+        try:
+            with torch.inference_mode():
+                packed = self.pipeline(torch.zeros(shape, dtype=torch.uint8, device=self.device))
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise BundleError(f"the parts of {self.name!r} do not fit together: {error}") from error
+        if packed.shape[1] != 4 + len(self.classes) or not bool(packed.isfinite().all()):
+            raise BundleError(f"expected {len(self.classes)} finite probabilities from {self.name!r}, got "
+                              f"{packed.shape[1] - 4} columns or values that are not finite; fit the bundle again")

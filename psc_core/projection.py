@@ -1,0 +1,164 @@
+"""Features of the candidate layer(s) → feature vector z (paper, Algorithm 1: reshape, scale, project, scale).
+
+    X  (B, C, d)      channels × positions of all candidate layers, concatenated along positions
+    X ← (X − μ) / σ    channelwise moments, the standard deviation in both of the paper's formulas
+    Z  = Aᵀ X B        (B, c_proj, d_proj)
+    z ← (vec Z − μ_Z) / σ_Z      second scaling, optional
+
+The paper divides by the *variance* in ``scale`` but normalises the covariance by the standard deviation; we
+use the standard deviation in both, else Z would not have the correlation tensor that was decomposed.
+A fully connected layer has d = 1 and no spatial mode to reduce, so it is read as one channel of C
+positions: the decomposition is then the eigendecomposition of its correlation matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from psc_core.errors import FitError
+
+
+def pooled_side(channels: int, height: int, width: int, budget_bytes: int) -> tuple[int, int]:
+    """Largest h′ × w′, halving as needed, whose C·(h′w′)² float64 covariance fits ``budget_bytes``."""
+    while channels * (height * width) ** 2 * 8 > budget_bytes and max(height, width) > 1:
+        height, width = max(1, height // 2), max(1, width // 2)
+    return height, width
+
+
+def pooled_positions(channels: int, positions: int, budget_bytes: int) -> int:
+    """Number of positions kept of a layer: square maps are pooled in two dimensions, else in one."""
+    side = round(positions**0.5)
+    if side * side == positions:
+        height, width = pooled_side(channels, side, side, budget_bytes)
+        return height * width
+    while channels * positions**2 * 8 > budget_bytes and positions > 1:
+        positions //= 2
+    return positions
+
+
+class Projection(nn.Module):
+    """Algorithm 1 as one module.
+
+    Args:
+        positions: Positions kept of each candidate layer (adaptive average pooling where fewer than it has).
+        mean: (C, d).
+        std: (C, d), positive.
+        channel_factor: A, (C, c_proj).
+        spatial_factor: B, (d, d_proj).
+        z_mean: (c_proj · d_proj,); zeros without the second scaling.
+        z_std: (c_proj · d_proj,); ones without it.
+    """
+
+    mean: Tensor
+    inverse_std: Tensor
+    channel_factor: Tensor
+    spatial_factor: Tensor
+    z_mean: Tensor
+    z_inverse_std: Tensor
+
+    def __init__(
+        self,
+        positions: Sequence[int],
+        mean: Float[Tensor, "channels positions"],
+        std: Float[Tensor, "channels positions"],
+        channel_factor: Float[Tensor, "channels c_proj"],
+        spatial_factor: Float[Tensor, "positions d_proj"],
+        z_mean: Float[Tensor, "dim"],
+        z_std: Float[Tensor, "dim"],
+    ) -> None:
+        super().__init__()
+        self.positions = tuple(positions)
+        self.register_buffer("mean", mean.float())
+        self.register_buffer("inverse_std", (1.0 / std).float())
+        self.register_buffer("channel_factor", channel_factor.float().contiguous())
+        self.register_buffer("spatial_factor", spatial_factor.float().contiguous())
+        self.register_buffer("z_mean", z_mean.float())
+        self.register_buffer("z_inverse_std", (1.0 / z_std).float())
+
+    @property
+    def c_proj(self) -> int:
+        """Channel components."""
+        return self.channel_factor.shape[1]
+
+    @property
+    def d_proj(self) -> int:
+        """Spatial components."""
+        return self.spatial_factor.shape[1]
+
+    def reshape(self, features: Sequence[Tensor]) -> Float[Tensor, "batch channels positions"]:
+        """Canonical features of each layer, (B, C, d_l), pooled and concatenated to X (B, C, d)."""
+        return reshape_features(features, self.positions)
+
+    def scaled(self, features: Sequence[Tensor]) -> Float[Tensor, "batch channels positions"]:
+        """X after the first scaling."""
+        return (self.reshape(features).float() - self.mean) * self.inverse_std
+
+    def block(self, features: Sequence[Tensor]) -> Float[Tensor, "batch c_proj d_proj"]:
+        """Z before the second scaling."""
+        return (self.channel_factor.T @ self.scaled(features)) @ self.spatial_factor
+
+    def forward(self, features: Sequence[Tensor]) -> Float[Tensor, "batch dim"]:
+        """z (B, c_proj · d_proj), row-major over (channel, spatial) components."""
+        return (self.block(features).flatten(1) - self.z_mean) * self.z_inverse_std
+
+    def leading(self, c_proj: int, d_proj: int) -> Projection:
+        """The same projection with only the leading components."""
+        keep = torch.arange(self.c_proj * self.d_proj).view(self.c_proj, self.d_proj)[:c_proj, :d_proj].reshape(-1)
+        keep = keep.to(self.z_mean.device)
+        return Projection(
+            self.positions, self.mean, 1.0 / self.inverse_std, self.channel_factor[:, :c_proj],
+            self.spatial_factor[:, :d_proj], self.z_mean[keep], 1.0 / self.z_inverse_std[keep],
+        )
+
+    def with_second_scaling(self, z_mean: Tensor, z_std: Tensor) -> Projection:
+        """The same projection that ends in (vec Z − z_mean) / z_std."""
+        return Projection(self.positions, self.mean, 1.0 / self.inverse_std, self.channel_factor,
+                          self.spatial_factor, z_mean, z_std)
+
+    def config(self) -> dict[str, Any]:
+        """Shapes as JSON types; the numbers are in ``state_dict()``."""
+        return {"method": "tucker", "positions": list(self.positions), "channels": self.mean.shape[0],
+                "c_proj": self.c_proj, "d_proj": self.d_proj}
+
+    @classmethod
+    def restore(cls, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Projection:
+        """Inverse of :meth:`config` and ``state_dict()``; strict about names and shapes."""
+        positions, c = list(config["positions"]), int(config["channels"])
+        c_proj, d_proj, d = int(config["c_proj"]), int(config["d_proj"]), sum(config["positions"])
+        dim = c_proj * d_proj
+        module = cls(positions, torch.zeros(c, d), torch.ones(c, d), torch.zeros(c, c_proj),
+                     torch.zeros(d, d_proj), torch.zeros(dim), torch.ones(dim))
+        module.load_state_dict(dict(state), strict=True)
+        return module
+
+
+def reshape_features(features: Sequence[Tensor], positions: Sequence[int]) -> Float[Tensor, "batch channels positions"]:
+    """Pool each (B, C, d_l) to its number of positions, concatenate to (B, C, d); see :class:`Projection`.
+
+    Raises:
+        FitError: The layers have different channel counts.
+    """
+    if len({f.shape[1] for f in features}) > 1 and any(f.shape[2] > 1 for f in features):
+        raise FitError(f"expected candidate layers of equal channel counts, got {[f.shape[1] for f in features]}; "
+                       "choose one layer")
+    if all(f.shape[2] == 1 for f in features):
+        features = [f.transpose(1, 2) for f in features]
+    pooled = [_pool(f, n) for f, n in zip(features, positions, strict=True)]
+    return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=2)
+
+
+def _pool(features: Tensor, positions: int) -> Tensor:
+    batch, channels, have = features.shape
+    if have == positions:
+        return features
+    side, kept = round(have**0.5), round(positions**0.5)
+    if side * side == have and kept * kept == positions:
+        maps = features.reshape(batch, channels, side, side)
+        return F.adaptive_avg_pool2d(maps, kept).flatten(2)
+    return F.adaptive_avg_pool1d(features, positions)

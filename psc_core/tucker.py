@@ -1,0 +1,53 @@
+"""Tucker factors of the correlation tensor, and its ranks chosen in one pass (paper, "Processing intermediates").
+
+    R ≈ G ×₁ A ×₂ B ×₃ B        R (C, d, d), A (C, c_max), B (d, d_max)
+
+R is symmetric in its last two modes, so one spatial factor serves both.  Any smaller projection keeps
+leading columns, Z = A[:, :c]ᵀ X B[:, :d'], and both neural-collapse numbers are sums over coordinates of Z.
+Two cumulative sums over per-coordinate terms therefore give them for every (c, d') at once
+(:func:`psc_core.ranks`), where the paper sweeps.
+"""
+
+from __future__ import annotations
+
+import tensorly
+import torch
+from jaxtyping import Float
+from tensorly.decomposition import tucker
+from torch import Tensor
+
+ITERATIONS = 10
+"""Higher-order orthogonal iterations at most; the truncated HOSVD they start from is already near."""
+
+
+def tucker_factors(
+    correlation: Float[Tensor, "channels positions positions"], c_max: int, d_max: int
+) -> tuple[Float[Tensor, "channels c_max"], Float[Tensor, "positions d_max"]]:
+    """Leading factors of the channel and the spatial mode, by tensorly's HOOI in float64.
+
+    The sign of every column is fixed (largest entry positive), so equal input gives equal factors.
+
+    Args:
+        correlation: (C, d, d), symmetric in its last two modes.
+        c_max: Columns of A at most; also at most C and the d_max (d_max + 1) / 2 that symmetric slices span.
+        d_max: Columns of B at most; also at most d.
+    """
+    channels, positions, _ = correlation.shape
+    d_max = min(d_max, positions)
+    c_max = min(c_max, channels, d_max * (d_max + 1) // 2)
+    if channels == 1:
+        # One channel: the decomposition is the eigendecomposition of one symmetric matrix.
+        values, vectors = torch.linalg.eigh(correlation[0].double().cpu())
+        leading = vectors[:, values.abs().argsort(descending=True, stable=True)[:d_max]]
+        return correlation.new_ones(1, 1).double(), _fix_signs(leading).to(correlation.device)
+    with tensorly.backend_context("pytorch", local_threadsafe=True):
+        _, factors = tucker(
+            correlation.double().cpu(), rank=[c_max, d_max, d_max], n_iter_max=ITERATIONS, init="svd", tol=1e-6
+        )
+    a, b = (_fix_signs(factor).to(correlation.device) for factor in factors[:2])
+    return a, b
+
+
+def _fix_signs(factor: Tensor) -> Tensor:
+    largest = factor.gather(0, factor.abs().argmax(0, keepdim=True))
+    return factor * torch.where(largest < 0, -1.0, 1.0)

@@ -1,0 +1,168 @@
+"""The bundle: whole or refused, and the refusal names what is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from psc_core import PSC
+from psc_core.bundle import PARTS, read_bundle, read_manifest
+from psc_core.errors import BundleError
+
+ALLOW = ("tests.tiny:network",)
+
+
+@pytest.fixture
+def bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+
+
+def edit_manifest(bundle: Path, **changes: Any) -> None:
+    file = bundle / "manifest.json"
+    body = json.loads(file.read_text())
+    for key, value in changes.items():
+        if value is None:
+            del body[key]
+        else:
+            body[key] = value
+    file.write_text(json.dumps(body))
+
+
+def edit_part(bundle: Path, part: str, change: Any) -> None:
+    """Change tensors and make the manifest agree, as somebody with the format's specification could."""
+    file = bundle / f"{part}.safetensors"
+    tensors = load(file.read_bytes())
+    change(tensors)
+    blob = save(tensors)
+    file.write_bytes(blob)
+    files = json.loads((bundle / "manifest.json").read_text())["files"]
+    files[file.name] = {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()}
+    edit_manifest(bundle, files=files)
+
+
+def test_a_bundle_is_safetensors_and_json_alone(tiny_bundle: Path) -> None:
+    names = {file.name for file in tiny_bundle.iterdir()}
+    assert names == {"manifest.json", "collapse.csv", *(f"{part}.safetensors" for part in PARTS)}
+    assert set(read_bundle(tiny_bundle).parts) == set(PARTS)
+
+
+def test_saving_a_loaded_bundle_gives_the_same_bytes(tiny_bundle: Path, tmp_path: Path) -> None:
+    psc = PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
+    manifest = psc.save(tmp_path / "again")
+    assert manifest.version == psc.version
+    for part in PARTS:
+        name = f"{part}.safetensors"
+        assert (tmp_path / "again" / name).read_bytes() == (tiny_bundle / name).read_bytes()
+
+
+def test_the_manifest_names_no_path_of_this_machine(tiny_bundle: Path) -> None:
+    text = (tiny_bundle / "manifest.json").read_text()
+    assert str(Path.home()) not in text
+    assert str(tiny_bundle.parent) not in text
+    assert str(Path(__file__).parents[2]) not in text
+
+
+def test_a_missing_bundle(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="no manifest"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schema_version": 2}, "expected schema_version 1, got 2"),
+        ({"schema_version": None}, "expected schema_version 1"),
+        ({"classes": ["one"]}, "'classes'"),
+        ({"surprise": 1}, "'surprise'"),
+        ({"layers": None}, "'layers'"),
+        ({"policy": {"alpha": 2.0, "ambiguity_threshold": 1.0, "coverage": 0.9}}, r"'policy\.alpha'"),
+        ({"files": {}}, "the manifest lacks"),
+        ({"files": {"../evil.safetensors": {"bytes": 1, "sha256": "0" * 64}}}, "expected files among"),
+    ],
+)
+def test_a_wrong_manifest_is_named(bundle: Path, changes: dict[str, Any], message: str) -> None:
+    edit_manifest(bundle, **changes)
+    with pytest.raises(BundleError, match=message):
+        read_bundle(bundle)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema_version": 1}'])
+def test_a_manifest_that_is_not_one(bundle: Path, content: bytes) -> None:
+    (bundle / "manifest.json").write_bytes(content)
+    with pytest.raises(BundleError, match="manifest"):
+        read_bundle(bundle)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_damaged_file_is_named(bundle: Path, part: str) -> None:
+    file = bundle / f"{part}.safetensors"
+    blob = bytearray(file.read_bytes())
+    blob[-1] ^= 1
+    file.write_bytes(bytes(blob))
+    with pytest.raises(BundleError, match=rf"{part}\.safetensors: expected SHA-256"):
+        read_bundle(bundle)
+    file.write_bytes(bytes(blob[:-4]))
+    with pytest.raises(BundleError, match=rf"{part}\.safetensors: expected \d+ bytes"):
+        read_bundle(bundle)
+    file.unlink()
+    with pytest.raises(BundleError, match=rf"{part}\.safetensors: cannot be read"):
+        read_bundle(bundle)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_numbers_that_are_not_finite_are_refused(bundle: Path, part: str) -> None:
+    def poison(tensors: dict[str, torch.Tensor]) -> None:
+        name = next(name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel())
+        tensors[name] = torch.full_like(tensors[name], torch.nan)
+
+    edit_part(bundle, part, poison)
+    with pytest.raises(BundleError, match=rf"{part}\.safetensors: tensor .* NaN"):
+        read_bundle(bundle)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_missing_tensors_and_wrong_shapes_are_refused(bundle: Path, part: str) -> None:
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[next(iter(tensors))]
+
+    edit_part(bundle, part, drop)
+    with pytest.raises(BundleError):
+        PSC.load(bundle, device="cpu", allow_factories=ALLOW)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_wrong_shapes_are_refused(bundle: Path, part: str) -> None:
+    def grow(tensors: dict[str, torch.Tensor]) -> None:
+        name = max(tensors, key=lambda key: tensors[key].numel())
+        tensors[name] = torch.cat([tensors[name], tensors[name]])
+
+    edit_part(bundle, part, grow)
+    with pytest.raises(BundleError):
+        PSC.load(bundle, device="cpu", allow_factories=ALLOW)
+
+
+def test_the_number_of_classes_must_agree(bundle: Path) -> None:
+    edit_manifest(bundle, classes=["a", "b", "c"])
+    with pytest.raises(BundleError, match="expected 3 finite probabilities"):
+        PSC.load(bundle, device="cpu", allow_factories=ALLOW)
+
+
+def test_a_factory_is_imported_only_when_allowed(tiny_bundle: Path) -> None:
+    with pytest.raises(BundleError, match=r"tests\.tiny:network"):
+        PSC.load(tiny_bundle, device="cpu")
+
+
+def test_saving_never_replaces_a_folder_of_something_else(tiny_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    psc = PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
+    with pytest.raises(BundleError, match="holds other files"):
+        psc.save(tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"

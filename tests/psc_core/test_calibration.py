@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from psc_core.calibration import Calibration, conformal_p_values, fit_calibration
+from psc_core.errors import BundleError, FitError, UsageError
+from tests import reference_calibration as naive
+
+FEW_VALUES = st.sampled_from([-3.0, -1.5, 0.0, 0.1, 2.0])
+FLOATS = st.one_of(FEW_VALUES, st.floats(-1e6, 1e6, width=32))
+SCORES = st.lists(FLOATS, min_size=1, max_size=60)
+
+
+def calibrate(n: int = 200, classes: int = 4, *, seed: int = 0, labels: Tensor | None = None) -> Calibration:
+    random = torch.Generator().manual_seed(seed)
+    probabilities = torch.randn(n, classes, generator=random).mul(2).softmax(1)
+    drawn = torch.multinomial(probabilities, 1, generator=random)[:, 0]
+    entropy = torch.special.entr(probabilities).sum(1)
+    return fit_calibration(
+        torch.randn(n, generator=random), entropy, probabilities, drawn if labels is None else labels
+    )
+
+
+def from_scores(scores: list[float]) -> Calibration:
+    n = len(scores)
+    return fit_calibration(
+        torch.tensor(scores), torch.rand(n), torch.full((n, 2), 0.5), torch.zeros(n, dtype=torch.int64)
+    )
+
+
+@given(SCORES, SCORES)
+def test_p_values_are_counts(calibration: list[float], scores: list[float]) -> None:
+    got = from_scores(calibration).p_values(torch.tensor(scores))
+    for p, score in zip(got.tolist(), scores, strict=True):
+        assert p == pytest.approx(float(naive.p_value(calibration, score)), rel=1e-6)
+
+
+@given(SCORES, SCORES, st.integers(1, 99))
+def test_threshold_is_the_exact_form_of_the_p_value_rule(
+    calibration: list[float], scores: list[float], hundredths: int
+) -> None:
+    alpha, fitted = Fraction(hundredths, 100), from_scores(calibration)
+    if alpha * (len(calibration) + 1) < 1:
+        with pytest.raises(UsageError, match="smallest p-value"):
+            fitted.log_density_threshold(float(alpha))
+        return
+    threshold = fitted.log_density_threshold(float(alpha))
+    for score in scores + calibration:
+        assert (score < threshold) == (naive.p_value(calibration, score) <= alpha)
+
+
+def test_p_values_at_the_ends() -> None:
+    scores = torch.tensor([1.0, 2.0, 3.0])
+    asked = torch.tensor([-math.inf, 0.5, 1.0, 3.0, math.inf, math.nan])
+    assert conformal_p_values(scores, asked).tolist() == [0.25, 0.25, 0.5, 1.0, 1.0, 0.25]
+
+
+def test_an_alpha_that_can_never_alarm_is_refused() -> None:
+    fitted = calibrate(99)
+    assert math.isfinite(fitted.log_density_threshold(0.01))
+    with pytest.raises(UsageError, match=r"alpha ≥ 1/\(n \+ 1\) = 0.01 with n = 99 .* at least 124 images"):
+        fitted.log_density_threshold(0.008)
+    for alpha in (0.0, 1.0, -0.1, math.nan):
+        with pytest.raises(UsageError, match="between 0 and 1"):
+            fitted.log_density_threshold(alpha)
+
+
+def test_false_alarms_stay_under_alpha_on_average() -> None:
+    rates = []
+    for seed in range(300):
+        random = torch.Generator().manual_seed(seed)
+        scores = torch.randn(59, generator=random).tolist()
+        threshold = from_scores(scores).log_density_threshold(0.05)
+        rates.append((torch.randn(200, generator=random) < threshold).float().mean().item())
+    assert sum(rates) / len(rates) == pytest.approx(0.05, abs=0.006)
+
+
+@given(st.lists(st.floats(0, 3, width=32), min_size=20, max_size=60), st.integers(1, 95))
+def test_entropy_threshold_is_an_order_statistic(entropies: list[float], percent: int) -> None:
+    n = len(entropies)
+    fitted = fit_calibration(
+        torch.zeros(n), torch.tensor(entropies), torch.full((n, 2), 0.5), torch.zeros(n, dtype=torch.int64)
+    )
+    threshold = fitted.entropy_threshold(percent / 100)
+    assert threshold == sorted(entropies)[math.ceil((n + 1) * Fraction(percent, 100)) - 1]
+    with pytest.raises(UsageError, match="at least 999 images"):
+        fitted.entropy_threshold(0.999)
+
+
+@given(st.integers(0, 2**16), st.integers(5, 40), st.integers(50, 83))
+def test_prediction_sets_are_the_definition(seed: int, n: int, percent: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    probabilities = (torch.randint(0, 4, (n, 3), generator=random) + 0.5).float()
+    probabilities /= probabilities.sum(1, keepdim=True)
+    labels = torch.randint(0, 3, (n,), generator=random)
+    fitted = fit_calibration(torch.zeros(n), torch.zeros(n), probabilities, labels)
+    true = probabilities.gather(1, labels[:, None])[:, 0].tolist()
+    got = fitted.prediction_sets(probabilities, percent / 100)
+    for row, members in zip(probabilities.tolist(), got, strict=True):
+        assert set(members.nonzero()[:, 0].tolist()) == naive.prediction_set(true, row, Fraction(percent, 100))
+
+
+@pytest.mark.parametrize("per_class", [False, True])
+def test_prediction_sets_cover(per_class: bool) -> None:
+    covered = []
+    for seed in range(100):
+        random = torch.Generator().manual_seed(seed)
+        probabilities = torch.randn(600, 4, generator=random).mul(0.8).softmax(1)
+        # the model is overconfident in class 0 and blind to class 3: coverage must hold all the same
+        skewed = probabilities * torch.tensor([1.0, 2.0, 1.0, 4.0])
+        labels = torch.multinomial(skewed, 1, generator=random)[:, 0]
+        part = slice(0, 300)
+        fitted = fit_calibration(torch.zeros(300), torch.zeros(300), probabilities[part], labels[part])
+        sets = fitted.prediction_sets(probabilities[300:], 0.9, per_class=per_class)
+        hit = sets.gather(1, labels[300:, None])[:, 0]
+        covered.append([hit.float().mean(), *(hit[labels[300:] == k].float().mean() for k in range(4))])
+        assert sets.any(1).all()
+    means = torch.tensor(covered).mean(0)
+    assert means[0] >= 0.895
+    if per_class:
+        assert (means[1:] >= 0.89).all()
+    else:
+        assert means[0] == pytest.approx(0.9, abs=0.01)
+
+
+def test_a_class_without_enough_images_is_in_every_set() -> None:
+    labels = torch.tensor([0] * 50 + [1] * 50 + [2] * 18 + [3] * 82)
+    fitted = calibrate(200, labels=labels)
+    thresholds = fitted.set_thresholds(0.95, per_class=True)
+    assert thresholds[2] == 0  # 18 < 0.95 / 0.05
+    assert (thresholds[[0, 1, 3]] > 0).all()
+    sets = fitted.prediction_sets(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), 0.95, per_class=True)
+    assert sets[0, 2]
+    with pytest.raises(UsageError, match=r"coverage ≤ n/\(n \+ 1\)"):
+        fitted.prediction_sets(torch.ones(1, 4) / 4, 0.999)
+    with pytest.raises(UsageError, match="between 0 and 1"):
+        fitted.prediction_sets(torch.ones(1, 4) / 4, 1.5, per_class=True)
+
+
+def test_tensors_round_trip() -> None:
+    fitted = calibrate()
+    again = Calibration.from_tensors(fitted.tensors())
+    assert len(again) == 200
+    assert all(torch.equal(tensor, again.tensors()[name]) for name, tensor in fitted.tensors().items())
+    assert all(fitted.tensors()[name].dtype == torch.float32 for name in ("scores", "entropies"))
+
+
+def test_bad_tensors_are_refused() -> None:
+    tensors = calibrate().tensors()
+    bad = {
+        "missing": {name: tensor for name, tensor in tensors.items() if name != "scores"},
+        "float64": {**tensors, "scores": tensors["scores"].double()},
+        "descending": {**tensors, "scores": tensors["scores"].flip(0)},
+        "short": {**tensors, "entropies": tensors["entropies"][:-1]},
+        "NaN": {**tensors, "entropies": tensors["entropies"] * math.nan},
+        "labels": {**tensors, "labels": tensors["labels"] + 3},
+        "label type": {**tensors, "labels": tensors["labels"].float()},
+    }
+    for tensors in bad.values():
+        with pytest.raises(BundleError, match="expected"):
+            Calibration.from_tensors(tensors)
+
+
+def test_scores_that_cannot_calibrate_are_refused() -> None:
+    n, zeros = 5, torch.zeros(5)
+    probabilities, labels = torch.full((n, 2), 0.5), torch.zeros(n, dtype=torch.int64)
+    with pytest.raises(FitError, match="finite log-densities"):
+        fit_calibration(zeros - math.inf, zeros, probabilities, labels)
+    with pytest.raises(FitError, match="labels 0 … 1"):
+        fit_calibration(zeros, zeros, probabilities, labels + 2)
+    with pytest.raises(FitError, match="at least one"):
+        fit_calibration(zeros[:0], zeros[:0], probabilities[:0], labels[:0])

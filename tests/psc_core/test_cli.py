@@ -1,0 +1,121 @@
+"""The command lines: complete help, one clear line for every bad input, exit codes 0, 1 and 2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from psc_core import cli, cli_eval
+
+
+def run(capsys: pytest.CaptureFixture[str], main, args: list[str]) -> tuple[int, str, str]:  # type: ignore[no-untyped-def]
+    try:
+        code = main(args)
+    except SystemExit as exit_:
+        code = int(exit_.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize(("main", "words"), [
+    (cli.main, ["--model", "--weights", "--layer", "--epsilon", "--head", "--density", "--alpha", "--seed", "--out"]),
+    (cli_eval.main, ["--bundle", "--id", "--ood", "--out", "--weights"]),
+])
+def test_help_is_complete(capsys: pytest.CaptureFixture[str], main, words: list[str]) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = run(capsys, main, ["--help"])
+    assert code == 0
+    for word in words:
+        assert word in out
+
+
+def test_the_table_and_the_reason_are_printed(tiny_job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = run(capsys, cli.main, [*tiny_job.args, "--out", str(tmp_path / "b")])
+    assert code == 0
+    assert "◀ candidate" in out
+    assert "penultimate" in out
+    assert "has the highest NC4" in out
+    assert "projection" in out
+    assert not list(tmp_path.glob(".*.stations"))
+
+
+def damaged(tiny_job, tmp_path: Path, change) -> list[str]:  # type: ignore[no-untyped-def]
+    """The job's arguments with changed weights."""
+    tensors = load_file(tiny_job.args[tiny_job.args.index("--weights") + 1])
+    change(tensors)
+    save_file(tensors, tmp_path / "w.safetensors")
+    args = list(tiny_job.args)
+    args[args.index("--weights") + 1] = str(tmp_path / "w.safetensors")
+    return args
+
+
+def drop_key(tensors) -> None:  # type: ignore[no-untyped-def]
+    del tensors["2.weight"]
+
+
+def other_classes(tensors) -> None:  # type: ignore[no-untyped-def]
+    tensors["8.weight"], tensors["8.bias"] = tensors["8.weight"][:7].clone(), tensors["8.bias"][:7].clone()
+
+
+@pytest.mark.parametrize(("change", "message"), [(drop_key, "2.weight"), (other_classes, "7")])
+def test_weights_that_do_not_fit(tiny_job, tmp_path: Path, capsys, change, message: str) -> None:  # type: ignore[no-untyped-def]
+    args = damaged(tiny_job, tmp_path, change)
+    code, _, err = run(capsys, cli.main, [*args, "--out", str(tmp_path / "b")])
+    assert code == 2
+    assert message in err
+    assert err.strip().count("\n") == 0
+    assert "Traceback" not in err
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--train", "nowhere", "not one"),
+        ("--weights", "nowhere.safetensors", "nowhere.safetensors"),
+        ("--model", "torchvision:resnet19", "resnet19"),
+        ("--model", "resnet18", "resnet18"),
+        ("--layer", "layer9", "layer9"),
+        ("--layers", "nothing", "nothing"),
+        ("--layers", "(", "("),
+        ("--epsilon", "3", "epsilon"),
+        ("--alpha", "1e-9", "alpha"),
+        ("--alpha", "2", "between 0 and 1"),
+        ("--c-proj", "9999", "c_proj"),
+        ("--pca", "9999", "9999"),
+        ("--device", "tpu", "tpu"),
+        ("--model-arg", "novalue", "key=value"),
+        ("--max-memory", "lots", "512M"),
+    ],
+)
+def test_bad_flags_end_with_one_clear_line(tiny_job, tmp_path: Path, capsys, flag: str, value: str, message: str) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = run(capsys, cli.main, [*tiny_job.args, "--out", str(tmp_path / "b"), flag, value])
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "b").exists()
+
+
+def test_evaluation_writes_what_it_prints(tiny_job, tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    weights = tiny_job.args[tiny_job.args.index("--weights") + 1]
+    data = f"dirty-mnist:{data_root}"
+    code, out, err = run(capsys, cli_eval.main, [
+        "--bundle", str(tiny_bundle), "--id", data, "--ood", f"fashion=fashion-mnist:{data_root}", "--weights", weights,
+        "--train", data, "--val", data, "--device", "cpu", "--allow-factory", "tests.tiny:network", "--out",
+        str(tmp_path)])
+    assert code == 0, err
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["images"] == 1100
+    assert "mahalanobis++" in report["separation"]["fashion"]
+    assert "fashion" in out
+    assert (tmp_path / "report.md").read_text().startswith("#")
+
+
+@pytest.mark.parametrize("extra", [["--ood", "nameless"], ["--weights", "w"], ["--id", "nowhere"]])
+def test_evaluation_refuses_bad_flags(tiny_bundle: Path, data_root: Path, capsys, extra: list[str]) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = run(capsys, cli_eval.main, [
+        "--bundle", str(tiny_bundle), "--id", f"mnist:{data_root}", "--allow-factory", "tests.tiny:network", *extra])
+    assert code == 2
+    assert "expected" in err

@@ -1,0 +1,113 @@
+"""Served = fitted: the loaded pipeline gives the same numbers, whatever an image is batched with."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from psc_core import PSC, PRESETS, open_dataset
+from psc_core.errors import ImageError, UsageError
+from psc_core.pipeline import Outputs, entropy
+
+ALLOW = ("tests.tiny:network",)
+
+
+@pytest.fixture(scope="module")
+def psc(tiny_bundle: Path) -> PSC:
+    return PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
+
+
+@pytest.fixture(scope="module")
+def digits(data_root: Path) -> torch.Tensor:
+    test = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    return next(iter(test.batches(100))).images
+
+
+def png(image: torch.Tensor) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(image[0].numpy()).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 33, 64])
+def test_an_answer_does_not_depend_on_its_batch(psc: PSC, digits: torch.Tensor, size: int) -> None:
+    whole = psc.predict(digits[:64])
+    parts = [psc.predict(part) for part in digits[:64].split(size)]
+    joined = torch.cat([part.probabilities for part in parts])
+    torch.testing.assert_close(joined, whole.probabilities, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.cat([p.log_density for p in parts]), whole.log_density, atol=1e-3, rtol=1e-5)
+
+
+def test_bytes_images_and_tensors_agree(psc: PSC, digits: torch.Tensor) -> None:
+    files = [png(image) for image in digits[:5]]
+    by_bytes = psc.predict(files)
+    by_image = psc.predict([Image.open(io.BytesIO(file)) for file in files])
+    by_tensor = psc.predict(digits[:5])
+    assert torch.equal(by_bytes.probabilities, by_tensor.probabilities)
+    assert torch.equal(by_image.log_density, by_tensor.log_density)
+
+
+def test_the_fields_of_a_prediction_agree_with_each_other(psc: PSC, digits: torch.Tensor) -> None:
+    prediction = psc.predict(digits)
+    torch.testing.assert_close(prediction.probabilities.sum(1), torch.ones(len(digits)))
+    torch.testing.assert_close(prediction.predictive_entropy, entropy(prediction.probabilities))
+    assert torch.equal(prediction.ood_score, -prediction.log_density)
+    assert torch.equal(prediction.is_ood, prediction.ood_p_value <= psc.alpha)
+    assert prediction.labels == tuple(psc.classes[i] for i in prediction.class_index.tolist())
+    scores = psc.calibration.scores.double()
+    expected = [(1 + int((scores <= float(d)).sum())) / (1 + len(scores)) for d in prediction.log_density]
+    torch.testing.assert_close(prediction.ood_p_value.double(), torch.tensor(expected).double(), atol=1e-6, rtol=0)
+
+
+def test_a_network_of_a_second_sees_digits_and_doubts_shirts(psc: PSC, data_root: Path, digits: torch.Tensor) -> None:
+    shirts = open_dataset(f"fashion-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    doubted = psc.predict(next(iter(shirts.batches(100))).images).is_ood.double().mean()
+    assert float(doubted) > 2 * float(psc.predict(digits).is_ood.double().mean())
+
+
+def test_nothing_to_predict(psc: PSC) -> None:
+    assert len(psc.predict([])) == 0
+    assert psc.predict(torch.empty(0, 1, 28, 28, dtype=torch.uint8)).probabilities.shape == (0, 10)
+
+
+def test_wrong_input_is_refused(psc: PSC) -> None:
+    with pytest.raises(UsageError, match="expected uint8 images"):
+        psc.predict(torch.zeros(2, 1, 28, 28))
+    with pytest.raises(UsageError, match="expected uint8 images"):
+        psc.predict(torch.zeros(2, 3, 28, 28, dtype=torch.uint8))
+    with pytest.raises(ImageError):
+        psc.predict([b"nonsense"])
+
+
+def test_packing_is_a_round_trip() -> None:
+    outputs = Outputs(torch.rand(3, 4), torch.rand(3), torch.rand(3), torch.rand(3), torch.rand(3))
+    for got, expected in zip(Outputs.unpack(outputs.pack()), outputs, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_base_predictions_are_the_networks_own(tiny_job, digits: torch.Tensor, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    from psc_core.cli import main
+
+    assert main([*tiny_job.args, "--predictions", "base", "--out", str(tmp_path / "base")]) == 0
+    base = PSC.load(tmp_path / "base", device="cpu", allow_factories=ALLOW)
+    with torch.inference_mode():
+        expected = tiny_job.net(PRESETS["mnist"].normalise(digits)).softmax(1)
+    prediction = base.predict(digits)
+    torch.testing.assert_close(prediction.probabilities, expected, atol=1e-6, rtol=0)
+    assert base.predictions == "base"
+    assert bool(prediction.log_density.isfinite().all())
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = ("import sys, psc_core; heavy = {'torch', 'torchvision', 'tensorly', 'laplace', 'fastapi', "
+            "'prometheus_client', 'numpy'} & set(sys.modules); assert not heavy, heavy; "
+            "import psc_core.predictor, psc_core.fit, psc_core.cli, psc_core.cli_eval; "
+            "web = {'fastapi', 'starlette', 'uvicorn', 'prometheus_client', 'app'} & set(sys.modules); "
+            "assert not web, web")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

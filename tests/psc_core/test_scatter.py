@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from psc_core import scatter
+from psc_core.scatter import add_class_sums_, between_scatter, centroid_scores, variability, within_scatter
+from tests import reference_collapse as reference
+
+SEEDS = st.integers(0, 2**31)
+
+
+def draw(seed: int, images: int, dim: int, classes: int, labels_each: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Float32 features with class structure; rows cover every class."""
+    random = torch.Generator().manual_seed(seed)
+    owner = torch.arange(images).repeat_interleave(labels_each)
+    labels = torch.arange(len(owner)) % classes
+    means = torch.randn(classes, dim, generator=random)
+    features = torch.randn(images, dim, generator=random) + means[labels[::labels_each]]
+    return features, labels, owner
+
+
+def measure(features: Tensor, labels: Tensor, owner: Tensor, classes: int, batch: int) -> tuple[float, float, Tensor]:
+    """Stream in batches of images: (within, total, means)."""
+    counts = torch.bincount(labels, minlength=classes).double()
+    sums = torch.zeros(classes, features.shape[1], dtype=torch.float64)
+    within = torch.zeros((), dtype=torch.float64)
+    parts = []
+    for start in range(0, len(features), batch):
+        rows = (owner >= start) & (owner < start + batch)
+        parts.append((features[start : start + batch], labels[rows], owner[rows] - start))
+    for part in parts:
+        add_class_sums_(sums, *part)
+    means = sums / counts[:, None]
+    for part in parts:
+        within += within_scatter(*part, means)
+    between, level = between_scatter(means, counts)
+    nc1 = variability(float(within), float(between), float(level))
+    return nc1, float(within + between), means
+
+
+@given(SEEDS, st.integers(1, 12), st.integers(1, 7), st.integers(1, 4), st.integers(1, 3), st.integers(1, 13))
+def test_streaming_equals_the_naive_twin(
+    seed: int, more: int, dim: int, classes: int, labels_each: int, batch: int
+) -> None:
+    images = classes + more
+    features, labels, owner = draw(seed, images, dim, classes, labels_each)
+    nc1, total, means = measure(features, labels, owner, classes, batch)
+    rows = features.double().numpy()[owner.numpy()]
+    np.testing.assert_allclose(means.numpy(), reference.class_means(rows, labels.tolist(), classes), rtol=1e-12)
+    within, wanted_total = reference.scatters(rows, labels.tolist(), classes)
+    assert total == pytest.approx(wanted_total, rel=1e-10)
+    assert nc1 == pytest.approx(within / wanted_total, rel=1e-10, abs=1e-15)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+@pytest.mark.parametrize("spread", [1.0, 1e-2])
+def test_no_digits_are_lost_to_scale_offset_or_collapse(scale: float, offset: float, spread: float) -> None:
+    """|mean|/std = 1e4, and clusters a hundred times tighter than they are apart."""
+    random = torch.Generator().manual_seed(1)
+    labels = torch.arange(400) % 4
+    means = torch.randn(4, 30, generator=random)
+    features = (scale * (offset + means[labels] + spread * torch.randn(400, 30, generator=random))).float()
+    nc1, _, _ = measure(features, labels, torch.arange(400), 4, 64)
+    assert nc1 == pytest.approx(reference.nc1(features.double().numpy(), labels.tolist(), 4), rel=1e-9)
+
+
+@given(SEEDS, st.integers(1, 6), st.integers(1, 5), st.sampled_from([1e-6, 1.0, 1e6]), st.sampled_from([0.0, 1e4]))
+def test_scores_rank_classes_as_distances_do(seed: int, dim: int, classes: int, scale: float, offset: float) -> None:
+    features, labels, _ = draw(seed, 3 * classes, dim, classes)
+    features = (scale * (features + offset)).float()
+    means = torch.from_numpy(reference.class_means(features.double().numpy(), labels.tolist(), classes))
+    scores = centroid_scores(features, means)
+    distances = (features.double()[:, None] - means).square().sum(2)
+    gap = distances - (features.double() - means.mean(0)).square().sum(1, keepdim=True)
+    torch.testing.assert_close(scores, gap, rtol=1e-6, atol=1e-9 * float(distances.max()))
+    assert torch.equal(scores.argmin(1), distances.argmin(1))
+
+
+def test_column_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    features, labels, owner = draw(3, 20, 17, 3, 2)
+    whole = measure(features, labels, owner, 3, 7)
+    scores = centroid_scores(features, whole[2])
+    monkeypatch.setattr(scatter, "_BLOCK", 32)
+    blocks = measure(features, labels, owner, 3, 7)
+    assert blocks[:2] == pytest.approx(whole[:2], rel=1e-13)
+    torch.testing.assert_close(centroid_scores(features, whole[2]), scores, rtol=1e-12, atol=1e-12)
+
+
+def test_hand_computed_scatter() -> None:
+    """Class 0 at 0 and 2, class 1 at 10, 12 and 14: means 1 and 12, μ_G = 6.5, not the mean 7.6 of all rows."""
+    features = torch.tensor([[0.0], [2.0], [10.0], [12.0], [14.0]])
+    nc1, total, _ = measure(features, torch.tensor([0, 0, 1, 1, 1]), torch.arange(5), 2, 2)
+    assert total == pytest.approx(6.5**2 + 4.5**2 + 3.5**2 + 5.5**2 + 7.5**2)
+    assert nc1 == pytest.approx((1 + 1 + 4 + 0 + 4) / 161.25)
+
+
+def test_features_that_never_vary_have_collapsed() -> None:
+    features = torch.full((30, 5), 0.1)
+    assert measure(features, torch.arange(30) % 3, torch.arange(30), 3, 7)[0] == 0.0
+    assert measure(torch.zeros(6, 2), torch.arange(6) % 3, torch.arange(6), 3, 4)[0] == 0.0
+
+
+def test_duplicates_of_one_image_a_class_have_no_within_scatter() -> None:
+    base = torch.randn(3, 8)
+    nc1, total, _ = measure(base.repeat(5, 1), torch.arange(3).repeat(5), torch.arange(15), 3, 4)
+    assert total > 0 and nc1 < 1e-28
+
+
+def test_one_dead_unit_beside_a_live_one_changes_nothing() -> None:
+    features, labels, owner = draw(4, 24, 3, 2)
+    dead = torch.cat([features, torch.full((24, 1), 7.0)], dim=1)
+    assert measure(dead, labels, owner, 2, 5)[0] == pytest.approx(measure(features, labels, owner, 2, 5)[0], rel=1e-12)
+
+
+def test_nan_is_not_hidden() -> None:
+    features = torch.ones(4, 2)
+    features[1, 1] = torch.nan
+    assert np.isnan(measure(features, torch.arange(4) % 2, torch.arange(4), 2, 4)[1])

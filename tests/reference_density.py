@@ -1,0 +1,78 @@
+"""Naive float64 twins of :mod:`psc_core.density`: dense inverses, one image and one class at a time.
+
+Everything is in the coordinates ``y = (z − mean) U`` of the definition (no whitening), and shrinkage is
+written without coordinates: ``(1 − ρ) S + ρ t T`` for a target covariance T, with ``t = tr(T⁻¹S) / P``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def principal_components(z: Tensor, kept: int | None, limit: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, components and variances by a singular value decomposition; 99 % of the variance if not told."""
+    mean = z.mean(0)
+    _, singular, right = torch.linalg.svd(z - mean, full_matrices=False)
+    variances = singular**2 / (len(z) - 1)
+    if kept is None:
+        kept, total = 1, 0.0
+        for k in range(len(variances)):
+            total += variances[k].item()
+            if total >= 0.99 * variances.sum().item():
+                kept = k + 1
+                break
+        kept = max(1, min(kept, limit))
+    return mean, right[:kept].T, variances[:kept]
+
+
+def shrunk(sample: Tensor, target: Tensor, freedom: int) -> Tensor:
+    """OAS towards a multiple of ``target`` where there are fewer than ten samples for each dimension."""
+    d = len(sample)
+    if freedom >= 10 * d:
+        return sample
+    relative = torch.linalg.inv(target) @ sample
+    trace, square = relative.trace().item(), (relative @ relative).trace().item()
+    pull, spread = (1 - 2 / d) * square + trace**2, (freedom + 1 - 2 / d) * (square - trace**2 / d)
+    rho = 1.0 if spread <= 0 else min(1.0, pull / spread)
+    return (1 - rho) * sample + rho * (trace / d) * target
+
+
+def log_normal(y: Tensor, mean: Tensor, covariance: Tensor) -> float:
+    """``log N(y; mean, covariance)``."""
+    difference = y - mean
+    squared = (difference @ torch.linalg.inv(covariance) @ difference).item()
+    return -0.5 * (squared + torch.logdet(covariance).item() + len(y) * math.log(2 * math.pi))
+
+
+def class_log_joint(train: Tensor, labels: Tensor, z: Tensor, *, kind: str, pca: int | None) -> Tensor:
+    """``log π_k + log N_k`` of every row of ``z``, minus the background for ``rmd``."""
+    train, z = train.double(), z.double()
+    if kind == "gda++":
+        train, z = (rows / rows.norm(dim=1, keepdim=True) for rows in (train, z))
+    classes = int(labels.max()) + 1
+    counts = [int((labels == k).sum()) for k in range(classes)]
+    limit = len(train) - classes if kind in ("tied", "rmd") else sorted(counts)[(classes - 1) // 2] - 1
+    mean, components, variances = principal_components(train, pca, limit)
+    y_train, y = (train - mean) @ components, (z - mean) @ components
+    parts = [y_train[labels == k] for k in range(classes)]
+    means = [part.mean(0) for part in parts]
+    scatters = [(part - m).T @ (part - m) for part, m in zip(parts, means, strict=True)]
+    total = torch.diag(variances)
+    freedom = len(train) - classes
+    pooled = shrunk(sum(scatters, torch.zeros_like(total)) / freedom, total, freedom)
+    if kind in ("tied", "rmd"):
+        covariances = [pooled] * classes
+    else:
+        covariances = [
+            shrunk(scatter / (n - 1), pooled, n - 1) for scatter, n in zip(scatters, counts, strict=True)
+        ]
+    joint = torch.empty(len(y), classes, dtype=torch.float64)
+    for i in range(len(y)):
+        background = log_normal(y[i], torch.zeros_like(y[i]), total) if kind == "rmd" else 0.0
+        for k in range(classes):
+            own = log_normal(y[i], means[k], covariances[k])
+            joint[i, k] = math.log(counts[k] / len(train)) + own - background
+    return joint

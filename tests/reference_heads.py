@@ -1,0 +1,66 @@
+"""Naive float64 twins of :mod:`psc_core.heads`: dense posteriors, explicit Jacobians, loops."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def softmax_objective(theta: Tensor, phi: Tensor, labels: Tensor, precision: float) -> Tensor:
+    """Penalised mean NLL, differentiable by autograd."""
+    nll = functional.cross_entropy(phi @ theta[:, :-1].T + theta[:, -1], labels, reduction="sum")
+    return (nll + 0.5 * precision * theta.square().sum()) / len(phi)
+
+
+def kfac_factors(weight: Tensor, bias: Tensor, phi: Tensor) -> tuple[Tensor, Tensor]:
+    """A and B by loops over images."""
+    a = torch.zeros(phi.shape[1], phi.shape[1], dtype=torch.float64)
+    b = torch.zeros(len(bias), len(bias), dtype=torch.float64)
+    for row in phi:
+        p = (weight @ row + bias).softmax(0)
+        a += torch.outer(row, row) / len(phi)
+        b += torch.diag(p) - torch.outer(p, p)
+    return a, b
+
+
+def logit_covariance(a: Tensor, b: Tensor, precision: float, phi: Tensor) -> Tensor:
+    """K × K covariance of the logits of one image from the dense posterior and the Jacobian."""
+    classes, dim = len(b), len(a)
+    weights = torch.linalg.inv(torch.kron(b, a) + precision * torch.eye(classes * dim, dtype=torch.float64))
+    biases = torch.linalg.inv(b + precision * torch.eye(classes, dtype=torch.float64))
+    jacobian = torch.kron(torch.eye(classes, dtype=torch.float64), phi[None])
+    return jacobian @ weights @ jacobian.T + biases
+
+
+def probit_probabilities(mean: Tensor, variance: Tensor) -> Tensor:
+    """``softmax(μ / √(1 + π s² / 8))`` of one image."""
+    return (mean / torch.sqrt(1 + math.pi * variance / 8)).softmax(0)
+
+
+def entropy(probabilities: Tensor) -> float:
+    """Shannon entropy of one distribution, nats."""
+    return -sum(p * math.log(p) for p in probabilities.tolist() if p > 0)
+
+
+def saturating_information(probabilities: Tensor, covariance: Tensor) -> float:
+    """``H (1 − exp(−δ / H))`` with ``δ = ½ tr[(diag p − p pᵀ) V]``."""
+    fisher = torch.diag(probabilities) - torch.outer(probabilities, probabilities)
+    total = entropy(probabilities)
+    return 0.0 if total == 0 else total * (1 - math.exp(-0.5 * (fisher @ covariance).trace().item() / total))
+
+
+def random_feature_variance(psi_train: Tensor, p: Tensor, precision: float, psi: Tensor) -> float:
+    """SNGP: ``ψᵀ (τ I + Σ p (1 − p) ψ ψᵀ)⁻¹ ψ`` of one image by a dense inverse."""
+    total = precision * torch.eye(len(psi), dtype=torch.float64)
+    for row, largest in zip(psi_train, p, strict=True):
+        total += largest * (1 - largest) * torch.outer(row, row)
+    return (psi @ torch.linalg.inv(total) @ psi).item()
+
+
+def kernels(e: Tensor, centroids: Tensor, length_scale: float) -> Tensor:
+    """DUQ: the kernel of one embedded image to each centroid."""
+    squares = [(e - centroid).square().sum().item() for centroid in centroids]
+    return torch.tensor([math.exp(-square / (2 * len(e) * length_scale**2)) for square in squares])

@@ -1,0 +1,51 @@
+"""Naive float64 twins of moments, Tucker sizes and the projection: loops, no prefix sums, no streaming."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean (C, d) and covariance (C, d, d) of x (n, C, d), one entry at a time."""
+    x = x.double()
+    n, channels, d = x.shape
+    mean = sum(x[i] for i in range(n)) / n
+    covariance = torch.zeros(channels, d, d, dtype=torch.float64)
+    for c in range(channels):
+        for i in range(n):
+            gap = x[i, c] - mean[c]
+            covariance[c] += torch.outer(gap, gap) / n
+    return mean, covariance
+
+
+def nc1(z: Tensor, labels: Tensor) -> float:
+    """Tr Σ_W / Tr Σ_T about class means and the mean of class means."""
+    z = z.double().flatten(1)
+    classes = sorted(set(labels.tolist()))
+    means = {c: z[labels == c].mean(0) for c in classes}
+    centre = torch.stack([means[c] for c in classes]).mean(0)
+    within = sum(float((row - means[c]).square().sum()) for row, c in zip(z, labels.tolist(), strict=True))
+    total = sum(float((row - centre).square().sum()) for row in z)
+    return within / total
+
+
+def nc4(z: Tensor, labels: Tensor, means: Tensor) -> float:
+    """Share of rows whose nearest class mean is their own."""
+    hits = 0
+    for row, label in zip(z.double().flatten(1), labels.tolist(), strict=True):
+        distances = [float((row - mean).square().sum()) for mean in means.double().flatten(1)]
+        hits += distances.index(min(distances)) == label
+    return hits / len(z)
+
+
+def project(x: Tensor, mean: Tensor, std: Tensor, a: Tensor, b: Tensor, z_mean: Tensor, z_std: Tensor) -> Tensor:
+    """Algorithm 1, one image and one entry at a time."""
+    rows = []
+    for image in x.double():
+        scaled = (image - mean.double()) / std.double()
+        z = torch.tensor([[sum(float(a[c, p]) * float(scaled[c, j]) * float(b[j, q])
+                               for c in range(len(a)) for j in range(len(b)))
+                           for q in range(b.shape[1])] for p in range(a.shape[1])], dtype=torch.float64)
+        rows.append((z.flatten() - z_mean.double()) / z_std.double())
+    return torch.stack(rows)

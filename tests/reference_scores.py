@@ -1,0 +1,113 @@
+"""Naive float64 twins of ``psc_core.scores`` and ``psc_core.baselines``: loops over pairs, groups and thresholds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+
+def nll(probabilities: Sequence[Sequence[float]], labels: Sequence[int], floor: float) -> float:
+    return sum(-math.log(max(p[y], floor)) for p, y in zip(probabilities, labels, strict=True)) / len(labels)
+
+
+def brier(probabilities: Sequence[Sequence[float]], labels: Sequence[int]) -> float:
+    total = 0.0
+    for p, y in zip(probabilities, labels, strict=True):
+        total += sum((value - (c == y)) ** 2 for c, value in enumerate(p))
+    return total / len(labels)
+
+
+def ece(confidence: Sequence[float], correct: Sequence[bool], bins: int) -> float:
+    total = 0.0
+    for b in range(bins):
+        rows = [i for i, c in enumerate(confidence) if (b / bins < c <= (b + 1) / bins) or (b == 0 and c == 0)]
+        if rows:
+            gap = sum(confidence[i] for i in rows) / len(rows) - sum(correct[i] for i in rows) / len(rows)
+            total += len(rows) / len(confidence) * abs(gap)
+    return total
+
+
+def by_confidence(confidence: Sequence[float], values: Sequence[float]) -> list[float]:
+    """Most confident first; ties replaced by the mean of their group."""
+    result: list[float] = []
+    for level in sorted(set(confidence), reverse=True):
+        group = [v for c, v in zip(confidence, values, strict=True) if c == level]
+        result += [sum(group) / len(group)] * len(group)
+    return result
+
+
+def adaptive_ece(confidence: Sequence[float], correct: Sequence[bool], bins: int) -> float:
+    hits = by_confidence(confidence, [float(c) for c in correct])
+    ordered = sorted(confidence, reverse=True)
+    n, bins = len(ordered), min(bins, len(ordered))
+    total = 0.0
+    for b in range(bins):
+        rows = [i for i in range(n) if math.floor(i * bins / n) == b]
+        gap = sum(ordered[i] for i in rows) / len(rows) - sum(hits[i] for i in rows) / len(rows)
+        total += len(rows) / n * abs(gap)
+    return total
+
+
+def auroc(in_scores: Sequence[float], out_scores: Sequence[float]) -> float:
+    wins = [(o > i) + 0.5 * (o == i) for o, i in itertools.product(out_scores, in_scores)]
+    return sum(wins) / len(wins)
+
+
+def aupr(positive: Sequence[float], negative: Sequence[float]) -> float:
+    total, recall = 0.0, 0.0
+    for threshold in sorted({*positive, *negative}, reverse=True):
+        hits = sum(s >= threshold for s in positive)
+        alarms = sum(s >= threshold for s in negative)
+        total += (hits / len(positive) - recall) * hits / (hits + alarms)
+        recall = hits / len(positive)
+    return total
+
+
+def fpr(in_scores: Sequence[float], out_scores: Sequence[float], recall: float) -> float:
+    for threshold in sorted(set(out_scores), reverse=True):
+        if sum(s >= threshold for s in out_scores) >= recall * len(out_scores) - 1e-9:
+            return sum(s >= threshold for s in in_scores) / len(in_scores)
+    raise AssertionError("the lowest score catches everything")
+
+
+def aurc(confidence: Sequence[float], correct: Sequence[bool]) -> float:
+    errors = by_confidence(confidence, [float(not c) for c in correct])
+    return sum(sum(errors[:k]) / k for k in range(1, len(errors) + 1)) / len(errors)
+
+
+def augrc(confidence: Sequence[float], correct: Sequence[bool]) -> float:
+    """The closed form of Traub et al. (2024) through the AUROC of right against wrong."""
+    right = [c for c, ok in zip(confidence, correct, strict=True) if ok]
+    wrong = [c for c, ok in zip(confidence, correct, strict=True) if not ok]
+    acc = len(right) / len(correct)
+    ranking = auroc(wrong, right) if right and wrong else 1.0
+    return (1 - ranking) * acc * (1 - acc) + (1 - acc) ** 2 / 2
+
+
+def coverage_at_risk(confidence: Sequence[float], correct: Sequence[bool], risk: float) -> float:
+    best = 0.0
+    for threshold in set(confidence):
+        accepted = [ok for c, ok in zip(confidence, correct, strict=True) if c >= threshold]
+        if accepted.count(False) <= risk * len(accepted) + 1e-9:
+            best = max(best, len(accepted) / len(confidence))
+    return best
+
+
+def softmax(logits: Sequence[float]) -> list[float]:
+    top = max(logits)
+    weights = [math.exp(f - top) for f in logits]
+    return [w / sum(weights) for w in weights]
+
+
+def knn_distance(query: Sequence[float], bank: Sequence[Sequence[float]], neighbours: int) -> float:
+    return sorted(math.dist(query, row) for row in bank)[min(neighbours, len(bank)) - 1]
+
+
+def tempered_nll(logits: Sequence[Sequence[float]], labels: Sequence[int], temperature: float) -> float:
+    total = 0.0
+    for row, label in zip(logits, labels, strict=True):
+        scaled = [f / temperature for f in row]
+        top = max(scaled)
+        total += top + math.log(sum(math.exp(f - top) for f in scaled)) - scaled[label]
+    return total / len(labels)
