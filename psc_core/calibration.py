@@ -132,7 +132,7 @@ class Calibration:
         if labels.dtype != torch.int64 or labels.min() < 0 or labels.max() >= classes:
             raise BundleError(f"expected int64 calibration labels 0 … {classes - 1}, got {labels.dtype} "
                               f"{int(labels.min())} … {int(labels.max())}; fit it again")
-        return cls(*scores, labels, classes)
+        return cls(scores[0], scores[1], scores[2], labels, classes)
 
     def _check_alpha(self, alpha: float) -> int:
         """``⌊α (n + 1)⌋``, at least 1."""

@@ -108,7 +108,8 @@ def _run_stations(
     say = print if first else _silent
     say(f"train: {train.name}, {len(train)} images, {len(train.classes)} classes; val: {val.name}, {len(val)} images")
     provenance = _provenance(args, train, val)
-    store = StationStore(args.out.with_name(f".{args.out.name}.stations"), provenance, fresh=args.fresh)
+    job = {**provenance, "preprocess": train.preprocess.to_json(), "device": options.compute().device.type}
+    store = StationStore(args.out.with_name(f".{args.out.name}.stations"), job, fresh=args.fresh)
 
     report = store.load_collapse()
     if report is None:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from psc_core.errors import PSCError, UsageError
@@ -21,6 +22,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     """Parse, run, and turn errors into exit codes: 0 done, 2 bad usage or input (one line), 1 a bug."""
     args = cli.parse_args(argv)
+    sys.path.append(str(Path.cwd()))  # where package.module:factory specs are looked up last
     try:
         main(args)
     except PSCError as error:

@@ -10,9 +10,20 @@ from psc_core.errors import UsageError
 def resolve_device(name: str | torch.device) -> torch.device:
     """``"auto"`` (CUDA where there is one, else the CPU), ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
 
+    On CUDA, float32 is made to mean float32 for this process: cuDNN's convolutions would use TF32 by default,
+    and a bundle fitted on one device would not give the same numbers on another.
+
     Raises:
         UsageError: An unknown name, or a CUDA device that this machine does not have.
     """
+    device = _parse(name)
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = False
+    return device
+
+
+def _parse(name: str | torch.device) -> torch.device:
     if isinstance(name, torch.device):
         return name
     if name == "auto":

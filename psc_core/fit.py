@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from psc_core import collapse, scores
-from psc_core.backbone import Backbone, truncate
+from psc_core.backbone import Backbone, example_input, truncate
 from psc_core.bundle import Policy
 from psc_core.calibration import fit_calibration
 from psc_core.candidate import Candidate, CollapseReport
@@ -255,8 +255,8 @@ def predict_dataset(
 
 
 def _cut(net: nn.Module, candidate: Candidate, data: ImageDataset, compute: Compute, *, keep_output: bool) -> Backbone:
-    """``net`` cut behind the candidate layer(s), on the device, checked on one image."""
-    example = data.preprocess.normalise(torch.from_numpy(data.image(0))[None]).to(compute.device)
+    """``net`` cut behind the candidate layer(s), on the device, checked on one input."""
+    example = example_input(data.preprocess).to(compute.device)
     return truncate(net.to(compute.device), candidate.layers, keep_output=keep_output, example=example)
 
 

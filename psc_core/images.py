@@ -21,6 +21,9 @@ FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 DEFAULT_MAX_PIXELS: Final = 50_000_000
 """Largest width × height that is decoded unless a caller sets another limit (pixels)."""
 
+_SIGNATURES: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF8", b"II*\0", b"MM\0*")
+"""First bytes of the formats, to tell a damaged image from something else."""
+
 _WIDE_MODES: Final = frozenset({"I;16", "I;16B", "I;16L", "I;16N", "I", "F"})
 
 
@@ -45,6 +48,9 @@ def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageTooLarge(f"expected at most {max_pixels} pixels; {error}; send a smaller image") from error
     except Exception as error:
+        if data.startswith(_SIGNATURES) or data[8:12] == b"WEBP":
+            raise UndecodableImage("expected a whole image, its header is damaged or cut short; send the file "
+                                   "again") from error
         kind = "an empty body" if not data else f"{len(data)} bytes that are none of them"
         raise UnsupportedImage(f"expected one of {', '.join(FORMATS)}, got {kind}") from error
     with image:

@@ -1,7 +1,7 @@
 """What an interrupted fit keeps: the collapse report and the projection, in a directory beside the bundle.
 
 A station's file is used again only when the whole job is the same: data, weights, settings and version
-(the provenance record), compared by digest.
+(the provenance record), preprocessing and device kind, compared by digest.
 """
 
 from __future__ import annotations

@@ -45,8 +45,10 @@ def entropy(probabilities: Tensor) -> float:
     return -sum(p * math.log(p) for p in probabilities.tolist() if p > 0)
 
 
-def saturating_information(probabilities: Tensor, covariance: Tensor) -> float:
-    """``H (1 − exp(−δ / H))`` with ``δ = ½ tr[(diag p − p pᵀ) V]``."""
+def saturating_information(mean: Tensor, covariance: Tensor) -> float:
+    """``H (1 − exp(−δ / H))`` with ``δ = ½ tr[(diag p − p pᵀ) V]`` and p from the centred logits."""
+    centring = torch.eye(len(mean), dtype=torch.float64) - 1 / len(mean)
+    probabilities = probit_probabilities(mean, (centring @ covariance @ centring).diag())
     fisher = torch.diag(probabilities) - torch.outer(probabilities, probabilities)
     total = entropy(probabilities)
     return 0.0 if total == 0 else total * (1 - math.exp(-0.5 * (fisher @ covariance).trace().item() / total))

@@ -26,7 +26,7 @@ from psc_core.fitted import Fitted, Record
 CONSTANT_COLUMN: Final = 1e-6
 """Standard deviation, relative to the largest, below which a column counts as constant."""
 
-NLL_TOLERANCE: Final = 0.01
+NLL_TOLERANCE: Final = 0.001
 """Relative rise of the validation NLL that a wider posterior may cost."""
 
 
@@ -148,7 +148,7 @@ class Choice(NamedTuple):
 def choose_precision(
     nll_with: Callable[[float], Float[Tensor, " m"]], precisions: Sequence[float]
 ) -> Choice:
-    """The smallest precision whose mean validation NLL is at most 1 % above the smallest NLL.
+    """The smallest precision whose mean validation NLL is at most 0.1 % above the smallest NLL.
 
     The plain minimum is often at infinity: weights that are well calibrated by themselves gain nothing from
     a posterior, the NLL hardly depends on τ, and epistemic uncertainty would vanish for a gain that is

@@ -16,12 +16,18 @@ so a batch takes three matrix products, ``s_c² = Σ_j (Q_B)²_cj v_j`` is the v
 of the logits is ``μ + Q_B (√v ∘ ε)``.  No Jacobian exists at any time, also not while fitting: the two
 factors are sums of outer products.
 
-Probabilities: the probit approximation, ``softmax(μ_c / √(1 + π s_c² / 8))``.
+Probabilities: laplace-torch's probit approximation, ``softmax(μ_c / √(1 + π s_c² / 8))``.
 
 Epistemic uncertainty, nats: the mutual information between label and weights.  To second order in the
 logits' covariance it is ``δ = ½ tr[(diag p − p pᵀ) Q_B diag(v) Q_Bᵀ]``, which has no upper limit while the
 mutual information cannot exceed the predictive entropy H, so we report ``H (1 − exp(−δ / H))``: equal to δ
-where δ ≪ H, at most H.  Aleatoric is the rest of H.  :meth:`LaplaceHead.sample` gives both by Monte Carlo.
+where δ ≪ H, at most H.  Aleatoric is the rest of H.
+
+Here p (and H, its entropy) is the probit approximation with the variance of the *centred* logits,
+``s_c² = Σ_j (Q_B − mean_c Q_B)²_cj v_j``.  A constant added to all logits changes no probability, B has no
+curvature in that direction, so its posterior variance is the whole prior's; the plain probit approximation
+counts it, which flattens probabilities and would inflate the mutual information several times.
+:meth:`LaplaceHead.sample` gives the same quantities by Monte Carlo.
 """
 
 from __future__ import annotations
@@ -78,7 +84,7 @@ class LaplaceHead(Head):
     """The posterior of the module's text, served in float32."""
 
     kind = "laplace"
-    epistemic_unit = "nats (mutual information of label and weights, second order, at most the entropy)"
+    epistemic_unit = "nats (mutual information of label and weights)"
     layout: ClassVar = {
         "center": ("dim",),
         "inverse_scale": ("dim",),
@@ -108,12 +114,11 @@ class LaplaceHead(Head):
         """Probit probabilities and mutual information in nats."""
         mean, v = self.logits(z)
         probabilities = probit(mean, v, self.output_vectors).softmax(dim=1)
-        return HeadOutput(probabilities, self._mutual_information(probabilities, v))
+        return HeadOutput(probabilities, self._split(mean, v).epistemic)
 
     def split(self, z: Float[Tensor, "batch dim"]) -> Split:
-        """Both in nats; they sum to the predictive entropy."""
-        probabilities, epistemic = self(z)
-        return Split(entropy(probabilities) - epistemic, epistemic)
+        """Both in nats; they sum to H of the module's text."""
+        return self._split(*self.logits(z))
 
     def sample(self, z: Float[Tensor, "batch dim"], samples: int, *, seed: int) -> MonteCarlo:
         """Monte-Carlo predictive from the full K × K covariance of each image's logits.
@@ -134,14 +139,14 @@ class LaplaceHead(Head):
         total = entropy(probabilities)
         return MonteCarlo(probabilities, total, aleatoric, total - aleatoric)
 
-    def _mutual_information(
-        self, probabilities: Float[Tensor, "batch classes"], v: Float[Tensor, "batch classes"]
-    ) -> Float[Tensor, " batch"]:
-        mean_square = probabilities @ self.output_vectors.square()
-        square_mean = (probabilities @ self.output_vectors).square()
-        second_order = 0.5 * (v * (mean_square - square_mean).clamp(min=0.0)).sum(dim=1)
-        total = entropy(probabilities)
-        return -total * torch.expm1(-second_order / total.clamp(min=torch.finfo(total.dtype).tiny))
+    def _split(self, mean: Float[Tensor, "batch classes"], v: Float[Tensor, "batch classes"]) -> Split:
+        vectors = self.output_vectors
+        p = probit(mean, v, vectors - vectors.mean(dim=0)).softmax(dim=1)
+        spread = (p @ vectors.square() - (p @ vectors).square()).clamp(min=0.0)
+        second_order = 0.5 * (v * spread).sum(dim=1)
+        total = entropy(p)
+        share = torch.exp(-second_order / total.clamp(min=torch.finfo(total.dtype).tiny))
+        return Split(total * share, total * (1.0 - share))
 
 
 def probit(
@@ -149,7 +154,7 @@ def probit(
     v: Float[Tensor, "batch classes"],
     output_vectors: Float[Tensor, "classes classes"],
 ) -> Float[Tensor, "batch classes"]:
-    """``μ_c / √(1 + π s_c² / 8)`` with ``s_c² = Σ_j (Q_B)²_cj v_j``."""
+    """``μ_c / √(1 + π s_c² / 8)`` with ``s_c² = Σ_j (output_vectors)²_cj v_j``."""
     variance = v @ output_vectors.square().T
     return mean * (1.0 + (math.pi / 8.0) * variance).rsqrt()
 

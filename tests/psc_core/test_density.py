@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psc_core.density import DENSITIES, Density, fit_density, restore_density
+from psc_core.density import DENSITIES, Density, fit_density, gaussian, pca, restore_density
 from psc_core.density import fit as fitting
-from psc_core.density import gaussian, pca
 from psc_core.errors import BundleError, FitError, UsageError
 from tests import reference_density as naive
 

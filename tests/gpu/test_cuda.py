@@ -1,0 +1,71 @@
+"""What only a GPU shows: the same numbers as the CPU, captured graphs, a fit on the device.  ``make gpu``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from psc_core import PRESETS, PSC, open_dataset
+from psc_core.cli import main
+from psc_core.pipeline import Outputs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+ALLOW = ("tests.tiny:network",)
+
+
+@pytest.fixture(scope="module")
+def digits(data_root: Path) -> torch.Tensor:
+    test = open_dataset(f"dirty-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    return next(iter(test.batches(512))).images
+
+
+@pytest.mark.parametrize("name", ["tiny", "shipped"])
+def test_the_gpu_gives_the_cpus_numbers(
+    name: str, tiny_bundle: Path, shipped_bundle: Path, digits: torch.Tensor
+) -> None:
+    path = tiny_bundle if name == "tiny" else shipped_bundle
+    cpu = PSC.load(path, device="cpu", allow_factories=ALLOW).predict(digits)
+    gpu = PSC.load(path, device="cuda", allow_factories=ALLOW).predict(digits)
+    torch.testing.assert_close(gpu.probabilities, cpu.probabilities, atol=1e-4, rtol=0)
+    torch.testing.assert_close(gpu.log_density, cpu.log_density, atol=0.05, rtol=1e-4)
+    assert float((gpu.is_ood != cpu.is_ood).double().mean()) < 0.005
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 33, 64])
+def test_a_captured_graph_equals_the_eager_pipeline(shipped_bundle: Path, digits: torch.Tensor, size: int) -> None:
+    from app.step import make_step
+
+    psc = PSC.load(shipped_bundle, device="cuda")
+    shape = (psc.preprocess.channels, psc.preprocess.height, psc.preprocess.width)
+    step = make_step(psc.pipeline, shape, max_batch=64, device=psc.device, compiled=False)
+    step.warm_up()
+    step.input(0)[:size] = digits[:size].numpy()
+    step.launch(0, size)
+    rows = step.fetch(0, size)
+    with torch.inference_mode():
+        expected = Outputs.unpack(psc.pipeline(digits[:size].cuda()).cpu())
+    got = Outputs.unpack(torch.from_numpy(np.array(rows)))
+    torch.testing.assert_close(got.probabilities, expected.probabilities, atol=1e-5, rtol=0)
+    torch.testing.assert_close(got.log_density, expected.log_density, atol=1e-2, rtol=1e-5)
+
+
+def test_a_fit_on_the_gpu_chooses_like_the_cpu(tiny_job, tiny_bundle: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    args = [arg if arg != "cpu" else "cuda" for arg in tiny_job.args]
+    assert main([*args, "--out", str(tmp_path / "b")]) == 0
+    gpu, cpu = (json.loads((path / "manifest.json").read_text()) for path in (tmp_path / "b", tiny_bundle))
+    assert gpu["layers"] == cpu["layers"]
+    for on_gpu, on_cpu in zip(gpu["collapse"]["layers"], cpu["collapse"]["layers"], strict=True):
+        assert on_gpu["nc1"] == pytest.approx(on_cpu["nc1"], rel=1e-4)
+
+
+def test_bf16_agrees_with_fp32_in_its_decisions(tiny_job, tmp_path: Path, digits: torch.Tensor) -> None:  # type: ignore[no-untyped-def]
+    args = [arg if arg != "cpu" else "cuda" for arg in tiny_job.args]
+    assert main([*args, "--precision", "bf16", "--out", str(tmp_path / "b")]) == 0
+    half = PSC.load(tmp_path / "b", device="cuda", allow_factories=ALLOW).predict(digits)
+    assert bool(half.probabilities.isfinite().all())
+    assert float(half.is_ood.double().mean()) < 0.5
