@@ -90,7 +90,9 @@ def test_weights_that_do_not_fit(tiny_job, tmp_path: Path, capsys, change, messa
         ("--max-memory", "lots", "512M"),
     ],
 )
-def test_bad_flags_end_with_one_clear_line(tiny_job, tmp_path: Path, capsys, flag: str, value: str, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_bad_flags_end_with_one_clear_line(  # type: ignore[no-untyped-def]
+    tiny_job, tmp_path: Path, capsys, flag: str, value: str, message: str
+) -> None:
     code, _, err = run(capsys, cli.main, [*tiny_job.args, "--out", str(tmp_path / "b"), flag, value])
     assert code == 2
     assert message in err

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from psc_core import PSC, PRESETS, open_dataset
+from psc_core import PRESETS, PSC, open_dataset
 from psc_core.errors import ImageError, UsageError
 from psc_core.pipeline import Outputs, entropy
 

@@ -1,0 +1,71 @@
+"""Documents against the code: links, make targets, command lines, imports, generated tables."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.cli import parser as serve_parser
+from psc_core.cli import parser as fit_parser
+from psc_core.cli_eval import parser as eval_parser
+from tests.conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "artifacts" / "README.md",
+                    *(ROOT / "benchmarks").rglob("*.md")])
+PARSERS = {"psc-fit": fit_parser, "psc-eval": eval_parser, "psc-serve": serve_parser}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_relative_link_leads_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
+        if "://" not in target:
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def command_lines(text: str) -> list[list[str]]:
+    """Commands of the shell blocks, continued lines joined, comments dropped."""
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_line_parses(document: Path) -> None:
+    for words in command_lines(document.read_text()):
+        if words and words[0] in PARSERS and "…" not in words:
+            PARSERS[words[0]]().parse_args(words[1:])
+
+
+def test_the_readme_starts_with_two_commands_that_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {words[1] for words in command_lines(README) if words and words[0] == "make"}
+    assert named == {"serve", "test"}
+    assert named <= targets
+
+
+def test_the_readmes_curl_lines_send_files_that_exist() -> None:
+    files = re.findall(r"images=@(\S+)", README)
+    assert len(files) == 3
+    assert all((ROOT / file).is_file() for file in files)
+
+
+def test_the_readmes_python_imports_what_there_is() -> None:
+    import psc_core
+
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    compile(block, "README", "exec")
+    (names,) = re.findall(r"from psc_core import (.*)", block)
+    for name in names.split(", "):
+        assert hasattr(psc_core, name)
+
+
+@pytest.mark.parametrize(("module", "document"), [("app.settings", "settings.md"), ("app.metrics", "metrics.md")])
+def test_generated_tables_are_up_to_date(module: str, document: str) -> None:
+    printed = subprocess.run([sys.executable, "-m", module], check=True, capture_output=True, text=True, cwd=ROOT)
+    assert printed.stdout.strip() in (ROOT / "docs" / document).read_text(), f"python -m {module} > docs/{document}"

@@ -1,0 +1,127 @@
+"""The shipped bundle over real HTTP: what the README's ``curl`` lines say, and served = fitted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from psc_core import PSC, open_dataset
+from tests.conftest import ROOT, SHIPPED_BUNDLE
+
+EXAMPLES = ROOT / "artifacts" / "examples"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A service of the shipped bundle in a process of its own."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PSC_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app.cli", "--bundle", str(SHIPPED_BUNDLE), "--port", "0", "--device", "cpu"],
+        cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True,
+    )
+    assert process.stderr is not None
+    line = next(line for line in process.stderr if "listening on" in line)
+    threading.Thread(target=process.stderr.read, daemon=True).start()
+    address = line.split("listening on")[1].strip()
+    end = time.monotonic() + 60
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            if httpx.get(f"{address}/readyz").status_code == 200:
+                break
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    yield address
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+
+
+def ask(url: str, *files: tuple[str, bytes]) -> list[dict]:  # type: ignore[type-arg]
+    answer = httpx.post(f"{url}/predict", files=[("images", file) for file in files], timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["predictions"]  # type: ignore[no-any-return]
+
+
+def example(name: str) -> tuple[str, bytes]:
+    return name, (EXAMPLES / name).read_bytes()
+
+
+def test_the_readmes_three_images(url: str) -> None:
+    (clean,) = ask(url, example("clean.png"))
+    assert (clean["label"], clean["is_ood"], clean["decision"]) == ("7", False, "accept")
+    assert clean["predictive_entropy"] < 0.1
+    (ambiguous,) = ask(url, example("ambiguous.png"))
+    assert (ambiguous["is_ood"], ambiguous["decision"]) == (False, "abstain_ambiguous")
+    assert ambiguous["predictive_entropy"] > 0.6
+    assert len(ambiguous["prediction_set"]) > 1
+    (shirt,) = ask(url, example("shirt.png"))
+    assert (shirt["is_ood"], shirt["decision"]) == (True, "abstain_ood")
+
+
+@pytest.fixture(scope="module")
+def psc() -> PSC:
+    return PSC.load(SHIPPED_BUNDLE, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def mixed(psc: PSC, data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, bytes]]:
+    """Digits, ambiguous digits and clothes, as PNG files."""
+    folder = tmp_path_factory.mktemp("mixed")
+    files = []
+    for spec in ("mnist", "ambiguous-mnist", "fashion-mnist"):
+        data = open_dataset(f"{spec}:{data_root}", split="test", preprocess=psc.preprocess)
+        for i in range(24):
+            path = folder / f"{spec}-{i}.png"
+            Image.fromarray(data.image(i)[0]).save(path)
+            files.append((path.name, path.read_bytes()))
+    return files[::3] + files[1::3] + files[2::3]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 16, 37, 64])
+def test_served_probabilities_are_the_fitted_ones(
+    url: str, psc: PSC, mixed: list[tuple[str, bytes]], size: int
+) -> None:
+    expected = psc.predict([data for _, data in mixed])
+    parts = [mixed[start : start + size] for start in range(0, len(mixed), size)]
+    with ThreadPoolExecutor(8) as pool:  # requests overlap, so batches mix images of several requests
+        served = [prediction for answer in pool.map(lambda part: ask(url, *part), parts) for prediction in answer]
+    got = torch.tensor([prediction["probabilities"] for prediction in served])
+    torch.testing.assert_close(got, expected.probabilities, atol=1e-5, rtol=0)
+    p_values = np.array([prediction["ood_p_value"] for prediction in served])
+    assert np.abs(p_values - expected.ood_p_value.numpy()).max() <= 2 / (1 + len(psc.calibration))
+    assert [prediction["label"] for prediction in served] == list(expected.labels)
+
+
+def test_the_bundle_is_small_and_says_how_it_was_made(psc: PSC) -> None:
+    assert sum(file.stat().st_size for file in SHIPPED_BUNDLE.iterdir()) <= 25_000_000
+    provenance = psc.report["provenance"]
+    assert provenance["model"] == "torchvision:resnet18"
+    assert len(provenance["weights_sha256"]) == len(provenance["train"]["sha256"]) == 64
+    assert psc.report["metrics"]["validation_images"] == 4000
+    assert len(psc.calibration) == 4000
+
+
+@pytest.mark.data
+def test_the_numbers_the_readme_reports(psc: PSC, full_data: Path) -> None:
+    from psc_core.evaluate import evaluate
+
+    digits = open_dataset(f"dirty-mnist:{full_data}", split="test", preprocess=psc.preprocess)
+    clothes = open_dataset(f"fashion-mnist:{full_data}", split="test", preprocess=psc.preprocess)
+    report = evaluate(psc, digits, {"fashion-mnist": clothes})
+    assert (report.images, report.ood_images["fashion-mnist"]) == (16_000, 10_000)
+    assert report.separation["fashion-mnist"]["psc"].auroc >= 0.98
+    assert report.ambiguity["psc"] >= 0.93
+    assert report.false_alarms.count in report.false_alarms.acceptance
