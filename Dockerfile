@@ -1,0 +1,39 @@
+# The service with the shipped bundle.  PyPI's torch wheels carry the CUDA libraries, so one image serves on a
+# GPU and on a CPU.  docs/deploy.md says how it is built without an engine.
+#
+# Three stages, so that a change of the code rebuilds and ships kilobytes: what is installed from the index
+# depends on pyproject.toml and the lock alone.
+ARG BASE=python:3.12-slim
+
+FROM ${BASE} AS dependencies
+WORKDIR /src
+COPY pyproject.toml requirements.lock ./
+RUN python3 -m venv /opt/psc \
+    && python3 -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+    > direct.txt \
+    && /opt/psc/bin/pip install --no-cache-dir --disable-pip-version-check --constraint requirements.lock \
+    --requirement direct.txt
+
+FROM dependencies AS code
+COPY README.md ./
+COPY psc_core psc_core
+COPY app app
+RUN /opt/psc/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --prefix /code .
+
+FROM ${BASE}
+RUN useradd --system --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin psc
+COPY --from=dependencies /opt/psc /opt/psc
+COPY artifacts/dirty-mnist-resnet18 /bundles/dirty-mnist-resnet18
+COPY --from=code /code /opt/psc
+USER 10001:10001
+ENV PATH=/opt/psc/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PSC_HOST=0.0.0.0 \
+    PSC_PORT=8000 \
+    PSC_BUNDLE=/bundles/dirty-mnist-resnet18
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=3s --start-period=120s \
+    CMD ["python3", "-c", "import os, urllib.request as u; u.urlopen(f\"http://127.0.0.1:{os.environ['PSC_PORT']}/readyz\", timeout=2)"]
+ENTRYPOINT ["psc-serve"]

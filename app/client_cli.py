@@ -1,0 +1,150 @@
+"""``psc-predict IMAGE...``: ask a running service, print a table or JSON lines.
+
+Ends with 0 when every image was judged, 2 when something the caller can change was wrong (a file, a flag, the
+URL, the key, a busy service) in one line on standard error, 1 when the service itself failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+import httpx
+
+from app.client import DEFAULT_URL, Client, ClientError, ModelInfo, Prediction, ServerFailed
+
+URL_VARIABLE = "PSC_CLIENT_URL"
+KEY_VARIABLE = "PSC_CLIENT_API_KEY"
+_COLUMNS = ("image", "label", "confidence", "entropy", "log density", "p-value", "decision")
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    transport: httpx.BaseTransport | None = None,
+) -> int:
+    """Run the command; returns the exit code.
+
+    Args:
+        arguments: Defaults to the command line.
+        environment: Defaults to the process's.
+        transport: For tests.
+    """
+    environment = os.environ if environment is None else environment
+    options = _parser(environment).parse_args(arguments)
+    try:
+        with Client(
+            options.url,
+            api_key=environment.get(KEY_VARIABLE),
+            timeout_s=options.timeout,
+            transport=transport,
+        ) as client:
+            _predict(client, options)
+    except BrokenPipeError:
+        sys.stderr.close()  # The reader has enough; Python would complain while closing standard output.
+    except ClientError as error:
+        print(f"psc-predict: {error}", file=sys.stderr)
+        return 1 if isinstance(error, ServerFailed) else 2
+    return 0
+
+
+def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="psc-predict",
+        description="Classify images with a running PSC service and show how far to trust each answer.",
+        epilog=f"The API key, where the service wants one, is read from {KEY_VARIABLE}. Exit codes: 0 "
+        "all images judged, 2 something you can change (file, flag, URL, key, busy service), 1 the service "
+        "failed.",
+    )
+    parser.add_argument(
+        "images", nargs="+", metavar="IMAGE", help="image file: JPEG, PNG, WebP, BMP, GIF, TIFF"
+    )
+    parser.add_argument(
+        "--url",
+        default=environment.get(URL_VARIABLE, DEFAULT_URL),
+        help=f"where the service is (default: {URL_VARIABLE}, else {DEFAULT_URL})",
+    )
+    parser.add_argument("--model", metavar="NAME", help="name of the model (default: the service's default)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
+    parser.add_argument(
+        "--batch-size", type=_positive_int, default=32, metavar="N", help="images per request (default: 32)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_positive_float,
+        default=60.0,
+        metavar="SECONDS",
+        help="longest time without an answer (default: 60)",
+    )
+    return parser
+
+
+def _predict(client: Client, options: argparse.Namespace) -> None:
+    rows: list[tuple[str, ...]] = []
+    for image, model, prediction in _judged(client, options):
+        if options.json:
+            document = {"image": image, "model": dataclasses.asdict(model), **_plain(prediction)}
+            print(json.dumps(document, ensure_ascii=False), flush=True)
+        else:
+            rows.append(_row(image, prediction))
+    if rows:
+        _print_table(rows)
+
+
+def _judged(client: Client, options: argparse.Namespace) -> Iterator[tuple[str, ModelInfo, Prediction]]:
+    for start in range(0, len(options.images), options.batch_size):
+        images = options.images[start : start + options.batch_size]
+        result = client.predict(images, model=options.model)
+        for image, prediction in zip(images, result.predictions, strict=True):
+            yield image, result.model, prediction
+
+
+def _plain(prediction: Prediction) -> dict[str, object]:
+    document = dataclasses.asdict(prediction)
+    return {name: value for name, value in document.items() if value not in ((), None)}
+
+
+def _row(image: str, prediction: Prediction) -> tuple[str, ...]:
+    return (
+        image,
+        prediction.label,
+        f"{prediction.confidence:.3f}",
+        f"{prediction.predictive_entropy:.3f}",
+        f"{prediction.log_density:.2f}",
+        f"{prediction.ood_p_value:.4f}",
+        prediction.decision,
+    )
+
+
+def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
+    text = {0, 1, len(_COLUMNS) - 1}
+    for row in (_COLUMNS, *rows):
+        cells = [
+            cell.ljust(width) if number in text else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""The only wiring: settings in, ASGI application out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from app import problems, tracing
+from app.middleware.body import BodyLimit
+from app.middleware.requests import Requests
+from app.model import Model
+from app.routes import admin, health, metrics, model, page, predict, v2
+from app.schemas import JsonImages, ProblemDocument
+from app.service import Service
+from app.settings import Settings
+from psc_core.version import __version__
+
+
+def create_app(settings: Settings, models: Mapping[str, Model] | None = None) -> FastAPI:
+    """The application.
+
+    Args:
+        settings: All settings.
+        models: Serve these by name instead of the settings' bundles.
+
+    Returns:
+        An application whose lifespan loads the models; ``app.state.service`` is its :class:`Service`.
+
+    Raises:
+        ValueError: API keys that cannot be used.
+    """
+    service = Service(settings, lambda path: _load(settings, path), models)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        yield
+        await service.close()
+
+    app = FastAPI(
+        title="PSC",
+        version=__version__,
+        description="Image classification with uncertainty from probabilistic skip connections.",
+        lifespan=lifespan,
+        root_path=settings.root_path,
+    )
+    app.state.service = service
+    problems.install(app)
+    predict.add_routes(app.router)
+    for router in (health.router, metrics.router, model.router, admin.router, v2.router):
+        app.include_router(router)
+    if settings.page:
+        app.include_router(page.router)
+    _add_middleware(app, settings, service)
+    _complete_openapi(app)
+    if settings.otel:
+        tracing.configure_export()
+    return app
+
+
+def _load(settings: Settings, path: Path) -> Model:
+    from psc_core.predictor import PSC
+
+    return PSC.load(path, device=settings.device, allow_factories=settings.allow_factories)
+
+
+def _add_middleware(app: FastAPI, settings: Settings, service: Service) -> None:
+    """Innermost first."""
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After", "traceresponse"],
+        )
+    if settings.allowed_hosts:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.allowed_hosts)
+    app.add_middleware(
+        BodyLimit, max_bytes=settings.max_body_bytes, max_buffered_bytes=settings.max_buffered_bytes
+    )
+    app.add_middleware(Requests, service=service)
+    app.add_middleware(tracing.TraceMiddleware)
+
+
+def _complete_openapi(app: FastAPI) -> None:
+    """Add the schemas that routes refer to by name only; invalid parameters are 400, not FastAPI's 422."""
+    build = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = build()
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        for path in document["paths"].values():
+            for operation in path.values():
+                _drop_default_422(operation["responses"])
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        for kind in (ProblemDocument, JsonImages):
+            schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas.update(schema.pop("$defs", {}))
+            schemas[kind.__name__] = schema
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _drop_default_422(responses: dict[str, Any]) -> None:
+    content = responses.get("422", {}).get("content", {})
+    if "HTTPValidationError" in str(content):
+        del responses["422"]

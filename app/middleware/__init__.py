@@ -1,0 +1,1 @@
+"""Pure ASGI middleware, one concern a module (no ``BaseHTTPMiddleware``: it hides disconnects)."""

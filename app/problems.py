@@ -1,0 +1,110 @@
+"""Errors as RFC 9457 ``application/problem+json`` responses, and what the OpenAPI document says of them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+import orjson
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app.errors import TYPE_PREFIX, Problem, problem_of
+from app.schemas import ProblemDocument
+from psc_core.errors import PSCError
+
+logger = logging.getLogger("psc.http")
+
+MEDIA_TYPE: Final = "application/problem+json"
+_SLUGS: Final = {
+    400: ("malformed", "Malformed request"),
+    401: ("unauthorized", "API key missing or unknown"),
+    403: ("forbidden", "API key not allowed to do this"),
+    404: ("not-found", "No such resource"),
+    405: ("method-not-allowed", "Method not allowed"),
+}
+
+
+def problem_response(problem: Problem) -> Response:
+    """The response for a problem."""
+    body = orjson.dumps(problem.to_json())
+    return Response(body, problem.status, dict(problem.headers), media_type=MEDIA_TYPE)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of the application with a problem."""
+    app.add_exception_handler(PSCError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+
+
+def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """``responses=`` of a route that can answer with these problem statuses."""
+    schema = {"$ref": "#/components/schemas/ProblemDocument"}
+    return {
+        status: {
+            "description": _DESCRIPTIONS[status],
+            "content": {MEDIA_TYPE: {"schema": schema}},
+            **({"headers": _RETRY_AFTER} if status == 429 else {}),
+        }
+        for status in statuses
+    }
+
+
+def problem_schema() -> dict[str, Any]:
+    """JSON schema of the problem document."""
+    return ProblemDocument.model_json_schema()
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    problem = problem_of(error)
+    if problem.status >= 500:
+        logger.log(
+            logging.ERROR if problem.status == 500 else logging.WARNING,
+            "%s",
+            error,
+            exc_info=error if problem.status == 500 else None,
+        )
+    request.app.state.service.metrics.rejected(problem.reason)
+    return problem_response(problem)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        raise error
+    slug, title = _SLUGS.get(error.status_code, (f"http-{error.status_code}", "Request refused"))
+    headers = error.headers or {}
+    problem = Problem(error.status_code, TYPE_PREFIX + slug, title, str(error.detail), slug, headers)
+    request.app.state.service.metrics.rejected(slug)
+    return problem_response(problem)
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    if not isinstance(error, RequestValidationError):
+        raise error
+    detail = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+    request.app.state.service.metrics.rejected("malformed")
+    return problem_response(Problem(400, f"{TYPE_PREFIX}malformed", "Malformed request", detail, "malformed"))
+
+
+_RETRY_AFTER: Final = {
+    "Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 1}}
+}
+_DESCRIPTIONS: Final = {
+    400: "The body or a parameter does not follow this interface.",
+    401: "API key missing or unknown.",
+    403: "API key not allowed to do this.",
+    404: "No model of this name.",
+    408: "The body arrived too slowly.",
+    409: "A reload is running.",
+    413: "The body, the number of images or an image is too large.",
+    415: "Not one of the three body forms, or not an image type that is read.",
+    422: "An image, the bundle, or an alpha cannot be used.",
+    429: "The queue is full; retry after the seconds of `Retry-After`.",
+    500: "The network failed on an image, or an internal error.",
+    503: "Not ready: warming up, draining, or the device failed.",
+    504: "No answer before the deadline.",
+}

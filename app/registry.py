@@ -1,0 +1,351 @@
+"""The served models by name: loading, warming, and swapping one for another without losing a request.
+
+A reload builds everything beside the old model (read, verify, build, warm up), swaps one reference, and then
+lets the old engine finish what it admitted.  A bundle that cannot be used changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.answers import Policy, Verdict, judge
+from app.decoding import Decoder
+from app.drift import DriftMonitor
+from app.engine import Engine, Limits, Phase
+from app.errors import NotReady, ReloadRunning, UnattainableAlpha, UnknownModel
+from app.metrics import Metrics
+from app.model import Model, ModelPreprocess
+from app.settings import Settings
+from app.step import Rows, make_step
+from psc_core.errors import PSCError, UsageError
+
+logger = logging.getLogger("psc.registry")
+
+DRIFT_IMAGES_PER_BOOKING = 256
+"""Most p-values of a model that its drift monitor takes in at each booking; the others are left out
+whatever their value, which keeps its promise."""
+
+
+Loader = Callable[[Path], Model]
+
+
+@dataclass(frozen=True)
+class Served:
+    """One model in service.
+
+    Attributes:
+        name: Under which it is served.
+        model: The fitted model.
+        engine: Its queue and device thread.
+        policy: Thresholds when the request sets none.
+        set_thresholds: (K,) of the prediction sets.
+        drift: Monitor of its p-values.
+        metrics: Where verdicts are counted.
+    """
+
+    name: str
+    model: Model
+    engine: Engine
+    policy: Policy
+    set_thresholds: Any
+    drift: DriftMonitor
+    metrics: Metrics
+
+    @property
+    def version(self) -> str:
+        """Digest of its bundle."""
+        return self.model.version
+
+    @property
+    def layer(self) -> str:
+        """Candidate layer(s)."""
+        return self.model.layer
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Labels by class index."""
+        return self.model.classes
+
+    @property
+    def preprocess(self) -> ModelPreprocess:
+        """Host half of the preprocessing."""
+        return self.model.preprocess
+
+    def judge(self, rows: Rows, policy: Policy | None = None) -> Verdict:
+        """Rows to verdicts under ``policy`` (default: the model's)."""
+        return judge(rows, self.set_thresholds, policy or self.policy)
+
+    def with_thresholds(self, alpha: float | None, ambiguity_threshold: float | None) -> Policy:
+        """The policy with a request's own thresholds.
+
+        Raises:
+            UnattainableAlpha: The calibration images cannot promise this alpha.
+        """
+        if alpha is None and ambiguity_threshold is None:
+            return self.policy
+        if alpha is not None:
+            try:
+                self.model.calibration.log_density_threshold(alpha)
+            except UsageError as error:
+                raise UnattainableAlpha(str(error)) from error
+        return Policy(
+            alpha=self.policy.alpha if alpha is None else alpha,
+            ambiguity_threshold=(
+                self.policy.ambiguity_threshold if ambiguity_threshold is None else ambiguity_threshold
+            ),
+            coverage=self.policy.coverage,
+        )
+
+    def record(self, verdict: Verdict) -> None:
+        """Count an answered request in the metrics and for drift."""
+        self.metrics.predicted(self, verdict)
+
+    def watch_drift(self, p_values: Any) -> None:
+        """Feed p-values to the drift monitor and show its state."""
+        alarms = self.drift.update(np.asarray(p_values[:DRIFT_IMAGES_PER_BOOKING], np.float64).tolist())
+        state, metrics, name = self.drift.state, self.metrics, self.name
+        if alarms:
+            metrics.count("psc_drift_alarms_total", alarms, model=name)
+            logger.warning("drift alarm", extra={"model": name, "window_ood_rate": state.window_ood_rate})
+        metrics.gauge("psc_drift_log_martingale", state.log_martingale, model=name)
+        metrics.gauge("psc_drift_window_ood_rate", state.window_ood_rate, model=name)
+        metrics.gauge("psc_drift_window_tail_probability", state.window_tail_probability, model=name)
+
+    def show(self) -> None:
+        """Put the model's identity into the metrics."""
+        self._info(1.0)
+        self.metrics.count("psc_drift_alarms_total", 0.0, model=self.name)
+
+    def hide(self) -> None:
+        """Take it out again."""
+        self._info(0.0)
+
+    def _info(self, value: float) -> None:
+        self.metrics.gauge(
+            "psc_model_info",
+            value,
+            model=self.name,
+            version=self.version,
+            layer=self.layer,
+            device=str(self.model.device),
+        )
+
+
+class Registry:
+    """The models by name; use it on the event loop only.
+
+    Args:
+        settings: Of the service.
+        metrics: Of the service.
+        loader: Reads a bundle directory; called on a thread.
+        models: Served by name instead of the settings' bundles; a reload serves them again.
+        on_failure: Called on the event loop when a model's device is dead.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        *,
+        loader: Loader,
+        models: Mapping[str, Model] | None,
+        on_failure: Callable[[Exception], None],
+    ) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._loader = loader
+        self._on_failure = on_failure
+        self._served: dict[str, Served] = {}
+        self._paths = dict(settings.named_bundles)
+        self._given = models
+        self._names = tuple(self._paths if models is None else models)
+        self._reloading = False
+        self._draining = False
+        self._retiring: set[asyncio.Task[None]] = set()
+        threads = settings.decode_threads or _default_threads()
+        self._decode_threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="psc-decode")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Model names, the default first."""
+        return self._names
+
+    @property
+    def served(self) -> tuple[Served, ...]:
+        """The models in service."""
+        return tuple(self._served.values())
+
+    @property
+    def pending(self) -> int:
+        """Images admitted and not yet on a device."""
+        return sum(served.engine.pending for served in self._served.values())
+
+    def get(self, name: str | None = None) -> Served:
+        """A model, the default one for ``None``.
+
+        Raises:
+            UnknownModel: No model of this name.
+            NotReady: It is still loading, or the service is draining.
+        """
+        if name is None and self._names:
+            name = self._names[0]
+        served = self._served.get(name or "")
+        if served is not None:
+            return served
+        if name not in self._names:
+            raise UnknownModel(f"expected one of {', '.join(self._names)}, got {name!r}; see /v2 or /model")
+        raise NotReady(f"model {name!r} is loading; try again in a few seconds")
+
+    def reasons(self) -> dict[str, str]:
+        """Why predictions are not answered now, by model; empty when ready."""
+        reasons = {name: "loading" for name in self._names if name not in self._served}
+        for name, served in self._served.items():
+            if served.engine.phase is not Phase.READY:
+                reasons[name] = served.engine.phase.value
+        if self._draining:
+            reasons["service"] = "draining"
+        return reasons
+
+    async def start(self) -> None:
+        """Load and warm up every model.
+
+        Raises:
+            PSCError: A bundle cannot be used, or its network failed at warm-up.
+        """
+        for name in self._names:
+            began = time.perf_counter()
+            model = await self._load(name)
+            self._swap(await self._prepare(name, model))
+            seconds = round(time.perf_counter() - began, 3)
+            extra = {"model": name, "version": model.version, "device": str(model.device), "seconds": seconds}
+            logger.info("model ready", extra=extra)
+
+    async def reload(self, name: str | None = None) -> list[tuple[str, str, str]]:
+        """Load bundles again, all or one of them, and swap.
+
+        Returns:
+            (name, version before, version now) of each.
+
+        Raises:
+            UnknownModel: No model of this name.
+            NotReady: It is still loading for the first time.
+            ReloadRunning: Another reload is running.
+            BundleError: A bundle cannot be used; no model was changed.
+            DeviceError: The new network failed at warm-up; no model was changed.
+        """
+        names = self._names if name is None else (self.get(name).name,)
+        for each in names:
+            self.get(each)
+        if self._reloading:
+            raise ReloadRunning("expected no other reload, one is running; try again when it is done")
+        self._reloading = True
+        fresh: list[Served] = []
+        try:
+            for each in names:
+                fresh.append(await self._prepare(each, await self._load(each)))
+        except PSCError:
+            for served in fresh:
+                await served.engine.close(within_s=0)
+            for each in names:
+                self._metrics.count("psc_reloads_total", model=each, result="failed")
+            raise
+        finally:
+            self._reloading = False
+        changes = []
+        for served in fresh:
+            changes.append((served.name, self._served[served.name].version, served.version))
+            self._swap(served)
+            self._metrics.count("psc_reloads_total", model=served.name, result="ok")
+        logger.info("reloaded", extra={"versions": {name: now for name, _, now in changes}})
+        return changes
+
+    def sweep(self) -> None:
+        """Deadlines, departed clients, bookkeeping; call a few times a second."""
+        for served in self._served.values():
+            served.engine.sweep()
+
+    def begin_drain(self) -> None:
+        """Report not ready; requests that still arrive are answered."""
+        self._draining = True
+
+    async def close(self, *, within_s: float) -> None:
+        """Finish what was admitted, within a time, and end all threads."""
+        engines = [served.engine.close(within_s=within_s) for served in self._served.values()]
+        await asyncio.gather(*engines, *self._retiring)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _load(self, name: str) -> Model:
+        if self._given is not None:
+            return self._given[name]
+        return await asyncio.to_thread(self._loader, self._paths[name])
+
+    async def _prepare(self, name: str, model: Model) -> Served:
+        settings = self._settings
+        policy = Policy(
+            alpha=settings.alpha or model.policy.alpha,
+            ambiguity_threshold=(
+                model.policy.ambiguity_threshold
+                if settings.ambiguity_threshold is None
+                else settings.ambiguity_threshold
+            ),
+            coverage=settings.coverage or model.policy.coverage,
+        )
+        model.calibration.log_density_threshold(policy.alpha)
+        set_thresholds = model.calibration.set_thresholds(policy.coverage).cpu().numpy()
+        decoder = Decoder(
+            self._pool,
+            threads=self._decode_threads,
+            preprocess=model.preprocess,
+            max_pixels=settings.max_pixels,
+            inline_bytes=settings.inline_decode_bytes,
+        )
+        step = make_step(
+            model.pipeline,
+            decoder.shape,
+            max_batch=settings.max_batch_size,
+            device=model.device,
+            compiled=settings.compile,
+        )
+        engine = Engine(
+            name,
+            step,
+            decoder,
+            limits=Limits(settings.max_batch_size, settings.max_queue_images, settings.max_delay_ms),
+            metrics=self._metrics,
+            on_failure=self._on_failure,
+        )
+        drift = DriftMonitor(
+            len(model.calibration.scores),
+            policy.alpha,
+            false_alarm_probability=settings.drift_false_alarm,
+            window=settings.drift_window,
+        )
+        await engine.start()
+        return Served(name, model, engine, policy, set_thresholds, drift, self._metrics)
+
+    def _swap(self, served: Served) -> None:
+        old = self._served.get(served.name)
+        self._served[served.name] = served
+        if old is not None:
+            old.hide()
+            task = asyncio.get_running_loop().create_task(
+                old.engine.close(within_s=self._settings.deadline_seconds)
+            )
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+        served.show()
+
+
+def _default_threads() -> int:
+    return min(16, len(os.sched_getaffinity(0)))

@@ -1,0 +1,1 @@
+"""One module per resource; every router is included by ``app.main``."""

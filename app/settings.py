@@ -1,0 +1,277 @@
+"""Every setting of the service in one frozen object: flags, then ``PSC_*`` environment, then a TOML file.
+
+``python -m app.settings`` prints the table for the documentation.  A setting that is not in it is an error
+wherever it was given.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, Self
+
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from psc_core.errors import UsageError
+
+ENV_PREFIX: Final = "PSC_"
+NOT_SETTINGS: Final = frozenset({"PSC_DATA", "PSC_CONFIG"})
+"""Variables with the prefix that are not settings: the tests' data folder, and the TOML file itself."""
+NOT_SETTINGS_PREFIX: Final = "PSC_CLIENT_"
+"""Variables of the client, which may share an environment with the service."""
+
+SMALLEST_ALPHA: Final = 1e-9
+"""Below this no calibration set could promise anything."""
+
+_MEBIBYTE: Final = 1024 * 1024
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class Settings(BaseSettings):
+    """Settings of one service process; see the descriptions of the fields."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True, enable_decoding=False
+    )
+
+    bundle: tuple[str, ...] = Field(
+        default=(),
+        description="Bundles to serve, `DIR` or `NAME=DIR`, separated by commas (the flag may be repeated). "
+        "The first is the default model; a name defaults to the directory's.",
+    )
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
+    workers: int = Field(default=1, ge=1, description="Processes, each with its own copy of the models.")
+    device: str = Field(
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="`auto`, `cpu`, `cuda` or `cuda:N`.",
+    )
+    threads: int | None = Field(
+        default=None, ge=1, description="CPU threads of the network; unset leaves torch's choice."
+    )
+    compile: bool = Field(default=False, description="Run the network through `torch.compile`.")
+    allow_factories: tuple[str, ...] = Field(
+        default=(),
+        description="Network factories `package.module:factory` that a bundle may import, by commas.",
+    )
+
+    max_batch_size: int = Field(default=64, ge=1, le=4096, description="Most images in one device step.")
+    max_delay_ms: float = Field(
+        default=0.0, ge=0, description="How long a batch may wait to fill, milliseconds; 0 never waits."
+    )
+    max_queue_images: int = Field(
+        default=2048, ge=1, description="Most images admitted and not yet on the device; beyond it: 429."
+    )
+    deadline_seconds: float = Field(
+        default=10.0, gt=0, description="An admitted request is answered within this time, or with 504."
+    )
+    drain_seconds: float = Field(
+        default=30.0, ge=0, description="Longest time between SIGTERM and the end of the process."
+    )
+    decode_threads: int | None = Field(
+        default=None, ge=1, description="Threads that decode images; unset: one for each CPU, at most 16."
+    )
+    inline_decode_bytes: int = Field(
+        default=16 * 1024,
+        ge=0,
+        description="Requests of at most this many bytes, and tiny pixel counts, are decoded without a "
+        "thread: for them the hop costs more than the work.",
+    )
+
+    max_body_bytes: int = Field(default=64 * _MEBIBYTE, ge=1, description="Largest request body, bytes.")
+    max_buffered_bytes: int = Field(
+        default=1024 * _MEBIBYTE, ge=1, description="Most body bytes held at once for all requests, bytes."
+    )
+    max_images_per_request: int = Field(default=512, ge=1, description="Most images in one request.")
+    max_pixels: int = Field(default=50_000_000, ge=1, description="Largest width × height of an image.")
+    max_fields: int = Field(
+        default=1024, ge=1, description="Most multipart fields in one request, images included."
+    )
+    max_requests: int = Field(
+        default=4096, ge=1, description="Most requests being answered at once; beyond it: 429."
+    )
+    upload_seconds: float = Field(
+        default=60.0, gt=0, description="A body must have arrived within this time, or the answer is 408."
+    )
+
+    alpha: float | None = Field(
+        default=None, ge=SMALLEST_ALPHA, lt=1, description="`is_ood` when p ≤ alpha; unset: the bundle's own."
+    )
+    ambiguity_threshold: float | None = Field(
+        default=None,
+        ge=0,
+        description="`abstain_ambiguous` above this predictive entropy, nats; unset: the bundle's own.",
+    )
+    coverage: float | None = Field(
+        default=None, gt=0, lt=1, description="Coverage of `prediction_set`; unset: the bundle's own."
+    )
+
+    api_keys: tuple[SecretStr, ...] = Field(
+        default=(), description="Keys that may predict, by commas; none leaves prediction open to all."
+    )
+    api_keys_file: Path | None = Field(default=None, description="File with one such key on a line.")
+    admin_keys: tuple[SecretStr, ...] = Field(
+        default=(), description="Keys that may reload, by commas; none switches `/admin` off."
+    )
+    admin_keys_file: Path | None = Field(default=None, description="File with one such key on a line.")
+    cors_origins: tuple[str, ...] = Field(
+        default=(), description="Origins browsers may call from, by commas; `*` for all."
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(), description="Accepted `Host` headers, by commas, `*.example.org` too; none accepts all."
+    )
+    root_path: str = Field(default="", description="Path under which a proxy publishes the service.")
+    tls_certificate: Path | None = Field(default=None, description="PEM certificate chain; serves HTTPS.")
+    tls_key: Path | None = Field(default=None, description="PEM private key of the certificate.")
+
+    page: bool = Field(default=True, description="Serve the page at `/`.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severe log line that is written."
+    )
+    access_log: bool = Field(default=False, description="One log line for each request.")
+    otel: bool = Field(default=False, description="Export traces with OpenTelemetry (extra `psc[otel]`).")
+    drift_window: int = Field(
+        default=1000, ge=1, description="Images in the window of `psc_drift_window_ood_rate`."
+    )
+    drift_false_alarm: float = Field(
+        default=0.01, gt=0, lt=1, description="Bound on the probability of a false drift alarm, ever."
+    )
+
+    @field_validator("bundle", "allow_factories", "api_keys", "admin_keys", "cors_origins",
+                     "allowed_hosts", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_images_per_request > self.max_queue_images:
+            raise ValueError(
+                f"expected max_images_per_request ≤ max_queue_images, got {self.max_images_per_request} > "
+                f"{self.max_queue_images}; a full request could never be admitted"
+            )
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("expected tls_certificate and tls_key together; set both or neither")
+        names = [name for name, _ in self.named_bundles]
+        for name in names:
+            if _NAME.fullmatch(name) is None:
+                raise ValueError(
+                    f"expected a bundle name of letters, digits, '.', '_', '-', got {name!r}; use NAME=DIR"
+                )
+        if len(set(names)) < len(names):
+            raise ValueError(f"expected each bundle name once, got {', '.join(names)}; use NAME=DIR")
+        return self
+
+    @property
+    def named_bundles(self) -> tuple[tuple[str, Path], ...]:
+        """The bundles as (name, directory), the default first."""
+        pairs = [entry.split("=", 1) if "=" in entry else ["", entry] for entry in self.bundle]
+        return tuple((name or Path(path).resolve().name, Path(path)) for name, path in pairs)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what :func:`load_settings` passes in: precedence is decided there, in one place."""
+        return (init_settings,)
+
+
+def load_settings(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    config: Path | None = None,
+) -> Settings:
+    """Settings from flags over environment over file over defaults.
+
+    Args:
+        flags: Values by field name, as given on the command line.
+        environment: Defaults to the process's.
+        config: TOML file; defaults to what ``PSC_CONFIG`` names.
+
+    Raises:
+        UsageError: An unknown setting, a value out of range, or a file that cannot be read.
+    """
+    environment = os.environ if environment is None else environment
+    if config is None and environment.get("PSC_CONFIG"):
+        config = Path(environment["PSC_CONFIG"])
+    values = {**_from_file(config), **_from_environment(environment), **(flags or {})}
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        raise UsageError("; ".join(_sentence(item) for item in error.errors())) from error
+
+
+def _sentence(item: Any) -> str:
+    where = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"unknown setting {where!r}; `psc-serve --help` lists them"
+    got = "" if "key" in where or isinstance(item["input"], dict) else f", got {item['input']!r}"
+    return f"setting {where}: {item['msg']}{got}" if where else str(item["msg"]).removeprefix("Value error, ")
+
+
+def _from_file(config: Path | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    try:
+        values = tomllib.loads(config.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"expected a settings file at {config}, {error.strerror}; check --config") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"expected TOML in {config}, {error}; correct the file") from error
+    unknown = sorted(set(values) - set(Settings.model_fields))
+    if unknown:
+        raise UsageError(f"unknown setting {unknown[0]!r} in {config}; `psc-serve --help` lists them")
+    return values
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for variable, value in environment.items():
+        if not variable.startswith(ENV_PREFIX) or variable in NOT_SETTINGS:
+            continue
+        if variable.startswith(NOT_SETTINGS_PREFIX):
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name not in Settings.model_fields or value.startswith("tcp://"):
+            raise UsageError(
+                f"unknown setting {variable}={value!r} in the environment; `psc-serve --help` lists them "
+                "(variables that Kubernetes makes for a service named psc: set enableServiceLinks: false)"
+            )
+        if value:
+            values[name] = value
+    return values
+
+
+def default_text(name: str) -> str:
+    """The default of a field as the table and ``--help`` show it."""
+    default = Settings.model_fields[name].default
+    if default is None or default in ((), ""):
+        return ""
+    return str(default).lower() if isinstance(default, bool) else str(default)
+
+
+def markdown_table() -> str:
+    """The settings table for the documentation."""
+    lines = ["| flag | environment and TOML | default | meaning |", "| --- | --- | --- | --- |"]
+    for name, field in Settings.model_fields.items():
+        flag, default = "--" + name.replace("_", "-"), default_text(name)
+        shown = f"`{default}`" if default else ""
+        lines.append(f"| `{flag}` | `{ENV_PREFIX}{name.upper()}`, `{name}` | {shown} | {field.description} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown_table(), end="")

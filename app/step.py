@@ -1,0 +1,256 @@
+"""One device step: ``uint8 (n, C, H, W)`` host images in, packed ``float32 (n, 4 + K)`` host rows out.
+
+Two kinds behind one interface.  :class:`EagerStep` runs the network when the rows are fetched, on any number
+of images.  :class:`GraphStep` (CUDA) replays one captured CUDA graph per bucket of images (1, 2, 4, …, max),
+padded: a pinned host buffer per slot, one copy to the device, one replay, one copy back, nothing allocated;
+the host may fill and launch the next slot while the device works on this one.
+
+Stale rows in the padding are never returned.  Everything runs under ``torch.inference_mode``, on one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Images = npt.NDArray[np.uint8]
+Rows = npt.NDArray[np.float32]
+
+
+class Network(Protocol):
+    """What a step needs of ``psc_core.pipeline.Pipeline``."""
+
+    def __call__(self, images: Tensor, /) -> Tensor: ...
+
+    def explain(self, images: Tensor, /) -> Mapping[str, Tensor]: ...
+
+
+class Step(Protocol):
+    """How the device thread computes; all methods are called on that one thread."""
+
+    slots: int
+    """Batches that may be launched and not yet fetched."""
+
+    def input(self, slot: int) -> Images:
+        """The host buffer (max, C, H, W) that :meth:`launch` sends."""
+
+    def warm_up(self) -> None:
+        """Run every shape once, so that no request pays for compilation or capture."""
+
+    def launch(self, slot: int, count: int) -> None:
+        """Start on the first ``count`` images of the slot's buffer."""
+
+    def done(self, slot: int) -> bool:
+        """Whether :meth:`fetch` would not wait."""
+
+    def fetch(self, slot: int, count: int) -> Rows:
+        """Rows of what was launched; the caller owns the array.  Device errors surface here."""
+
+    def explain(self, images: Images) -> tuple[Rows, dict[str, npt.NDArray[Any]]]:
+        """Rows and, by name, the arrays of ``Pipeline.explain``, images first."""
+
+    def release_memory(self) -> None:
+        """Give cached device memory back after an allocation failed."""
+
+
+def make_step(
+    network: Network, shape: tuple[int, int, int], *, max_batch: int, device: torch.device, compiled: bool
+) -> Step:
+    """The fastest step for ``device``.
+
+    Args:
+        network: On ``device`` already.
+        shape: (channels, height, width).
+        max_batch: Most images in a step.
+        device: Where the network is.
+        compiled: Run it through ``torch.compile``.
+    """
+    run: Network = cast(Network, _Compiled(network)) if compiled else network
+    if device.type == "cuda":
+        return GraphStep(run, shape, max_batch=max_batch, device=device)
+    return EagerStep(run, shape, max_batch=max_batch, device=device, fixed_shapes=compiled)
+
+
+def buckets_to(max_batch: int) -> tuple[int, ...]:
+    """1, 2, 4, … below ``max_batch``, then ``max_batch``."""
+    sizes = [1]
+    while sizes[-1] * 2 < max_batch:
+        sizes.append(sizes[-1] * 2)
+    return (*sizes, max_batch) if max_batch > 1 else (1,)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a step failed for lack of memory, on the device or the host."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+class _Compiled:
+    """The network with its forward compiled, one graph per shape; ``explain`` stays as it is."""
+
+    def __init__(self, network: Network) -> None:
+        self._forward = torch.compile(network, dynamic=False)
+        self.explain = network.explain
+
+    def __call__(self, images: Tensor, /) -> Tensor:
+        return self._forward(images)
+
+
+class EagerStep:
+    """Runs the network when fetched.
+
+    Args:
+        network: uint8 batch to packed rows.
+        shape: (channels, height, width).
+        max_batch: Most images in a step.
+        device: Where the network is.
+        fixed_shapes: Pad to buckets (for a compiled network); else any count runs as it is.
+    """
+
+    slots = 1
+
+    def __init__(
+        self,
+        network: Network,
+        shape: tuple[int, int, int],
+        *,
+        max_batch: int,
+        device: torch.device,
+        fixed_shapes: bool = False,
+    ) -> None:
+        self._network = network
+        self._device = device
+        self._host = torch.zeros((max_batch, *shape), dtype=torch.uint8)
+        self._buffer: Images = self._host.numpy()
+        self._buckets = buckets_to(max_batch)
+        self._fixed_shapes = fixed_shapes
+
+    def input(self, slot: int) -> Images:
+        return self._buffer
+
+    def warm_up(self) -> None:
+        for count in self._buckets:
+            self.fetch(0, count)
+
+    def launch(self, slot: int, count: int) -> None:
+        pass
+
+    def done(self, slot: int) -> bool:
+        return True
+
+    @torch.inference_mode()
+    def fetch(self, slot: int, count: int) -> Rows:
+        size = _bucket(self._buckets, count) if self._fixed_shapes else count
+        rows = self._network(self._host[:size].to(self._device))
+        return cast(Rows, rows[:count].float().cpu().numpy())
+
+    @torch.inference_mode()
+    def explain(self, images: Images) -> tuple[Rows, dict[str, npt.NDArray[Any]]]:
+        return _explain(self._network, torch.from_numpy(images).to(self._device))
+
+    def release_memory(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class GraphStep:
+    """Replays captured CUDA graphs; see the module."""
+
+    slots = 2
+
+    def __init__(
+        self, network: Network, shape: tuple[int, int, int], *, max_batch: int, device: torch.device
+    ) -> None:
+        self._network = network
+        self._device = device
+        self._buckets = buckets_to(max_batch)
+        self._hosts = [torch.zeros((max_batch, *shape), dtype=torch.uint8).pin_memory() for _ in range(2)]
+        self._inputs: list[Images] = [host.numpy() for host in self._hosts]
+        self._images = torch.zeros((max_batch, *shape), dtype=torch.uint8, device=device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._rows: list[Tensor] = []
+
+    def input(self, slot: int) -> Images:
+        return self._inputs[slot]
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        torch.cuda.set_device(self._device)
+        pool = torch.cuda.graph_pool_handle()
+        for count in reversed(self._buckets):
+            images = self._images[:count]
+            with torch.cuda.stream(self._stream):
+                for _ in range(3):
+                    self._network(images)
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                rows = self._network(images).float()
+            self._graphs[count] = (graph, rows)
+        largest = self._graphs[self._buckets[-1]][1]
+        self._rows = [torch.zeros(largest.shape, dtype=torch.float32).pin_memory() for _ in range(2)]
+
+    @torch.inference_mode()
+    def launch(self, slot: int, count: int) -> None:
+        graph, rows = self._graphs[_bucket(self._buckets, count)]
+        with torch.cuda.stream(self._stream):
+            self._images[:count].copy_(self._hosts[slot][:count], non_blocking=True)
+            graph.replay()
+            self._rows[slot][:count].copy_(rows[:count], non_blocking=True)
+            self._events[slot].record(self._stream)
+
+    def done(self, slot: int) -> bool:
+        return bool(self._events[slot].query())  # type: ignore[no-untyped-call]
+
+    def fetch(self, slot: int, count: int) -> Rows:
+        self._events[slot].synchronize()
+        return cast(Rows, self._rows[slot][:count].numpy().copy())
+
+    @torch.inference_mode()
+    def explain(self, images: Images) -> tuple[Rows, dict[str, npt.NDArray[Any]]]:
+        with torch.cuda.stream(self._stream):
+            return _explain(self._network, torch.from_numpy(images).to(self._device))
+
+    def release_memory(self) -> None:
+        torch.cuda.empty_cache()
+
+
+def _bucket(buckets: tuple[int, ...], count: int) -> int:
+    return next(size for size in buckets if size >= count)
+
+
+def _explain(network: Network, images: Tensor) -> tuple[Rows, dict[str, npt.NDArray[Any]]]:
+    rows = network(images).float().cpu().numpy()
+    arrays = {name: value.cpu().numpy() for name, value in network.explain(images).items()}
+    return cast(Rows, rows), arrays
+
+
+@dataclass(frozen=True)
+class GpuUsage:
+    """Memory in bytes by kind, and the share of time the GPU was busy; empty on a CPU."""
+
+    memory_bytes: Mapping[str, int]
+    utilisation: float | None
+
+
+def gpu_usage(device: torch.device) -> GpuUsage:
+    """What the metrics show of a GPU; utilisation needs the NVML bindings."""
+    if device.type != "cuda":
+        return GpuUsage({}, None)
+    free, total = torch.cuda.mem_get_info(device)
+    memory = {"used": total - free, "total": total, "allocated": torch.cuda.memory_allocated(device)}
+    try:
+        return GpuUsage(memory, torch.cuda.utilization(device) / 100.0)
+    except (ModuleNotFoundError, RuntimeError):
+        return GpuUsage(memory, None)

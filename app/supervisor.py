@@ -1,0 +1,125 @@
+"""Several processes on one listening socket: start them, replace those that die, pass signals on.
+
+A child is the same command with the socket's number in the environment.  A child that dies is replaced,
+after a pause that doubles while it keeps dying young; one that ends with code 2 (bad input) ends them all,
+because its replacement would end the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from prometheus_client.multiprocess import mark_process_dead
+
+from app.sockets import INHERITED, SUPERVISOR
+
+logger = logging.getLogger("psc.supervisor")
+
+_METRICS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
+_BAD_INPUT: Final = 2
+_YOUNG_SECONDS: Final = 10.0
+_LONGEST_PAUSE_SECONDS: Final = 10.0
+_POLL_SECONDS: Final = 0.1
+
+
+class Supervisor:
+    """Keeps ``workers`` children alive until SIGTERM or SIGINT.
+
+    Args:
+        command: Of a child.
+        listener: Inherited by every child.
+        workers: How many.
+        drain_seconds: How long children may take to end.
+    """
+
+    def __init__(
+        self, command: Sequence[str], listener: socket.socket, *, workers: int, drain_seconds: float
+    ) -> None:
+        self._command = list(command)
+        self._listener = listener
+        self._workers = workers
+        self._drain_seconds = drain_seconds
+        self._children: list[subprocess.Popen[bytes] | None] = [None] * workers
+        self._started = [0.0] * workers
+        self._not_before = [0.0] * workers
+        self._pauses = [0.0] * workers
+        self._ending = False
+
+    def run(self) -> int:
+        """Supervise; returns the exit code."""
+        with tempfile.TemporaryDirectory(prefix="psc-metrics-") as folder:
+            self._environment = {
+                **os.environ,
+                INHERITED: str(self._listener.fileno()),
+                SUPERVISOR: str(os.getpid()),
+                _METRICS_VARIABLE: os.environ.get(_METRICS_VARIABLE, folder),
+            }
+            os.environ[_METRICS_VARIABLE] = self._environment[_METRICS_VARIABLE]
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self._end)
+            signal.signal(signal.SIGHUP, lambda number, frame: self._pass_on(number))
+            code = 0
+            while not self._ending and code == 0:
+                code = self._tend()
+                time.sleep(_POLL_SECONDS)
+            self._end_children()
+            return code
+
+    def _tend(self) -> int:
+        """Start what is missing, bury what died; a code other than 0 ends the service."""
+        now = time.monotonic()
+        for slot, child in enumerate(self._children):
+            if child is None:
+                if now >= self._not_before[slot]:
+                    self._start(slot)
+            elif child.poll() is not None:
+                mark_process_dead(child.pid)  # type: ignore[no-untyped-call]
+                self._children[slot] = None
+                if child.returncode == _BAD_INPUT:
+                    return _BAD_INPUT
+                young = now - self._started[slot] < _YOUNG_SECONDS
+                pause = min(_LONGEST_PAUSE_SECONDS, max(0.1, self._pauses[slot] * 2)) if young else 0.0
+                self._pauses[slot], self._not_before[slot] = pause, now + pause
+                logger.error("a worker died", extra={"pid": child.pid, "exit_code": child.returncode})
+        return 0
+
+    def _start(self, slot: int) -> None:
+        self._children[slot] = subprocess.Popen(
+            self._command, env=self._environment, pass_fds=[self._listener.fileno()]
+        )
+        self._started[slot] = time.monotonic()
+
+    def _pass_on(self, number: int) -> None:
+        for child in self._children:
+            if child is not None and child.poll() is None:
+                child.send_signal(number)
+
+    def _end(self, number: int, frame: object) -> None:
+        self._ending = True
+
+    def _end_children(self) -> None:
+        self._pass_on(signal.SIGTERM)
+        end = time.monotonic() + self._drain_seconds + 2.0
+        for child in self._children:
+            if child is None:
+                continue
+            try:
+                child.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                logger.error("a worker did not end in time and is killed", extra={"pid": child.pid})
+                child.kill()
+                child.wait()
+
+
+def child_command(arguments: Sequence[str]) -> list[str]:
+    """The command of a child with the parent's arguments."""
+    return [sys.executable, "-m", "app.cli", *arguments]

@@ -1,0 +1,132 @@
+"""A model with the interface of ``psc_core.PSC`` that computes next to nothing and fails on command."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from psc_core.calibration import Calibration
+from psc_core.preprocess import Preprocess
+
+CLASSES = ("dark", "middle", "bright")
+PREPROCESS = Preprocess("L", 8, 8, None, (0.5,), (0.5,))
+POISON = 201
+"""An image whose first pixel has this value makes the network raise."""
+NOT_FINITE = 202
+"""An image whose first pixel has this value gets NaN."""
+
+
+class FakePipeline:
+    """Class by brightness; p-value falls with the variance of the pixels.
+
+    Attributes:
+        sizes: Batch sizes seen.
+        seconds: How long a step takes.
+        memory: Most images that fit; beyond, out of memory.
+        dead: Every step fails.
+        gate: Steps wait for it.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.seconds = 0.0
+        self.memory = 1 << 30
+        self.dead = False
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __call__(self, images: Tensor, /) -> Tensor:
+        self.gate.wait(30)
+        self.sizes.append(len(images))
+        if self.seconds:
+            time.sleep(self.seconds)
+        if self.dead:
+            raise RuntimeError("device-side assert triggered")
+        if len(images) > self.memory:
+            raise torch.OutOfMemoryError("CUDA out of memory (fake)")
+        first = images[:, 0, 0, 0]
+        if bool((first == POISON).any()):
+            raise RuntimeError("poison")
+        rows = rows_of(images)
+        rows[first == NOT_FINITE] = float("nan")
+        return rows
+
+    def explain(self, images: Tensor, /) -> Mapping[str, Tensor]:
+        brightness = images.float().mean((1, 2, 3)) / 255.0
+        distances = (brightness[:, None] - torch.tensor([0.0, 0.5, 1.0])).abs()
+        deviation = images.float().flatten(1)[:, :7] / 255.0
+        return {
+            "class_distances": distances,
+            "nearest_class": distances.argmin(1),
+            "component_deviation": deviation,
+            "aleatoric": brightness,
+            "epistemic": 1.0 - brightness,
+        }
+
+
+def rows_of(images: Tensor) -> Tensor:
+    """The rows that the fake network gives, one image at a time alike."""
+    brightness = images.float().mean((1, 2, 3)) / 255.0
+    logits = -20.0 * (brightness[:, None] - torch.tensor([0.0, 0.5, 1.0])).abs()
+    probabilities = logits.softmax(1)
+    spread = images.float().std((1, 2, 3)) / 255.0
+    entropy = torch.special.entr(probabilities).sum(1)
+    columns = torch.stack([entropy, -10.0 * spread, (1.0 - 1.8 * spread).clamp(0.01, 1.0), spread], dim=1)
+    return torch.cat([columns, probabilities], dim=1)
+
+
+@dataclass
+class FakePolicy:
+    """Thresholds."""
+
+    alpha: float = 0.2
+    ambiguity_threshold: float = 0.5
+    coverage: float = 0.9
+
+
+@dataclass
+class FakeModel:
+    """What the registry asks of a model."""
+
+    version: str = "v1"
+    pipeline: FakePipeline = field(default_factory=FakePipeline)
+    policy: FakePolicy = field(default_factory=FakePolicy)
+    preprocess: Preprocess = PREPROCESS
+    classes: tuple[str, ...] = CLASSES
+    layer: str = "layer3"
+    predictions: str = "psc"
+    report: dict[str, Any] = field(default_factory=lambda: {"metrics": {"accuracy": 0.99}})
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    calibration: Calibration = field(
+        default_factory=lambda: Calibration(
+            scores=torch.linspace(-5.0, 0.0, 99),
+            entropies=torch.linspace(0.0, 1.0, 99),
+            label_probabilities=torch.linspace(0.5, 1.0, 99),
+            labels=torch.arange(99) % 3,
+            num_classes=3,
+        )
+    )
+
+
+def pixels(value: int, *, first: int | None = None, size: int = 8) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A grey square of one value, its first pixel perhaps another."""
+    array = np.full((size, size), value, np.uint8)
+    if first is not None:
+        array[0, 0] = first
+    return array
+
+
+def png(value: int, *, first: int | None = None, size: int = 8) -> bytes:
+    """The same as a PNG file."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels(value, first=first, size=size)).save(buffer, "PNG")
+    return buffer.getvalue()

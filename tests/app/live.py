@@ -1,0 +1,43 @@
+"""The application on a real socket, in a thread of this process: for clients that are not ours."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from app.main import create_app
+from app.settings import load_settings
+from tests.app.fakes import FakeModel
+
+
+@contextmanager
+def live_server(models: Mapping[str, Any] | None = None, **settings: Any) -> Iterator[str]:
+    """Serve ``models`` (default: one fake, named ``m``) and give the URL, ready to answer."""
+    app = create_app(
+        load_settings({"max_batch_size": 8, **settings}, environment={}), models or {"m": FakeModel()}
+    )
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        _wait(lambda: server.started and not app.state.service.registry.reasons())
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        listener.close()
+
+
+def _wait(condition: Any, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError("the server did not become ready")
+        time.sleep(0.01)

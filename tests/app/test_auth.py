@@ -1,0 +1,109 @@
+"""API keys: who passes, who does not, and that keys stay secret."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from pydantic import SecretStr
+from starlette.requests import Request
+
+from app.auth import ApiKeys, KeySet, require
+from app.errors import Unauthorized, problem_of
+from psc_core.errors import UsageError
+
+KEYS = ApiKeys(predict=["predict-one", "predict-two"], admin=["admin-one"])
+
+
+def request(**headers: str) -> Request:
+    raw = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
+    return Request(
+        {"type": "http", "method": "POST", "path": "/predict", "headers": raw, "query_string": b""}
+    )
+
+
+def check(keys: KeySet, **headers: str) -> None:
+    async def run() -> None:
+        await require(keys)(request(**headers))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("key", ["predict-one", "predict-two", "admin-one"])
+def test_each_key_predicts_in_either_header(key: str) -> None:
+    check(KEYS.predict, x_api_key=key)
+    check(KEYS.predict, authorization=f"Bearer {key}")
+    check(KEYS.predict, authorization=f"bearer  {key} ")
+
+
+def test_only_admin_keys_administer() -> None:
+    check(KEYS.admin, x_api_key="admin-one")
+    with pytest.raises(Unauthorized, match="not accepted here"):
+        check(KEYS.admin, x_api_key="predict-one")
+
+
+@pytest.mark.parametrize("role", ["predict", "admin"])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"x_api_key": ""},
+        {"x_api_key": "predict-on"},
+        {"x_api_key": "predict-one "},
+        {"x_api_key": "prédict-one"},
+        {"authorization": "Bearer"},
+        {"authorization": "Basic predict-one"},
+        {"authorization": "predict-one"},
+    ],
+)
+def test_everything_else_is_unauthorized(role: str, headers: dict[str, str]) -> None:
+    with pytest.raises(Unauthorized) as caught:
+        check(getattr(KEYS, role), **headers)
+    problem = problem_of(caught.value)
+    assert problem.status == 401
+    assert problem.headers["www-authenticate"].startswith("Bearer")
+    assert "predict-one" not in problem.detail
+
+
+def test_without_keys_prediction_is_open_whatever_is_sent() -> None:
+    for keys in (ApiKeys(), ApiKeys(admin=["admin-one"])):
+        assert not keys.predict
+        check(keys.predict)
+        check(keys.predict, x_api_key="anything")
+
+
+def test_keys_come_from_settings_and_files(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# our keys\n\n from-file \nsecond\n", encoding="utf-8")
+    settings = SimpleNamespace(
+        api_keys=(SecretStr("from-environment"),), api_keys_file=file, admin_keys=(), admin_keys_file=None
+    )
+    keys = ApiKeys.from_settings(settings)
+    assert len(keys.predict) == 3
+    assert all(keys.predict.accepts(key) for key in ("from-file", "second", "from-environment"))
+    assert not keys.predict.accepts("# our keys")
+    assert not keys.admin
+
+
+@pytest.mark.parametrize("content", ["", "# only a comment\n\n", "two words\n", "schlüssel\n"])
+def test_unusable_key_files_are_refused_without_showing_keys(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(content, encoding="utf-8")
+    settings = SimpleNamespace(api_keys=(), api_keys_file=None, admin_keys=(), admin_keys_file=file)
+    with pytest.raises(UsageError) as caught:
+        ApiKeys.from_settings(settings)
+    assert not content.strip() or content.strip() not in str(caught.value)
+    with pytest.raises(UsageError, match="readable file"):
+        ApiKeys.from_settings(SimpleNamespace(**{**vars(settings), "admin_keys_file": tmp_path / "absent"}))
+
+
+def test_keys_are_never_shown(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    assert repr(KEYS) == "ApiKeys(predict=KeySet(3 keys), admin=KeySet(1 keys))"
+    with pytest.raises(Unauthorized):
+        check(KEYS.predict, x_api_key="guess-that-must-not-be-logged")
+    assert "guess" not in caplog.text
+    assert "predict-one" not in str(vars(KeySet(["predict-one"])))

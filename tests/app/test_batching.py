@@ -1,0 +1,300 @@
+"""The batching state machine under random arrivals, cancellations, errors and a simulated clock."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from app.batching import Batch, Batcher, BatchQueue, Job, State
+from app.errors import ClientGone, DeadlineExceeded, NotReady, QueueFull
+
+
+def make(batch: int = 8, queue: int = 100, delay: float = 0.0) -> Batcher:
+    return Batcher(max_batch_size=batch, max_queue_images=queue, max_delay_s=delay)
+
+
+def admit(batcher: Batcher, count: int, now: float = 0.0, deadline: float = 1e9, lane: str = "") -> Job:
+    job = batcher.reserve(count, now=now, deadline=deadline, lane=lane)
+    assert batcher.put(job, now=now)
+    return job
+
+
+def parts(batch: Batch | None) -> list[tuple[Job, int, int]]:
+    assert batch is not None
+    return [(part.job, part.start, part.stop) for part in batch.slices]
+
+
+class Simulation(RuleBasedStateMachine):
+    """No loss, no duplication, no misalignment, bounded memory, whatever happens in whatever order."""
+
+    @initialize(batch=st.integers(1, 20), queue=st.integers(1, 60), delay=st.sampled_from([0.0, 0.5]))
+    def begin(self, batch: int, queue: int, delay: float) -> None:
+        self.max_batch, self.max_queue, self.delay = batch, queue, delay
+        self.batcher = make(batch, queue, delay)
+        self.now = 0.0
+        self.reserved: list[Job] = []
+        self.admitted: list[Job] = []
+        self.running: list[Batch] = []
+        self.finished: list[Job] = []
+        self.rows: dict[Job, list[int | None]] = {}
+        self.closed = False
+
+    def gather(self) -> None:
+        self.finished += self.batcher.collect()
+
+    @rule(count=st.integers(1, 30), patience=st.floats(0.1, 5.0), lane=st.sampled_from(["a", "b"]))
+    def reserve(self, count: int, patience: float, lane: str) -> None:
+        before = self.batcher.pending
+        try:
+            job = self.batcher.reserve(count, now=self.now, deadline=self.now + patience, lane=lane)
+        except QueueFull as error:
+            assert 1 <= error.retry_after <= 60
+            assert before + count > self.max_queue or before > 0
+            assert self.batcher.pending == before
+        except NotReady:
+            assert self.closed
+        else:
+            assert not self.closed
+            self.admitted.append(job)
+            self.reserved.append(job)
+            self.rows[job] = [None] * count
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def put(self, data: st.DataObject) -> None:
+        job = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
+        assert self.batcher.put(job, now=self.now) == (job.state is State.WAITING)
+
+    @rule(full=st.booleans())
+    def take(self, full: bool) -> None:
+        due = self.batcher.due_in(self.now, full=full)
+        batch = self.batcher.take(self.now, full=full)
+        if batch is None:
+            self.gather()
+            return
+        assert due == 0.0
+        assert 1 <= batch.size <= self.max_batch
+        assert batch.size == sum(part.stop - part.start for part in batch.slices)
+        for part in batch.slices:
+            assert part.job.lane == batch.lane
+            assert part.job.deadline > self.now
+            for row in range(part.start, part.stop):
+                assert self.rows[part.job][row] is None, "handed out twice"
+                self.rows[part.job][row] = -1
+        self.running.append(batch)
+        self.gather()
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def complete(self) -> None:
+        batch = self.running.pop(0)
+        for part in batch.slices:
+            for row in range(part.start, part.stop):
+                self.rows[part.job][row] = row
+        self.batcher.complete(batch, now=self.now)
+        self.gather()
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def fail_batch(self) -> None:
+        for part in self.running.pop(0).slices:
+            self.batcher.fail(part.job, RuntimeError("device"))
+        self.gather()
+
+    @precondition(lambda self: self.admitted)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.batcher.cancel(self.admitted[data.draw(st.integers(0, len(self.admitted) - 1))])
+        self.gather()
+
+    @rule(seconds=st.floats(0.0, 2.0))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.batcher.expire(self.now)
+        self.gather()
+
+    @rule()
+    def close(self) -> None:
+        self.batcher.close("draining")
+        self.closed = True
+
+    @invariant()
+    def bounded_and_booked(self) -> None:
+        alive = [job for job in self.admitted if job.state is not State.FINISHED]
+        assert self.batcher.pending == sum(job.count - job.taken for job in alive) <= self.max_queue
+        assert len(self.finished) == len(set(self.finished))
+        assert set(self.finished) == {job for job in self.admitted if job.state is State.FINISHED}
+        assert self.batcher.idle == (not alive)
+
+    @invariant()
+    def aligned(self) -> None:
+        for job in self.finished:
+            if job.error is None:
+                assert self.rows[job] == list(range(job.count))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "batcher"):
+            return
+        while self.reserved:
+            self.batcher.put(self.reserved.pop(), now=self.now)
+        for batch in self.running:
+            self.batcher.complete(batch, now=self.now)
+        self.now += self.delay
+        while (batch := self.batcher.take(self.now)) is not None:
+            self.batcher.complete(batch, now=self.now)
+        self.gather()
+        assert self.batcher.idle, "a job was lost"
+        assert set(self.finished) == set(self.admitted)
+
+
+TestSimulation = Simulation.TestCase
+
+
+def test_a_large_request_does_not_starve_single_images() -> None:
+    batcher = make(batch=16, queue=2000)
+    large = admit(batcher, 500)
+    first = batcher.take(0.0)
+    assert parts(first) == [(large, 0, 16)]
+    singles = [admit(batcher, 1) for _ in range(10)]
+    batch = batcher.take(0.0)
+    assert {job for job, _, _ in parts(batch)} == {large, *singles}
+
+
+def test_a_large_request_advances_beside_a_stream_of_single_images() -> None:
+    batcher = make(batch=16, queue=2000)
+    large = admit(batcher, 100)
+    for _ in range(200):
+        for _ in range(16):
+            admit(batcher, 1)
+        batch = batcher.take(0.0)
+        if batch is None or large.state is State.RUNNING:
+            break
+    assert large.state is State.RUNNING
+
+
+def test_images_of_a_lonely_request_fill_the_batch_in_one_slice() -> None:
+    batcher = make(batch=64)
+    job = admit(batcher, 100)
+    assert parts(batcher.take(0.0)) == [(job, 0, 64)]
+    assert parts(batcher.take(0.0)) == [(job, 64, 100)]
+
+
+def test_delay_holds_a_batch_back_until_it_is_full_or_old() -> None:
+    batcher = make(batch=2, delay=1.0)
+    admit(batcher, 1, now=0.0)
+    assert batcher.take(0.5) is None
+    assert batcher.due_in(0.25) == 0.75
+    assert batcher.take(1.0) is not None
+    admit(batcher, 1, now=2.0)
+    admit(batcher, 1, now=2.0)
+    assert batcher.take(2.0) is not None
+
+
+def test_full_asks_for_nothing_less_than_a_whole_batch() -> None:
+    batcher = make(batch=4)
+    admit(batcher, 3)
+    assert batcher.take(0.0, full=True) is None
+    admit(batcher, 1)
+    assert batcher.take(0.0, full=True) is not None
+
+
+def test_lanes_never_share_a_batch_and_take_turns() -> None:
+    batcher = make(batch=4)
+    for _ in range(2):
+        admit(batcher, 4, lane="a")
+        admit(batcher, 4, lane="b")
+    taken = [batcher.take(0.0) for _ in range(4)]
+    assert [batch.lane for batch in taken if batch] == ["a", "b", "a", "b"]
+
+
+def test_expired_work_is_dropped_before_it_costs_device_time() -> None:
+    batcher = make()
+    late = admit(batcher, 3, deadline=1.0)
+    good = admit(batcher, 1)
+    assert parts(batcher.take(1.0)) == [(good, 0, 1)]
+    assert batcher.collect() == [late]
+    assert isinstance(late.error, DeadlineExceeded)
+
+
+def test_cancelled_work_leaves_the_queue_at_once() -> None:
+    batcher = make(queue=5)
+    job = admit(batcher, 5)
+    batcher.cancel(job)
+    assert batcher.pending == 0
+    assert isinstance(job.error, ClientGone)
+    assert batcher.take(0.0) is None
+
+
+def test_retry_after_follows_the_measured_drain_rate() -> None:
+    batcher = make(batch=10, queue=100)
+    admit(batcher, 10, now=0.0)
+    batch = batcher.take(0.0)
+    assert batch is not None
+    batcher.complete(batch, now=1.0)
+    assert batcher.images_per_second == pytest.approx(10.0)
+    admit(batcher, 95, now=1.0)
+    with pytest.raises(QueueFull) as caught:
+        batcher.reserve(10, now=1.0, deadline=1e9)
+    assert caught.value.retry_after == 10
+
+
+def test_work_that_could_not_be_answered_in_time_is_refused_at_once() -> None:
+    batcher = make(batch=10, queue=100)
+    admit(batcher, 10, now=0.0)
+    batch = batcher.take(0.0)
+    assert batch is not None
+    batcher.complete(batch, now=1.0)
+    admit(batcher, 50, now=1.0)
+    with pytest.raises(QueueFull, match="turn within 2 s"):
+        batcher.reserve(1, now=1.0, deadline=3.0)
+    batcher.reserve(1, now=1.0, deadline=7.0)
+
+
+def test_closed_admits_nothing_and_finishes_the_rest() -> None:
+    batcher = make()
+    job = admit(batcher, 1)
+    batcher.close("draining")
+    with pytest.raises(NotReady, match="draining"):
+        batcher.reserve(1, now=0.0, deadline=1.0)
+    assert parts(batcher.take(0.0)) == [(job, 0, 1)]
+
+
+@given(st.integers(-3, 0))
+def test_a_job_has_at_least_one_image(count: int) -> None:
+    with pytest.raises(ValueError, match="at least 1 image"):
+        make().reserve(count, now=0.0, deadline=1.0)
+
+
+@pytest.mark.parametrize(("batch", "queue", "delay"), [(0, 1, 0.0), (1, 0, 0.0), (1, 1, -1.0)])
+def test_sizes_are_positive(batch: int, queue: int, delay: float) -> None:
+    with pytest.raises(ValueError, match="positive"):
+        make(batch, queue, delay)
+
+
+def test_the_queue_wakes_a_blocked_taker_and_delivers_each_job_once() -> None:
+    delivered: list[Job] = []
+    queue = BatchQueue(make(batch=4), delivered.extend)
+    taken: list[Batch | None] = []
+
+    def work() -> None:
+        while not queue.stopped:
+            batch = queue.take(block=True)
+            if batch is not None:
+                taken.append(batch)
+                queue.call(lambda batcher, now, batch=batch: batcher.complete(batch, now=now))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    jobs = [queue.reserve(3, deadline_s=10.0, lane="", payload=None) for _ in range(5)]
+    queue.put(jobs)
+    while not queue.idle:
+        thread.join(0.001)
+    queue.stop()
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert sorted(map(id, delivered)) == sorted(map(id, jobs))
+    assert all(job.error is None for job in jobs)

@@ -1,0 +1,137 @@
+"""A bundle that ``psc-fit`` made, served: the answers are those of ``PSC.predict``, however they are batched."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from app.main import create_app
+from app.schemas import PredictResponse
+from app.settings import load_settings
+from psc_core import PSC
+from psc_core.data import open_dataset
+from psc_core.preprocess import PRESETS
+from tests.app.support import until
+
+ALLOW = "tests.tiny:network"
+ADMIN = {"x-api-key": "root"}
+
+
+@pytest.fixture(scope="session")
+def digits(data_root: Path) -> list[bytes]:
+    """64 digits and shirts as PNG files."""
+    files = []
+    for name, count in (("mnist", 40), ("fashion-mnist", 24)):
+        dataset = open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"])
+        for index in range(min(count, len(dataset))):
+            buffer = io.BytesIO()
+            Image.fromarray(np.asarray(dataset.image(index))[0]).save(buffer, "PNG")
+            files.append(buffer.getvalue())
+    return files
+
+
+def serve(bundle: Path, **settings: Any) -> Any:
+    options = {"bundle": f"tiny={bundle}", "device": "cpu", "allow_factories": ALLOW, "admin_keys": "root"}
+    return create_app(load_settings({**options, **settings}, environment={}))
+
+
+async def answer(client: httpx.AsyncClient, files: list[bytes], query: str = "") -> dict[str, Any]:
+    uploads = [("images", (f"{k}.png", data)) for k, data in enumerate(files)]
+    response = await client.post("/predict" + query, files=uploads)
+    assert response.status_code == 200, response.text
+    PredictResponse.model_validate_json(response.content)
+    document: dict[str, Any] = response.json()
+    return document
+
+
+@pytest.mark.anyio
+async def test_served_answers_are_those_of_predict_at_every_batch_size(tiny_bundle: Path, digits: list[bytes]) -> None:
+    psc = PSC.load(tiny_bundle, device="cpu", allow_factories=(ALLOW,))
+    expected = psc.predict(digits)
+    app = serve(tiny_bundle)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
+    ):
+        await until(lambda: not app.state.service.registry.reasons(), 60)
+
+        async def check(start: int, stop: int) -> None:
+            document = await answer(client, digits[start:stop])
+            assert document["model"] == {"name": "tiny", "version": psc.version, "layer": psc.layer}
+            for row, got in enumerate(document["predictions"], start):
+                np.testing.assert_allclose(got["probabilities"], expected.probabilities[row], atol=1e-5)
+                assert got["log_density"] == pytest.approx(expected.log_density[row].item(), abs=1e-3, rel=1e-4)
+                assert got["predictive_entropy"] == pytest.approx(expected.predictive_entropy[row].item(), abs=1e-4)
+                assert got["label"] == expected.labels[row]
+
+        for count in (1, 2, 3, 7, 16, 33, len(digits)):
+            await check(0, count)
+        await asyncio.gather(*(check(k, k + 1) for k in range(len(digits))), check(0, len(digits)))
+        explained = (await answer(client, digits[:5], "?explain=true"))["predictions"]
+        sets = psc.calibration.prediction_sets(expected.probabilities[:5], psc.policy.coverage)
+        for row, got in enumerate(explained):
+            assert len(got["explanation"]["class_distances"]) == len(psc.classes)
+            assert got["prediction_set"] == [psc.classes[k] for k in sets[row].nonzero()[:, 0].tolist()]
+        assert (await client.get("/model")).json()["version"] == psc.version
+
+
+@pytest.mark.anyio
+async def test_a_bundle_altered_on_disk_changes_nothing_when_reloaded(tiny_bundle: Path, tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    app = serve(bundle)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
+    ):
+        await until(lambda: not app.state.service.registry.reasons(), 60)
+        assert (await client.post("/admin/reload", headers=ADMIN)).status_code == 200
+        damaged = next(bundle.glob("*.safetensors"))
+        data = bytearray(damaged.read_bytes())
+        data[-1] ^= 1
+        damaged.write_bytes(bytes(data))
+        response = await client.post("/admin/reload", headers=ADMIN)
+        assert response.status_code == 422
+        assert damaged.name in response.json()["detail"]
+        assert (await client.get("/readyz")).status_code == 200
+
+
+def test_psc_serve_starts_answers_and_stops(tiny_bundle: Path, digits: list[bytes]) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
+    with subprocess.Popen(
+        [sys.executable, "-m", "app.cli", "--bundle", str(tiny_bundle), "--port", "0", "--device", "cpu",
+         "--allow-factories", ALLOW],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).resolve().parents[2],
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        url = process.stderr.readline().split()[-1]
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            try:
+                if httpx.get(url + "/readyz").status_code == 200:
+                    break
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        response = httpx.post(url + "/predict", content=digits[0], headers={"content-type": "image/png"})
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=30)
+    assert response.status_code == 200, log
+    assert process.returncode == 0, log
+    assert '"message":"model ready"' in log
+    assert "Traceback" not in log

@@ -1,0 +1,147 @@
+"""Reload: beside and swap, no request lost, a bad bundle changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.model import Model
+from psc_core.errors import BundleError
+from tests.app.fakes import FakeModel, png
+from tests.app.support import PNG, Running, running
+
+pytestmark = pytest.mark.anyio
+
+ADMIN = {"x-api-key": "root"}
+
+
+def serve_next(app: Running, *models: Model | Exception, name: str = "m") -> None:
+    """Make the next loads give these."""
+    upcoming = list(models)
+
+    def load(_: Path) -> Model:
+        item = upcoming.pop(0)
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    registry: Any = app.service.registry
+    registry._given = None
+    registry._loader = load
+    registry._paths = {each: Path(each) for each in registry.names}
+
+
+async def test_reload_swaps_and_says_so() -> None:
+    async with running(admin_keys="root") as app:
+        serve_next(app, FakeModel("v2"))
+        response = await app.client.post("/admin/reload", headers=ADMIN)
+        assert response.json() == {"reloaded": [{"name": "m", "previous_version": "v1", "version": "v2"}]}
+        answer = await app.client.post("/predict", content=png(1), headers=PNG)
+        assert answer.json()["model"]["version"] == "v2"
+        assert await app.metric('psc_model_info{device="cpu",layer="layer3",model="m",version="v2"}') == 1
+        assert await app.metric('psc_model_info{device="cpu",layer="layer3",model="m",version="v1"}') == 0
+        assert await app.metric('psc_reloads_total{model="m",result="ok"}') == 1
+
+
+async def test_reload_under_load_loses_nothing_and_every_version_existed() -> None:
+    async with running(admin_keys="root", max_images_per_request=100) as app:
+        serve_next(app, *(FakeModel(f"v{k}") for k in range(2, 8)))
+        stop = False
+        versions: set[str] = set()
+
+        async def client() -> int:
+            count = 0
+            while not stop:
+                files = [("images", ("a.png", png(count % 200)))] * 3
+                response = await app.client.post("/predict", files=files)
+                assert response.status_code == 200, response.text
+                versions.add(response.json()["model"]["version"])
+                count += 1
+            return count
+
+        clients = [asyncio.create_task(client()) for _ in range(8)]
+        for _ in range(6):
+            await asyncio.sleep(0.03)
+            assert (await app.client.post("/admin/reload", headers=ADMIN)).status_code == 200
+        stop = True
+        assert sum(await asyncio.gather(*clients)) > 8
+        assert versions <= {f"v{k}" for k in range(1, 8)}
+        assert len(versions) > 1
+
+
+async def test_a_bad_bundle_changes_nothing_and_says_why() -> None:
+    async with running(admin_keys="root") as app:
+        serve_next(app, BundleError("expected digest a, got b; copy it again"))
+        response = await app.client.post("/admin/reload", headers=ADMIN)
+        assert response.status_code == 422
+        assert "expected digest a" in response.json()["detail"]
+        assert (await app.client.get("/readyz")).status_code == 200
+        answer = await app.client.post("/predict", content=png(1), headers=PNG)
+        assert answer.json()["model"]["version"] == "v1"
+        assert await app.metric('psc_reloads_total{model="m",result="failed"}') == 1
+
+
+async def test_a_network_that_fails_at_warm_up_changes_nothing() -> None:
+    async with running(admin_keys="root") as app:
+        broken = FakeModel("v2")
+        broken.pipeline.dead = True
+        serve_next(app, broken)
+        response = await app.client.post("/admin/reload", headers=ADMIN)
+        assert response.status_code == 503
+        assert app.service.exit_code == 0
+        answer = await app.client.post("/predict", content=png(1), headers=PNG)
+        assert answer.json()["model"]["version"] == "v1"
+
+
+async def test_all_bundles_or_none_are_swapped() -> None:
+    async with running({"a": FakeModel("a1"), "b": FakeModel("b1")}, admin_keys="root") as app:
+        serve_next(app, FakeModel("a2"), BundleError("bad"))
+        assert (await app.client.post("/admin/reload", headers=ADMIN)).status_code == 422
+        assert [served.version for served in app.service.registry.served] == ["a1", "b1"]
+        serve_next(app, FakeModel("b2"))
+        response = await app.client.post("/admin/reload?model=b", headers=ADMIN)
+        assert [each["name"] for each in response.json()["reloaded"]] == ["b"]
+        assert [served.version for served in app.service.registry.served] == ["a1", "b2"]
+        assert (await app.client.post("/admin/reload?model=c", headers=ADMIN)).status_code == 404
+
+
+async def test_one_reload_at_a_time() -> None:
+    async with running(admin_keys="root") as app:
+        slow = FakeModel("v2")
+        slow.pipeline.gate.clear()
+        serve_next(app, slow)
+        first = asyncio.create_task(app.client.post("/admin/reload", headers=ADMIN))
+        await asyncio.sleep(0.05)
+        assert (await app.client.post("/admin/reload", headers=ADMIN)).status_code == 409
+        slow.pipeline.gate.set()
+        assert (await first).status_code == 200
+
+
+async def test_a_quiet_reload_logs_what_went_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    async with running() as app:
+        serve_next(app, BundleError("bad digest"))
+        await app.service.reload_quietly()
+        assert "bad digest" in caplog.text
+
+
+async def test_a_bundle_that_cannot_be_loaded_at_start_ends_the_process_with_2() -> None:
+    async with running(ready=False) as app:
+        serve_next(app, BundleError("bad digest"))
+        for _ in range(100):
+            if app.service.exit_code:
+                break
+            await asyncio.sleep(0.01)
+        assert (app.service.exit_code, app.service.exit_message) == (2, "bad digest")
+
+
+async def test_an_alpha_the_calibration_cannot_promise_is_refused_at_start() -> None:
+    async with running(ready=False, alpha=0.001) as app:
+        for _ in range(200):
+            if app.service.exit_code:
+                break
+            await asyncio.sleep(0.01)
+        assert app.service.exit_code == 2
+        assert "1/(n + 1)" in app.service.exit_message

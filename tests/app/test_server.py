@@ -1,0 +1,261 @@
+"""The real server in a process of its own: start, SIGTERM under load, SIGHUP, failure, workers, bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.app.fakes import png
+
+HERE = Path(__file__).resolve().parent
+PNG = {"content-type": "image/png"}
+
+
+class Process:
+    """A started server."""
+
+    def __init__(self, *arguments: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "serve_fake.py"), "--port=0", "--max-batch-size=8", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline().split()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.errors = ""
+
+    def wait_ready(self) -> None:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(self.url + "/readyz").status_code == 200:
+                    return
+            time.sleep(0.05)
+        raise TimeoutError("the server did not become ready")
+
+    def end(self, seconds: float = 30.0) -> int:
+        """Wait for the exit code."""
+        self.process.wait(seconds)
+        assert self.process.stderr is not None
+        self.errors = self.process.stderr.read()
+        return self.process.returncode
+
+
+@contextlib.contextmanager
+def serving(*arguments: str, ready: bool = True) -> Iterator[Process]:
+    server = Process(*arguments)
+    try:
+        if ready:
+            server.wait_ready()
+        yield server
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.communicate()
+
+
+async def closed_loop(url: str, clients: int, seconds: float, *, keep_alive: bool) -> tuple[int, list[str]]:
+    """Answers counted until the server refuses connections; what went wrong otherwise."""
+    wrong: list[str] = []
+    answered = 0
+    end = time.monotonic() + seconds
+
+    async def client() -> None:
+        nonlocal answered
+        limits = httpx.Limits(max_keepalive_connections=1 if keep_alive else 0)
+        async with httpx.AsyncClient(limits=limits, timeout=20, verify=False) as session:
+            while time.monotonic() < end:
+                try:
+                    response = await session.post(url + "/predict", content=png(5), headers=PNG)
+                except httpx.ConnectError:
+                    return
+                except httpx.HTTPError as error:
+                    wrong.append(repr(error))
+                    return
+                if response.status_code != 200:
+                    wrong.append(response.text)
+                    return
+                answered += 1
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return answered, wrong
+
+
+@pytest.mark.parametrize("keep_alive", [True, False])
+def test_sigterm_under_load_answers_every_accepted_request(keep_alive: bool) -> None:
+    with serving("step=0.02", "--drain-seconds=10") as server:
+
+        async def scenario() -> tuple[int, list[str]]:
+            load = asyncio.create_task(closed_loop(server.url, 24, 15.0, keep_alive=keep_alive))
+            await asyncio.sleep(1.0)
+            server.process.send_signal(signal.SIGTERM)
+            return await load
+
+        answered, wrong = asyncio.run(scenario())
+        assert server.end() == 0, server.errors
+        assert not wrong
+        assert answered > 24
+
+
+def test_sigterm_ends_within_drain_seconds_even_when_the_device_hangs() -> None:
+    with serving("step=0", "--drain-seconds=1") as server, socket.create_connection(("127.0.0.1", server.port)) as held:
+        held.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: 100\r\n\r\nabc")
+        time.sleep(0.2)
+        server.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert server.end() == 0, server.errors
+        assert time.monotonic() - began < 5
+
+
+def test_a_client_that_hangs_up_has_its_work_dropped() -> None:
+    with serving("step=0.3") as server:
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", server.port)) as connection:
+                body = png(5)
+                head = f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: {len(body)}"
+                connection.sendall(head.encode() + b"\r\n\r\n" + body)
+                time.sleep(0.02)
+        began = time.monotonic()
+        while "psc_queue_depth 0.0" not in (text := httpx.get(server.url + "/metrics").text):
+            assert time.monotonic() - began < 5
+            time.sleep(0.05)
+        counted = next(line for line in text.splitlines() if line.startswith("psc_batch_size_sum"))
+        assert float(counted.split()[1]) < 20
+
+
+def test_sighup_reloads() -> None:
+    with serving() as server:
+        server.process.send_signal(signal.SIGHUP)
+        end = time.monotonic() + 10
+        while 'psc_reloads_total{model="m",result="ok"} 1.0' not in httpx.get(server.url + "/metrics").text:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert httpx.post(server.url + "/predict", content=png(1), headers=PNG).status_code == 200
+
+
+def test_a_dead_device_ends_the_process_with_1_after_answering() -> None:
+    with serving("die-after=1.5") as server:
+        time.sleep(1.6)
+        response = httpx.post(server.url + "/predict", content=png(1), headers=PNG)
+        assert response.status_code == 503
+        assert server.end() == 1
+
+
+def test_a_killed_worker_is_replaced_and_metrics_are_of_all_workers() -> None:
+    with serving("--workers=2", "--drain-seconds=5") as server:
+        for _ in range(20):
+            assert httpx.post(server.url + "/predict", content=png(1), headers=PNG).status_code == 200
+        text = httpx.get(server.url + "/metrics").text
+        assert 'psc_predictions_total{label="dark"} 20.0' in text
+        children = _children(server.process.pid)
+        assert len(children) == 2
+        os.kill(children[0], signal.SIGKILL)
+        end = time.monotonic() + 30
+        while len(new := _children(server.process.pid)) < 2 or children[0] in new:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        server.wait_ready()
+        assert httpx.post(server.url + "/predict", content=png(1), headers=PNG).status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0, server.errors
+
+
+def test_workers_end_with_their_supervisor() -> None:
+    with serving("--workers=2", "--drain-seconds=5") as server:
+        children = _children(server.process.pid)
+        assert len(children) == 2
+        server.process.kill()
+        server.process.wait()
+        end = time.monotonic() + 20
+        while any(map(_alive, children)):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+def test_workers_that_cannot_start_end_the_service_with_2() -> None:
+    with serving("--workers=2", "bad=1", ready=False) as server:
+        assert server.end() == 2
+
+
+def _children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [child for child in map(int, text.split()) if _alive(child)]
+
+
+def _alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "expected a bundle to serve"),
+        (["--bundle", "/nowhere"], "manifest.json"),
+        (["--alpha", "7"], "setting alpha"),
+        (["--config", "/nowhere.toml"], "check --config"),
+        (["--prot", "1"], "unrecognized arguments"),
+    ],
+)
+def test_bad_usage_is_one_line_and_code_2(arguments: list[str], message: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
+    result = subprocess.run(
+        [sys.executable, "-m", "app.cli", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=HERE.parents[1],
+        check=False,
+    )
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len([line for line in result.stderr.splitlines() if line.startswith("psc-serve: ")]) == 1
+
+
+def test_a_taken_port_is_code_2(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = subprocess.run(
+            [sys.executable, "-m", "app.cli", "--bundle", str(tmp_path), "--port", port],
+            capture_output=True,
+            text=True,
+            cwd=HERE.parents[1],
+            check=False,
+        )
+    assert result.returncode == 2
+    assert "expected to listen on" in result.stderr
+
+
+def test_a_corrupt_bundle_is_code_2_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    result = subprocess.run(
+        [sys.executable, "-m", "app.cli", "--bundle", str(tmp_path), "--port", "0", "--drain-seconds", "2"],
+        capture_output=True,
+        text=True,
+        cwd=HERE.parents[1],
+        check=False,
+        timeout=60,
+    )
+    assert result.returncode == 2, result.stderr
+    assert "psc-serve: " in result.stderr
+    assert "manifest" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,324 @@
+"""The page at ``/`` in a real Chromium: what a person sees, does, and is protected from."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from app.routes.page import SECURITY_HEADERS
+from tests.app.fakes import FakeModel, pixels, png
+from tests.app.live import live_server
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+CHROMEDRIVER = shutil.which("chromedriver")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--force-color-profile=srgb",
+)
+DROP = """
+const [name, bytes, type] = arguments;
+const data = new DataTransfer();
+data.items.add(new File([new Uint8Array(bytes)], name, {type}));
+const area = document.getElementById("upload");
+for (const kind of ["dragenter", "dragover", "drop"]) {
+  area.dispatchEvent(new DragEvent(kind, {dataTransfer: data, bubbles: true, cancelable: true}));
+}
+"""
+Driver = Any
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    if CHROMIUM is None or CHROMEDRIVER is None:
+        pytest.skip("chromium is not installed (apt-get install chromium chromium-driver)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(CHROMEDRIVER))
+    browser.set_window_size(1200, 900)
+    yield browser
+    browser.quit()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with live_server() as url:
+        yield url
+
+
+@pytest.fixture
+def page(driver: Driver, url: str) -> Driver:
+    driver.get(url)
+    driver.get_log("browser")
+    until(lambda: "3 classes" in text(driver, "#model"))
+    return driver
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    """A clear image, one between two classes, one unlike the others, and one that is no image."""
+    stripes = pixels(0)
+    stripes[:4] = 255
+    buffer = io.BytesIO()
+    Image.fromarray(stripes).save(buffer, "PNG")
+    contents = {
+        "clear.png": png(255),
+        "between.png": png(64),
+        "strange.png": buffer.getvalue(),
+        "broken.png": b"this is not a picture",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    return {name.removesuffix(".png"): tmp_path / name for name in contents}
+
+
+def until(condition: Callable[[], Any], seconds: float = 15.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "what was waited for did not happen"
+        time.sleep(0.02)
+
+
+def find(driver: Driver, selector: str) -> list[Any]:
+    elements: list[Any] = driver.find_elements("css selector", selector)
+    return elements
+
+
+def text(driver: Driver, selector: str) -> str:
+    return " | ".join(element.text for element in find(driver, selector))
+
+
+def says(driver: Driver, selector: str, words: str) -> bool:
+    return words in text(driver, selector)
+
+
+def text_in(element: Any, selector: str) -> str:
+    content: str = element.find_element("css selector", selector).text
+    return content
+
+
+def choose(driver: Driver, *paths: Path) -> None:
+    find(driver, "#files")[0].send_keys("\n".join(map(str, paths)))
+
+
+def card(driver: Driver, name: str) -> Any:
+    return next(each for each in find(driver, ".card") if name in each.text)
+
+
+def errors(driver: Driver) -> list[str]:
+    return [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def test_chosen_images_are_judged(page: Driver, files: dict[str, Path]) -> None:
+    choose(page, files["clear"], files["between"], files["strange"])
+    until(lambda: text(page, "#status") == "3 of 3 images judged.")
+    clear, between, strange = (card(page, f"{name}.png") for name in ("clear", "between", "strange"))
+    assert text_in(clear, ".decision") == "✓ Accept"
+    assert "Abstain: several classes fit" in between.text
+    assert "Abstain: unlike the known images" in strange.text
+    assert text_in(clear, ".label") == "bright"
+    assert text_in(clear, ".confidence") == "100.0 %"
+    assert text_in(clear, ".p-value") == "1 (α = 0.2)"
+    assert text_in(between, ".entropy") == "0.693 of 1.1 nats"
+    rows = between.find_elements("css selector", ".classes li")
+    assert [row.text.split("\n")[0] for row in rows[:2]] in (["dark", "middle"], ["middle", "dark"])
+    shares = [float(text_in(row, ".share").removesuffix(" %")) for row in rows[:2]]
+    assert shares == pytest.approx([50.0, 50.0], abs=2.0)
+
+    def widths() -> list[float]:
+        return [row.find_element("css selector", ".fill").rect["width"] for row in rows]
+
+    track = rows[0].find_element("css selector", ".track").rect["width"]
+    until(lambda: widths()[0] == pytest.approx(track / 2, rel=0.05))
+    assert widths()[2] < 2
+    histogram = strange.find_element("css selector", ".histogram")
+    assert len(histogram.find_elements("css selector", ".bin")) == 40
+    assert "99 calibration images" in histogram.get_attribute("aria-label")
+    assert clear.find_element("css selector", "img").get_property("naturalWidth") == 8
+    assert errors(page) == []
+
+
+def test_dropped_images_are_judged_and_cleared(page: Driver, files: dict[str, Path]) -> None:
+    page.execute_script(DROP, "dropped.png", list(files["clear"].read_bytes()), "image/png")
+    until(lambda: "✓ Accept" in text(page, ".card"))
+    assert "dropped.png" in text(page, "figcaption")
+    assert "over" not in find(page, "#upload")[0].get_attribute("class")
+    page.execute_script(DROP, "notes.txt", [65], "text/plain")
+    assert text(page, "#status") == "1 of 1 files are not images and were left out."
+    assert len(find(page, ".card")) == 1
+    find(page, "#clear")[0].click()
+    assert find(page, ".card") == []
+    assert not find(page, "#clear")[0].is_displayed()
+    assert page.switch_to.active_element.get_attribute("id") == "files"
+
+
+def test_a_refused_image_says_why_and_spoils_no_other(page: Driver, files: dict[str, Path]) -> None:
+    choose(page, files["broken"], files["clear"])
+    until(lambda: text(page, "#status") == "2 of 2 images judged.")
+    broken = card(page, "broken.png")
+    assert "expected one of JPEG, PNG" in broken.text
+    assert "No preview" in broken.text
+    assert broken.find_element("css selector", ".decision").get_attribute("data-decision") == "error"
+    assert "✓ Accept" in card(page, "clear.png").text
+
+
+def test_a_key_is_asked_for_and_the_waiting_images_are_sent_again(
+    driver: Driver, files: dict[str, Path]
+) -> None:
+    with live_server({"m": FakeModel()}, api_keys=("the-right-key",)) as url:
+        driver.get(url)
+        until(find(driver, "#key-form")[0].is_displayed)
+        choose(driver, files["clear"])
+        until(lambda: "expected an API key" in text(driver, ".card"))
+        for key, answer in (("a-wrong-key", "expected a valid API key"), ("the-right-key", "✓ Accept")):
+            find(driver, "#key")[0].send_keys(key)
+            find(driver, "#key-form button")[0].click()
+            until(partial(says, driver, ".card", answer))
+        assert not find(driver, "#key-form")[0].is_displayed()
+        assert "3 classes" in text(driver, "#model")
+
+
+def test_a_busy_service_is_asked_again(driver: Driver, files: dict[str, Path]) -> None:
+    model = FakeModel()
+    with live_server({"m": model}, max_queue_images=1, max_images_per_request=1, max_batch_size=1) as url:
+        driver.get(url)
+        model.pipeline.gate.clear()
+        choose(driver, *[files["clear"]] * 1, files["between"], files["strange"])
+        refused = 'psc_rejected_total{reason="queue-full"}'
+        until(lambda: refused in httpx.get(f"{url}/metrics").text)
+        model.pipeline.gate.set()
+        until(lambda: text(driver, "#status") == "3 of 3 images judged.")
+        assert find(driver, "[data-decision=error]") == []
+
+
+def test_everything_is_local_and_nothing_inline_runs(page: Driver, url: str) -> None:
+    loaded = page.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert {f"{url}/page/page.css", f"{url}/page/page.js", f"{url}/model"} <= set(loaded)
+    assert all(name.startswith(f"{url}/") for name in loaded)
+    page.execute_script(
+        "const script = document.createElement('script'); script.textContent = 'window.injected = true';"
+        "document.body.append(script); document.body.setAttribute('style', 'color: rgb(1, 2, 3)');"
+    )
+    assert page.execute_script("return window.injected") is None
+    assert page.execute_script("return getComputedStyle(document.body).color") != "rgb(1, 2, 3)"
+    refused = page.execute_async_script(
+        "const done = arguments[0]; fetch('http://localhost:9/').then(() => done(false), () => done(true))"
+    )
+    assert refused
+    assert any("Content Security Policy" in message for message in errors(page))
+
+
+@pytest.mark.parametrize("size", [(360, 740), (768, 1024), (1400, 900)])
+def test_nothing_is_cut_off_at_any_width(page: Driver, files: dict[str, Path], size: tuple[int, int]) -> None:
+    metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size[0] < 500}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        choose(page, files["clear"], files["strange"])
+        until(lambda: text(page, "#status") == "2 of 2 images judged.")
+        width, inner = page.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+        assert width <= inner == size[0]
+        assert all(each.rect["width"] <= size[0] for each in find(page, ".card"))
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def contrast(first: str, second: str) -> float:
+    """WCAG contrast ratio of two CSS ``rgb(…)`` colours."""
+
+    def luminance(colour: str) -> float:
+        parts = np.array([float(part) for part in colour[4:-1].split(",")]) / 255.0
+        linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+        return float(linear @ [0.2126, 0.7152, 0.0722])
+
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_readable_in_both_schemes(page: Driver, files: dict[str, Path], scheme: str) -> None:
+    features = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
+    media = {"features": [{"name": name, "value": value} for name, value in features.items()]}
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    try:
+        choose(page, files["clear"], files["between"], files["strange"], files["broken"])
+        until(lambda: text(page, "#status") == "4 of 4 images judged.")
+        colours = page.execute_script(
+            """
+            const solid = (node) => {
+              const colour = getComputedStyle(node).backgroundColor;
+              return colour.startsWith("rgb(") ? colour : solid(node.parentElement);
+            };
+            const inked = "h1, h2, p, dt, dd, a, .name, .share, .drop-hint, figcaption";
+            return [...document.querySelectorAll(inked)].filter((node) => node.checkVisibility()).map(
+              (node) => [node.className, getComputedStyle(node).color, solid(node)]);
+            """
+        )
+        assert len(colours) > 30
+        faint = [(name, ink, paper) for name, ink, paper in colours if contrast(ink, paper) < 4.5]
+        assert faint == []
+        background = next(paper for _, _, paper in colours)
+        assert (contrast(background, "rgb(0,0,0)") > 10) == (scheme == "light")
+    finally:
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_names_and_labels_for_assistive_technology(page: Driver, files: dict[str, Path]) -> None:
+    choose(page, files["clear"])
+    until(lambda: text(page, "#status") == "1 of 1 image judged.")
+    tree = page.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+    seen = {
+        (node["role"]["value"], node.get("name", {}).get("value", ""))
+        for node in tree
+        if not node["ignored"] and "role" in node
+    }
+    roles = {role for role, _ in seen}
+    assert {"main", "contentinfo", "status", "list", "banner"} <= roles
+    assert ("image", "clear.png") in seen
+    assert ("list", "Most probable classes") in seen
+    assert any(role in ("button", "Button") and "Drop images here" in name for role, name in seen)
+    nameless = [role for role, name in seen if role in ("button", "textbox", "image", "link") and not name]
+    assert nameless == []
+
+
+def test_headers_and_caching(url: str) -> None:
+    types = {
+        "/": "text/html; charset=utf-8",
+        "/page/page.css": "text/css; charset=utf-8",
+        "/page/page.js": "text/javascript; charset=utf-8",
+        "/page/icon.svg": "image/svg+xml",
+    }
+    for path, media_type in types.items():
+        response = httpx.get(url + path)
+        assert response.status_code == 200
+        assert response.headers["content-type"] == media_type
+        assert all(response.headers[name] == value for name, value in SECURITY_HEADERS.items())
+        again = httpx.get(url + path, headers={"If-None-Match": response.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+    assert "unsafe" not in SECURITY_HEADERS["Content-Security-Policy"]
+    assert httpx.get(f"{url}/page/page.py").status_code == 404
+
+
+def test_the_page_can_be_switched_off() -> None:
+    with live_server(page=False) as url:
+        assert httpx.get(url).status_code == 404
