@@ -70,14 +70,6 @@ class Calibration:
         rank = self._check_alpha(alpha)
         return self.scores[rank - 1].item()
 
-    def entropy_threshold(self, quantile: float = 0.95) -> float:
-        """The entropy (nats) over which an image counts as ambiguous.
-
-        Raises:
-            UsageError: ``quantile`` is not in (0, 1), or n is too small for it.
-        """
-        return self.entropies[self._upper_rank(quantile, "quantile") - 1].item()
-
     def set_thresholds(self, coverage: float, *, per_class: bool = False) -> Float[Tensor, " classes"]:
         """The smallest probability with which each class is in a prediction set.
 
@@ -135,16 +127,17 @@ class Calibration:
         return cls(scores[0], scores[1], scores[2], labels, classes)
 
     def _check_alpha(self, alpha: float) -> int:
-        """``⌊α (n + 1)⌋``, at least 1."""
+        """``⌊α (n + 1)⌋``, at least 1 and (for α within rounding of 1) at most n."""
         _check_fraction(alpha, "alpha")
         rank = math.floor(alpha * (len(self) + 1) + _ROUNDING)
         if rank < 1:
             raise UsageError(
                 f"expected alpha ≥ 1/(n + 1) = {1 / (len(self) + 1):.3g} with n = {len(self)} calibration "
                 f"images, got {alpha:g}: the smallest p-value is 1/(n + 1), so no image could ever be called "
-                f"out-of-distribution; raise alpha or calibrate with at least {_ceil(1 / alpha) - 1} images"
+                f"out-of-distribution; raise alpha or calibrate with at least {_ceil(1 / max(alpha, 1e-300)) - 1} "
+                "images"
             )
-        return rank
+        return min(rank, len(self))
 
     def _upper_rank(self, fraction: float, name: str) -> int:
         """``⌈(n + 1) fraction⌉``, at most n."""
@@ -196,6 +189,34 @@ def fit_calibration(
         labels=labels[order],
         num_classes=classes,
     )
+
+
+def ambiguity_threshold(
+    entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, risk: float, quantile: float = 0.95
+) -> float:
+    """The predictive entropy (nats) over which a calibration image counts as ambiguous.
+
+    The largest entropy h such that the images of entropy at most h are wrong at a rate of at most ``risk``,
+    counted as (errors + 1) / (images + 1); but never above the ``quantile`` of all entropies, so that even a
+    classifier that is right throughout abstains on its least certain images.  Where no h keeps the risk, the
+    quantile alone decides.
+
+    Args:
+        entropy: Of calibration images.
+        correct: Whether the most probable class was the label.
+        risk: Error rate among accepted images, in (0, 1).
+        quantile: In (0, 1).
+    """
+    _check_fraction(risk, "risk")
+    _check_fraction(quantile, "quantile")
+    ascending, order = entropy.double().sort(stable=True)
+    wrong = (~correct)[order].double().cumsum(0)
+    rates = (wrong + 1) / (torch.arange(1, len(entropy) + 1, device=entropy.device) + 1)
+    # An entropy is a threshold only with all images that share it.
+    last = torch.cat([ascending[1:] > ascending[:-1], torch.ones(1, dtype=torch.bool, device=entropy.device)])
+    kept = ((rates <= risk) & last).nonzero()[:, 0]
+    limit = float(ascending[min(len(entropy), _ceil((len(entropy) + 1) * quantile)) - 1])
+    return min(limit, float(ascending[kept[-1]])) if len(kept) else limit
 
 
 def conformal_p_values(

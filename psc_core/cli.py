@@ -66,6 +66,8 @@ def parser() -> argparse.ArgumentParser:
                         help="false-alarm rate of the OOD decision (default: 0.05)")
     method.add_argument("--coverage", type=cli_options.open_unit_interval, default=0.95,
                         help="coverage of the prediction sets (default: 0.95)")
+    method.add_argument("--risk", type=cli_options.open_unit_interval, default=0.05,
+                        help="error rate that images below the ambiguity threshold should have (default: 0.05)")
     run = cli.add_argument_group("run")
     run.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     run.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
@@ -108,10 +110,11 @@ def _run_stations(
     say = print if first else _silent
     say(f"train: {train.name}, {len(train)} images, {len(train.classes)} classes; val: {val.name}, {len(val)} images")
     provenance = _provenance(args, train, val)
-    job = {**provenance, "preprocess": train.preprocess.to_json(), "device": options.compute().device.type}
+    job = {**provenance, "settings": {key: getattr(args, key) for key in _SETTINGS if key not in _LATE_SETTINGS},
+           "preprocess": train.preprocess.to_json(), "device": options.compute().device.type}
     store = StationStore(args.out.with_name(f".{args.out.name}.stations"), job, fresh=args.fresh)
 
-    report = store.load_collapse()
+    report = store.agreed(store.load_collapse(), options.reducer)
     if report is None:
         report = station.measure_collapse(net, train, val, layers=args.layers, granularity=args.granularity,
                                           options=options)
@@ -119,7 +122,7 @@ def _run_stations(
     candidate = report.candidate(None if args.layer == "auto" else args.layer)
     say(report.table(candidate))
 
-    projection = store.load_projection()
+    projection = store.agreed(store.load_projection(), options.reducer)
     if projection is None:
         projection = station.fit_projection(
             net, candidate, train, val, c_proj=args.c_proj, d_proj=args.d_proj, minimum_dim=args.minimum_dim,
@@ -129,7 +132,8 @@ def _run_stations(
 
     psc = station.fit_psc(
         net, candidate, projection, train, val, head=args.head, density=args.density, pca=args.pca,
-        predictions=args.predictions, alpha=args.alpha, coverage=args.coverage, name=args.name or args.out.name,
+        predictions=args.predictions, alpha=args.alpha, coverage=args.coverage,
+        risk=args.risk, name=args.name or args.out.name,
         provenance=provenance, collapse_report=report, options=options)
     if first:
         manifest = psc.save(args.out)
@@ -145,8 +149,11 @@ def _silent(*_: object) -> None:
 
 
 _SETTINGS = ("layer", "layers", "granularity", "epsilon", "c_proj", "d_proj", "minimum_dim", "no_second_scaling",
-             "density", "pca", "head", "predictions", "alpha", "coverage", "precision", "batch_rows", "max_memory",
-             "seed")
+             "density", "pca", "head", "predictions", "alpha", "coverage", "risk", "precision", "batch_rows",
+             "max_memory", "seed")
+
+_LATE_SETTINGS = ("density", "pca", "head", "predictions", "alpha", "coverage", "risk")
+"""Read behind the stations that are kept: changing them after an error does not start again."""
 
 
 def _provenance(args: argparse.Namespace, train: ImageDataset, val: ImageDataset) -> dict[str, Any]:

@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from psc_core import collapse, scores
 from psc_core.backbone import Backbone, example_input, truncate
 from psc_core.bundle import Policy
-from psc_core.calibration import fit_calibration
+from psc_core.calibration import ambiguity_threshold, fit_calibration
 from psc_core.candidate import Candidate, CollapseReport
 from psc_core.data import ImageDataset, split_validation
 from psc_core.density import Density, fit_density
 from psc_core.device import resolve_device
 from psc_core.distributed import Reducer
 from psc_core.errors import DataError, UsageError
-from psc_core.fit_projection import ProjectionReport, fit_tucker
+from psc_core.fit_tucker import ProjectionReport, fit_tucker
 from psc_core.heads import Head, fit_head
 from psc_core.passes import Compute, feature_step, passes, track_images
 from psc_core.pipeline import PRECISIONS, Outputs, Pipeline
@@ -160,6 +160,7 @@ def fit_psc(
     predictions: str = "psc",
     alpha: float = 0.05,
     coverage: float = 0.95,
+    risk: float = 0.05,
     name: str = "psc",
     provenance: Mapping[str, Any] | None = None,
     collapse_report: CollapseReport | None = None,
@@ -179,6 +180,7 @@ def fit_psc(
         predictions: ``"psc"`` (the head) or ``"base"`` (the network's own output, unchanged).
         alpha: Default false-alarm rate.
         coverage: Nominal coverage of the prediction sets.
+        risk: Error rate that images below the ambiguity threshold should have.
         name: Model name.
         provenance: Recorded in the bundle.
         collapse_report: Recorded in the bundle.
@@ -208,8 +210,11 @@ def fit_psc(
     outputs, targets = predict_dataset(pipeline, calibrate, compute, "calibration")
     calibration = fit_calibration(outputs.log_density, outputs.predictive_entropy, outputs.probabilities, targets)
     calibration.log_density_threshold(alpha)
+    calibration.set_thresholds(coverage)  # both refuse a rate that so few images cannot promise
     pipeline.calibration_scores = calibration.scores.to(compute.device)
-    policy = Policy(alpha=alpha, ambiguity_threshold=float(calibration.entropy_threshold()), coverage=coverage)
+    right = outputs.probabilities.argmax(1) == targets
+    ambiguous = ambiguity_threshold(outputs.predictive_entropy, right, risk=risk)
+    policy = Policy(alpha=alpha, ambiguity_threshold=ambiguous, coverage=coverage)
     chosen, chosen_targets = predict_dataset(pipeline, choose, compute, "validation")
     report = {
         "collapse": None if collapse_report is None else collapse_report.to_json(),
@@ -265,6 +270,8 @@ def _same_classes(train: ImageDataset, val: ImageDataset) -> None:
         odd = sorted(set(train.classes) ^ set(val.classes))
         raise DataError(f"expected the same class folders for training and validation, they differ in {odd[:10]}; "
                         "make the folders match")
+    if len(train.classes) < 2:
+        raise DataError(f"expected at least two classes, got {list(train.classes)}; give a folder for each class")
 
 
 def _validation_metrics(outputs: Outputs, targets: Tensor) -> dict[str, Any]:

@@ -21,3 +21,17 @@ def prediction_set(
     limit = scores[k - 1] if k <= len(scores) else Fraction(1)
     chosen = {c for c, p in enumerate(probabilities) if 1 - Fraction(p) <= limit}
     return chosen | {max(range(len(probabilities)), key=lambda c: probabilities[c])}
+
+
+def ambiguity_threshold(entropy: Tensor, correct: Tensor, risk: float, quantile: float) -> float:
+    """Every entropy tried as the threshold, by counting."""
+    values = entropy.double().tolist()
+    right = correct.tolist()
+    count = len(values)
+    limit = sorted(values)[min(count, math.ceil((count + 1) * quantile - 1e-9)) - 1]
+    best = None
+    for h in values:
+        accepted = [ok for value, ok in zip(values, right, strict=True) if value <= h]
+        if (accepted.count(False) + 1) / (len(accepted) + 1) <= risk and (best is None or h > best):
+            best = h
+    return limit if best is None else min(limit, best)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psc_core.calibration import Calibration, conformal_p_values, fit_calibration
+from psc_core.calibration import Calibration, ambiguity_threshold, conformal_p_values, fit_calibration
 from psc_core.errors import BundleError, FitError, UsageError
 from tests import reference_calibration as naive
 
@@ -80,18 +80,6 @@ def test_false_alarms_stay_under_alpha_on_average() -> None:
         threshold = from_scores(scores).log_density_threshold(0.05)
         rates.append((torch.randn(200, generator=random) < threshold).float().mean().item())
     assert sum(rates) / len(rates) == pytest.approx(0.05, abs=0.006)
-
-
-@given(st.lists(st.floats(0, 3, width=32), min_size=20, max_size=60), st.integers(1, 95))
-def test_entropy_threshold_is_an_order_statistic(entropies: list[float], percent: int) -> None:
-    n = len(entropies)
-    fitted = fit_calibration(
-        torch.zeros(n), torch.tensor(entropies), torch.full((n, 2), 0.5), torch.zeros(n, dtype=torch.int64)
-    )
-    threshold = fitted.entropy_threshold(percent / 100)
-    assert threshold == sorted(entropies)[math.ceil((n + 1) * Fraction(percent, 100)) - 1]
-    with pytest.raises(UsageError, match="at least 999 images"):
-        fitted.entropy_threshold(0.999)
 
 
 @given(st.integers(0, 2**16), st.integers(5, 40), st.integers(50, 83))
@@ -177,3 +165,33 @@ def test_scores_that_cannot_calibrate_are_refused() -> None:
         fit_calibration(zeros, zeros, probabilities, labels + 2)
     with pytest.raises(FitError, match="at least one"):
         fit_calibration(zeros[:0], zeros[:0], probabilities[:0], labels[:0])
+
+
+@pytest.mark.parametrize("alpha", [1 - 1e-16, 1 - 1e-12, 0.999999])
+def test_an_alpha_within_rounding_of_one_keeps_the_rule(alpha: float) -> None:
+    calibration = fit_calibration(torch.arange(5.0), torch.rand(5), torch.full((5, 2), 0.5), torch.zeros(5).long())
+    if alpha < 1:
+        threshold = calibration.log_density_threshold(alpha)
+        for density in (-1.0, 3.5, 4.0, 5.0):
+            p = float(calibration.p_values(torch.tensor([density]))[0])
+            assert (p <= alpha) == (density < threshold)
+
+
+def test_a_denormal_alpha_is_refused() -> None:
+    calibration = fit_calibration(torch.arange(5.0), torch.rand(5), torch.full((5, 2), 0.5), torch.zeros(5).long())
+    with pytest.raises(UsageError, match="expected alpha"):
+        calibration.log_density_threshold(5e-324)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.5, 0.7, 1.0, 2.0]), st.booleans()), min_size=1, max_size=60),
+    st.sampled_from([0.01, 0.05, 0.3, 0.9]),
+    st.sampled_from([0.5, 0.95]),
+)
+def test_ambiguity_threshold_is_the_naive_search(
+    images: list[tuple[float, bool]], risk: float, quantile: float
+) -> None:
+    entropy = torch.tensor([value for value, _ in images])
+    correct = torch.tensor([right for _, right in images])
+    expected = naive.ambiguity_threshold(entropy, correct, risk, quantile)
+    assert ambiguity_threshold(entropy, correct, risk=risk, quantile=quantile) == pytest.approx(expected)
