@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from psc_core.errors import BundleError, NetworkError
 from psc_core.layers import INPUT, canonical, layout_of
-from psc_core.networks import Recipe, copy_recipe, load_network, load_weights, recipe_of
+from psc_core.networks import Recipe, bounded_size, copy_recipe, load_network, load_weights, recipe_of
 from psc_core.preprocess import Preprocess
 from psc_core.tracing import HookedNetwork, cut_graph, plan_stop
 
@@ -151,8 +151,8 @@ def rebuild_backbone(
     """Restore a backbone from :meth:`Backbone.spec` and its state dict; global random state is left alone.
 
     Raises:
-        BundleError: The network's factory is not on the allow-list.
-        NetworkError: The network cannot be built or cut any more, or the state does not fit it.
+        BundleError: The network's factory is not on the allow-list, or the state's types are not the network's.
+        NetworkError: The network cannot be built or cut any more, is absurdly large, or the state does not fit it.
     """
     recipe = Recipe.from_json(spec["network"])
     if recipe.is_factory and recipe.spec not in allow_factories:
@@ -160,7 +160,7 @@ def rebuild_backbone(
             f"the bundle's network comes from the factory {recipe.spec}, which the allow-list "
             f"{sorted(allow_factories)} does not name; loading would run its code, so add it only if you trust it"
         )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), bounded_size(recipe):
         net = load_network(
             recipe.spec,
             num_classes=recipe.num_classes,
@@ -168,5 +168,8 @@ def rebuild_backbone(
             allow_factories=allow_factories,
         )
     backbone = Backbone(net, spec["layers"], keep_output=bool(spec["keep_output"]), hooks=spec["hooks"])
+    for key, tensor in backbone.state_dict().items():
+        if key in state and state[key].dtype != tensor.dtype:
+            raise BundleError(f"expected {key} of type {tensor.dtype}, got {state[key].dtype}; fit the bundle again")
     load_weights(backbone, state, num_classes=recipe.num_classes, origin="the bundle's backbone")
     return backbone

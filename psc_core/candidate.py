@@ -1,6 +1,6 @@
 """Every layer's collapse in one table, and the rule that picks the candidate layer(s) from it.
 
-The rule (paper, section 3.1): among the layers whose features still vary within a class, NC1 > ε, take the one
+The rule (paper, section 4.1): among the layers whose features still vary within a class, NC1 > ε, take the one
 whose nearest class mean is most often right, the highest NC4; the deepest of equals.  When NC1 of that layer or
 of the next one is within :data:`NEAR` of ε and both have as many channels, take both: the layers before and
 after collapse.  The logits are measured but never chosen.

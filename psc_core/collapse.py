@@ -5,7 +5,7 @@ For each layer, with the sums of :mod:`psc_core.scatter`,
     NC1 = Tr(Σ_W) / Tr(Σ_T)      within-class share of the variability, training rows
     NC4 = share of validation rows whose nearest class mean (Euclidean) is their label
 
-(paper, section 3.1 and appendix "Measuring collapse": after each layer).  Two passes over the training images,
+(paper, section 4.1 and appendix "Measuring collapse": after each layer).  Two passes over the training images,
 class means first and then the scatter about them, and one over the validation images.
 
 Class means take classes × width × 8 bytes a layer.  Layers share passes in groups that fit the memory budget;

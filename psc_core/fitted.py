@@ -63,6 +63,9 @@ class Fitted(nn.Module):
         if missing or config["kind"] != cls.kind:
             raise BundleError(f"expected a config of kind {cls.kind!r} with sizes and record, got "
                               f"{dict(config)}; fit the bundle again")
+        other = {name: str(tensor.dtype) for name, tensor in state.items() if tensor.dtype != torch.float32}
+        if other:
+            raise BundleError(f"expected float32 tensors of {cls.kind!r}, got {other}; fit the bundle again")
         model = cls(state, record=config["record"])
         if model.sizes != config["sizes"]:
             raise BundleError(f"expected tensors of {cls.kind!r} with sizes {config['sizes']}, got "

@@ -17,10 +17,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import safetensors.torch
 import torch
@@ -32,6 +33,13 @@ from psc_core.errors import NetworkError
 
 _RECIPE = "psc_recipe"
 """Attribute of a loaded network that holds its :class:`Recipe`."""
+
+
+MAX_WEIGHTS: Final = 1 << 31
+"""Most weights of a network that a bundle may name (8 GiB of float32)."""
+
+MAX_MODULES: Final = 1 << 15
+"""Most modules of a network that a bundle may name."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,54 @@ def copy_recipe(source: nn.Module, target: nn.Module) -> None:
     setattr(target, _RECIPE, getattr(source, _RECIPE, None))
 
 
+@contextmanager
+def bounded_size(recipe: Recipe) -> Iterator[None]:
+    """Limit what building may allocate inside, for recipes that somebody else wrote.
+
+    Torchvision's and timm's networks are first built without memory (torch's ``meta`` device), so that one of
+    terabytes is refused before any of it exists; then, and for factories, weights count as they are registered.
+
+    Raises:
+        NetworkError: More than :data:`MAX_WEIGHTS` weights or :data:`MAX_MODULES` modules.
+    """
+    with _counting():
+        if not recipe.is_factory:
+            _build_without_memory(recipe)
+    with _counting():
+        yield
+
+
+def _build_without_memory(recipe: Recipe) -> None:
+    """Raises :class:`NetworkError` as ``load_network`` does; a builder that cannot do without memory passes."""
+    with suppress(RuntimeError), torch.device("meta"):
+        load_network(recipe.spec, num_classes=recipe.num_classes, model_args=recipe.model_args)
+
+
+@contextmanager
+def _counting() -> Iterator[None]:
+    weights = modules = 0
+
+    def count(_module: nn.Module, _name: str, added: Tensor | nn.Module | None) -> None:
+        nonlocal weights, modules
+        modules += isinstance(added, nn.Module)
+        weights += added.numel() if isinstance(added, Tensor) else 0
+        if weights > MAX_WEIGHTS or modules > MAX_MODULES:
+            raise NetworkError(f"expected a network of at most {MAX_WEIGHTS} weights and {MAX_MODULES} modules, the "
+                               "arguments ask for more; check num_classes and the model arguments")
+
+    register = torch.nn.modules.module
+    handles = [
+        register.register_module_parameter_registration_hook(count),
+        register.register_module_buffer_registration_hook(count),
+        register.register_module_module_registration_hook(count),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 # -- builders -------------------------------------------------------------------------------------------------
 
 
@@ -173,12 +229,22 @@ def _set_in_channels(net: nn.Module, in_channels: int) -> None:
     raise NetworkError("expected a network that starts with a convolution for in_channels, found none")
 
 
+_TIMM_FILES: Final = frozenset(
+    {"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
+)
+"""Arguments of timm that load (and may unpickle or download) something."""
+
+
 def _from_timm(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
     try:
         timm = importlib.import_module("timm")
     except ImportError as error:
         raise NetworkError(f"timm:{name} needs timm, which is not installed; pip install 'psc[timm]'") from error
     args = dict(model_args)
+    forbidden = sorted(_TIMM_FILES & set(args))
+    if forbidden:
+        raise NetworkError(f"expected model arguments that shape the network, {', '.join(forbidden)} would read files "
+                           "or the network; give weights as a safetensors file")
     if "in_channels" in args:
         args["in_chans"] = args.pop("in_channels")
     if not timm.is_model(name):

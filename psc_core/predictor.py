@@ -13,11 +13,11 @@ from PIL import Image
 from torch import Tensor
 
 from psc_core.backbone import rebuild_backbone
-from psc_core.bundle import Manifest, Policy, read_bundle, write_bundle
+from psc_core.bundle import Bundle, Manifest, Policy, check_shapes, read_bundle, write_bundle
 from psc_core.calibration import Calibration
 from psc_core.density import restore_density
 from psc_core.device import resolve_device
-from psc_core.errors import BundleError, NetworkError, UsageError
+from psc_core.errors import BundleError, UsageError
 from psc_core.heads import restore_head
 from psc_core.pipeline import Outputs, Pipeline
 from psc_core.preprocess import Preprocess
@@ -161,15 +161,20 @@ class PSC:
         bundle = read_bundle(Path(path))
         manifest, parts = bundle.manifest, bundle.parts
         try:
+            _check_tensors(bundle)
             preprocess = Preprocess.from_json(manifest.preprocess)
             backbone = rebuild_backbone(manifest.backbone, parts["backbone"], allow_factories=allow_factories)
             projection = Projection.restore(manifest.projection, parts["projection"])
             density = restore_density(manifest.density, parts["density"])
             head = None if manifest.head is None else restore_head(manifest.head, parts["head"])
             calibration = Calibration.from_tensors(parts["calibration"])
+            calibration.log_density_threshold(manifest.policy.alpha)
+            calibration.set_thresholds(manifest.policy.coverage)
             pipeline = Pipeline(preprocess, backbone, projection, density, head, calibration.scores,
                                 manifest.precision)
-        except (KeyError, TypeError, ValueError, RuntimeError, UsageError, NetworkError) as error:
+        except BundleError:
+            raise
+        except Exception as error:  # a hostile file can make a network's constructor fail in any way
             raise BundleError(f"{path}: the manifest and the tensors do not fit together: {error}") from error
         psc = cls(
             pipeline=pipeline.to(target),
@@ -186,17 +191,44 @@ class PSC:
         return psc
 
     def probe(self) -> None:
-        """Run one blank image through the pipeline.
+        """Run a black, a white and a noise image through the pipeline.
 
         Raises:
             BundleError: The parts do not fit together, or give something not finite.
         """
         shape = (1, self.preprocess.channels, self.preprocess.height, self.preprocess.width)
+        noise = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        images = torch.cat([torch.zeros_like(noise), torch.full_like(noise, 255), noise]).to(self.device)
         try:
             with torch.inference_mode():
-                packed = self.pipeline(torch.zeros(shape, dtype=torch.uint8, device=self.device))
-        except (RuntimeError, ValueError, IndexError) as error:
+                packed = self.pipeline(images)
+        except Exception as error:  # as in load
             raise BundleError(f"the parts of {self.name!r} do not fit together: {error}") from error
         if packed.shape[1] != 4 + len(self.classes) or not bool(packed.isfinite().all()):
             raise BundleError(f"expected {len(self.classes)} finite probabilities from {self.name!r}, got "
                               f"{packed.shape[1] - 4} columns or values that are not finite; fit the bundle again")
+
+
+def _check_tensors(bundle: Bundle) -> None:
+    """Shapes that the manifest promises for the projection and the calibration, before they are allocated.
+
+    Raises:
+        BundleError: The tensors are not as promised.
+    """
+    sizes, images = bundle.manifest.projection, bundle.manifest.calibration["images"]
+    channels, positions = sizes["channels"], sum(sizes["positions"])
+    c_proj, d_proj = sizes["c_proj"], sizes["d_proj"]
+    projection, calibration = bundle.parts["projection"], bundle.parts["calibration"]
+    check_shapes("projection", projection, {
+        "mean": (channels, positions), "inverse_std": (channels, positions), "channel_factor": (channels, c_proj),
+        "spatial_factor": (positions, d_proj), "z_mean": (c_proj * d_proj,), "z_inverse_std": (c_proj * d_proj,),
+    })  # fmt: skip
+    check_shapes("calibration", calibration, {
+        "scores": (images,), "entropies": (images,), "label_probabilities": (images,), "labels": (images,),
+        "num_classes": (),
+    })  # fmt: skip
+    if any(tensor.dtype != torch.float32 for tensor in projection.values()):
+        raise BundleError("expected float32 tensors of the projection; fit the bundle again")
+    if calibration["num_classes"].item() != len(bundle.manifest.classes):
+        raise BundleError(f"expected calibration for {len(bundle.manifest.classes)} classes, got "
+                          f"{calibration['num_classes'].item()}; fit the bundle again")

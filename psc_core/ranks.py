@@ -160,8 +160,7 @@ def choose_ranks(
         allowed &= c == c_proj
     if d_proj is not None:
         allowed &= d == d_proj
-    large = allowed & (size >= minimum)
-    allowed = large if bool(large.any()) else allowed
+    allowed &= size >= min(minimum, int(size[allowed].max()))
     kept = allowed & (nc1 > epsilon) & (nc4 >= reference_nc4 - tolerance)
     warning = ""
     if bool(kept.any()):

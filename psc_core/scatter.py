@@ -8,7 +8,7 @@ With h_i the feature vector of row i (one image with one label), μ_c the mean o
 
 The last equality is exact for the exact class means, whatever the class sizes, and adds squares only: nothing
 cancels, unlike Σ‖h‖² − N‖μ‖², which loses every digit where collapse is strong.  NC1 = within / total is
-Tr(Σ_W)/Tr(Σ_T) of the paper's section 3.1 with each row weighing the same.
+Tr(Σ_W)/Tr(Σ_T) of the paper's section 4.1 with each row weighing the same.
 
 An image with several labels is one feature vector and several rows: row m is image ``owner[m]``.  Features are
 converted a block of columns at a time, so no float64 copy of a whole batch exists.

@@ -1,7 +1,7 @@
 """What an interrupted fit keeps: the collapse report and the projection, in a directory beside the bundle.
 
-A station's file is used again only when the whole job is the same: data, weights, settings and version
-(the provenance record), preprocessing and device kind, compared by digest.
+A station's file is used again only when the job is the same as far as it matters here: data, weights, version,
+preprocessing, device kind and the settings that these stations read, compared by digest.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from psc_core.candidate import CollapseReport
+    from psc_core.distributed import Reducer
     from psc_core.fit import FittedProjection
+
+Kept = TypeVar("Kept")
 
 
 class StationStore:
@@ -34,6 +37,14 @@ class StationStore:
         self._stamp = folder / "job.txt"
         if fresh or (folder.exists() and (not self._stamp.exists() or self._stamp.read_text() != self.key)):
             self.clear()
+
+    @staticmethod
+    def agreed(kept: Kept | None, reducer: Reducer) -> Kept | None:
+        """``kept`` if every process has it, else None for all: only one machine's disk may hold the files."""
+        import torch
+
+        have = reducer.sum_(torch.tensor([float(kept is not None)]))
+        return kept if int(have) == reducer.world else None
 
     def _write(self, name: str, data: bytes) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +71,7 @@ class StationStore:
         from safetensors.torch import load
 
         from psc_core.fit import FittedProjection
-        from psc_core.fit_projection import ProjectionReport
+        from psc_core.fit_tucker import ProjectionReport
         from psc_core.projection import Projection
         from psc_core.ranks import RankChoice
 

@@ -16,6 +16,8 @@ from jaxtyping import Float
 from tensorly.decomposition import tucker
 from torch import Tensor
 
+from psc_core import linalg
+
 ITERATIONS = 10
 """Higher-order orthogonal iterations at most; the truncated HOSVD they start from is already near."""
 
@@ -40,12 +42,25 @@ def tucker_factors(
         values, vectors = torch.linalg.eigh(correlation[0].double().cpu())
         leading = vectors[:, values.abs().argsort(descending=True, stable=True)[:d_max]]
         return correlation.new_ones(1, 1).double(), _fix_signs(leading).to(correlation.device)
+    tensor = correlation.double().cpu()
     with tensorly.backend_context("pytorch", local_threadsafe=True):
-        _, factors = tucker(
-            correlation.double().cpu(), rank=[c_max, d_max, d_max], n_iter_max=ITERATIONS, init="svd", tol=1e-6
-        )
+        _, factors = tucker(tensor, rank=[c_max, d_max, d_max], n_iter_max=ITERATIONS, tol=1e-6,
+                            init=_truncated_hosvd(tensor, c_max, d_max))
     a, b = (_fix_signs(factor).to(correlation.device) for factor in factors[:2])
     return a, b
+
+
+def _truncated_hosvd(tensor: Tensor, c_max: int, d_max: int) -> tuple[Tensor, list[Tensor]]:
+    """Where the iterations start: leading eigenvectors of each unfolding's Gram matrix.
+
+    tensorly's own start takes the SVDs of three matrices as large as the tensor: slower, and twice the memory.
+    """
+    channel = tensor.flatten(1) @ tensor.flatten(1).T
+    spatial = torch.zeros_like(tensor[0])
+    for part in tensor:
+        spatial.addmm_(part, part)
+    a, b = (linalg.eigh(gram).vectors[:, :n] for gram, n in ((channel, c_max), (spatial, d_max)))
+    return tensor.new_zeros(c_max, d_max, d_max), [a, b, b]
 
 
 def _fix_signs(factor: Tensor) -> Tensor:

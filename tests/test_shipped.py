@@ -129,3 +129,12 @@ def test_the_numbers_the_readme_reports(psc: PSC, full_data: Path) -> None:
     assert report.ambiguity["psc"] >= 0.93
     # Beta-binomial: 4,000 calibration images promise no more.  The README states the plain binomial too.
     assert report.false_alarms.verdict == "as promised"
+
+
+def test_every_batch_size_gives_the_same_probabilities(psc: PSC, mixed: list[tuple[str, bytes]]) -> None:
+    images = torch.stack([torch.from_numpy(psc.preprocess.from_bytes(data)) for _, data in mixed[:64]])
+    whole = psc.predict(images).probabilities
+    for size in range(1, 64):
+        start = (size * 7) % (65 - size)  # other neighbours at every size
+        part = psc.predict(images[start : start + size]).probabilities
+        torch.testing.assert_close(part, whole[start : start + size], atol=1e-5, rtol=0)

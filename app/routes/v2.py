@@ -23,6 +23,7 @@ from app.engine import Answer
 from app.errors import ClientGone, MalformedRequest, SlowUpload, UnknownModel, UnsupportedMedia, problem_of
 from app.registry import Served
 from app.service import Service
+from app.settings import SMALLEST_ALPHA
 from app.uploads import Upload
 from app.v2_schemas import (
     INFER_BODY,
@@ -290,8 +291,10 @@ def _alpha(wanted: InferRequest) -> float | None:
     alpha = wanted.parameters.get("alpha")
     if alpha is None:
         return None
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0.0 < alpha < 1.0:
-        raise MalformedRequest(f"parameter 'alpha': expected a number between 0 and 1, got {alpha!r:.40}")
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not SMALLEST_ALPHA <= alpha < 1.0:
+        raise MalformedRequest(
+            f"parameter 'alpha': expected a number from {SMALLEST_ALPHA:g} to below 1, got {alpha!r:.40}"
+        )
     return float(alpha)
 
 

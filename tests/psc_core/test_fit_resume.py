@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import torch
 
 from psc_core import bundle, cli, fit
+from psc_core.distributed import Reducer
+from psc_core.stations import StationStore
 from tests.conftest import ROOT, TinyJob
 
 STATIONS = ("measure_collapse", "fit_projection", "fit_psc")
@@ -124,6 +127,17 @@ def test_another_job_starts_from_the_beginning(
     assert calls == list(STATIONS)
 
 
+@pytest.mark.parametrize("change", [("--head", "duq"), ("--alpha", "0.1"), ("--predictions", "base")])
+def test_what_the_stations_do_not_read_may_change(
+    tiny_job: TinyJob, tmp_path: Path, calls: list[str], change: tuple[str, ...]
+) -> None:
+    out = tmp_path / "bundle"
+    assert cli.main(arguments(tiny_job, out, "--alpha", "1e-9")) == 2
+    calls.clear()
+    assert cli.main(arguments(tiny_job, out, *change)) == 0
+    assert calls == ["fit_psc"]
+
+
 def test_half_a_station_counts_as_none(
     tiny_job: TinyJob, tmp_path: Path, uninterrupted: str, calls: list[str]
 ) -> None:
@@ -135,3 +149,23 @@ def test_half_a_station_counts_as_none(
     assert cli.main(arguments(tiny_job, out)) == 0
     assert calls == ["fit_projection", "fit_psc"]
     assert version(out) == uninterrupted
+
+
+class Peer:
+    """One of two processes; the other one has ``others`` of what is summed."""
+
+    world = 2
+
+    def __init__(self, others: float) -> None:
+        self.others = others
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.add_(self.others)
+
+
+def test_processes_use_a_station_together_or_not_at_all() -> None:
+    assert StationStore.agreed("kept", Reducer()) == "kept"
+    assert StationStore.agreed(None, Reducer()) is None
+    assert StationStore.agreed("kept", Peer(1.0)) == "kept"
+    assert StationStore.agreed("kept", Peer(0.0)) is None
+    assert StationStore.agreed(None, Peer(1.0)) is None

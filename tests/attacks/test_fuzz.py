@@ -1,0 +1,115 @@
+"""Random damage to a real bundle, its digests kept right: refused with a PSCError, or it predicts finite numbers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from psc_core import PSC
+from psc_core.bundle import PARTS
+from psc_core.errors import PSCError
+from tests.attacks import forge
+
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+values = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 70), st.sampled_from([10**5, 10**9, 2**63, -(2**70)]),
+    st.floats(allow_nan=False), st.text(max_size=8), st.sampled_from(["gda", "tied", "duq", "0", "2", "bf16", "base"]),
+    st.lists(st.integers(0, 60), max_size=3), st.dictionaries(st.text(max_size=4), st.integers(), max_size=2),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def victim(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """One copy, repaired before every example."""
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path_factory.mktemp("fuzz") / "bundle"))
+    return bundle, forge.read(bundle)
+
+
+def places(body: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every key and position; of long lists the ends."""
+    if isinstance(body, dict):
+        items: list[tuple[Any, Any]] = list(body.items())
+    else:
+        items = list(enumerate(body)) if isinstance(body, list) else []
+        items = items[:2] + items[-1:]
+    return [place for key, value in items for place in [(*at, key), *places(value, (*at, key))]]
+
+
+def survives(bundle: Path) -> None:
+    try:
+        psc = PSC.load(bundle, device="cpu", allow_factories=forge.ALLOW)
+        size = (4, psc.preprocess.channels, psc.preprocess.height, psc.preprocess.width)
+        images = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+        prediction = psc.predict(images)
+    except PSCError as error:
+        assert len(str(error)) < 4000
+        return
+    for field in ("probabilities", "predictive_entropy", "log_density", "ood_p_value", "epistemic"):
+        assert getattr(prediction, field).isfinite().all(), field
+    assert prediction.probabilities.shape == (4, len(psc.classes))
+    psc.calibration.prediction_sets(prediction.probabilities, psc.policy.coverage)
+    psc.pipeline.explain(images)
+
+
+@settings(UNHURRIED, max_examples=150)
+@given(data=st.data())
+def test_edited_manifests(victim: tuple[Path, dict[str, Any]], data: st.DataObject) -> None:
+    bundle, whole = victim
+    body = copy.deepcopy(whole)
+    for _ in range(data.draw(st.integers(1, 2), "edits")):
+        *steps, last = data.draw(st.sampled_from([place for place in places(body) if place[0] != "version"]), "place")
+        parent = body
+        for step in steps:
+            parent = parent[step]
+        action = data.draw(st.sampled_from(["set", "drop", "add"]), "action")
+        if action == "set":
+            parent[last] = data.draw(values, "value")
+        elif action == "drop":
+            del parent[last]
+        elif isinstance(parent, dict):
+            parent[data.draw(st.text(max_size=4), "key")] = data.draw(values, "value")
+        else:
+            parent.insert(0, data.draw(values, "value"))
+    forge.write(bundle, body)
+    survives(bundle)
+
+
+@settings(UNHURRIED, max_examples=80)
+@given(
+    part=st.sampled_from(PARTS),
+    flips=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)), min_size=1, max_size=8),
+)
+def test_flipped_bits_in_tensors(
+    victim: tuple[Path, dict[str, Any]], part: str, flips: list[tuple[float, int]]
+) -> None:
+    bundle, whole = victim
+    forge.write(bundle, copy.deepcopy(whole))
+    blob = bytearray((bundle / f"{part}.safetensors").read_bytes())
+    original = bytes(blob)
+    for where, bit in flips:
+        blob[int(where * len(blob))] ^= 1 << bit
+    try:
+        forge.replace_part(bundle, part, bytes(blob))
+        survives(bundle)
+    finally:
+        (bundle / f"{part}.safetensors").write_bytes(original)
+
+
+@settings(UNHURRIED, max_examples=60)
+@given(where=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
+@example(where=0.0, byte=0xEF)
+def test_one_byte_of_the_manifest(victim: tuple[Path, dict[str, Any]], where: float, byte: int) -> None:
+    bundle, whole = victim
+    text = bytearray(json.dumps(whole).encode())
+    text[int(where * len(text))] = byte
+    (bundle / "manifest.json").write_bytes(bytes(text))
+    survives(bundle)

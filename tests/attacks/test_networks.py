@@ -1,0 +1,110 @@
+"""Hostile networks: what a bundle names is never code, never a file, never larger than what it brings."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from psc_core import PSC, load_network
+from psc_core.errors import BundleError, NetworkError
+from tests.attacks import forge
+
+MARK = Path("pwned")
+
+
+class Payload:
+    """Pickled, it creates a file when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (MARK,)
+
+
+@pytest.fixture(autouse=True)
+def nothing_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not MARK.exists()
+
+
+def refused(bundle: Path, **network: Any) -> str:
+    forge.edit(bundle, lambda body: body["backbone"]["network"].update(network))
+    with pytest.raises(BundleError) as caught:
+        PSC.load(bundle, device="cpu", allow_factories=forge.ALLOW)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "os:system", "builtins:exec", "pickle:loads", "subprocess:Popen", "psc_core.networks:load_network",
+        "tests.tiny:train", "tests.tiny:network ", "tests.tiny.network", "torch.hub:load", "", ":", "a:", ":b",
+    ],
+)  # fmt: skip
+def test_factories_that_nobody_allowed(bundle: Path, spec: str) -> None:
+    assert "allow-list" in refused(bundle, spec=spec)
+
+
+@pytest.mark.parametrize("name", ["os.system", "quantization.resnet18", "../resnet18", "resnet18\x00", "detection.fcn"])
+def test_other_names_of_torchvision(bundle: Path, name: str) -> None:
+    assert "torchvision" in refused(bundle, spec=f"torchvision:{name}")
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [{"weights": "DEFAULT"}, {"progress": True}, {"norm_layer": "os:system"}, {"stem": ["small"]}, {"in_channels": -1},
+     {"zero_init_residual": {"a": 1}}, {"width_per_group": 0}, {"groups": 0}, {"in_channels": "x"}, {"": 1}],
+    ids=str,
+)  # fmt: skip
+def test_arguments_that_make_a_constructor_fail(bundle: Path, argument: dict[str, Any]) -> None:
+    refused(bundle, spec="torchvision:resnet18", model_args=argument)
+
+
+def test_arguments_of_timm_that_would_unpickle_or_download(bundle: Path) -> None:
+    timm = pytest.importorskip("timm")
+    torch.save({"state_dict": Payload()}, "evil.pth")
+    Path("evil.pkl").write_bytes(pickle.dumps(Payload()))
+    arguments: list[dict[str, Any]] = [
+        {"checkpoint_path": "evil.pth"},
+        {"checkpoint_path": "evil.pkl"},
+        {"pretrained": True},
+        {"pretrained_cfg": {"url": "http://127.0.0.1:9/x"}},
+        {"pretrained_cfg_overlay": {"file": "evil.pth"}},
+        {"cache_dir": "/tmp"},
+    ]
+    for argument in arguments:
+        assert "would read files" in refused(bundle, spec="timm:resnet18", model_args=argument)
+        with pytest.raises(NetworkError):
+            load_network("timm:resnet18", num_classes=2, model_args=argument)
+    assert "expected a network of timm" in refused(bundle, spec="timm:hf_hub:evil/net", model_args={})
+    assert timm.is_model("resnet18")
+
+
+@pytest.mark.parametrize("layer", ["nowhere", "", ".", "2:input:input", "0.weight", "__class__", "2.forward"])
+@pytest.mark.parametrize("hooks", [None, {"stop": None, "dropped": []}])
+def test_layers_that_are_none(bundle: Path, layer: str, hooks: Any) -> None:
+    def change(body: dict[str, Any]) -> None:
+        body["layers"] = body["backbone"]["layers"] = [layer]
+        body["backbone"]["hooks"] = hooks
+
+    forge.edit(bundle, change)
+    with pytest.raises(BundleError):
+        PSC.load(bundle, device="cpu", allow_factories=forge.ALLOW)
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        {"stop": "2", "dropped": ["0"]}, {"stop": "no", "dropped": ["nowhere.at.all"]}, {"stop": "", "dropped": [""]},
+        {"stop": "2", "dropped": ["_modules"]}, {"stop": "2", "dropped": ["forward", "__class__", "training"]},
+        {"stop": "2", "dropped": ["0.weight"]}, {"stop": "2", "dropped": ["0._parameters"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_hooks_that_drop_what_they_should_not(bundle: Path, hooks: Any) -> None:
+    forge.edit(bundle, lambda body: body["backbone"].update(hooks=hooks))
+    with pytest.raises(BundleError):
+        PSC.load(bundle, device="cpu", allow_factories=forge.ALLOW)

@@ -1,0 +1,98 @@
+"""``docs/method.md``: the functions it names exist, its links lead somewhere, and its pseudo-code runs."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import tarfile
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from psc_core import idx
+from psc_core.networks import load_network
+from tests.conftest import ROOT
+
+PAGE = ROOT / "docs" / "method.md"
+NAMES = sorted(set(re.findall(r"`(psc_core(?:\.\w+)+)`", PAGE.read_text())))
+PER_CLASS = {"train": 12, "val": 6}
+
+
+def resolve(name: str) -> object:
+    """What a dotted name stands for, as a module or as an attribute."""
+    parts = name.split(".")
+    for split in range(len(parts), 0, -1):
+        try:
+            found: object = import_module(".".join(parts[:split]))
+        except ModuleNotFoundError:
+            continue
+        for attribute in parts[split:]:
+            found = getattr(found, attribute)
+        return found
+    raise AttributeError(name)
+
+
+def test_exported_names_are_no_modules() -> None:
+    import psc_core
+
+    for name in psc_core.__all__:
+        with pytest.raises(ModuleNotFoundError):
+            import_module(f"psc_core.{name}")
+
+
+def test_names_are_found() -> None:
+    assert len(NAMES) > 30
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_exists(name: str) -> None:
+    resolve(name)
+
+
+def test_flags_exist() -> None:
+    from psc_core.cli import parser
+
+    known = set(re.findall(r"--[a-z][a-z-]+", parser().format_help()))
+    assert set(re.findall(r"`(--[a-z][a-z-]+)", PAGE.read_text())) <= known
+
+
+def test_links_lead_to_headings() -> None:
+    text = PAGE.read_text()
+    headings = {re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-")
+                for line in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with weights and images, as the page says."""
+    with tarfile.open(data_root / "cifar10-jpeg.tar.gz") as tar:
+        for split, count in PER_CLASS.items():
+            for member in (m for m in tar.getmembers() if m.isfile() and "/train/" in m.name):
+                name = member.name.split("/")[-2]
+                folder = tmp_path / "images" / split / name
+                folder.mkdir(parents=True, exist_ok=True)
+                taken = tmp_path / "images" / "train" / name / Path(member.name).name
+                handle = tar.extractfile(member)
+                if len(list(folder.iterdir())) < count and not taken.exists() and handle is not None:
+                    (folder / taken.name).write_bytes(handle.read())
+    shirts = idx.read(data_root / "FashionMNIST" / "raw" / "t10k-images-idx3-ubyte", ndim=3)
+    (tmp_path / "images" / "new").mkdir()
+    for number in range(12):
+        Image.fromarray(shirts[number]).save(tmp_path / "images" / "new" / f"{number:02}.png")
+    torch.manual_seed(0)
+    save_file(load_network("torchvision:resnet18", num_classes=10).state_dict(), tmp_path / "net.safetensors")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_pseudo_code_runs(workplace: Path) -> None:
+    result = doctest.testfile(str(PAGE), module_relative=False, encoding="utf-8",
+                              optionflags=doctest.REPORT_ONLY_FIRST_FAILURE)
+    assert result.attempted >= 14
+    assert result.failed == 0
+    assert (workplace / "bundle" / "manifest.json").exists()

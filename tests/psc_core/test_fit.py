@@ -1,0 +1,88 @@
+"""The four calls of the paper's pseudo-code refuse what cannot give a bundle that works, in one clear sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from psc_core import FitOptions, fit_projection, fit_psc, load_network, measure_collapse, open_dataset
+from psc_core.data import ImageDataset
+from psc_core.errors import DataError, FitError, UsageError
+from psc_core.fit import FittedProjection
+from psc_core.preprocess import PRESETS
+from psc_core.ranks import choose_ranks
+from tests.conftest import TinyJob
+
+FACTORY = "tests.tiny:network"
+OPTIONS = FitOptions(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def net(tiny_job: TinyJob) -> torch.nn.Module:
+    weights = tiny_job.args[tiny_job.args.index("--weights") + 1]
+    return load_network(FACTORY, weights=weights, num_classes=10, allow_factories=(FACTORY,))
+
+
+@pytest.fixture(scope="module")
+def train(data_root: Path) -> ImageDataset:
+    return open_dataset(f"mnist:{data_root}", split="train", preprocess=PRESETS["mnist"])
+
+
+@pytest.fixture(scope="module")
+def val(data_root: Path) -> ImageDataset:
+    return open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
+
+
+@pytest.fixture(scope="module")
+def projection(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> FittedProjection:
+    candidate = measure_collapse(net, train, val, options=OPTIONS).candidate("4")
+    return fit_projection(net, candidate, train, val, options=OPTIONS)
+
+
+def test_rates_that_few_images_cannot_promise(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
+) -> None:
+    candidate = measure_collapse(net, train, val, layers="^4$", options=OPTIONS).candidate("4")
+    for rates, message in (({"alpha": 1e-4}, "alpha"), ({"coverage": 0.9999}, "coverage")):
+        with pytest.raises(UsageError, match=message):
+            fit_psc(net, candidate, projection, train, val, head="duq", options=OPTIONS, **rates)
+    with pytest.raises(UsageError, match="'psc' or 'base'"):
+        fit_psc(net, candidate, projection, train, val, predictions="both", options=OPTIONS)
+    with pytest.raises(FitError, match="pca"):
+        fit_psc(net, candidate, projection, train, val, pca=999, options=OPTIONS)
+
+
+def test_classes_must_be_the_same_and_at_least_two(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset
+) -> None:
+    with pytest.raises(DataError, match="the same class folders"):
+        measure_collapse(net, train, replace(val, classes=(*val.classes[:-1], "x")), options=OPTIONS)
+    alone = [replace(data, classes=("all",), labels=torch.zeros_like(data.labels)) for data in (train, val)]
+    with pytest.raises(DataError, match="at least two classes"):
+        measure_collapse(net, *alone, options=OPTIONS)
+
+
+def test_unknown_options(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> None:
+    candidate = measure_collapse(net, train, val, layers="^4$", options=OPTIONS).candidate()
+    with pytest.raises(UsageError, match="'tucker'"):
+        fit_projection(net, candidate, train, method="pca", options=OPTIONS)
+    with pytest.raises(UsageError, match="precision"):
+        fit_projection(net, candidate, train, options=FitOptions(device="cpu", precision="fp8"))
+
+
+def test_without_validation_images_the_training_images_choose_sizes(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset
+) -> None:
+    candidate = measure_collapse(net, train, val, layers="^4$", options=OPTIONS).candidate()
+    fitted = fit_projection(net, candidate, train, options=OPTIONS)
+    assert fitted.projection.c_proj * fitted.projection.d_proj >= 64
+    assert fitted.report.choice.nc4 >= fitted.report.scaled_nc4 - 0.01
+
+
+def test_a_minimum_beyond_the_layer_means_all_of_it() -> None:
+    flat = torch.full((1, 16), 0.9)
+    choice = choose_ranks(flat, flat, epsilon=0.2, reference_nc4=0.9, minimum=64)
+    assert (choice.c_proj, choice.d_proj) == (1, 16)

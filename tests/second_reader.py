@@ -1,0 +1,219 @@
+"""A second reader of bundles, written from ``docs/bundle-format.md``: NumPy, json and hashlib, nothing of ours.
+
+It reads everything behind the network, in float64: features of the candidate layer(s) in, answers out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1",
+           "BOOL": "?"}  # fmt: skip
+
+
+class Refused(Exception):
+    """The directory is no bundle of version 1."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the format says of B images."""
+
+    z: Array
+    log_density: Array
+    p_value: Array
+    is_ood: Array
+    probabilities: Array
+    entropy: Array
+    epistemic: Array
+    prediction_set: Array
+    decision: list[str]
+
+
+def parse_safetensors(blob: bytes) -> dict[str, Array]:
+    """Eight bytes of header length, a JSON header, the data."""
+    (length,) = struct.unpack("<Q", blob[:8])
+    header, data = json.loads(blob[8 : 8 + length]), blob[8 + length :]
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        tensors[name] = np.frombuffer(data[start:end], dtype=_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return tensors
+
+
+def version_of(manifest: dict[str, Any]) -> str:
+    """The digest of everything but ``version``."""
+    others = {key: value for key, value in manifest.items() if key != "version"}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()[:12]
+
+
+class SecondReader:
+    """One bundle."""
+
+    def __init__(self, folder: Path) -> None:
+        self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text("utf-8"))
+        if self.manifest["schema_version"] != 1 or self.manifest["version"] != version_of(self.manifest):
+            raise Refused("schema or version")
+        self.parts: dict[str, dict[str, Array]] = {}
+        for name, entry in self.manifest["files"].items():
+            blob = (folder / name).read_bytes()
+            if len(blob) != entry["bytes"] or hashlib.sha256(blob).hexdigest() != entry["sha256"]:
+                raise Refused(name)
+            self.parts[name.removesuffix(".safetensors")] = parse_safetensors(blob)
+
+    def tensors(self, part: str) -> dict[str, Array]:
+        """One part in float64."""
+        return {name: tensor.astype(np.float64) for name, tensor in self.parts[part].items()}
+
+    # -- pixels ---------------------------------------------------------------------------------------------------
+
+    def standardise(self, pixels: Array) -> Array:
+        """uint8 (B, C, H, W) to the network's input."""
+        section = self.manifest["preprocess"]
+        std, mean = np.array(section["std"])[:, None, None], np.array(section["mean"])[:, None, None]
+        return pixels * (1 / (255 * std)) - mean / std
+
+    # -- features to z --------------------------------------------------------------------------------------------
+
+    def project(self, features: list[Array]) -> Array:
+        """Features (B, channels, positions) of each layer to z."""
+        t = self.tensors("projection")
+        if all(f.shape[2] == 1 for f in features):
+            features = [f.transpose(0, 2, 1) for f in features]
+        kept = self.manifest["projection"]["positions"]
+        x = np.concatenate([_pool(f, m) for f, m in zip(features, kept, strict=True)], axis=2)
+        block = t["channel_factor"].T @ ((x - t["mean"]) * t["inverse_std"]) @ t["spatial_factor"]
+        return (block.reshape(len(block), -1) - t["z_mean"]) * t["z_inverse_std"]
+
+    # -- z to log p -----------------------------------------------------------------------------------------------
+
+    def log_density(self, z: Array) -> Array:
+        """log p(z)."""
+        t, kind = self.tensors("density"), self.manifest["density"]["kind"]
+        if kind == "gda++":
+            z = z / np.maximum(np.linalg.norm(z, axis=1, keepdims=True), 1e-12)
+        w = (z - t["mean"]) @ t["basis"]
+        if kind in ("gda", "gda++"):
+            difference = np.einsum("kpq,bq->bkp", t["whiteners"], w) + t["offsets"]
+        elif kind in ("tied", "rmd"):
+            difference = w[:, None] - t["centres"]
+        else:
+            raise Refused(kind)
+        joint = t["constants"] - (difference**2).sum(2) / 2
+        if kind == "rmd":
+            joint -= (t["background_constant"] - ((w @ t["background"]) ** 2).sum(1) / 2)[:, None]
+        return _log_sum_exp(joint)
+
+    # -- z to probabilities ---------------------------------------------------------------------------------------
+
+    def classify(self, z: Array, logits: Array | None) -> tuple[Array, Array]:
+        """Probabilities and epistemic uncertainty."""
+        if self.manifest["head"] is None:
+            assert logits is not None
+            return _softmax(logits), np.zeros(len(z))
+        t = self.tensors("head")
+        phi = (z - t["center"]) * t["inverse_scale"]
+        return {"laplace": _laplace, "sngp": _sngp, "duq": _duq}[self.manifest["head"]["kind"]](t, phi)
+
+    # -- decisions ------------------------------------------------------------------------------------------------
+
+    def p_values(self, log_density: Array) -> Array:
+        """Share of calibration images at least as unusual."""
+        scores = self.tensors("calibration")["scores"]
+        return (1 + (scores[None] <= log_density[:, None]).sum(1)) / (len(scores) + 1)
+
+    def set_threshold(self) -> float:
+        """Smallest probability of a class in a prediction set."""
+        given = self.tensors("calibration")["label_probabilities"]
+        rank = math.ceil((len(given) + 1) * self.manifest["policy"]["coverage"] - 1e-9)
+        return float(given[len(given) - rank])
+
+    def answer(self, features: list[Array], logits: Array | None = None) -> Answer:
+        """Everything for features of each candidate layer, and the logits where predictions are ``base``."""
+        policy = self.manifest["policy"]
+        z = self.project([np.asarray(f, np.float64) for f in features])
+        log_density = self.log_density(z)
+        p_value = self.p_values(log_density)
+        probabilities, epistemic = self.classify(z, logits)
+        entropy = _entropy(probabilities)
+        is_ood, ambiguous = p_value <= policy["alpha"], entropy > policy["ambiguity_threshold"]
+        chosen = probabilities >= self.set_threshold()
+        chosen[np.arange(len(z)), probabilities.argmax(1)] = True
+        decision = ["abstain_ood" if o else "abstain_ambiguous" if a else "accept"
+                    for o, a in zip(is_ood, ambiguous, strict=True)]  # fmt: skip
+        return Answer(z, log_density, p_value, is_ood, probabilities, entropy, epistemic, chosen, decision)
+
+
+def _pool(features: Array, m: int) -> Array:
+    batch, channels, k = features.shape
+    if k == m:
+        return features
+    side, kept = math.isqrt(k), math.isqrt(m)
+    if side**2 == k and kept**2 == m:
+        maps = features.reshape(batch, channels, side, side)
+        return _average(_average(maps, 2, kept), 3, kept).reshape(batch, channels, m)
+    return _average(features, 2, m)
+
+
+def _average(x: Array, axis: int, m: int) -> Array:
+    k = x.shape[axis]
+    spans = [range(i * k // m, -((i + 1) * k // -m)) for i in range(m)]
+    return np.stack([x.take(list(span), axis=axis).mean(axis=axis) for span in spans], axis=axis)
+
+
+def _laplace(t: dict[str, Array], phi: Array) -> tuple[Array, Array]:
+    mean = phi @ t["weight"].T + t["bias"]
+    v = (phi @ t["input_vectors"]) ** 2 @ t["weight_spectrum"] + t["bias_spectrum"]
+    vectors = t["output_vectors"]
+
+    def probit(columns: Array) -> Array:
+        return _softmax(mean / np.sqrt(1 + math.pi / 8 * (v @ (columns**2).T)))
+
+    p = probit(vectors - vectors.mean(0))
+    delta = (v * np.maximum(0, p @ vectors**2 - (p @ vectors) ** 2)).sum(1) / 2
+    h = _entropy(p)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        epistemic = np.where(h > 0, h * (1 - np.exp(-delta / h)), 0.0)
+    return probit(vectors), epistemic
+
+
+def _sngp(t: dict[str, Array], phi: Array) -> tuple[Array, Array]:
+    psi = math.sqrt(2) * np.cos(phi @ t["frequencies"] + t["phases"])
+    variance = ((psi @ t["covariance_root"]) ** 2).sum(1)
+    mean = psi @ t["weight"].T + t["bias"]
+    return _softmax(mean / np.sqrt(1 + math.pi / 8 * variance)[:, None]), variance
+
+
+def _duq(t: dict[str, Array], phi: Array) -> tuple[Array, Array]:
+    difference = (phi @ t["embedding"])[:, None] - t["centroids"]
+    log_kernels = -(difference**2).sum(2) / (2 * phi.shape[1] * t["length_scale"] ** 2)
+    return _softmax(t["exponent"] * log_kernels), -np.expm1(log_kernels.max(1))
+
+
+def _log_sum_exp(x: Array) -> Array:
+    top = x.max(1)
+    result: Array = top + np.log(np.exp(x - top[:, None]).sum(1))
+    return result
+
+
+def _softmax(x: Array) -> Array:
+    powers = np.exp(x - x.max(1, keepdims=True))
+    result: Array = powers / powers.sum(1, keepdims=True)
+    return result
+
+
+def _entropy(p: Array) -> Array:
+    result: Array = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0).sum(1)
+    return result
