@@ -50,10 +50,8 @@ MAX_ARGUMENT: Final = 1 << 16
 MAX_AXES: Final = 8
 """Most axes of a tensor."""
 
-_DTYPES: Final = frozenset({
-    torch.float32, torch.float16, torch.bfloat16, torch.float64,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-})  # fmt: skip
+_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16,
+                  torch.int8, torch.uint8, torch.bool)  # fmt: skip
 
 _Size = Annotated[int, Field(ge=1, le=1 << 31)]
 
@@ -105,8 +103,7 @@ class _Network(_Strict):
 
     @model_validator(mode="after")
     def _modest(self) -> _Network:
-        numbers = [value for value in _leaves(self.model_args) if isinstance(value, int | float)]
-        if any(abs(value) > MAX_ARGUMENT for value in numbers):
+        if any(isinstance(value, int | float) and abs(value) > MAX_ARGUMENT for value in _leaves(self.model_args)):
             raise ValueError(f"expected model_args of numbers up to {MAX_ARGUMENT}, got {_short(self.model_args)}")
         return self
 

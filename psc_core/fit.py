@@ -209,7 +209,8 @@ def fit_psc(
                         compute.precision).to(compute.device)
     outputs, targets = predict_dataset(pipeline, calibrate, compute, "calibration")
     calibration = fit_calibration(outputs.log_density, outputs.predictive_entropy, outputs.probabilities, targets)
-    calibration.log_density_threshold(alpha)
+    calibration.log_density_threshold(alpha)  # refuse what these images cannot promise
+    calibration.set_thresholds(coverage)
     calibration.set_thresholds(coverage)  # both refuse a rate that so few images cannot promise
     pipeline.calibration_scores = calibration.scores.to(compute.device)
     right = outputs.probabilities.argmax(1) == targets

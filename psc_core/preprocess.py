@@ -23,6 +23,9 @@ from psc_core.images import DEFAULT_MAX_PIXELS, decode_image
 
 _CHANNELS = {"L": 1, "RGB": 3}
 
+_LONGEST = 8
+"""Longer side, in shorter sides, beyond which the ends are cut off before resizing."""
+
 
 @dataclass(frozen=True)
 class Preprocess:
@@ -110,7 +113,11 @@ class Preprocess:
 
 
 def _resize_shorter_side(image: Image.Image, length: int) -> Image.Image:
-    width, height = image.size
+    # The centre crop lies within the middle square; more than that of a long image would cost gigabytes to resize.
+    width, height = (min(side, _LONGEST * min(image.size)) for side in image.size)
+    if (width, height) != image.size:
+        left, top = (image.width - width) // 2, (image.height - height) // 2
+        image = image.crop((left, top, left + width, top + height))
     if min(width, height) == length:
         return image
     scale = length / min(width, height)
