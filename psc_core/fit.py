@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from psc_core import collapse, scores
 from psc_core.backbone import Backbone, example_input, truncate
-from psc_core.bundle import Policy
 from psc_core.calibration import ambiguity_threshold, fit_calibration
 from psc_core.candidate import Candidate, CollapseReport
 from psc_core.data import ImageDataset, split_validation
@@ -33,6 +32,7 @@ from psc_core.distributed import Reducer
 from psc_core.errors import DataError, UsageError
 from psc_core.fit_tucker import ProjectionReport, fit_tucker
 from psc_core.heads import Head, fit_head
+from psc_core.manifest import Policy
 from psc_core.passes import Compute, feature_step, passes, track_images
 from psc_core.pipeline import PRECISIONS, Outputs, Pipeline
 from psc_core.predictor import PSC

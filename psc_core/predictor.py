@@ -13,12 +13,13 @@ from PIL import Image
 from torch import Tensor
 
 from psc_core.backbone import rebuild_backbone
-from psc_core.bundle import Bundle, Manifest, Policy, check_shapes, read_bundle, write_bundle
+from psc_core.bundle import Bundle, check_shapes, read_bundle, write_bundle
 from psc_core.calibration import Calibration
 from psc_core.density import restore_density
 from psc_core.device import resolve_device
 from psc_core.errors import BundleError, UsageError
 from psc_core.heads import restore_head
+from psc_core.manifest import Manifest, Policy
 from psc_core.pipeline import Outputs, Pipeline
 from psc_core.preprocess import Preprocess
 from psc_core.projection import Projection

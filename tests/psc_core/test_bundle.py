@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load, save
 
 from psc_core import PSC
-from psc_core.bundle import PARTS, read_bundle, read_manifest
+from psc_core.bundle import read_bundle, read_manifest
 from psc_core.errors import BundleError
+from psc_core.manifest import PARTS
 
 ALLOW = ("tests.tiny:network",)
 

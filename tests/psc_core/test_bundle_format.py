@@ -17,9 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from psc_core import PRESETS, PSC, open_dataset
-from psc_core.bundle import MAX_ARGUMENT, MAX_AXES, MAX_DEPTH, MAX_INPUT_PIXELS, MAX_MANIFEST_BYTES, PARTS, Manifest
+from psc_core.bundle import MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES
 from psc_core.density import DENSITIES
 from psc_core.heads import HEADS, sngp
+from psc_core.manifest import MAX_ARGUMENT, MAX_INPUT_PIXELS, PARTS, Manifest
 from psc_core.networks import MAX_MODULES, MAX_WEIGHTS
 from psc_core.pipeline import Outputs
 from tests.conftest import TinyJob

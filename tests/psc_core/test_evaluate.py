@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from psc_core import scores
 from psc_core.baselines import fit_baselines
-from psc_core.bundle import Policy
 from psc_core.calibration import fit_calibration
 from psc_core.data import ArraySource, ImageDataset, labelled
 from psc_core.errors import UsageError
 from psc_core.evaluate import ambiguity, evaluate, realised_rate, score_images
+from psc_core.manifest import Policy
 from psc_core.passes import Compute
 from psc_core.pipeline import Outputs, Pipeline, entropy
 from psc_core.predictor import PSC
