@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,36 +14,16 @@ from PIL import Image
 
 from psc_core import PSC, open_dataset
 from tests.conftest import ROOT, SHIPPED_BUNDLE
+from tests.served import serve_shipped
 
 EXAMPLES = ROOT / "artifacts" / "examples"
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A service of the shipped bundle in a process of its own."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PSC_")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "app.cli", "--bundle", str(SHIPPED_BUNDLE), "--port", "0", "--device", "cpu"],
-        cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True,
-    )
-    assert process.stderr is not None
-    line = next(line for line in process.stderr if "listening on" in line)
-    reader = threading.Thread(target=process.stderr.read, daemon=True)
-    reader.start()
-    address = line.split("listening on")[1].strip()
-    end = time.monotonic() + 60
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            if httpx.get(f"{address}/readyz").status_code == 200:
-                break
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
-    yield address
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
-    reader.join()
-    process.stderr.close()
+    """A service of the shipped bundle."""
+    with serve_shipped() as address:
+        yield address
 
 
 def ask(url: str, *files: tuple[str, bytes]) -> list[dict]:  # type: ignore[type-arg]
