@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from PIL import Image
 
 from psc_core import PSC, open_dataset
 from tests.conftest import ROOT, SHIPPED_BUNDLE
+from tests.psc_core.test_images import png_header_of
 from tests.served import serve_shipped
 
 EXAMPLES = ROOT / "artifacts" / "examples"
@@ -112,3 +114,35 @@ def test_every_batch_size_gives_the_same_probabilities(psc: PSC, mixed: list[tup
         start = (size * 7) % (65 - size)  # other neighbours at every size
         part = psc.predict(images[start : start + size]).probabilities
         torch.testing.assert_close(part, whole[start : start + size], atol=1e-5, rtol=0)
+
+
+def jpeg() -> bytes:
+    buffer = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"hello", 415, "expected one of JPEG"),
+        (jpeg()[:600], 422, "cut short"),
+        (png_header_of(10_000, 10_000), 413, "10000×10000"),
+        (b"", 400, "image"),
+    ],
+    ids=["not an image", "truncated JPEG", "100-megapixel header", "empty body"],
+)
+def test_bad_images_get_a_documented_problem_and_change_nothing(
+    url: str, body: bytes, status: int, words: str
+) -> None:
+    before = ask(url, example("clean.png"))
+    answer = httpx.post(f"{url}/predict", content=body, headers={"content-type": "image/png"})
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    problem = answer.json()
+    assert problem["status"] == status
+    assert words in problem["detail"]
+    together = httpx.post(f"{url}/predict", files=[("images", example("clean.png")), ("images", ("bad.png", body))])
+    assert together.status_code >= 400
+    assert "bad.png" in together.json()["detail"]
+    assert ask(url, example("clean.png")) == before
