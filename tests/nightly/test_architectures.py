@@ -1,0 +1,209 @@
+"""``psc-fit`` on whole networks of every family: fit, save, load, predict, on the CPU with random weights."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from psc_core import cli
+from psc_core.data import open_dataset
+from psc_core.networks import load_network
+from psc_core.pipeline import Outputs
+from psc_core.predictor import PSC
+from psc_core.preprocess import PRESETS, replace_size
+
+CLASSES = 10
+PER_CLASS = {"train": 6, "val": 5, "test": 2}
+
+
+class Checked(nn.Module):
+    """A network that cannot be traced: its forward pass looks at its input."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 12, 3, stride=2, padding=1), nn.ReLU(inplace=True))
+        self.body = nn.Sequential(nn.Conv2d(12, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
+        self.tail = nn.Conv2d(16, 24, 3, stride=2, padding=1)
+        self.fc = nn.Linear(24, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not bool(x.isfinite().all()):
+            raise ValueError("expected finite images")
+        return self.fc(self.tail(self.body(self.stem(x))).relu().mean((2, 3)))
+
+
+def untraceable(num_classes: int = CLASSES) -> nn.Module:
+    """A user's factory."""
+    return Checked(num_classes)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, the size of its input and the arguments it takes.
+
+    Attributes:
+        spec: As ``--model``.
+        size: Pixels of a side.
+        model_args: As ``--model-arg``.
+        method: How it is cut.
+    """
+
+    spec: str
+    size: int
+    model_args: tuple[str, ...] = ()
+    method: str = "graph"
+
+    @property
+    def id(self) -> str:
+        return self.spec.rpartition(":")[2]
+
+
+TINY = Case("tests.tiny:network", 32, ("in_channels=3",))
+CASES = [
+    Case("torchvision:resnet50", 64),
+    Case("torchvision:vgg16_bn", 32),
+    Case("torchvision:convnext_tiny", 64),
+    Case("torchvision:vit_b_16", 64, ("image_size=64",)),
+    Case("torchvision:swin_t", 64),
+    Case("tests.nightly.test_architectures:untraceable", 32, method="hooks"),
+]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
+    """``train/``, ``val/`` and ``test/`` in the ImageFolder layout, from the CIFAR-10 subset."""
+    root = tmp_path_factory.mktemp("images")
+    with tarfile.open(data_root / "cifar10-jpeg.tar.gz") as tar:
+        by_class: dict[str, list[tarfile.TarInfo]] = {}
+        for member in sorted(tar.getmembers(), key=lambda m: m.name):
+            if member.isfile() and "/train/" in member.name:
+                by_class.setdefault(member.name.split("/")[-2], []).append(member)
+        assert len(by_class) == CLASSES
+        for name, members in by_class.items():
+            rest = iter(members)
+            for split, count in PER_CLASS.items():
+                folder = root / split / name
+                folder.mkdir(parents=True)
+                for _ in range(count):
+                    member = next(rest)
+                    handle = tar.extractfile(member)
+                    assert handle is not None
+                    (folder / Path(member.name).name).write_bytes(handle.read())
+    return root
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A case with weights on disk, and the network itself."""
+
+    case: Case
+    net: nn.Module
+    folders: Path
+    weights: Path
+
+    def run(self, monkeypatch: pytest.MonkeyPatch, out: Path, *more: str) -> tuple[PSC, PSC]:
+        """``psc-fit``; the PSC that it wrote, as it was when written and as it is loaded."""
+        fitted: list[PSC] = []
+        save = PSC.save
+
+        def remembered(psc: PSC, path: Path) -> object:
+            fitted.append(psc)
+            return save(psc, path)
+
+        monkeypatch.setattr(PSC, "save", remembered)
+        args = ["--model", self.case.spec, "--weights", str(self.weights), "--train", str(self.folders / "train"),
+                "--val", str(self.folders / "val"), "--preset", "imagenet", "--size", str(self.case.size),
+                "--device", "cpu", "--batch-rows", "32", "--out", str(out), *more]
+        for pair in self.case.model_args:
+            args += ["--model-arg", pair]
+        assert cli.main(args) == 0
+        return fitted[0], PSC.load(out, device="cpu", allow_factories=(self.case.spec,))
+
+
+def images_of(case: Case, folders: Path) -> Tensor:
+    """Two images a class, ``uint8``."""
+    preprocess = replace_size(PRESETS["imagenet"], case.size)
+    return next(open_dataset(str(folders / "test"), split="test", preprocess=preprocess).batches(64)).images
+
+
+def set_up(case: Case, folders: Path, where: Path) -> Setup:
+    """Random weights, none of them at a special value (zero heads, unit norms), saved as safetensors.
+
+    Logits are standardised over some images, or a deep network's softmax would be the same 0s and 1 for all.
+    """
+    torch.manual_seed(0)
+    arguments = dict(pair.split("=") for pair in case.model_args)
+    net = load_network(case.spec, num_classes=CLASSES, model_args={k: int(v) for k, v in arguments.items()},
+                       allow_factories=(case.spec,))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+        logits = net(replace_size(PRESETS["imagenet"], case.size).normalise(images_of(case, folders)))
+        last = [module for module in net.modules() if isinstance(module, nn.Linear)][-1]
+        last.weight /= logits.std(0)[:, None]
+        last.bias.sub_(logits.mean(0)).div_(logits.std(0))
+    save_file(net.state_dict(), where / "net.safetensors")
+    return Setup(case, net, folders, where / "net.safetensors")
+
+
+def assert_loaded_is_fitted(fitted: PSC, loaded: PSC, images: Tensor) -> None:
+    """Finite, and equal to 1e-5 at batch sizes 1, 3 and 8."""
+    with torch.inference_mode():
+        expected = Outputs.unpack(fitted.pipeline(images[:8]))
+        for size in (1, 3, 8):
+            got = Outputs.unpack(torch.cat([loaded.pipeline(part) for part in images[:8].split(size)]))
+            assert all(bool(field.isfinite().all()) for field in got)
+            for name in ("probabilities", "predictive_entropy", "epistemic", "log_density"):
+                torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
+            # A p-value is a rank: the last digit of a density may cross one calibration score.
+            step = 1.5 / (len(fitted.calibration) + 1)
+            torch.testing.assert_close(got.ood_p_value, expected.ood_p_value, rtol=0, atol=step)
+
+
+def assert_base_is_the_network(setup: Setup, psc: PSC, images: Tensor) -> None:
+    """``--predictions base`` gives the original network's softmax."""
+    with torch.inference_mode():
+        expected = setup.net(psc.preprocess.normalise(images)).softmax(1)
+    assert float(expected.std(0).min()) > 0.01  # images do differ
+    assert psc.predictions == "base"
+    torch.testing.assert_close(psc.predict(images).probabilities, expected, rtol=0, atol=1e-5)
+
+
+def check(setup: Setup, monkeypatch: pytest.MonkeyPatch, where: Path) -> None:
+    """Both kinds of predictions, the second at the layer that the first chose."""
+    images = images_of(setup.case, setup.folders)
+    fitted, loaded = setup.run(monkeypatch, where / "psc")
+    assert loaded.pipeline.backbone.method == setup.case.method
+    assert loaded.version and len(loaded.classes) == CLASSES
+    assert_loaded_is_fitted(fitted, loaded, images)
+    monkeypatch.undo()
+
+    pattern = "^(" + "|".join(name.replace(".", r"\.") for name in loaded.layers) + ")$"
+    fitted, loaded = setup.run(monkeypatch, where / "base", "--predictions", "base", "--layers", pattern)
+    assert_loaded_is_fitted(fitted, loaded, images)
+    assert_base_is_the_network(setup, loaded, images)
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[Path]:
+    """A folder emptied afterwards: weights and bundles of a VGG take gigabytes."""
+    yield tmp_path
+    for file in tmp_path.rglob("*.safetensors"):
+        file.unlink()
+
+
+def test_a_small_network(folders: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(set_up(TINY, folders, scratch), monkeypatch, scratch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_family(case: Case, folders: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(set_up(case, folders, scratch), monkeypatch, scratch)
