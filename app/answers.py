@@ -164,17 +164,18 @@ def explanations_json(
     for image in range(len(verdict.class_index)):
         deviation = arrays["component_deviation"][image]
         unusual = np.argsort(-np.abs(deviation), kind="stable")[:UNUSUAL_COMPONENTS]
-        explanations.append({
-            "nearest_class": classes[int(arrays["nearest_class"][image])],
-            "class_distances": arrays["class_distances"][image],
-            "unusual_components": [
-                {"component": int(component), "deviation": float(deviation[component])}
-                for component in unusual
-            ],
-            "calibration_rank": float(verdict.ood_p_value[image]),
-            "aleatoric": _scalar(arrays.get("aleatoric"), image),
-            "epistemic": _scalar(arrays.get("epistemic"), image),
-        })
+        explanations.append(
+            {
+                "nearest_class": classes[int(arrays["nearest_class"][image])],
+                "class_distances": arrays["class_distances"][image],
+                "unusual_components": [
+                    {"component": int(component), "deviation": float(deviation[component])} for component in unusual
+                ],
+                "calibration_rank": float(verdict.ood_p_value[image]),
+                "aleatoric": _scalar(arrays.get("aleatoric"), image),
+                "epistemic": _scalar(arrays.get("epistemic"), image),
+            }
+        )
     return explanations
 
 

@@ -348,9 +348,7 @@ class BatchQueue:
         """See :meth:`Batcher.reserve`; the deadline is ``deadline_s`` seconds from now."""
         now = self.clock()
         with self._condition:
-            return self._batcher.reserve(
-                count, now=now, deadline=now + deadline_s, lane=lane, payload=payload
-            )
+            return self._batcher.reserve(count, now=now, deadline=now + deadline_s, lane=lane, payload=payload)
 
     def put(self, jobs: list[Job]) -> None:
         """Queue reserved jobs and wake the device thread once."""

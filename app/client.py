@@ -136,9 +136,7 @@ def _part(image: ImageInput, index: int) -> tuple[str, tuple[str, bytes, str]]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise InputError(
-            f"expected an image file at {path}, got: {error.strerror}; check the path"
-        ) from error
+        raise InputError(f"expected an image file at {path}, got: {error.strerror}; check the path") from error
     return ("images", (path.name, data, "application/octet-stream"))
 
 

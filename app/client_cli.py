@@ -61,9 +61,7 @@ def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
         "all images judged, 2 something you can change (file, flag, URL, key, busy service), 1 the service "
         "failed.",
     )
-    parser.add_argument(
-        "images", nargs="+", metavar="IMAGE", help="image file: JPEG, PNG, WebP, BMP, GIF, TIFF"
-    )
+    parser.add_argument("images", nargs="+", metavar="IMAGE", help="image file: JPEG, PNG, WebP, BMP, GIF, TIFF")
     parser.add_argument(
         "--url",
         default=environment.get(URL_VARIABLE, DEFAULT_URL),

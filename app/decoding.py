@@ -103,9 +103,7 @@ class Decoder:
                 if not wanted():
                     break
                 try:
-                    images[index] = self._preprocess.from_bytes(
-                        uploads[index].data, max_pixels=self._max_pixels
-                    )
+                    images[index] = self._preprocess.from_bytes(uploads[index].data, max_pixels=self._max_pixels)
                 except ImageError as error:
                     task.fail(index, ImageRefused(index, uploads[index].name, error))
                     break

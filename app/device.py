@@ -218,9 +218,7 @@ class DeviceThread:
             self._probe()
         if batch.size == 1:
             part = batch.slices[0]
-            failure: Exception = InferenceFailed(
-                f"image {part.start}: the network failed on this image; it was logged"
-            )
+            failure: Exception = InferenceFailed(f"image {part.start}: the network failed on this image; it was logged")
             if is_out_of_memory(error):
                 failure = DeviceError("expected memory for one image on the device, there was none; retry")
             self._queue.call(lambda batcher, now: batcher.fail(part.job, failure))

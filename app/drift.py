@@ -86,9 +86,7 @@ class DriftMonitor:
         window: int = 1000,
     ) -> None:
         if calibration_count < 1:
-            raise ValueError(
-                f"expected at least 1 calibration image, got {calibration_count}; calibrate the bundle"
-            )
+            raise ValueError(f"expected at least 1 calibration image, got {calibration_count}; calibrate the bundle")
         if not 0.0 < alpha < 1.0:
             raise ValueError(f"expected alpha between 0 and 1, got {alpha}; use for example 0.05")
         if not 0.0 < false_alarm_probability < 1.0:

@@ -230,9 +230,7 @@ class Engine:
         jobs, self._arrivals = self._arrivals, []
         self._queue.put(jobs)
 
-    def _decoded(
-        self, job: Job, images: npt.NDArray[np.uint8], error: Exception | None, began: float
-    ) -> None:
+    def _decoded(self, job: Job, images: npt.NDArray[np.uint8], error: Exception | None, began: float) -> None:
         self._metrics.decoded(self._clock() - began, len(images))
         if error is None:
             self._tell(self._arrive, job, images)

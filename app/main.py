@@ -82,9 +82,7 @@ def _add_middleware(app: FastAPI, settings: Settings, service: Service) -> None:
         )
     if settings.allowed_hosts:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.allowed_hosts)
-    app.add_middleware(
-        BodyLimit, max_bytes=settings.max_body_bytes, max_buffered_bytes=settings.max_buffered_bytes
-    )
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, max_buffered_bytes=settings.max_buffered_bytes)
     app.add_middleware(Requests, service=service)
     app.add_middleware(tracing.TraceMiddleware)
 

@@ -90,9 +90,7 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
     return problem_response(Problem(400, f"{TYPE_PREFIX}malformed", "Malformed request", detail, "malformed"))
 
 
-_RETRY_AFTER: Final = {
-    "Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 1}}
-}
+_RETRY_AFTER: Final = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 1}}}
 _DESCRIPTIONS: Final = {
     400: "The body or a parameter does not follow this interface.",
     401: "API key missing or unknown.",

@@ -339,9 +339,7 @@ class Registry:
         self._served[served.name] = served
         if old is not None:
             old.hide()
-            task = asyncio.get_running_loop().create_task(
-                old.engine.close(within_s=self._settings.deadline_seconds)
-            )
+            task = asyncio.get_running_loop().create_task(old.engine.close(within_s=self._settings.deadline_seconds))
             self._retiring.add(task)
             task.add_done_callback(self._retiring.discard)
         served.show()

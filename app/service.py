@@ -50,17 +50,13 @@ class Service:
         draining: Whether the service is about to end.
     """
 
-    def __init__(
-        self, settings: Settings, loader: Loader, models: Mapping[str, Model] | None = None
-    ) -> None:
+    def __init__(self, settings: Settings, loader: Loader, models: Mapping[str, Model] | None = None) -> None:
         self.settings = settings
         self.metrics = Metrics()
         self.keys = ApiKeys.from_settings(settings)
         self.guard: Callable[[Request], Awaitable[None]] = require(self.keys.predict)
         self._admin_guard = require(self.keys.admin)
-        self.registry = Registry(
-            settings, self.metrics, loader=loader, models=models, on_failure=self._device_failed
-        )
+        self.registry = Registry(settings, self.metrics, loader=loader, models=models, on_failure=self._device_failed)
         self.exit_code = 0
         self.exit_message = ""
         self.on_fatal: Callable[[], None] = lambda: None

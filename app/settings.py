@@ -89,12 +89,8 @@ class Settings(BaseSettings):
     )
     max_images_per_request: int = Field(default=512, ge=1, description="Most images in one request.")
     max_pixels: int = Field(default=50_000_000, ge=1, description="Largest width × height of an image.")
-    max_fields: int = Field(
-        default=1024, ge=1, description="Most multipart fields in one request, images included."
-    )
-    max_requests: int = Field(
-        default=4096, ge=1, description="Most requests being answered at once; beyond it: 429."
-    )
+    max_fields: int = Field(default=1024, ge=1, description="Most multipart fields in one request, images included.")
+    max_requests: int = Field(default=4096, ge=1, description="Most requests being answered at once; beyond it: 429.")
     upload_seconds: float = Field(
         default=60.0, gt=0, description="A body must have arrived within this time, or the answer is 408."
     )
@@ -135,15 +131,14 @@ class Settings(BaseSettings):
     )
     access_log: bool = Field(default=False, description="One log line for each request.")
     otel: bool = Field(default=False, description="Export traces with OpenTelemetry (extra `psc[otel]`).")
-    drift_window: int = Field(
-        default=1000, ge=1, description="Images in the window of `psc_drift_window_ood_rate`."
-    )
+    drift_window: int = Field(default=1000, ge=1, description="Images in the window of `psc_drift_window_ood_rate`.")
     drift_false_alarm: float = Field(
         default=0.01, gt=0, lt=1, description="Bound on the probability of a false drift alarm, ever."
     )
 
-    @field_validator("bundle", "allow_factories", "api_keys", "admin_keys", "cors_origins",
-                     "allowed_hosts", mode="before")
+    @field_validator(
+        "bundle", "allow_factories", "api_keys", "admin_keys", "cors_origins", "allowed_hosts", mode="before"
+    )
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):

@@ -165,9 +165,7 @@ class GraphStep:
 
     slots = 2
 
-    def __init__(
-        self, network: Network, shape: tuple[int, int, int], *, max_batch: int, device: torch.device
-    ) -> None:
+    def __init__(self, network: Network, shape: tuple[int, int, int], *, max_batch: int, device: torch.device) -> None:
         self._network = network
         self._device = device
         self._buckets = buckets_to(max_batch)
@@ -193,9 +191,7 @@ class GraphStep:
                     self._network(images)
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(
-                graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 rows = self._network(images).float()
             self._graphs[count] = (graph, rows)
         largest = self._graphs[self._buckets[-1]][1]

@@ -41,9 +41,7 @@ class Supervisor:
         drain_seconds: How long children may take to end.
     """
 
-    def __init__(
-        self, command: Sequence[str], listener: socket.socket, *, workers: int, drain_seconds: float
-    ) -> None:
+    def __init__(self, command: Sequence[str], listener: socket.socket, *, workers: int, drain_seconds: float) -> None:
         self._command = list(command)
         self._listener = listener
         self._workers = workers

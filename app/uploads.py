@@ -179,8 +179,15 @@ async def _read_multipart(request: Request, limits: UploadLimits) -> list[Upload
         raise MalformedRequest("expected a boundary in the Content-Type; let the HTTP client set it")
     parts = _Parts(limits)
     names = (
-        "part_begin", "part_data", "part_end", "header_begin", "header_field", "header_value", "header_end",
-        "headers_finished", "end",
+        "part_begin",
+        "part_data",
+        "part_end",
+        "header_begin",
+        "header_field",
+        "header_value",
+        "header_end",
+        "headers_finished",
+        "end",
     )
     try:
         callbacks: Any = {f"on_{name}": getattr(parts, f"on_{name}") for name in names}

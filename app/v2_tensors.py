@@ -164,9 +164,7 @@ def build_response(
             output["parameters"] = {"binary_data_size": len(buffers[-1])}
         else:
             values = tensor.values
-            output["data"] = (
-                np.ascontiguousarray(values).ravel() if isinstance(values, np.ndarray) else values
-            )
+            output["data"] = np.ascontiguousarray(values).ravel() if isinstance(values, np.ndarray) else values
         outputs.append(output)
     document = orjson.dumps({**head, "outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY)
     return (b"".join((document, *buffers)), len(document)) if buffers else (document, None)
@@ -207,9 +205,7 @@ def _tensors(document: Json, rest: memoryview) -> list[InputTensor]:
         if not isinstance(name, str) or not isinstance(datatype, str) or not isinstance(shape, list):
             raise MalformedRequest("expected every input to have name, datatype and shape; correct it")
         if not all(type(size) is int and size >= 0 for size in shape):
-            raise MalformedRequest(
-                f"input {name!r}: expected a shape of whole numbers ≥ 0, got {reprlib.repr(shape)}"
-            )
+            raise MalformedRequest(f"input {name!r}: expected a shape of whole numbers ≥ 0, got {reprlib.repr(shape)}")
         parameters = _object(entry, "parameters")
         _refuse_unsupported(name, parameters)
         size = parameters.get("binary_data_size")
@@ -239,9 +235,7 @@ def _wanted(document: Json, output_names: Sequence[str], default: bool) -> dict[
     for entry in _objects(document, "outputs"):
         name = entry.get("name")
         if not isinstance(name, str) or name not in output_names:
-            raise MalformedRequest(
-                f"expected outputs among {', '.join(output_names)}, got {name!r}; correct it"
-            )
+            raise MalformedRequest(f"expected outputs among {', '.join(output_names)}, got {name!r}; correct it")
         if name in wanted:
             raise MalformedRequest(f"expected each output once, got {name!r} again; leave one out")
         parameters = _object(entry, "parameters")
@@ -256,15 +250,12 @@ def _layout(tensor: InputTensor, shape: tuple[int, int, int]) -> str:
     sizes = {"NHWC": (height, width, channels), "NCHW": (channels, height, width)}
     named = tensor.parameters.get("layout")
     if named is not None and named not in LAYOUTS:
-        raise MalformedRequest(
-            f"input {tensor.name!r}: expected layout NHWC or NCHW, got {named!r}; correct it"
-        )
+        raise MalformedRequest(f"input {tensor.name!r}: expected layout NHWC or NCHW, got {named!r}; correct it")
     for layout in LAYOUTS if named is None else (named,):
         if len(tensor.shape) == 4 and tensor.shape[1:] == sizes[layout]:
             return layout
     choices = " or ".join(
-        f"[n, {', '.join(map(str, sizes[layout]))}] ({layout})"
-        for layout in (LAYOUTS if named is None else (named,))
+        f"[n, {', '.join(map(str, sizes[layout]))}] ({layout})" for layout in (LAYOUTS if named is None else (named,))
     )
     raise _bad_shape(tensor, f"{choices}; images of other sizes go as {ENCODED_INPUT!r}")
 
@@ -278,9 +269,7 @@ def _pixels(tensor: InputTensor) -> npt.NDArray[np.uint8]:
     try:
         values = np.asarray(tensor.data)
     except ValueError as error:
-        raise MalformedRequest(
-            f"input {tensor.name!r}: expected rows of equal length; correct data"
-        ) from error
+        raise MalformedRequest(f"input {tensor.name!r}: expected rows of equal length; correct data") from error
     if values.size != size:
         raise _bad_size(tensor, size, values.size, "values")
     if values.dtype.kind not in "iu" or values.min() < 0 or values.max() > 255:
@@ -352,9 +341,7 @@ def _refuse_unsupported(name: str, parameters: Json) -> None:
 
 
 def _bad_shape(tensor: InputTensor, expected: str) -> MalformedRequest:
-    return MalformedRequest(
-        f"input {tensor.name!r}: expected shape {expected}; got {reprlib.repr(list(tensor.shape))}"
-    )
+    return MalformedRequest(f"input {tensor.name!r}: expected shape {expected}; got {reprlib.repr(list(tensor.shape))}")
 
 
 def _bad_size(tensor: InputTensor, expected: int, got: int, unit: str) -> MalformedRequest:

@@ -141,7 +141,9 @@ def fit_baselines(
     features, rows, row_labels = _training_features(backbone, train, compute, bank_images, seed)
     unit = functional.normalize(features)
     return Baselines(
-        backbone, train.preprocess, temperature,
+        backbone,
+        train.preprocess,
+        temperature,
         gda=_full_density(features, rows, row_labels, kind="gda"),
         mahalanobis=_full_density(unit, rows, row_labels, kind="tied"),
         bank=unit,

@@ -61,6 +61,23 @@ class Bundle:
     parts: Mapping[str, Mapping[str, Tensor]]
 
 
+def check_target(path: Path) -> None:
+    """Refuse a place where a bundle cannot be written, before hours are spent on it.
+
+    Raises:
+        BundleError: ``path`` is a file, holds files that are no bundle, or its parent cannot be written to.
+    """
+    if path.exists() and not path.is_dir():
+        raise BundleError(f"expected {path} to be a directory or new, it is a file; choose another")
+    if path.exists() and any(path.iterdir()) and not (path / "manifest.json").exists():
+        raise BundleError(f"expected {path} to be new, empty or a bundle, it holds other files; choose another")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise BundleError(f"expected to write to {path.parent}, {error.strerror}; choose another place") from error
+
+
 def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapping[str, Tensor]]) -> Manifest:
     """Write ``parts`` and a manifest of ``fields`` to the directory ``path``, replacing a bundle there.
 
@@ -75,8 +92,7 @@ def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapp
     Raises:
         BundleError: ``path`` exists and is not a bundle.
     """
-    if path.exists() and any(path.iterdir()) and not (path / "manifest.json").exists():
-        raise BundleError(f"expected {path} to be new, empty or a bundle, it holds other files; choose another")
+    check_target(path)
     blobs = {f"{part}.safetensors": _serialise(tensors) for part, tensors in parts.items()}
     files = {name: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for name, blob in blobs.items()}
     body = json.loads(json.dumps({**fields, "schema_version": SCHEMA, "files": files}, allow_nan=False))
@@ -133,8 +149,10 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
     if too_deep:
         raise BundleError(f"{file}: expected at most {MAX_DEPTH} levels of nesting; fit the bundle again")
     if isinstance(body, dict) and body.get("schema_version") != SCHEMA:
-        raise BundleError(f"{file}: expected schema_version {SCHEMA}, got {short(body.get('schema_version'))}; use "
-                          "the release that wrote it or fit again")
+        raise BundleError(
+            f"{file}: expected schema_version {SCHEMA}, got {short(body.get('schema_version'))}; use "
+            "the release that wrote it or fit again"
+        )
     try:
         return Manifest.model_validate(body), manifest_digest(body)
     except ValidationError as error:
@@ -156,11 +174,12 @@ def read_bundle(path: Path) -> Bundle:
         BundleError: Anything that is missing, extra, altered, damaged or not finite, by name.
     """
     manifest, version = _parse_manifest(path)
-    parts = {name.removesuffix(".safetensors"): _read_part(path, name, entry)
-             for name, entry in manifest.files.items()}
+    parts = {name.removesuffix(".safetensors"): _read_part(path, name, entry) for name, entry in manifest.files.items()}
     if manifest.version != version:
-        raise BundleError(f"{path}: expected version {version}, the digest of manifest.json, it says "
-                          f"{manifest.version}; the manifest was edited, copy the bundle again")
+        raise BundleError(
+            f"{path}: expected version {version}, the digest of manifest.json, it says "
+            f"{manifest.version}; the manifest was edited, copy the bundle again"
+        )
     return Bundle(manifest, parts)
 
 
@@ -192,8 +211,10 @@ def check_shapes(part: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, 
         raise BundleError(f"expected {part} tensors {sorted(shapes)}, got {short(sorted(tensors))}; fit it again")
     for name, shape in shapes.items():
         if tuple(tensors[name].shape) != shape:
-            raise BundleError(f"expected {part}.{name} of shape {shape}, got {tuple(tensors[name].shape)}; the bundle "
-                              "is inconsistent, fit it again")
+            raise BundleError(
+                f"expected {part}.{name} of shape {shape}, got {tuple(tensors[name].shape)}; the bundle "
+                "is inconsistent, fit it again"
+            )
 
 
 def _read_part(folder: Path, name: str, entry: FileEntry) -> dict[str, Tensor]:
@@ -203,16 +224,20 @@ def _read_part(folder: Path, name: str, entry: FileEntry) -> dict[str, Tensor]:
         raise BundleError(f"{file}: expected {entry.bytes} bytes, got {len(blob)}; copy the bundle again")
     digest = hashlib.sha256(blob).hexdigest()
     if digest != entry.sha256:
-        raise BundleError(f"{file}: expected SHA-256 {entry.sha256[:12]}…, got {digest[:12]}…; the file was altered "
-                          "or damaged, copy the bundle again")
+        raise BundleError(
+            f"{file}: expected SHA-256 {entry.sha256[:12]}…, got {digest[:12]}…; the file was altered "
+            "or damaged, copy the bundle again"
+        )
     try:
         tensors: dict[str, Tensor] = load_tensors(blob)
     except (SafetensorError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise BundleError(f"{file}: expected safetensors, {error}") from error
     for key, tensor in tensors.items():
         if tensor.dtype not in _DTYPES or tensor.ndim > MAX_AXES:
-            raise BundleError(f"{file}: tensor {short(key)} has the type {tensor.dtype} and {tensor.ndim} axes, which "
-                              "no bundle holds; fit it again")
+            raise BundleError(
+                f"{file}: tensor {short(key)} has the type {tensor.dtype} and {tensor.ndim} axes, which "
+                "no bundle holds; fit it again"
+            )
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise BundleError(f"{file}: tensor {short(key)} has NaN or infinite values; fit the bundle again")
     return tensors

@@ -119,11 +119,15 @@ class Calibration:
             and (part.diff() >= 0).all() for part in scores
         )  # fmt: skip
         if not whole or len({len(part) for part in [*scores, labels]}) != 1 or len(labels) == 0:
-            raise BundleError("expected ascending finite float32 calibration scores of one length, got "
-                              f"{[(str(part.dtype), tuple(part.shape)) for part in scores]}; fit it again")
+            raise BundleError(
+                "expected ascending finite float32 calibration scores of one length, got "
+                f"{[(str(part.dtype), tuple(part.shape)) for part in scores]}; fit it again"
+            )
         if labels.dtype != torch.int64 or labels.min() < 0 or labels.max() >= classes:
-            raise BundleError(f"expected int64 calibration labels 0 … {classes - 1}, got {labels.dtype} "
-                              f"{int(labels.min())} … {int(labels.max())}; fit it again")
+            raise BundleError(
+                f"expected int64 calibration labels 0 … {classes - 1}, got {labels.dtype} "
+                f"{int(labels.min())} … {int(labels.max())}; fit it again"
+            )
         return cls(scores[0], scores[1], scores[2], labels, classes)
 
     def _check_alpha(self, alpha: float) -> int:
@@ -145,8 +149,10 @@ class Calibration:
         rank = _ceil((len(self) + 1) * fraction)
         if rank > len(self):
             needed = _ceil(fraction / (1 - fraction))
-            raise UsageError(f"expected {name} ≤ n/(n + 1) with n = {len(self)} calibration images, got "
-                             f"{fraction:g}; lower it or calibrate with at least {needed} images")
+            raise UsageError(
+                f"expected {name} ≤ n/(n + 1) with n = {len(self)} calibration images, got "
+                f"{fraction:g}; lower it or calibrate with at least {needed} images"
+            )
         return rank
 
 
@@ -170,17 +176,23 @@ def fit_calibration(
     """
     lengths = {len(log_density), len(entropy), len(probabilities), len(labels)}
     if len(lengths) != 1 or len(labels) == 0:
-        raise FitError(f"expected scores of the same calibration images, at least one, got {sorted(lengths)} "
-                       "rows; give one label for each image")
+        raise FitError(
+            f"expected scores of the same calibration images, at least one, got {sorted(lengths)} "
+            "rows; give one label for each image"
+        )
     classes = probabilities.shape[1]
     if labels.min() < 0 or labels.max() >= classes:
-        raise FitError(f"expected calibration labels 0 … {classes - 1}, got {int(labels.min())} … "
-                       f"{int(labels.max())}; check the classes of the calibration images")
+        raise FitError(
+            f"expected calibration labels 0 … {classes - 1}, got {int(labels.min())} … "
+            f"{int(labels.max())}; check the classes of the calibration images"
+        )
     given = probabilities.gather(1, labels[:, None])[:, 0].float()
     for name, scores in (("log-densities", log_density), ("entropies", entropy), ("probabilities", given)):
         if not scores.isfinite().all():
-            raise FitError(f"expected finite {name} of calibration images, got "
-                           f"{int((~scores.isfinite()).sum())} that are not; check the precision")
+            raise FitError(
+                f"expected finite {name} of calibration images, got "
+                f"{int((~scores.isfinite()).sum())} that are not; check the precision"
+            )
     order = given.argsort(stable=True)
     return Calibration(
         scores=log_density.float().sort().values,
@@ -219,9 +231,7 @@ def ambiguity_threshold(
     return min(limit, float(ascending[kept[-1]])) if len(kept) else limit
 
 
-def conformal_p_values(
-    ascending: Float[Tensor, " n"], log_density: Float[Tensor, " batch"]
-) -> Float[Tensor, " batch"]:
+def conformal_p_values(ascending: Float[Tensor, " n"], log_density: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
     """``(1 + #{calibration ≤ this}) / (n + 1)`` by binary search; the least possible for NaN.
 
     Args:

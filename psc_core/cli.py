@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psc_core import cli_options
+from psc_core.errors import UsageError
 from psc_core.stations import StationStore
 from psc_core.version import __version__
 
@@ -30,14 +31,23 @@ package.module:factory.  Several processes: torchrun --nproc-per-node N -m psc_c
 def parser() -> argparse.ArgumentParser:
     """The command line of ``psc-fit``."""
     cli = argparse.ArgumentParser(
-        prog="psc-fit", description="Fit uncertainty to a trained image classifier, without retraining it.",
-        epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter)
+        prog="psc-fit",
+        description="Fit uncertainty to a trained image classifier, without retraining it.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     cli.add_argument("--version", action="version", version=f"psc {__version__}")
     net = cli.add_argument_group("network")
-    net.add_argument("--model", required=True, metavar="SPEC",
-                     help="torchvision:NAME, timm:NAME or package.module:factory")
-    net.add_argument("--model-arg", action="append", default=[], metavar="K=V",
-                     help="argument of the network's constructor; repeat for more (stem=small, in_channels=1, …)")
+    net.add_argument(
+        "--model", required=True, metavar="SPEC", help="torchvision:NAME, timm:NAME or package.module:factory"
+    )
+    net.add_argument(
+        "--model-arg",
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="argument of the network's constructor; repeat for more (stem=small, in_channels=1, …)",
+    )
     net.add_argument("--weights", type=Path, required=True, metavar="FILE", help="state dict, .safetensors")
     data = cli.add_argument_group("data")
     data.add_argument("--train", required=True, metavar="DIR", help="training images")
@@ -46,34 +56,81 @@ def parser() -> argparse.ArgumentParser:
     method = cli.add_argument_group("method")
     method.add_argument("--layer", default="auto", metavar="NAME", help="candidate layer, or auto (default)")
     method.add_argument("--layers", metavar="REGEX", help="measure only layers whose name matches")
-    method.add_argument("--granularity", choices=("operations", "blocks", "all"), default="operations",
-                        help="which modules are layers (default: operations, the paper's)")
+    method.add_argument(
+        "--granularity",
+        choices=("operations", "blocks", "all"),
+        default="operations",
+        help="which modules are layers (default: operations, the paper's)",
+    )
     method.add_argument("--epsilon", type=float, default=0.2, help="collapse cut-off for NC1 (default: 0.2)")
-    method.add_argument("--c-proj", type=cli_options.positive_or_auto, default=None, metavar="N|auto",
-                        help="channel components (default: auto)")
-    method.add_argument("--d-proj", type=cli_options.positive_or_auto, default=None, metavar="N|auto",
-                        help="spatial components (default: auto)")
-    method.add_argument("--minimum-dim", type=int, default=64, metavar="N",
-                        help="smallest c·d that auto considers (default: 64)")
+    method.add_argument(
+        "--c-proj",
+        type=cli_options.positive_or_auto,
+        default=None,
+        metavar="N|auto",
+        help="channel components (default: auto)",
+    )
+    method.add_argument(
+        "--d-proj",
+        type=cli_options.positive_or_auto,
+        default=None,
+        metavar="N|auto",
+        help="spatial components (default: auto)",
+    )
+    method.add_argument(
+        "--minimum-dim",
+        type=cli_options.positive,
+        default=64,
+        metavar="N",
+        help="smallest c·d that auto considers (default: 64)",
+    )
     method.add_argument("--no-second-scaling", action="store_true", help="do not standardise z")
     method.add_argument("--density", choices=("gda", "tied", "gda++", "rmd"), default="gda")
-    method.add_argument("--pca", type=cli_options.positive_or_auto, default=None, metavar="N|auto",
-                        help="dimension the density works in (default: auto)")
+    method.add_argument(
+        "--pca",
+        type=cli_options.positive_or_auto,
+        default=None,
+        metavar="N|auto",
+        help="dimension the density works in (default: auto)",
+    )
     method.add_argument("--head", choices=("laplace", "sngp", "duq"), default="laplace")
-    method.add_argument("--predictions", choices=("psc", "base"), default="psc",
-                        help="psc: the head's; base: the network's own, unchanged, with the density beside them")
-    method.add_argument("--alpha", type=cli_options.open_unit_interval, default=0.05,
-                        help="false-alarm rate of the OOD decision (default: 0.05)")
-    method.add_argument("--coverage", type=cli_options.open_unit_interval, default=0.95,
-                        help="coverage of the prediction sets (default: 0.95)")
-    method.add_argument("--risk", type=cli_options.open_unit_interval, default=0.05,
-                        help="error rate that images below the ambiguity threshold should have (default: 0.05)")
+    method.add_argument(
+        "--predictions",
+        choices=("psc", "base"),
+        default="psc",
+        help="psc: the head's; base: the network's own, unchanged, with the density beside them",
+    )
+    method.add_argument(
+        "--alpha",
+        type=cli_options.open_unit_interval,
+        default=0.05,
+        help="false-alarm rate of the OOD decision (default: 0.05)",
+    )
+    method.add_argument(
+        "--coverage",
+        type=cli_options.open_unit_interval,
+        default=0.95,
+        help="coverage of the prediction sets (default: 0.95)",
+    )
+    method.add_argument(
+        "--risk",
+        type=cli_options.open_unit_interval,
+        default=0.05,
+        help="error rate that images below the ambiguity threshold should have (default: 0.05)",
+    )
     run = cli.add_argument_group("run")
     run.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     run.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    run.add_argument("--batch-rows", type=int, default=256, help="images sent through the network at once")
-    run.add_argument("--max-memory", type=cli_options.byte_count, default=1 << 30, metavar="SIZE",
-                     help="budget of one station's statistics (default: 1G)")
+    run.add_argument(
+        "--batch-rows", type=cli_options.positive, default=256, help="images sent through the network at once"
+    )
+    run.add_argument(
+        "--max-memory",
+        type=cli_options.byte_count,
+        default=1 << 30,
+        metavar="SIZE",
+        help="budget of one station's statistics (default: 1G)",
+    )
     run.add_argument("--distributed", action="store_true", help="be one of the processes that torchrun started")
     run.add_argument("--fresh", action="store_true", help="ignore stations of an interrupted run")
     run.add_argument("--seed", type=int, default=0)
@@ -90,11 +147,18 @@ def fit(args: argparse.Namespace) -> None:
     from psc_core.fit import FitOptions
     from psc_core.networks import load_network
 
+    args.out = args.out.resolve()
+    args.name = args.name or args.out.name
     preprocess = cli_options.preprocess_from(args)
     train = open_dataset(args.train, split="train", preprocess=preprocess)
     val = open_dataset(args.val, split="val", preprocess=preprocess)
-    net = load_network(args.model, weights=args.weights, num_classes=len(train.classes),
-                       model_args=cli_options.key_values(args.model_arg), allow_factories=(args.model,))
+    net = load_network(
+        args.model,
+        weights=args.weights,
+        num_classes=len(train.classes),
+        model_args=cli_options.key_values(args.model_arg),
+        allow_factories=(args.model,),
+    )
     device = resolve_device(args.device)
     reducer = Reducer.start() if args.distributed else Reducer()
     options = FitOptions(device, args.precision, args.batch_rows, args.epsilon, args.max_memory, args.seed, reducer)
@@ -105,19 +169,30 @@ def _run_stations(
     args: argparse.Namespace, net: nn.Module, train: ImageDataset, val: ImageDataset, options: FitOptions
 ) -> None:
     from psc_core import fit as station
+    from psc_core.bundle import check_target
+    from psc_core.manifest import MAX_NAME
 
+    check_target(args.out)
+    if len(args.name) > MAX_NAME:
+        raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(args.name)}")
+    station.check_promises(val, alpha=args.alpha, coverage=args.coverage, options=options)
     first = options.reducer.rank == 0
     say = print if first else _silent
     say(f"train: {train.name}, {len(train)} images, {len(train.classes)} classes; val: {val.name}, {len(val)} images")
     provenance = _provenance(args, train, val)
-    job = {**provenance, "settings": {key: getattr(args, key) for key in _SETTINGS if key not in _LATE_SETTINGS},
-           "preprocess": train.preprocess.to_json(), "device": options.compute().device.type}
+    job = {
+        **provenance,
+        "settings": {key: getattr(args, key) for key in _SETTINGS if key not in _LATE_SETTINGS},
+        "preprocess": train.preprocess.to_json(),
+        "device": options.compute().device.type,
+    }
     store = StationStore(args.out.with_name(f".{args.out.name}.stations"), job, fresh=args.fresh)
 
     report = store.agreed(store.load_collapse(), options.reducer)
     if report is None:
-        report = station.measure_collapse(net, train, val, layers=args.layers, granularity=args.granularity,
-                                          options=options)
+        report = station.measure_collapse(
+            net, train, val, layers=args.layers, granularity=args.granularity, options=options
+        )
         store.save_collapse(report, writer=first)
     candidate = report.candidate(None if args.layer == "auto" else args.layer)
     say(report.table(candidate))
@@ -125,32 +200,73 @@ def _run_stations(
     projection = store.agreed(store.load_projection(), options.reducer)
     if projection is None:
         projection = station.fit_projection(
-            net, candidate, train, val, c_proj=args.c_proj, d_proj=args.d_proj, minimum_dim=args.minimum_dim,
-            second_scaling=not args.no_second_scaling, options=options)
+            net,
+            candidate,
+            train,
+            val,
+            c_proj=args.c_proj,
+            d_proj=args.d_proj,
+            minimum_dim=args.minimum_dim,
+            second_scaling=not args.no_second_scaling,
+            options=options,
+        )
         store.save_projection(projection, writer=first)
     say(projection.report.summary(max(report.layer(name).nc4 for name in candidate.layers)))
 
     psc = station.fit_psc(
-        net, candidate, projection, train, val, head=args.head, density=args.density, pca=args.pca,
-        predictions=args.predictions, alpha=args.alpha, coverage=args.coverage,
-        risk=args.risk, name=args.name or args.out.name,
-        provenance=provenance, collapse_report=report, options=options)
+        net,
+        candidate,
+        projection,
+        train,
+        val,
+        head=args.head,
+        density=args.density,
+        pca=args.pca,
+        predictions=args.predictions,
+        alpha=args.alpha,
+        coverage=args.coverage,
+        risk=args.risk,
+        name=args.name,
+        provenance=provenance,
+        collapse_report=report,
+        options=options,
+    )
     if first:
         manifest = psc.save(args.out)
         (args.out / "collapse.csv").write_text(report.to_csv())
         store.clear()
         metrics = manifest.metrics
-        say(f"wrote {args.out} (version {manifest.version}): validation accuracy {metrics['accuracy']:.4f}, "
-            f"NLL {metrics['nll_nats']:.4f} nats, ECE {metrics['ece']:.4f}")
+        say(
+            f"wrote {args.out} (version {manifest.version}): validation accuracy {metrics['accuracy']:.4f}, "
+            f"NLL {metrics['nll_nats']:.4f} nats, ECE {metrics['ece']:.4f}"
+        )
 
 
 def _silent(*_: object) -> None:
     """What the other processes say."""
 
 
-_SETTINGS = ("layer", "layers", "granularity", "epsilon", "c_proj", "d_proj", "minimum_dim", "no_second_scaling",
-             "density", "pca", "head", "predictions", "alpha", "coverage", "risk", "precision", "batch_rows",
-             "max_memory", "seed")
+_SETTINGS = (
+    "layer",
+    "layers",
+    "granularity",
+    "epsilon",
+    "c_proj",
+    "d_proj",
+    "minimum_dim",
+    "no_second_scaling",
+    "density",
+    "pca",
+    "head",
+    "predictions",
+    "alpha",
+    "coverage",
+    "risk",
+    "precision",
+    "batch_rows",
+    "max_memory",
+    "seed",
+)
 
 _LATE_SETTINGS = ("density", "pca", "head", "predictions", "alpha", "coverage", "risk")
 """Read behind the stations that are kept: changing them after an error does not start again."""

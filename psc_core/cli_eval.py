@@ -26,21 +26,32 @@ _EXAMPLE = """example:
 def parser() -> argparse.ArgumentParser:
     """The command line of ``psc-eval``."""
     cli = argparse.ArgumentParser(
-        prog="psc-eval", description="Accuracy, calibration, OOD detection and promised rates of a bundle.",
-        epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter)
+        prog="psc-eval",
+        description="Accuracy, calibration, OOD detection and promised rates of a bundle.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     cli.add_argument("--version", action="version", version=f"psc {__version__}")
     cli.add_argument("--bundle", type=Path, required=True, metavar="DIR")
     cli.add_argument("--id", required=True, metavar="DIR", help="labelled in-distribution test images")
-    cli.add_argument("--ood", action="append", default=[], metavar="NAME=DIR",
-                     help="out-of-distribution images; repeat for more")
+    cli.add_argument(
+        "--ood", action="append", default=[], metavar="NAME=DIR", help="out-of-distribution images; repeat for more"
+    )
     beside = cli.add_argument_group("baselines (all three or none)")
     beside.add_argument("--weights", type=Path, metavar="FILE", help="the whole network's state dict, .safetensors")
     beside.add_argument("--train", metavar="DIR", help="training images")
     beside.add_argument("--val", metavar="DIR", help="validation images")
-    cli.add_argument("--allow-factory", action="append", default=[], metavar="SPEC",
-                     help="network factory that the bundle may import")
+    cli.add_argument(
+        "--allow-factory",
+        action="append",
+        default=[],
+        metavar="SPEC",
+        help="network factory that the bundle may import",
+    )
     cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    cli.add_argument("--batch-rows", type=int, default=256, help="images sent through the network at once")
+    cli.add_argument(
+        "--batch-rows", type=cli_options.positive, default=256, help="images sent through the network at once"
+    )
     cli.add_argument("--out", type=Path, metavar="DIR", help="write report.json and report.md here")
     return cli
 
@@ -57,8 +68,10 @@ def evaluate(args: argparse.Namespace) -> None:
         raise UsageError("expected --weights, --train and --val together, or none of them")
     psc = PSC.load(args.bundle, device=args.device, allow_factories=args.allow_factory)
     id_data = open_dataset(args.id, split="test", preprocess=psc.preprocess)
-    ood = {name: open_dataset(spec, split="test", preprocess=psc.preprocess, labelled_images=False)
-           for name, spec in (_named(text) for text in args.ood)}
+    ood = {
+        name: open_dataset(spec, split="test", preprocess=psc.preprocess, labelled_images=False)
+        for name, spec in (_named(text) for text in args.ood)
+    }
     report = measure(psc, id_data, ood, _baselines(args, psc) if all(given) else None, batch_rows=args.batch_rows)
     print(to_text(report))
     if args.out:
@@ -86,10 +99,20 @@ def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:
         raise UsageError(f"{args.bundle} records no network; baselines need a bundle that psc-fit wrote")
     train = open_dataset(args.train, split="train", preprocess=psc.preprocess)
     val = open_dataset(args.val, split="val", preprocess=psc.preprocess)
-    net = load_network(recipe["model"], weights=args.weights, num_classes=len(psc.classes),
-                       model_args=recipe["model_args"], allow_factories=args.allow_factory)
-    return fit_baselines(net, CollapseReport.from_json(collapse).penultimate, train, val,
-                         compute=Compute(psc.device, psc.pipeline.precision, args.batch_rows))
+    net = load_network(
+        recipe["model"],
+        weights=args.weights,
+        num_classes=len(psc.classes),
+        model_args=recipe["model_args"],
+        allow_factories=args.allow_factory,
+    )
+    return fit_baselines(
+        net,
+        CollapseReport.from_json(collapse).penultimate,
+        train,
+        val,
+        compute=Compute(psc.device, psc.pipeline.precision, args.batch_rows),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

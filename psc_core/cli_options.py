@@ -37,9 +37,13 @@ def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser
 def add_preprocess_flags(cli: argparse.ArgumentParser) -> None:
     """Flags that :func:`preprocess_from` reads."""
     group = cli.add_argument_group("preprocessing")
-    group.add_argument("--preset", choices=sorted(PRESETS), default="imagenet",
-                       help="input size, colour mode and statistics (default: imagenet)")
-    group.add_argument("--size", type=int, help="square input size in pixels, instead of the preset's")
+    group.add_argument(
+        "--preset",
+        choices=sorted(PRESETS),
+        default="imagenet",
+        help="input size, colour mode and statistics (default: imagenet)",
+    )
+    group.add_argument("--size", type=positive, help="square input size in pixels, instead of the preset's")
     group.add_argument("--mean", type=float, nargs="+", help="per-channel mean on [0, 1], instead of the preset's")
     group.add_argument("--std", type=float, nargs="+", help="per-channel standard deviation, instead of the preset's")
 
@@ -76,6 +80,13 @@ def positive_or_auto(text: str) -> int | None:
         return None
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer or auto, got {text!r}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A positive integer (argparse type)."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return int(text)
 
 

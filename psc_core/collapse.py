@@ -242,6 +242,12 @@ class _Station:
         """NC1 and NC4 of a layer all of whose parts are measured."""
         sums = self.sums[layer.name]
         return LayerCollapse(
-            layer.name, layer.index, layer.kind, layer.shape, layer.grid, layer.role,
-            variability(sums.within, sums.between, sums.level), sums.correct / val_rows,
+            layer.name,
+            layer.index,
+            layer.kind,
+            layer.shape,
+            layer.grid,
+            layer.role,
+            variability(sums.within, sums.between, sums.level),
+            sums.correct / val_rows,
         )

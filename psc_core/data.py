@@ -23,94 +23,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
 from torch import Tensor
 
 from psc_core import idx
-from psc_core.errors import DataError, ImageError
+from psc_core.errors import DataError
 from psc_core.preprocess import Preprocess
+from psc_core.sources import ArraySource, EncodedSource, FileSource, ImageSource
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 """File names an ImageFolder directory is searched for."""
 
 SPLITS = ("train", "val", "test")
-
-
-@runtime_checkable
-class ImageSource(Protocol):
-    """Random access to stored images: an array, encoded bytes, or files."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
-        """Image ``index`` as ``uint8 (channels, height, width)``."""
-
-    def fingerprint(self, index: int) -> bytes:
-        """Bytes that identify the stored image, for :meth:`ImageDataset.digest`."""
-
-
-@dataclass(frozen=True)
-class ArraySource:
-    """Grey images held as one ``uint8 (n, height, width)`` array."""
-
-    images: npt.NDArray[np.uint8]
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
-        return preprocess.from_image(Image.fromarray(self.images[index]))
-
-    def fingerprint(self, index: int) -> bytes:
-        return bytes(self.images[index].data)
-
-
-@dataclass(frozen=True)
-class EncodedSource:
-    """Encoded image files held in memory, with a name each for messages."""
-
-    names: Sequence[str]
-    files: Sequence[bytes]
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
-        return _decode(self.files[index], self.names[index], preprocess)
-
-    def fingerprint(self, index: int) -> bytes:
-        return self.files[index]
-
-
-@dataclass(frozen=True)
-class FileSource:
-    """Encoded image files on disk, read when needed; identified by path below ``root`` and size."""
-
-    root: Path
-    paths: Sequence[Path]
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
-        path = self.paths[index]
-        return _decode(path.read_bytes(), str(path), preprocess)
-
-    def fingerprint(self, index: int) -> bytes:
-        path = self.paths[index]
-        return f"{path.relative_to(self.root).as_posix()}\0{path.stat().st_size}\n".encode()
-
-
-def _decode(data: bytes, name: str, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
-    try:
-        return preprocess.from_bytes(data)
-    except ImageError as error:
-        raise DataError(f"{name}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -236,13 +163,15 @@ def labelled(
     """A data set from ``labels``: ``int64 (n,)``, or ``(n, r)`` for r labels an image."""
     count, each = len(labels), 1 if labels.ndim == 1 else labels.shape[1]
     if len(source) != count or count == 0:
-        raise DataError(f"{name}: expected as many labels as images and at least one, got {count} labels and "
-                        f"{len(source)} images")
+        raise DataError(
+            f"{name}: expected as many labels as images and at least one, got {count} labels and {len(source)} images"
+        )
     flat = labels.reshape(-1).to(torch.int64)
     if int(flat.min()) < 0 or int(flat.max()) >= len(classes):
         raise DataError(f"{name}: expected labels in 0…{len(classes) - 1}, got {int(flat.min())}…{int(flat.max())}")
-    return ImageDataset(name, tuple(classes), source, torch.arange(count), flat,
-                        torch.arange(count + 1) * each, preprocess)
+    return ImageDataset(
+        name, tuple(classes), source, torch.arange(count), flat, torch.arange(count + 1) * each, preprocess
+    )
 
 
 def concatenate(name: str, parts: Sequence[ImageDataset]) -> ImageDataset:
@@ -254,9 +183,13 @@ def concatenate(name: str, parts: Sequence[ImageDataset]) -> ImageDataset:
     starts = np.cumsum([0, *(len(part) for part in parts)])
     counts = torch.cat([part.offsets[1:] - part.offsets[:-1] for part in parts])
     return ImageDataset(
-        name, first.classes, ArraySource(np.concatenate(arrays)), torch.arange(int(starts[-1])),
+        name,
+        first.classes,
+        ArraySource(np.concatenate(arrays)),
+        torch.arange(int(starts[-1])),
         torch.cat([part.labels for part in parts]),
-        torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]), first.preprocess,
+        torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]),
+        first.preprocess,
         {part.name: torch.arange(int(a), int(b)) for part, a, b in zip(parts, starts, starts[1:], strict=False)},
     )
 
@@ -305,8 +238,10 @@ def _from_factory(module: str, name: str, split: str, preprocess: Preprocess) ->
     try:
         factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise DataError(f"expected a directory, one of {', '.join(f'{k}:ROOT' for k in BUILT_IN)}, or "
-                        f"package.module:factory; {module}:{name} cannot be imported ({error})") from error
+        raise DataError(
+            f"expected a directory, one of {', '.join(f'{k}:ROOT' for k in BUILT_IN)}, or "
+            f"package.module:factory; {module}:{name} cannot be imported ({error})"
+        ) from error
     dataset = factory(split=split, preprocess=preprocess)
     if not isinstance(dataset, ImageDataset):
         raise DataError(f"expected {module}:{name} to return an ImageDataset, got {type(dataset).__name__}")
@@ -327,12 +262,15 @@ def image_folder(root: Path, preprocess: Preprocess, *, labelled_images: bool = 
     for label, folder in enumerate(folders):
         files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
         if not files:
-            raise DataError(f"class folder {label + 1} of {len(folders)}, {folder}, has no images "
-                            f"({', '.join(SUFFIXES)}); add some or remove the folder")
+            raise DataError(
+                f"class folder {label + 1} of {len(folders)}, {folder}, has no images "
+                f"({', '.join(SUFFIXES)}); add some or remove the folder"
+            )
         paths += files
         labels += [label] * len(files)
-    return labelled(str(root), [folder.name for folder in folders], FileSource(root, paths),
-                    torch.tensor(labels), preprocess)
+    return labelled(
+        str(root), [folder.name for folder in folders], FileSource(root, paths), torch.tensor(labels), preprocess
+    )
 
 
 def _held_out(dataset: ImageDataset, split: str, every: int) -> ImageDataset:

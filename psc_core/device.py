@@ -33,8 +33,10 @@ def _parse(name: str | torch.device) -> torch.device:
     except RuntimeError as error:
         raise UsageError(f"expected a device auto, cpu, cuda or cuda:N, got {name!r}") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"expected a CUDA device for {name!r}, this machine has {torch.cuda.device_count()}; use "
-                         "--device cpu or auto")
+        raise UsageError(
+            f"expected a CUDA device for {name!r}, this machine has {torch.cuda.device_count()}; use "
+            "--device cpu or auto"
+        )
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"expected a device auto, cpu, cuda or cuda:N, got {name!r}")
     return device

@@ -41,8 +41,10 @@ class Reducer:
             UsageError: Not started by ``torchrun``.
         """
         if "WORLD_SIZE" not in os.environ:
-            raise UsageError("expected to be started by torchrun, WORLD_SIZE is not set; run "
-                             "torchrun --nproc-per-node N -m psc_core.cli … --distributed")
+            raise UsageError(
+                "expected to be started by torchrun, WORLD_SIZE is not set; run "
+                "torchrun --nproc-per-node N -m psc_core.cli … --distributed"
+            )
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group()

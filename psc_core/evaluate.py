@@ -88,9 +88,11 @@ def evaluate(
     """
     if id_data.classes != psc.classes:
         odd = sorted(set(id_data.classes) ^ set(psc.classes))[:10]
-        raise UsageError(f"expected the model's {len(psc.classes)} classes in {id_data.name}, got "
-                         f"{len(id_data.classes)} (different: {', '.join(odd) or 'the order'}); use data of the "
-                         "classes it was fitted on")
+        raise UsageError(
+            f"expected the model's {len(psc.classes)} classes in {id_data.name}, got "
+            f"{len(id_data.classes)} (different: {', '.join(odd) or 'the order'}); use data of the "
+            "classes it was fitted on"
+        )
     inside = score_images(psc, id_data, baselines, batch_rows=batch_rows)
     outside = {name: score_images(psc, data, baselines, batch_rows=batch_rows) for name, data in ood.items()}
     calibration_images = len(psc.calibration)
@@ -115,8 +117,10 @@ def score_images(
 ) -> ScoredImages:
     """One pass of ``data`` through the served pipeline and the baselines."""
     if data.preprocess != psc.preprocess:
-        raise UsageError(f"expected {data.name} to be read through the model's preprocessing {psc.preprocess}, got "
-                         f"{data.preprocess}; open it with preprocess=psc.preprocess")
+        raise UsageError(
+            f"expected {data.name} to be read through the model's preprocessing {psc.preprocess}, got "
+            f"{data.preprocess}; open it with preprocess=psc.preprocess"
+        )
     ood, entropies = defaultdict[str, list[Tensor]](list), defaultdict[str, list[Tensor]](list)
     losses = defaultdict[str, list[RowLosses]](list)
     p_value: list[Tensor] = []
@@ -213,7 +217,10 @@ def realised_rate(happened: Bool[Tensor, " n"], promised: float, calibration_ima
     """How often something happened against how often calibration promised it would."""
     count, images = int(happened.sum()), len(happened)
     return RealisedRate(
-        promised=promised, count=count, images=images, level=LEVEL,
+        promised=promised,
+        count=count,
+        images=images,
+        level=LEVEL,
         interval=intervals.binomial_interval(count, images, level=LEVEL),
         acceptance=intervals.binomial_acceptance(images, promised, level=LEVEL),
         calibrated_acceptance=intervals.beta_binomial_acceptance(images, promised, calibration_images, level=LEVEL),

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from psc_core import collapse, scores
 from psc_core.backbone import Backbone, example_input, truncate
-from psc_core.calibration import ambiguity_threshold, fit_calibration
+from psc_core.calibration import Calibration, ambiguity_threshold, fit_calibration
 from psc_core.candidate import Candidate, CollapseReport
 from psc_core.data import ImageDataset, split_validation
 from psc_core.density import Density, fit_density
@@ -101,8 +101,15 @@ def measure_collapse(
     choose, _ = split_validation(val, options.seed)
     compute = options.compute()
     return collapse.measure_collapse(
-        net.to(compute.device), train, choose, epsilon=options.epsilon, layers=layers, granularity=granularity,
-        max_memory_bytes=options.max_memory_bytes, device=compute.device, batch_rows=compute.batch_rows,
+        net.to(compute.device),
+        train,
+        choose,
+        epsilon=options.epsilon,
+        layers=layers,
+        granularity=granularity,
+        max_memory_bytes=options.max_memory_bytes,
+        device=compute.device,
+        batch_rows=compute.batch_rows,
         reduce=options.reducer,
     )
 
@@ -132,11 +139,22 @@ def fit_projection(
     compute = options.compute()
     choose = train if val is None else split_validation(val, options.seed)[0]
     backbone = _cut(net, candidate, train, compute, keep_output=False)
-    return FittedProjection(*fit_tucker(
-        backbone, candidate, train, choose, compute, epsilon=options.epsilon, c_proj=c_proj, d_proj=d_proj,
-        minimum_dim=minimum_dim, second_scaling=second_scaling, max_memory_bytes=options.max_memory_bytes,
-        reducer=options.reducer,
-    ))
+    return FittedProjection(
+        *fit_tucker(
+            backbone,
+            candidate,
+            train,
+            choose,
+            compute,
+            epsilon=options.epsilon,
+            c_proj=c_proj,
+            d_proj=d_proj,
+            minimum_dim=minimum_dim,
+            second_scaling=second_scaling,
+            max_memory_bytes=options.max_memory_bytes,
+            reducer=options.reducer,
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -191,6 +209,7 @@ def fit_psc(
         raise UsageError(f"expected predictions 'psc' or 'base', got {predictions!r}")
     _same_classes(train, val)
     compute = options.compute()
+    check_promises(val, alpha=alpha, coverage=coverage, options=options)
     choose, calibrate = split_validation(val, options.seed)
     base = predictions == "base"
     backbone = _cut(net, candidate, train, compute, keep_output=base)
@@ -198,19 +217,28 @@ def fit_psc(
     fitted_head: Head | None = None
     with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
         z, labels = embed(backbone, project, train, compute, Path(scratch) / "train.z", options.reducer)
-        fitted_density: Density = fit_density(z, labels, num_classes=len(train.classes), kind=density, pca=pca,
-                                              class_names=train.classes)
+        fitted_density: Density = fit_density(
+            z, labels, num_classes=len(train.classes), kind=density, pca=pca, class_names=train.classes
+        )
         if not base:
             z_val, labels_val = embed(backbone, project, choose, compute, Path(scratch) / "val.z", options.reducer)
-            fitted_head = fit_head(z, labels, z_val, labels_val, num_classes=len(train.classes), kind=head,
-                                   seed=options.seed, device=compute.device, class_names=train.classes)
+            fitted_head = fit_head(
+                z,
+                labels,
+                z_val,
+                labels_val,
+                num_classes=len(train.classes),
+                kind=head,
+                seed=options.seed,
+                device=compute.device,
+                class_names=train.classes,
+            )
         del z
-    pipeline = Pipeline(train.preprocess, backbone, project, fitted_density, fitted_head, torch.empty(0),
-                        compute.precision).to(compute.device)
+    pipeline = Pipeline(
+        train.preprocess, backbone, project, fitted_density, fitted_head, torch.empty(0), compute.precision
+    ).to(compute.device)
     outputs, targets = predict_dataset(pipeline, calibrate, compute, "calibration")
     calibration = fit_calibration(outputs.log_density, outputs.predictive_entropy, outputs.probabilities, targets)
-    calibration.log_density_threshold(alpha)  # refuse what these images cannot promise
-    calibration.set_thresholds(coverage)
     calibration.set_thresholds(coverage)  # both refuse a rate that so few images cannot promise
     pipeline.calibration_scores = calibration.scores.to(compute.device)
     right = outputs.probabilities.argmax(1) == targets
@@ -226,6 +254,19 @@ def fit_psc(
         "provenance": dict(provenance or {}),
     }
     return PSC(pipeline, train.preprocess, train.classes, calibration, policy, tuple(candidate.layers), name, report)
+
+
+def check_promises(val: ImageDataset, *, alpha: float, coverage: float, options: FitOptions) -> None:
+    """Refuse rates that the calibrating half of ``val`` is too small for; only its size matters.
+
+    Raises:
+        UsageError: ``alpha`` below 1/(n + 1) or ``coverage`` above n/(n + 1).
+    """
+    _, calibrate = split_validation(val, options.seed)
+    blank = torch.zeros(len(calibrate))
+    calibration = Calibration(blank, blank, blank, blank.long(), len(val.classes))
+    calibration.log_density_threshold(alpha)
+    calibration.set_thresholds(coverage)
 
 
 def embed(
@@ -269,8 +310,10 @@ def _cut(net: nn.Module, candidate: Candidate, data: ImageDataset, compute: Comp
 def _same_classes(train: ImageDataset, val: ImageDataset) -> None:
     if train.classes != val.classes:
         odd = sorted(set(train.classes) ^ set(val.classes))
-        raise DataError(f"expected the same class folders for training and validation, they differ in {odd[:10]}; "
-                        "make the folders match")
+        raise DataError(
+            f"expected the same class folders for training and validation, they differ in {odd[:10]}; "
+            "make the folders match"
+        )
     if len(train.classes) < 2:
         raise DataError(f"expected at least two classes, got {list(train.classes)}; give a folder for each class")
 
@@ -289,5 +332,11 @@ def _validation_metrics(outputs: Outputs, targets: Tensor) -> dict[str, Any]:
 
 def _projection_metrics(report: ProjectionReport) -> dict[str, Any]:
     choice = report.choice
-    return {"nc1": choice.nc1, "nc4": choice.nc4, "scaled_nc1": report.scaled_nc1, "scaled_nc4": report.scaled_nc4,
-            "warning": choice.warning, "pooled": report.pooled}
+    return {
+        "nc1": choice.nc1,
+        "nc4": choice.nc4,
+        "scaled_nc1": report.scaled_nc1,
+        "scaled_nc4": report.scaled_nc4,
+        "warning": choice.warning,
+        "pooled": report.pooled,
+    }

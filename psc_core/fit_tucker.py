@@ -93,12 +93,19 @@ def fit_tucker(
     """
     step = feature_step(backbone)
     shapes = _feature_shapes(train, compute, step)
-    positions = [pooled_positions(1 if d == 1 else c, c if d == 1 else d, max_memory_bytes // len(shapes) ** 2)
-                 for c, d in shapes]
+    positions = [
+        pooled_positions(1 if d == 1 else c, c if d == 1 else d, max_memory_bytes // len(shapes) ** 2)
+        for c, d in shapes
+    ]
     have = [c if d == 1 else d for c, d in shapes]
-    pooled = "" if positions == have else (
-        f"positions {have} → {positions} by average pooling, to keep the covariance within "
-        f"{max_memory_bytes >> 20} MiB")
+    pooled = (
+        ""
+        if positions == have
+        else (
+            f"positions {have} → {positions} by average pooling, to keep the covariance within "
+            f"{max_memory_bytes >> 20} MiB"
+        )
+    )
     shard = reducer.shard(train)
 
     def rows(what: str) -> Iterator[Tensor]:
@@ -130,8 +137,9 @@ def fit_tucker(
     nc1 = nc1_prefixes(block.within.view(c_max, d_max), block.total().view(c_max, d_max))
     nc4, scaled_nc4 = _nearest_mean(largest, scaled, block, choose, compute, step)
     scaled_nc1 = float(scaled.within.sum() / scaled.total().sum())
-    choice = choose_ranks(nc1, nc4, epsilon=epsilon, reference_nc4=scaled_nc4, c_proj=c_proj, d_proj=d_proj,
-                          minimum=minimum_dim)
+    choice = choose_ranks(
+        nc1, nc4, epsilon=epsilon, reference_nc4=scaled_nc4, c_proj=c_proj, d_proj=d_proj, minimum=minimum_dim
+    )
     if second_scaling:
         mean, std = block.mean_and_std()
         largest = largest.with_second_scaling(mean, std)

@@ -51,9 +51,7 @@ class Fitted(nn.Module):
         return {"kind": self.kind, "sizes": dict(self.sizes), "record": dict(self.record)}
 
     @classmethod
-    def from_config(
-        cls: type[AnyFitted], config: Mapping[str, Any], state: Mapping[str, Tensor]
-    ) -> AnyFitted:
+    def from_config(cls: type[AnyFitted], config: Mapping[str, Any], state: Mapping[str, Tensor]) -> AnyFitted:
         """Inverse of :meth:`config` and ``state_dict()``.
 
         Raises:
@@ -61,21 +59,23 @@ class Fitted(nn.Module):
         """
         missing = {"kind", "sizes", "record"} - set(config)
         if missing or config["kind"] != cls.kind:
-            raise BundleError(f"expected a config of kind {cls.kind!r} with sizes and record, got "
-                              f"{dict(config)}; fit the bundle again")
+            raise BundleError(
+                f"expected a config of kind {cls.kind!r} with sizes and record, got "
+                f"{dict(config)}; fit the bundle again"
+            )
         other = {name: str(tensor.dtype) for name, tensor in state.items() if tensor.dtype != torch.float32}
         if other:
             raise BundleError(f"expected float32 tensors of {cls.kind!r}, got {other}; fit the bundle again")
         model = cls(state, record=config["record"])
         if model.sizes != config["sizes"]:
-            raise BundleError(f"expected tensors of {cls.kind!r} with sizes {config['sizes']}, got "
-                              f"{model.sizes}; the bundle is inconsistent, fit it again")
+            raise BundleError(
+                f"expected tensors of {cls.kind!r} with sizes {config['sizes']}, got "
+                f"{model.sizes}; the bundle is inconsistent, fit it again"
+            )
         return model
 
 
-def restore(
-    kinds: Mapping[str, type[AnyFitted]], config: Mapping[str, Any], state: Mapping[str, Tensor]
-) -> AnyFitted:
+def restore(kinds: Mapping[str, type[AnyFitted]], config: Mapping[str, Any], state: Mapping[str, Tensor]) -> AnyFitted:
     """Restore the model whose kind the config names.
 
     Raises:
@@ -87,9 +87,7 @@ def restore(
     return kinds[kind].from_config(config, state)
 
 
-def _bind_axes(
-    kind: str, layout: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Tensor]
-) -> dict[str, int]:
+def _bind_axes(kind: str, layout: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Check tensors against a layout and return the size of each axis."""
     if set(tensors) != set(layout):
         raise BundleError(
@@ -128,20 +126,25 @@ def check_features(
         FitError: A wrong shape, a label out of range, NaN or ∞, or a class with fewer than ``least`` rows.
     """
     if z.ndim != 2 or labels.shape != z.shape[:1] or not z.is_floating_point() or z.shape[1] == 0:
-        raise FitError(f"expected float features (n, dim) and n labels, got {z.dtype} {tuple(z.shape)} and "
-                       f"{tuple(labels.shape)}")
+        raise FitError(
+            f"expected float features (n, dim) and n labels, got {z.dtype} {tuple(z.shape)} and {tuple(labels.shape)}"
+        )
     if len(z) == 0:
         raise FitError("expected at least one row of features, got none; give a non-empty data set")
     classes = len(class_names)
     if labels.min() < 0 or labels.max() >= classes:
-        raise FitError(f"expected labels 0 … {classes - 1}, got {int(labels.min())} … {int(labels.max())}; "
-                       "check the number of classes")
+        raise FitError(
+            f"expected labels 0 … {classes - 1}, got {int(labels.min())} … {int(labels.max())}; "
+            "check the number of classes"
+        )
     if not z.isfinite().all():
         raise FitError("expected finite features, got NaN or ∞; check the network's weights and precision")
     counts = torch.bincount(labels, minlength=classes)
     short = [f"{class_names[i]!r} ({int(counts[i])})" for i in (counts < least).nonzero()[:, 0].tolist()]
     if short:
         shown = ", ".join(short[:10]) + (f" and {len(short) - 10} more" if len(short) > 10 else "")
-        raise FitError(f"expected at least {least} image{'s' * (least > 1)} of every class, got {shown}; "
-                       "add images or leave the class out")
+        raise FitError(
+            f"expected at least {least} image{'s' * (least > 1)} of every class, got {shown}; "
+            "add images or leave the class out"
+        )
     return counts

@@ -32,8 +32,10 @@ def read(path: Path, *, ndim: int | None = None) -> npt.NDArray[np.uint8]:
     axes = data[3]
     shape = tuple(int(n) for n in np.frombuffer(data, ">u4", count=axes, offset=4))
     if (ndim is not None and axes != ndim) or len(data) != 4 + 4 * axes + int(np.prod(shape)):
-        raise DataError(f"{path}: expected {ndim or axes} axes and {shape} bytes, got {axes} axes and "
-                        f"{len(data) - 4 - 4 * axes} bytes")
+        raise DataError(
+            f"{path}: expected {ndim or axes} axes and {shape} bytes, got {axes} axes and "
+            f"{len(data) - 4 - 4 * axes} bytes"
+        )
     return np.frombuffer(data, np.uint8, offset=4 + 4 * axes).reshape(shape).copy()
 
 

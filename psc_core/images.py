@@ -49,8 +49,9 @@ def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
         raise ImageTooLarge(f"expected at most {max_pixels} pixels; {error}; send a smaller image") from error
     except Exception as error:
         if data.startswith(_SIGNATURES) or data[8:12] == b"WEBP":
-            raise UndecodableImage("expected a whole image, its header is damaged or cut short; send the file "
-                                   "again") from error
+            raise UndecodableImage(
+                "expected a whole image, its header is damaged or cut short; send the file again"
+            ) from error
         kind = "an empty body" if not data else f"{len(data)} bytes that are none of them"
         raise UnsupportedImage(f"expected one of {', '.join(FORMATS)}, got {kind}") from error
     with image:

@@ -70,9 +70,7 @@ def binomial_acceptance(trials: int, alpha: float, *, level: float = 0.99) -> Co
     return _central(_binomial(_log_ways(trials), alpha), level)
 
 
-def beta_binomial_acceptance(
-    trials: int, alpha: float, calibration_size: int, *, level: float = 0.99
-) -> CountInterval:
+def beta_binomial_acceptance(trials: int, alpha: float, calibration_size: int, *, level: float = 0.99) -> CountInterval:
     """Counts that p ≤ ``alpha`` gives over ``trials`` when p comes from ``calibration_size`` scores.
 
     Raises:
@@ -82,8 +80,10 @@ def beta_binomial_acceptance(
     _check_alpha(alpha)
     rank = int(alpha * (calibration_size + 1) + 1e-9)
     if rank < 1:
-        raise UsageError(f"expected alpha ≥ 1/{calibration_size + 1}, the smallest p-value {calibration_size} "
-                         f"calibration images can give, got {alpha}; calibrate on more images or raise alpha")
+        raise UsageError(
+            f"expected alpha ≥ 1/{calibration_size + 1}, the smallest p-value {calibration_size} "
+            f"calibration images can give, got {alpha}; calibrate on more images or raise alpha"
+        )
     a, b = float(rank), float(calibration_size + 1 - rank)
     k = torch.arange(trials + 1, dtype=torch.float64)
     log_mass = _log_ways(trials) + _log_beta(k + a, trials - k + b) - _log_beta(torch.tensor(a), torch.tensor(b))

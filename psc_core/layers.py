@@ -232,9 +232,7 @@ def _run(net: nn.Module, example: Tensor) -> _Run:
             if isinstance(module, nn.Linear) and output.ndim == 2:
                 inputs[name] = args[0].clone()
 
-    handles = [
-        module.register_forward_hook(partial(remember, name)) for name, module in net.named_modules() if name
-    ]
+    handles = [module.register_forward_hook(partial(remember, name)) for name, module in net.named_modules() if name]
     try:
         logits = net.eval()(torch.cat([example, example]))
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:

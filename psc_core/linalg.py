@@ -77,9 +77,7 @@ def eigh(matrix: Float[Tensor, "d d"]) -> Eigen:
     return Eigen(values.flip(0).clamp(min=0.0), fix_signs(vectors.flip(1)))
 
 
-def inverse_root(
-    matrix: Float[Tensor, "d d"], *, scale: float, floor: float = EIGENVALUE_FLOOR
-) -> InverseRoot:
+def inverse_root(matrix: Float[Tensor, "d d"], *, scale: float, floor: float = EIGENVALUE_FLOOR) -> InverseRoot:
     """Symmetric inverse square root of a covariance, eigenvalues lifted to ``floor * scale``.
 
     Args:

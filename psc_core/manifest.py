@@ -21,6 +21,9 @@ PARTS = ("backbone", "projection", "density", "head", "calibration")
 MAX_PART_BYTES: Final = 16 << 30
 """Largest tensor file."""
 
+MAX_NAME: Final = 200
+"""Longest model name, characters."""
+
 MAX_INPUT_PIXELS: Final = 1 << 22
 """Largest network input, height × width."""
 
@@ -131,7 +134,7 @@ class Manifest(_Strict):
     model_config = ConfigDict(strict=False)  # JSON's lists are tuples here
 
     schema_version: Literal[1] = SCHEMA
-    name: str = Field(min_length=1, max_length=200)
+    name: str = Field(min_length=1, max_length=MAX_NAME)
     version: str = Field(pattern="^[0-9a-f]{12}$")
     classes: tuple[str, ...] = Field(min_length=2)
     preprocess: Annotated[dict[str, Any], _section(_Preprocess)]

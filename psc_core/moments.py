@@ -55,8 +55,10 @@ class ChannelMoments:
         std = self.covariance.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
         scale = float(std.square().mean().sqrt())
         if scale == 0.0:
-            raise FitError("expected features that vary over the training images, every unit of the candidate "
-                           "layer is constant; choose another layer or check the images and the weights")
+            raise FitError(
+                "expected features that vary over the training images, every unit of the candidate "
+                "layer is constant; choose another layer or check the images and the weights"
+            )
         return std.clamp_min(DEAD_UNIT * scale)
 
     def correlation(self) -> Float[Tensor, "channels positions positions"]:
@@ -86,8 +88,10 @@ def channel_moments(passes: Passes, *, all_reduce: Sum = lambda tensor: tensor) 
     rows = all_reduce(torch.tensor([float(count)], dtype=torch.float64, device=total.device))
     mean = all_reduce(total) / rows
     if not bool(mean.isfinite().all()):
-        raise FitError("expected finite features, the candidate layer gives NaN or infinity; check the weights "
-                       "or use --precision fp32")
+        raise FitError(
+            "expected finite features, the candidate layer gives NaN or infinity; check the weights "
+            "or use --precision fp32"
+        )
     products = torch.zeros(*mean.shape, mean.shape[1], dtype=torch.float64, device=mean.device)
     for features in passes():
         centred = (features.double() - mean).transpose(0, 1)

@@ -158,8 +158,10 @@ def _counting() -> Iterator[None]:
         modules += isinstance(added, nn.Module)
         weights += added.numel() if isinstance(added, Tensor) else 0
         if weights > MAX_WEIGHTS or modules > MAX_MODULES:
-            raise NetworkError(f"expected a network of at most {MAX_WEIGHTS} weights and {MAX_MODULES} modules, the "
-                               "arguments ask for more; check num_classes and the model arguments")
+            raise NetworkError(
+                f"expected a network of at most {MAX_WEIGHTS} weights and {MAX_MODULES} modules, the "
+                "arguments ask for more; check num_classes and the model arguments"
+            )
 
     register = torch.nn.modules.module
     handles = [
@@ -243,8 +245,10 @@ def _from_timm(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn
     args = dict(model_args)
     forbidden = sorted(_TIMM_FILES & set(args))
     if forbidden:
-        raise NetworkError(f"expected model arguments that shape the network, {', '.join(forbidden)} would read files "
-                           "or the network; give weights as a safetensors file")
+        raise NetworkError(
+            f"expected model arguments that shape the network, {', '.join(forbidden)} would read files "
+            "or the network; give weights as a safetensors file"
+        )
     if "in_channels" in args:
         args["in_chans"] = args.pop("in_channels")
     if not timm.is_model(name):

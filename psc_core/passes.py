@@ -55,8 +55,9 @@ def passes(
 
 def track_images(dataset: ImageDataset, compute: Compute, description: str) -> Iterator[Batch]:
     """The batches of ``dataset`` with a progress line that counts batches."""
-    return track(dataset.batches(compute.batch_rows), total=dataset.batch_count(compute.batch_rows),
-                 description=description)
+    return track(
+        dataset.batches(compute.batch_rows), total=dataset.batch_count(compute.batch_rows), description=description
+    )
 
 
 def feature_step(backbone: Backbone) -> FeatureStep:

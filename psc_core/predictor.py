@@ -89,8 +89,10 @@ class PSC:
         batch = images if isinstance(images, Tensor) else self._read(images)
         expected = (self.preprocess.channels, self.preprocess.height, self.preprocess.width)
         if batch.dtype != torch.uint8 or tuple(batch.shape[1:]) != expected:
-            raise UsageError(f"expected uint8 images of shape (n, {', '.join(map(str, expected))}), got "
-                             f"{batch.dtype} {tuple(batch.shape)}")
+            raise UsageError(
+                f"expected uint8 images of shape (n, {', '.join(map(str, expected))}), got "
+                f"{batch.dtype} {tuple(batch.shape)}"
+            )
         with torch.inference_mode():
             packed = [self.pipeline(part.to(self.device)).cpu() for part in torch.split(batch, MAX_BATCH)]
         columns = 4 + len(self.classes)
@@ -109,8 +111,10 @@ class PSC:
         )
 
     def _read(self, images: Sequence[bytes | Image.Image]) -> Tensor:
-        arrays = [self.preprocess.from_bytes(image) if isinstance(image, bytes) else self.preprocess.from_image(image)
-                  for image in images]
+        arrays = [
+            self.preprocess.from_bytes(image) if isinstance(image, bytes) else self.preprocess.from_image(image)
+            for image in images
+        ]
         shape = (0, self.preprocess.channels, self.preprocess.height, self.preprocess.width)
         return torch.from_numpy(np.stack(arrays)) if arrays else torch.empty(shape, dtype=torch.uint8)
 
@@ -171,8 +175,7 @@ class PSC:
             calibration = Calibration.from_tensors(parts["calibration"])
             calibration.log_density_threshold(manifest.policy.alpha)
             calibration.set_thresholds(manifest.policy.coverage)
-            pipeline = Pipeline(preprocess, backbone, projection, density, head, calibration.scores,
-                                manifest.precision)
+            pipeline = Pipeline(preprocess, backbone, projection, density, head, calibration.scores, manifest.precision)
         except BundleError:
             raise
         except Exception as error:  # a hostile file can make a network's constructor fail in any way
@@ -206,8 +209,10 @@ class PSC:
         except Exception as error:  # as in load
             raise BundleError(f"the parts of {self.name!r} do not fit together: {error}") from error
         if packed.shape[1] != 4 + len(self.classes) or not bool(packed.isfinite().all()):
-            raise BundleError(f"expected {len(self.classes)} finite probabilities from {self.name!r}, got "
-                              f"{packed.shape[1] - 4} columns or values that are not finite; fit the bundle again")
+            raise BundleError(
+                f"expected {len(self.classes)} finite probabilities from {self.name!r}, got "
+                f"{packed.shape[1] - 4} columns or values that are not finite; fit the bundle again"
+            )
 
 
 def _check_tensors(bundle: Bundle) -> None:
@@ -231,5 +236,7 @@ def _check_tensors(bundle: Bundle) -> None:
     if any(tensor.dtype != torch.float32 for tensor in projection.values()):
         raise BundleError("expected float32 tensors of the projection; fit the bundle again")
     if calibration["num_classes"].item() != len(bundle.manifest.classes):
-        raise BundleError(f"expected calibration for {len(bundle.manifest.classes)} classes, got "
-                          f"{calibration['num_classes'].item()}; fit the bundle again")
+        raise BundleError(
+            f"expected calibration for {len(bundle.manifest.classes)} classes, got "
+            f"{calibration['num_classes'].item()}; fit the bundle again"
+        )

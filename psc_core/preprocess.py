@@ -52,8 +52,10 @@ class Preprocess:
         if self.mode not in _CHANNELS:
             raise UsageError(f"expected mode one of {sorted(_CHANNELS)}, got {self.mode!r}")
         if len(self.mean) != self.channels or len(self.std) != self.channels:
-            raise UsageError(f"expected {self.channels} means and stds for mode {self.mode}, got "
-                             f"{len(self.mean)} and {len(self.std)}")
+            raise UsageError(
+                f"expected {self.channels} means and stds for mode {self.mode}, got "
+                f"{len(self.mean)} and {len(self.std)}"
+            )
         if min(self.std) <= 0:
             raise UsageError(f"expected positive stds, got {self.std}")
         if min(self.height, self.width) < 1:

@@ -112,19 +112,30 @@ class Projection(nn.Module):
         keep = torch.arange(self.c_proj * self.d_proj).view(self.c_proj, self.d_proj)[:c_proj, :d_proj].reshape(-1)
         keep = keep.to(self.z_mean.device)
         return Projection(
-            self.positions, self.mean, 1.0 / self.inverse_std, self.channel_factor[:, :c_proj],
-            self.spatial_factor[:, :d_proj], self.z_mean[keep], 1.0 / self.z_inverse_std[keep],
+            self.positions,
+            self.mean,
+            1.0 / self.inverse_std,
+            self.channel_factor[:, :c_proj],
+            self.spatial_factor[:, :d_proj],
+            self.z_mean[keep],
+            1.0 / self.z_inverse_std[keep],
         )
 
     def with_second_scaling(self, z_mean: Tensor, z_std: Tensor) -> Projection:
         """The same projection that ends in (vec Z − z_mean) / z_std."""
-        return Projection(self.positions, self.mean, 1.0 / self.inverse_std, self.channel_factor,
-                          self.spatial_factor, z_mean, z_std)
+        return Projection(
+            self.positions, self.mean, 1.0 / self.inverse_std, self.channel_factor, self.spatial_factor, z_mean, z_std
+        )
 
     def config(self) -> dict[str, Any]:
         """Shapes as JSON types; the numbers are in ``state_dict()``."""
-        return {"method": "tucker", "positions": list(self.positions), "channels": self.mean.shape[0],
-                "c_proj": self.c_proj, "d_proj": self.d_proj}
+        return {
+            "method": "tucker",
+            "positions": list(self.positions),
+            "channels": self.mean.shape[0],
+            "c_proj": self.c_proj,
+            "d_proj": self.d_proj,
+        }
 
     @classmethod
     def restore(cls, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Projection:
@@ -132,8 +143,15 @@ class Projection(nn.Module):
         positions, c = list(config["positions"]), int(config["channels"])
         c_proj, d_proj, d = int(config["c_proj"]), int(config["d_proj"]), sum(config["positions"])
         dim = c_proj * d_proj
-        module = cls(positions, torch.zeros(c, d), torch.ones(c, d), torch.zeros(c, c_proj),
-                     torch.zeros(d, d_proj), torch.zeros(dim), torch.ones(dim))
+        module = cls(
+            positions,
+            torch.zeros(c, d),
+            torch.ones(c, d),
+            torch.zeros(c, c_proj),
+            torch.zeros(d, d_proj),
+            torch.zeros(dim),
+            torch.ones(dim),
+        )
         module.load_state_dict(dict(state), strict=True)
         return module
 
@@ -145,8 +163,9 @@ def reshape_features(features: Sequence[Tensor], positions: Sequence[int]) -> Fl
         FitError: The layers have different channel counts.
     """
     if len({f.shape[1] for f in features}) > 1 and any(f.shape[2] > 1 for f in features):
-        raise FitError(f"expected candidate layers of equal channel counts, got {[f.shape[1] for f in features]}; "
-                       "choose one layer")
+        raise FitError(
+            f"expected candidate layers of equal channel counts, got {[f.shape[1] for f in features]}; choose one layer"
+        )
     if all(f.shape[2] == 1 for f in features):
         features = [f.transpose(1, 2) for f in features]
     pooled = [_pool(f, n) for f, n in zip(features, positions, strict=True)]

@@ -171,11 +171,14 @@ def choose_ranks(
         pool = uncollapsed if bool(uncollapsed.any()) else allowed
         pick = int(torch.where(pool, nc4 - 1e-9 * size, -torch.inf).argmax())
         if c_proj is None or d_proj is None:
-            warning = (f"no projection of at most {c_max}×{d_max} keeps NC1 > {epsilon} and NC4 within {tolerance} "
-                       f"of {reference_nc4:.3f}: took the best NC4")
+            warning = (
+                f"no projection of at most {c_max}×{d_max} keeps NC1 > {epsilon} and NC4 within {tolerance} "
+                f"of {reference_nc4:.3f}: took the best NC4"
+            )
     row, column = divmod(pick, d_max)
     lost = reference_nc4 - float(nc4[row, column])
     if lost > 5 * tolerance:
         warning = (warning + "; " if warning else "") + (
-            f"the projection gives up {lost:.3f} of NC4: a sign of a wrong candidate layer or too small ranks")
+            f"the projection gives up {lost:.3f} of NC4: a sign of a wrong candidate layer or too small ranks"
+        )
     return RankChoice(row + 1, column + 1, float(nc1[row, column]), float(nc4[row, column]), warning)

@@ -201,8 +201,10 @@ def _classification_verdict(classifiers: Mapping[str, Classification], metric: s
 
 def _rate_verdict(what: str, rate: RealisedRate) -> str:
     low, high = rate.calibrated_acceptance
-    return (f"{what}: {rate.count} of {rate.images} ({rate.rate:.2%}), {rate.verdict} ({rate.promised:.2%}; "
-            f"{low}…{high} expected at {rate.level:.0%}).")
+    return (
+        f"{what}: {rate.count} of {rate.images} ({rate.rate:.2%}), {rate.verdict} ({rate.promised:.2%}; "
+        f"{low}…{high} expected at {rate.level:.0%})."
+    )
 
 
 # Tables ---------------------------------------------------------------------------------------------------
@@ -231,8 +233,15 @@ class Table:
         """A pipe table under a heading."""
         align = ["---", *["---:"] * (len(self.header) - 1)]
         lines = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in (self.header, *self.rows)]
-        return "\n".join([f"## {self.title}", "", f"| {lines[0]} |", f"| {' | '.join(align)} |",
-                          *(f"| {line} |" for line in lines[1:])])
+        return "\n".join(
+            [
+                f"## {self.title}",
+                "",
+                f"| {lines[0]} |",
+                f"| {' | '.join(align)} |",
+                *(f"| {line} |" for line in lines[1:]),
+            ]
+        )
 
 
 def tables(report: EvaluationReport) -> list[Table]:
@@ -241,8 +250,13 @@ def tables(report: EvaluationReport) -> list[Table]:
     found += [_separation_table(report, name) for name in report.separation]
     found.append(_rates_table(report))
     if report.ambiguity:
-        found.append(Table("Ambiguous against clean images", ["entropy of", "AUROC"],
-                           [[name, f"{value:.4f}"] for name, value in report.ambiguity.items()]))
+        found.append(
+            Table(
+                "Ambiguous against clean images",
+                ["entropy of", "AUROC"],
+                [[name, f"{value:.4f}"] for name, value in report.ambiguity.items()],
+            )
+        )
     return found
 
 
@@ -260,8 +274,14 @@ def to_markdown(report: EvaluationReport) -> str:
 
 
 _LABELS: Final[Mapping[str, str]] = {
-    "accuracy": "Accuracy", "nll": "NLL", "brier": "Brier", "ece": "ECE", "adaptive_ece": "aECE", "aurc": "AURC",
-    "augrc": "AUGRC", **{f"coverage_at_risk_{p}_percent": f"cov@{p}%" for p in _PERCENT_OF_RISK},
+    "accuracy": "Accuracy",
+    "nll": "NLL",
+    "brier": "Brier",
+    "ece": "ECE",
+    "adaptive_ece": "aECE",
+    "aurc": "AURC",
+    "augrc": "AUGRC",
+    **{f"coverage_at_risk_{p}_percent": f"cov@{p}%" for p in _PERCENT_OF_RISK},
 }
 
 
@@ -272,30 +292,51 @@ def _heading(report: EvaluationReport) -> str:
 
 
 def _classification_table(report: EvaluationReport) -> Table:
-    rows = [[name, *(f"{getattr(quality, key):.4f}" for key in _LABELS)]
-            for name, quality in report.classification.items()]
+    rows = [
+        [name, *(f"{getattr(quality, key):.4f}" for key in _LABELS)] for name, quality in report.classification.items()
+    ]
     return Table("Classification", ["classifier", *_LABELS.values()], rows)
 
 
 def _separation_table(report: EvaluationReport, ood: str) -> Table:
     ranked = sorted(report.separation[ood].items(), key=lambda item: -item[1].auroc)
-    rows = [[name, f"{s.auroc:.4f}", f"{s.aupr_in:.4f}", f"{s.aupr_out:.4f}", f"{s.fpr95:.4f}",
-             "" if name == HEADLINE else _signed(s.lead)] for name, s in ranked]
-    return Table(f"{ood}: {report.ood_images[ood]} OOD images",
-                 ["score", "AUROC", "AUPR in", "AUPR out", "FPR95", "PSC leads by"], rows)
+    rows = [
+        [
+            name,
+            f"{s.auroc:.4f}",
+            f"{s.aupr_in:.4f}",
+            f"{s.aupr_out:.4f}",
+            f"{s.fpr95:.4f}",
+            "" if name == HEADLINE else _signed(s.lead),
+        ]
+        for name, s in ranked
+    ]
+    return Table(
+        f"{ood}: {report.ood_images[ood]} OOD images",
+        ["score", "AUROC", "AUPR in", "AUPR out", "FPR95", "PSC leads by"],
+        rows,
+    )
 
 
 def _rates_table(report: EvaluationReport) -> Table:
     alarms, misses = report.false_alarms, report.misses
     header = ["rate", "promised", "realised", f"{alarms.level:.0%} interval", "count", "binomial", "beta-binomial"]
-    rows = [_rate_row(f"false alarms (p ≤ {alarms.promised:g})", alarms),
-            _rate_row(f"label outside {1 - misses.promised:.0%} set", misses)]
+    rows = [
+        _rate_row(f"false alarms (p ≤ {alarms.promised:g})", alarms),
+        _rate_row(f"label outside {1 - misses.promised:.0%} set", misses),
+    ]
     rows += [[f"flagged in {name}", "", f"{share:.4f}", "", "", "", ""] for name, share in report.flagged.items()]
     rows.append(["mean prediction set", "", f"{report.mean_set_size:.3f}", "", "", "", ""])
     return Table("Promises", header, rows)
 
 
 def _rate_row(name: str, rate: RealisedRate) -> list[str]:
-    return [name, f"{rate.promised:.4f}", f"{rate.rate:.4f}", f"{rate.interval.low:.4f}…{rate.interval.high:.4f}",
-            str(rate.count), f"{rate.acceptance.low}…{rate.acceptance.high}",
-            f"{rate.calibrated_acceptance.low}…{rate.calibrated_acceptance.high}"]
+    return [
+        name,
+        f"{rate.promised:.4f}",
+        f"{rate.rate:.4f}",
+        f"{rate.interval.low:.4f}…{rate.interval.high:.4f}",
+        str(rate.count),
+        f"{rate.acceptance.low}…{rate.acceptance.high}",
+        f"{rate.calibrated_acceptance.low}…{rate.calibrated_acceptance.high}",
+    ]

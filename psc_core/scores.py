@@ -146,8 +146,10 @@ class Difference(NamedTuple):
 
 
 def auroc_difference(
-    in_first: Float[Tensor, " n"], out_first: Float[Tensor, " m"],
-    in_second: Float[Tensor, " n"], out_second: Float[Tensor, " m"],
+    in_first: Float[Tensor, " n"],
+    out_first: Float[Tensor, " m"],
+    in_second: Float[Tensor, " n"],
+    out_second: Float[Tensor, " m"],
 ) -> Difference:
     """Paired comparison of two scores by DeLong et al. (1988).
 

@@ -79,8 +79,14 @@ class StationStore:
         if not file.exists() or not notes.exists():
             return None
         tensors, body = load(file.read_bytes()), json.loads(notes.read_text())
-        report = ProjectionReport(RankChoice(**body["choice"]), body["scaled_nc1"], body["scaled_nc4"],
-                                  tensors.pop("nc1"), tensors.pop("nc4"), body["pooled"])
+        report = ProjectionReport(
+            RankChoice(**body["choice"]),
+            body["scaled_nc1"],
+            body["scaled_nc4"],
+            tensors.pop("nc1"),
+            tensors.pop("nc4"),
+            body["pooled"],
+        )
         return FittedProjection(Projection.restore(body["config"], tensors), report)
 
     def save_projection(self, fitted: FittedProjection, *, writer: bool = True) -> None:
@@ -92,8 +98,13 @@ class StationStore:
         report = fitted.report
         tensors = {**fitted.projection.state_dict(), "nc1": report.nc1, "nc4": report.nc4}
         self._write("projection.safetensors", save({k: v.contiguous() for k, v in tensors.items()}))
-        body = {"config": fitted.projection.config(), "choice": asdict(report.choice), "pooled": report.pooled,
-                "scaled_nc1": report.scaled_nc1, "scaled_nc4": report.scaled_nc4}
+        body = {
+            "config": fitted.projection.config(),
+            "choice": asdict(report.choice),
+            "pooled": report.pooled,
+            "scaled_nc1": report.scaled_nc1,
+            "scaled_nc4": report.scaled_nc4,
+        }
         self._write("projection.json", json.dumps(body).encode())
 
     def clear(self) -> None:

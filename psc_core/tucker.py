@@ -44,8 +44,13 @@ def tucker_factors(
         return correlation.new_ones(1, 1).double(), _fix_signs(leading).to(correlation.device)
     tensor = correlation.double().cpu()
     with tensorly.backend_context("pytorch", local_threadsafe=True):
-        _, factors = tucker(tensor, rank=[c_max, d_max, d_max], n_iter_max=ITERATIONS, tol=1e-6,
-                            init=_truncated_hosvd(tensor, c_max, d_max))
+        _, factors = tucker(
+            tensor,
+            rank=[c_max, d_max, d_max],
+            n_iter_max=ITERATIONS,
+            tol=1e-6,
+            init=_truncated_hosvd(tensor, c_max, d_max),
+        )
     a, b = (_fix_signs(factor).to(correlation.device) for factor in factors[:2])
     return a, b
 

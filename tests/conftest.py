@@ -18,6 +18,7 @@ torch.set_num_threads(1)
 settings.register_profile("psc", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("psc")
 
+
 @dataclass(frozen=True)
 class TinyJob:
     """Arguments of a quick ``psc-fit`` run (without ``--out``), its folder and its trained network."""
@@ -65,8 +66,22 @@ def tiny_job(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> TinyJ
     net = tiny.train(open_dataset(data, split="train", preprocess=PRESETS["mnist"]))
     weights = folder / "net.safetensors"
     save_file(net.state_dict(), weights)
-    args = ["--model", "tests.tiny:network", "--weights", str(weights), "--preset", "mnist", "--train", data,
-            "--val", data, "--device", "cpu", "--minimum-dim", "8"]
+    args = [
+        "--model",
+        "tests.tiny:network",
+        "--weights",
+        str(weights),
+        "--preset",
+        "mnist",
+        "--train",
+        data,
+        "--val",
+        data,
+        "--device",
+        "cpu",
+        "--minimum-dim",
+        "8",
+    ]
     return TinyJob(folder, tuple(args), net)
 
 

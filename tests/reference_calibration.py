@@ -12,9 +12,7 @@ def p_value(calibration: Sequence[float], score: float) -> Fraction:
     return Fraction(1 + sum(other <= score for other in calibration), len(calibration) + 1)
 
 
-def prediction_set(
-    true_probabilities: Sequence[float], probabilities: Sequence[float], coverage: Fraction
-) -> set[int]:
+def prediction_set(true_probabilities: Sequence[float], probabilities: Sequence[float], coverage: Fraction) -> set[int]:
     """Marginal set by scores ``1 − p`` as they are defined, with exact numbers; the top class added."""
     scores = sorted(1 - Fraction(p) for p in true_probabilities)
     k = math.ceil((len(scores) + 1) * coverage)

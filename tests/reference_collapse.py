@@ -32,9 +32,7 @@ def nc1(rows: Array, labels: Sequence[int], classes: int) -> float:
     return within / total
 
 
-def nc4(
-    train: Array, train_labels: Sequence[int], val: Array, val_labels: Sequence[int], classes: int
-) -> float:
+def nc4(train: Array, train_labels: Sequence[int], val: Array, val_labels: Sequence[int], classes: int) -> float:
     means = class_means(train, train_labels, classes)
     correct = 0
     for row, label in zip(val, val_labels, strict=True):

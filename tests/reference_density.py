@@ -66,9 +66,7 @@ def class_log_joint(train: Tensor, labels: Tensor, z: Tensor, *, kind: str, pca:
     if kind in ("tied", "rmd"):
         covariances = [pooled] * classes
     else:
-        covariances = [
-            shrunk(scatter / (n - 1), pooled, n - 1) for scatter, n in zip(scatters, counts, strict=True)
-        ]
+        covariances = [shrunk(scatter / (n - 1), pooled, n - 1) for scatter, n in zip(scatters, counts, strict=True)]
     joint = torch.empty(len(y), classes, dtype=torch.float64)
     for i in range(len(y)):
         background = log_normal(y[i], torch.zeros_like(y[i]), total) if kind == "rmd" else 0.0

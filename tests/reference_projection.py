@@ -44,8 +44,19 @@ def project(x: Tensor, mean: Tensor, std: Tensor, a: Tensor, b: Tensor, z_mean: 
     rows = []
     for image in x.double():
         scaled = (image - mean.double()) / std.double()
-        z = torch.tensor([[sum(float(a[c, p]) * float(scaled[c, j]) * float(b[j, q])
-                               for c in range(len(a)) for j in range(len(b)))
-                           for q in range(b.shape[1])] for p in range(a.shape[1])], dtype=torch.float64)
+        z = torch.tensor(
+            [
+                [
+                    sum(
+                        float(a[c, p]) * float(scaled[c, j]) * float(b[j, q])
+                        for c in range(len(a))
+                        for j in range(len(b))
+                    )
+                    for q in range(b.shape[1])
+                ]
+                for p in range(a.shape[1])
+            ],
+            dtype=torch.float64,
+        )
         rows.append((z.flatten() - z_mean.double()) / z_std.double())
     return torch.stack(rows)

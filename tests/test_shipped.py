@@ -132,9 +132,7 @@ def jpeg() -> bytes:
     ],
     ids=["not an image", "truncated JPEG", "100-megapixel header", "empty body"],
 )
-def test_bad_images_get_a_documented_problem_and_change_nothing(
-    url: str, body: bytes, status: int, words: str
-) -> None:
+def test_bad_images_get_a_documented_problem_and_change_nothing(url: str, body: bytes, status: int, words: str) -> None:
     before = ask(url, example("clean.png"))
     answer = httpx.post(f"{url}/predict", content=body, headers={"content-type": "image/png"})
     assert answer.status_code == status

@@ -11,10 +11,15 @@ from psc_core.data import ImageDataset
 def network(num_classes: int = 10, in_channels: int = 1) -> nn.Module:
     """Three convolutions and a linear layer for 28-pixel images."""
     return nn.Sequential(
-        nn.Conv2d(in_channels, 8, 3, stride=2, padding=1), nn.ReLU(),
-        nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.ReLU(),
-        nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, num_classes),
+        nn.Conv2d(in_channels, 8, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, num_classes),
     )
 
 

@@ -46,8 +46,7 @@ class BodyLimit:
                     raise self._too_large("more")
                 if self._buffered > self.max_buffered_bytes:
                     raise QueueFull(
-                        f"expected at most {self.max_buffered_bytes} bytes of bodies at once; try again in "
-                        "1 s",
+                        f"expected at most {self.max_buffered_bytes} bytes of bodies at once; try again in 1 s",
                         retry_after=1,
                     )
             return message

@@ -70,9 +70,7 @@ class Requests:
                 self._log(scope, status, seconds)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = QueueFull(
-            f"expected at most {self._max_requests} requests at once; try again in 1 s", retry_after=1
-        )
+        error = QueueFull(f"expected at most {self._max_requests} requests at once; try again in 1 s", retry_after=1)
         self.service.metrics.rejected("too-many-requests")
         await problem_response(problem_of(error))(scope, receive, send)
 

@@ -13,9 +13,7 @@ from app.service import Service
 router = APIRouter(prefix="/admin", tags=["admin"])
 
 
-@router.post(
-    "/reload", summary="Reload bundles", responses=responses(400, 401, 403, 404, 409, 422, 503)
-)
+@router.post("/reload", summary="Reload bundles", responses=responses(400, 401, 403, 404, 409, 422, 503))
 async def reload(
     request: Request,
     model: Annotated[str | None, Query(description="Only this model; without it all of them.")] = None,
@@ -25,7 +23,5 @@ async def reload(
     await service.admin_guard(request)
     changes = await service.registry.reload(model)
     return ReloadDocument(
-        reloaded=[
-            ReloadedModel(name=name, previous_version=before, version=now) for name, before, now in changes
-        ]
+        reloaded=[ReloadedModel(name=name, previous_version=before, version=now) for name, before, now in changes]
     )

@@ -128,9 +128,7 @@ async def ready(request: Request, response: Response) -> ReadyDocument:
     return ReadyDocument(live=True, ready=is_ready)
 
 
-@router.get(
-    "/models/{name}", response_model=ModelMetadata, responses=_METADATA_ERRORS, summary="Model metadata"
-)
+@router.get("/models/{name}", response_model=ModelMetadata, responses=_METADATA_ERRORS, summary="Model metadata")
 @protocol_errors
 async def model_metadata(request: Request, name: str) -> Response:
     """Inputs and outputs of a model; the two inputs are alternatives."""
@@ -197,9 +195,7 @@ async def _metadata(request: Request, name: str, version: str | None) -> Respons
         versions=[served.version],
         platform="pytorch_psc",
         inputs=[
-            TensorMetadata(
-                name=RAW_INPUT, datatype="UINT8", shape=[-1, shape.height, shape.width, shape.channels]
-            ),
+            TensorMetadata(name=RAW_INPUT, datatype="UINT8", shape=[-1, shape.height, shape.width, shape.channels]),
             TensorMetadata(name=ENCODED_INPUT, datatype="BYTES", shape=[-1]),
         ],
         outputs=[

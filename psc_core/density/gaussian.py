@@ -79,9 +79,7 @@ class Density(Fitted):
         """Squared Mahalanobis distance to every class."""
         raise NotImplementedError
 
-    def deviation(
-        self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]
-    ) -> Float[Tensor, "batch kept"]:
+    def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
         """Whitened difference of each row from the mean of the class named for it."""
         raise NotImplementedError
 
@@ -124,9 +122,7 @@ class ClasswiseDensity(Density):
         stacked = functional.linear(w, self.whiteners.flatten(0, 1), self.offsets.flatten())
         return stacked.reshape(-1, *self.offsets.shape).square().sum(dim=2)
 
-    def deviation(
-        self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]
-    ) -> Float[Tensor, "batch kept"]:
+    def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
         """``S_k^(−1/2) (w − m_k)`` for the class named for each row."""
         return torch.einsum("bpq,bq->bp", self.whiteners[classes], w) + self.offsets[classes]
 
@@ -154,9 +150,7 @@ class TiedDensity(Density):
         """``‖w − m_k‖²`` by differences: ‖w‖² − 2 w·m + ‖m‖² cancels where classes are tight."""
         return torch.cdist(w, self.centres, compute_mode="donot_use_mm_for_euclid_dist").square()
 
-    def deviation(
-        self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]
-    ) -> Float[Tensor, "batch kept"]:
+    def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
         """``w − m_k`` for the class named for each row."""
         return w - self.centres[classes]
 

@@ -83,6 +83,8 @@ def fit_pca(z: Float[Tensor, "n dim"], *, kept: int | None, limit: int) -> PCA:
         enough = int((share < EXPLAINED_VARIANCE).sum()) + 1
         kept = max(1, min(enough, rank, limit))
     elif not 1 <= kept <= rank:
-        raise FitError(f"expected 1 ≤ pca ≤ {rank} (the rank of {len(z)} feature rows of {z.shape[1]} "
-                       f"columns), got {kept}; choose a smaller number or leave the choice to the data")
+        raise FitError(
+            f"expected 1 ≤ pca ≤ {rank} (the rank of {len(z)} feature rows of {z.shape[1]} "
+            f"columns), got {kept}; choose a smaller number or leave the choice to the data"
+        )
     return PCA(mean, vectors[:, :kept], values[:kept], share[kept - 1].item())

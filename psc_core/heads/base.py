@@ -145,9 +145,7 @@ class Choice(NamedTuple):
     best_val_nll: float
 
 
-def choose_precision(
-    nll_with: Callable[[float], Float[Tensor, " m"]], precisions: Sequence[float]
-) -> Choice:
+def choose_precision(nll_with: Callable[[float], Float[Tensor, " m"]], precisions: Sequence[float]) -> Choice:
     """The smallest precision whose mean validation NLL is at most 0.1 % above the smallest NLL.
 
     The plain minimum is often at infinity: weights that are well calibrated by themselves gain nothing from

@@ -165,9 +165,7 @@ def fit_laplace(data: HeadData) -> LaplaceHead:
     The τ of the posterior is chosen after the weights, as laplace-torch's grid search does; the rule is
     :func:`.base.choose_precision`.
     """
-    softmax = choose_softmax(
-        data.train, data.train_labels, data.val, data.val_labels, num_classes=data.num_classes
-    )
+    softmax = choose_softmax(data.train, data.train_labels, data.val, data.val_labels, num_classes=data.num_classes)
     kfac = fit_kfac(softmax.weight, softmax.bias, data.train, data.train_labels)
     choice = choose_precision(_val_nll(softmax, kfac, data), PRECISIONS)
     weight_spectrum, bias_spectrum = kfac.spectra(choice.precision)
@@ -234,9 +232,7 @@ def fit_kfac(
     posterior.fit(_Chunks(phi, labels))
     output_values, input_values = posterior.H.eigenvalues[0]
     output_vectors, input_vectors = posterior.H.eigenvectors[0]
-    return Kfac(
-        input_values, linalg.fix_signs(input_vectors), output_values, linalg.fix_signs(output_vectors)
-    )
+    return Kfac(input_values, linalg.fix_signs(input_vectors), output_values, linalg.fix_signs(output_vectors))
 
 
 class _Chunks:

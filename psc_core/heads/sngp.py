@@ -66,9 +66,7 @@ class SngpHead(Head):
     bias: Tensor
     covariance_root: Tensor
 
-    def logits(
-        self, z: Float[Tensor, "batch dim"]
-    ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, " batch"]]:
+    def logits(self, z: Float[Tensor, "batch dim"]) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, " batch"]]:
         """Mean μ and variance s² of the logits."""
         psi = random_features(self.standardise(z), self.frequencies, self.phases)
         variance = (psi @ self.covariance_root).square().sum(dim=1)
@@ -94,9 +92,7 @@ def random_features(
     return torch.cos(torch.addmm(phases, phi, frequencies)) * math.sqrt(2.0)
 
 
-def mean_field(
-    mean: Float[Tensor, "n classes"], variance: Float[Tensor, " n"]
-) -> Float[Tensor, "n classes"]:
+def mean_field(mean: Float[Tensor, "n classes"], variance: Float[Tensor, " n"]) -> Float[Tensor, "n classes"]:
     """``μ / √(1 + π s² / 8)``."""
     return mean * (1.0 + (math.pi / 8.0) * variance[:, None]).rsqrt()
 

@@ -66,8 +66,9 @@ def choose_softmax(
     axes = principal_axes(train)
 
     def fit(precision: float, start: Tensor, tolerance: float) -> tuple[SoftmaxFit, Tensor]:
-        weight, bias = fit_softmax(train, train_labels, precision=precision, start=start, axes=axes,
-                                   tolerance=tolerance)
+        weight, bias = fit_softmax(
+            train, train_labels, precision=precision, start=start, axes=axes, tolerance=tolerance
+        )
         logits = functional.linear(val, weight.to(val.dtype), bias.to(val.dtype))
         val_nll = nll(logits, val_labels).mean().item()
         return SoftmaxFit(weight, bias, precision, val_nll), torch.cat([weight, bias[:, None]], dim=1)

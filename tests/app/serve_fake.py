@@ -26,9 +26,7 @@ def main() -> int:
         print(f"port {listener.getsockname()[1]}", flush=True)
     if settings.workers > 1 and not shared:
         command = [sys.executable, *sys.argv]
-        return Supervisor(
-            command, listener, workers=settings.workers, drain_seconds=settings.drain_seconds
-        ).run()
+        return Supervisor(command, listener, workers=settings.workers, drain_seconds=settings.drain_seconds).run()
     if "bad" in extras:
         return EXIT_BAD_INPUT
     from app.main import create_app

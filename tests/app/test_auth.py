@@ -20,9 +20,7 @@ KEYS = ApiKeys(predict=["predict-one", "predict-two"], admin=["admin-one"])
 
 def request(**headers: str) -> Request:
     raw = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
-    return Request(
-        {"type": "http", "method": "POST", "path": "/predict", "headers": raw, "query_string": b""}
-    )
+    return Request({"type": "http", "method": "POST", "path": "/predict", "headers": raw, "query_string": b""})
 
 
 def check(keys: KeySet, **headers: str) -> None:

@@ -97,9 +97,7 @@ def send_sync(script: Script, *images: Any, retry: Retry = RETRY, **options: Any
 def send_async(script: Script, *images: Any, retry: Retry = RETRY, **options: Any) -> PredictResult:
     async def send() -> PredictResult:
         transport = script.transport
-        async with AsyncClient(
-            "http://host/prefix/", api_key="key", retry=retry, transport=transport
-        ) as client:
+        async with AsyncClient("http://host/prefix/", api_key="key", retry=retry, transport=transport) as client:
             return await client.predict(images or [b"image"], **options)
 
     return asyncio.run(send())
@@ -200,9 +198,7 @@ def test_connection_errors_are_retried_only_when_nothing_was_sent(send: Send, wa
         (504, Unavailable),
     ],
 )
-def test_problems_raise_by_kind_and_are_not_retried(
-    send: Send, status: int, kind: type[ProblemError]
-) -> None:
+def test_problems_raise_by_kind_and_are_not_retried(send: Send, status: int, kind: type[ProblemError]) -> None:
     reply = problem(status, {"traceresponse": TRACERESPONSE}, index=1, filename="b.png")
     with pytest.raises(kind) as caught:
         send(Script(reply))
@@ -313,9 +309,7 @@ def test_cli_prints_json_lines(files: list[str], capsys: pytest.CaptureFixture[s
     ("reply", "code"),
     [(problem(422), 2), (problem(401), 2), (httpx.ReadTimeout("slow"), 2), (problem(500), 1)],
 )
-def test_cli_exit_codes(
-    files: list[str], capsys: pytest.CaptureFixture[str], reply: Reply, code: int
-) -> None:
+def test_cli_exit_codes(files: list[str], capsys: pytest.CaptureFixture[str], reply: Reply, code: int) -> None:
     assert run_cli(Script(reply), *files) == code
     output = capsys.readouterr()
     assert output.out == ""

@@ -64,9 +64,7 @@ async def engine(
     network, metrics = FakePipeline(), Metrics()
     with ThreadPoolExecutor(2) as pool:
         decoder = Decoder(pool, threads=2, preprocess=PREPROCESS, max_pixels=10_000, inline_bytes=inline)
-        step = make_step(
-            network, decoder.shape, max_batch=max_batch, device=torch.device("cpu"), compiled=False
-        )
+        step = make_step(network, decoder.shape, max_batch=max_batch, device=torch.device("cpu"), compiled=False)
         failures: list[Exception] = []
         made = Engine(
             "m",
@@ -372,9 +370,7 @@ async def test_a_full_batch_is_launched_behind_the_running_one_a_smaller_one_wai
     step = SlowStep(network, max_batch=4)
     with ThreadPoolExecutor(1) as pool:
         decoder = Decoder(pool, threads=1, preprocess=PREPROCESS, max_pixels=100, inline_bytes=0)
-        made = Engine(
-            "m", step, decoder, limits=Limits(4, 100, 0.0), metrics=Metrics(), on_failure=lambda error: None
-        )
+        made = Engine("m", step, decoder, limits=Limits(4, 100, 0.0), metrics=Metrics(), on_failure=lambda error: None)
         await made.start()
         step.launched.clear()
         step.finish = False

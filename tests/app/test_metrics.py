@@ -62,9 +62,12 @@ async def test_counts_are_what_the_client_saw() -> None:
         await app.client.post("/predict?alpha=0.99", content=png(64, first=255), headers=PNG)
         await app.client.post("/predict", content=png(1, first=POISON), headers=PNG)
         await app.client.post("/predict", content=b"x", headers=PNG)
-        assert await app.metric('psc_predictions_total{label="dark"}') + await app.metric(
-            'psc_predictions_total{label="middle"}'
-        ) + await app.metric('psc_predictions_total{label="bright"}') == 5
+        assert (
+            await app.metric('psc_predictions_total{label="dark"}')
+            + await app.metric('psc_predictions_total{label="middle"}')
+            + await app.metric('psc_predictions_total{label="bright"}')
+            == 5
+        )
         assert await app.metric("psc_ood_total") == 1
         assert await app.metric('psc_abstained_total{reason="ood"}') == 1
         assert await app.metric("psc_ood_p_value_count") == 5

@@ -61,9 +61,7 @@ def test_any_header_gives_a_context_that_parses_again(header: str) -> None:
     assert (again.trace_id, again.parent_id) == (trace.trace_id, trace.span_id)
 
 
-def serve(
-    headers: list[tuple[bytes, bytes]], status: int = 200
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def serve(headers: list[tuple[bytes, bytes]], status: int = 200) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One request through the middleware; what the application saw, and what was sent."""
     seen: dict[str, Any] = {}
     sent: list[dict[str, Any]] = []

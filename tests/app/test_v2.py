@@ -154,9 +154,7 @@ async def test_encoded_images_equal_predict(service: Running, shape: list[int]) 
     texts = [base64.b64encode(data).decode() for data in files]
     data: list[Any] = texts if len(shape) == 1 else [[text] for text in texts]
     entry = {"name": "encoded_images", "shape": shape, "datatype": "BYTES", "data": data}
-    document = await infer(
-        service, {"inputs": [entry], "outputs": [{"name": "ood_p_value"}, {"name": "label"}]}
-    )
+    document = await infer(service, {"inputs": [entry], "outputs": [{"name": "ood_p_value"}, {"name": "label"}]})
     parts = [("images", (f"{i}.png", data)) for i, data in enumerate(files)]
     predictions = (await service.client.post("/predict", files=parts)).json()["predictions"]
     assert [tensor["name"] for tensor in document["outputs"]] == ["ood_p_value", "label"]
@@ -293,9 +291,7 @@ async def test_errors_follow_the_protocol(service: Running, document: Any, statu
         (b"{}", {"content-encoding": "gzip"}, 415, "compressed"),
     ],
 )
-async def test_broken_bodies(
-    service: Running, body: bytes, headers: dict[str, str], status: int, message: str
-) -> None:
+async def test_broken_bodies(service: Running, body: bytes, headers: dict[str, str], status: int, message: str) -> None:
     response = await service.client.post("/v2/models/m/infer", content=body, headers=headers)
     assert response.status_code == status, response.text
     assert message in ErrorDocument.model_validate(response.json()).error
@@ -366,9 +362,7 @@ def test_texts_come_back_from_a_response(texts: list[str], binary: bool) -> None
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with live_server(
-        {"m": FakeModel(), "colour": FakeModel(preprocess=COLOUR)}, max_images_per_request=4
-    ) as url:
+    with live_server({"m": FakeModel(), "colour": FakeModel(preprocess=COLOUR)}, max_images_per_request=4) as url:
         yield url.removeprefix("http://")
 
 

@@ -91,8 +91,20 @@ def test_a_tiff_that_points_at_itself() -> None:
         decode_image(b"II*\0\x08\0\0\0" + body)
 
 
-@pytest.mark.parametrize("head", [b"%!PS-Adobe-3.0 EPSF-3.0\n", b"%PDF-1.7\n", b"<svg xmlns='x'>", b"P6 9 9 255\n",
-                                  b"\0\0\0\x0cjP  \r\n\x87\n", b"\x80\x04\x95", b"PK\x03\x04", b"8BPS", b"#!/bin/sh\n"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"%!PS-Adobe-3.0 EPSF-3.0\n",
+        b"%PDF-1.7\n",
+        b"<svg xmlns='x'>",
+        b"P6 9 9 255\n",
+        b"\0\0\0\x0cjP  \r\n\x87\n",
+        b"\x80\x04\x95",
+        b"PK\x03\x04",
+        b"8BPS",
+        b"#!/bin/sh\n",
+    ],
+)
 def test_other_files_with_an_image_behind_them(head: bytes) -> None:
     with pytest.raises(UnsupportedImage):
         decode_image(head + encoded(Image.new("L", (8, 8))))

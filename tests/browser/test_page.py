@@ -183,9 +183,7 @@ def test_a_refused_image_says_why_and_spoils_no_other(page: Driver, files: dict[
     assert "✓ Accept" in card(page, "clear.png").text
 
 
-def test_a_key_is_asked_for_and_the_waiting_images_are_sent_again(
-    driver: Driver, files: dict[str, Path]
-) -> None:
+def test_a_key_is_asked_for_and_the_waiting_images_are_sent_again(driver: Driver, files: dict[str, Path]) -> None:
     with live_server({"m": FakeModel()}, api_keys=("the-right-key",)) as url:
         driver.get(url)
         until(find(driver, "#key-form")[0].is_displayed)

@@ -16,8 +16,14 @@ from psc_core.cli_eval import parser as eval_parser
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "artifacts" / "README.md",
-                    *(ROOT / "benchmarks").rglob("*.md")])
+DOCUMENTS = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "artifacts" / "README.md",
+        *(ROOT / "benchmarks").rglob("*.md"),
+    ]
+)
 PARSERS = {"psc-fit": fit_parser, "psc-eval": eval_parser, "psc-serve": serve_parser}
 
 

@@ -62,8 +62,10 @@ def test_flags_exist() -> None:
 
 def test_links_lead_to_headings() -> None:
     text = PAGE.read_text()
-    headings = {re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-")
-                for line in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+    headings = {
+        re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-")
+        for line in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    }
     assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings
 
 
@@ -91,8 +93,9 @@ def workplace(tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_pseudo_code_runs(workplace: Path) -> None:
-    result = doctest.testfile(str(PAGE), module_relative=False, encoding="utf-8",
-                              optionflags=doctest.REPORT_ONLY_FIRST_FAILURE)
+    result = doctest.testfile(
+        str(PAGE), module_relative=False, encoding="utf-8", optionflags=doctest.REPORT_ONLY_FIRST_FAILURE
+    )
     assert result.attempted >= 14
     assert result.failed == 0
     assert (workplace / "bundle" / "manifest.json").exists()

@@ -118,9 +118,27 @@ class Setup:
             return save(psc, path)
 
         monkeypatch.setattr(PSC, "save", remembered)
-        args = ["--model", self.case.spec, "--weights", str(self.weights), "--train", str(self.folders / "train"),
-                "--val", str(self.folders / "val"), "--preset", "imagenet", "--size", str(self.case.size),
-                "--device", "cpu", "--batch-rows", "32", "--out", str(out), *more]
+        args = [
+            "--model",
+            self.case.spec,
+            "--weights",
+            str(self.weights),
+            "--train",
+            str(self.folders / "train"),
+            "--val",
+            str(self.folders / "val"),
+            "--preset",
+            "imagenet",
+            "--size",
+            str(self.case.size),
+            "--device",
+            "cpu",
+            "--batch-rows",
+            "32",
+            "--out",
+            str(out),
+            *more,
+        ]
         for pair in self.case.model_args:
             args += ["--model-arg", pair]
         assert cli.main(args) == 0
@@ -140,8 +158,12 @@ def set_up(case: Case, folders: Path, where: Path) -> Setup:
     """
     torch.manual_seed(0)
     arguments = dict(pair.split("=") for pair in case.model_args)
-    net = load_network(case.spec, num_classes=CLASSES, model_args={k: int(v) for k, v in arguments.items()},
-                       allow_factories=(case.spec,))
+    net = load_network(
+        case.spec,
+        num_classes=CLASSES,
+        model_args={k: int(v) for k, v in arguments.items()},
+        allow_factories=(case.spec,),
+    )
     with torch.no_grad():
         for parameter in net.parameters():
             parameter += 0.02 * torch.randn_like(parameter)

@@ -24,7 +24,11 @@ HERE = __name__
 def mlp(num_classes: int) -> nn.Module:
     """Every activation works in place, on the very tensors that are wanted."""
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 12), nn.ReLU(inplace=True), nn.Linear(12, 8), nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(64, 12),
+        nn.ReLU(inplace=True),
+        nn.Linear(12, 8),
+        nn.ReLU(inplace=True),
         nn.Linear(8, num_classes),
     )
 
@@ -123,11 +127,13 @@ def hooked(net: nn.Module, layers: Sequence[str], x: Tensor) -> tuple[dict[str, 
     for name in layers:
         module = net.get_submodule(name.removesuffix(INPUT))
         if name.endswith(INPUT):
-            handles.append(module.register_forward_pre_hook(
-                lambda _m, args, name=name: values.__setitem__(name, args[0].clone())))
+            handles.append(
+                module.register_forward_pre_hook(lambda _m, args, name=name: values.__setitem__(name, args[0].clone()))
+            )
         else:
-            handles.append(module.register_forward_hook(
-                lambda _m, _args, out, name=name: values.__setitem__(name, out.clone())))
+            handles.append(
+                module.register_forward_hook(lambda _m, _args, out, name=name: values.__setitem__(name, out.clone()))
+            )
     logits = net(x)
     for handle in handles:
         handle.remove()

@@ -21,11 +21,12 @@ from psc_core.baselines import (
     knn_score,
     max_softmax_score,
 )
-from psc_core.data import ArraySource, ImageDataset, labelled
+from psc_core.data import ImageDataset, labelled
 from psc_core.errors import FitError, NetworkError
 from psc_core.passes import Compute
 from psc_core.preprocess import Preprocess
 from psc_core.scores import auroc
+from psc_core.sources import ArraySource
 from tests import reference_scores as naive
 
 CPU = Compute(torch.device("cpu"), batch_rows=32)

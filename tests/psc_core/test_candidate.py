@@ -23,15 +23,17 @@ def report(*rows: tuple[str, int, float, float], pattern: str | None = None, out
 
 
 def test_highest_nc4_above_the_cutoff() -> None:
-    chosen = report(("a", 4, 0.9, 0.5), ("b", 4, 0.6, 0.8), ("c", 8, 0.4, 0.7), ("p", 8, 0.1, 0.99),
-                    ("o", 2, 0.9, 1.0)).candidate()
+    chosen = report(
+        ("a", 4, 0.9, 0.5), ("b", 4, 0.6, 0.8), ("c", 8, 0.4, 0.7), ("p", 8, 0.1, 0.99), ("o", 2, 0.9, 1.0)
+    ).candidate()
     assert chosen.layers == ("b",)
     assert "b (NC1 0.6000, NC4 0.8000), has the highest NC4 of the 3 layers with NC1 > 0.2" in chosen.reason
 
 
 def test_the_deepest_of_equals() -> None:
-    assert report(("a", 4, 0.9, 0.8), ("b", 4, 0.6, 0.8), ("c", 4, 0.5, 0.7), ("p", 8, 0.1, 0.9),
-                  ("o", 2, 0.1, 0.9)).candidate().layers == ("b",)
+    assert report(
+        ("a", 4, 0.9, 0.8), ("b", 4, 0.6, 0.8), ("c", 4, 0.5, 0.7), ("p", 8, 0.1, 0.9), ("o", 2, 0.1, 0.9)
+    ).candidate().layers == ("b",)
 
 
 def test_exactly_the_cutoff_does_not_pass() -> None:
@@ -51,8 +53,13 @@ def test_exactly_the_cutoff_does_not_pass() -> None:
 def test_two_layers_near_the_cutoff(
     chosen_nc1: float, next_nc1: float, next_channels: int, layers: tuple[str, ...]
 ) -> None:
-    chosen = report(("a", 4, 0.9, 0.5), ("b", 4, chosen_nc1, 0.9), ("c", next_channels, next_nc1, 0.95),
-                    ("p", 8, 0.1, 0.9), ("o", 2, 0.1, 0.9)).candidate()
+    chosen = report(
+        ("a", 4, 0.9, 0.5),
+        ("b", 4, chosen_nc1, 0.9),
+        ("c", next_channels, next_nc1, 0.95),
+        ("p", 8, 0.1, 0.9),
+        ("o", 2, 0.1, 0.9),
+    ).candidate()
     assert chosen.layers == layers
     assert ("joins it" in chosen.reason) == (len(layers) == 2)
 
@@ -104,5 +111,13 @@ def test_json_and_csv() -> None:
     measured = report(("a", 4, 0.9, 0.5), ("p", 8, 0.1, 0.99), output=False)
     assert CollapseReport.from_json(json.loads(json.dumps(measured.to_json()))) == measured
     rows = list(csv.DictReader(measured.to_csv().splitlines()))
-    assert rows[1] == {"index": "1", "layer": "p", "kind": "map", "channels": "8", "spatial": "4",
-                       "role": "penultimate", "nc1": "0.1", "nc4": "0.99"}
+    assert rows[1] == {
+        "index": "1",
+        "layer": "p",
+        "kind": "map",
+        "channels": "8",
+        "spatial": "4",
+        "role": "penultimate",
+        "nc1": "0.1",
+        "nc4": "0.99",
+    }

@@ -20,10 +20,16 @@ def run(capsys: pytest.CaptureFixture[str], main, args: list[str]) -> tuple[int,
     return code, out, err
 
 
-@pytest.mark.parametrize(("main", "words"), [
-    (cli.main, ["--model", "--weights", "--layer", "--epsilon", "--head", "--density", "--alpha", "--seed", "--out"]),
-    (cli_eval.main, ["--bundle", "--id", "--ood", "--out", "--weights"]),
-])
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (
+            cli.main,
+            ["--model", "--weights", "--layer", "--epsilon", "--head", "--density", "--alpha", "--seed", "--out"],
+        ),
+        (cli_eval.main, ["--bundle", "--id", "--ood", "--out", "--weights"]),
+    ],
+)
 def test_help_is_complete(capsys: pytest.CaptureFixture[str], main, words: list[str]) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = run(capsys, main, ["--help"])
     assert code == 0
@@ -87,6 +93,10 @@ def test_weights_that_do_not_fit(tiny_job, tmp_path: Path, capsys, change, messa
         ("--pca", "9999", "9999"),
         ("--device", "tpu", "tpu"),
         ("--model-arg", "novalue", "key=value"),
+        ("--coverage", "0.9999", "coverage"),
+        ("--batch-rows", "0", "positive integer"),
+        ("--size", "-3", "positive integer"),
+        ("--name", "n" * 201, "200 characters"),
         ("--max-memory", "lots", "512M"),
     ],
 )
@@ -103,10 +113,30 @@ def test_bad_flags_end_with_one_clear_line(  # type: ignore[no-untyped-def]
 def test_evaluation_writes_what_it_prints(tiny_job, tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     weights = tiny_job.args[tiny_job.args.index("--weights") + 1]
     data = f"dirty-mnist:{data_root}"
-    code, out, err = run(capsys, cli_eval.main, [
-        "--bundle", str(tiny_bundle), "--id", data, "--ood", f"fashion=fashion-mnist:{data_root}", "--weights", weights,
-        "--train", data, "--val", data, "--device", "cpu", "--allow-factory", "tests.tiny:network", "--out",
-        str(tmp_path)])
+    code, out, err = run(
+        capsys,
+        cli_eval.main,
+        [
+            "--bundle",
+            str(tiny_bundle),
+            "--id",
+            data,
+            "--ood",
+            f"fashion=fashion-mnist:{data_root}",
+            "--weights",
+            weights,
+            "--train",
+            data,
+            "--val",
+            data,
+            "--device",
+            "cpu",
+            "--allow-factory",
+            "tests.tiny:network",
+            "--out",
+            str(tmp_path),
+        ],
+    )
     assert code == 0, err
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["images"] == 1100
@@ -117,7 +147,26 @@ def test_evaluation_writes_what_it_prints(tiny_job, tiny_bundle: Path, data_root
 
 @pytest.mark.parametrize("extra", [["--ood", "nameless"], ["--weights", "w"], ["--id", "nowhere"]])
 def test_evaluation_refuses_bad_flags(tiny_bundle: Path, data_root: Path, capsys, extra: list[str]) -> None:  # type: ignore[no-untyped-def]
-    code, _, err = run(capsys, cli_eval.main, [
-        "--bundle", str(tiny_bundle), "--id", f"mnist:{data_root}", "--allow-factory", "tests.tiny:network", *extra])
+    code, _, err = run(
+        capsys,
+        cli_eval.main,
+        ["--bundle", str(tiny_bundle), "--id", f"mnist:{data_root}", "--allow-factory", "tests.tiny:network", *extra],
+    )
     assert code == 2
     assert "expected" in err
+
+
+def test_an_output_that_cannot_be_written_is_refused_first(tiny_job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "file").write_text("not a directory")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("years of work")
+    for out, message in (
+        ("file", "it is a file"),
+        ("file/bundle", "expected to write"),
+        ("other", "holds other files"),
+    ):
+        code, printed, err = run(capsys, cli.main, [*tiny_job.args, "--out", str(tmp_path / out)])
+        assert code == 2
+        assert message in err
+        assert "layer" not in printed
+    assert (tmp_path / "other" / "thesis.txt").read_text() == "years of work"

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from psc_core.collapse import measure_collapse
-from psc_core.data import ArraySource, ImageDataset, labelled
+from psc_core.data import ImageDataset, labelled
 from psc_core.errors import FitError, UsageError
 from psc_core.layers import canonical, list_layers
 from psc_core.preprocess import Preprocess
+from psc_core.sources import ArraySource
 from tests import reference_collapse as reference
 
 PLAIN = Preprocess("L", 6, 6, None, (0.0,), (1.0,))
@@ -99,7 +100,7 @@ class Flat(nn.Module):
 def test_linear_toy_against_closed_form() -> None:
     """Pixels x = a·(2y − 1) ± s on independent axes; for h = W x
 
-        Tr Σ_W = Σ_d s_d² ‖w_d‖²,   Tr Σ_T = Tr Σ_W + ‖W a‖²,   NC4 = 1 while every s keeps its side.
+    Tr Σ_W = Σ_d s_d² ‖w_d‖²,   Tr Σ_T = Tr Σ_W + ‖W a‖²,   NC4 = 1 while every s keeps its side.
     """
     a, s = np.array([20.0, 10.0, 0.0]), np.array([4.0, 0.0, 8.0])
     signs = np.array([(y, i, j, k) for y in (-1, 1) for i in (-1, 1) for j in (-1, 1) for k in (-1, 1)])
@@ -135,8 +136,10 @@ def test_groups_fit_the_budget() -> None:
 
     layers = list_layers(Net(), torch.zeros(1, 1, 6, 6))
     for group in _groups(layers, classes=1000, batch_rows=8, budget=600_000):
-        assert sum(4 * 8 * part.layer.shape[0] * part.layer.shape[1] + 8000 * (part.stop - part.start)
-                   for part in group) <= 600_000
+        assert (
+            sum(4 * 8 * part.layer.shape[0] * part.layer.shape[1] + 8000 * (part.stop - part.start) for part in group)
+            <= 600_000
+        )
     sizes = [(part.layer.name, part.stop - part.start) for group in _groups(layers, 10**6, 8, 10**9) for part in group]
     assert sizes == [("conv", 64), ("pool", 16), ("hidden", 5), ("out:input", 5), ("out", 3)]
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from psc_core import idx
-from psc_core.data import ArraySource, ImageDataset, image_folder, labelled, open_dataset, split_validation
+from psc_core.data import ImageDataset, image_folder, labelled, open_dataset, split_validation
 from psc_core.errors import DataError
 from psc_core.preprocess import PRESETS, Preprocess
+from psc_core.sources import ArraySource
 
 TINY = Preprocess("L", 2, 2, None, (0.5,), (0.5,))
 
@@ -54,8 +55,10 @@ def test_a_subset_keeps_images_with_their_labels(labels: list[int], random: obje
 
 @pytest.mark.parametrize(("name", "preset"), [("mnist", "mnist"), ("fashion-mnist", "mnist"), ("cifar10", "cifar10")])
 def test_built_in_splits_are_disjoint_and_whole(data_root: Path, name: str, preset: str) -> None:
-    sets = {split: open_dataset(f"{name}:{data_root}", split=split, preprocess=PRESETS[preset])
-            for split in ("train", "val", "test")}
+    sets = {
+        split: open_dataset(f"{name}:{data_root}", split=split, preprocess=PRESETS[preset])
+        for split in ("train", "val", "test")
+    }
     train, val = set(sets["train"].indices.tolist()), set(sets["val"].indices.tolist())
     assert not train & val
     assert sorted(train | val) == list(range(len(sets["train"].source)))

@@ -42,9 +42,7 @@ def assert_close_to_twin(model: Density, train: Tensor, labels: Tensor, z: Tenso
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(KINDS), st.integers(1, 6), st.integers(2, 4), SEEDS, SCALES)
-def test_density_is_the_definition_in_float64(
-    kind: str, dim: int, classes: int, seed: int, scale: float
-) -> None:
+def test_density_is_the_definition_in_float64(kind: str, dim: int, classes: int, seed: int, scale: float) -> None:
     dim = max(dim, 2) if kind == "gda++" else dim
     z, labels = images(80 * classes, dim, classes, seed=seed, scale=scale)
     model = fit_density(z, labels, num_classes=classes, kind=kind)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from psc_core import scores
 from psc_core.baselines import fit_baselines
 from psc_core.calibration import fit_calibration
-from psc_core.data import ArraySource, ImageDataset, labelled
+from psc_core.data import ImageDataset, labelled
 from psc_core.errors import UsageError
 from psc_core.evaluate import ambiguity, evaluate, realised_rate, score_images
 from psc_core.manifest import Policy
@@ -20,6 +20,7 @@ from psc_core.passes import Compute
 from psc_core.pipeline import Outputs, Pipeline, entropy
 from psc_core.predictor import PSC
 from psc_core.preprocess import Preprocess
+from psc_core.sources import ArraySource
 from tests import reference_scores as naive
 
 PREPROCESS = Preprocess("L", 2, 2, None, (0.5,), (0.25,))
@@ -65,12 +66,16 @@ def psc() -> PSC:
     data = inside(199, 0)
     batch = next(data.batches(199))
     outputs = Outputs.unpack(FormulaPipeline(torch.zeros(1))(batch.images))
-    calibration = fit_calibration(
-        outputs.log_density, outputs.predictive_entropy, outputs.probabilities, batch.labels)
+    calibration = fit_calibration(outputs.log_density, outputs.predictive_entropy, outputs.probabilities, batch.labels)
     return PSC(
-        pipeline=FormulaPipeline(calibration.scores), preprocess=PREPROCESS, classes=CLASSES,
-        calibration=calibration, policy=Policy(alpha=0.05, ambiguity_threshold=1.0, coverage=0.9),
-        layers=("layer3",), name="formula", version="0" * 12,
+        pipeline=FormulaPipeline(calibration.scores),
+        preprocess=PREPROCESS,
+        classes=CLASSES,
+        calibration=calibration,
+        policy=Policy(alpha=0.05, ambiguity_threshold=1.0, coverage=0.9),
+        layers=("layer3",),
+        name="formula",
+        version="0" * 12,
     )
 
 
@@ -104,7 +109,8 @@ def test_every_number_equals_a_loop(psc: PSC) -> None:
     assert own.lead == (0.0, 0.0)
     assert set(report.separation["outside"]) == {"psc", "psc-entropy", "psc-epistemic"}
     assert report.separation["outside"]["psc-entropy"].auroc == pytest.approx(
-        naive.auroc(served.predictive_entropy.tolist(), strange.predictive_entropy.tolist()))
+        naive.auroc(served.predictive_entropy.tolist(), strange.predictive_entropy.tolist())
+    )
 
     assert report.false_alarms.count == int((served.ood_p_value <= 0.05).sum())
     assert report.flagged["outside"] == pytest.approx(float((strange.ood_p_value <= 0.05).double().mean()))
@@ -139,14 +145,16 @@ def test_images_with_several_labels_count_rows_for_losses_and_images_for_rates(p
     rows = p.repeat_interleave(2, 0).tolist()
     assert (report.images, report.rows, report.false_alarms.images) == (30, 60, 30)
     assert report.classification["psc"].nll == pytest.approx(
-        naive.nll(rows, labels.flatten().tolist(), scores.LOG_FLOOR))
+        naive.nll(rows, labels.flatten().tolist(), scores.LOG_FLOOR)
+    )
     sets = psc.calibration.prediction_sets(p.float(), 0.9)
     assert report.misses.count == sum(not sets[m, m % 3] for m in range(30))
 
 
 def test_entropy_separates_marked_ambiguous_images(psc: PSC) -> None:
     data = dataclasses.replace(
-        inside(50, 4), groups={"mnist": torch.arange(30), "ambiguous-mnist": torch.arange(30, 50)})
+        inside(50, 4), groups={"mnist": torch.arange(30), "ambiguous-mnist": torch.arange(30, 50)}
+    )
     report = evaluate(psc, data, {})
     h = score_images(psc, data).entropy["psc"].tolist()
     assert report.ambiguity == {"psc": pytest.approx(naive.auroc(h[:30], h[30:]))}
@@ -166,7 +174,8 @@ def test_other_classifiers_stand_beside(psc: PSC) -> None:
     assert report.classification["base"].accuracy == report.classification["temperature"].accuracy
     lead = report.separation["outside"]["knn"].lead
     assert lead.value == pytest.approx(
-        report.separation["outside"]["psc"].auroc - report.separation["outside"]["knn"].auroc)
+        report.separation["outside"]["psc"].auroc - report.separation["outside"]["knn"].auroc
+    )
     assert len(report.separation["outside"]) == 10
     assert report.verdicts()[0].startswith("outside: PSC ")
 

@@ -92,9 +92,30 @@ def launch(folder: Path, args: list[str]) -> list[str]:
     script = folder / "program.py"
     script.write_text(PROGRAM)
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port),
-         "--log-dir", str(folder / "logs"), "--redirects", "3", str(script), str(folder), *args, "--distributed"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--master-port",
+            str(port),
+            "--log-dir",
+            str(folder / "logs"),
+            "--redirects",
+            "3",
+            str(script),
+            str(folder),
+            *args,
+            "--distributed",
+        ],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     logs = [next(folder.glob(f"logs/**/{rank}/stdout.log")).read_text() for rank in range(2)]
     errors = "".join(log.read_text() for log in folder.glob("logs/**/stderr.log"))
     assert done.returncode == 0, done.stderr + errors
@@ -152,8 +173,10 @@ def test_the_projection_is_the_same(fits: Fits) -> None:
 def test_predictions_are_the_same(fits: Fits, data_root: Path) -> None:
     digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
     images = next(digits.batches(64)).images
-    alone, pair = (PSC.load(folder / "bundle", device="cpu", allow_factories=(FACTORY,)).predict(images)
-                   for folder in (fits.alone, fits.pair))
+    alone, pair = (
+        PSC.load(folder / "bundle", device="cpu", allow_factories=(FACTORY,)).predict(images)
+        for folder in (fits.alone, fits.pair)
+    )
     torch.testing.assert_close(pair.probabilities, alone.probabilities, rtol=0, atol=1e-5)
     torch.testing.assert_close(pair.predictive_entropy, alone.predictive_entropy, rtol=0, atol=1e-5)
     torch.testing.assert_close(pair.log_density, alone.log_density, rtol=1e-5, atol=1e-5)

@@ -45,6 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def run(*args: Any, **kwargs: Any) -> Any:
             ran.append(name)
             return station(*args, **kwargs)
+
         return run
 
     for name in STATIONS:
@@ -54,6 +55,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def interrupt(job: TinyJob, out: Path, station: str, more: Sequence[str] = ()) -> None:
     """Run the job until ``station`` begins, and interrupt it there."""
+
     def killed(*_: Any, **__: Any) -> NoReturn:
         raise KeyboardInterrupt
 
@@ -83,8 +85,14 @@ def test_equal_jobs_give_equal_bytes(
 
 def test_another_interpreter_gives_the_same_version(tiny_job: TinyJob, tmp_path: Path, uninterrupted: str) -> None:
     program = "import sys, torch; torch.set_num_threads(1); from psc_core.cli import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", program, *arguments(tiny_job, tmp_path / "bundle")], cwd=ROOT,
-                          capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments(tiny_job, tmp_path / "bundle")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert version(tmp_path / "bundle") == uninterrupted
 
@@ -103,7 +111,12 @@ def test_another_seed_gives_another_version(tiny_job: TinyJob, tmp_path: Path, u
     ],
 )
 def test_an_interrupted_fit_goes_on_to_the_same_bundle(
-    tiny_job: TinyJob, tmp_path: Path, uninterrupted: str, calls: list[str], station: str, files: set[str],
+    tiny_job: TinyJob,
+    tmp_path: Path,
+    uninterrupted: str,
+    calls: list[str],
+    station: str,
+    files: set[str],
     left: list[str],
 ) -> None:
     out = tmp_path / "bundle"
@@ -138,9 +151,7 @@ def test_what_the_stations_do_not_read_may_change(
     assert calls == ["fit_psc"]
 
 
-def test_half_a_station_counts_as_none(
-    tiny_job: TinyJob, tmp_path: Path, uninterrupted: str, calls: list[str]
-) -> None:
+def test_half_a_station_counts_as_none(tiny_job: TinyJob, tmp_path: Path, uninterrupted: str, calls: list[str]) -> None:
     out = tmp_path / "bundle"
     interrupt(tiny_job, out, "fit_psc")
     folder = next(tmp_path.glob(".*.stations"))

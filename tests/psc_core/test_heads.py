@@ -160,9 +160,7 @@ def test_monte_carlo_is_laplace_torchs() -> None:
     ours = head.sample(far, 4000, seed=3)
     torch.manual_seed(0)
     for prediction in ("nn", "glm"):
-        theirs = posterior(
-            head.standardise(far).double(), pred_type=prediction, link_approx="mc", n_samples=4000
-        )
+        theirs = posterior(head.standardise(far).double(), pred_type=prediction, link_approx="mc", n_samples=4000)
         # standard error of one mean of numbers in [0, 1]: at most 0.5 / √4000 = 0.008; 5 × √2 of them
         torch.testing.assert_close(ours.probabilities.double(), theirs.double(), rtol=0, atol=0.056)
     torch.testing.assert_close(ours.predictive_entropy, entropy(ours.probabilities))

@@ -65,10 +65,15 @@ def test_too_few_calibration_images_are_refused() -> None:
     beta_binomial_acceptance(100, 0.05, 19)
 
 
-@pytest.mark.parametrize("call", [
-    lambda: binomial_interval(2, 1), lambda: binomial_interval(0, 0), lambda: binomial_interval(0, 1, level=1.0),
-    lambda: binomial_acceptance(10, 0.0),
-])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: binomial_interval(2, 1),
+        lambda: binomial_interval(0, 0),
+        lambda: binomial_interval(0, 1, level=1.0),
+        lambda: binomial_acceptance(10, 0.0),
+    ],
+)
 def test_impossible_arguments(call: object) -> None:
     with pytest.raises(UsageError):
         call()  # type: ignore[operator]

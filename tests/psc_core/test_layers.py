@@ -162,7 +162,10 @@ def test_layout_always_gives_a_kind_of_a_map(shape: list[int]) -> None:
 def test_layout_by_rank() -> None:
     layout = Layout(True, frozenset(), frozenset())
     assert [layout.kind(shape) for shape in ((2, 3), (2, 3, 4), (2,), (2, 3, 4, 5, 6))] == [
-        "vector", "tokens", None, None,
+        "vector",
+        "tokens",
+        None,
+        None,
     ]
 
 

@@ -74,9 +74,7 @@ def test_chunked_sums_equal_whole_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 10), st.integers(1, 30), SEEDS, st.sampled_from([1e-6, 1.0, 1e6]))
-def test_oas_keeps_the_trace_and_never_worsens_the_condition(
-    columns: int, rows: int, seed: int, scale: float
-) -> None:
+def test_oas_keeps_the_trace_and_never_worsens_the_condition(columns: int, rows: int, seed: int, scale: float) -> None:
     c = covariance(rows, columns, seed, scale)
     shrunk, rho = linalg.oas_shrinkage(c, rows)
     assert 0 <= rho <= 1

@@ -20,8 +20,13 @@ def stream(x: Tensor, size: int) -> Iterator[Tensor]:
 
 
 @given(
-    n=st.integers(1, 12), channels=st.integers(1, 4), d=st.integers(1, 5), size=st.integers(1, 12),
-    scale=st.sampled_from([1e-6, 1.0, 1e6]), shift=st.sampled_from([0.0, 1e4]), seed=st.integers(0, 99),
+    n=st.integers(1, 12),
+    channels=st.integers(1, 4),
+    d=st.integers(1, 5),
+    size=st.integers(1, 12),
+    scale=st.sampled_from([1e-6, 1.0, 1e6]),
+    shift=st.sampled_from([0.0, 1e4]),
+    seed=st.integers(0, 99),
 )
 def test_streaming_is_the_naive_loop(
     n: int, channels: int, d: int, size: int, scale: float, shift: float, seed: int

@@ -105,9 +105,11 @@ def test_base_predictions_are_the_networks_own(tiny_job, digits: torch.Tensor, t
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
-    code = ("import sys, psc_core; heavy = {'torch', 'torchvision', 'tensorly', 'laplace', 'fastapi', "
-            "'prometheus_client', 'numpy'} & set(sys.modules); assert not heavy, heavy; "
-            "import psc_core.predictor, psc_core.fit, psc_core.cli, psc_core.cli_eval; "
-            "web = {'fastapi', 'starlette', 'uvicorn', 'prometheus_client', 'app'} & set(sys.modules); "
-            "assert not web, web")
+    code = (
+        "import sys, psc_core; heavy = {'torch', 'torchvision', 'tensorly', 'laplace', 'fastapi', "
+        "'prometheus_client', 'numpy'} & set(sys.modules); assert not heavy, heavy; "
+        "import psc_core.predictor, psc_core.fit, psc_core.cli, psc_core.cli_eval; "
+        "web = {'fastapi', 'starlette', 'uvicorn', 'prometheus_client', 'app'} & set(sys.modules); "
+        "assert not web, web"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -61,7 +61,11 @@ def test_replace_size_keeps_the_resize_ratio() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"mode": "CMYK"}, {"mean": (0.5, 0.5)}, {"std": (0.0,)}, {"height": 0}, {"resize": 10},
+        {"mode": "CMYK"},
+        {"mean": (0.5, 0.5)},
+        {"std": (0.0,)},
+        {"height": 0},
+        {"resize": 10},
     ],
 )
 def test_impossible_settings_are_refused(fields: dict[str, object]) -> None:

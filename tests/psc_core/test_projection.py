@@ -16,21 +16,30 @@ def random_projection(channels: int, d: int, c_proj: int, d_proj: int, seed: int
     generator = torch.Generator().manual_seed(seed)
     dim = c_proj * d_proj
     return Projection(
-        [d], torch.randn(channels, d, generator=generator), torch.rand(channels, d, generator=generator) + 0.5,
-        torch.randn(channels, c_proj, generator=generator), torch.randn(d, d_proj, generator=generator),
-        torch.randn(dim, generator=generator), torch.rand(dim, generator=generator) + 0.5,
+        [d],
+        torch.randn(channels, d, generator=generator),
+        torch.rand(channels, d, generator=generator) + 0.5,
+        torch.randn(channels, c_proj, generator=generator),
+        torch.randn(d, d_proj, generator=generator),
+        torch.randn(dim, generator=generator),
+        torch.rand(dim, generator=generator) + 0.5,
     )
 
 
 @given(
-    n=st.integers(1, 4), channels=st.integers(1, 4), d=st.integers(2, 5), c_proj=st.integers(1, 4),
-    d_proj=st.integers(1, 4), seed=st.integers(0, 50),
+    n=st.integers(1, 4),
+    channels=st.integers(1, 4),
+    d=st.integers(2, 5),
+    c_proj=st.integers(1, 4),
+    d_proj=st.integers(1, 4),
+    seed=st.integers(0, 50),
 )
 def test_the_module_is_the_naive_loop(n: int, channels: int, d: int, c_proj: int, d_proj: int, seed: int) -> None:
     p = random_projection(channels, d, c_proj, d_proj, seed)
     x = torch.randn(n, channels, d, generator=torch.Generator().manual_seed(seed))
-    expected = reference.project(x, p.mean, 1 / p.inverse_std, p.channel_factor, p.spatial_factor, p.z_mean,
-                                 1 / p.z_inverse_std)
+    expected = reference.project(
+        x, p.mean, 1 / p.inverse_std, p.channel_factor, p.spatial_factor, p.z_mean, 1 / p.z_inverse_std
+    )
     torch.testing.assert_close(p([x]).double(), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -21,12 +21,15 @@ def sample(n: int, classes: int, c: int, d: int, seed: int, scale: float = 1.0) 
 
 
 @given(
-    n=st.integers(2, 30), classes=st.integers(2, 4), c=st.integers(1, 4), d=st.integers(1, 4),
-    size=st.integers(1, 20), seed=st.integers(0, 99), scale=st.sampled_from([1e-6, 1.0, 1e6]),
+    n=st.integers(2, 30),
+    classes=st.integers(2, 4),
+    c=st.integers(1, 4),
+    d=st.integers(1, 4),
+    size=st.integers(1, 20),
+    seed=st.integers(0, 99),
+    scale=st.sampled_from([1e-6, 1.0, 1e6]),
 )
-def test_prefix_sums_equal_the_sweep(
-    n: int, classes: int, c: int, d: int, size: int, seed: int, scale: float
-) -> None:
+def test_prefix_sums_equal_the_sweep(n: int, classes: int, c: int, d: int, size: int, seed: int, scale: float) -> None:
     z, labels = sample(n, classes, c, d, seed, scale)
     scatter = ClassScatter(classes, c * d)
     for part, own in zip(z.flatten(1).split(size), labels.split(size), strict=True):

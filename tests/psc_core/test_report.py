@@ -31,24 +31,36 @@ def classification(nll: float) -> Classification:
 
 
 def rate(count: int) -> RealisedRate:
-    return RealisedRate(0.05, count, 1000, 0.99, RateInterval(0.03, 0.07), CountInterval(33, 69),
-                        CountInterval(20, 80))
+    return RealisedRate(0.05, count, 1000, 0.99, RateInterval(0.03, 0.07), CountInterval(33, 69), CountInterval(20, 80))
 
 
 REPORT = EvaluationReport(
     model={"name": "digits", "version": "0123456789ab", "layer": "layer3.0"},
-    id_name="mnist", images=1000, rows=1000,
+    id_name="mnist",
+    images=1000,
+    rows=1000,
     classification={"psc": classification(0.136), "base": classification(0.15), "temperature": classification(0.14)},
     ood_images={"fashion": 500, "near|far": 400, "hard": 300},
     separation={
-        "fashion": {"psc": separation(0.99, 0, 0), "psc-entropy": separation(0.999, -0.009, 0.001),
-                    "knn": separation(0.97, 0.02, 0.002), "gda": separation(0.98, 0.01, 0.001)},
+        "fashion": {
+            "psc": separation(0.99, 0, 0),
+            "psc-entropy": separation(0.999, -0.009, 0.001),
+            "knn": separation(0.97, 0.02, 0.002),
+            "gda": separation(0.98, 0.01, 0.001),
+        },
         "near|far": {"psc": separation(0.90, 0, 0), "knn": separation(0.905, -0.005, 0.004)},
-        "hard": {"psc": separation(0.80, 0, 0), "knn": separation(0.9, -0.1, 0.01),
-                 "gda": separation(0.85, -0.05, 0.01), "energy": separation(0.7, 0.1, 0.01)},
+        "hard": {
+            "psc": separation(0.80, 0, 0),
+            "knn": separation(0.9, -0.1, 0.01),
+            "gda": separation(0.85, -0.05, 0.01),
+            "energy": separation(0.7, 0.1, 0.01),
+        },
     },
     flagged={"fashion": 0.93, "near|far": 0.5, "hard": 0.4},
-    false_alarms=rate(50), misses=rate(95), mean_set_size=1.07, ambiguity={"psc": 0.97, "base": 0.96},
+    false_alarms=rate(50),
+    misses=rate(95),
+    mean_set_size=1.07,
+    ambiguity={"psc": 0.97, "base": 0.96},
 )
 
 
@@ -65,7 +77,8 @@ def test_verdicts_say_who_wins_ties_and_loses() -> None:
 
 def test_psc_alone_claims_no_win() -> None:
     alone = dataclasses.replace(
-        REPORT, separation={"fashion": {"psc": separation(0.99, 0, 0)}}, classification={"psc": classification(0.1)})
+        REPORT, separation={"fashion": {"psc": separation(0.99, 0, 0)}}, classification={"psc": classification(0.1)}
+    )
     first, *rest = alone.verdicts()
     assert first == "fashion: PSC reaches AUROC 0.9900; no other method was run."
     assert len(rest) == 2
@@ -76,7 +89,9 @@ def test_an_unknown_standard_error_is_a_tie() -> None:
     report = dataclasses.replace(REPORT, separation={"one": tiny})
     assert report.verdicts()[0].startswith("one: PSC ties with knn")
     assert json.loads(json.dumps(report.to_json(), allow_nan=False))["separation"]["one"]["knn"]["lead"] == {
-        "value": -0.5, "standard_error": None}
+        "value": -0.5,
+        "standard_error": None,
+    }
 
 
 def test_json_holds_every_number_and_the_verdicts() -> None:
@@ -115,7 +130,9 @@ def test_whole_pages_hold_title_verdicts_and_tables() -> None:
     assert "1000 images, 1500 labels" in to_text(several)
 
 
-@pytest.mark.parametrize(("count", "verdict"), [
-    (19, "lower than promised"), (20, "as promised"), (80, "as promised"), (81, "higher than promised")])
+@pytest.mark.parametrize(
+    ("count", "verdict"),
+    [(19, "lower than promised"), (20, "as promised"), (80, "as promised"), (81, "higher than promised")],
+)
 def test_rate_verdict_at_the_edges(count: int, verdict: str) -> None:
     assert rate(count).verdict == verdict

@@ -65,7 +65,8 @@ def test_calibration_errors_equal_loops(judged: list[tuple[float, bool]], bins: 
     if not bool(((c[:, None] - edges).abs() < 1e-9).any()):  # bin edges round differently in the loop
         assert scores.ece(c, ok, bins=bins) == pytest.approx(naive.ece(c.tolist(), ok.tolist(), bins), abs=1e-12)
     assert scores.adaptive_ece(c, ok, bins=bins) == pytest.approx(
-        naive.adaptive_ece(c.tolist(), ok.tolist(), bins), abs=1e-12)
+        naive.adaptive_ece(c.tolist(), ok.tolist(), bins), abs=1e-12
+    )
 
 
 def test_ece_bins_are_open_below_and_closed_above() -> None:

@@ -1,0 +1,87 @@
+"""Where stored images come from: an array, encoded files in memory, or files on disk; one random access for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from psc_core.errors import DataError, ImageError
+from psc_core.preprocess import Preprocess
+
+
+@runtime_checkable
+class ImageSource(Protocol):
+    """Random access to stored images: an array, encoded bytes, or files."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
+        """Image ``index`` as ``uint8 (channels, height, width)``."""
+
+    def fingerprint(self, index: int) -> bytes:
+        """Bytes that identify the stored image, for :meth:`ImageDataset.digest`."""
+
+
+@dataclass(frozen=True)
+class ArraySource:
+    """Grey images held as one ``uint8 (n, height, width)`` array."""
+
+    images: npt.NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
+        return preprocess.from_image(Image.fromarray(self.images[index]))
+
+    def fingerprint(self, index: int) -> bytes:
+        return bytes(self.images[index].data)
+
+
+@dataclass(frozen=True)
+class EncodedSource:
+    """Encoded image files held in memory, with a name each for messages."""
+
+    names: Sequence[str]
+    files: Sequence[bytes]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
+        return _decode(self.files[index], self.names[index], preprocess)
+
+    def fingerprint(self, index: int) -> bytes:
+        return self.files[index]
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """Encoded image files on disk, read when needed; identified by path below ``root`` and size."""
+
+    root: Path
+    paths: Sequence[Path]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
+        path = self.paths[index]
+        return _decode(path.read_bytes(), str(path), preprocess)
+
+    def fingerprint(self, index: int) -> bytes:
+        path = self.paths[index]
+        return f"{path.relative_to(self.root).as_posix()}\0{path.stat().st_size}\n".encode()
+
+
+def _decode(data: bytes, name: str, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
+    try:
+        return preprocess.from_bytes(data)
+    except ImageError as error:
+        raise DataError(f"{name}: {error}") from error
