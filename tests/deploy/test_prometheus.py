@@ -1,0 +1,216 @@
+"""A real Prometheus scrapes the real service, and PromQL answers what the client counted."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from psc_core.data import open_dataset
+from psc_core.preprocess import PRESETS
+from tests.deploy.test_files import expressions, rules
+from tests.deploy.tools import DEPLOY, ROOT, program
+
+DIGITS, SHIRTS = 30, 20
+SHIRT = "Shirt"
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A service under a Prometheus, and what the client that used it counted."""
+
+    prometheus: httpx.Client
+    predictions: list[dict[str, Any]]
+
+    def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and values of an instant query."""
+        answer = self.prometheus.get("/api/v1/query", params={"query": expression}).raise_for_status().json()
+        return [(row["metric"], float(row["value"][1])) for row in answer["data"]["result"]]
+
+    def value(self, expression: str) -> float:
+        """The value of a query that has one, else not a number."""
+        rows = self.query(expression)
+        return rows[0][1] if len(rows) == 1 else float("nan")
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        time.sleep(0.05)
+
+
+def answers(client: httpx.Client, path: str) -> bool:
+    try:
+        return client.get(path).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@contextmanager
+def process(*command: str | Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A running program, without the settings of whoever runs the tests; ended at the end."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
+    with log.open("wb") as out:
+        running = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
+        try:
+            yield running
+        finally:
+            running.terminate()
+            try:
+                running.wait(20)
+            except subprocess.TimeoutExpired:
+                running.kill()
+                running.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def addresses(log: Path) -> list[str]:
+    """Where the service says it listens: nothing yet, or host and port."""
+    return re.findall(r"listening on http://(\S+)\n", log.read_text(encoding="utf-8"))
+
+
+def configuration(folder: Path, target: str) -> Path:
+    """The shipped configuration, aimed at ``target`` and scraping five times a second."""
+    config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text(encoding="utf-8"))
+    config["global"] = {"scrape_interval": "200ms", "evaluation_interval": "200ms"}
+    config["rule_files"] = [str(DEPLOY / name) for name in config["rule_files"]]
+    (job,) = config["scrape_configs"]
+    job["static_configs"][0]["targets"] = [target]
+    path = folder / "prometheus.yml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
+def images(data_root: Path, name: str, count: int, only: str | None = None) -> list[bytes]:
+    """PNG files of a test split, of one class where it is named."""
+    dataset = open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    labels = dataset.first_labels()
+    wanted = [i for i in range(len(dataset)) if only is None or dataset.classes[int(labels[i])] == only][:count]
+    files = []
+    for index in wanted:
+        file = io.BytesIO()
+        Image.fromarray(np.asarray(dataset.image(index))[0]).save(file, "PNG")
+        files.append(file.getvalue())
+    assert len(files) == count
+    return files
+
+
+@pytest.fixture(scope="module")
+def watched(shipped_bundle: Path, data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """Serve the shipped bundle, watch it, send digits and shirts, wait until the last of them is scraped."""
+    prometheus = program("prometheus", "Debian package prometheus")
+    folder = tmp_path_factory.mktemp("prometheus")
+    log, port = folder / "serve.log", free_port()
+    serve = [sys.executable, "-m", "app.cli", "--bundle", shipped_bundle, "--port", "0", "--device", "cpu",
+             "--max-batch-size", "8", "--threads", "1"]
+    with ExitStack() as running:
+        service = running.enter_context(process(*serve, log=log))
+        until(lambda: bool(addresses(log)) or service.poll() is not None, "the service's address")
+        assert service.poll() is None, log.read_text(encoding="utf-8")
+        (address,) = addresses(log)
+        config = configuration(folder, address)
+        running.enter_context(
+            process(prometheus, f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}",
+                    f"--web.listen-address=127.0.0.1:{port}", log=folder / "prometheus.log")
+        )
+        client = running.enter_context(httpx.Client(base_url=f"http://{address}", timeout=30))
+        prometheus_client = running.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10))
+        until(lambda: answers(client, "/readyz") or service.poll() is not None, f"the service, see {log}")
+        assert service.poll() is None, log.read_text(encoding="utf-8")
+        until(lambda: answers(prometheus_client, "/-/ready"), "Prometheus")
+        predictions = []
+        for batch in (images(data_root, "mnist", DIGITS), images(data_root, "fashion-mnist", SHIRTS, SHIRT)):
+            files = [("images", (f"{index}.png", image, "image/png")) for index, image in enumerate(batch)]
+            predictions += client.post("/predict", files=files).raise_for_status().json()["predictions"]
+        seen = Watched(prometheus_client, predictions)
+        until(lambda: seen.value("sum(psc_predictions_total)") == DIGITS + SHIRTS, "a scrape of every prediction")
+        yield seen
+
+
+def test_ood_rate_is_what_the_client_counted(watched: Watched) -> None:
+    counted = sum(prediction["is_ood"] for prediction in watched.predictions)
+    assert counted > 0
+    assert watched.value("psc_ood_total") == counted
+    assert watched.value("psc_ood_total / on (instance) sum by (instance) (psc_predictions_total)") == pytest.approx(
+        counted / (DIGITS + SHIRTS), rel=1e-12
+    )
+
+
+def test_predictions_per_label_are_what_the_client_counted(watched: Watched) -> None:
+    rows = watched.query("sum by (label) (psc_predictions_total) > 0")
+    assert {labels["label"]: value for labels, value in rows} == Counter(
+        prediction["label"] for prediction in watched.predictions
+    )
+
+
+def test_abstentions_are_what_the_client_counted(watched: Watched) -> None:
+    rows = watched.query("sum by (reason) (psc_abstained_total) > 0")
+    counted = Counter(prediction["decision"].removeprefix("abstain_") for prediction in watched.predictions)
+    assert {labels["reason"]: value for labels, value in rows} == {
+        reason: count for reason, count in counted.items() if reason != "accept"
+    }
+
+
+def test_histograms_hold_the_answers(watched: Watched) -> None:
+    for series, field in (
+        ("psc_ood_p_value", "ood_p_value"),
+        ("psc_predictive_entropy_nats", "predictive_entropy"),
+        ("psc_log_density_nats", "log_density"),
+    ):
+        values = [prediction[field] for prediction in watched.predictions]
+        assert watched.value(f"{series}_count") == len(values)
+        # Prometheus clients leave out the sum of a histogram with negative buckets: it could fall.
+        total = pytest.approx(sum(values), rel=1e-4, abs=1e-4)
+        assert watched.query(f"{series}_sum") == [] or watched.value(f"{series}_sum") == total
+    at_most = watched.value('psc_ood_p_value_bucket{le="0.05"}')
+    assert at_most == sum(prediction["ood_p_value"] <= 0.05 for prediction in watched.predictions)
+
+
+def test_the_job_is_up_and_ready(watched: Watched) -> None:
+    assert watched.value('up{job="psc"}') == 1
+    assert watched.value("psc_ready") == 1
+    assert watched.value('sum(psc_request_seconds_count{route="/predict", status="200"})') == 2
+
+
+def test_alert_rules_are_loaded_and_healthy(watched: Watched) -> None:
+    groups = watched.prometheus.get("/api/v1/rules").raise_for_status().json()["data"]["groups"]
+    loaded = {rule["name"]: rule for group in groups for rule in group["rules"]}
+    assert set(loaded) == {rule.get("alert") or rule["record"] for rule in [*rules("alert"), *rules("record")]}
+    until(
+        lambda: all(
+            rule["health"] == "ok"
+            for group in watched.prometheus.get("/api/v1/rules").json()["data"]["groups"]
+            for rule in group["rules"]
+        ),
+        "an evaluation of every rule",
+    )
+    firing = watched.prometheus.get("/api/v1/alerts").raise_for_status().json()["data"]["alerts"]
+    critical = [alert["labels"]["alertname"] for alert in firing if alert["labels"]["severity"] == "critical"]
+    assert critical == []
+
+
+def test_every_expression_evaluates(watched: Watched) -> None:
+    """Of the rules and of the dashboard, with Grafana's variables filled in."""
+    for expression in expressions():
+        watched.query(expression.replace("$instance", ".*").replace("$__rate_interval", "1m"))
