@@ -7,8 +7,10 @@ One :class:`Job` is one request of ``count`` images.  Its life::
                   └──── cancel, expire, fail: FINISHED with an error ────┘
 
 *Bounded.*  ``pending`` = images reserved or waiting ≤ ``max_queue_images``; one request more is
-:class:`QueueFull`, with ``retry_after`` from the measured drain rate.  A request whose turn would come after
-its deadline at that rate is refused at once instead of being accepted and failed later.
+:class:`QueueFull`, with ``retry_after`` from the measured drain rate.  So is a request whose turn would come,
+at that rate, after a third of the time to its deadline: the rest is for its own images, for the batch on the
+device, and for a rate that falls.  Admitted work is therefore done in time, and what an overload leaves behind
+is gone soon after it.
 
 *Fair.*  Waiting jobs stand in a ring; a turn is at most ``quantum`` images (an eighth of a batch), after
 which a job that has more goes to the end of the ring.  So a large request fills batches that nobody else
@@ -38,6 +40,7 @@ from app.errors import ClientGone, DeadlineExceeded, NotReady, QueueFull
 
 _MAX_RETRY_AFTER_S: Final = 60
 _RATE_MEMORY: Final = 0.9
+_WAITING_SHARE: Final = 1 / 3
 
 
 class State(enum.Enum):
@@ -168,7 +171,7 @@ class Batcher:
         """Admit a request before its images are decoded.
 
         Raises:
-            QueueFull: No room, or no chance to meet ``deadline`` at the present rate.
+            QueueFull: No room, or too little time to ``deadline`` at the present rate.
             NotReady: Closed.
             ValueError: ``count`` is not positive.
         """
@@ -183,9 +186,13 @@ class Batcher:
                 retry_after=self.retry_after(),
             )
         rate = self.images_per_second
-        if rate is not None and self._pending and self._pending / rate > deadline - now:
+        longest = _WAITING_SHARE * (deadline - now)
+        before = self._pending
+        if count <= self._quantum:  # It is through with its first turn, after one turn of each of the others.
+            before = min(before, len(self._live) * self._quantum)
+        if rate is not None and before and before / rate > longest:
             raise QueueFull(
-                f"expected a turn within {deadline - now:.3g} s, {self._pending} images are before this "
+                f"expected a turn within {longest:.3g} s, {before} images are before this "
                 f"request and {rate:.3g} images/s are processed; try again in {self.retry_after()} s",
                 retry_after=self.retry_after(),
             )

@@ -9,10 +9,10 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from app import problems, tracing
 from app.middleware.body import BodyLimit
+from app.middleware.hosts import HostAllowList
 from app.middleware.requests import Requests
 from app.model import Model
 from app.routes import admin, health, metrics, model, page, predict, v2
@@ -81,7 +81,7 @@ def _add_middleware(app: FastAPI, settings: Settings, service: Service) -> None:
             expose_headers=["Retry-After", "traceresponse"],
         )
     if settings.allowed_hosts:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.allowed_hosts)
+        app.add_middleware(HostAllowList, allowed_hosts=settings.allowed_hosts)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, max_buffered_bytes=settings.max_buffered_bytes)
     app.add_middleware(Requests, service=service)
     app.add_middleware(tracing.TraceMiddleware)

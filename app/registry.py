@@ -31,6 +31,9 @@ from psc_core.errors import PSCError, UsageError
 
 logger = logging.getLogger("psc.registry")
 
+MOST_LABELS_SHOWN = 1000
+"""Classes whose prediction counter is shown before their first prediction."""
+
 DRIFT_IMAGES_PER_BOOKING = 256
 """Most p-values of a model that its drift monitor takes in at each booking; the others are left out
 whatever their value, which keeps its promise."""
@@ -122,8 +125,12 @@ class Served:
         metrics.gauge("psc_drift_window_tail_probability", state.window_tail_probability, model=name)
 
     def show(self) -> None:
-        """Put the model's identity into the metrics."""
+        """Put the model's identity and its counters, at 0, into the metrics: a rate needs a first value."""
         self._info(1.0)
+        for reason in ("ood", "ambiguous"):
+            self.metrics.count("psc_abstained_total", 0.0, reason=reason)
+        for label in self.classes[:MOST_LABELS_SHOWN]:
+            self.metrics.count("psc_predictions_total", 0.0, label=label)
         self.metrics.count("psc_drift_alarms_total", 0.0, model=self.name)
 
     def hide(self) -> None:

@@ -248,10 +248,24 @@ def test_work_that_could_not_be_answered_in_time_is_refused_at_once() -> None:
     batch = batcher.take(0.0)
     assert batch is not None
     batcher.complete(batch, now=1.0)
-    admit(batcher, 50, now=1.0)
-    with pytest.raises(QueueFull, match="turn within 2 s"):
-        batcher.reserve(1, now=1.0, deadline=3.0)
-    batcher.reserve(1, now=1.0, deadline=7.0)
+    for _ in range(50):  # At 10 a second: a turn in 5 s, which may be a third of the time left.
+        admit(batcher, 1, now=1.0)
+    with pytest.raises(QueueFull, match="turn within 4 s"):
+        batcher.reserve(1, now=1.0, deadline=13.0)
+    batcher.reserve(1, now=1.0, deadline=16.5)
+
+
+def test_a_single_image_is_not_refused_for_a_large_request_that_it_overtakes() -> None:
+    batcher = make(batch=10, queue=200)
+    admit(batcher, 10, now=0.0)
+    batch = batcher.take(0.0)
+    assert batch is not None
+    batcher.complete(batch, now=1.0)
+    admit(batcher, 100, now=1.0)
+    with pytest.raises(QueueFull, match="100 images are before"):
+        batcher.reserve(2, now=1.0, deadline=3.0)
+    single = admit(batcher, 1, now=1.0, deadline=3.0)
+    assert single in [part.job for part in batcher.take(1.0).slices]  # type: ignore[union-attr]
 
 
 def test_closed_admits_nothing_and_finishes_the_rest() -> None:

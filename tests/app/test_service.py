@@ -71,8 +71,8 @@ async def test_draining_is_told_and_closes_connections_but_still_answers() -> No
 
 async def test_hosts_and_origins() -> None:
     async with running(allowed_hosts="test", cors_origins="https://page.example") as app:
-        assert (await app.client.get("/healthz")).status_code == 200
-        assert (await app.client.get("/healthz", headers={"host": "evil"})).status_code == 400
+        assert (await app.client.get("/model")).status_code == 200
+        assert (await app.client.get("/model", headers={"host": "evil"})).status_code == 400
         response = await app.client.get("/healthz", headers={"origin": "https://page.example"})
         assert response.headers["access-control-allow-origin"] == "https://page.example"
         response = await app.client.get("/healthz", headers={"origin": "https://evil.example"})
@@ -117,3 +117,18 @@ def test_log_lines_are_json_with_the_trace_id() -> None:
     except ValueError as error:
         record = logging.LogRecord("psc.x", logging.ERROR, "f", 1, "bad", (), (ValueError, error, None))
     assert "ValueError: x" in json.loads(JsonFormatter().format(record))["exception"]
+
+
+async def test_probes_are_answered_whatever_host_they_name() -> None:
+    async with running(allowed_hosts="psc.example") as app:
+        for path in ("/healthz", "/readyz", "/metrics"):
+            assert (await app.client.get(path, headers={"host": "10.0.0.7:8000"})).status_code == 200
+        assert (await app.client.get("/model", headers={"host": "10.0.0.7:8000"})).status_code == 400
+        assert (await app.client.get("/model", headers={"host": "psc.example"})).status_code == 200
+
+
+async def test_counters_start_at_zero() -> None:
+    async with running() as app:
+        text = (await app.client.get("/metrics")).text
+        assert 'psc_abstained_total{reason="ood"} 0.0' in text
+        assert f'psc_predictions_total{{label="{app.model.classes[0]}"}} 0.0' in text
