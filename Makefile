@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 BUNDLE ?= artifacts/dirty-mnist-resnet18
 PORT   ?= 8000
 
-.PHONY: serve test check lint types layers nightly gpu bench clean
+.PHONY: serve test check lint types layers nightly gpu bench paper clean
 
 serve: $(VENV)/.serve           ## set up everything and serve the shipped bundle on http://127.0.0.1:8000
 	$(BIN)/psc-serve --bundle $(BUNDLE) --port $(PORT)
@@ -17,6 +17,7 @@ check: lint types layers test   ## what CI runs
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
@@ -27,8 +28,28 @@ layers: $(VENV)/.dev
 nightly: $(VENV)/.dev           ## the slow tests too
 	$(BIN)/pytest -m "not gpu"
 
-gpu: $(VENV)/.dev               ## the CUDA tests; needs a GPU
-	$(BIN)/pytest -m gpu
+PAPER := ddu_case_study collapse_figure projection_table cifar10_uq sign_example methods_table
+
+paper: $(VENV)/.bench           ## the paper's tables and the OOD comparison, CPU scale; PSC_DATA names the data
+	for script in $(PAPER); do $(BIN)/python -m benchmarks.paper.$$script --scale cpu --data $(PSC_DATA) || exit 1; done
+	$(BIN)/python -m benchmarks.ood.run --scale cpu --data $(PSC_DATA)
+	$(BIN)/python -m benchmarks.paper.report
+
+# The GPU checks in parts of at most ten minutes each: make gpu, then make gpu PART=resnet18, PART=vgg16, …
+# RUN=python3 uses an environment that is there already instead of setting one up.
+PART ?= tests
+RUN  ?= $(BIN)/python
+
+gpu: $(if $(filter $(BIN)/python,$(RUN)),$(VENV)/.bench)  ## on a CUDA machine: the gpu tests, or PART=resnet18|sn|vgg16 of the paper
+ifeq ($(PART),tests)
+	$(RUN) -m pytest -m gpu
+else
+	$(RUN) -m benchmarks.paper.ddu_case_study --scale full --data $(PSC_DATA) --only $(PART)
+endif
+
+bench: $(VENV)/.bench           ## load on the service and memory of fitting, on this machine
+	$(BIN)/python -m benchmarks.serving.load
+	$(BIN)/python -m benchmarks.fit.memory --data $(PSC_DATA) --images 5000
 
 $(VENV)/.serve: pyproject.toml requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
@@ -38,6 +59,10 @@ $(VENV)/.serve: pyproject.toml requirements.lock
 
 $(VENV)/.dev: $(VENV)/.serve
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable '.[dev]'
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable '.[dev,bench]'
 	touch $@
 
 clean:

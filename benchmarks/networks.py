@@ -5,12 +5,14 @@ torchvision's own with a small stem, so a bundle of theirs loads without this mo
 
 Spectral normalisation follows Deep Deterministic Uncertainty (Mukhoti et al., 2023): a *bound*, not an
 equality.  A weight W with spectral norm σ > coefficient is served as W · coefficient / σ, with one power
-iteration a training step; a convolution's σ is that of its (out, in · kernel) matrix.
+iteration a training step; a convolution's σ is that of the convolution as a linear map of images (with its
+stride, padding and input size), up to three times that of its (out, in · kernel) matrix for a 3×3 kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from torchvision import models
 
 
 def _small_resnet(build: Callable[..., nn.Module], num_classes: int, in_channels: int) -> nn.Module:
-    net = build(weights=None, num_classes=num_classes)
+    net: nn.Module = build(weights=None, num_classes=num_classes)
     net.conv1 = nn.Conv2d(in_channels, 64, kernel_size=3, stride=1, padding=1, bias=False)
     net.maxpool = nn.Identity()
     return net
@@ -38,10 +40,11 @@ def resnet50(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
 
 def vgg16(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     """VGG-16 with batch normalisation and one linear layer behind a global average pool."""
-    net = models.vgg16_bn(weights=None, num_classes=num_classes)
-    net.features[0] = nn.Conv2d(in_channels, 64, kernel_size=3, padding=1)
+    net: nn.Module = models.vgg16_bn(weights=None, num_classes=num_classes)
+    features: Any = net.features
+    features[0] = nn.Conv2d(in_channels, 64, kernel_size=3, padding=1)
     # 28 pixels survive four of the five halvings: 28 → 14 → 7 → 3 → 1.
-    net.features[43] = nn.Identity()
+    features[43] = nn.Identity()
     net.avgpool = nn.AdaptiveAvgPool2d(1)
     net.classifier = nn.Linear(512, num_classes)
     return net
@@ -61,7 +64,8 @@ class _WideBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.conv1(F.relu(self.bn1(x)))
-        return self.conv2(F.relu(self.bn2(out))) + self.shortcut(x)
+        sum_: Tensor = self.conv2(F.relu(self.bn2(out))) + self.shortcut(x)
+        return sum_
 
 
 class WideResNet(nn.Module):
@@ -86,7 +90,8 @@ class WideResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.layer3(self.layer2(self.layer1(self.conv1(x))))
-        return self.fc(torch.flatten(self.avgpool(F.relu(self.bn1(out))), 1))
+        logits: Tensor = self.fc(torch.flatten(self.avgpool(F.relu(self.bn1(out))), 1))
+        return logits
 
 
 def wide_resnet28_10(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
@@ -99,48 +104,106 @@ def wide_resnet16_2(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     return WideResNet(16, 2, num_classes, in_channels)
 
 
+def wide_resnet10_1(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
+    """Wide-ResNet-10-1: the same family at a size for trying things out."""
+    return WideResNet(10, 1, num_classes, in_channels)
+
+
 NETWORKS: Mapping[str, Callable[[int, int], nn.Module]] = {
     "resnet18": resnet18,
     "resnet50": resnet50,
     "vgg16": vgg16,
     "wide_resnet28_10": wide_resnet28_10,
     "wide_resnet16_2": wide_resnet16_2,
+    "wide_resnet10_1": wide_resnet10_1,
 }
 
 
 class SpectralBound(nn.Module):
-    """Parametrisation W ↦ W · min(1, coefficient / σ(W)), σ by power iteration."""
+    """Parametrisation W ↦ W · min(1, coefficient / σ), σ by power iteration on the layer's own linear map.
+
+    Args:
+        layer: The convolution or linear layer that the weight belongs to.
+        input_shape: Of one input, (1, channels, height, width) or (1, features).
+        coefficient: Largest spectral norm.
+    """
 
     u: Tensor
     v: Tensor
 
-    def __init__(self, weight: Tensor, coefficient: float) -> None:
+    def __init__(self, layer: nn.Conv2d | nn.Linear, input_shape: torch.Size, coefficient: float) -> None:
         super().__init__()
         self.coefficient = coefficient
-        matrix = weight.detach().flatten(1)
-        self.register_buffer("u", F.normalize(torch.randn(matrix.shape[0]), dim=0))
-        self.register_buffer("v", F.normalize(torch.randn(matrix.shape[1]), dim=0))
-        self._iterate(matrix, 15)
+        self.convolution: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None = None
+        weight = layer.weight.detach()
+        v = torch.randn(input_shape, device=weight.device)
+        if isinstance(layer, nn.Conv2d):
+            if isinstance(layer.padding, str) or layer.groups != 1 or layer.dilation != (1, 1):
+                raise ValueError(f"expected a plain convolution to bound, got {layer}")
+            out = F.conv2d(v, weight, None, layer.stride, layer.padding).shape[2:]
+            spare = tuple(
+                size - ((o - 1) * s - 2 * p + k)
+                for size, o, s, p, k in zip(
+                    input_shape[2:], out, layer.stride, layer.padding, layer.kernel_size, strict=True
+                )
+            )
+            self.convolution = (tuple(layer.stride), tuple(layer.padding), spare)
+        self.register_buffer("v", F.normalize(v.flatten(), dim=0).view(input_shape))
+        self.register_buffer("u", self._map(weight, self.v))
+        self._iterate(weight, 15)
+
+    def _map(self, weight: Tensor, v: Tensor) -> Tensor:
+        if self.convolution is None:
+            return F.linear(v, weight)
+        stride, padding, _ = self.convolution
+        return F.conv2d(v, weight, None, stride, padding)
+
+    def _adjoint(self, weight: Tensor, u: Tensor) -> Tensor:
+        if self.convolution is None:
+            return F.linear(u, weight.T)
+        stride, padding, spare = self.convolution
+        return F.conv_transpose2d(u, weight, None, stride, padding, spare)
 
     @torch.no_grad()
-    def _iterate(self, matrix: Tensor, steps: int) -> None:
+    def _iterate(self, weight: Tensor, steps: int) -> None:
         for _ in range(steps):
-            self.v.copy_(F.normalize(matrix.T @ self.u, dim=0))
-            self.u.copy_(F.normalize(matrix @ self.v, dim=0))
+            u = self._map(weight, self.v)
+            self.u.copy_(u / u.norm().clamp_min(1e-12))
+            v = self._adjoint(weight, self.u)
+            self.v.copy_(v / v.norm().clamp_min(1e-12))
 
     def forward(self, weight: Tensor) -> Tensor:
-        matrix = weight.flatten(1)
-        if self.training:
-            self._iterate(matrix.detach(), 1)
-        sigma = torch.dot(self.u.clone(), matrix @ self.v.clone())
+        # σ in float32 whatever autocast says: bfloat16 products of it would be off by a percent.
+        with torch.autocast(weight.device.type, enabled=False):
+            if self.training:
+                self._iterate(weight.detach(), 1)
+            sigma = (self.u.clone() * self._map(weight, self.v.clone())).sum()
         return weight / torch.clamp(sigma / self.coefficient, min=1.0)
 
 
-def bound_spectral_norm(net: nn.Module, coefficient: float) -> nn.Module:
-    """Put a :class:`SpectralBound` on every convolution and hidden linear layer of ``net``, in place."""
+def bound_spectral_norm(net: nn.Module, coefficient: float, example: Tensor) -> nn.Module:
+    """Put a :class:`SpectralBound` on every convolution and hidden linear layer of ``net``, in place.
+
+    Args:
+        net: A network; its last such layer, the output, stays free.
+        coefficient: Largest spectral norm of a layer.
+        example: One input, which says how large the input of each convolution is.
+    """
     hidden = [m for m in net.modules() if isinstance(m, nn.Conv2d | nn.Linear)][:-1]
+    shapes: dict[nn.Module, torch.Size] = {}
+
+    def remember(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        shapes[module] = args[0].shape
+
+    handles = [module.register_forward_pre_hook(remember) for module in hidden]
+    training = net.training
+    with torch.no_grad():
+        net.eval()(example)
+    net.train(training)
+    for handle in handles:
+        handle.remove()
     for module in hidden:
-        parametrize.register_parametrization(module, "weight", SpectralBound(module.weight, coefficient))
+        parametrize.register_parametrization(module, "weight", SpectralBound(module, shapes[module], coefficient))
     return net
 
 

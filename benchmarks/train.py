@@ -67,8 +67,13 @@ def train(args: argparse.Namespace) -> dict[str, object]:
     """Train as ``args`` says; returns and writes a summary."""
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
-    device = torch.device("cuda" if args.device == "auto" and torch.cuda.is_available() else
-                          "cpu" if args.device == "auto" else args.device)
+    device = torch.device(
+        "cuda"
+        if args.device == "auto" and torch.cuda.is_available()
+        else "cpu"
+        if args.device == "auto"
+        else args.device
+    )
     preprocess = PRESETS[args.preset]
     data = open_dataset(args.data, split="train", preprocess=preprocess)
     test = open_dataset(args.data, split="test", preprocess=preprocess)
@@ -78,17 +83,21 @@ def train(args: argparse.Namespace) -> dict[str, object]:
 
     net = NETWORKS[args.network](len(data.classes), preprocess.channels)
     if args.spectral_norm:
-        bound_spectral_norm(net, args.spectral_norm)
-    net = net.to(device, memory_format=torch.channels_last)
+        example = torch.zeros(1, preprocess.channels, preprocess.height, preprocess.width)
+        bound_spectral_norm(net, args.spectral_norm, example)
+    net = net.to(device).to(memory_format=torch.channels_last)
     decay = [p for p in net.parameters() if p.ndim > 1]
     plain = [p for p in net.parameters() if p.ndim <= 1]
     optimizer = torch.optim.SGD(
         [{"params": decay, "weight_decay": args.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-        lr=args.lr, momentum=0.9, nesterov=args.schedule == "one-cycle",
+        lr=args.lr,
+        momentum=0.9,
+        nesterov=args.schedule == "one-cycle",
     )
     step_model: nn.Module = torch.compile(net) if args.compile else net  # type: ignore[assignment]
     per_epoch = -(-data.rows // args.batch)
     steps = args.epochs * per_epoch
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     checkpoint = args.out.with_suffix(".partial.pt")
     start = 0
     if checkpoint.exists():
@@ -114,25 +123,44 @@ def train(args: argparse.Namespace) -> dict[str, object]:
                 logits = step_model(inputs)
             loss = F.cross_entropy(logits.float(), data.labels[rows].to(device), label_smoothing=args.smoothing)
             optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             total += loss.detach()
-        print(f"epoch {epoch + 1}: loss {float(total) / per_epoch:.4f}, "
-              f"{time.perf_counter() - began:.0f} s", flush=True)
-        torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict(),
-                    "generator": generator.get_state(), "epoch": epoch + 1}, checkpoint)
+        print(
+            f"epoch {epoch + 1}: loss {float(total) / per_epoch:.4f}, {time.perf_counter() - began:.0f} s", flush=True
+        )
+        torch.save(
+            {
+                "net": net.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "generator": generator.get_state(),
+                "epoch": epoch + 1,
+            },
+            checkpoint,
+        )
 
     fold_spectral_norm(net)
     groups = {name: accuracy(net, test.subset(where), device) for name, where in test.groups.items()}
     summary: dict[str, object] = {
-        "network": args.network, "data": args.data.partition(":")[0], "epochs": args.epochs, "batch": args.batch,
-        "schedule": args.schedule, "lr": args.lr, "weight_decay": args.weight_decay, "seed": args.seed,
-        "spectral_norm": args.spectral_norm, "augment": args.augment, "precision": args.precision,
-        "train_digest": data.digest(), "test_accuracy": accuracy(net, test, device), "test_accuracy_by_group": groups,
-        "seconds": round(time.perf_counter() - began), "torch": torch.__version__, "device": device.type,
+        "network": args.network,
+        "data": args.data.partition(":")[0],
+        "epochs": args.epochs,
+        "batch": args.batch,
+        "schedule": args.schedule,
+        "lr": args.lr,
+        "weight_decay": args.weight_decay,
+        "seed": args.seed,
+        "spectral_norm": args.spectral_norm,
+        "augment": args.augment,
+        "precision": args.precision,
+        "train_digest": data.digest(),
+        "test_accuracy": accuracy(net, test, device),
+        "test_accuracy_by_group": groups,
+        "seconds": round(time.perf_counter() - began),
+        "torch": torch.__version__,
+        "device": device.type,
     }
     state = {k: v.contiguous().cpu() for k, v in net.state_dict().items()}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     save_file(state, args.out)
     args.out.with_suffix(".json").write_text(json.dumps(summary, indent=2) + "\n")
     checkpoint.unlink(missing_ok=True)

@@ -75,8 +75,9 @@ def run(command: Sequence[str], environment: Mapping[str, str], on_line: Callabl
     """
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+") as stdout:
-        child = subprocess.Popen(command, env={**os.environ, **environment}, stdout=stdout, stderr=subprocess.PIPE,
-                                 text=True)
+        child = subprocess.Popen(
+            command, env={**os.environ, **environment}, stdout=stdout, stderr=subprocess.PIPE, text=True
+        )
         highest, ended = [0], threading.Event()
 
         def sample() -> None:
@@ -97,8 +98,11 @@ def run(command: Sequence[str], environment: Mapping[str, str], on_line: Callabl
         if child.returncode:
             raise SystemExit("\n".join([f"{' '.join(command[:4])} … ended with {child.returncode}", *lines[-20:]]))
         stdout.seek(0)
-        return {"wall_s": round(time.perf_counter() - began, 1), "peak_rss_mib": round(usage.ru_maxrss / 1024),
-                "stdout": stdout.read()}
+        return {
+            "wall_s": round(time.perf_counter() - began, 1),
+            "peak_rss_mib": round(usage.ru_maxrss / 1024),
+            "stdout": stdout.read(),
+        }
 
 
 def _resident_kib(pid: int) -> int:
@@ -118,18 +122,60 @@ def measure(args: argparse.Namespace, count: int, weights: Path, out: Path) -> d
         print(f"  {line}", file=sys.stderr, flush=True)
         found = _PASS.match(line)
         if found and found["done"] == found["total"]:
-            passes.append({"pass": found["what"], "batches": int(found["total"]), "seconds": int(found["seconds"]),
-                           "peak_rss_mib": round(peak_kib / 1024)})
+            passes.append(
+                {
+                    "pass": found["what"],
+                    "batches": int(found["total"]),
+                    "seconds": int(found["seconds"]),
+                    "peak_rss_mib": round(peak_kib / 1024),
+                }
+            )
 
     spec = "benchmarks.fit.memory:images"
     fitted = run(
-        [sys.executable, "-m", "psc_core.cli", "--model", f"benchmarks.networks:{args.network}", "--weights",
-         str(weights), "--preset", "cifar10", "--train", spec, "--val", spec, "--device", "cpu", "--batch-rows",
-         str(args.batch_rows), "--out", str(out / "bundle"), "--name", "fit-memory", "--fresh"],
-        environment, on_line)
+        [
+            sys.executable,
+            "-m",
+            "psc_core.cli",
+            "--model",
+            f"benchmarks.networks:{args.network}",
+            "--weights",
+            str(weights),
+            "--preset",
+            "cifar10",
+            "--train",
+            spec,
+            "--val",
+            spec,
+            "--device",
+            "cpu",
+            "--batch-rows",
+            str(args.batch_rows),
+            "--out",
+            str(out / "bundle"),
+            "--name",
+            "fit-memory",
+            "--fresh",
+        ],
+        environment,
+        on_line,
+    )
     print(fitted["stdout"], file=sys.stderr)
-    bare = run([sys.executable, "-m", "benchmarks.fit.memory", "--forward", str(weights), "--network", args.network,
-                "--batch-rows", str(args.batch_rows)], environment, lambda *_: None)
+    bare = run(
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.fit.memory",
+            "--forward",
+            str(weights),
+            "--network",
+            args.network,
+            "--batch-rows",
+            str(args.batch_rows),
+        ],
+        environment,
+        lambda *_: None,
+    )
     train = count * 9 // 10
     full = -(-train // args.batch_rows)
     manifest = json.loads((out / "bundle" / "manifest.json").read_text())
@@ -151,9 +197,14 @@ def measure(args: argparse.Namespace, count: int, weights: Path, out: Path) -> d
 def environment_of() -> dict[str, Any]:
     """What gave the numbers; nothing that names the machine."""
     models = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    return {"cpu": models[0] if models else platform.machine(), "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__,
-            "date": datetime.now(UTC).date().isoformat()}
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
 
 
 def table(report: Mapping[str, Any]) -> str:
@@ -162,7 +213,10 @@ def table(report: Mapping[str, Any]) -> str:
     lines = [
         f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, Python {where['python']}, {where['date']}; "
         f"{report['network']} with {report['weights']} weights, batches of {report['batch_rows']}.",
-        *([report["note"]] if report["note"] else []), "", f"    {report['command']}", "",
+        *([report["note"]] if report["note"] else []),
+        "",
+        f"    {report['command']}",
+        "",
         "| train + val images | peak memory | highest during | fit | one bare forward pass | training passes |",
         "| ---: | ---: | --- | ---: | ---: | ---: |",
     ]
@@ -206,7 +260,7 @@ def main() -> None:
         counts = " ".join(map(str, args.images))
         report = {
             "command": f"python -m benchmarks.fit.memory --data ROOT --images {counts}"
-                       + (" --weights FILE" if args.weights else ""),
+            + (" --weights FILE" if args.weights else ""),
             "environment": environment_of(),
             "network": args.network,
             "weights": "trained" if args.weights else "random",

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from benchmarks.networks import NETWORKS, bound_spectral_norm, fold_spectral_norm, wide_resnet16_2
+from benchmarks.networks import (
+    NETWORKS,
+    SpectralBound,
+    bound_spectral_norm,
+    fold_spectral_norm,
+    wide_resnet16_2,
+)
 
 PARAMETERS = {"resnet18": 11_173_962, "resnet50": 23_520_842, "wide_resnet28_10": 36_479_194, "vgg16": 14_728_266}
 
@@ -30,9 +36,38 @@ def test_small_images_give_logits(name: str, side: int, channels: int) -> None:
     assert logits.shape == (2, 7)
 
 
-def spectral_norms(net: nn.Module) -> list[float]:
-    return [float(torch.linalg.matrix_norm(m.weight.detach().flatten(1), 2))
-            for m in net.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+def dense_norm(layer: nn.Module, input_shape: tuple[int, ...]) -> float:
+    """Spectral norm of a layer without bias as one dense matrix."""
+    basis = torch.eye(int(torch.Size(input_shape).numel())).view(-1, *input_shape[1:])
+    return float(torch.linalg.matrix_norm(layer(basis).flatten(1), 2))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("size", [5, 6])
+@torch.no_grad()
+def test_bounds_the_convolution_as_a_linear_map(stride: int, size: int) -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv2d(3, 4, 3, stride, 1, bias=False)
+    shape = (1, 3, size, size)
+    free = dense_norm(layer, shape)
+    bound = SpectralBound(layer, torch.Size(shape), 0.5 * free)
+    bound._iterate(layer.weight, 300)
+    layer.weight.copy_(bound(layer.weight))
+    assert dense_norm(layer, shape) == pytest.approx(0.5 * free, rel=1e-3)
+
+
+@torch.no_grad()
+def test_leaves_a_weight_within_the_bound_alone() -> None:
+    layer = nn.Linear(4, 3, bias=False)
+    bound = SpectralBound(layer, torch.Size((1, 4)), 10 * dense_norm(layer, (1, 4)))
+    assert torch.equal(bound(layer.weight), layer.weight)
+
+
+EXAMPLE = torch.zeros(1, 3, 32, 32)
+
+
+def bounds(net: nn.Module) -> dict[str, SpectralBound]:
+    return {name: module for name, module in net.named_modules() if isinstance(module, SpectralBound)}
 
 
 def test_the_spectral_norm_is_bounded_not_fixed() -> None:
@@ -40,18 +75,25 @@ def test_the_spectral_norm_is_bounded_not_fixed() -> None:
     net = wide_resnet16_2(10, 3)
     with torch.no_grad():
         net.layer1[0].conv1.weight.mul_(100)
-    before = spectral_norms(net)
-    fold_spectral_norm(bound_spectral_norm(net, 3.0))
-    after = spectral_norms(net)
-    assert max(after[:-1]) <= 3.0 * 1.05  # power iteration from a random start
-    for old, new in zip(before, after, strict=True):
-        if old < 2.9:
-            assert new == pytest.approx(old, rel=1e-5)
+    before = {name: module.weight.detach().clone() for name, module in net.named_modules() if hasattr(module, "weight")}
+    bound_spectral_norm(net, 3.0, EXAMPLE)
+    sigma = {
+        name.partition(".parametrizations")[0]: float(
+            (b.u * b._map(before[name.partition(".parametrizations")[0]], b.v)).sum()
+        )
+        for name, b in bounds(net).items()
+    }
+    fold_spectral_norm(net)
+    assert sigma["layer1.0.conv1"] > 3.0
+    for name, old in sigma.items():
+        scale = min(1.0, 3.0 / old)
+        torch.testing.assert_close(net.get_submodule(name).weight, before[name] * scale, rtol=1e-4, atol=1e-6)
+    assert "fc" not in sigma
 
 
 def test_folding_leaves_an_ordinary_network_with_the_same_outputs() -> None:
     torch.manual_seed(0)
-    net = bound_spectral_norm(wide_resnet16_2(10, 3), 0.5).eval()
+    net = bound_spectral_norm(wide_resnet16_2(10, 3), 0.5, EXAMPLE).eval()
     x = torch.randn(2, 3, 32, 32)
     with torch.inference_mode():
         bounded = net(x)
@@ -59,3 +101,15 @@ def test_folding_leaves_an_ordinary_network_with_the_same_outputs() -> None:
     assert set(net.state_dict()) == set(wide_resnet16_2(10, 3).state_dict())
     with torch.inference_mode():
         torch.testing.assert_close(net(x), bounded)
+
+
+def test_a_bounded_network_trains_under_autocast() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, 2, 1), nn.Flatten(), nn.Linear(36, 2)
+    )
+    bound_spectral_norm(net, 0.1, torch.zeros(1, 1, 6, 6)).train()
+    images: Tensor = torch.randn(8, 1, 6, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        net(images).float().sum().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in net.parameters())

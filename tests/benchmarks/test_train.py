@@ -21,8 +21,25 @@ def tiny_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arguments(data_root: Path, out: Path, *extra: str) -> list[str]:
-    return ["--network", "resnet18", "--data", f"mnist:{data_root}", "--preset", "mnist", "--epochs", "3", "--lr",
-            "0.05", "--precision", "fp32", "--device", "cpu", "--out", str(out), *extra]
+    return [
+        "--network",
+        "resnet18",
+        "--data",
+        f"mnist:{data_root}",
+        "--preset",
+        "mnist",
+        "--epochs",
+        "3",
+        "--lr",
+        "0.05",
+        "--precision",
+        "fp32",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+        *extra,
+    ]
 
 
 @pytest.mark.usefixtures("tiny_network")

@@ -136,8 +136,9 @@ def documents() -> dict[str, Any]:
 
 
 def test_kubernetes_schemas() -> None:
-    out = checked(program("kubernetes-validate", "pip install kubernetes-validate"), "--strict",
-                  DEPLOY / "kubernetes.yaml")
+    out = checked(
+        program("kubernetes-validate", "pip install kubernetes-validate"), "--strict", DEPLOY / "kubernetes.yaml"
+    )
     assert out.count("passed for resource") == len(documents()) == 3
 
 

@@ -122,8 +122,21 @@ def watched(shipped_bundle: Path, data_root: Path, tmp_path_factory: pytest.Temp
     prometheus = program("prometheus", "Debian package prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
     log, port = folder / "serve.log", free_port()
-    serve = [sys.executable, "-m", "app.cli", "--bundle", shipped_bundle, "--port", "0", "--device", "cpu",
-             "--max-batch-size", "8", "--threads", "1"]
+    serve = [
+        sys.executable,
+        "-m",
+        "app.cli",
+        "--bundle",
+        shipped_bundle,
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        "--max-batch-size",
+        "8",
+        "--threads",
+        "1",
+    ]
     with ExitStack() as running:
         service = running.enter_context(process(*serve, log=log))
         until(lambda: bool(addresses(log)) or service.poll() is not None, "the service's address")
@@ -131,8 +144,13 @@ def watched(shipped_bundle: Path, data_root: Path, tmp_path_factory: pytest.Temp
         (address,) = addresses(log)
         config = configuration(folder, address)
         running.enter_context(
-            process(prometheus, f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}",
-                    f"--web.listen-address=127.0.0.1:{port}", log=folder / "prometheus.log")
+            process(
+                prometheus,
+                f"--config.file={config}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address=127.0.0.1:{port}",
+                log=folder / "prometheus.log",
+            )
         )
         client = running.enter_context(httpx.Client(base_url=f"http://{address}", timeout=30))
         prometheus_client = running.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10))

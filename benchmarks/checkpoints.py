@@ -1,0 +1,151 @@
+"""Trained networks, each once, whichever script asks first.
+
+    python -m benchmarks.checkpoints --network resnet18 --training-data dirty-mnist --scale full --data ROOT
+
+The file name says what was trained and how; beside it lies the summary that :mod:`benchmarks.train` writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+
+from benchmarks import runs, train
+from benchmarks.networks import NETWORKS
+from benchmarks.runs import Run
+from psc_core.data import ImageDataset, open_dataset
+from psc_core.networks import load_weights, read_tensors
+from psc_core.preprocess import PRESETS, Preprocess
+
+SPECTRAL_NORM = 3.0
+"""The paper's coefficient."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One network to train.
+
+    Attributes:
+        network: Name in :data:`benchmarks.networks.NETWORKS`.
+        data: Built-in data set or factory of :mod:`benchmarks.data`.
+        epochs: Over the (image, label) rows.
+        seed: Of initialisation and order.
+        spectral_norm: Coefficient, 0 for none.
+        batch: Rows a step.
+    """
+
+    network: str
+    data: str
+    epochs: int
+    seed: int = 0
+    spectral_norm: float = 0.0
+    batch: int = 128
+
+    @property
+    def preset(self) -> Preprocess:
+        """Preprocessing of the data."""
+        return PRESETS["cifar10" if "cifar10" in self.data else "mnist"]
+
+    @property
+    def name(self) -> str:
+        """File name without suffix."""
+        bound = f"-sn{self.spectral_norm:g}" if self.spectral_norm else ""
+        data = self.data.rpartition(":")[2].replace("_", "-")
+        return f"{self.network}-{data}{bound}-e{self.epochs}-b{self.batch}-s{self.seed}"
+
+    def describe(self) -> str:
+        """In words, for tables."""
+        bound = f", spectral norm ≤ {self.spectral_norm:g}" if self.spectral_norm else ""
+        return f"{self.network}{bound}, {self.epochs} epochs, batch {self.batch}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained network with the data it was trained on.
+
+    Attributes:
+        job: What was trained.
+        name: Of the checkpoint.
+        net: In eval mode, on the run's device.
+        train: Training images.
+        val: Validation images.
+        test: Test images.
+    """
+
+    job: Job
+    name: str
+    net: nn.Module
+    train: ImageDataset
+    val: ImageDataset
+    test: ImageDataset
+
+
+def obtain(run: Run, job: Job, *, file: Path | None = None) -> Trained:
+    """Train the network unless it is there already, and open its data.
+
+    Args:
+        run: Names the folders, the device and, where ``--epochs`` says so, the epochs.
+        job: What to train.
+        file: A checkpoint to use instead of training.
+    """
+    job = replace(job, epochs=run.epochs or job.epochs)
+    weights = file or run.checkpoints / f"{job.name}.safetensors"
+    if not weights.exists():
+        print(f"training {job.describe()} on {job.data}", flush=True)
+        train.train(_arguments(run, job, weights))
+    opened = {
+        split: open_dataset(run.spec(job.data), split=split, preprocess=job.preset)
+        for split in ("train", "val", "test")
+    }
+    classes = len(opened["train"].classes)
+    net = NETWORKS[job.network](classes, job.preset.channels)
+    load_weights(net, read_tensors(weights), num_classes=classes, origin=weights.name)
+    return Trained(job, weights.stem, net.eval().to(run.device), **opened)
+
+
+def _arguments(run: Run, job: Job, out: Path) -> argparse.Namespace:
+    preset = next(name for name, preprocess in PRESETS.items() if preprocess == job.preset)
+    words = [
+        "--network",
+        job.network,
+        "--data",
+        run.spec(job.data),
+        "--preset",
+        preset,
+        "--out",
+        str(out),
+        "--epochs",
+        str(job.epochs),
+        "--batch",
+        str(job.batch),
+        "--seed",
+        str(job.seed),
+        "--spectral-norm",
+        str(job.spectral_norm),
+        "--device",
+        str(run.device),
+    ]
+    words += ["--augment"] if preset == "cifar10" else []
+    words += ["--compile"] if run.device.type == "cuda" else []
+    return train.parser().parse_args(words)
+
+
+def main() -> None:
+    """Train one network ahead of the scripts that use it."""
+    cli = runs.parser(__doc__)
+    cli.add_argument("--network", choices=sorted(NETWORKS), required=True)
+    cli.add_argument("--training-data", required=True, help="dirty-mnist, cifar10, benchmarks.data:cifar10_known_0, …")
+    cli.add_argument("--spectral-norm", type=float, default=0.0)
+    cli.add_argument("--batch", type=int, default=128)
+    args = cli.parse_args()
+    if args.epochs is None:
+        cli.error("--epochs is needed here")
+    run = runs.start("checkpoints", args)
+    obtain(run, Job(args.network, args.training_data, args.epochs, args.seed, args.spectral_norm, args.batch))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""A PSC and its rivals around a trained network, with the slow stations kept between scripts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from benchmarks.checkpoints import Trained
+from benchmarks.data import random_images
+from benchmarks.runs import Run
+from psc_core import fit
+from psc_core.backbone import example_input, truncate
+from psc_core.baselines import Baselines, fit_baselines, penultimate_and_logits
+from psc_core.candidate import Candidate, CollapseReport
+from psc_core.data import ImageDataset
+from psc_core.fit import FitOptions, FittedProjection
+from psc_core.layers import list_layers
+from psc_core.passes import Compute, passes
+from psc_core.predictor import PSC
+from psc_core.stations import StationStore
+
+
+@dataclass(frozen=True)
+class Stations:
+    """What is fitted before density and head.
+
+    Attributes:
+        report: Collapse of every layer.
+        candidate: The layer(s) chosen.
+        projection: Projection with NC1 and NC4 of every size.
+    """
+
+    report: CollapseReport
+    candidate: Candidate
+    projection: FittedProjection
+
+
+def compute_of(run: Run) -> Compute:
+    """Device and batch size of a run."""
+    return Compute(run.device, batch_rows=1024 if run.device.type == "cuda" else 256)
+
+
+def options_of(run: Run) -> FitOptions:
+    """The same for the fitting stations, with the run's seed."""
+    return FitOptions(run.device, batch_rows=compute_of(run).batch_rows, seed=run.seed)
+
+
+def measure(
+    run: Run,
+    trained: Trained,
+    *,
+    fit_images: int | None,
+    granularity: str = "operations",
+    datasets: tuple[ImageDataset, ImageDataset] | None = None,
+) -> CollapseReport:
+    """Collapse of every layer, measured once for a checkpoint; on ``datasets`` (train, val) if given."""
+    train, val = datasets or (trained.train, trained.val)
+    store = _store(run, trained, train, fit_images, granularity)
+    report = store.load_collapse()
+    if report is None:
+        report = fit.measure_collapse(
+            trained.net, random_images(train, fit_images), val, granularity=granularity, options=options_of(run)
+        )
+        store.save_collapse(report)
+    return report
+
+
+def stations(
+    run: Run,
+    trained: Trained,
+    *,
+    fit_images: int | None,
+    granularity: str = "operations",
+    datasets: tuple[ImageDataset, ImageDataset] | None = None,
+) -> Stations:
+    """Collapse, candidate and projection, fitted once for a checkpoint."""
+    train, val = datasets or (trained.train, trained.val)
+    report = measure(run, trained, fit_images=fit_images, granularity=granularity, datasets=datasets)
+    candidate = report.candidate()
+    store = _store(run, trained, train, fit_images, granularity)
+    projection = store.load_projection()
+    if projection is None:
+        projection = fit.fit_projection(
+            trained.net, candidate, random_images(train, fit_images), val, options=options_of(run)
+        )
+        store.save_projection(projection)
+    return Stations(report, candidate, projection)
+
+
+def _store(run: Run, trained: Trained, train: ImageDataset, images: int | None, granularity: str) -> StationStore:
+    job = {
+        "checkpoint": trained.name,
+        "classes": train.classes,
+        "data": train.name,
+        "images": images,
+        "all_images": len(train),
+        "granularity": granularity,
+        "seed": run.seed,
+        "device": run.device.type,
+    }
+    folder = f"{trained.name}-{train.name}-{granularity}-{images or 'all'}-s{run.seed}.stations"
+    return StationStore(run.checkpoints / folder, job)
+
+
+def psc_of(run: Run, trained: Trained, parts: Stations, *, fit_images: int | None) -> PSC:
+    """The default PSC: Gaussians a class, Laplace head."""
+    return fit.fit_psc(
+        trained.net,
+        parts.candidate,
+        parts.projection,
+        random_images(trained.train, fit_images),
+        trained.val,
+        collapse_report=parts.report,
+        options=options_of(run),
+    )
+
+
+def baselines_of(run: Run, trained: Trained, *, fit_images: int | None) -> Baselines:
+    """Detectors on the penultimate layer and the logits of the same network."""
+    return fit_baselines(
+        trained.net,
+        penultimate_layer(trained),
+        random_images(trained.train, fit_images),
+        trained.val,
+        compute=compute_of(run),
+        seed=run.seed,
+    )
+
+
+def penultimate_layer(trained: Trained) -> str:
+    """Name of the layer that the logits are computed from."""
+    device = next(trained.net.parameters()).device
+    example = example_input(trained.train.preprocess).to(device)
+    return next(layer.name for layer in list_layers(trained.net, example) if layer.role == "penultimate")
+
+
+def linear_output(net: nn.Module) -> nn.Linear:
+    """The last linear layer, which reads the penultimate features."""
+    return [module for module in net.modules() if isinstance(module, nn.Linear)][-1]
+
+
+@dataclass(frozen=True)
+class Penultimate:
+    """Penultimate features of a data set, on the CPU.
+
+    Attributes:
+        features: ``float32 (rows, D)``; an image with several labels is repeated where ``rows`` was asked for.
+        logits: ``float64 (rows, K)``.
+        labels: ``int64 (rows,)``.
+    """
+
+    features: Float[Tensor, "rows dim"]
+    logits: Float[Tensor, "rows classes"]
+    labels: Int[Tensor, " rows"]
+
+
+def penultimate_features(run: Run, trained: Trained, data: ImageDataset, *, rows: bool) -> Penultimate:
+    """One pass of the whole network; one entry for each (image, label) row, or for each image."""
+    example = example_input(data.preprocess).to(run.device)
+    backbone = truncate(trained.net, [penultimate_layer(trained)], keep_output=True, example=example)
+    features, logits, labels = [], [], []
+    for (h, f), batch in passes(
+        data, compute_of(run), f"features of {data.name}", lambda x: penultimate_and_logits(backbone, x)
+    ):
+        features.append((batch.rows(h) if rows else h).cpu())
+        logits.append((batch.rows(f) if rows else f).cpu())
+        labels.append(batch.labels if rows else torch.empty(0, dtype=torch.int64))
+    return Penultimate(torch.cat(features), torch.cat(logits), torch.cat(labels) if rows else data.first_labels())

@@ -1,0 +1,1 @@
+"""PSC against the detectors people use, on the same checkpoints."""

@@ -1,0 +1,104 @@
+"""The settings that detectors are compared in: a trained network, its data, and what is out of distribution.
+
+Each setting has a *validation* pair (validation images against out-of-distribution images of the training split)
+and a *test* pair (test images against test images).  Anything that is chosen is chosen on validation pairs of
+other settings (:mod:`.choice`); test pairs only report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.checkpoints import Job, Trained
+from benchmarks.data import KNOWN_CLASSES, random_images
+from benchmarks.paper import common
+from benchmarks.runs import Run
+from psc_core.data import ImageDataset, open_dataset, split_validation
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One comparison.
+
+    Attributes:
+        name: Of the setting.
+        network: The paper's name of the network; the scale says what stands for it.
+        data: In-distribution data.
+        outside: Out-of-distribution data by name.
+    """
+
+    name: str
+    network: str
+    data: str
+    outside: Mapping[str, str]
+
+    def job(self, run: Run) -> Job:
+        """The network to train; shared with the paper's tables where it is the same."""
+        return common.job(run, self.network, self.data)
+
+
+def _held_out(source: str, network: str, number: int) -> Setting:
+    factory = f"benchmarks.data:{source}_%s_{number}"
+    return Setting(f"{source}-held-out-{number}", network, factory % "known", {"other classes": factory % "unknown"})
+
+
+SETTINGS: Mapping[str, Setting] = {
+    setting.name: setting
+    for setting in (
+        Setting("dirty-mnist", "resnet18", "dirty-mnist", {"fashion-mnist": "fashion-mnist"}),
+        Setting("cifar10", "wide_resnet28_10", "cifar10", {"fashion-mnist": "fashion-mnist", "mnist": "mnist"}),
+        *(_held_out("cifar10", "held_out", number) for number in range(len(KNOWN_CLASSES))),
+        *(_held_out("mnist", "held_out", number) for number in range(2)),
+    )
+}
+
+AT_SCALE: Mapping[str, Sequence[str]] = {
+    "smoke": ("dirty-mnist", "cifar10-held-out-0"),
+    "cpu": (
+        "dirty-mnist",
+        "cifar10",
+        "cifar10-held-out-0",
+        "cifar10-held-out-1",
+        "cifar10-held-out-2",
+        "mnist-held-out-0",
+        "mnist-held-out-1",
+    ),
+    "full": tuple(SETTINGS),
+}
+"""Which settings a scale runs."""
+
+GRANULARITIES: Mapping[str, Sequence[str]] = {
+    "smoke": ("operations", "blocks"),
+    "cpu": ("operations", "blocks"),
+    "full": ("operations", "blocks", "all"),
+}
+"""Kinds of layers among which PSC's candidate is looked for."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """In-distribution images and out-of-distribution images by name."""
+
+    inside: ImageDataset
+    outside: Mapping[str, ImageDataset]
+
+
+def pairs(run: Run, setting: Setting, trained: Trained, limit: int | None) -> dict[str, Pair]:
+    """The ``"validation"`` and the ``"test"`` pair, with at most ``limit`` images a data set.
+
+    Validation images are those of the calibrating half, which neither layers nor sizes were chosen on.
+    """
+
+    def outside(split: str) -> dict[str, ImageDataset]:
+        opened = {
+            name: open_dataset(run.spec(spec), split=split, preprocess=trained.train.preprocess)
+            for name, spec in setting.outside.items()
+        }
+        return {name: random_images(data, limit, run.seed) for name, data in opened.items()}
+
+    calibrating = split_validation(trained.val, run.seed)[1]
+    return {
+        "validation": Pair(random_images(calibrating, limit, run.seed), outside("val")),
+        "test": Pair(random_images(trained.test, limit, run.seed), outside("test")),
+    }

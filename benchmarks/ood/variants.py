@@ -1,0 +1,196 @@
+"""PSC in all its forms, and the same densities and heads on the penultimate layer.
+
+Feature vectors (*spaces*):
+
+* ``psc-GRANULARITY``: z of the candidate layer chosen among layers of that granularity;
+* ``pooled-GRANULARITY``: the same layer averaged over positions, no projection: what spatial information is worth;
+* ``penultimate``: what the logits are computed from.
+
+Densities of each: ``gda``, ``tied``, ``gda++`` (unit length) and ``rmd``, on the principal components that explain
+99 % of the variance (``99%``) or on all of them (``all``).  Heads of ``psc-operations`` and ``penultimate``: entropy
+and epistemic part of ``laplace``, ``sngp`` and ``duq``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks import fitting
+from benchmarks.checkpoints import Trained
+from benchmarks.fitting import Stations
+from benchmarks.ood.detector import Detector, Score, Spaces, memory_bytes
+from benchmarks.runs import Run
+from psc_core import linalg
+from psc_core.backbone import Backbone, example_input, truncate
+from psc_core.baselines import fit_temperature, knn_score, max_softmax_score
+from psc_core.data import ImageDataset
+from psc_core.density import DENSITIES, Density, fit_density
+from psc_core.errors import FitError
+from psc_core.heads import HEADS, entropy, fit_head
+from psc_core.passes import passes
+from psc_core.projection import Projection
+
+DEFAULT = "psc-operations gda 99%"
+"""What ``psc-fit`` does when it is not told otherwise."""
+
+PENULTIMATE = ("penultimate gda all", "penultimate gda++ all")
+"""Gaussians a class on the penultimate features, without and with unit length."""
+
+COMPONENTS = ("99%", "all")
+
+
+@dataclass(frozen=True)
+class Extractor:
+    """One pass of the network that gives every space.
+
+    Attributes:
+        backbone: Cut behind all layers that a space reads; keeps the logits.
+        projections: By granularity.
+        layers: Candidate layers by granularity.
+        penultimate: Name of the penultimate layer.
+    """
+
+    backbone: Backbone
+    projections: Mapping[str, Projection]
+    layers: Mapping[str, tuple[str, ...]]
+    penultimate: str
+
+    def __call__(self, images: Tensor) -> dict[str, Tensor]:
+        """Spaces, ``"penultimate"`` and ``"logits"`` of standardised images."""
+        outputs, logits = self.backbone(images)
+        if logits is None:
+            raise RuntimeError("the backbone of an extractor keeps its output")
+        by_name = dict(zip(self.backbone.layers, outputs, strict=True))
+        found = {"penultimate": by_name[self.penultimate].float().mean(2), "logits": logits.double()}
+        for granularity, projection in self.projections.items():
+            features = [by_name[name] for name in self.layers[granularity]]
+            found[f"psc-{granularity}"] = projection(features)
+            found[f"pooled-{granularity}"] = torch.cat([f.float().mean(2) for f in features], dim=1)
+        return found
+
+
+def extractor(run: Run, trained: Trained, stations: Mapping[str, Stations]) -> Extractor:
+    """Cut the network once for all granularities."""
+    penultimate = fitting.penultimate_layer(trained)
+    layers = {granularity: parts.candidate.layers for granularity, parts in stations.items()}
+    names = dict.fromkeys([*(name for chosen in layers.values() for name in chosen), penultimate])
+    example = example_input(trained.train.preprocess).to(run.device)
+    backbone = truncate(trained.net, list(names), keep_output=True, example=example)
+    projections = {granularity: parts.projection.projection.to(run.device) for granularity, parts in stations.items()}
+    return Extractor(backbone, projections, layers, penultimate)
+
+
+def spaces_of(run: Run, extract: Extractor, data: ImageDataset, *, rows: bool) -> Spaces:
+    """Every space of a data set; an entry for each (image, label) row, or for each image."""
+    parts: dict[str, list[Tensor]] = {}
+    for found, batch in passes(data, fitting.compute_of(run), f"features of {data.name}", extract):
+        for name, values in found.items():
+            parts.setdefault(name, []).append((batch.rows(values) if rows else values).cpu())
+    joined = {name: torch.cat(values) for name, values in parts.items()}
+    labels = data.labels if rows else data.first_labels()
+    return Spaces(joined.pop("penultimate"), joined.pop("logits"), labels, joined)
+
+
+def vector(images: Spaces, space: str) -> Tensor:
+    """The feature vectors of one space."""
+    return images.features if space == "penultimate" else images.vectors[space]
+
+
+def fit_densities(run: Run, train: Spaces, classes: int) -> list[Detector]:
+    """Every density on every space."""
+    found = []
+    for space in ("penultimate", *train.vectors):
+        z, labels = vector(train, space).to(run.device), train.labels.to(run.device)
+        for kind in DENSITIES:
+            for components in COMPONENTS:
+                density = _density(z, labels, classes, kind, components)
+                family = "psc" if space.startswith("psc") else space.partition("-")[0]
+                found.append(
+                    Detector(
+                        f"{space} {kind} {components}",
+                        family,
+                        _by_density(density, space, run),
+                        space,
+                        memory_bytes(density),
+                    )
+                )
+    return found
+
+
+def _density(z: Tensor, labels: Tensor, classes: int, kind: str, components: str) -> Density:
+    if components == "99%":
+        return fit_density(z, labels, num_classes=classes, kind=kind)
+    unit = F.normalize(z) if kind == "gda++" else z
+    values = linalg.eigh(linalg.scatter_about(unit, linalg.mean_of_rows(unit)) / max(1, len(unit) - 1)).values
+    rank = int((values > 1e-9 * values.max()).sum())
+    while True:
+        try:
+            return fit_density(z, labels, num_classes=classes, kind=kind, pca=max(1, rank))
+        except FitError:
+            if rank <= 1:
+                raise
+            rank = int(0.95 * rank)
+
+
+def _by_density(density: Density, space: str, run: Run) -> Score:
+    return lambda images: -density(vector(images, space).to(run.device)).log_density
+
+
+def fit_heads(run: Run, train: Spaces, val: Spaces, classes: int) -> list[Detector]:
+    """Entropy and epistemic part of every head on z and on the penultimate features."""
+    found = []
+    for space in ("psc-operations", "penultimate"):
+        for kind in HEADS:
+            head = fit_head(
+                vector(train, space),
+                train.labels,
+                vector(val, space),
+                val.labels,
+                num_classes=classes,
+                kind=kind,
+                seed=run.seed,
+                device=run.device,
+            )
+            scores: dict[str, Callable[[Tensor], Tensor]] = {
+                "entropy": lambda z, head=head: entropy(head(z).probabilities),  # type: ignore[misc]
+                "epistemic": lambda z, head=head: head(z).epistemic,  # type: ignore[misc]
+            }
+            for what, score in scores.items():
+                found.append(
+                    Detector(
+                        f"{space} {kind} {what}",
+                        "psc" if space.startswith("psc") else space,
+                        _by_head(score, space, run),
+                        space,
+                        memory_bytes(head),
+                    )
+                )
+    return found
+
+
+def _by_head(score: Callable[[Tensor], Tensor], space: str, run: Run) -> Score:
+    return lambda images: score(vector(images, space).to(run.device))
+
+
+def fit_own_baselines(train: Spaces, val: Spaces) -> list[Detector]:
+    """The scores of :mod:`psc_core.baselines` that are not densities of this module already."""
+    temperature = fit_temperature(val.logits, val.labels)
+    bank = F.normalize(train.features)
+    scores: dict[str, Score] = {
+        "max-softmax": lambda images: max_softmax_score(images.logits),
+        "entropy": lambda images: entropy(images.logits.softmax(1)),
+        "energy": lambda images: -images.logits.logsumexp(1),
+        "temperature": lambda images: max_softmax_score(images.logits / temperature),
+        "knn": lambda images: knn_score(F.normalize(images.features), bank),
+    }
+    return [
+        Detector(
+            f"{name} (psc_core)", "psc_core baseline", score, "penultimate", memory_bytes(bank) if name == "knn" else 0
+        )
+        for name, score in scores.items()
+    ]

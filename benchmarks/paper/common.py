@@ -1,0 +1,96 @@
+"""Which networks and how many images each scale uses, and the paper's numbers.
+
+``full`` has the paper's networks; epochs are those of one cycle that fits ten minutes on a large GPU, and
+``--epochs 350`` gives the paper's length.  ``cpu`` keeps the paper's networks where a few cores can train them
+and takes a smaller one of the same family elsewhere; tables name the network that was run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from benchmarks.checkpoints import SPECTRAL_NORM, Job
+from benchmarks.data import random_images
+from benchmarks.runs import Run
+from psc_core.data import ImageDataset
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What one scale means.
+
+    Attributes:
+        networks: What stands for each of the paper's networks.
+        mnist_epochs: Epochs on digits.
+        cifar_epochs: Epochs on CIFAR-10.
+        batch: Rows a training step.
+        fit_images: Training images that PSC and the baselines are fitted on; None for all.
+        test_images: Test images of each data set; None for all.
+        seeds: Seeds of tables with standard errors.
+    """
+
+    networks: Mapping[str, str]
+    mnist_epochs: int
+    cifar_epochs: int
+    batch: int
+    fit_images: int | None
+    test_images: int | None
+    seeds: tuple[int, ...]
+
+
+_PAPER = ("resnet18", "resnet50", "vgg16", "wide_resnet28_10")
+_HELD_OUT = {"held_out": "wide_resnet16_2"}
+"""The network of the held-out classes, of which there are many; ResNet-18 at full scale."""
+
+SCALES: Mapping[str, Scale] = {
+    "smoke": Scale(dict.fromkeys((*_PAPER, *_HELD_OUT), "wide_resnet10_1"), 1, 2, 64, 400, 120, (0, 1)),
+    "cpu": Scale(
+        {
+            "resnet18": "resnet18",
+            "vgg16": "vgg16",
+            "resnet50": "wide_resnet16_2",
+            "wide_resnet28_10": "wide_resnet16_2",
+            **_HELD_OUT,
+        },
+        4,
+        15,
+        128,
+        10_000,
+        None,
+        (0, 1, 2),
+    ),
+    "full": Scale({**{name: name for name in _PAPER}, "held_out": "resnet18"}, 40, 40, 128, None, None, (0, 1, 2)),
+}
+
+
+def scale_of(run: Run) -> Scale:
+    """The configuration of a run's scale, with what its command line replaces."""
+    scale = SCALES[run.scale]
+    return replace(
+        scale, fit_images=run.fit_images or scale.fit_images, test_images=run.test_images or scale.test_images
+    )
+
+
+def job(run: Run, network: str, data: str, *, spectral_norm: bool = False, seed: int | None = None) -> Job:
+    """The training of one of the paper's networks at the run's scale."""
+    scale = scale_of(run)
+    epochs = scale.cifar_epochs if "cifar10" in data else scale.mnist_epochs
+    return Job(
+        scale.networks[network],
+        data,
+        epochs,
+        run.seed if seed is None else seed,
+        SPECTRAL_NORM if spectral_norm else 0.0,
+        scale.batch,
+    )
+
+
+def test_images(run: Run, data: ImageDataset) -> ImageDataset:
+    """The test images that the scale allows."""
+    return random_images(data, scale_of(run).test_images)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number for a table; a dash where there is none."""
+    return "—" if value is None else f"{value:.{digits}f}"

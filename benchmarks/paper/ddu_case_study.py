@@ -1,0 +1,234 @@
+"""Table "DDU case study": density separates out-of-distribution images, entropy separates ambiguous ones.
+
+    python -m benchmarks.paper.ddu_case_study --scale cpu --data ROOT
+
+In distribution is Dirty-MNIST (MNIST and Ambiguous-MNIST), out of distribution Fashion-MNIST.
+
+* *base*: Gaussians a class on the network's penultimate features, entropy of its softmax;
+* *SN*: the same of a network trained with spectral normalisation;
+* *PSC*: density and head on the candidate layer of the base network.
+
+``--checkpoint FILE`` takes the base ResNet-18 from a file, ``--bundle DIR`` its PSC, which ``psc-fit`` made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import checkpoints, fitting, plots, runs
+from benchmarks.paper import common
+from benchmarks.runs import Json, Run
+from psc_core import scores
+from psc_core.baselines import Baselines
+from psc_core.candidate import CollapseReport
+from psc_core.data import ImageDataset, open_dataset
+from psc_core.evaluate import score_images
+from psc_core.passes import track_images
+from psc_core.pipeline import entropy
+from psc_core.predictor import PSC
+
+NAME = "ddu_case_study"
+
+PAPER: Mapping[str, tuple[float | None, float | None]] = {
+    "resnet18": (0.99, 0.97),
+    "resnet18+SN": (0.99, 0.84),
+    "resnet18+PSC": (0.99, 0.93),
+    "vgg16": (0.93, 0.98),
+    "vgg16+SN": (None, None),
+    "vgg16+PSC": (1.00, 0.95),
+}
+"""AUROC of in-distribution against OOD by density, of clean against ambiguous by entropy."""
+
+GROUPS = {"mnist": "in-distribution", "ambiguous-mnist": "ambiguous"}
+"""What the parts of Dirty-MNIST are called in figures."""
+
+Scored = Mapping[str, Tensor]
+"""``"ood"`` and ``"entropy"``, one float64 number an image each."""
+
+
+def main(argv: list[str] | None = None) -> Json:
+    """Run and write the table and its figures."""
+    cli = runs.parser(__doc__)
+    cli.add_argument("--checkpoint", type=Path, metavar="FILE", help="the base ResNet-18, already trained")
+    cli.add_argument("--bundle", type=Path, metavar="DIR", help="the ResNet-18's PSC, already fitted")
+    cli.add_argument(
+        "--only", choices=("resnet18", "vgg16", "sn"), action="append", help="some of the rows; repeat for more"
+    )
+    args = cli.parse_args(argv)
+    run = runs.start(NAME, args)
+    wanted = args.only or ("resnet18", "sn", "vgg16")
+    if "resnet18" in wanted:
+        base_and_psc(run, "resnet18", args.checkpoint, args.bundle)
+    if "sn" in wanted:
+        spectral(run, "resnet18")
+    if "vgg16" in wanted:
+        base_and_psc(run, "vgg16", None, None)
+    found = {model: row for part in run.finished().values() for model, row in part.items()}
+    rows = {model: found[model] for model in PAPER if model in found}
+    draw(run, rows)
+    return run.write({"rows": rows}, fragment)
+
+
+def base_and_psc(run: Run, network: str, checkpoint: Path | None, bundle: Path | None) -> dict[str, Json]:
+    """Both rows of one network, which share a pass over the test images."""
+    job = common.job(run, network, "dirty-mnist")
+    images = common.scale_of(run).fit_images
+    settings = {
+        "job": job.name,
+        "checkpoint": checkpoint and checkpoint.name,
+        "epochs": run.epochs,
+        "bundle": bundle and bundle.name,
+        "fit_images": images,
+        "test_images": common.scale_of(run).test_images,
+    }
+
+    def compute() -> Json:
+        trained = checkpoints.obtain(run, job, file=checkpoint)
+        if bundle:
+            psc = PSC.load(bundle, device=run.device)
+        else:
+            stations = fitting.stations(run, trained, fit_images=images)
+            psc = fitting.psc_of(run, trained, stations, fit_images=images)
+        baselines = fitting.baselines_of(run, trained, fit_images=images)
+        inside, outside = test_sets(run, trained.test)
+        batch = fitting.compute_of(run).batch_rows
+        scored = [score_images(psc, data, baselines, batch_rows=batch) for data in (inside, outside)]
+        base = [{"ood": each.ood["gda"], "entropy": each.entropy["base"]} for each in scored]
+        skip = [{"ood": each.ood["psc"], "entropy": each.entropy["psc"]} for each in scored]
+        layer = CollapseReport.from_json(psc.report["collapse"]).layer(psc.layers[0])
+        extra = {
+            "layer": psc.layer,
+            "nc1": layer.nc1,
+            "nc4": layer.nc4,
+            "bundle": bundle and psc.version,
+            "z": f"{psc.pipeline.projection.c_proj} × {psc.pipeline.projection.d_proj}",
+        }
+        about = {"trained": trained.name if checkpoint else job.describe(), "fit_images": images}
+        return {network: {**about, **row(inside, *base)}, f"{network}+PSC": {**about, **extra, **row(inside, *skip)}}
+
+    return run.part(network, settings, compute)
+
+
+def spectral(run: Run, network: str) -> dict[str, Json]:
+    """The row of the network trained with spectral normalisation."""
+    job = common.job(run, network, "dirty-mnist", spectral_norm=True)
+    images = common.scale_of(run).fit_images
+    settings = {
+        "job": job.name,
+        "epochs": run.epochs,
+        "fit_images": images,
+        "test_images": common.scale_of(run).test_images,
+    }
+
+    def compute() -> Json:
+        trained = checkpoints.obtain(run, job)
+        baselines = fitting.baselines_of(run, trained, fit_images=images)
+        inside, outside = test_sets(run, trained.test)
+        scored = [score_base(run, baselines, data) for data in (inside, outside)]
+        return {f"{network}+SN": {"trained": job.describe(), "fit_images": images, **row(inside, *scored)}}
+
+    return run.part(f"{network}-sn", settings, compute)
+
+
+def test_sets(run: Run, inside: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
+    """In- and out-of-distribution test images."""
+    outside = open_dataset(run.spec("fashion-mnist"), split="test", preprocess=inside.preprocess)
+    return common.test_images(run, inside), common.test_images(run, outside)
+
+
+@torch.inference_mode()
+def score_base(run: Run, baselines: Baselines, data: ImageDataset) -> Scored:
+    """Penultimate density and softmax entropy of every image."""
+    ood, entropies = [], []
+    for batch in track_images(data, fitting.compute_of(run), f"scoring {data.name}"):
+        found = baselines.score(batch.images.to(run.device))
+        ood.append(found.scores["gda"].cpu())
+        entropies.append(entropy(found.probabilities["base"]).cpu())
+    return {"ood": torch.cat(ood), "entropy": torch.cat(entropies)}
+
+
+def row(data: ImageDataset, inside: Scored, outside: Scored) -> Json:
+    """Both AUROCs and the histograms of one model."""
+    groups = {name: data.groups[group] for group, name in GROUPS.items()}
+
+    def split(score: str, sign: float) -> dict[str, Tensor]:
+        parts = {name: sign * inside[score][where] for name, where in groups.items()}
+        return {**parts, "out-of-distribution": sign * outside[score]}
+
+    clean, ambiguous = (inside["entropy"][where] for where in groups.values())
+    return {
+        "auroc_ood": scores.auroc(inside["ood"], outside["ood"]),
+        "fpr95_ood": scores.fpr95(inside["ood"], outside["ood"]),
+        "auroc_ambiguous": scores.auroc(clean, ambiguous),
+        "test_images": {"in": len(inside["ood"]), "out": len(outside["ood"])},
+        "log_density": plots.histograms(split("ood", -1.0)),
+        "entropy": plots.histograms(split("entropy", 1.0)),
+    }
+
+
+def draw(run: Run, rows: Mapping[str, Json]) -> None:
+    """Density and entropy histograms of every row."""
+    for key, xlabel in (("log_density", "log p(z), nats"), ("entropy", "predictive entropy, nats")):
+        with plots.figure(run.figure(key), -(-len(rows) // 3), min(3, len(rows))) as axes:
+            for axis, (model, found) in zip(axes.flat, rows.items(), strict=False):
+                plots.draw_histograms(axis, found[key], title=model, xlabel=xlabel)
+            axes.flat[0].legend(frameon=False, fontsize=8)
+            for axis in axes.flat[len(rows) :]:
+                axis.set_axis_off()
+
+
+def fragment(record: Json) -> str:
+    """The table beside the paper's, and how it was made."""
+    rows: dict[str, Any] = record["result"]["rows"]
+    lines = []
+    for model, (ood, ambiguous) in PAPER.items():
+        found = rows.get(model)
+        missing = "N/A in the paper" if model == "vgg16+SN" else "not run"
+        lines.append(
+            [
+                model,
+                *(
+                    [
+                        common.number(found["auroc_ood"], 4),
+                        common.number(ood, 2),
+                        common.number(found["auroc_ambiguous"], 4),
+                        common.number(ambiguous, 2),
+                        _what(found),
+                    ]
+                    if found
+                    else [missing, common.number(ood, 2), missing, common.number(ambiguous, 2), "—"]
+                ),
+            ]
+        )
+    header = ["model", "AUROC iD/OOD", "paper", "AUROC clean/ambiguous", "paper", "what was run"]
+    images = next(iter(rows.values()))["test_images"]
+    stem = f"{record['name']}-{record['scale']}"
+    return (
+        "\n\n".join(
+            [
+                "### DDU case study: Dirty-MNIST against Fashion-MNIST, MNIST against Ambiguous-MNIST",
+                runs.markdown_table(header, lines),
+                f"Tested on {images['in']} + {images['out']} images.",
+                f"![densities]({stem}-log_density.svg)\n\n![entropies]({stem}-entropy.svg)",
+                runs.provenance(record),
+            ]
+        )
+        + "\n"
+    )
+
+
+def _what(found: Json) -> str:
+    fitted = (
+        f"bundle {found['bundle']}" if found.get("bundle") else (f"fitted on {found['fit_images'] or 'all'} images")
+    )
+    size = f", z {found['z']}" if "z" in found else ""
+    return f"{found['trained']}, {fitted}; layer {found.get('layer', 'penultimate')}{size}"
+
+
+if __name__ == "__main__":
+    main()

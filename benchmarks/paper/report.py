@@ -1,0 +1,72 @@
+"""Put what has been run into ``benchmarks/results/README.md``, one section a script.
+
+    python -m benchmarks.paper.report
+
+A section lies between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` and is replaced as a whole; all else in the
+file is left alone.  It is made from the JSON of the largest scale there is (full, else cpu); a script without one
+gets a section that says so and how to run it.  Figures keep the names that the scripts gave them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from benchmarks.runs import RESULTS, Json
+
+SECTIONS: Mapping[str, str] = {
+    "ddu_case_study": "benchmarks.paper.ddu_case_study",
+    "collapse_figure": "benchmarks.paper.collapse_figure",
+    "projection_table": "benchmarks.paper.projection_table",
+    "cifar10_uq": "benchmarks.paper.cifar10_uq",
+    "sign_example": "benchmarks.paper.sign_example",
+    "methods_table": "benchmarks.paper.methods_table",
+    "ood": "benchmarks.ood.run",
+}
+"""Sections in order, with the script of each."""
+
+FRAGMENTS = {"benchmarks.ood.run": "benchmarks.ood.tables"}
+"""Modules whose ``fragment`` is elsewhere."""
+
+KEPT_SCALES = ("full", "cpu")
+
+
+def section(results: Path, name: str, module: str) -> str:
+    """Text of one section."""
+    for scale in KEPT_SCALES:
+        file = results / f"{name}-{scale}.json"
+        if file.exists():
+            record: Json = json.loads(file.read_text())
+            fragment: Callable[[Json], str] = importlib.import_module(FRAGMENTS.get(module, module)).fragment
+            return fragment(record).strip()
+    return f"### {name}\n\nNot run: `python -m {module} --scale cpu --data ROOT`."
+
+
+def updated(page: str, name: str, text: str) -> str:
+    """``page`` with section ``name`` replaced, or added at the end."""
+    block = f"<!-- begin {name} -->\n{text}\n<!-- end {name} -->"
+    pattern = re.compile(rf"<!-- begin {re.escape(name)} -->.*?<!-- end {re.escape(name)} -->", re.DOTALL)
+    if pattern.search(page):
+        return pattern.sub(lambda _: block, page, count=1)
+    return f"{page.rstrip()}\n\n{block}\n".lstrip()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Rewrite the sections."""
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
+    results = cli.parse_args(argv).results
+    file = results / "README.md"
+    page = file.read_text() if file.exists() else "# Measurements\n"
+    for name, module in SECTIONS.items():
+        page = updated(page, name, section(results, name, module))
+    results.mkdir(parents=True, exist_ok=True)
+    file.write_text(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Figure "sign example": where a small network stops telling points of one class apart, at two SN bounds.
+
+    python -m benchmarks.paper.sign_example --scale cpu --data ROOT
+
+The toy of van Amersfoort et al. (2020) as in the paper: x ~ N(0, 0.3² I₂), y = sign(x₁), flipped with
+probability 0.001; 3,000 training and 1,000 validation points.  Leaky-ReLU layers of widths 4, 2, 2, 2, 2 with
+residual connections where widths are 2; Adam, 350 epochs, learning rate 3e-2 → 3e-4 by cosine, weight decay
+1e-5.  The paper does not give batch size (here all points), leakiness (0.01) or the bounds (0.8 and 3).
+
+The *irrelevant* perturbation flips the sign of x₂, the *relevant* one that of x₁.  The paper draws one network of
+each; the table has the median over twenty, because single ones differ.  No data set and no GPU is needed:
+``cpu`` and ``full`` are the paper's setting.
+"""
+
+from __future__ import annotations
+
+import statistics
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks import plots, runs
+from benchmarks.networks import bound_spectral_norm, fold_spectral_norm
+from benchmarks.runs import Json, Run
+
+NAME = "sign_example"
+
+WIDTHS = (2, 4, 2, 2, 2, 2)
+SIGMA, FLIP = 0.3, 0.001
+BOUNDS = {"small bound": 0.8, "large bound": 3.0}
+POINT = (0.3, -0.3)
+"""The training instance nearest to this is perturbed: one standard deviation from the middle on both axes."""
+
+EPOCHS = {"smoke": 20, "cpu": 350, "full": 350}
+SEEDS = {"smoke": 2, "cpu": 20, "full": 20}
+"""Networks of each bound."""
+
+
+class SignNet(nn.Module):
+    """Layers of :data:`WIDTHS`, then a linear layer to two logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(WIDTHS))
+        self.output = nn.Linear(WIDTHS[-1], 2)
+
+    def hidden(self, x: Tensor) -> list[Tensor]:
+        """Output of every layer."""
+        outputs = []
+        for layer in self.layers:
+            new = F.leaky_relu(layer(x))
+            x = new + x if new.shape == x.shape else new
+            outputs.append(x)
+        return outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.output(self.hidden(x)[-1])
+        return logits
+
+
+def main(argv: list[str] | None = None) -> Json:
+    """Run and write the figure with the distances under it."""
+    cli = runs.parser(__doc__)
+    run = runs.start(NAME, cli.parse_args(argv))
+    nets: dict[str, Json] = {}
+    drawn: dict[str, list[dict[str, Tensor]]] = {}
+    torch.manual_seed(run.seed)
+    train, labels = sample(3000)
+    val, val_labels = sample(1000)
+    for title, bound in BOUNDS.items():
+        found = []
+        for seed in range(run.seed, run.seed + SEEDS[run.scale]):
+            net = fit(train, labels, bound, run.epochs or EPOCHS[run.scale], seed)
+            layers = [embed(layer, train, perturbed) for layer, perturbed in layers_of(net, train)]
+            drawn.setdefault(title, layers)
+            found.append({"val_accuracy": _accuracy(net, val, val_labels), "layers": [distances(e) for e in layers]})
+        nets[title] = {"bound": bound, "seeds": found}
+    draw(run, drawn, labels)
+    return run.write({"networks": nets}, fragment)
+
+
+@torch.no_grad()
+def _accuracy(net: SignNet, x: Tensor, labels: Tensor) -> float:
+    return float((net(x).argmax(1) == labels).double().mean())
+
+
+def sample(count: int) -> tuple[Tensor, Tensor]:
+    """Points and labels."""
+    x = SIGMA * torch.randn(count, 2)
+    flip = torch.rand(count) < FLIP
+    return x, ((x[:, 0] > 0) ^ flip).long()
+
+
+def fit(x: Tensor, y: Tensor, bound: float, epochs: int, seed: int) -> SignNet:
+    """Train one network under a spectral bound, then fold the bound into the weights."""
+    torch.manual_seed(seed)
+    net = SignNet()
+    bound_spectral_norm(net, bound, x[:1])
+    optimizer = torch.optim.Adam(net.parameters(), lr=3e-2, weight_decay=1e-5)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs, eta_min=3e-4)
+    net.train()
+    for _ in range(epochs):
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+    fold_spectral_norm(net)
+    return net
+
+
+@torch.no_grad()
+def layers_of(net: SignNet, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """For the input and every layer: its value for all points, and for a point and its two perturbations."""
+    point = x[(x - torch.tensor(POINT)).square().sum(1).argmin()]
+    triple = torch.stack([point, point * torch.tensor([1.0, -1.0]), point * torch.tensor([-1.0, 1.0])])
+    return list(zip([x, *net.hidden(x)], [triple, *net.hidden(triple)], strict=True))
+
+
+def embed(values: Tensor, x: Tensor, triple: Tensor) -> dict[str, Tensor]:
+    """Two principal components of a layer, for all points and for the three that are compared."""
+    mean = values.mean(0)
+    axes = torch.linalg.svd(values - mean, full_matrices=False).Vh[:2].T
+    # Signs as in the input: the first component grows with x₁.
+    axes = axes * torch.where(((values - mean) @ axes).T @ x[:, 0] < 0, -1.0, 1.0)
+    return {
+        "all": (values - mean) @ axes,
+        "triple": (triple - mean) @ axes,
+        "distance": torch.cdist(triple[:1], triple[1:])[0] / (values - mean).square().sum(1).mean().sqrt(),
+    }
+
+
+def distances(layer: dict[str, Tensor]) -> Json:
+    """How far either perturbation moves the point, in standard deviations of the layer."""
+    irrelevant, relevant = layer["distance"].tolist()
+    return {"irrelevant": irrelevant, "relevant": relevant}
+
+
+def draw(run: Run, drawn: dict[str, list[dict[str, Tensor]]], labels: Tensor) -> None:
+    """A row for each bound, a column for each layer."""
+    columns = len(WIDTHS)
+    with plots.figure(run.figure("layers"), len(drawn), columns, width=2.1, height=2.1) as axes:
+        for line, (title, layers) in zip(axes, drawn.items(), strict=True):
+            for index, (axis, layer) in enumerate(zip(line, layers, strict=True)):
+                _scatter(axis, layer, labels)
+                axis.set_title("input" if index == 0 else f"layer {index}", fontsize=9)
+            line[0].set_ylabel(title)
+        axes[0, 0].legend(frameon=False, fontsize=6, loc="upper left")
+
+
+def _scatter(axis: Any, layer: dict[str, Tensor], labels: Tensor) -> None:
+    shown = slice(0, 300)
+    for label, colour in ((0, "#9db8d6"), (1, "#e3b7bc")):
+        points = layer["all"][shown][labels[shown] == label]
+        axis.scatter(points[:, 0], points[:, 1], s=2, color=colour, rasterized=True)
+    marks = zip(layer["triple"], ("original", "irrelevant", "relevant"), ("o", "s", "^"), strict=True)
+    for point, name, marker in marks:
+        axis.scatter(*point.tolist(), s=26, marker=marker, color="black", facecolors="none", label=name)
+    axis.set(xticks=[], yticks=[])
+
+
+def fragment(record: Json) -> str:
+    """The figure, and the distances it shows."""
+    header = ["network", "perturbation", "input", *(f"layer {i}" for i in range(1, len(WIDTHS)))]
+    lines = []
+    for title, found in record["result"]["networks"].items():
+        seeds = found["seeds"]
+        hits = statistics.median(seed["val_accuracy"] for seed in seeds)
+        for kind in ("irrelevant", "relevant"):
+            layers = zip(*([layer[kind] for layer in seed["layers"]] for seed in seeds), strict=True)
+            lines.append(
+                [
+                    f"{title} ({found['bound']:g}), accuracy {hits:.3f}",
+                    kind,
+                    *(f"{statistics.median(values):.3f}" for values in layers),
+                ]
+            )
+    return (
+        "\n\n".join(
+            [
+                "### Sign example: which layers forget what is irrelevant to the label",
+                "The paper: with the small bound even the penultimate layer tells the irrelevant perturbation apart, with the "
+                "large one only early layers do.",
+                runs.markdown_table(header, lines),
+                "Distance between a point and its perturbation after each layer, in standard deviations of that layer; median "
+                f"over {len(seeds)} networks. The figure shows the first.",
+                f"![two principal components of every layer]({record['name']}-{record['scale']}-layers.svg)",
+                runs.provenance(record),
+            ]
+        )
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""What every benchmark script shares: its command line, resumable parts, results and where they came from.
+
+A run writes ``NAME-SCALE.json`` (result, environment, command), its figures and ``NAME-SCALE.md`` into
+``--out``.  The parts it is made of (one network, one seed, …) are kept in ``--out``/parts as they finish, so
+that an interrupted run goes on, and a long one can be split over several machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.data import ROOT_VARIABLE
+from psc_core.device import resolve_device
+from psc_core.version import __version__
+
+SCALES = ("smoke", "cpu", "full")
+"""Seconds on a few images; hours on a few CPU cores; the paper's networks on a GPU."""
+
+RESULTS = Path(__file__).parent / "results"
+"""Where results that are kept lie."""
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One invocation of a script.
+
+    Attributes:
+        name: Of the script; files are named after it.
+        scale: One of :data:`SCALES`.
+        data: Folder of the data sets.
+        out: Where results go.
+        checkpoints: Where trained networks and fitted stations are kept, between scripts too.
+        seed: Of everything random.
+        device: Compute device.
+        command: The command line that gave it.
+        epochs: Replaces the epochs of every network, or None.
+        fit_images: Replaces the training images that the scale fits on, or None.
+        test_images: Replaces the images that the scale tests on, or None.
+        checkpoint: A trained network that replaces the script's main one, or None.
+    """
+
+    name: str
+    scale: str
+    data: Path
+    out: Path
+    checkpoints: Path
+    seed: int
+    device: torch.device
+    command: str
+    epochs: int | None = None
+    fit_images: int | None = None
+    test_images: int | None = None
+    checkpoint: Path | None = None
+
+    def spec(self, name: str) -> str:
+        """Data-set spec of a built-in name or of a factory of :mod:`benchmarks.data`."""
+        return name if ":" in name else f"{name}:{self.data}"
+
+    def part(self, name: str, settings: Mapping[str, Any], compute: Callable[[], Json]) -> Json:
+        """``compute()``, or what an earlier run with equal settings found."""
+        file = self.out / "parts" / f"{self.name}-{self.scale}-{name}.json"
+        key = hashlib.sha256(json.dumps(dict(settings), sort_keys=True, default=str).encode()).hexdigest()[:16]
+        if file.exists():
+            kept: Json = json.loads(file.read_text())
+            if kept["key"] == key:
+                return dict(kept["result"])
+        result = compute()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(
+            file, {"key": key, "settings": dict(settings), "environment": environment(self.device), "result": result}
+        )
+        return result
+
+    def finished(self) -> dict[str, Json]:
+        """Results of all parts there are at this scale, by name: those of earlier runs too."""
+        stem = f"{self.name}-{self.scale}-"
+        files = sorted((self.out / "parts").glob(f"{stem}*.json"))
+        return {file.stem.removeprefix(stem): json.loads(file.read_text())["result"] for file in files}
+
+    def figure(self, name: str) -> Path:
+        """File of a figure of this run."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        return self.out / f"{self.name}-{self.scale}-{name}.svg"
+
+    def write(self, result: Json, fragment: Callable[[Json], str]) -> Json:
+        """Write result and Markdown fragment; returns the whole record."""
+        record = {
+            "name": self.name,
+            "scale": self.scale,
+            "seed": self.seed,
+            "command": self.command,
+            "environment": environment(self.device),
+            "result": result,
+        }
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_json(self.out / f"{self.name}-{self.scale}.json", record)
+        text = fragment(record)
+        (self.out / f"{self.name}-{self.scale}.md").write_text(text)
+        print(text)
+        return record
+
+
+_UNTOLD = ("out", "checkpoints", "device")
+"""Options that change where a run happens, not what it measures."""
+
+
+def command_line(args: argparse.Namespace) -> str:
+    """The command that gives the same options, with folders of this machine left out."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    words = [f"python -m {spec.name}" if spec is not None else Path(sys.argv[0]).name]
+    for name, value in vars(args).items():
+        option = f"--{name.replace('_', '-')}"
+        if value is None or name in _UNTOLD:
+            continue
+        if isinstance(value, list):
+            texts = [str(item) for item in value]
+            words += [option, *texts] if isinstance(value[0], int) else [f"{option} {text}" for text in texts]
+        else:
+            words += [option, "ROOT" if name == "data" else value.name if isinstance(value, Path) else str(value)]
+    return " ".join(words)
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that every script has."""
+    cli = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--scale", choices=SCALES, default="cpu", help="smoke: seconds; cpu: hours; full: a GPU")
+    cli.add_argument("--data", type=Path, required=True, metavar="ROOT", help="folder of the data sets")
+    cli.add_argument(
+        "--out", type=Path, metavar="DIR", help="results (default: benchmarks/results, for smoke out/smoke)"
+    )
+    cli.add_argument(
+        "--checkpoints",
+        type=Path,
+        metavar="DIR",
+        help="trained networks, shared by all scripts (default: out/checkpoints, for smoke in --out)",
+    )
+    cli.add_argument("--seed", type=int, default=0)
+    cli.add_argument("--device", default="auto")
+    cli.add_argument("--epochs", type=int, metavar="N", help="train every network for so long, not as the scale says")
+    cli.add_argument("--fit-images", type=int, metavar="N", help="fit on at most so many images, not as the scale says")
+    cli.add_argument("--test-images", type=int, metavar="N", help="test on at most so many images of each data set")
+    return cli
+
+
+def start(name: str, args: argparse.Namespace) -> Run:
+    """The run that parsed options ask for; factories of :mod:`benchmarks.data` see its data folder."""
+    os.environ[ROOT_VARIABLE] = str(args.data)
+    smoke = args.scale == "smoke"
+    out = args.out or (Path("out/smoke") if smoke else RESULTS)
+    checkpoints = args.checkpoints or (out / "checkpoints" if smoke else Path("out/checkpoints"))
+    return Run(
+        name,
+        args.scale,
+        args.data,
+        out,
+        checkpoints,
+        args.seed,
+        resolve_device(args.device),
+        command_line(args),
+        args.epochs,
+        args.fit_images,
+        args.test_images,
+        getattr(args, "checkpoint", None),
+    )
+
+
+def environment(device: torch.device) -> Json:
+    """Hardware and software, without names or paths of the machine."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "psc": __version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit() -> str:
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=10", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def write_json(file: Path, data: Json) -> None:
+    """Write all at once, so that an interrupted run leaves no half file."""
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n")
+    part.rename(file)
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    """A pipe table, first column left-aligned."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def provenance(record: Json) -> str:
+    """One line under a table: command, scale and environment."""
+    env = record["environment"]
+    return (
+        f"`{record['command']}` · scale {record['scale']}, seed {record['seed']} · {env['device']}, {env['cpus']} "
+        f"CPUs, torch {env['torch']}, psc {env['psc']} ({env['commit']}), {env['date']}"
+    )

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks import runs
+from benchmarks.ood import choice
+from benchmarks.paper import report
+from benchmarks.paper.cifar10_uq import mean_and_error
+
+
+def test_keeps_what_is_not_its_own_and_states_what_was_not_run(tmp_path: Path) -> None:
+    page = "# Measurements\n\n| memory | 3 GiB |\n\n<!-- begin ood -->\nold\n<!-- end ood -->\n\nThe end.\n"
+    (tmp_path / "README.md").write_text(page)
+    report.main(["--results", str(tmp_path)])
+    written = (tmp_path / "README.md").read_text()
+    assert "| memory | 3 GiB |" in written
+    assert "The end." in written
+    assert "old" not in written
+    assert written.count("Not run:") == len(report.SECTIONS)
+    report.main(["--results", str(tmp_path)])
+    assert (tmp_path / "README.md").read_text() == written
+
+
+def test_smoke_results_are_not_reported(tmp_path: Path) -> None:
+    (tmp_path / "sign_example-smoke.json").write_text("{}")
+    assert "Not run" in report.section(tmp_path, "sign_example", "benchmarks.paper.sign_example")
+
+
+def test_parts_are_computed_once_for_equal_settings(tmp_path: Path) -> None:
+    args = runs.parser("").parse_args(["--scale", "smoke", "--data", "nowhere", "--out", str(tmp_path)])
+    run = runs.start("test", args)
+    calls: list[int] = []
+
+    def compute() -> runs.Json:
+        calls.append(1)
+        return {"value": len(calls)}
+
+    assert run.part("a", {"x": 1}, compute) == run.part("a", {"x": 1}, compute) == {"value": 1}
+    assert run.part("a", {"x": 2}, compute) == {"value": 2}
+    kept = json.loads((tmp_path / "parts" / "test-smoke-a.json").read_text())
+    assert kept["settings"] == {"x": 2}
+
+
+def test_a_command_tells_what_was_measured_but_not_where(tmp_path: Path) -> None:
+    cli = runs.parser("")
+    cli.add_argument("--seeds", type=int, nargs="+")
+    cli.add_argument("--only", action="append")
+    cli.add_argument("--checkpoint", type=Path)
+    given = [
+        "--scale",
+        "cpu",
+        "--data",
+        str(tmp_path),
+        "--out",
+        str(tmp_path),
+        "--seeds",
+        "1",
+        "2",
+        "--only",
+        "a",
+        "--only",
+        "b",
+        "--checkpoint",
+        str(tmp_path / "net.safetensors"),
+    ]
+    told = runs.command_line(cli.parse_args(given)).split(" ", 1)[1]
+    assert str(tmp_path) not in told
+    assert told.endswith("--scale cpu --data ROOT --seed 0 --seeds 1 2 --only a --only b --checkpoint net.safetensors")
+
+
+def test_mean_and_standard_error() -> None:
+    assert mean_and_error([3.0]) == (3.0, None)
+    mean, error = mean_and_error([1.0, 2.0, 3.0, 6.0])
+    assert mean == 3.0
+    assert error == pytest.approx(math.sqrt(14 / 3) / 2)
+
+
+def detector(validation: float, test: float, family: str = "psc") -> runs.Json:
+    return {"family": family, "validation": {"x": {"auroc": validation}}, "test": {"x": {"auroc": test}}}
+
+
+def test_a_setting_never_chooses_for_itself() -> None:
+    settings = {
+        "one": {"detectors": {"a": detector(0.9, 0.1), "b": detector(0.1, 0.9), "peer": detector(1, 1, "other")}},
+        "two": {"detectors": {"a": detector(0.2, 0.9), "b": detector(0.8, 0.1), "only": detector(1, 1)}},
+    }
+    assert choice.chosen_elsewhere(settings, "psc", "one") == "b"
+    assert choice.chosen_elsewhere(settings, "psc", "two") == "a"
+    assert choice.chosen_elsewhere({"one": settings["one"]}, "psc", "one") is None
+    assert [name for name, _ in choice.ranking(settings, "psc")] == ["a", "b"]
