@@ -151,7 +151,8 @@ def fragment(record: Json) -> str:
             [
                 "### CIFAR-10: accuracy, likelihood and calibration",
                 runs.markdown_table(["classifier", "accuracy, %", "NLL, nats", "ECE"], [*lines, *map(list, PUBLISHED)]),
-                f"Measured: {measured}. The images are JPEG-recompressed (quality 75, 4:2:0), so accuracy is a little below "
+                f"Measured: {measured}. The images are JPEG-recompressed (quality 75, 4:2:0), so "
+                f"accuracy is a little below "
                 "the original data's. Published rows are copied, not run.",
                 runs.provenance(record),
             ]

@@ -90,7 +90,8 @@ def fragment(record: Json) -> str:
         "\n\n".join(
             [
                 "### Spectral normalisation delays collapse",
-                "The paper: with SN, NC1 falls under 0.2 at the final layer only; without, earlier, with as high an NC4.",
+                "The paper: with SN, NC1 falls under 0.2 at the final layer only; without, earlier, "
+                "with as high an NC4.",
                 runs.markdown_table(header, lines),
                 f"![NC1 and NC4 of every layer]({record['name']}-{record['scale']}-layers.svg)",
                 f"CIFAR-10, JPEG-recompressed (quality 75); {trained}, and the same with SN ≤ 3. The paper: ResNet-50.",

@@ -188,7 +188,8 @@ def fragment(record: Json) -> str:
                 "### Methods: what they ask for, and what they give on the same network and data",
                 runs.markdown_table(header, lines),
                 f"Dirty-MNIST against Fashion-MNIST, {job.networks['resnet18']}; fitted on {fitted} training "
-                "images. SNGP and DDU run on the network trained with spectral normalisation, DUQ and PSC on the plain one. "
+                "images. SNGP and DDU run on the network trained with spectral normalisation, DUQ "
+                "and PSC on the plain one. "
                 "DUQ here is its output layer alone: the network was not trained with the gradient penalty.",
                 runs.provenance(record),
             ]

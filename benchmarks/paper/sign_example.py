@@ -181,10 +181,12 @@ def fragment(record: Json) -> str:
         "\n\n".join(
             [
                 "### Sign example: which layers forget what is irrelevant to the label",
-                "The paper: with the small bound even the penultimate layer tells the irrelevant perturbation apart, with the "
+                "The paper: with the small bound even the penultimate layer tells the irrelevant "
+                "perturbation apart, with the "
                 "large one only early layers do.",
                 runs.markdown_table(header, lines),
-                "Distance between a point and its perturbation after each layer, in standard deviations of that layer; median "
+                "Distance between a point and its perturbation after each layer, in standard "
+                "deviations of that layer; median "
                 f"over {len(seeds)} networks. The figure shows the first.",
                 f"![two principal components of every layer]({record['name']}-{record['scale']}-layers.svg)",
                 runs.provenance(record),

@@ -1,0 +1,1 @@
+"""How the service behaves under load."""
