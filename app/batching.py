@@ -8,9 +8,8 @@ One :class:`Job` is one request of ``count`` images.  Its life::
 
 *Bounded.*  ``pending`` = images reserved or waiting ≤ ``max_queue_images``; one request more is
 :class:`QueueFull`, with ``retry_after`` from the measured drain rate.  So is a request whose turn would come,
-at that rate, after a third of the time to its deadline: the rest is for its own images, for the batch on the
-device, and for a rate that falls.  Admitted work is therefore done in time, and what an overload leaves behind
-is gone soon after it.
+at that rate, after a third of the time to its deadline: the rest is for its own images and for a rate that
+falls.  Admitted work is therefore done in time, and what an overload leaves behind is gone soon after it.
 
 *Fair.*  Waiting jobs stand in a ring; a turn is at most ``quantum`` images (an eighth of a batch), after
 which a job that has more goes to the end of the ring.  So a large request fills batches that nobody else
@@ -187,9 +186,8 @@ class Batcher:
             )
         rate = self.images_per_second
         longest = _WAITING_SHARE * (deadline - now)
-        before = self._pending
-        if count <= self._quantum:  # It is through with its first turn, after one turn of each of the others.
-            before = min(before, len(self._live) * self._quantum)
+        first_turn = len(self._live) * self._quantum if count <= self._quantum else self._pending
+        before = min(self._pending, first_turn)  # A small request is through with its first turn.
         if rate is not None and before and before / rate > longest:
             raise QueueFull(
                 f"expected a turn within {longest:.3g} s, {before} images are before this "

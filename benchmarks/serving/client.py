@@ -133,8 +133,9 @@ class Generator:
         await asyncio.gather(*(client() for _ in range(clients)))
         return load
 
-    async def open_loop(self, per_second: float, seconds: float) -> Load:
-        """Poisson arrivals that wait for nobody; returns when the last answer is there."""
+    async def open_loop(self, per_second: float, seconds: float, *, sent: asyncio.Event | None = None) -> Load:
+        """Poisson arrivals that wait for nobody; returns when the last answer is there, ``sent`` tells of the last
+        arrival."""
         clock = asyncio.get_running_loop().time
         load = Load(clock(), clock() + seconds)
         due, tasks = load.began, set()
@@ -143,6 +144,8 @@ class Generator:
             task = asyncio.create_task(self._send(load, due))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
+        if sent is not None:
+            sent.set()
         await asyncio.gather(*tasks)
         return load
 

@@ -1,0 +1,164 @@
+"""What the phases of a load run showed, what must hold, and both as Markdown."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from app.settings import Settings
+from benchmarks.runs import Json, markdown_table
+from benchmarks.serving.client import Load
+
+TITLE, MARKERS = "Serving under load", ("<!-- serving-load -->", "<!-- /serving-load -->")
+DEADLINE = float(Settings.model_fields["deadline_seconds"].default)
+QUEUE = int(Settings.model_fields["max_queue_images"].default)
+RECOVER_SECONDS = 5.0
+NORMAL = 2.0
+"""Latency is back to normal when a second's median is at most this many times the unloaded median."""
+
+
+def batches(before: dict[str, float], after: dict[str, float]) -> Json:
+    """Device steps between two scrapes: how many, their mean size, and the share of each size."""
+    grown = {key: after[key] - before.get(key, 0.0) for key in after if key.startswith("psc_batch_size")}
+    steps = grown["psc_batch_size_count"]
+    shares, below = {}, 0.0
+    for key, count in grown.items():
+        if bound := re.fullmatch(r'psc_batch_size_bucket{le="(\d+)\.0"}', key):
+            if count > below:
+                shares[bound[1]] = round((count - below) / steps, 3)
+            below = count
+    return {
+        "steps": int(steps),
+        "mean_size": round(grown["psc_batch_size_sum"] / max(1.0, steps), 1),
+        "share_by_size_up_to": shares,
+    }
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of ascending values; infinite when there are none."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("inf")
+
+
+def summary(load: Load) -> Json:
+    """Rates, statuses and latencies of a phase."""
+    seconds = load.seconds()
+    return {
+        "seconds": round(load.ended - load.began, 1),
+        "sent_per_s": round(len(load.answers) / (load.ended - load.began), 1),
+        "answered_per_s": round(len(seconds) / max(load.ended - load.began, _span(load)), 1),
+        "statuses": dict(sorted(load.statuses.items())),
+        "refusals_without_retry_after": sum(
+            answer.status == 429 and answer.retry_after is None for answer in load.answers
+        ),
+        "p50_ms": round(1000 * quantile(seconds, 0.5), 1) if seconds else None,
+        "p99_ms": round(1000 * quantile(seconds, 0.99), 1) if seconds else None,
+    }
+
+
+def _span(load: Load) -> float:
+    return max((answer.due + answer.seconds for answer in load.answers), default=load.began) - load.began
+
+
+def back_to_normal(load: Load, normal_s: float) -> float:
+    """Seconds from the start of ``load`` after which every second has a normal median and no refusal."""
+    good_since = 0
+    for second in range(int(load.ended - load.began)):
+        window = [answer for answer in load.answers if second <= answer.due - load.began < second + 1]
+        fine = [answer.seconds for answer in window if answer.status == 200]
+        if len(fine) < len(window) or (fine and statistics.median(fine) > NORMAL * normal_s):
+            good_since = second + 1
+    return float(good_since)
+
+
+def requirements(phases: dict[str, Json], found: Json) -> list[Json]:
+    """What must hold, and whether it does."""
+    closed, steady, over = phases["closed loop"], phases["steady"], phases["overload"]
+    queued = max(phase.get("most_queued_images", 0) for phase in phases.values())
+    sizes = [phases[name]["batches"]["mean_size"] for name in ("unloaded", "steady", "closed loop", "overload")]
+    checks = [
+        (
+            "closed loop and 70 % of the peak: every answer is 200",
+            set(closed["statuses"]) == set(steady["statuses"]) == {"200"},
+            f"{_counts(closed)}; {_counts(steady)}",
+        ),
+        (
+            "batch sizes follow the load",
+            sizes[0] < sizes[1] < sizes[2] <= sizes[3] * 1.05,
+            "mean " + " → ".join(map(str, sizes)),
+        ),
+        ("overload: only 200 and 429", set(over["statuses"]) == {"200", "429"}, _counts(over)),
+        (
+            "overload: every 429 has Retry-After",
+            over["refusals_without_retry_after"] == 0,
+            f"{over['refusals_without_retry_after']} without",
+        ),
+        (
+            f"overload: p99 of the accepted within the deadline of {DEADLINE:g} s",
+            over["p99_ms"] is not None and over["p99_ms"] <= 1000 * DEADLINE,
+            f"{(over['p99_ms'] or 0) / 1000:.2f} s",
+        ),
+        (f"the queue never holds more than {QUEUE} images", queued <= QUEUE, f"at most {queued}"),
+        (
+            f"normal latency within {RECOVER_SECONDS:g} s of the overload's end",
+            found["back_to_normal_s"] <= RECOVER_SECONDS,
+            f"{found['back_to_normal_s']:g} s",
+        ),
+    ]
+    return [{"requirement": what, "met": met, "found": value} for what, met, value in checks]
+
+
+def _counts(phase: Json) -> str:
+    return ", ".join(f"{count:,} × {status}" for status, count in phase["statuses"].items())
+
+
+def section(report: Json) -> str:
+    """The report as Markdown."""
+    where = report["environment"]
+    header = ["phase", "sent/s", "answered/s", "200", "429", "p50", "p99", "mean batch", "most queued"]
+    rows = []
+    for name, phase in report["phases"].items():
+        numbers = [
+            f"{phase['sent_per_s']:.0f}",
+            f"{phase['answered_per_s']:.0f}",
+            *(f"{phase['statuses'].get(status, 0):,}" for status in ("200", "429")),
+            *("" if phase[key] is None else f"{phase[key]:,.1f} ms" for key in ("p50_ms", "p99_ms")),
+            str(phase.get("batches", {}).get("mean_size", "")),
+            str(phase.get("most_queued_images", "")),
+        ]
+        rows.append([name, *numbers])
+    checks = [
+        [check["requirement"], check["found"], "yes" if check["met"] else "**no**"] for check in report["requirements"]
+    ]
+    return "\n".join(
+        [
+            f"{where['device']}, {where['cpus']} cores, torch {where['torch']}, Python {where['python']}, "
+            f"{where['threads']} threads, psc {where['psc']} ({where['commit']}), {where['date']}; "
+            f"{report['bundle']}, default settings, one PNG digit a request.",
+            f"Client and server share the {where['cpus']} cores, so what one takes the other lacks.",
+            "Latencies count from the moment a request was due.",
+            *([report["note"]] if report["note"] else []),
+            "",
+            f"    {report['command']}",
+            "",
+            markdown_table(header, rows),
+            "",
+            f"Peak: {report['peak_images_per_s']:.0f} images/s with {report['clients']} clients.  After the overload "
+            f"latency was back to normal in {report['back_to_normal_s']:g} s.",
+            "",
+            markdown_table(["requirement", "found", "met"], checks),
+        ]
+    )
+
+
+def write_section(file: Path, body: str) -> None:
+    """Put ``body`` between the markers of a Markdown file; the rest of it stays."""
+    text = file.read_text() if file.exists() else "# Results\n"
+    first, last = MARKERS
+    block = f"{first}\n{body}\n{last}"
+    head, found, rest = text.partition(first)
+    if found:
+        file.write_text(head + block + rest.partition(last)[2])
+    else:
+        file.write_text(f"{text.rstrip()}\n\n## {TITLE}\n\n{block}\n")

@@ -1,0 +1,70 @@
+"""The load generator against a real socket, and what is made of its answers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from benchmarks.serving.client import CONNECTION_LOST, Answer, Generator, Load
+from benchmarks.serving.report import MARKERS, back_to_normal, batches, summary, write_section
+from tests.app.fakes import png
+from tests.app.live import live_server
+
+
+def test_both_loops_get_an_answer_to_everything_they_send() -> None:
+    async def send(port: int) -> tuple[Load, Load]:
+        generator = Generator("127.0.0.1", port, [png(5), png(200)])
+        closed, opened = await generator.closed_loop(4, 0.5), await generator.open_loop(60, 0.5)
+        assert (await generator.get("/readyz"))[0] == 200
+        generator.close()
+        return closed, opened
+
+    with live_server() as url:
+        closed, opened = asyncio.run(send(int(url.rsplit(":", 1)[1])))
+    assert set(closed.statuses) == set(opened.statuses) == {"200"}
+    assert 10 < len(opened.answers) < 60
+    assert all(answer.seconds > 0 for answer in closed.answers)
+
+
+def test_a_server_that_is_not_there_is_counted() -> None:
+    load = asyncio.run(Generator("127.0.0.1", 1, [b""]).open_loop(50, 0.1))
+    assert set(load.statuses) <= {CONNECTION_LOST}
+
+
+def test_summary_counts_by_status_and_takes_latencies_of_answers_only() -> None:
+    answers = [Answer(0.1 * k, 0.001 * (k + 1), 200, None) for k in range(10)]
+    refused = [Answer(0.5, 9.0, 429, "2"), Answer(0.6, 9.0, 429, None)]
+    found = summary(Load(0.0, 1.0, answers + refused))
+    assert found["statuses"] == {"200": 10, "429": 2}
+    assert found["refusals_without_retry_after"] == 1
+    assert (found["p50_ms"], found["p99_ms"]) == (6.0, 10.0)
+
+
+@pytest.mark.parametrize(("slow_until", "expected"), [(0.0, 0.0), (2.5, 3.0), (9.9, 10.0)])
+def test_back_to_normal_is_the_end_of_the_last_bad_second(slow_until: float, expected: float) -> None:
+    answers = [Answer(0.05 * k, 1.0 if 0.05 * k <= slow_until else 0.01, 200, None) for k in range(1, 200)]
+    assert back_to_normal(Load(0.0, 10.0, answers), 0.01) == expected
+
+
+def test_batches_are_the_difference_of_two_scrapes() -> None:
+    def scrape(one: int, two: int) -> dict[str, float]:
+        return {'psc_batch_size_bucket{le="1.0"}': one, 'psc_batch_size_bucket{le="2.0"}': one + two,
+                "psc_batch_size_count": one + two, "psc_batch_size_sum": one + 2 * two}  # fmt: skip
+
+    assert batches(scrape(5, 5), scrape(6, 8)) == {
+        "steps": 4, "mean_size": 1.8, "share_by_size_up_to": {"1": 0.25, "2": 0.75}
+    }  # fmt: skip
+
+
+def test_a_section_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
+    file = tmp_path / "README.md"
+    write_section(file, "first")
+    file.write_text(file.read_text() + "\n## Other\n\ntext\n")
+    write_section(file, "second")
+    text = file.read_text()
+    assert text.startswith("# Results\n\n## Serving under load\n")
+    assert text.endswith("\n## Other\n\ntext\n")
+    assert f"{MARKERS[0]}\nsecond\n{MARKERS[1]}" in text
+    assert "first" not in text
