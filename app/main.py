@@ -14,6 +14,7 @@ from app import problems, tracing
 from app.middleware.body import BodyLimit
 from app.middleware.hosts import HostAllowList
 from app.middleware.requests import Requests
+from app.middleware.root_path import RootPath
 from app.model import Model
 from app.routes import admin, health, metrics, model, page, predict, v2
 from app.schemas import JsonImages, ProblemDocument
@@ -48,7 +49,6 @@ def create_app(settings: Settings, models: Mapping[str, Model] | None = None) ->
         version=__version__,
         description="Image classification with uncertainty from probabilistic skip connections.",
         lifespan=lifespan,
-        root_path=settings.root_path,
     )
     app.state.service = service
     problems.install(app)
@@ -85,6 +85,8 @@ def _add_middleware(app: FastAPI, settings: Settings, service: Service) -> None:
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, max_buffered_bytes=settings.max_buffered_bytes)
     app.add_middleware(Requests, service=service)
     app.add_middleware(tracing.TraceMiddleware)
+    if settings.root_path:
+        app.add_middleware(RootPath, path=settings.root_path)
 
 
 def _complete_openapi(app: FastAPI) -> None:
