@@ -145,7 +145,7 @@ def test_what_the_stations_do_not_read_may_change(
     tiny_job: TinyJob, tmp_path: Path, calls: list[str], change: tuple[str, ...]
 ) -> None:
     out = tmp_path / "bundle"
-    assert cli.main(arguments(tiny_job, out, "--alpha", "1e-9")) == 2
+    assert cli.main(arguments(tiny_job, out, "--pca", "9999")) == 2
     calls.clear()
     assert cli.main(arguments(tiny_job, out, *change)) == 0
     assert calls == ["fit_psc"]
