@@ -36,7 +36,8 @@ from torch.nn import functional
 from psc_core import linalg
 from psc_core.backbone import Backbone, truncate
 from psc_core.data import ImageDataset
-from psc_core.density import Density, fit_density
+from psc_core.density import DENSITIES, Density, fit_density
+from psc_core.density.gaussian import ClasswiseDensity
 from psc_core.errors import FitError, NetworkError
 from psc_core.passes import Compute, passes
 from psc_core.pipeline import entropy
@@ -144,10 +145,33 @@ def fit_baselines(
         backbone,
         train.preprocess,
         temperature,
-        gda=_full_density(features, rows, row_labels, kind="gda"),
-        mahalanobis=_full_density(unit, rows, row_labels, kind="tied"),
+        gda=_usable_density(features, rows, row_labels, kind="gda"),
+        mahalanobis=_usable_density(unit, rows, row_labels, kind="tied"),
         bank=unit,
     )
+
+
+def full_density(z: Float[Tensor, "n dim"], labels: Int[Tensor, " n"], *, num_classes: int, kind: str) -> Density:
+    """A density with all the components that the features have and memory allows.
+
+    Args:
+        z: Features.
+        labels: Class index of each row, at least two of every class.
+        num_classes: K.
+        kind: One of :data:`psc_core.density.DENSITIES`.
+
+    Raises:
+        FitError: As :func:`psc_core.density.fit_density`.
+    """
+    seen = functional.normalize(z) if DENSITIES[kind].unit_length else z
+    mean = linalg.mean_of_rows(seen)
+    variances = linalg.eigh(linalg.scatter_about(seen, mean) / (len(seen) - 1)).values
+    # stricter than the density's own rank, which an explicit number of components must not exceed
+    noise = max(1e-9 * float(variances[0]), (10 * torch.finfo(z.dtype).eps * float(mean.norm())) ** 2)
+    components = max(1, int((variances > noise).sum()))
+    if issubclass(DENSITIES[kind], ClasswiseDensity):
+        components = min(components, max(1, math.isqrt(GAUSSIAN_ELEMENTS // num_classes)))
+    return fit_density(z, labels, num_classes=num_classes, kind=kind, pca=components)
 
 
 def penultimate_and_logits(
@@ -247,24 +271,11 @@ def _training_features(
     return torch.cat(kept), torch.cat(owners).to(compute.device), torch.cat(labels).to(compute.device)
 
 
-def _full_density(features: Tensor, rows: Tensor, labels: Tensor, *, kind: str) -> Density:
-    """A density with all the components that the features have and memory allows.
-
-    Classes with fewer than two rows in the subset are left out: no covariance can be had from them.
-    """
-    counts = labels.bincount()
-    usable = counts >= 2
+def _usable_density(features: Tensor, rows: Tensor, labels: Tensor, *, kind: str) -> Density:
+    """:func:`full_density` of the classes that have two rows in the subset: no covariance can be had from fewer."""
+    usable = labels.bincount() >= 2
     if not bool(usable.any()):
         raise FitError("expected a class with at least two images for the baselines, none has; fit on more images")
     keep = usable[labels]
-    z = features[rows[keep]]
     names = (usable.cumsum(0) - 1)[labels[keep]]
-    classes = int(usable.sum())
-    mean = linalg.mean_of_rows(z)
-    variances = linalg.eigh(linalg.scatter_about(z, mean) / (len(z) - 1)).values
-    # stricter than the density's own rank, which an explicit number of components must not exceed
-    noise = max(1e-9 * float(variances[0]), (10 * torch.finfo(z.dtype).eps * float(mean.norm())) ** 2)
-    components = max(1, int((variances > noise).sum()))
-    if kind == "gda":
-        components = min(components, max(1, math.isqrt(GAUSSIAN_ELEMENTS // classes)))
-    return fit_density(z, names, num_classes=classes, kind=kind, pca=components)
+    return full_density(features[rows[keep]], names, num_classes=int(usable.sum()), kind=kind)

@@ -125,6 +125,7 @@ def fit_all(
         *variants.fit_heads(run, train, val, classes),
         *variants.fit_own_baselines(train, val),
     ]
+    fitted += variants.sums(fitted, val)
     if peers.version() is None:
         return fitted, {"pytorch-ood": "not installed: pip install pytorch-ood"}
     theirs, refused = peers.fit_peers(train, fitting.linear_output(trained.net))

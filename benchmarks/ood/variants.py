@@ -7,13 +7,16 @@ Feature vectors (*spaces*):
 * ``penultimate``: what the logits are computed from.
 
 Densities of each: ``gda``, ``tied``, ``gda++`` (unit length) and ``rmd``, on the principal components that explain
-99 % of the variance (``99%``) or on all of them (``all``).  Heads of ``psc-operations`` and ``penultimate``: entropy
+99 % of the variance (``99%``) or on all of them (``all``).  Heads of ``psc-GRANULARITY`` and ``penultimate``: entropy
 and epistemic part of ``laplace``, ``sngp`` and ``duq``.
+
+Sums ``a + b``: two of these scores, each standardised on validation images: a density with what its head says, or
+with the same density of the penultimate layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,14 +26,12 @@ from torch.nn import functional as F
 from benchmarks import fitting
 from benchmarks.checkpoints import Trained
 from benchmarks.fitting import Stations
-from benchmarks.ood.detector import Detector, Score, Spaces, memory_bytes
+from benchmarks.ood.detector import Detector, Score, Spaces, memory_bytes, scored
 from benchmarks.runs import Run
-from psc_core import linalg
 from psc_core.backbone import Backbone, example_input, truncate
-from psc_core.baselines import fit_temperature, knn_score, max_softmax_score
+from psc_core.baselines import fit_temperature, full_density, knn_score, max_softmax_score
 from psc_core.data import ImageDataset
 from psc_core.density import DENSITIES, Density, fit_density
-from psc_core.errors import FitError
 from psc_core.heads import HEADS, entropy, fit_head
 from psc_core.passes import passes
 from psc_core.projection import Projection
@@ -123,18 +124,8 @@ def fit_densities(run: Run, train: Spaces, classes: int) -> list[Detector]:
 
 
 def _density(z: Tensor, labels: Tensor, classes: int, kind: str, components: str) -> Density:
-    if components == "99%":
-        return fit_density(z, labels, num_classes=classes, kind=kind)
-    unit = F.normalize(z) if kind == "gda++" else z
-    values = linalg.eigh(linalg.scatter_about(unit, linalg.mean_of_rows(unit)) / max(1, len(unit) - 1)).values
-    rank = int((values > 1e-9 * values.max()).sum())
-    while True:
-        try:
-            return fit_density(z, labels, num_classes=classes, kind=kind, pca=max(1, rank))
-        except FitError:
-            if rank <= 1:
-                raise
-            rank = int(0.95 * rank)
+    fit = full_density if components == "all" else fit_density
+    return fit(z, labels, num_classes=classes, kind=kind)
 
 
 def _by_density(density: Density, space: str, run: Run) -> Score:
@@ -144,7 +135,7 @@ def _by_density(density: Density, space: str, run: Run) -> Score:
 def fit_heads(run: Run, train: Spaces, val: Spaces, classes: int) -> list[Detector]:
     """Entropy and epistemic part of every head on z and on the penultimate features."""
     found = []
-    for space in ("psc-operations", "penultimate"):
+    for space in ("penultimate", *(name for name in train.vectors if name.startswith("psc"))):
         for kind in HEADS:
             head = fit_head(
                 vector(train, space),
@@ -194,3 +185,31 @@ def fit_own_baselines(train: Spaces, val: Spaces) -> list[Detector]:
         )
         for name, score in scores.items()
     ]
+
+
+def sums(fitted: Sequence[Detector], known: Spaces) -> list[Detector]:
+    """PSC's densities plus the Laplace head's uncertainty, or plus the density of the penultimate layer.
+
+    Args:
+        fitted: Detectors by themselves.
+        known: Validation rows, which standardise the scores.
+    """
+    by_name = {detector.name: detector for detector in fitted}
+    spaces = [name for name in known.vectors if name.startswith("psc")]
+    found = []
+    for space in spaces:
+        for density in ("gda 99%", "gda++ all"):
+            for other in (f"{space} laplace entropy", f"{space} laplace epistemic", f"penultimate {density}"):
+                found.append(_sum(by_name[f"{space} {density}"], by_name[other], known))
+    return found
+
+
+def _sum(first: Detector, second: Detector, known: Spaces) -> Detector:
+    scales = [(values.mean(), values.std()) for values in (scored(first, known), scored(second, known))]
+
+    def score(images: Spaces) -> Tensor:
+        parts = [scored(detector, images) for detector in (first, second)]
+        return sum(((part - mean) / std for part, (mean, std) in zip(parts, scales, strict=True)), torch.zeros(()))
+
+    what = second.name.removeprefix(f"{first.space} ")
+    return Detector(f"{first.name} + {what}", "psc", score, second.space, first.memory_bytes + second.memory_bytes)
