@@ -1,4 +1,4 @@
-"""Rows → verdicts: labels, decisions and prediction sets under a policy, as arrays over the images.
+"""Rows → verdicts: labels, decisions and prediction sets under a policy, as arrays over the images; and their JSON.
 
 A row is one image's packed ``psc_core.pipeline.Outputs``:
 predictive entropy (nats), log density (nats), p-value, epistemic uncertainty, K probabilities.
@@ -6,12 +6,12 @@ predictive entropy (nats), log density (nats), p-value, epistemic uncertainty, K
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from app.step import Rows
 
@@ -25,8 +25,7 @@ UNUSUAL_COMPONENTS: Final = 5
 FloatArray = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(NamedTuple):
     """What turns numbers into decisions.
 
     Attributes:
@@ -39,44 +38,41 @@ class Policy:
     ambiguity_threshold: float
     coverage: float
 
-    def to_json(self) -> dict[str, float]:
-        """As the answer reports it."""
-        return {
-            "alpha": self.alpha,
-            "ambiguity_threshold": self.ambiguity_threshold,
-            "coverage": self.coverage,
-        }
 
-
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What is said of n images; every array has n first.
 
     Attributes:
-        policy: Under which it was said.
         class_index: int64, the most probable class.
         confidence: Its probability.
         probabilities: (n, K).
         predictive_entropy: Nats.
         log_density: log p(z), nats.
         ood_p_value: Share of calibration images at least as unusual.
-        epistemic: In the head's own unit.
         is_ood: bool, p ≤ alpha.
         decision: int8 code, an index into :data:`DECISIONS`.
         prediction_set: bool (n, K), the classes in the set.
     """
 
-    policy: Policy
     class_index: npt.NDArray[np.int64]
     confidence: FloatArray
     probabilities: FloatArray
     predictive_entropy: FloatArray
     log_density: FloatArray
     ood_p_value: FloatArray
-    epistemic: FloatArray
     is_ood: npt.NDArray[np.bool_]
     decision: npt.NDArray[np.int8]
     prediction_set: npt.NDArray[np.bool_]
+
+
+def decide(
+    rows: Rows, alpha: float | FloatArray, ambiguity_threshold: float | FloatArray
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int8]]:
+    """``is_ood`` and ``decision`` (see :class:`Verdict`) of rows (n, 4 + K), by thresholds of all or of each, (n,)."""
+    is_ood = rows[:, 2] <= alpha
+    decision = (rows[:, 0] > ambiguity_threshold).astype(np.int8)
+    decision[is_ood] = ABSTAIN_OOD
+    return is_ood, decision
 
 
 def judge(rows: Rows, set_thresholds: FloatArray, policy: Policy) -> Verdict:
@@ -89,68 +85,100 @@ def judge(rows: Rows, set_thresholds: FloatArray, policy: Policy) -> Verdict:
         policy: The other thresholds.
     """
     probabilities = rows[:, 4:]
-    predictive_entropy, p_value = rows[:, 0], rows[:, 2]
     class_index = probabilities.argmax(axis=1)
     images = np.arange(len(rows))
     prediction_set = probabilities >= set_thresholds
     prediction_set[images, class_index] = True
-    is_ood = p_value <= policy.alpha
-    decision = (predictive_entropy > policy.ambiguity_threshold).astype(np.int8)
-    decision[is_ood] = ABSTAIN_OOD
+    is_ood, decision = decide(rows, policy.alpha, policy.ambiguity_threshold)
     return Verdict(
-        policy=policy,
         class_index=class_index,
         confidence=probabilities[images, class_index],
         probabilities=probabilities,
-        predictive_entropy=predictive_entropy,
+        predictive_entropy=rows[:, 0],
         log_density=rows[:, 1],
-        ood_p_value=p_value,
-        epistemic=rows[:, 3],
+        ood_p_value=rows[:, 2],
         is_ood=is_ood,
         decision=decision,
         prediction_set=prediction_set,
     )
 
 
-def predictions_json(verdict: Verdict, classes: Sequence[str], *, top_k: int | None) -> list[dict[str, Any]]:
-    """One JSON object for each image, in order; numbers stay float32 so that they print in few digits.
+def predictions_json(
+    rows: Rows,
+    verdict: Verdict,
+    labels: Sequence[bytes],
+    *,
+    top_k: int | None = None,
+    explanations: Sequence[Mapping[str, Any]] | None = None,
+) -> list[bytes]:
+    """The JSON object of each image, in order; float32 numbers are printed in as few digits as tell them apart.
+
+    All numbers are printed in one call and then put in their places: an object of Python values for each image
+    costs five times as much.
 
     Args:
-        verdict: What to say.
-        classes: K labels.
+        rows: (n, 4 + K), finite.
+        verdict: Of these rows.
+        labels: K labels as JSON.
         top_k: Give the ``top`` most probable classes in order instead of all ``probabilities``.
+        explanations: One for each image, to be added.
     """
+    sets: list[list[bytes]] = [[] for _ in rows]
+    for image, index in zip(*(each.tolist() for each in verdict.prediction_set.nonzero()), strict=True):
+        sets[image].append(labels[index])
     columns = zip(
+        dump(np.ascontiguousarray(rows))[2:-2].split(b"],["),
+        dump(verdict.confidence)[1:-1].split(b","),
         verdict.class_index.tolist(),
-        verdict.confidence,
-        verdict.probabilities,
-        verdict.predictive_entropy,
-        verdict.log_density,
-        verdict.ood_p_value,
-        verdict.epistemic,
         verdict.is_ood.tolist(),
         verdict.decision.tolist(),
-        verdict.prediction_set,
+        sets,
         strict=True,
     )
     answers = []
-    for index, confidence, shares, entropy, log_density, p_value, epistemic, is_ood, code, members in columns:
-        answer = {"label": classes[index], "class_index": index, "confidence": confidence}
+    for image, (row, confidence, index, is_ood, decision, members) in enumerate(columns):
+        entropy, log_density, p_value, epistemic, probabilities = row.split(b",", 4)
         if top_k is None:
-            answer["probabilities"] = shares
+            shares = b'"probabilities":[%b]' % probabilities
         else:
-            best = np.argsort(-shares, kind="stable")[:top_k]
-            answer["top"] = [{"label": classes[k], "probability": shares[k]} for k in best]
-        answer["predictive_entropy"] = entropy
-        answer["log_density"] = log_density
-        answer["ood_score"] = -log_density
-        answer["ood_p_value"] = p_value
-        answer["epistemic"] = epistemic
-        answer["is_ood"] = is_ood
-        answer["decision"] = DECISIONS[code]
-        answer["prediction_set"] = [classes[k] for k in members.nonzero()[0].tolist()]
-        answers.append(answer)
+            shares = b'"top":[%b]' % _top(verdict.probabilities[image], probabilities.split(b","), labels, top_k)
+        answers.append(
+            b'{"label":%b,"class_index":%d,"confidence":%b,%b,"predictive_entropy":%b,"log_density":%b,"ood_score":%b,'
+            b'"ood_p_value":%b,"epistemic":%b,"is_ood":%b,"decision":"%b","prediction_set":[%b]%b}'
+            % (
+                labels[index],
+                index,
+                confidence,
+                shares,
+                entropy,
+                log_density,
+                log_density[1:] if log_density.startswith(b"-") else b"-" + log_density,
+                p_value,
+                epistemic,
+                b"true" if is_ood else b"false",
+                _DECISIONS[decision],
+                b",".join(members),
+                b"" if explanations is None else b',"explanation":' + dump(explanations[image]),
+            )
+        )
     return answers
+
+
+_DECISIONS: Final = tuple(name.encode() for name in DECISIONS)
+
+
+def _top(probabilities: FloatArray, texts: Sequence[bytes], labels: Sequence[bytes], count: int) -> bytes:
+    best = np.argsort(-probabilities, kind="stable")[:count].tolist()
+    return b",".join(b'{"label":%b,"probability":%b}' % (labels[k], texts[k]) for k in best)
+
+
+def dump(document: Any) -> bytes:
+    """JSON bytes of a document that may hold numpy scalars and arrays."""
+    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY, default=_contiguous)
+
+
+def _contiguous(value: Any) -> Any:
+    return value.tolist()
 
 
 def explanations_json(

@@ -13,7 +13,9 @@ falls.  Admitted work is therefore done in time, and what an overload leaves beh
 
 *Fair.*  Waiting jobs stand in a ring; a turn is at most ``quantum`` images (an eighth of a batch), after
 which a job that has more goes to the end of the ring.  So a large request fills batches that nobody else
-wants, and a single image waits for one turn of each job before it, not for all of their images.
+wants, and a single image waits for one turn of each job before it, not for all of their images.  A job that
+has waited a third of the time to its deadline keeps its turn until it is through: under a lasting overload
+turns of an eighth would not end in time.
 
 *Eager.*  A batch leaves as soon as somebody asks for one; with ``max_delay_s`` > 0 it waits until it is full
 or its oldest image has waited that long.
@@ -32,8 +34,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from app.errors import ClientGone, DeadlineExceeded, NotReady, QueueFull
 
@@ -57,6 +58,7 @@ class Job:
     Attributes:
         count: Images.
         deadline: Time by which the answer must be there, seconds of the batcher's clock.
+        patience: Time from which its turn lasts until it is through.
         lane: Jobs of one lane may share a batch.
         payload: Whatever the engine needs; the batcher never looks at it.
         state: Where it is.
@@ -66,11 +68,14 @@ class Job:
         error: Why it failed; ``None`` after FINISHED means success.
     """
 
-    __slots__ = ("count", "deadline", "done", "error", "lane", "payload", "state", "taken", "waiting_since")
+    __slots__ = (
+        "count", "deadline", "done", "error", "lane", "patience", "payload", "state", "taken", "waiting_since",
+    )  # fmt: skip
 
-    def __init__(self, count: int, deadline: float, lane: str, payload: Any) -> None:
+    def __init__(self, count: int, deadline: float, patience: float, lane: str, payload: Any) -> None:
         self.count = count
         self.deadline = deadline
+        self.patience = patience
         self.lane = lane
         self.payload = payload
         self.state = State.RESERVED
@@ -80,8 +85,7 @@ class Job:
         self.error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """Images ``start … stop - 1`` of ``job``."""
 
     job: Job
@@ -89,8 +93,7 @@ class Slice:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """Slices in the order of their rows, ``size`` images in all."""
 
     lane: str
@@ -166,6 +169,32 @@ class Batcher:
         """Measured drain rate; ``None`` before the first batch."""
         return self._rate_images / self._rate_seconds if self._rate_seconds > 0 else None
 
+    def check(self, count: int, *, now: float, deadline: float) -> None:
+        """Refuse a request that :meth:`reserve` would refuse; it need not be read first.
+
+        Raises:
+            QueueFull: No room, or too little time to ``deadline`` at the present rate.
+            NotReady: Closed.
+        """
+        if self._closed is not None:
+            raise self._closed
+        if self._pending + count > self._max_queue:
+            raise QueueFull(
+                f"expected room for {count} images, {self._pending} of {self._max_queue} places are taken; "
+                f"try again in {self.retry_after()} s",
+                retry_after=self.retry_after(),
+            )
+        first_turn = len(self._live) * self._quantum if count <= self._quantum else self._pending
+        before = min(self._pending, first_turn)  # A small request is through with its first turn.
+        rate = self.images_per_second
+        longest = _WAITING_SHARE * (deadline - now)
+        if before and rate is not None and before / rate > longest:
+            raise QueueFull(
+                f"expected a turn within {longest:.3g} s, {before} images are before this "
+                f"request and {rate:.3g} images/s are processed; try again in {self.retry_after()} s",
+                retry_after=self.retry_after(),
+            )
+
     def reserve(self, count: int, *, now: float, deadline: float, lane: str = "", payload: Any = None) -> Job:
         """Admit a request before its images are decoded.
 
@@ -176,25 +205,8 @@ class Batcher:
         """
         if count < 1:
             raise ValueError(f"expected a job of at least 1 image, got {count}")
-        if self._closed is not None:
-            raise self._closed
-        if self._pending + count > self._max_queue:
-            raise QueueFull(
-                f"expected room for {count} images, {self._pending} of {self._max_queue} places are taken; "
-                f"try again in {self.retry_after()} s",
-                retry_after=self.retry_after(),
-            )
-        rate = self.images_per_second
-        longest = _WAITING_SHARE * (deadline - now)
-        first_turn = len(self._live) * self._quantum if count <= self._quantum else self._pending
-        before = min(self._pending, first_turn)  # A small request is through with its first turn.
-        if rate is not None and before and before / rate > longest:
-            raise QueueFull(
-                f"expected a turn within {longest:.3g} s, {before} images are before this "
-                f"request and {rate:.3g} images/s are processed; try again in {self.retry_after()} s",
-                retry_after=self.retry_after(),
-            )
-        job = Job(count, deadline, lane, payload)
+        self.check(count, now=now, deadline=deadline)
+        job = Job(count, deadline, now + _WAITING_SHARE * (deadline - now), lane, payload)
         self._live[job] = None
         self._pending += count
         return job
@@ -279,7 +291,8 @@ class Batcher:
             if job.deadline <= now:
                 self._expire(job)
                 continue
-            turn = room if len(lane.ring) == 1 else min(room, self._quantum)
+            hurried = len(lane.ring) == 1 or job.patience <= now
+            turn = room if hurried else min(room, self._quantum)
             start, stop = job.taken, min(job.count, job.taken + turn)
             slices.append(Slice(job, start, stop))
             lane.begun += (stop < job.count) - (start > 0)
@@ -290,7 +303,7 @@ class Batcher:
             if stop == job.count:
                 job.state = State.RUNNING
                 del lane.ring[job]
-            else:
+            elif not hurried:
                 lane.ring.move_to_end(job)
         return Batch(name, slices, self._max_batch - room, now) if slices else None
 
@@ -348,6 +361,12 @@ class BatchQueue:
     def idle(self) -> bool:
         """Whether no job is alive."""
         return self._batcher.idle
+
+    def check(self, count: int, *, deadline_s: float) -> None:
+        """See :meth:`Batcher.check`; the deadline is ``deadline_s`` seconds from now."""
+        now = self.clock()
+        with self._condition:
+            self._batcher.check(count, now=now, deadline=now + deadline_s)
 
     def reserve(self, count: int, *, deadline_s: float, lane: str, payload: Any) -> Job:
         """See :meth:`Batcher.reserve`; the deadline is ``deadline_s`` seconds from now."""

@@ -68,15 +68,15 @@ class Decoder:
         if sum(len(upload.data) for upload in uploads) > self._inline_bytes:
             return None
         limit = min(_INLINE_PIXELS // len(uploads), self._max_pixels)
-        images = np.empty((len(uploads), *self.shape), np.uint8)
+        images = []
         for index, upload in enumerate(uploads):
             try:
-                images[index] = self._preprocess.from_bytes(upload.data, max_pixels=limit)
+                images.append(self._preprocess.from_bytes(upload.data, max_pixels=limit))
             except ImageTooLarge:
                 return None
             except ImageError as error:
                 raise ImageRefused(index, upload.name, error) from error
-        return images
+        return images[0][None] if len(images) == 1 else np.stack(images)
 
     def decode_later(
         self,

@@ -17,8 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,27 +35,44 @@ EXPLAIN = "explain"
 _POLL_S = 50e-6
 
 
+class Block:
+    """Rows that came from the device together.
+
+    Attributes:
+        rows: ``float32 (n, 4 + K)``.
+        made: What the reader made of all of them at once, for every request that has a part in them.
+    """
+
+    __slots__ = ("made", "rows")
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self.made: Any = None
+
+
 class Work:
     """What a job carries: decoded images in, rows out.
 
     Attributes:
         images: ``uint8 (n, C, H, W)``, complete when the job is put.
-        rows: ``float32 (n, 4 + K)`` once the job has finished well.
+        block: Where the rows of the job's images are once it has finished well: its batch's own where one batch
+            held them all.
+        start: The first of them.
         explanation: Arrays of ``Pipeline.explain``, images first (lane :data:`EXPLAIN`).
         future: Where the answer is awaited; the engine's.
     """
 
-    __slots__ = ("explanation", "future", "images", "rows")
+    __slots__ = ("block", "explanation", "future", "images", "start")
 
     def __init__(self, future: Any) -> None:
         self.images: Images | None = None
-        self.rows: Rows | None = None
+        self.block: Block | None = None
+        self.start = 0
         self.explanation: dict[str, npt.NDArray[Any]] = {}
         self.future = future
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
+class _Flight(NamedTuple):
     batch: Batch
     slot: int
     started: float
@@ -168,19 +184,21 @@ class DeviceThread:
     def _book(self, batch: Batch, rows: Rows, arrays: dict[str, npt.NDArray[Any]] | None = None) -> None:
         finite = bool(np.isfinite(rows).all())
         broken: list[tuple[Slice, int]] = []
+        block = Block(rows)
         offset = 0
         for part in batch.slices:
             size = part.stop - part.start
-            mine = rows[offset : offset + size]
-            if not finite and not np.isfinite(mine).all():
-                broken.append((part, part.start + int(np.argmin(np.isfinite(mine).all(axis=1)))))
             work: Work = part.job.payload
+            if not finite:
+                good = np.isfinite(rows[offset : offset + size]).all(axis=1)
+                if not good.all():
+                    broken.append((part, part.start + int(np.argmin(good))))
             if size == part.job.count:
-                work.rows = mine
+                work.block, work.start = block, offset
             else:
-                if work.rows is None:
-                    work.rows = np.empty((part.job.count, rows.shape[1]), np.float32)
-                work.rows[part.start : part.stop] = mine
+                if work.block is None:
+                    work.block = Block(np.empty((part.job.count, rows.shape[1]), np.float32))
+                work.block.rows[part.start : part.stop] = rows[offset : offset + size]
             for name, array in (arrays or {}).items():
                 whole = work.explanation.get(name)
                 if whole is None:

@@ -15,8 +15,8 @@ import asyncio
 import enum
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from starlette.types import Receive
 
 from app.batching import Batch, Batcher, BatchQueue, Job, State
 from app.decoding import Decoder
-from app.device import EXPLAIN, DeviceThread, Work
+from app.device import EXPLAIN, Block, DeviceThread, Work
 from app.errors import ClientGone, ImageRefused, NotReady
 from app.step import Images, Rows, Step
 from app.uploads import Upload
@@ -46,12 +46,25 @@ class Phase(enum.Enum):
     CLOSED = "closed"
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Rows ``float32 (n, 4 + K)`` and, when asked for, the explanation's arrays, images first."""
+class Answer(NamedTuple):
+    """What the device said of a request's images.
 
-    rows: Rows
-    explanation: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    Attributes:
+        block: Holds their rows, perhaps among others.
+        start: Where theirs begin.
+        size: How many they are.
+        explanation: When asked for, its arrays, images first.
+    """
+
+    block: Block
+    start: int
+    size: int
+    explanation: dict[str, npt.NDArray[Any]]
+
+    @property
+    def rows(self) -> Rows:
+        """``float32 (n, 4 + K)``."""
+        return self.block.rows[self.start : self.start + self.size]
 
 
 class EngineMetrics(Protocol):
@@ -131,6 +144,16 @@ class Engine:
         """
         self._thread.start()
         await self._started
+
+    def check_room(self, *, deadline_s: float) -> None:
+        """Refuse before its body is read a request of which not even one image would be admitted now.
+
+        Raises:
+            NotReady: Warming up, draining or failed.
+            QueueFull: No room.
+        """
+        self._check_warm()
+        self._queue.check(1, deadline_s=deadline_s)
 
     async def predict_encoded(
         self,
@@ -213,9 +236,12 @@ class Engine:
         if self.phase is not Phase.FAILED:
             self.phase = Phase.CLOSED
 
-    def _reserve(self, count: int, deadline_s: float, explain: bool) -> tuple[Job, Work]:
+    def _check_warm(self) -> None:
         if self.phase is Phase.WARMING:
             raise NotReady(f"model {self.name!r} is warming up; try again in a few seconds")
+
+    def _reserve(self, count: int, deadline_s: float, explain: bool) -> tuple[Job, Work]:
+        self._check_warm()
         work = Work(self._loop.create_future())
         lane = EXPLAIN if explain else PREDICT
         return self._queue.reserve(count, deadline_s=deadline_s, lane=lane, payload=work), work
@@ -252,9 +278,9 @@ class Engine:
             raise
         finally:
             self._watched.pop(job, None)
-        if work.rows is None:
+        if work.block is None:
             raise ClientGone("the request was dropped")
-        return Answer(work.rows, work.explanation)
+        return Answer(work.block, work.start, job.count, work.explanation)
 
     def _deliver(self, jobs: list[Job]) -> None:
         self._tell(self._resolve, jobs)

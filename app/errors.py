@@ -74,6 +74,10 @@ class QueueFull(ServiceError):
         self.retry_after = retry_after
 
 
+class TooManyRequests(QueueFull):
+    """More than ``max_requests`` requests are being answered."""
+
+
 class ReloadRunning(ServiceError):
     """A reload was asked for while another one runs."""
 
@@ -161,6 +165,7 @@ TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
     UnattainableAlpha: (422, "unattainable-alpha", "The calibration images cannot promise this alpha"),
     BundleError: (422, "bad-bundle", "The bundle cannot be used"),
     QueueFull: (429, "queue-full", "The queue is full"),
+    TooManyRequests: (429, "too-many-requests", "Too many requests at once"),
     ClientGone: (499, "client-gone", "The client closed the connection"),
     InferenceFailed: (500, "inference-failed", "The network failed on this request"),
     NotReady: (503, "not-ready", "Not ready"),

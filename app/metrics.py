@@ -1,12 +1,13 @@
 """Every Prometheus metric of the service, from one table (:data:`METRICS`) that the documentation shows.
 
-Counts and distributions of predictions are kept as arrays and booked in bulk a few times a second and
-before each scrape, so a prediction costs one list append.  ``python -m app.metrics`` prints the table.
+Requests and predictions are kept as they come and booked in bulk a few times a second and before each scrape,
+so one costs a few list appends.  ``python -m app.metrics`` prints the table.
 """
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -18,7 +19,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from app.answers import ABSTAIN_AMBIGUOUS, ABSTAIN_OOD, Verdict
+from app.answers import ABSTAIN_AMBIGUOUS, ABSTAIN_OOD, Policy, decide
+from app.step import Rows
 
 _SECONDS: Final = (
     1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
@@ -65,9 +67,11 @@ METRICS: Final = (
     Metric("psc_request_seconds", "histogram", ("route", "status"), "Whole requests.", _SECONDS),
     Metric("psc_rejected_total", "counter", ("reason",), "Requests answered with a problem, by its type."),
     _gauge("psc_queue_depth", (), "Images admitted and not yet on the device."),
+    _gauge("psc_queue_limit_images", (), "Most images admitted and not yet on the device, of all models."),
     _gauge("psc_inflight_requests", (), "Requests being answered."),
     _gauge("psc_ready", (), "1 when every model is ready, else 0.", "livemin"),
     _gauge("psc_model_info", ("model", "version", "layer", "device"), "1 for each served model.", "livemax"),
+    _gauge("psc_alpha", ("model",), "Images with p ≤ this are out of distribution.", "livemax"),
     Metric("psc_reloads_total", "counter", ("model", "result"), "Reloads: `ok` or `failed`."),
     _gauge("psc_drift_log_martingale", ("model",), "Log of the conformal test martingale.", "livemax"),
     Metric("psc_drift_alarms_total", "counter", ("model",), "Drift alarms; see drift_false_alarm."),
@@ -85,7 +89,7 @@ METRICS: Final = (
 
 
 class Source(Protocol):
-    """Where a verdict comes from: a served model."""
+    """Where rows come from: a served model."""
 
     @property
     def classes(self) -> Sequence[str]: ...
@@ -99,9 +103,9 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._metrics: dict[str, Any] = {row.name: _make(row, self.registry) for row in METRICS}
-        self._requests: dict[tuple[str, int], Any] = {}
         self._labels: dict[str, Any] = {}
-        self._verdicts: list[tuple[Source, Verdict]] = []
+        self._requests: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+        self._answers: list[tuple[Source, Rows, Policy]] = []
         self._decodes: list[float] = []
 
     def gauge(self, name: str, value: float, **labels: str) -> None:
@@ -119,12 +123,8 @@ class Metrics:
         self.count("psc_rejected_total", reason=reason)
 
     def request(self, route: str, status: int, seconds: float) -> None:
-        """A request was answered."""
-        child = self._requests.get((route, status))
-        if child is None:
-            child = self._metrics["psc_request_seconds"].labels(route=route, status=str(status))
-            self._requests[route, status] = child
-        child.observe(seconds)
+        """A request was answered; booked later in bulk."""
+        self._requests[route, status].append(seconds)
 
     def batch(self, size: int, seconds: float, waits: Sequence[float]) -> None:
         """A device step ended; called on the device thread."""
@@ -136,40 +136,46 @@ class Metrics:
         """A request's images were decoded; called on any thread."""
         self._decodes.append(seconds)
 
-    def predicted(self, source: Source, verdict: Verdict) -> None:
-        """Images were answered by ``source``; booked later in bulk."""
-        self._verdicts.append((source, verdict))
-        if len(self._verdicts) >= _BOOK_AT:
+    def predicted(self, source: Source, rows: Rows, policy: Policy) -> None:
+        """Images were answered by ``source`` under ``policy``; booked later in bulk."""
+        self._answers.append((source, rows, policy))
+        if len(self._answers) >= _BOOK_AT:
             self.book()
 
     def book(self) -> None:
-        """Bring everything kept as arrays into the metrics; called on the event loop."""
+        """Bring everything kept as it came into the metrics; called on the event loop."""
         decodes, self._decodes = self._decodes, []
-        if decodes:
-            observe_many(self._metrics["psc_decode_seconds"], np.asarray(decodes))
-        verdicts, self._verdicts = self._verdicts, []
-        if not verdicts:
-            return
-        by_source: dict[int, tuple[Source, list[Verdict]]] = {}
-        for source, verdict in verdicts:
-            by_source.setdefault(id(source), (source, []))[1].append(verdict)
-        for source, group in by_source.values():
-            self._count_labels(source.classes, np.concatenate([verdict.class_index for verdict in group]))
-            source.watch_drift(np.concatenate([verdict.ood_p_value for verdict in group]))
-        everything = [verdict for _, verdict in verdicts]
-        for name, attribute in (
-            ("psc_ood_p_value", "ood_p_value"),
-            ("psc_predictive_entropy_nats", "predictive_entropy"),
-            ("psc_log_density_nats", "log_density"),
-        ):
-            values = np.concatenate([getattr(verdict, attribute) for verdict in everything])
-            observe_many(self._metrics[name], values)
-        ood = int(sum(int(verdict.is_ood.sum()) for verdict in everything))
-        decisions = np.bincount(np.concatenate([verdict.decision for verdict in everything]), minlength=3)
-        self._metrics["psc_ood_total"].inc(ood)
+        observe_many(self._metrics["psc_decode_seconds"], np.asarray(decodes))
+        for (route, status), seconds in self._requests.items():
+            child = self._metrics["psc_request_seconds"].labels(route=route, status=str(status))
+            observe_many(child, np.asarray(seconds))
+        self._requests.clear()
+        answers, self._answers = self._answers, []
+        by_source: dict[int, list[tuple[Source, Rows, Policy]]] = defaultdict(list)
+        for answer in answers:
+            by_source[id(answer[0])].append(answer)
+        for group in by_source.values():
+            self._book(group)
+
+    def _book(self, answers: Sequence[tuple[Source, Rows, Policy]]) -> None:
+        """Book answers of one source."""
+        source = answers[0][0]
+        rows = np.concatenate([rows for _, rows, _ in answers])
+        counts = [len(rows) for _, rows, _ in answers]
+        alpha = np.repeat(np.array([policy.alpha for _, _, policy in answers], np.float32), counts)
+        with np.errstate(over="ignore"):  # A request may set a threshold beyond every float32.
+            threshold = np.repeat(
+                np.array([policy.ambiguity_threshold for _, _, policy in answers], np.float32), counts
+            )
+        is_ood, decision = decide(rows, alpha, threshold)
+        self._count_labels(source.classes, rows[:, 4:].argmax(axis=1))
+        source.watch_drift(rows[:, 2])
+        for column, name in enumerate(("psc_predictive_entropy_nats", "psc_log_density_nats", "psc_ood_p_value")):
+            observe_many(self._metrics[name], rows[:, column])
+        self._metrics["psc_ood_total"].inc(int(is_ood.sum()))
         abstained = self._metrics["psc_abstained_total"]
-        abstained.labels(reason="ood").inc(int(decisions[ABSTAIN_OOD]))
-        abstained.labels(reason="ambiguous").inc(int(decisions[ABSTAIN_AMBIGUOUS]))
+        for reason, code in (("ood", ABSTAIN_OOD), ("ambiguous", ABSTAIN_AMBIGUOUS)):
+            abstained.labels(reason=reason).inc(int((decision == code).sum()))
 
     def exposition(self) -> tuple[bytes, str]:
         """The text for Prometheus and its content type; of all processes where there are several."""

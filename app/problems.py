@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app.errors import TYPE_PREFIX, Problem, problem_of
+from app.metrics import Metrics
 from app.schemas import ProblemDocument
 from psc_core.errors import PSCError
 
@@ -34,9 +35,20 @@ def problem_response(problem: Problem) -> Response:
     return Response(body, problem.status, dict(problem.headers), media_type=MEDIA_TYPE)
 
 
+def error_response(error: Exception, metrics: Metrics) -> Response:
+    """Log what the operator must know of an error, count it, and give the response for it."""
+    problem = problem_of(error)
+    if problem.status >= 500:
+        crashed = problem.status == 500
+        logger.log(logging.ERROR if crashed else logging.WARNING, "%s", error, exc_info=error if crashed else None)
+    metrics.rejected(problem.reason)
+    return problem_response(problem)
+
+
 def install(app: FastAPI) -> None:
     """Answer every error of the application with a problem."""
-    app.add_exception_handler(PSCError, _on_error)
+    for kind in (PSCError, Exception):
+        app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_invalid)
 
@@ -60,16 +72,7 @@ def problem_schema() -> dict[str, Any]:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    problem = problem_of(error)
-    if problem.status >= 500:
-        logger.log(
-            logging.ERROR if problem.status == 500 else logging.WARNING,
-            "%s",
-            error,
-            exc_info=error if problem.status == 500 else None,
-        )
-    request.app.state.service.metrics.rejected(problem.reason)
-    return problem_response(problem)
+    return error_response(error, request.app.state.service.metrics)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

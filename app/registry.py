@@ -10,18 +10,19 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from app.answers import Policy, Verdict, judge
+from app.answers import Policy, Verdict, dump, judge, predictions_json
 from app.decoding import Decoder
 from app.drift import DriftMonitor
-from app.engine import Engine, Limits, Phase
+from app.engine import Answer, Engine, Limits, Phase
 from app.errors import NotReady, ReloadRunning, UnattainableAlpha, UnknownModel
 from app.metrics import Metrics
 from app.model import Model, ModelPreprocess
@@ -53,7 +54,8 @@ class Served:
         policy: Thresholds when the request sets none.
         set_thresholds: (K,) of the prediction sets.
         drift: Monitor of its p-values.
-        metrics: Where verdicts are counted.
+        metrics: Where answers are counted.
+        labels: Classes as JSON.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Served:
     set_thresholds: Any
     drift: DriftMonitor
     metrics: Metrics
+    labels: tuple[bytes, ...]
 
     @property
     def version(self) -> str:
@@ -109,9 +112,30 @@ class Served:
             coverage=self.policy.coverage,
         )
 
-    def record(self, verdict: Verdict) -> None:
-        """Count an answered request in the metrics and for drift."""
-        self.metrics.predicted(self, verdict)
+    def predictions(self, answer: Answer) -> Sequence[bytes]:
+        """JSON of each image's prediction under the model's own policy, made once for all that ran together."""
+        block = answer.block
+        if block.made is None:
+            block.made = predictions_json(block.rows, self.judge(block.rows), self.labels)
+        made: Sequence[bytes] = block.made
+        return made[answer.start : answer.start + answer.size]
+
+    def document(self, predictions: Sequence[bytes], policy: Policy) -> bytes:
+        """The JSON answer to a request."""
+        head = self._head if policy is self.policy else self._head_of(policy)
+        return head + b",".join(predictions) + b"]}"
+
+    @cached_property
+    def _head(self) -> bytes:
+        return self._head_of(self.policy)
+
+    def _head_of(self, policy: Policy) -> bytes:
+        model = {"name": self.name, "version": self.version, "layer": self.layer}
+        return b'{"model":%b,"policy":%b,"predictions":[' % (dump(model), dump(policy._asdict()))
+
+    def record(self, rows: Rows, policy: Policy | None = None) -> None:
+        """Count answered images, under ``policy`` (default: the model's), in the metrics and for drift."""
+        self.metrics.predicted(self, rows, policy or self.policy)
 
     def watch_drift(self, p_values: Any) -> None:
         """Feed p-values to the drift monitor and show its state."""
@@ -132,6 +156,7 @@ class Served:
         for label in self.classes[:MOST_LABELS_SHOWN]:
             self.metrics.count("psc_predictions_total", 0.0, label=label)
         self.metrics.count("psc_drift_alarms_total", 0.0, model=self.name)
+        self.metrics.gauge("psc_alpha", self.policy.alpha, model=self.name)
 
     def hide(self) -> None:
         """Take it out again."""
@@ -182,6 +207,7 @@ class Registry:
         threads = settings.decode_threads or _default_threads()
         self._decode_threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="psc-decode")
+        metrics.gauge("psc_queue_limit_images", settings.max_queue_images * len(self._names))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -339,7 +365,8 @@ class Registry:
             window=settings.drift_window,
         )
         await engine.start()
-        return Served(name, model, engine, policy, set_thresholds, drift, self._metrics)
+        labels = tuple(map(dump, model.classes))
+        return Served(name, model, engine, policy, set_thresholds, drift, self._metrics, labels)
 
     def _swap(self, served: Served) -> None:
         old = self._served.get(served.name)

@@ -31,7 +31,7 @@ def model_document(served: Served, names: tuple[str, ...]) -> ModelDocument:
         device=str(model.device),
         classes=list(served.classes),
         input=model.preprocess.to_json(),
-        policy=PolicyDocument(**served.policy.to_json()),
+        policy=PolicyDocument(**served.policy._asdict()),
         calibration=CalibrationDocument(
             images=len(scores),
             log_density_threshold=threshold,

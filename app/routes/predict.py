@@ -6,19 +6,20 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 from urllib.parse import parse_qsl
 
-import orjson
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from fastapi.routing import APIRoute
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from app.answers import explanations_json, predictions_json
+from app.answers import Policy, explanations_json, predictions_json
+from app.engine import Answer
 from app.errors import MalformedRequest
+from app.middleware.shortcuts import Shortcut
 from app.problems import responses
+from app.registry import Served
 from app.schemas import PredictResponse
 from app.service import Service
 from app.settings import SMALLEST_ALPHA
@@ -29,19 +30,6 @@ _COUNT: Final = re.compile(r"\d{1,9}")
 _PROBLEMS: Final = responses(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504)
 
 
-class PlainRoute(APIRoute):
-    """A documented route whose endpoint gets the request and gives the response, with nothing in between."""
-
-    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        super().__init__(path, endpoint, **options)
-
-        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-            response = await endpoint(Request(scope, receive, send))
-            await response(scope, receive, send)
-
-        self.app = respond
-
-
 @dataclass(frozen=True, slots=True)
 class Options:
     """Query parameters of a prediction."""
@@ -50,6 +38,9 @@ class Options:
     explain: bool = False
     alpha: float | None = None
     ambiguity_threshold: float | None = None
+
+
+_DEFAULTS: Final = Options()
 
 
 def _count(text: str) -> int | None:
@@ -105,7 +96,7 @@ def parse_options(query: bytes) -> Options:
         MalformedRequest: An unknown or repeated parameter, or a value out of range.
     """
     if not query:
-        return Options()
+        return _DEFAULTS
     values: dict[str, Any] = {}
     for name, text in parse_qsl(query.decode("latin-1"), keep_blank_values=True):
         if name not in _OPTIONS or name in values:
@@ -118,45 +109,52 @@ def parse_options(query: bytes) -> Options:
     return Options(**values)
 
 
-async def _predict(request: Request) -> Response:
-    service: Service = request.app.state.service
-    await service.guard(request)
-    settings, registry = service.settings, service.registry
-    name = request.path_params.get("name")
-    registry.get(name)
-    options = parse_options(request.scope["query_string"])
-    limits = UploadLimits(settings.max_images_per_request, settings.max_fields, settings.upload_seconds)
-    uploads = await read_images(request, limits)
-    served = registry.get(name)
-    policy = served.with_thresholds(options.alpha, options.ambiguity_threshold)
-    answer = await served.engine.predict_encoded(
-        uploads,
-        deadline_s=settings.deadline_seconds,
-        receive=request.receive,
-        explain=options.explain,
-    )
+class Predict:
+    """ASGI application: images in, the JSON answer out.
+
+    Args:
+        service: Whose models, settings and keys hold.
+        name: Of the model; ``None``: the path parameter ``name``, or the default model.
+    """
+
+    def __init__(self, service: Service, name: str | None = None) -> None:
+        self._service = service
+        self._name = name
+        settings = service.settings
+        self._limits = UploadLimits(settings.max_images_per_request, settings.max_fields, settings.upload_seconds)
+        self._deadline_s = settings.deadline_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self._service
+        if service.keys.predict:
+            await service.guard(Request(scope))
+        name = self._name or scope.get("path_params", {}).get("name")
+        served = service.registry.get(name)
+        options = parse_options(scope["query_string"])
+        uploads = await read_images(
+            scope["headers"],
+            receive,
+            self._limits,
+            before_waiting=lambda: served.engine.check_room(deadline_s=self._deadline_s),
+        )
+        served = service.registry.get(name)  # A reload may have swapped it meanwhile.
+        policy = served.with_thresholds(options.alpha, options.ambiguity_threshold)
+        answer = await served.engine.predict_encoded(
+            uploads, deadline_s=self._deadline_s, receive=receive, explain=options.explain
+        )
+        predictions = served.predictions(answer) if options is _DEFAULTS else _make(served, answer, policy, options)
+        served.record(answer.rows, policy)
+        body = served.document(predictions, policy)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def _make(served: Served, answer: Answer, policy: Policy, options: Options) -> list[bytes]:
+    """Predictions as a request wants them."""
     verdict = served.judge(answer.rows, policy)
-    served.record(verdict)
-    predictions = predictions_json(verdict, served.classes, top_k=options.top_k)
-    if options.explain:
-        explanations = explanations_json(answer.explanation, verdict, served.classes)
-        for prediction, explanation in zip(predictions, explanations, strict=True):
-            prediction["explanation"] = explanation
-    document = {
-        "model": {"name": served.name, "version": served.version, "layer": served.layer},
-        "policy": policy.to_json(),
-        "predictions": predictions,
-    }
-    return Response(dump(document), media_type="application/json")
-
-
-def dump(document: Any) -> bytes:
-    """JSON bytes of a document that may hold numpy scalars and arrays."""
-    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY, default=_contiguous)
-
-
-def _contiguous(value: Any) -> Any:
-    return value.tolist()
+    explanations = explanations_json(answer.explanation, verdict, served.classes) if options.explain else None
+    return predictions_json(answer.rows, verdict, served.labels, top_k=options.top_k, explanations=explanations)
 
 
 _PARAMETERS: Final = [
@@ -194,24 +192,27 @@ _BODY: Final = {
 }
 
 
-async def predict(request: Request) -> Response:
+async def predict() -> Response:
     """Labels, probabilities, entropy, log density, OOD p-value, decision and prediction set of each image."""
-    return await _predict(request)
+    raise NotImplementedError
 
 
-async def predict_with(request: Request) -> Response:
+async def predict_with() -> Response:
     """As `/predict`, with the named model."""
-    return await _predict(request)
+    raise NotImplementedError
 
 
-def add_routes(router: APIRouter) -> None:
-    """Add both routes to ``router`` itself: an included router costs every request a second matching."""
+def add_routes(router: APIRouter, service: Service) -> dict[str, Shortcut]:
+    """Document and add both routes; their endpoints above only carry the description, :class:`Predict` answers.
+
+    Returns:
+        The paths of every model.
+    """
     common: dict[str, Any] = {
         "methods": ["POST"],
         "tags": ["predict"],
         "response_model": PredictResponse,
         "responses": _PROBLEMS,
-        "route_class_override": PlainRoute,
     }
     router.add_api_route(
         "/predict",
@@ -227,3 +228,7 @@ def add_routes(router: APIRouter) -> None:
         openapi_extra={"parameters": [_NAME_PARAMETER, *_PARAMETERS], "requestBody": _BODY},
         **common,
     )
+    default, named = cast(list[APIRoute], router.routes[-2:])
+    default.app = named.app = Predict(service)
+    paths = {f"/models/{name}/predict": Shortcut(named, Predict(service, name)) for name in service.registry.names}
+    return {"/predict": Shortcut(default, Predict(service)), **paths}

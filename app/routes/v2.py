@@ -16,15 +16,14 @@ from typing import Any, Final, ParamSpec, cast
 import numpy as np
 import orjson
 from fastapi import APIRouter, Request, Response
-from starlette.requests import ClientDisconnect
 
 from app.answers import Verdict
 from app.engine import Answer
-from app.errors import ClientGone, MalformedRequest, SlowUpload, UnknownModel, UnsupportedMedia, problem_of
+from app.errors import ClientGone, MalformedRequest, UnknownModel, UnsupportedMedia, problem_of
 from app.registry import Served
 from app.service import Service
 from app.settings import SMALLEST_ALPHA
-from app.uploads import Upload
+from app.uploads import Upload, read_body
 from app.v2_schemas import (
     INFER_BODY,
     INFER_PARAMETERS,
@@ -224,8 +223,7 @@ def _model_ready(request: Request, name: str, version: str | None) -> Response:
 async def _infer(request: Request, name: str, version: str | None) -> Response:
     service = _service(request)
     await service.guard(request)
-    _served(service, name, version)
-    body = await _read_body(request, service.settings.upload_seconds)
+    body = await _read_body(request, service, _served(service, name, version))
     header_length = request.headers.get(HEADER)
     if len(body) <= _INLINE_BYTES:
         wanted = parse_request(body, header_length, _OUTPUTS)
@@ -235,7 +233,7 @@ async def _infer(request: Request, name: str, version: str | None) -> Response:
     policy = served.with_thresholds(_alpha(wanted), None)
     answer = await _run(service, served, wanted, request)
     verdict = served.judge(answer.rows, policy)
-    served.record(verdict)
+    served.record(answer.rows, policy)
     binary = wanted.outputs or dict.fromkeys(_OUTPUTS, wanted.binary_output)
     head = {"model_name": served.name, "model_version": served.version}
     if wanted.id is not None:
@@ -258,17 +256,16 @@ async def _run(service: Service, served: Served, wanted: InferRequest, request: 
     return await served.engine.predict_encoded(uploads, deadline_s=seconds, receive=request.receive)
 
 
-async def _read_body(request: Request, seconds: float) -> bytes:
+async def _read_body(request: Request, service: Service, served: Served) -> bytes:
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise UnsupportedMedia(f"expected a body that is not compressed, got {encoding!r}; send it as it is")
-    try:
-        async with asyncio.timeout(seconds):
-            return await request.body()
-    except TimeoutError as error:
-        raise SlowUpload(f"expected the body within {seconds:g} s; send it faster") from error
-    except ClientDisconnect as error:
-        raise ClientGone("the client left while the body arrived") from error
+    deadline_s = service.settings.deadline_seconds
+    return await read_body(
+        request.receive,
+        service.settings.upload_seconds,
+        before_waiting=lambda: served.engine.check_room(deadline_s=deadline_s),
+    )
 
 
 def _output(name: str, verdict: Verdict, classes: tuple[str, ...]) -> OutputTensor:

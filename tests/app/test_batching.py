@@ -312,3 +312,29 @@ def test_the_queue_wakes_a_blocked_taker_and_delivers_each_job_once() -> None:
     assert not thread.is_alive()
     assert sorted(map(id, delivered)) == sorted(map(id, jobs))
     assert all(job.error is None for job in jobs)
+
+
+def test_a_large_request_is_through_in_time_however_long_an_overload_lasts() -> None:
+    """Three times more single images arrive than the device can do; each image takes 1/300 s."""
+    batcher, now, arrived, large = make(64, 2048), 0.0, 0.0, None
+    ended: list[Job] = []
+    while large not in ended:
+        batch = batcher.take(now)
+        seconds = (batch.size if batch else 8) / 300
+        now, arrived = now + seconds, arrived + 900 * seconds
+        assert now < 60, "the large request was never admitted or never ended"
+        if batch is not None:
+            batcher.complete(batch, now=now)
+        sizes = [1] * int(arrived)
+        arrived -= len(sizes)
+        if large is None and now > 5:
+            sizes.insert(0, 500)
+        for size in sizes:
+            try:
+                job = admit(batcher, size, now, now + 10)
+            except QueueFull:
+                continue
+            large = job if size == 500 else large
+        batcher.expire(now)
+        ended += batcher.collect()
+    assert not [job for job in ended if job.error is not None]

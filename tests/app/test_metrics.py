@@ -76,6 +76,8 @@ async def test_counts_are_what_the_client_saw() -> None:
         assert await app.metric('psc_request_seconds_count{route="/predict",status="200"}') == 5
         assert await app.metric('psc_rejected_total{reason="unsupported-image"}') == 1
         assert await app.metric("psc_queue_depth") == 0
+        assert await app.metric("psc_queue_limit_images") == app.service.settings.max_queue_images
+        assert await app.metric('psc_alpha{model="m"}') == 0.2
         assert await app.metric("psc_inflight_requests") == 1
         assert await app.metric("psc_ready") == 1
         assert await app.metric('psc_model_info{device="cpu",layer="layer3",model="m",version="v1"}') == 1
@@ -87,7 +89,7 @@ async def test_drift_is_watched() -> None:
         for _ in range(40):
             served = app.service.registry.get()
             rows = np.tile(np.array([[0.0, -9.0, 0.01, 0.0, 1.0, 0.0, 0.0]], np.float32), (5, 1))
-            served.record(served.judge(rows))
+            served.record(rows)
             await asyncio.sleep(0)
             app.service.metrics.book()
         assert await app.metric('psc_drift_window_ood_rate{model="m"}') == 1

@@ -305,14 +305,42 @@ async def test_a_full_queue_is_429_with_retry_after() -> None:
         assert await app.metric('psc_rejected_total{reason="queue-full"}') == 1
 
 
+async def test_a_full_queue_refuses_before_the_body_is_read() -> None:
+    async with running(max_queue_images=10, max_images_per_request=10) as app:
+        first = await hold(app)
+        waiting = asyncio.create_task(app.client.post("/predict", files=[("images", ("a.png", png(5)))] * 10))
+        await until(lambda: app.service.registry.pending == 10)
+        for path in ("/predict", "/v2/models/m/infer"):
+            messages = [{"type": "http.request", "body": b"the beginning", "more_body": True}]
+            sent: list[Any] = []
+
+            async def receive(messages: Any = messages) -> Any:
+                return messages.pop() if messages else await asyncio.get_running_loop().create_future()
+
+            async def send(message: Any, sent: Any = sent) -> None:
+                sent.append(message)
+
+            scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "query_string": b""}
+            async with asyncio.timeout(5):
+                await app.app({**scope, "headers": [(b"content-type", b"image/png")]}, receive, send)
+            assert sent[0]["status"] == 429
+            assert int(dict(sent[0]["headers"])[b"retry-after"]) >= 1
+        app.model.pipeline.gate.set()
+        check_predictions(await first, [5])
+        check_predictions(await waiting, [5] * 10)
+
+
 async def test_too_many_requests_at_once_are_429_but_health_is_answered() -> None:
     async with running(max_requests=1) as app:
         first = await hold(app)
-        check_problem(await app.client.post("/predict", content=png(1), headers=PNG), 429, "queue-full")
+        response = await app.client.post("/predict", content=png(1), headers=PNG)
+        check_problem(response, 429, "too-many-requests")
+        assert int(response.headers["retry-after"]) >= 1
         assert (await app.client.get("/healthz")).status_code == 200
         assert (await app.client.get("/readyz")).status_code == 200
         app.model.pipeline.gate.set()
         check_predictions(await first, [5])
+        assert await app.metric('psc_rejected_total{reason="too-many-requests"}') == 1
 
 
 async def test_a_missed_deadline_is_504() -> None:

@@ -11,7 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.tracing import TraceContext, TraceMiddleware, begin_trace, current_trace
+from app.middleware.requests import Requests
+from app.service import Service
+from app.settings import load_settings
+from app.tracing import SpanMiddleware, TraceContext, begin_trace, current_trace
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -61,13 +64,15 @@ def test_any_header_gives_a_context_that_parses_again(header: str) -> None:
     assert (again.trace_id, again.parent_id) == (trace.trace_id, trace.span_id)
 
 
-def serve(headers: list[tuple[bytes, bytes]], status: int = 200) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """One request through the middleware; what the application saw, and what was sent."""
+def serve(
+    headers: list[tuple[bytes, bytes]], status: int = 200, *, spans: bool = False
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """One request; the trace that the application saw, and what was sent."""
     seen: dict[str, Any] = {}
     sent: list[dict[str, Any]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.update(trace=current_trace.get(), state=scope["state"]["trace"])
+        seen.update(trace=current_trace.get())
         await send({"type": "http.response.start", "status": status, "headers": [(b"x", b"y")]})
         await send({"type": "http.response.body", "body": b""})
 
@@ -78,7 +83,8 @@ def serve(headers: list[tuple[bytes, bytes]], status: int = 200) -> tuple[dict[s
         return {"type": "http.request"}
 
     scope = {"type": "http", "method": "POST", "path": "/predict", "headers": headers}
-    asyncio.run(TraceMiddleware(app)(scope, receive, send))
+    wrapped: Any = Requests(app, service=Service(load_settings(environment={}), None, {}))  # type: ignore[arg-type]
+    asyncio.run((SpanMiddleware(wrapped) if spans else wrapped)(scope, receive, send))
     return seen, sent
 
 
@@ -86,14 +92,23 @@ def traceresponse(sent: list[dict[str, Any]]) -> TraceContext:
     return begin_trace(dict(sent[0]["headers"])[b"traceresponse"].decode())
 
 
-def test_the_middleware_sets_and_clears_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.tracing._otel", None)
+def test_the_context_is_set_and_cleared() -> None:
     seen, sent = serve([(b"traceparent", f"00-{TRACE}-{PARENT}-01".encode())])
-    assert seen["trace"] is seen["state"]
     assert seen["trace"].trace_id == TRACE
     assert current_trace.get() is None
     assert traceresponse(sent).parent_id == seen["trace"].span_id
     assert sent[0]["headers"][0] == (b"x", b"y")
+
+
+def test_without_export_no_span_is_opened_though_the_package_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = pytest.importorskip("opentelemetry.trace", reason="needs the extra psc[otel]")
+
+    def explode(*_: Any) -> Any:
+        raise AssertionError("a span was opened")
+
+    monkeypatch.setattr(trace, "get_tracer", explode)
+    _, sent = serve([])
+    assert sent[0]["status"] == 200
 
 
 def test_two_headers_are_as_good_as_none() -> None:
@@ -103,12 +118,13 @@ def test_two_headers_are_as_good_as_none() -> None:
 
 
 def test_other_scopes_pass_through() -> None:
+    pytest.importorskip("opentelemetry.trace", reason="needs the extra psc[otel]")
     calls: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         calls.append(scope["type"])
 
-    asyncio.run(TraceMiddleware(app)({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
+    asyncio.run(SpanMiddleware(app)({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
     assert calls == ["lifespan"]
 
 
@@ -121,7 +137,7 @@ def test_spans_are_recorded_with_opentelemetry(monkeypatch: pytest.MonkeyPatch) 
     provider = trace_sdk.TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr("opentelemetry.trace.get_tracer", provider.get_tracer)
-    seen, sent = serve([(b"traceparent", f"00-{TRACE}-{PARENT}-01".encode())], status=503)
+    seen, sent = serve([(b"traceparent", f"00-{TRACE}-{PARENT}-01".encode())], status=503, spans=True)
     span: Any
     (span,) = exporter.get_finished_spans()
     assert f"{span.context.trace_id:032x}" == seen["trace"].trace_id == TRACE
@@ -173,7 +189,7 @@ os.environ["OTEL_SERVICE_NAME"] = "my-psc"
 
 from types import SimpleNamespace
 from opentelemetry import trace
-from app.tracing import TraceMiddleware, configure_export
+from app.tracing import SpanMiddleware, configure_export
 
 async def app(scope, receive, send):
     scope["route"] = SimpleNamespace(path="/predict")
@@ -184,7 +200,7 @@ async def send(message):
 
 configure_export()
 scope = {"type": "http", "method": "POST", "path": "/predict", "headers": []}
-asyncio.run(TraceMiddleware(app)(scope, None, send))
+asyncio.run(SpanMiddleware(app)(scope, None, send))
 assert trace.get_tracer_provider().force_flush(10_000)
 assert paths == [("/v1/traces", True, True)], paths
 """

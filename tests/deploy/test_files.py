@@ -242,5 +242,4 @@ def test_alerts_name_the_defaults_they_follow() -> None:
     """Numbers copied from settings into rules are the settings' defaults."""
     thresholds = {rule["alert"]: rule["expr"] for rule in rules("alert")}
     defaults = load_settings(environment={})
-    assert thresholds["PscQueueNearlyFull"].endswith(f"> {int(0.8 * defaults.max_queue_images)}")
     assert thresholds["PscLatencyHigh"].endswith(f"> {defaults.deadline_seconds / 4}")

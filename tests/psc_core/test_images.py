@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from psc_core import images
 from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
 from psc_core.images import FORMATS, decode_image
 
@@ -116,3 +117,43 @@ def test_damaged_bytes_give_an_image_or_an_image_error(noise: bytes, kind: str, 
     except ImageError:
         return
     assert image.mode in ("L", "RGB")
+
+
+@given(
+    pixels=st.integers(1, 9).flatmap(
+        lambda width: st.tuples(st.just(width), st.integers(1, 9), st.sampled_from(["L", "RGB"]), st.randoms())
+    ),
+    level=st.integers(0, 9),
+    cut=st.one_of(st.none(), st.tuples(st.integers(0, 400), st.integers(0, 255))),
+)
+def test_plain_pngs_are_read_as_pillow_reads_them(
+    pixels: tuple[int, int, str, object], level: int, cut: tuple[int, int] | None
+) -> None:
+    width, height, mode, random = pixels
+    samples = random.randbytes(width * height * len(mode))  # type: ignore[attr-defined]
+    data = bytearray(encode(Image.frombytes(mode, (width, height), samples), "PNG", compress_level=level))
+    if cut is None:
+        fast = images._plain_png(bytes(data), 100)
+        assert fast is not None
+        assert (fast.mode, fast.size, fast.tobytes()) == (mode, (width, height), samples)
+        return
+    position, value = cut
+    data[position % len(data)] = value
+    fast = images._plain_png(bytes(data), 100)
+    if fast is not None:
+        with Image.open(io.BytesIO(bytes(data))) as whole:
+            assert (whole.mode, whole.size, whole.tobytes()) == (fast.mode, fast.size, fast.tobytes())
+
+
+def test_what_is_not_a_plain_png_goes_to_pillow() -> None:
+    grey = Image.fromarray(GRADIENT)
+    for other in (
+        encode(grey, "JPEG"),
+        encode(grey.convert("P"), "PNG"),
+        encode(grey.convert("RGBA"), "PNG"),
+        encode(grey, "PNG", dpi=(72, 72)),
+        encode(grey, "PNG")[:-20],
+        b"",
+    ):
+        assert images._plain_png(other, 10**6) is None
+    assert images._plain_png(encode(grey, "PNG"), GRADIENT.size - 1) is None
