@@ -11,13 +11,14 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import perf_counter as clock
 
 CONNECTION_LOST = "connection lost"
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request: when it was due (seconds of the loop's clock), how long its answer took, and what it was."""
+    """One request: when it was due (seconds of the process's clock), how long its answer took, and what it was."""
 
     due: float
     seconds: float
@@ -101,14 +102,25 @@ class Generator:
 
     Args:
         host, port: Of the server.
-        images: Encoded images; each request carries a random one.
-        seed: Of the choice of images and of the arrivals.
+        bodies: Each request carries a random one.
+        path: That they are posted to.
+        content_type: Of the bodies.
+        seed: Of the choice of bodies and of the arrivals.
     """
 
-    def __init__(self, host: str, port: int, images: Sequence[bytes], *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        bodies: Sequence[bytes],
+        *,
+        path: str = "/predict",
+        content_type: str = "image/png",
+        seed: int = 0,
+    ) -> None:
         self._host, self._port = host, port
-        start = f"POST /predict HTTP/1.1\r\nHost: {host}\r\nContent-Type: image/png\r\nContent-Length: "
-        self._requests = [f"{start}{len(image)}\r\n\r\n".encode() + image for image in images]
+        start = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: {content_type}\r\nContent-Length: "
+        self._requests = [f"{start}{len(body)}\r\n\r\n".encode() + body for body in bodies]
         self._random = random.Random(seed)
         self._idle: list[Connection] = []
 
@@ -121,9 +133,17 @@ class Generator:
         finally:
             self._close(connection)
 
+    async def post(self) -> tuple[int, bytes]:
+        """Status and body of one POST on a connection of its own."""
+        connection = await self._connect()
+        try:
+            status, _, body = await connection.send(self._random.choice(self._requests))
+            return status, body
+        finally:
+            self._close(connection)
+
     async def closed_loop(self, clients: int, seconds: float) -> Load:
         """``clients`` that each send the next request as soon as they have an answer."""
-        clock = asyncio.get_running_loop().time
         load = Load(clock(), clock() + seconds)
 
         async def client() -> None:
@@ -136,11 +156,11 @@ class Generator:
     async def open_loop(self, per_second: float, seconds: float, *, sent: asyncio.Event | None = None) -> Load:
         """Poisson arrivals that wait for nobody; returns when the last answer is there, ``sent`` tells of the last
         arrival."""
-        clock = asyncio.get_running_loop().time
         load = Load(clock(), clock() + seconds)
         due, tasks = load.began, set()
         while (due := due + self._random.expovariate(per_second)) < load.ended:
-            await asyncio.sleep(max(0.0, due - clock()))
+            while (wait := due - clock()) > 0.0:
+                await asyncio.sleep(wait)
             task = asyncio.create_task(self._send(load, due))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
@@ -164,7 +184,7 @@ class Generator:
             self._idle.append(connection)
         except OSError:
             pass
-        seconds = asyncio.get_running_loop().time() - due
+        seconds = clock() - due
         load.answers.append(Answer(due, seconds, status, wait.decode() if wait else None))
 
     async def _connection(self) -> Connection:

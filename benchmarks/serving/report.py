@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 from app.settings import Settings
 from benchmarks.runs import Json, markdown_table
 from benchmarks.serving.client import Load
+from benchmarks.serving.histogram import quantile
 
 TITLE, MARKERS = "Serving under load", ("<!-- serving-load -->", "<!-- /serving-load -->")
 DEADLINE = float(Settings.model_fields["deadline_seconds"].default)
@@ -34,11 +34,6 @@ def batches(before: dict[str, float], after: dict[str, float]) -> Json:
         "mean_size": round(grown["psc_batch_size_sum"] / max(1.0, steps), 1),
         "share_by_size_up_to": shares,
     }
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of ascending values; infinite when there are none."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("inf")
 
 
 def summary(load: Load) -> Json:

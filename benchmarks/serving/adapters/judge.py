@@ -1,0 +1,76 @@
+"""What every peer's handler does: decode a PNG, run the pipeline on a batch, say what it found.
+
+The environment names the bundle (``PSC_BENCH_BUNDLE``), a directory for the counts of steps and images
+(``PSC_BENCH_COUNTS``) and the threads of torch (``PSC_BENCH_THREADS``).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from torch import Tensor
+from torchvision.io import ImageReadMode, decode_png
+
+from benchmarks.serving.adapters.settings import COUNTS, FACTORY, MAX_BATCH, option
+from psc_core.predictor import PSC
+
+
+class Judge:
+    """One copy of the model."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(option("THREADS", 1))
+        psc = PSC.load(os.environ["PSC_BENCH_BUNDLE"], device="cpu", allow_factories=[FACTORY])
+        self._pipeline = psc.pipeline
+        size = psc.preprocess
+        self._mode = ImageReadMode.GRAY if size.channels == 1 else ImageReadMode.RGB
+        self._shape = (size.channels, size.height, size.width)
+        self._counts = _open_counts()
+        self._steps = self._images = 0
+        for count in (1, MAX_BATCH):
+            self.rows([torch.zeros(self._shape, dtype=torch.uint8)] * count)
+
+    def decode(self, png: bytes) -> Tensor:
+        """``uint8 (channels, height, width)``.
+
+        Raises:
+            ValueError: An image of another size.
+        """
+        image: Tensor = decode_png(torch.frombuffer(bytearray(png), dtype=torch.uint8), mode=self._mode)
+        if tuple(image.shape) != self._shape:
+            raise ValueError(f"expected an image of {self._shape}, got {tuple(image.shape)}")
+        return image
+
+    @torch.inference_mode()
+    def rows(self, images: Sequence[Tensor]) -> list[list[float]]:
+        """Packed rows of the pipeline, one for each image."""
+        self._steps += 1
+        self._images += len(images)
+        COUNTS.pack_into(self._counts, 0, self._steps, self._images)
+        rows: list[list[float]] = self._pipeline(torch.stack(list(images))).tolist()
+        return rows
+
+    def judge(self, images: Sequence[Tensor]) -> list[dict[str, Any]]:
+        """One answer for each image."""
+        return [
+            {"probabilities": row[4:], "predictive_entropy": row[0], "log_density": row[1], "ood_p_value": row[2]}
+            for row in self.rows(images)
+        ]
+
+    @staticmethod
+    def dump(answer: Any) -> bytes:
+        """JSON bytes."""
+        return orjson.dumps(answer)
+
+
+def _open_counts() -> mmap.mmap:
+    file = Path(os.environ["PSC_BENCH_COUNTS"]) / str(os.getpid())
+    file.write_bytes(bytes(COUNTS.size))
+    with file.open("r+b") as stream:
+        return mmap.mmap(stream.fileno(), COUNTS.size)

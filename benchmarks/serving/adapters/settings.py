@@ -1,0 +1,21 @@
+"""What the harness tells an adapter, as environment variables ``PSC_BENCH_…``; imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+FACTORY = "benchmarks.serving.overhead:network"
+MAX_BATCH = 64
+COUNTS = struct.Struct("<qq")
+"""Steps and images so far: a file of each process that runs the model."""
+
+
+def port() -> int:
+    """To listen on."""
+    return option("PORT", 8000)
+
+
+def option(name: str, default: int) -> int:
+    """A number, or ``default``."""
+    return int(os.environ.get(f"PSC_BENCH_{name}", default))

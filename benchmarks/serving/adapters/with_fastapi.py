@@ -1,0 +1,32 @@
+"""What one writes first: a FastAPI endpoint that decodes and runs the model, one image at a time."""
+
+from __future__ import annotations
+
+import binascii
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+
+from benchmarks.serving.adapters.judge import Judge
+from benchmarks.serving.adapters.settings import port
+
+app = FastAPI()
+model = Judge()
+
+
+@app.post("/predict")
+async def predict(request: Request) -> Any:
+    """One image, raw."""
+    return model.judge([model.decode(await request.body())])[0]
+
+
+@app.post("/predict/many")
+async def predict_many(request: Request) -> Any:
+    """Images as base64 in JSON, one batch."""
+    images = (await request.json())["images"]
+    return model.judge([model.decode(binascii.a2b_base64(image)) for image in images])
+
+
+if __name__ == "__main__":
+    uvicorn.run(app, host="127.0.0.1", port=port(), log_level="error", access_log=False)

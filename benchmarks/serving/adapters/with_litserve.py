@@ -1,0 +1,50 @@
+"""LitServe: one API of batches, the PNG as the raw body."""
+
+from typing import Annotated, Any
+
+import litserve as ls
+from fastapi import Body
+from starlette.responses import Response
+
+from benchmarks.serving.adapters.judge import Judge
+from benchmarks.serving.adapters.settings import MAX_BATCH, option, port
+
+
+class Classify(ls.LitAPI):
+    """Bytes in, answer out."""
+
+    def setup(self, device: str) -> None:
+        self._model = Judge()
+
+    def decode_request(self, request: Annotated[bytes, Body(media_type="image/png")]) -> Any:
+        return self._model.decode(request)
+
+    def batch(self, inputs: Any) -> Any:
+        return inputs
+
+    def predict(self, images: Any) -> Any:
+        return self._model.judge(images)
+
+    def unbatch(self, output: Any) -> Any:
+        return output
+
+    def encode_response(self, output: Any) -> Response:
+        return Response(self._model.dump(output), media_type="application/json")
+
+
+def main() -> None:
+    """Serve."""
+    api = Classify(max_batch_size=MAX_BATCH, batch_timeout=option("WAIT_MS", 2) / 1000, api_path="/predict")
+    server = ls.LitServer(api, accelerator="cpu", workers_per_device=option("COPIES", 1), fast_queue=True, timeout=30)
+    server.run(
+        host="127.0.0.1",
+        port=port(),
+        num_api_servers=option("FRONTS", 1),
+        log_level="error",
+        generate_client_file=False,
+        access_log=False,
+    )
+
+
+if __name__ == "__main__":
+    main()

