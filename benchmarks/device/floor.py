@@ -1,0 +1,64 @@
+"""What a step cannot do without: floating operations by their formulas, bytes that its operations read and write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from psc_core.pipeline import Pipeline
+
+
+class Traffic(TorchDispatchMode):
+    """Sums the bytes of every operation's arguments and results; views count nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not getattr(func, "is_view", False):
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+            self.bytes += sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
+        return out
+
+
+@torch.no_grad()
+def operations(network: Any, images: Tensor) -> int:
+    """Floating operations of matrix products and convolutions (a multiply and an add are two)."""
+    with FlopCounterMode(display=False) as counter:
+        network(images)
+    return int(counter.get_total_flops())
+
+
+@torch.no_grad()
+def pipeline_operations(pipeline: Pipeline, images: Tensor) -> int:
+    """The same of a PSC, through its unfused backbone, whose operations the counter knows."""
+    return operations(Unfused(pipeline), images)
+
+
+class Unfused:
+    """A pipeline whose backbone runs as it is stored."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+
+    def __call__(self, images: Tensor) -> Tensor:
+        p = self.pipeline
+        features, _ = p.backbone(images.float().mul_(p.scale).add_(p.shift))
+        z = p.projection(features)
+        density = p.density(z).log_density
+        return density if p.head is None else density + p.head(z).epistemic
+
+
+@torch.no_grad()
+def traffic(network: Any, images: Tensor) -> int:
+    """Bytes that the operations of a step read and write."""
+    with Traffic() as counter:
+        network(images)
+    return counter.bytes

@@ -1,0 +1,162 @@
+"""``device-*.json`` as a section of ``benchmarks/results/README.md``: targets first, then the tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.device.subjects import MEMBERS, SAMPLES
+from benchmarks.fit.memory import write_section
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+TITLE = "Device step"
+
+Json = dict[str, Any]
+
+STATIONS = ("standardise", "backbone", "projection", "density", "head", "pack")
+
+
+def write_report(results: Path = RESULTS) -> None:
+    """Rewrite the section from whatever devices have results."""
+    reports = {
+        kind: json.loads(file.read_text())
+        for kind in ("cpu", "cuda")
+        if (file := results / f"device-{kind}.json").exists()
+    }
+    missing = ["No numbers of a GPU: none was at hand.  `python -m benchmarks.device.run --device cuda` gives them."]
+    parts = [_device(kind, report) for kind, report in reports.items()] + ([] if "cuda" in reports else missing)
+    write_section(results / "README.md", TITLE, "\n\n".join(parts))
+
+
+def targets(kind: str, report: Json) -> list[tuple[str, str, str, str]]:
+    """What was asked, how much, what was measured, and whether that is enough."""
+    rows = []
+    for name, subject in report["subjects"].items():
+        best = best_batches(subject["cells"])
+        rows.append(
+            (
+                f"{name}: PSC step ÷ plain forward, images/s, best batch of each",
+                "≥ 1.0×",
+                "; ".join(f"{precision} {plain:.2f}×, fused {fused:.2f}×" for precision, plain, fused in best),
+                _met(*(ratio >= 1.0 for row in best for ratio in row[1:])),
+            )
+        )
+    for name, subject in report["subjects"].items():
+        cells = [cell for cell in subject["cells"] if "tail_share" in cell]
+        least, most = (pick(cells, key=lambda cell: cell["tail_share"]) for pick in (min, max))
+        rows.append(
+            (
+                f"{name}: projection + density + head",
+                "≤ 10 % of the step",
+                f"{least['tail_share']:.1%} ({_where(least)}) to {most['tail_share']:.1%} ({_where(most)})",
+                _met(*(cell["tail_share"] <= 0.1 for cell in cells)),
+            )
+        )
+    for row in report.get("large_tail", []):
+        rows.append(
+            (
+                f"projection + density ({row['density']}, {row['components']} components) + head alone, "
+                "1,000 classes, 2,048 features, batch 64",
+                "≤ 1 ms on a GPU",
+                f"{row['ms']:.2f} ms",
+                _met(row["ms"] <= 1.0) if kind == "cuda" else "no GPU",
+            )
+        )
+    for name, subject in report["subjects"].items():
+        for rival in subject["rivals"]:
+            over = {name: value[0] for name, value in rival["over_psc"].items()}
+            rows.append(
+                (
+                    f"{name}: {MEMBERS}-member ensemble, {SAMPLES}-sample MC dropout ÷ PSC, time",
+                    "≥ 5×",
+                    f"ensemble {over['ensemble']:.1f}× as it is, {over['ensemble_fused']:.1f}× fused; "
+                    f"MC dropout {over['mc_dropout_fused']:.1f}× fused ({_where(rival)})",
+                    _met(*(value >= 5.0 for value in over.values())),
+                )
+            )
+    return rows
+
+
+def best_batches(cells: Sequence[Json]) -> list[tuple[str, float, float]]:
+    """By precision: the PSC's images/s at its best batch over the plain and the fused network's at theirs."""
+    rows = []
+    for precision in dict.fromkeys(cell["precision"] for cell in cells):
+        own = [cell for cell in cells if cell["precision"] == precision]
+        speed = {name: max(cell["bucket"] / cell["ms"][name] for cell in own) for name in own[0]["ms"]}
+        rows.append((precision, speed["psc"] / speed["plain"], speed["psc"] / speed["plain_fused"]))
+    return rows
+
+
+def _met(*which: bool) -> str:
+    return "yes" if all(which) else "in part" if any(which) else "**no**"
+
+
+def _where(cell: Json) -> str:
+    return f"{cell['precision']}, batch {cell['bucket']}"
+
+
+def _device(kind: str, report: Json) -> str:
+    where = report["environment"]
+    chip = where.get("gpu", f"{where['cpu']}, {where['cores']} cores, {where['threads']} threads")
+    limits = next(iter(report["subjects"].values()))["limits"] if report["subjects"] else None
+    lines = [
+        f"### {kind.upper()}: {chip}",
+        "",
+        f"torch {where['torch']}, Python {where['python']}, {where['date']}.",
+        "",
+        f"    {report['command']}",
+        "",
+        "A step is what the service runs: uint8 images on the host to rows on the host.  *Plain* is the whole original "
+        "network from the same uint8 images to softmax, same precision, memory format and mode; *fused* is the same "
+        "with the operations fused that the PSC's backbone fuses.  Ratios are medians over rounds in which variants "
+        "took turns, quartiles in brackets.  Only the first network is fitted; the others have random weights and a "
+        "projection, density and head of random numbers in the shapes that a fit gives.  *Tied*: one covariance for "
+        "all classes instead of one each.",
+        "",
+        "| what | target | measured | met |",
+        "| --- | --- | --- | --- |",
+        *(f"| {what} | {target} | {got} | {met} |" for what, target, got, met in targets(kind, report)),
+    ]
+    if limits is not None:
+        speeds = ", ".join(f"{name} {value / 1e9:,.0f} GFLOP/s" for name, value in limits["operations_per_s"].items())
+        lines += [
+            "",
+            f"Floor: the larger of operations at the speed of a plain matrix product ({speeds}) and bytes that the "
+            f"operations read and write at the speed of a plain copy ({limits['bytes_per_s'] / 1e9:,.1f} GB/s); what "
+            "stays in a cache can beat the second.",
+        ]
+    lines += ["", *_steps(report), "", *_stations(report)]
+    return "\n".join(lines)
+
+
+def _steps(report: Json) -> Iterator[str]:
+    columns = "PSC, ms | plain, ms | fused, ms | plain ÷ PSC | fused ÷ PSC | fused ÷ PSC, tied | step ÷ floor"
+    yield f"| network, layer | precision | mode | batch | {columns} |"
+    yield "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for name, subject in report["subjects"].items():
+        for cell in subject["cells"]:
+            ms = cell["ms"]
+            tied = cell.get("tied_throughput_over_plain_fused")
+            floor = f"{cell['step_over_floor']:.2f}" if "step_over_floor" in cell else "—"
+            yield (
+                f"| {name}, `{subject['layer']}` | {cell['precision']} | {cell['mode']} | {cell['bucket']} "
+                f"| {ms['psc']:.2f} | {ms['plain']:.2f} | {ms['plain_fused']:.2f} "
+                f"| {_spread(cell['throughput_over_plain'])} | {_spread(cell['throughput_over_plain_fused'])} "
+                f"| {'—' if tied is None else _spread(tied)} | {floor} |"
+            )
+
+
+def _stations(report: Json) -> Iterator[str]:
+    yield f"| network | precision | batch | {' | '.join(f'{name}, ms' for name in STATIONS)} | tail's share |"
+    yield f"| --- | --- | ---: | {'---: | ' * len(STATIONS)}---: |"
+    for name, subject in report["subjects"].items():
+        for cell in subject["cells"]:
+            if "stations_ms" in cell:
+                times = " | ".join(f"{cell['stations_ms'][station]:.3f}" for station in STATIONS)
+                yield f"| {name} | {cell['precision']} | {cell['bucket']} | {times} | {cell['tail_share']:.1%} |"
+
+
+def _spread(ratio: list[float]) -> str:
+    return f"{ratio[0]:.2f}× ({ratio[1]:.2f}–{ratio[2]:.2f})"

@@ -1,0 +1,366 @@
+"""The device step: PSC against the plain network, by stations, against the floor, ensembles and MC dropout.
+
+    python -m benchmarks.device.run                        # the CPU here, some four minutes
+    python -m benchmarks.device.run --device cuda          # a GPU, within ten minutes
+    python -m benchmarks.device.run --report               # rewrite the section of benchmarks/results/README.md
+
+Every time is that of ``app.step``, which the service runs: uint8 on the host to rows on the host.  The plain network
+gives softmax probabilities through the same step (same precision, memory format and graph mode), once with its own
+modules and once with the operations fused that the PSC's backbone fuses.  Variants take turns; ratios are medians
+over rounds, with quartiles.  Results of earlier runs stay in the file until a network is measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.step import EagerStep, Network, Step, make_step
+from benchmarks.device import floor
+from benchmarks.device.report import RESULTS, write_report
+from benchmarks.device.subjects import (
+    MEMBERS,
+    SAMPLES,
+    SUBJECTS,
+    Plain,
+    Subject,
+    as_it_is,
+    dropping,
+    fused,
+    random_density,
+    random_head,
+    random_projection,
+    with_dropout,
+)
+from benchmarks.device.timing import bandwidth, milliseconds, on_device, peak, ratio, take_turns
+from benchmarks.fit.memory import environment_of
+from psc_core.calibration import conformal_p_values
+from psc_core.device import resolve_device
+from psc_core.pipeline import Outputs, Pipeline, entropy
+
+Json = dict[str, Any]
+
+PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16")}
+MODES = {"cpu": ("eager",), "cuda": ("graph", "eager")}
+CUDA_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+
+
+@contextmanager
+def tensor_cores(on: bool) -> Iterator[None]:
+    """float32 products in TF32 while the block runs (CUDA)."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def step_of(network: Network, shape: tuple[int, int, int], bucket: int, device: torch.device, mode: str) -> Step:
+    """The service's step for batches of ``bucket`` alone; eager on CUDA is the step without graphs."""
+    if device.type == "cuda" and mode == "eager":
+        return EagerStep(network, shape, max_batch=bucket, device=device)
+    step: Any = make_step(network, shape, max_batch=bucket, device=device, compiled=mode == "compiled")
+    step._buckets = (bucket,)
+    step.warm_up()
+    return step  # type: ignore[no-any-return]
+
+
+def call(step: Step, images: np.ndarray[Any, Any]) -> None:
+    """One batch from host to host."""
+    step.input(0)[: len(images)] = images
+    step.launch(0, len(images))
+    step.fetch(0, len(images))
+
+
+def stations(pipeline: Pipeline, images: Tensor, device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Each station of the step alone, on what the station before it gave."""
+    p = pipeline
+    with torch.inference_mode():
+        inputs = images.float().mul_(p.scale).add_(p.shift)
+        backbone = p.running()
+
+        def features() -> list[Tensor]:
+            with torch.autocast(device.type, torch.bfloat16, enabled=p.precision == "bf16", cache_enabled=False):
+                return backbone(inputs)[0]
+
+        given = features()
+        z = p.projection(given)
+        log_density = p.density(z).log_density
+        probabilities, epistemic = p.head(z)  # type: ignore[misc]
+
+        def pack() -> Tensor:
+            p_value = conformal_p_values(p.calibration_scores, log_density)
+            return Outputs(probabilities, entropy(probabilities), log_density, p_value, epistemic).pack()
+
+    return {
+        "standardise": lambda: images.float().mul_(p.scale).add_(p.shift),
+        "backbone": features,
+        "projection": lambda: p.projection(given),
+        "density": lambda: p.density(z),
+        "head": lambda: p.head(z),  # type: ignore[misc]
+        "pack": pack,
+    }
+
+
+def shares(pipeline: Pipeline, images: Tensor, device: torch.device, seconds: float) -> Json:
+    """Milliseconds of each station, and the share of projection, density and head together."""
+    with torch.inference_mode():
+        calls = {name: on_device(f, device) for name, f in stations(pipeline, images, device).items()}
+        times = take_turns({name: f for name, (f, _) in calls.items()}, seconds=seconds, rounds=(3, 50))
+    each = {name: median(taken) / calls[name][1] for name, taken in times.items()}
+    whole = sum(each.values())
+    tail = sum(each[name] for name in ("projection", "density", "head"))
+    return {
+        "stations_ms": {name: round(value * 1e3, 4) for name, value in each.items()},
+        "tail_share": round(tail / whole, 4),
+    }
+
+
+class Measurement:
+    """Measures one subject.
+
+    Args:
+        subject: What.
+        device: Where.
+        limits: Peaks of the device: operations a second by precision, bytes a second.
+        full: More batches, rounds and modes.
+    """
+
+    def __init__(self, subject: Subject, device: torch.device, limits: Json, *, full: bool) -> None:
+        self.subject = subject
+        self.device = device
+        self.limits = limits
+        self.full = full
+        self.net = subject.network()
+        self.shape = (subject.preprocess.channels, subject.size, subject.size)
+        self.seconds = 3.0 if full else 1.0 if device.type == "cpu" else 0.4
+
+    def images(self, count: int) -> Tensor:
+        """Noise, on the host."""
+        return torch.randint(0, 256, (count, *self.shape), dtype=torch.uint8)
+
+    def psc(self, precision: str, density: str = "gda") -> Pipeline:
+        """The PSC on the device."""
+        return self.subject.pipeline(self.net, _served(precision), density=density).to(self.device)
+
+    def plain(self, precision: str) -> dict[str, Plain]:
+        """The whole network, with its own modules and fused."""
+        kind, s = _served(precision), self.subject
+        networks = {
+            "plain": as_it_is(self.net, kind, self.device),
+            "plain_fused": fused(self.net, s.layer, kind, self.device),
+        }
+        return {name: Plain([net], s.preprocess, kind).to(self.device) for name, net in networks.items()}
+
+    def cells(self) -> list[Json]:
+        """PSC and plain network by precision, mode and bucket."""
+        rows = []
+        for precision in PRECISIONS[self.device.type]:
+            with tensor_cores(precision == "tf32"):
+                variants: dict[str, Any] = {"psc": self.psc(precision), **self.plain(precision)}
+                if self.subject.many_classes:
+                    variants["psc_tied"] = self.psc(precision, "tied")
+                work = self.work(variants)
+                for mode in self.modes(precision):
+                    rows += [
+                        {"precision": precision, "mode": mode, **self.cell(variants, work, precision, mode, bucket)}
+                        for bucket in self.buckets(mode)
+                    ]
+                    torch.compiler.reset()
+        return rows
+
+    def modes(self, precision: str) -> tuple[str, ...]:
+        """Compiling takes a minute a network: only of the shipped one, or with ``--full``."""
+        compiled = self.full or (self.subject.shipped and precision == PRECISIONS[self.device.type][-1])
+        return MODES[self.device.type] + (("compiled",) if compiled else ())
+
+    def buckets(self, mode: str) -> tuple[int, ...]:
+        """All batches; fewer where a mode is slow to set up or the default run would take long."""
+        if mode == "compiled":
+            return (64,) if self.device.type == "cuda" else (8,)
+        if self.device.type == "cuda":
+            return CUDA_BUCKETS if mode == "graph" else (1, 64)
+        return (1, 2, 4, 8, 16, 32, 64) if self.full else self.subject.buckets
+
+    def work(self, variants: Mapping[str, Any]) -> Json:
+        """Operations and bytes of an image, counted on a batch of eight."""
+        images = self.images(8).to(self.device)
+        with torch.inference_mode():
+            variants["psc"](images)  # fused by now, which is no part of a step
+        whole = Plain([as_it_is(self.net, "fp32", self.device)], self.subject.preprocess, "fp32").to(self.device)
+        return {
+            "psc_operations": floor.pipeline_operations(variants["psc"], images) / 8,
+            "plain_operations": floor.operations(whole, images) / 8,
+            "psc_bytes": {count: self.bytes_of(variants["psc"], count) for count in self.buckets("eager")},
+        }
+
+    def bytes_of(self, network: Any, count: int) -> int:
+        """Of one step."""
+        return floor.traffic(network, self.images(count).to(self.device))
+
+    def cell(self, variants: Mapping[str, Any], work: Json, precision: str, mode: str, bucket: int) -> Json:
+        """One row of the table."""
+        images = self.images(bucket)
+        if mode == "compiled" and self.device.type == "cpu":  # the compiler fuses; it cannot see into packed weights
+            variants = {**variants, "plain_fused": variants["plain"]}
+        calls = {
+            name: partial(call, step_of(net, self.shape, bucket, self.device, mode), images.numpy())
+            for name, net in variants.items()
+        }
+        times = take_turns(calls, seconds=self.seconds, rounds=(3, 200))
+        row: Json = {
+            "bucket": bucket,
+            "ms": {name: milliseconds(taken) for name, taken in times.items()},
+            "images_per_s": round(bucket / median(times["psc"]), 1),
+            "throughput_over_plain": ratio(times["plain"], times["psc"]).rounded(),
+            "throughput_over_plain_fused": ratio(times["plain_fused"], times["psc"]).rounded(),
+            "rounds": len(times["psc"]),
+        }
+        if "psc_tied" in times:
+            row["tied_throughput_over_plain_fused"] = ratio(times["plain_fused"], times["psc_tied"]).rounded()
+        if mode == MODES[self.device.type][0]:
+            row |= shares(variants["psc"], images.to(self.device), self.device, self.seconds / 2)
+            bytes_ = work["psc_bytes"].get(bucket) or self.bytes_of(variants["psc"], bucket)
+            compute = work["psc_operations"] * bucket / self.limits["operations_per_s"][precision]
+            memory = bytes_ / self.limits["bytes_per_s"]
+            row |= {
+                "operations_per_image": round(work["psc_operations"]),
+                "operations_over_plain": round(work["psc_operations"] / work["plain_operations"], 4),
+                "bytes": bytes_,
+                "floor_ms": round(max(compute, memory) * 1e3, 4),
+                "step_over_floor": round(median(times["psc"]) / max(compute, memory), 3),
+            }
+        return row
+
+    def rivals(self) -> list[Json]:
+        """Times of an ensemble, as it is and fused, and of fused Monte-Carlo dropout in the PSC's steps."""
+        s, device = self.subject, self.device
+        bucket = 64 if device.type == "cuda" else 8 if 32 in s.buckets else 1
+        mode = MODES[device.type][0]
+        rows = []
+        for precision in PRECISIONS[device.type] if device.type == "cuda" else ("fp32",):
+            kind = _served(precision)
+            with tensor_cores(precision == "tf32"):
+                own = [as_it_is(self.net, kind, device) for _ in range(MEMBERS)]
+                members = [fused(self.net, s.layer, kind, device) for _ in range(MEMBERS)]
+                trunk = dropping(fused(with_dropout(self.net, s.stages), _last(s.stages), kind, device))
+                networks: dict[str, Any] = {
+                    "psc": self.psc(precision),
+                    "ensemble": Plain(own, s.preprocess, kind).to(device),
+                    "ensemble_fused": Plain(members, s.preprocess, kind).to(device),
+                    "mc_dropout_fused": Plain([trunk], s.preprocess, kind, passes=SAMPLES).to(device),
+                }
+                images = self.images(bucket).numpy()
+                calls = {
+                    name: partial(call, step_of(net, self.shape, bucket, device, mode), images)
+                    for name, net in networks.items()
+                }
+                times = take_turns(calls, seconds=self.seconds, rounds=(3, 50))
+                rows.append(
+                    {
+                        "precision": precision,
+                        "mode": mode,
+                        "bucket": bucket,
+                        "ms": {name: milliseconds(taken) for name, taken in times.items()},
+                        "over_psc": {
+                            name: ratio(taken, times["psc"]).rounded() for name, taken in times.items() if name != "psc"
+                        },
+                    }
+                )
+        return rows
+
+
+def large_tail(device: torch.device) -> list[Json]:
+    """Projection, density and head alone at 1,000 classes and 2,048 features, batch 64."""
+    torch.manual_seed(0)
+    rows = []
+    for kind, kept in (("gda", 259), ("tied", 2048)):
+        projection = random_projection(2048, 1, 1, 2048).to(device)
+        density = random_density(2048, kept, 1000, kind=kind).to(device)
+        head = random_head(2048, 1000).to(device)
+        features = torch.randn(64, 2048, 1, device=device)
+
+        def tail(p: Any = projection, d: Any = density, h: Any = head, f: Tensor = features) -> None:
+            z = p([f])
+            d(z)
+            h(z)
+
+        with torch.inference_mode():
+            run, repeat = on_device(tail, device)
+            times = take_turns({"tail": run}, seconds=2.0, rounds=(5, 200))["tail"]
+        rows.append({"density": kind, "components": kept, "batch": 64, "ms": round(median(times) / repeat * 1e3, 4)})
+    return rows
+
+
+def _served(precision: str) -> str:
+    return "bf16" if precision == "bf16" else "fp32"
+
+
+def _last(stages: tuple[str, ...]) -> str:
+    """A module that is a plain layer in a network with dropout behind its stages."""
+    return stages[-1]
+
+
+def limits_of(device: torch.device) -> Json:
+    """What a plain matrix product and a plain copy reach on the device."""
+    speeds = {}
+    for precision in PRECISIONS[device.type]:
+        with tensor_cores(precision == "tf32"):
+            speeds[precision] = peak(device, torch.bfloat16 if precision == "bf16" else torch.float32)
+    return {"operations_per_s": speeds, "bytes_per_s": bandwidth(device)}
+
+
+def main() -> None:
+    """Measure, merge into the results, and report."""
+    names = {subject.name: subject for subject in SUBJECTS}
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--device", default="auto")
+    cli.add_argument("--only", nargs="+", choices=[*names, "tail"], metavar="NAME", help=f"{', '.join(names)}, tail")
+    cli.add_argument("--full", action="store_true", help="all batches and modes on a CPU too, more rounds")
+    cli.add_argument("--report", action="store_true", help="measure nothing, rewrite the section of the report")
+    args = cli.parse_args()
+    if args.report:
+        write_report()
+        return
+    device = resolve_device(args.device)
+    file = RESULTS / f"device-{device.type}.json"
+    report: Json = json.loads(file.read_text()) if file.exists() else {"subjects": {}}
+    limits = limits_of(device)
+    where = environment_of() | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
+    report |= {"command": f"python -m benchmarks.device.run --device {device.type}", "environment": where}
+    for name in args.only or [*names, "tail"]:
+        print(f"{datetime.now(UTC):%H:%M:%S} {name}", flush=True)
+        if name == "tail":
+            report["large_tail"] = large_tail(device)
+        else:
+            measurement = Measurement(names[name], device, limits, full=args.full)
+            subject = names[name]
+            report["subjects"][name] = {
+                "layer": subject.layer,
+                "classes": subject.classes,
+                "z": subject.sizes,
+                "fitted": subject.shipped,
+                "limits": limits,
+                "cells": measurement.cells(),
+                "rivals": measurement.rivals(),
+            }
+            del measurement
+            gc.collect()
+        RESULTS.mkdir(exist_ok=True)
+        file.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

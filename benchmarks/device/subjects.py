@@ -1,0 +1,263 @@
+"""The networks that the device step is measured on, and what each is compared with.
+
+Weights are random and so are the projection, density and head, of the shapes that a fit chooses; only the ResNet-18
+at 28 pixels is the fitted bundle that the repository ships.  Time does not depend on the values.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from psc_core.backbone import truncate
+from psc_core.density import restore_density
+from psc_core.density.gaussian import ClasswiseDensity, Density, TiedDensity
+from psc_core.fusion import fuse
+from psc_core.heads.laplace import LaplaceHead
+from psc_core.layers import list_layers
+from psc_core.networks import load_network
+from psc_core.pipeline import Pipeline, entropy
+from psc_core.predictor import PSC
+from psc_core.preprocess import PRESETS, Preprocess
+from psc_core.projection import Projection
+from psc_core.tracing import cut_graph
+
+BUNDLE = Path(__file__).resolve().parents[2] / "artifacts" / "dirty-mnist-resnet18"
+MEMBERS = 5
+"""Networks of the ensemble."""
+SAMPLES = 10
+"""Passes of Monte-Carlo dropout."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One network at one image size.
+
+    Attributes:
+        name: In tables.
+        spec: For ``load_network``.
+        model_args: Arguments of the builder.
+        classes: K.
+        size: Sides of its images, pixels.
+        layer: Candidate layer: the one that the fit chose for the shipped bundle, else the first operation of the
+            last stage, which is the same place.
+        sizes: (c_proj, d_proj, components of the density).
+        stages: Modules behind which Monte-Carlo dropout drops.
+        buckets: Batches on a CPU.
+        shipped: Whether the bundle in ``artifacts`` is measured.
+    """
+
+    name: str
+    spec: str
+    model_args: tuple[tuple[str, object], ...]
+    classes: int
+    size: int
+    layer: str
+    sizes: tuple[int, int, int]
+    stages: tuple[str, ...]
+    buckets: tuple[int, ...] = (1, 8, 32)
+    shipped: bool = False
+
+    @property
+    def preprocess(self) -> Preprocess:
+        """Of its images."""
+        return PRESETS["mnist" if self.shipped else "imagenet" if self.size == 224 else "cifar10"]
+
+    def network(self) -> nn.Module:
+        """The original network with random weights."""
+        torch.manual_seed(0)
+        return load_network(
+            self.spec, num_classes=self.classes, model_args=dict(self.model_args), allow_factories=(self.spec,)
+        )
+
+    @property
+    def many_classes(self) -> bool:
+        """Whether one covariance a class is much to read in a step: the tied density is measured too."""
+        return self.classes >= 1000
+
+    def pipeline(self, net: nn.Module, precision: str, *, density: str = "gda") -> Pipeline:
+        """The PSC of ``net``, or the shipped one."""
+        if self.shipped:
+            pipeline = PSC.load(BUNDLE, device="cpu").pipeline
+            pipeline.precision = precision
+            return pipeline
+        example = self.preprocess.normalise(torch.zeros(1, 3, self.size, self.size, dtype=torch.uint8))
+        channels, positions = next(
+            layer.shape for layer in list_layers(net, example, granularity="all") if layer.name == self.layer
+        )
+        c_proj, d_proj, kept = self.sizes
+        dim = c_proj * d_proj
+        return Pipeline(
+            self.preprocess,
+            truncate(net, [self.layer], keep_output=False),
+            random_projection(channels, positions, c_proj, d_proj),
+            random_density(dim, kept, self.classes, kind=density),
+            random_head(dim, self.classes),
+            torch.randn(4000).sort().values,
+            precision,
+        )
+
+
+_RESNET = ("layer1", "layer2", "layer3", "layer4")
+
+SUBJECTS = (
+    Subject("ResNet-18, 28", "torchvision:resnet18", (("stem", "small"), ("in_channels", 1)), 10, 28,
+            "layer4.0.downsample.0", (16, 11, 134), _RESNET, shipped=True),
+    Subject("ResNet-50, 32", "torchvision:resnet50", (("stem", "small"),), 10, 32,
+            "layer4.0.downsample.0", (16, 11, 134), _RESNET),
+    Subject("VGG-16, 32", "torchvision:vgg16_bn", (("stem", "small"),), 10, 32,
+            "features.34", (16, 4, 50), ("features.6", "features.13", "features.23", "features.33")),
+    Subject("WRN-28-10, 32", "benchmarks.networks:wide_resnet28_10", (), 10, 32,
+            "layer3.0.shortcut", (16, 11, 134), _RESNET[:3], buckets=(1, 8)),
+    Subject("ResNet-18, 224", "torchvision:resnet18", (), 1000, 224,
+            "layer4.0.downsample.0", (32, 8, 195), _RESNET),
+    Subject("ResNet-50, 224", "torchvision:resnet50", (), 1000, 224,
+            "layer4.0.downsample.0", (32, 8, 195), _RESNET, buckets=(1, 8)),
+    Subject("VGG-16, 224", "torchvision:vgg16", (), 1000, 224,
+            "features.24", (32, 8, 195), ("features.4", "features.9", "features.16", "features.23"), buckets=(1, 8)),
+)  # fmt: skip
+"""Three small and two large images' worth of each family that the paper uses."""
+
+
+# -- what a step is compared with -----------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """uint8 images to the class probabilities of whole networks: what a classifier serves without PSC.
+
+    Args:
+        networks: One, or the members of an ensemble.
+        preprocess: As the PSC's.
+        precision: ``"fp32"`` or ``"bf16"``; with the latter the networks' weights are bfloat16 already.
+        passes: Times that each runs (Monte-Carlo dropout).
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, networks: list[nn.Module], preprocess: Preprocess, precision: str, *, passes: int = 1) -> None:
+        super().__init__()
+        scale, shift = preprocess.scale_and_shift()
+        self.register_buffer("scale", scale)
+        self.register_buffer("shift", shift)
+        self.networks = nn.ModuleList(networks)
+        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self.passes = passes
+        self.requires_grad_(False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, K), or (B, K + 1) with the entropy of the mean where there are several answers to average."""
+        x = images.float().mul_(self.scale).add_(self.shift).to(self.dtype).contiguous(memory_format=_format(self))
+        answers = [_logits(net(x)).float().softmax(1) for net in self.networks for _ in range(self.passes)]
+        if len(answers) == 1:
+            return answers[0]
+        mean = torch.stack(answers).mean(0)
+        return torch.cat([entropy(mean)[:, None], mean], dim=1)
+
+    def explain(self, images: Tensor) -> dict[str, Tensor]:
+        """Nothing to explain."""
+        return {}
+
+
+def _logits(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return output if isinstance(output, Tensor) else output[-1]
+
+
+def _format(plain: Plain) -> torch.memory_format:
+    """The format that the PSC's backbone runs in on that device."""
+    use = plain.scale.device.type == "cpu" or plain.dtype == torch.bfloat16
+    return torch.channels_last if use else torch.contiguous_format
+
+
+def as_it_is(net: nn.Module, precision: str, device: torch.device) -> nn.Module:
+    """The network's own modules in the precision and memory format that the PSC runs in."""
+    twin = copy.deepcopy(net).to(device)
+    if precision == "bf16":
+        twin = twin.to(torch.bfloat16)
+    use = device.type == "cpu" or precision == "bf16"
+    return twin.to(memory_format=torch.channels_last if use else torch.contiguous_format).eval()
+
+
+def fused(net: nn.Module, layer: str, precision: str, device: torch.device) -> nn.Module:
+    """The whole network with the operations fused that the PSC's backbone fuses."""
+    root = copy.deepcopy(net).to(device)
+    graph = cut_graph(root, [layer], keep_output=True)
+    output = graph.graph.find_nodes(op="output")[0]
+    output.args = ((output.args[0][-1],),)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    twin = fuse(graph, precision=precision)
+    return twin.to(torch.bfloat16) if precision == "bf16" else twin
+
+
+def with_dropout(net: nn.Module, stages: tuple[str, ...]) -> nn.Module:
+    """A copy of ``net`` that drops a tenth of the activations behind each stage."""
+    twin = copy.deepcopy(net)
+    for name in stages:
+        parent, _, attribute = name.rpartition(".")
+        owner = twin.get_submodule(parent)
+        setattr(owner, attribute, nn.Sequential(owner.get_submodule(attribute), nn.Dropout(0.1)))
+    return twin
+
+
+def dropping(net: nn.Module) -> nn.Module:
+    """``net`` with its dropout switched on."""
+    for module in net.modules():
+        if isinstance(module, nn.Dropout):
+            module.train()
+    return net
+
+
+# -- parts of the right shapes --------------------------------------------------------------------------------
+
+
+def random_projection(channels: int, positions: int, c_proj: int, d_proj: int) -> Projection:
+    """Orthonormal factors; a vector layer is one channel of ``channels`` positions, as when fitted."""
+    if positions == 1:
+        channels, positions = 1, channels
+    d_proj = min(d_proj, positions)
+    return Projection(
+        [positions],
+        torch.randn(channels, positions),
+        torch.ones(channels, positions),
+        torch.linalg.qr(torch.randn(channels, c_proj)).Q,
+        torch.linalg.qr(torch.randn(positions, d_proj)).Q,
+        torch.zeros(c_proj * d_proj),
+        torch.ones(c_proj * d_proj),
+    )
+
+
+def random_density(dim: int, kept: int, classes: int, *, kind: str = "gda") -> Density:
+    """Unit covariances around random means."""
+    means = torch.randn(classes, kept)
+    family: Callable[..., Density] = ClasswiseDensity if kind == "gda" else TiedDensity
+    tensors = {
+        "mean": torch.zeros(dim),
+        "basis": torch.linalg.qr(torch.randn(dim, kept)).Q,
+        "constants": torch.full((classes,), -float(kept)),
+    }
+    own = (
+        {"whiteners": torch.eye(kept).repeat(classes, 1, 1), "offsets": -means} if kind == "gda" else {"centres": means}
+    )
+    model = family({**tensors, **own}, record={})
+    return restore_density(model.config(), model.state_dict())
+
+
+def random_head(dim: int, classes: int) -> LaplaceHead:
+    """Random weights, orthonormal eigenvectors and a prior precision of 1."""
+    tensors = {
+        "center": torch.zeros(dim),
+        "inverse_scale": torch.ones(dim),
+        "weight": torch.randn(classes, dim) / dim**0.5,
+        "bias": torch.zeros(classes),
+        "input_vectors": torch.linalg.qr(torch.randn(dim, dim)).Q,
+        "output_vectors": torch.linalg.qr(torch.randn(classes, classes)).Q,
+        "weight_spectrum": torch.rand(dim, classes),
+        "bias_spectrum": torch.rand(classes),
+    }
+    return LaplaceHead(tensors, record={})

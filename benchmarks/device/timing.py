@@ -1,0 +1,106 @@
+"""Timing side by side: the variants take turns, so that whatever else the machine does meets all of them alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Ratio(NamedTuple):
+    """Median of the ratios of all rounds, and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    def rounded(self) -> list[float]:
+        """For JSON."""
+        return [round(value, 4) for value in self]
+
+
+def take_turns(
+    variants: Mapping[str, Callable[[], Any]], *, seconds: float, rounds: tuple[int, int]
+) -> dict[str, list[float]]:
+    """Seconds of each call, by variant; the n-th of each were measured one after the other.
+
+    Args:
+        variants: Calls that return when the work is done.
+        seconds: Rounds begin until so many have passed.
+        rounds: At least and at most so many.
+    """
+    for call in variants.values():
+        call()
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    until = time.perf_counter() + seconds
+    names = list(variants)
+    done = 0
+    while done < rounds[0] or (done < rounds[1] and time.perf_counter() < until):
+        for name in names if done % 2 else reversed(names):
+            began = time.perf_counter()
+            variants[name]()
+            times[name].append(time.perf_counter() - began)
+        done += 1
+    return times
+
+
+def ratio(over: list[float], under: list[float]) -> Ratio:
+    """Of two variants' seconds, round by round."""
+    ratios = [a / b for a, b in zip(over, under, strict=True)]
+    if len(ratios) == 1:
+        return Ratio(ratios[0], ratios[0], ratios[0])
+    low, _, high = quantiles(ratios, n=4, method="inclusive")
+    return Ratio(median(ratios), low, high)
+
+
+def milliseconds(times: list[float]) -> float:
+    """Median."""
+    return round(median(times) * 1e3, 4)
+
+
+def on_device(function: Callable[[], Any], device: torch.device, *, repeat: int = 20) -> tuple[Callable[[], None], int]:
+    """A call that runs ``function`` on the device and waits, and how many times it runs it.
+
+    On CUDA it is captured in a graph of ``repeat`` copies, so that neither launching nor waiting counts.
+    """
+    if device.type != "cuda":
+        return lambda: function(), 1
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(repeat):
+            function()
+
+    def run() -> None:
+        graph.replay()
+        torch.cuda.synchronize(device)
+
+    return run, repeat
+
+
+def peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating operations a second of a plain matrix product."""
+    side = 8192 if device.type == "cuda" else 1536
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    out: Tensor = a @ b
+    call, repeat = on_device(lambda: torch.mm(a, b, out=out), device)
+    times = take_turns({"product": call}, seconds=1.0, rounds=(5, 50))["product"]
+    return 2.0 * side**3 * repeat / median(times)
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes a second read and written by a plain copy that fits no cache."""
+    count = 1 << (30 if device.type == "cuda" else 26)
+    a = torch.zeros(count, device=device)
+    b = torch.empty_like(a)
+    call, repeat = on_device(lambda: b.copy_(a), device)
+    times = take_turns({"copy": call}, seconds=1.0, rounds=(5, 50))["copy"]
+    return 8.0 * count * repeat / median(times)

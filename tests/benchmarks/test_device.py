@@ -1,0 +1,142 @@
+"""The device benchmark: fair subjects, counted floors, ratios by rounds, and a report that says what was not met."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.device import floor, report, run
+from benchmarks.device.subjects import SUBJECTS, Plain, Subject, as_it_is, dropping, fused, with_dropout
+from benchmarks.device.timing import ratio, take_turns
+from psc_core.pipeline import Outputs
+from psc_core.preprocess import PRESETS
+
+CPU = torch.device("cpu")
+TINY = Subject(
+    "tiny",
+    "benchmarks.networks:wide_resnet10_1",
+    (),
+    10,
+    32,
+    "layer3.0.shortcut",
+    (4, 3, 5),
+    ("layer1", "layer2"),
+    (1,),
+)
+
+
+def images(count: int) -> torch.Tensor:
+    return torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def test_variants_take_turns() -> None:
+    order: list[str] = []
+    times = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, seconds=0, rounds=(3, 3))
+    assert order == ["a", "b", "b", "a", "a", "b", "b", "a"]  # a warm-up, then every other round backwards
+    assert {name: len(taken) for name, taken in times.items()} == {"a": 3, "b": 3}
+
+
+def test_a_ratio_is_of_rounds_and_not_of_medians() -> None:
+    assert ratio([2.0, 30.0, 4.0, 8.0, 6.0], [1.0, 10.0, 2.0, 4.0, 3.0]) == (2.0, 2.0, 2.0)
+    assert ratio([3.0], [2.0]) == (1.5, 1.5, 1.5)
+
+
+@torch.inference_mode()
+def test_plain_networks_give_the_networks_softmax() -> None:
+    net = TINY.network()
+    x = images(4)
+    expected = net(PRESETS["cifar10"].normalise(x)).softmax(1)
+    for whole in (as_it_is(net, "fp32", CPU), fused(net, TINY.layer, "fp32", CPU)):
+        torch.testing.assert_close(Plain([whole], TINY.preprocess, "fp32")(x), expected, atol=1e-5, rtol=0)
+    for whole in (as_it_is(net, "bf16", CPU), fused(net, TINY.layer, "bf16", CPU)):
+        torch.testing.assert_close(Plain([whole], TINY.preprocess, "bf16")(x), expected, atol=0.05, rtol=0)
+
+
+@torch.inference_mode()
+def test_ensembles_and_dropout_really_run_as_often_as_they_say() -> None:
+    net = TINY.network()
+    calls: list[int] = []
+    for member in (ensemble := [as_it_is(net, "fp32", CPU) for _ in range(3)]):
+        member.register_forward_hook(lambda *_: calls.append(1))
+    rows = Plain(ensemble, TINY.preprocess, "fp32")(images(2))
+    assert (len(calls), tuple(rows.shape)) == (3, (2, 11))
+    torch.testing.assert_close(rows[:, 0], torch.special.entr(rows[:, 1:]).sum(1))
+    dropped = dropping(fused(with_dropout(net, TINY.stages), "layer2", "fp32", CPU))
+    answers = [Plain([dropped], TINY.preprocess, "fp32")(images(2)) for _ in range(2)]
+    assert not torch.equal(*answers)  # each pass drops other activations
+    assert Plain([dropped], TINY.preprocess, "fp32", passes=4)(images(2)).shape == (2, 11)
+
+
+def test_operations_and_bytes_are_counted() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(5 * 30 * 30, 7))
+    x = torch.randn(2, 3, 32, 32)
+    assert floor.operations(net, x) == 2 * 2 * (5 * 30 * 30 * 27 + 5 * 30 * 30 * 7)
+    a, b = torch.randn(4, 6), torch.randn(6, 8)
+    assert floor.traffic(lambda _: a @ b, x) == 4 * (24 + 48 + 32)
+
+
+@pytest.mark.parametrize("density", ["gda", "tied"])
+@torch.inference_mode()
+def test_random_parts_make_a_valid_psc(density: str) -> None:
+    pipeline = TINY.pipeline(TINY.network(), "fp32", density=density)
+    rows = Outputs.unpack(pipeline(images(3)))
+    assert bool(torch.cat([column.flatten() for column in rows]).isfinite().all())
+    torch.testing.assert_close(rows.probabilities.sum(1), torch.ones(3))
+    assert floor.pipeline_operations(pipeline, images(2)) == 2 * floor.pipeline_operations(pipeline, images(1))
+    named = run.stations(pipeline, images(2), CPU)
+    assert tuple(named) == report.STATIONS
+    torch.testing.assert_close(named["pack"](), pipeline(images(2)))
+
+
+def test_subjects_are_cut_in_their_last_stage() -> None:
+    """Every layer exists, and what lies behind it is what the PSC saves."""
+    with torch.device("meta"):
+        for subject in SUBJECTS:
+            net = subject.network()
+            names = [name for name, _ in net.named_modules()]
+            assert {subject.layer, *subject.stages} <= set(names)
+            assert names.index(subject.layer) > names.index(subject.stages[-1]) - 1
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A real run of the tiny network."""
+    limits = {"operations_per_s": {"fp32": 1e11, "bf16": 1e11}, "bytes_per_s": 1e10}
+    measurement = run.Measurement(TINY, CPU, limits, full=False)
+    measurement.seconds = 0.0
+    subject = {"layer": TINY.layer, "limits": limits, "cells": measurement.cells(), "rivals": measurement.rivals()}
+    where = {"cpu": "C", "cores": 2, "threads": 1, "torch": "2", "python": "3", "date": "today"}
+    tail = [{"density": "gda", "components": 259, "batch": 64, "ms": 70.0}]
+    return {"command": "run", "environment": where, "subjects": {"tiny": subject}, "large_tail": tail}
+
+
+def test_a_run_measures_every_cell(measured: dict[str, Any]) -> None:
+    cells = measured["subjects"]["tiny"]["cells"]
+    assert [(cell["precision"], cell["bucket"]) for cell in cells] == [("fp32", 1), ("bf16", 1)]
+    for cell in cells:
+        assert set(cell["ms"]) == {"psc", "plain", "plain_fused"}
+        assert set(cell["stations_ms"]) == set(report.STATIONS)
+        assert 0 < cell["tail_share"] < 1
+        assert 0.5 < cell["operations_over_plain"] < 1  # the network is cut before its end
+    (rivals,) = measured["subjects"]["tiny"]["rivals"]
+    assert set(rivals["over_psc"]) == {"ensemble", "ensemble_fused", "mc_dropout_fused"}
+
+
+def test_the_report_says_what_was_met(measured: dict[str, Any], tmp_path: Path) -> None:
+    cell = measured["subjects"]["tiny"]["cells"][0]
+    cell["ms"] = {"psc": 2.0, "plain": 3.0, "plain_fused": 1.0}
+    measured["subjects"]["tiny"]["cells"][1]["ms"] = {"psc": 1.0, "plain": 2.0, "plain_fused": 1.5}
+    assert report.best_batches(measured["subjects"]["tiny"]["cells"]) == [("fp32", 1.5, 0.5), ("bf16", 2.0, 1.5)]
+    (tmp_path / "device-cpu.json").write_text(json.dumps(measured))
+    (tmp_path / "README.md").write_text("# Results\n\n## Device step\n\nold\n\n## Other\n\nkept\n")
+    report.write_report(tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "fp32 1.50×, fused 0.50×; bf16 2.00×, fused 1.50× | in part |" in text
+    assert "| 70.00 ms | no GPU |" in text
+    assert "old" not in text and "## Other\n\nkept" in text
+    assert "No numbers of a GPU" in text
