@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
         help="smallest c·d that auto considers (default: 64)",
     )
     method.add_argument("--no-second-scaling", action="store_true", help="do not standardise z")
-    method.add_argument("--density", choices=("gda", "tied", "gda++", "rmd"), default="gda")
+    method.add_argument("--density", choices=("gda", "tied", "gda++", "pooled++", "rmd"), default="gda")
     method.add_argument(
         "--pca",
         type=cli_options.positive_or_auto,

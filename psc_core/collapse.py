@@ -5,8 +5,8 @@ For each layer, with the sums of :mod:`psc_core.scatter`,
     NC1 = Tr(Σ_W) / Tr(Σ_T)      within-class share of the variability, training rows
     NC4 = share of validation rows whose nearest class mean (Euclidean) is their label
 
-(paper, section 4.1 and appendix "Measuring collapse": after each layer).  Two passes over the training images,
-class means first and then the scatter about them, and one over the validation images.
+(paper, section 4.1 and appendix "Measuring collapse": after each layer).  One pass over the training images, class
+by class, and one over the validation images.
 
 Class means take classes × width × 8 bytes a layer.  Layers share passes in groups that fit the memory budget;
 a layer that does not fit alone is measured in column ranges, over which scatter and distances add up.
@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from psc_core.backbone import Backbone, truncate
 from psc_core.candidate import EPSILON, CollapseReport, LayerCollapse
-from psc_core.data import Batch, ImageDataset
+from psc_core.data import Batch, ImageDataset, by_class
 from psc_core.distributed import Reducer
 from psc_core.errors import FitError, UsageError
 from psc_core.layers import LayerInfo, list_layers, select_layers
 from psc_core.passes import Compute, feature_step, passes
-from psc_core.scatter import add_class_sums_, between_scatter, centroid_scores, variability, within_scatter
+from psc_core.scatter import Centroids, ClassScatter, between_scatter, class_rows, variability
 
 DEFAULT_MEMORY_BYTES = 1 << 30
 """Budget for class means and batch features."""
@@ -174,18 +174,12 @@ class _Station:
     def measure(
         self, backbone: Backbone, group: Sequence[_Part], train: ImageDataset, val: ImageDataset, label: str
     ) -> None:
-        """Three passes for one group of layers."""
-        train, val = self.reduce.shard(train), self.reduce.shard(val)
-        means = self._means(backbone, group, train, label)
-        within = self.counts.new_zeros(len(group))
-        for batch, features in self._passes(backbone, group, train, f"{label}: scatter"):
-            for i, columns in enumerate(features):
-                within[i] += within_scatter(columns, batch.labels, batch.owner, means[i])
-        self.reduce.sum_(within)
-        for part, class_means, scatter in zip(group, means, within.tolist(), strict=True):
-            between, level = between_scatter(class_means, self.counts)
+        """Two passes for one group of layers."""
+        statistics = self._statistics(backbone, group, by_class(self.reduce.shard(train)), label)
+        for part, scatter in zip(group, statistics, strict=True):
+            between, level = between_scatter(scatter.means, self.counts)
             sums = self.sums.setdefault(part.layer.name, _Sums())
-            sums.within += scatter
+            sums.within += float(scatter.within)
             sums.between += float(between)
             sums.level += float(level)
             if not math.isfinite(sums.within + sums.between):
@@ -193,29 +187,36 @@ class _Station:
                     f"expected finite features, layer {part.layer.name} gives NaN or infinity on {train.name}; check "
                     "the weights and the preprocessing"
                 )
-        self._nearest_means(backbone, group, val, means, label)
+        self._nearest_means(backbone, group, self.reduce.shard(val), [scatter.means for scatter in statistics], label)
 
-    def _means(self, backbone: Backbone, group: Sequence[_Part], train: ImageDataset, label: str) -> list[Tensor]:
-        sums = [self.counts.new_zeros(len(self.counts), part.stop - part.start) for part in group]
-        for batch, features in self._passes(backbone, group, train, f"{label}: class means"):
-            for columns, total in zip(features, sums, strict=True):
-                add_class_sums_(total, columns, batch.labels, batch.owner)
-        return [self.reduce.sum_(total).div_(self.counts[:, None]) for total in sums]
+    def _statistics(
+        self, backbone: Backbone, group: Sequence[_Part], train: ImageDataset, label: str
+    ) -> list[ClassScatter]:
+        device = self.counts.device
+        statistics = [ClassScatter(len(self.counts), part.stop - part.start, device) for part in group]
+        for batch, features in self._passes(backbone, group, train, f"{label}: class statistics"):
+            rows = class_rows(batch.labels, batch.owner, device)
+            for columns, scatter in zip(features, statistics, strict=True):
+                scatter.add(columns, rows)
+        for scatter in statistics:
+            scatter.all_reduce(self.reduce.sum_)
+        return statistics
 
     def _nearest_means(
         self, backbone: Backbone, group: Sequence[_Part], val: ImageDataset, means: Sequence[Tensor], label: str
     ) -> None:
         correct = torch.zeros(len(group), dtype=torch.int64, device=self.counts.device)
+        centroids = [Centroids(class_means) for class_means in means]
         seen = 0
         for batch, features in self._passes(backbone, group, val, f"{label}: nearest mean"):
             rows = slice(seen, seen := seen + len(batch.images))
+            owner, labels = batch.owner.to(correct.device), batch.labels.to(correct.device)
             for i, (part, columns) in enumerate(zip(group, features, strict=True)):
-                scores = centroid_scores(columns, means[i])
+                scores = centroids[i].scores(columns)
                 if not part.is_whole:
                     scores = self._add_scores(part, len(val), rows, scores)
                 if part.is_last:
-                    nearest = scores.argmin(1).cpu()[batch.owner]
-                    correct[i] += int((nearest == batch.labels).sum())
+                    correct[i] += (scores.argmin(1).to(correct.device)[owner] == labels).sum()
         for part, hits in zip(group, self.reduce.sum_(correct).tolist(), strict=True):
             self.sums[part.layer.name].correct += hits
 

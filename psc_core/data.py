@@ -110,39 +110,34 @@ class ImageDataset:
         groups = {name: kept[kept >= 0] for name, group in self.groups.items() for kept in [where[group]]}
         return replace(self, indices=self.indices[positions], labels=labels, offsets=offsets, groups=groups)
 
-    def batches(self, batch_rows: int, *, workers: int | None = None) -> Iterator[Batch]:
-        """Stream in order, at most ``batch_rows`` rows (at least one image) a batch.
+    def batches(self, batch_images: int, *, workers: int | None = None) -> Iterator[Batch]:
+        """Stream in order, ``batch_images`` images a batch, fewer in the last.
 
         Decoding runs in ``workers`` threads, one batch ahead of the consumer.
 
         Raises:
             DataError: An image cannot be read; the message names it.
         """
-        spans = list(self._spans(batch_rows))
-        with ThreadPoolExecutor(workers or min(4, os.cpu_count() or 1), "psc-decode") as pool:
+        threads = ThreadPoolExecutor(workers or min(4, os.cpu_count() or 1), "psc-decode")
+        with threads as pool, ThreadPoolExecutor(1, "psc-collate") as collator:
             ahead: Future[Batch] | None = None
-            with ThreadPoolExecutor(1, "psc-collate") as collator:
-                for position, span in enumerate(spans):
-                    batch = ahead.result() if ahead else self._collate(span, pool)
-                    more = position + 1 < len(spans)
-                    ahead = collator.submit(self._collate, spans[position + 1], pool) if more else None
-                    yield batch
+            for start in range(0, len(self), batch_images):
+                batch = ahead.result() if ahead else self._collate(start, batch_images, pool)
+                following = start + batch_images
+                more = following < len(self)
+                ahead = collator.submit(self._collate, following, batch_images, pool) if more else None
+                yield batch
 
-    def batch_count(self, batch_rows: int) -> int:
+    def batch_count(self, batch_images: int) -> int:
         """How many batches :meth:`batches` yields."""
-        return sum(1 for _ in self._spans(batch_rows))
+        return -(-len(self) // batch_images)
 
-    def _spans(self, batch_rows: int) -> Iterator[tuple[int, int]]:
-        start, offsets = 0, self.offsets
-        while start < len(self):
-            stop = int(torch.searchsorted(offsets, offsets[start] + batch_rows, right=True)) - 1
-            stop = max(start + 1, min(stop, len(self)))
-            yield start, stop
-            start = stop
-
-    def _collate(self, span: tuple[int, int], pool: ThreadPoolExecutor) -> Batch:
-        start, stop = span
-        images = torch.from_numpy(np.stack(list(pool.map(self.image, range(start, stop), chunksize=16))))
+    def _collate(self, start: int, count: int, pool: ThreadPoolExecutor) -> Batch:
+        stop = min(start + count, len(self))
+        if isinstance(self.source, ArraySource) and self.source.fits(self.preprocess):
+            images = torch.from_numpy(self.source.images[self.indices[start:stop].numpy()][:, None])
+        else:
+            images = torch.from_numpy(np.stack(list(pool.map(self.image, range(start, stop), chunksize=16))))
         counts = self.offsets[start + 1 : stop + 1] - self.offsets[start:stop]
         owner = torch.arange(stop - start).repeat_interleave(counts)
         return Batch(images, self.labels[self.offsets[start] : self.offsets[stop]], owner)
@@ -216,6 +211,11 @@ def open_dataset(spec: str, *, split: str, preprocess: Preprocess, labelled_imag
     if separator and "/" not in kind and not Path(body).exists():
         return _from_factory(kind, rest, split, preprocess)
     return image_folder(Path(body), preprocess, labelled_images=labelled_images)
+
+
+def by_class(dataset: ImageDataset) -> ImageDataset:
+    """The same images, those of one class (their first label) after another; in order within a class."""
+    return dataset.subset(dataset.first_labels().argsort(stable=True))
 
 
 def split_validation(val: ImageDataset, seed: int = 0) -> tuple[ImageDataset, ImageDataset]:

@@ -57,6 +57,18 @@ class Reducer:
             dist.all_reduce(tensor)
         return tensor
 
+    def require(self, dataset: ImageDataset) -> None:
+        """Refuse fewer images than processes, in every process alike, before one of them waits for the others.
+
+        Raises:
+            UsageError: Some process would have no image.
+        """
+        if len(dataset) < self.world:
+            raise UsageError(
+                f"expected at least one image of {dataset.name} for each of {self.world} processes, it has "
+                f"{len(dataset)}; start fewer"
+            )
+
     def shard(self, dataset: ImageDataset) -> ImageDataset:
         """The images that belong to this process, in order."""
         if self.world == 1:

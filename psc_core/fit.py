@@ -17,16 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from psc_core import collapse, scores
+from psc_core import collapse, linalg, scores
 from psc_core.backbone import Backbone, example_input, truncate
 from psc_core.calibration import Calibration, ambiguity_threshold, fit_calibration
 from psc_core.candidate import Candidate, CollapseReport
 from psc_core.data import ImageDataset, split_validation
-from psc_core.density import Density, fit_density
+from psc_core.density import Density, fit_density, kind_of
 from psc_core.device import resolve_device
 from psc_core.distributed import Reducer
 from psc_core.errors import DataError, UsageError
@@ -34,9 +33,10 @@ from psc_core.fit_tucker import ProjectionReport, fit_tucker
 from psc_core.heads import Head, fit_head
 from psc_core.manifest import Policy
 from psc_core.passes import Compute, feature_step, passes, track_images
-from psc_core.pipeline import PRECISIONS, Outputs, Pipeline
+from psc_core.pipeline import PRECISIONS, Outputs, Pipeline, pool
 from psc_core.predictor import PSC
 from psc_core.projection import Projection
+from psc_core.rows import Rows, ScratchRows
 
 EPSILON = 0.2
 """The paper's collapse cut-off for NC1."""
@@ -55,7 +55,7 @@ class FitOptions:
     Attributes:
         device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
         precision: ``"fp32"`` or ``"bf16"`` of the network, at fit time and served.
-        batch_rows: Rows sent through the network at once.
+        batch_rows: Images sent through the network at once, at most; a CPU takes fewer (:mod:`psc_core.passes`).
         epsilon: Collapse cut-off (NC1).
         max_memory_bytes: Budget of one station's statistics.
         seed: Splits the validation images and seeds the head.
@@ -97,6 +97,7 @@ def measure_collapse(
         options: Shared options.
     """
     options = options or FitOptions()
+    options.reducer.require(train)
     _same_classes(train, val)
     choose, _ = split_validation(val, options.seed)
     compute = options.compute()
@@ -136,6 +137,7 @@ def fit_projection(
     if method != "tucker":
         raise UsageError(f"expected method 'tucker', got {method!r}")
     options = options or FitOptions()
+    options.reducer.require(train)
     compute = options.compute()
     choose = train if val is None else split_validation(val, options.seed)[0]
     backbone = _cut(net, candidate, train, compute, keep_output=False)
@@ -193,7 +195,7 @@ def fit_psc(
         train: Training images.
         val: Validation images.
         head: ``"laplace"``, ``"sngp"`` or ``"duq"``.
-        density: ``"gda"``, ``"tied"``, ``"gda++"`` or ``"rmd"``.
+        density: ``"gda"``, ``"tied"``, ``"gda++"``, ``"pooled++"`` or ``"rmd"``.
         pca: Dimension the density works in, or None to choose it from the data.
         predictions: ``"psc"`` (the head) or ``"base"`` (the network's own output, unchanged).
         alpha: Default false-alarm rate.
@@ -208,6 +210,7 @@ def fit_psc(
     if predictions not in ("psc", "base"):
         raise UsageError(f"expected predictions 'psc' or 'base', got {predictions!r}")
     _same_classes(train, val)
+    options.reducer.require(train)
     compute = options.compute()
     check_promises(val, alpha=alpha, coverage=coverage, options=options)
     choose, calibrate = split_validation(val, options.seed)
@@ -216,24 +219,25 @@ def fit_psc(
     project = projection.projection.to(compute.device)
     fitted_head: Head | None = None
     with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
-        z, labels = embed(backbone, project, train, compute, Path(scratch) / "train.z", options.reducer)
+        file, pooled = Path(scratch) / "train", kind_of(density).reads == "pooled"
+        z, read = embed(backbone, project, train, compute, file, options.reducer, pooled=pooled)
         fitted_density: Density = fit_density(
-            z, labels, num_classes=len(train.classes), kind=density, pca=pca, class_names=train.classes
+            read, train.labels, num_classes=len(train.classes), kind=density, pca=pca, class_names=train.classes
         )
         if not base:
-            z_val, labels_val = embed(backbone, project, choose, compute, Path(scratch) / "val.z", options.reducer)
+            z_val, _ = embed(backbone, project, choose, compute, Path(scratch) / "val", options.reducer)
             fitted_head = fit_head(
                 z,
-                labels,
-                z_val,
-                labels_val,
+                train.labels,
+                z_val[:],
+                choose.labels,
                 num_classes=len(train.classes),
                 kind=head,
                 seed=options.seed,
                 device=compute.device,
                 class_names=train.classes,
             )
-        del z
+        del z, read
     pipeline = Pipeline(
         train.preprocess, backbone, project, fitted_density, fitted_head, torch.empty(0), compute.precision
     ).to(compute.device)
@@ -270,24 +274,45 @@ def check_promises(val: ImageDataset, *, alpha: float, coverage: float, options:
 
 
 def embed(
-    backbone: Backbone, projection: Projection, dataset: ImageDataset, compute: Compute, file: Path, reducer: Reducer
-) -> tuple[Tensor, Tensor]:
-    """z of every row and its label; z lives in ``file`` (memory-mapped), so memory stays bounded.
+    backbone: Backbone,
+    projection: Projection,
+    dataset: ImageDataset,
+    compute: Compute,
+    file: Path,
+    reducer: Reducer,
+    *,
+    pooled: bool = False,
+) -> tuple[Rows, Rows]:
+    """z of every row, and what the density reads: its pooled features if ``pooled``, else z again.
 
-    Returns:
-        ``float32 (rows, D)`` and ``int64 (rows,)``.
+    They are kept in ``file``, so that memory does not grow with the images.
     """
     dim = projection.c_proj * projection.d_proj
-    storage = np.memmap(file, np.float32, "w+", shape=(dataset.rows, dim))
-    z = torch.from_numpy(storage)
+    step = feature_step(backbone, compute.precision)
+    channels = _channels(backbone, dataset, compute) if pooled else 0
+    kept = ScratchRows(file, (dataset.rows, dim + channels))
     where = reducer.shard_rows(dataset)
     at = 0
-    for features, batch in passes(reducer.shard(dataset), compute, "features", feature_step(backbone)):
-        values = batch.rows(projection(features)).cpu()
-        z[where[at : at + len(values)]] = values
+    for features, batch in passes(reducer.shard(dataset), compute, "features", step):
+        read = [projection(features), *([pool(features)] if pooled else [])]
+        values = batch.rows(torch.cat(read, dim=1)).cpu()
+        kept.write(where[at : at + len(values)], values)
         at += len(values)
-    reducer.sum_(z)
-    return z, dataset.labels
+    if reducer.world > 1:
+        for chunk, block in linalg.blocks(kept):
+            kept.write(chunk, reducer.sum_(block))
+    if not pooled:
+        return kept, kept
+    return (
+        kept.map(lambda part: part[:, :dim], dim, kept.dtype),
+        kept.map(lambda part: part[:, dim:], channels, kept.dtype),
+    )
+
+
+@torch.inference_mode()
+def _channels(backbone: Backbone, dataset: ImageDataset, compute: Compute) -> int:
+    """Width of the pooled features."""
+    return pool(backbone(example_input(dataset.preprocess).to(compute.device))[0]).shape[1]
 
 
 def predict_dataset(

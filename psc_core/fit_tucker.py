@@ -1,8 +1,10 @@
 """Fit the projection of the candidate layer(s): moments, Tucker factors, sizes, second scaling.
 
-Four passes over the training images: channel means, channel covariances, then one that accumulates the class
-statistics of both the scaled layer and its largest projection; and one over the validation images that
-counts nearest-class-mean hits for every size at once.
+Two passes over the training images: one for channel means and covariances, then one, class by class, that
+accumulates the class statistics of both the scaled layer and its largest projection; and one over the validation
+images that counts nearest-class-mean hits for every size at once.  Where the class means of the scaled layer do
+not fit the memory budget, the last two are repeated for ranges of its columns, over which scatter and distances
+add up.
 """
 
 from __future__ import annotations
@@ -15,18 +17,22 @@ from torch import Tensor
 
 from psc_core.backbone import Backbone
 from psc_core.candidate import Candidate
-from psc_core.data import ImageDataset
+from psc_core.data import ImageDataset, by_class
 from psc_core.distributed import Reducer
 from psc_core.errors import UsageError
 from psc_core.moments import channel_moments
 from psc_core.passes import Compute, FeatureStep, feature_step, passes
 from psc_core.projection import Projection, pooled_positions, reshape_features
-from psc_core.ranks import ClassScatter, RankChoice, choose_ranks, nc1_prefixes, nearest_mean_hits
+from psc_core.ranks import RankChoice, choose_ranks, nc1_prefixes, nearest_mean_hits
+from psc_core.scatter import Centroids, ClassScatter, between_scatter, class_rows, variability
 from psc_core.tucker import tucker_factors
 
 MAX_CHANNEL_COMPONENTS = 64
 MAX_COMPONENTS = 2048
 """Largest projection that is measured: components of the channel mode, and of both modes together."""
+
+_MIN_COLUMNS = 1024
+"""Fewest columns worth a pass of their own, whatever the budget."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +94,11 @@ def fit_tucker(
         d_proj: Spatial components, or None to choose.
         minimum_dim: Smallest c·d considered when choosing.
         second_scaling: Whether z is standardised again.
-        max_memory_bytes: Budget of the covariance tensor.
+        max_memory_bytes: Budget of the covariance tensor (its correlation takes as much again), and of the class
+            means of the scaled layer.
         reducer: Sums over processes.
     """
-    step = feature_step(backbone)
+    step = feature_step(backbone, compute.precision)
     shapes = _feature_shapes(train, compute, step)
     positions = [
         pooled_positions(1 if d == 1 else c, c if d == 1 else d, max_memory_bytes // len(shapes) ** 2)
@@ -108,12 +115,11 @@ def fit_tucker(
     )
     shard = reducer.shard(train)
 
-    def rows(what: str) -> Iterator[Tensor]:
-        for features, batch in passes(shard, compute, what, step):
+    def features_of_rows() -> Iterator[Tensor]:
+        for features, batch in passes(shard, compute, "moments", step):
             yield batch.rows(reshape_features(features, positions)).float()
 
-    names = iter(("moments 1/2: means", "moments 2/2: covariances"))
-    moments = channel_moments(lambda: rows(next(names)), all_reduce=reducer.sum_)
+    moments = channel_moments(features_of_rows(), all_reduce=reducer.sum_)
     channels, d = moments.mean.shape
     c_max = min(channels, max(c_proj or 0, MAX_CHANNEL_COMPONENTS))
     d_max = min(d, max(d_proj or 0, MAX_COMPONENTS // c_max))
@@ -122,29 +128,23 @@ def fit_tucker(
     zeros, ones = torch.zeros(c_max * d_max), torch.ones(c_max * d_max)
     largest = Projection(positions, moments.mean, moments.std(), a, b, zeros, ones).to(compute.device)
 
-    num_classes = len(train.classes)
-    scaled = ClassScatter(num_classes, channels * d, compute.device)
-    block = ClassScatter(num_classes, c_max * d_max, compute.device)
-    for features, batch in passes(shard, compute, "class statistics", step):
-        labels = batch.labels.to(compute.device)
-        x = largest.scaled(features)
-        z = (largest.channel_factor.T @ x) @ largest.spatial_factor
-        scaled.add(batch.rows(x.flatten(1)), labels)
-        block.add(batch.rows(z.flatten(1)), labels)
-    scaled.all_reduce(reducer.sum_)
-    block.all_reduce(reducer.sum_)
-
-    nc1 = nc1_prefixes(block.within.view(c_max, d_max), block.total().view(c_max, d_max))
-    nc4, scaled_nc4 = _nearest_mean(largest, scaled, block, choose, compute, step)
-    scaled_nc1 = float(scaled.within.sum() / scaled.total().sum())
+    del moments
+    sized = _measure_sizes(largest, by_class(shard), choose, compute, step, max_memory_bytes, reducer)
     choice = choose_ranks(
-        nc1, nc4, epsilon=epsilon, reference_nc4=scaled_nc4, c_proj=c_proj, d_proj=d_proj, minimum=minimum_dim
+        sized.nc1,
+        sized.nc4,
+        epsilon=epsilon,
+        reference_nc4=sized.scaled_nc4,
+        c_proj=c_proj,
+        d_proj=d_proj,
+        minimum=minimum_dim,
     )
     if second_scaling:
-        mean, std = block.mean_and_std()
-        largest = largest.with_second_scaling(mean, std)
+        largest = largest.with_second_scaling(*sized.block.mean_and_std())
     projection = largest.leading(choice.c_proj, choice.d_proj).cpu()
-    return projection, ProjectionReport(choice, scaled_nc1, scaled_nc4, nc1.cpu(), nc4.cpu(), pooled)
+    return projection, ProjectionReport(
+        choice, sized.scaled_nc1, sized.scaled_nc4, sized.nc1.cpu(), sized.nc4.cpu(), pooled
+    )
 
 
 def _feature_shapes(train: ImageDataset, compute: Compute, step: FeatureStep) -> list[tuple[int, int]]:
@@ -155,28 +155,66 @@ def _feature_shapes(train: ImageDataset, compute: Compute, step: FeatureStep) ->
     raise UsageError("expected at least one training image")
 
 
-def _nearest_mean(
+@dataclass(frozen=True)
+class _Sized:
+    """NC1 and NC4 of the scaled layer and of every projection size, and the statistics of the largest."""
+
+    scaled_nc1: float
+    scaled_nc4: float
+    nc1: Tensor
+    nc4: Tensor
+    block: ClassScatter
+
+
+def _measure_sizes(
     largest: Projection,
-    scaled: ClassScatter,
-    block: ClassScatter,
+    train: ImageDataset,
     choose: ImageDataset,
     compute: Compute,
     step: FeatureStep,
-) -> tuple[Tensor, float]:
-    """NC4 of every projection size and of the scaled layer, in one pass over ``choose``."""
+    max_memory_bytes: int,
+    reducer: Reducer,
+) -> _Sized:
+    """Both passes, once for each range of the scaled layer's columns that fits the memory budget."""
+    classes, device = len(train.classes), compute.device
     c_max, d_max = largest.c_proj, largest.d_proj
-    means = block.means.view(-1, c_max, d_max)
-    centre = scaled.means.mean(0)
-    centred_means = scaled.means - centre
-    offsets = centred_means.square().sum(1)
-    hits = torch.zeros(c_max, d_max, dtype=torch.int64, device=compute.device)
-    scaled_hits, count = 0, 0
-    for features, batch in passes(choose, compute, "sizes", step):
-        labels = batch.labels.to(compute.device)
-        x = largest.scaled(features)
-        z = (largest.channel_factor.T @ x) @ largest.spatial_factor
-        hits += nearest_mean_hits(batch.rows(z), means, labels)
-        nearest = (offsets - 2 * (x.flatten(1).double() - centre) @ centred_means.T).argmin(1)
-        scaled_hits += int((batch.rows(nearest) == labels).sum())
-        count += len(labels)
-    return hits.double() / count, scaled_hits / count
+    width = largest.mean.numel()
+    columns_at_once = min(width, max(_MIN_COLUMNS, max_memory_bytes // (8 * classes)))
+    ranges = [slice(start, min(width, start + columns_at_once)) for start in range(0, width, columns_at_once)]
+    block = ClassScatter(classes, c_max * d_max, device, by_column=True)
+    hits = torch.zeros(c_max, d_max, dtype=torch.int64, device=device)
+    scaled_hits = torch.zeros((), dtype=torch.int64, device=device)
+    within = between = level = 0.0
+    scores = torch.zeros(len(choose) if len(ranges) > 1 else 0, classes, dtype=torch.float64)
+    for columns in ranges:
+        first, last = columns.start == 0, columns.stop == width
+        scaled = ClassScatter(classes, columns.stop - columns.start, device)
+        for features, batch in passes(train, compute, "class statistics", step):
+            rows = class_rows(batch.labels, batch.owner, device)
+            x = largest.scaled(features)
+            scaled.add(x.flatten(1)[:, columns], rows)
+            if first:
+                block.add(((largest.channel_factor.T @ x) @ largest.spatial_factor).flatten(1), rows)
+        scaled.all_reduce(reducer.sum_)
+        if first:
+            block.all_reduce(reducer.sum_)
+            means = block.means.view(-1, c_max, d_max)
+        parts = between_scatter(scaled.means, scaled.counts)
+        within, between, level = within + float(scaled.within), between + float(parts[0]), level + float(parts[1])
+        centroids = Centroids(scaled.means)
+        seen = 0
+        for features, batch in passes(choose, compute, "sizes", step):
+            labels, owner = batch.labels.to(device), batch.owner.to(device)
+            x = largest.scaled(features)
+            here = centroids.scores(x.flatten(1)[:, columns])
+            if len(ranges) > 1:
+                at = slice(seen, seen := seen + len(here))
+                here = scores[at].add_(here.cpu()).to(device)
+            if last:
+                scaled_hits += (here.argmin(1)[owner] == labels).sum()
+            if first:
+                z = (largest.channel_factor.T @ x) @ largest.spatial_factor
+                hits += nearest_mean_hits(batch.rows(z), means, labels)
+    nc1 = nc1_prefixes(block.within.view(c_max, d_max), block.total().view(c_max, d_max))
+    scaled_nc4 = int(scaled_hits) / choose.rows
+    return _Sized(variability(within, between, level), scaled_nc4, nc1, hits.double() / choose.rows, block)

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from psc_core.errors import BundleError, FitError
+from psc_core.rows import Rows
 
 Record = dict[str, float | int]
 """What a fit decided and measured, by name; numbers only."""
@@ -108,7 +109,7 @@ def _bind_axes(kind: str, layout: Mapping[str, tuple[str, ...]], tensors: Mappin
 
 
 def check_features(
-    z: Float[Tensor, "n dim"],
+    z: Float[Tensor, "n dim"] | Rows,
     labels: Int[Tensor, " n"],
     *,
     class_names: tuple[str, ...],
@@ -125,7 +126,7 @@ def check_features(
     Raises:
         FitError: A wrong shape, a label out of range, NaN or ∞, or a class with fewer than ``least`` rows.
     """
-    if z.ndim != 2 or labels.shape != z.shape[:1] or not z.is_floating_point() or z.shape[1] == 0:
+    if len(z.shape) != 2 or labels.shape != z.shape[:1] or not z.dtype.is_floating_point or z.shape[1] == 0:
         raise FitError(
             f"expected float features (n, dim) and n labels, got {z.dtype} {tuple(z.shape)} and {tuple(labels.shape)}"
         )
@@ -137,7 +138,8 @@ def check_features(
             f"expected labels 0 … {classes - 1}, got {int(labels.min())} … {int(labels.max())}; "
             "check the number of classes"
         )
-    if not z.isfinite().all():
+    step = max(1, (1 << 20) // z.shape[1])
+    if not all(bool(z[start : start + step].isfinite().all()) for start in range(0, len(z), step)):
         raise FitError("expected finite features, got NaN or ∞; check the network's weights and precision")
     counts = torch.bincount(labels, minlength=classes)
     short = [f"{class_names[i]!r} ({int(counts[i])})" for i in (counts < least).nonzero()[:, 0].tolist()]

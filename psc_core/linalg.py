@@ -18,8 +18,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-CHUNK_ELEMENTS: Final = 1 << 24
-"""Rows × columns of one float64 chunk (128 MiB)."""
+from psc_core.rows import Rows, as_rows
+
+CHUNK_ELEMENTS: Final = 1 << 20
+"""Rows × columns of one float64 chunk (8 MiB)."""
 
 EIGENVALUE_FLOOR: Final = 1e-6
 """Smallest eigenvalue kept, relative to the scale of the matrix: standard deviations 1,000 times smaller
@@ -53,6 +55,13 @@ def chunk_rows(rows: int, columns: int) -> Iterator[slice]:
     """Slices of at most :data:`CHUNK_ELEMENTS` ``// columns`` rows that cover ``rows``."""
     step = max(1, CHUNK_ELEMENTS // max(1, columns))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def blocks(rows: Float[Tensor, "n d"] | Rows, *, columns: int = 0) -> Iterator[tuple[slice, Float[Tensor, "m d"]]]:
+    """``rows`` a chunk at a time, and where each chunk is; ``columns`` when more than theirs are computed from them."""
+    rows = as_rows(rows)
+    for chunk in chunk_rows(len(rows), max(columns, rows.widest)):
+        yield chunk, rows[chunk]
 
 
 def fix_signs(vectors: Float[Tensor, "d k"]) -> Float[Tensor, "d k"]:
@@ -92,19 +101,19 @@ def inverse_root(matrix: Float[Tensor, "d d"], *, scale: float, floor: float = E
     return InverseRoot(root, lifted.log().sum().item(), int((lift > 0).sum()), lift.max().item())
 
 
-def mean_of_rows(rows: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
+def mean_of_rows(rows: Float[Tensor, "n d"] | Rows) -> Float[Tensor, " d"]:
     """Mean over rows in float64, chunk by chunk."""
     total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
-    for chunk in chunk_rows(*rows.shape):
-        total += rows[chunk].double().sum(0)
+    for _, block in blocks(rows):
+        total += block.double().sum(0)
     return total / len(rows)
 
 
-def scatter_about(rows: Float[Tensor, "n d"], mean: Float[Tensor, " d"]) -> Float[Tensor, "d d"]:
+def scatter_about(rows: Float[Tensor, "n d"] | Rows, mean: Float[Tensor, " d"]) -> Float[Tensor, "d d"]:
     """``Σ_i (x_i − mean)(x_i − mean)ᵀ`` in float64, chunk by chunk."""
     total = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=rows.device)
-    for chunk in chunk_rows(*rows.shape):
-        centred = rows[chunk].double() - mean
+    for _, block in blocks(rows):
+        centred = block.double() - mean
         total += centred.T @ centred
     return total
 

@@ -6,13 +6,17 @@ For every channel c,
     μ_c = (1/N) Σ_i X_ic            (C, d)
     Σ_c = (1/N) Σ_i (X_ic − μ_c)ᵀ(X_ic − μ_c)   (C, d, d)
 
-in two passes: the mean exactly first, then centred products.  All sums are float64; covariance between
-channels is never formed.  Units whose standard deviation is below :data:`DEAD_UNIT` of the layer's root
-mean square one get that floor, so that a unit silent on the training data cannot dominate after scaling.
+in one pass: each batch is centred on its own mean, and merged into what came before with the product of the two
+means' difference (Chan, Golub & LeVeque 1983), which is one more row of the same matrix product.  Only centred
+products are added, so nothing cancels, as with the mean taken in a pass of its own.  All sums are float64;
+covariance between channels is never formed.  Units whose standard deviation is below :data:`DEAD_UNIT` of the
+layer's root mean square one get that floor, so that a unit silent on the training data cannot dominate after
+scaling.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -24,9 +28,6 @@ from psc_core.errors import FitError
 
 DEAD_UNIT = 1e-2
 """Smallest standard deviation kept, relative to the root mean square of the layer's."""
-
-Passes = Callable[[], Iterable[Float[Tensor, "batch channels positions"]]]
-"""Each call starts one more pass over the same features."""
 
 Sum = Callable[[Tensor], Tensor]
 """All-reduces a tensor over processes; the identity in one process."""
@@ -62,39 +63,50 @@ class ChannelMoments:
         return std.clamp_min(DEAD_UNIT * scale)
 
     def correlation(self) -> Float[Tensor, "channels positions positions"]:
-        """D⁻¹ Σ_c D⁻¹ with D = diag(std): the tensor that is decomposed."""
+        """D⁻¹ Σ_c D⁻¹ with D = diag(std): the tensor that is decomposed, a second one as large as the covariance."""
         std = self.std()
-        return self.covariance / (std[:, :, None] * std[:, None, :])
+        return (self.covariance / std[:, :, None]).div_(std[:, None, :])
 
 
-def channel_moments(passes: Passes, *, all_reduce: Sum = lambda tensor: tensor) -> ChannelMoments:
-    """Mean and covariance of every channel in two passes.
+def channel_moments(
+    batches: Iterable[Float[Tensor, "batch channels positions"]], *, all_reduce: Sum = lambda tensor: tensor
+) -> ChannelMoments:
+    """Mean and covariance of every channel in one pass.
 
     Args:
-        passes: Starts a pass over the feature batches, (B, C, d) of any float type.
+        batches: Features of any float type.
         all_reduce: Sums over processes.
 
     Raises:
         FitError: No features, or a value that is not finite.
     """
-    total: Tensor | None = None
     count = 0
-    for features in passes():
-        batch = features.double().sum(0)
-        total = batch if total is None else total + batch
-        count += len(features)
-    if total is None:
+    mean: Tensor | None = None
+    products: Tensor | None = None
+    for features in batches:
+        rows = len(features)
+        batch = features.double()
+        batch_mean = batch.mean(0)
+        if mean is None or products is None:
+            mean = torch.zeros_like(batch_mean)
+            products = mean.new_zeros(*mean.shape, mean.shape[1])
+        gap = batch_mean - mean
+        merged = math.sqrt(count * rows / (count + rows))
+        centred = torch.cat([batch - batch_mean, merged * gap[None]]).transpose(0, 1)
+        products.baddbmm_(centred.transpose(1, 2), centred)
+        count += rows
+        mean += gap * (rows / count)
+    if mean is None or products is None:
         raise FitError("expected at least one image to take moments of, got none")
-    rows = all_reduce(torch.tensor([float(count)], dtype=torch.float64, device=total.device))
-    mean = all_reduce(total) / rows
-    if not bool(mean.isfinite().all()):
+    total = all_reduce(torch.tensor([float(count)], dtype=torch.float64, device=mean.device))
+    share = count / total
+    whole_mean = all_reduce(mean * share)
+    if not bool(whole_mean.isfinite().all()):
         raise FitError(
             "expected finite features, the candidate layer gives NaN or infinity; check the weights "
             "or use --precision fp32"
         )
-    products = torch.zeros(*mean.shape, mean.shape[1], dtype=torch.float64, device=mean.device)
-    for features in passes():
-        centred = (features.double() - mean).transpose(0, 1)
-        products.baddbmm_(centred.transpose(1, 2), centred)
-    covariance = all_reduce(products) / rows
-    return ChannelMoments(int(rows), mean, covariance)
+    gap = (mean - whole_mean)[:, :, None]
+    if int(total) > count:
+        products.baddbmm_(gap, gap.transpose(1, 2), alpha=count)
+    return ChannelMoments(int(total), whole_mean, all_reduce(products).div_(total))

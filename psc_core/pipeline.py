@@ -9,7 +9,8 @@ graph.  The answer is one packed ``float32`` matrix, so one copy brings it to th
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, UInt8
@@ -44,13 +45,30 @@ class Outputs(NamedTuple):
 
     def pack(self) -> Float[Tensor, "batch columns"]:
         """One matrix (B, 4 + K): entropy, log density, p-value, epistemic, probabilities."""
-        columns = torch.stack([self.predictive_entropy, self.log_density, self.ood_p_value, self.epistemic], dim=1)
-        return torch.cat([columns, self.probabilities], dim=1)
+        columns = (self.predictive_entropy, self.log_density, self.ood_p_value, self.epistemic)
+        return torch.cat([*(column[:, None] for column in columns), self.probabilities], dim=1)
 
     @classmethod
     def unpack(cls, packed: Float[Tensor, "batch columns"]) -> Outputs:
         """Views into a packed matrix; inverse of :meth:`pack`."""
         return cls(packed[:, 4:], packed[:, 0], packed[:, 1], packed[:, 2], packed[:, 3])
+
+
+class Embedding(NamedTuple):
+    """Attributes:
+    z: (B, D) projected features, which the head reads.
+    read: What the density reads: z itself, or (B, C) from :func:`pool`.
+    logits: (B, K) of the network, for base predictions.
+    """
+
+    z: Tensor
+    read: Tensor
+    logits: Tensor | None
+
+
+def pool(features: Sequence[Float[Tensor, "batch _ _"]]) -> Float[Tensor, "batch channels"]:
+    """Features averaged over positions, float32, the layers side by side."""
+    return torch.cat([layer.float().mean(2) for layer in features], dim=1)
 
 
 def entropy(probabilities: Float[Tensor, "batch classes"]) -> Float[Tensor, "batch"]:
@@ -97,19 +115,41 @@ class Pipeline(nn.Module):
         self.density = density
         self.head = head
         self.precision = precision
+        self._fused: tuple[Backbone, ...] = ()
         self.eval().requires_grad_(False)
 
-    def embed(self, images: UInt8[Tensor, "batch channels height width"]) -> tuple[Tensor, Tensor | None]:
-        """z (B, D) and, for base predictions, the network's logits (B, K)."""
-        inputs = images.float() * self.scale + self.shift
+    def running(self) -> Backbone:
+        """What computes the features: the backbone with fewer operations, made at the first call on a device.
+
+        A compiler that cannot see into packed weights gets the backbone itself, and fuses on its own.
+        """
+        if torch.compiler.is_compiling() and self.scale.device.type == "cpu":
+            return self.backbone
+        if not self._fused:
+            self._fused = (self.backbone.fused(self.precision),)
+        return self._fused[0]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipeline:
+        self._fused = ()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call, unused-ignore]
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_fused": ()}  # packed weights can neither be copied nor sent
+
+    def embed(self, images: UInt8[Tensor, "batch channels height width"]) -> Embedding:
+        """What density and head read."""
+        inputs = images.float().mul_(self.scale).add_(self.shift)
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            features, logits = self.backbone(inputs)
-        return self.projection(features), None if logits is None else logits.float()
+            features, logits = self.running()(inputs)
+        z = self.projection(features)
+        read = pool(features) if self.density.reads == "pooled" else z
+        return Embedding(z, read, None if logits is None else logits.float())
 
     def forward(self, images: UInt8[Tensor, "batch channels height width"]) -> Float[Tensor, "batch columns"]:
         """Packed :class:`Outputs` of a batch; identical for an image whatever it is batched with."""
-        z, logits = self.embed(images)
-        log_density = self.density(z).log_density
+        z, read, logits = self.embed(images)
+        log_density = self.density(read).log_density
         if self.head is not None:
             probabilities, epistemic = self.head(z)
         elif logits is not None:
@@ -121,8 +161,8 @@ class Pipeline(nn.Module):
 
     def explain(self, images: UInt8[Tensor, "batch channels height width"]) -> dict[str, Tensor]:
         """Why: distances to all classes, the nearest, whitened deviations, aleatoric and epistemic nats."""
-        z, _ = self.embed(images)
-        explanation = dict(self.density.explain(z)._asdict())
+        z, read, _ = self.embed(images)
+        explanation = dict(self.density.explain(read)._asdict())
         if self.head is not None:
             explanation.update(self.head.split(z)._asdict())
         return explanation

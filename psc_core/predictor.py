@@ -206,9 +206,12 @@ class PSC:
         try:
             with torch.inference_mode():
                 packed = self.pipeline(images)
+                # by itself, too: a ReLU that a convolution takes along makes zeros of what is not a number
+                features, _ = self.pipeline.backbone(images.float() * self.pipeline.scale + self.pipeline.shift)
         except Exception as error:  # as in load
             raise BundleError(f"the parts of {self.name!r} do not fit together: {error}") from error
-        if packed.shape[1] != 4 + len(self.classes) or not bool(packed.isfinite().all()):
+        finite = all(bool(part.isfinite().all()) for part in (packed, *features))
+        if packed.shape[1] != 4 + len(self.classes) or not finite:
             raise BundleError(
                 f"expected {len(self.classes)} finite probabilities from {self.name!r}, got "
                 f"{packed.shape[1] - 4} columns or values that are not finite; fit the bundle again"

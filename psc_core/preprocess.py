@@ -58,6 +58,8 @@ class Preprocess:
             )
         if min(self.std) <= 0:
             raise UsageError(f"expected positive stds, got {self.std}")
+        if not all(bool(part.isfinite().all()) for part in self.scale_and_shift()):
+            raise UsageError(f"expected stds and means that give finite inputs, got {self.std} and {self.mean}")
         if min(self.height, self.width) < 1:
             raise UsageError(f"expected a positive size, got {self.height}×{self.width}")
         if self.resize is not None and self.resize < max(self.height, self.width):

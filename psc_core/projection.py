@@ -97,7 +97,7 @@ class Projection(nn.Module):
 
     def scaled(self, features: Sequence[Tensor]) -> Float[Tensor, "batch channels positions"]:
         """X after the first scaling."""
-        return (self.reshape(features).float() - self.mean) * self.inverse_std
+        return (self.reshape(features).float() - self.mean).mul_(self.inverse_std)
 
     def block(self, features: Sequence[Tensor]) -> Float[Tensor, "batch c_proj d_proj"]:
         """Z before the second scaling."""
@@ -105,7 +105,7 @@ class Projection(nn.Module):
 
     def forward(self, features: Sequence[Tensor]) -> Float[Tensor, "batch dim"]:
         """z (B, c_proj · d_proj), row-major over (channel, spatial) components."""
-        return (self.block(features).flatten(1) - self.z_mean) * self.z_inverse_std
+        return (self.block(features).flatten(1) - self.z_mean).mul_(self.z_inverse_std)
 
     def leading(self, c_proj: int, d_proj: int) -> Projection:
         """The same projection with only the leading components."""

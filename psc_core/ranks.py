@@ -5,14 +5,12 @@ With Z (B, c_max, d_max) the largest projection, a smaller one keeps its leading
     NC1(c, d) = Σ_{i<c, j<d} w_ij / Σ_{i<c, j<d} t_ij
     NC4(c, d) = accuracy of  argmin_k Σ_{i<c, j<d} (z_ij − μ_kij)²
 
-where w and t are the within-class and total scatter of one coordinate.  Two cumulative sums replace the
-sweep.  Scatter is accumulated by merging batches (Chan, Golub & LeVeque, 1983), which never subtracts large
-numbers, so one pass is as good as two.
+where w and t are the within-class and total scatter of one coordinate (:class:`psc_core.scatter.ClassScatter`).
+Two cumulative sums replace the sweep.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,62 +19,8 @@ from torch import Tensor
 
 from psc_core.errors import FitError
 
-_CHUNK_ELEMENTS = 1 << 24
-
-
-class ClassScatter:
-    """Class means, within-class scatter and total scatter of every coordinate, merged batch by batch.
-
-    Attributes:
-        counts: ``float64 (K,)`` rows of each class.
-        means: ``float64 (K, P)``.
-        within: ``float64 (P,)`` Σ_c Σ_i (z_i − μ_c)², summed over rows.
-    """
-
-    def __init__(self, num_classes: int, coordinates: int, device: torch.device | str = "cpu") -> None:
-        self.counts = torch.zeros(num_classes, dtype=torch.float64, device=device)
-        self.means = torch.zeros(num_classes, coordinates, dtype=torch.float64, device=device)
-        self.within = torch.zeros(coordinates, dtype=torch.float64, device=device)
-
-    def add(self, z: Float[Tensor, "rows coordinates"], labels: Int[Tensor, "rows"]) -> None:
-        """Merge one batch."""
-        z = z.double()
-        counts = torch.bincount(labels, minlength=len(self.counts)).to(self.counts)
-        sums = torch.zeros_like(self.means).index_add_(0, labels, z)
-        means = sums / counts.clamp_min(1)[:, None]
-        self.within += (z - means[labels]).square().sum(0)
-        self.merge(counts, means, torch.zeros_like(self.within))
-
-    def merge(self, counts: Tensor, means: Tensor, within: Tensor) -> None:
-        """Merge the statistics of disjoint rows."""
-        total = self.counts + counts
-        share = (counts / total.clamp_min(1))[:, None]
-        gap = means - self.means
-        self.within += within + ((self.counts[:, None] * share) * gap.square()).sum(0)
-        self.means += share * gap
-        self.counts = total
-
-    def all_reduce(self, sum_: Callable[[Tensor], Tensor]) -> None:
-        """Merge the statistics of all processes, exactly as if the rows had been in one."""
-        counts = sum_(self.counts.clone())
-        means = sum_(self.counts[:, None] * self.means) / counts.clamp_min(1)[:, None]
-        self.within = sum_(self.within + (self.counts[:, None] * (self.means - means).square()).sum(0))
-        self.counts, self.means = counts, means
-
-    def mean_and_std(self) -> tuple[Float[Tensor, "coordinates"], Float[Tensor, "coordinates"]]:
-        """Mean and standard deviation over all rows; a constant coordinate gets the standard deviation 1."""
-        rows = self.counts.sum()
-        mean = (self.counts[:, None] * self.means).sum(0) / rows
-        between = (self.counts[:, None] * (self.means - mean).square()).sum(0)
-        std = ((self.within + between) / rows).sqrt()
-        floor = 1e-6 * std.square().mean().sqrt()
-        return mean, torch.where(std > floor, std, 1.0)
-
-    def total(self) -> Float[Tensor, "coordinates"]:
-        """Scatter about the mean of the class means μ_G, weighted by instance."""
-        present = self.counts > 0
-        centre = self.means[present].mean(0)
-        return self.within + (self.counts[:, None] * (self.means - centre).square()).sum(0)
+_CHUNK_ELEMENTS = 1 << 18
+"""Differences to class means at a time: 2 MiB, which stay in a core's cache."""
 
 
 def nc1_prefixes(

@@ -40,6 +40,11 @@ class ArraySource:
     def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
         return preprocess.from_image(Image.fromarray(self.images[index]))
 
+    def fits(self, preprocess: Preprocess) -> bool:
+        """Whether ``preprocess`` leaves these images as they are, so that they need not be read one by one."""
+        size = (preprocess.height, preprocess.width)
+        return preprocess.mode == "L" and preprocess.resize is None and self.images.shape[1:] == size
+
     def fingerprint(self, index: int) -> bytes:
         return bytes(self.images[index].data)
 

@@ -92,7 +92,7 @@ def cut_graph(net: nn.Module, layers: Sequence[str], *, keep_output: bool) -> fx
         outputs.append(ending.args[0])
     order = list(graph.nodes)
     last = max(order.index(node) for node in outputs)
-    mutations = {node for node in order[:last] if not node.users and _mutates(node, root)}
+    mutations = {node for node in order[:last] if not node.users and mutates(node, root)}
     ending.args = (tuple(outputs),)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in mutations)
     for node in tracer.values.values():
@@ -103,7 +103,7 @@ def cut_graph(net: nn.Module, layers: Sequence[str], *, keep_output: bool) -> fx
     return fx.GraphModule(root, graph)
 
 
-def _mutates(node: fx.Node, root: nn.Module) -> bool:
+def mutates(node: fx.Node, root: nn.Module) -> bool:
     """Whether a node, whose result nobody reads, changes one of its arguments."""
     if node.op == "call_module":
         return bool(getattr(root.get_submodule(str(node.target)), "inplace", False))

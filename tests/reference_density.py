@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 
-def principal_components(z: Tensor, kept: int | None, limit: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, components and variances by a singular value decomposition; 99 % of the variance if not told."""
+def principal_components(z: Tensor, kept: int | None, limit: int, least: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, components and variances by a singular value decomposition; 99 % or all above the least if not told."""
     mean = z.mean(0)
     _, singular, right = torch.linalg.svd(z - mean, full_matrices=False)
     variances = singular**2 / (len(z) - 1)
@@ -24,6 +24,8 @@ def principal_components(z: Tensor, kept: int | None, limit: int) -> tuple[Tenso
             if total >= 0.99 * variances.sum().item():
                 kept = k + 1
                 break
+        if least is not None:
+            kept = sum(v > least * float(variances[0]) for v in variances.tolist())
         kept = max(1, min(kept, limit))
     return mean, right[:kept].T, variances[:kept]
 
@@ -50,12 +52,12 @@ def log_normal(y: Tensor, mean: Tensor, covariance: Tensor) -> float:
 def class_log_joint(train: Tensor, labels: Tensor, z: Tensor, *, kind: str, pca: int | None) -> Tensor:
     """``log π_k + log N_k`` of every row of ``z``, minus the background for ``rmd``."""
     train, z = train.double(), z.double()
-    if kind == "gda++":
+    if kind in ("gda++", "pooled++"):
         train, z = (rows / rows.norm(dim=1, keepdim=True) for rows in (train, z))
     classes = int(labels.max()) + 1
     counts = [int((labels == k).sum()) for k in range(classes)]
     limit = len(train) - classes if kind in ("tied", "rmd") else sorted(counts)[(classes - 1) // 2] - 1
-    mean, components, variances = principal_components(train, pca, limit)
+    mean, components, variances = principal_components(train, pca, limit, 1e-6 if kind == "pooled++" else None)
     y_train, y = (train - mean) @ components, (z - mean) @ components
     parts = [y_train[labels == k] for k in range(classes)]
     means = [part.mean(0) for part in parts]

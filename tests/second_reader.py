@@ -99,13 +99,15 @@ class SecondReader:
 
     # -- z to log p -----------------------------------------------------------------------------------------------
 
-    def log_density(self, z: Array) -> Array:
-        """log p(z)."""
+    def log_density(self, z: Array, features: list[Array]) -> Array:
+        """log p(z), or of the features averaged over positions."""
         t, kind = self.tensors("density"), self.manifest["density"]["kind"]
-        if kind == "gda++":
+        if kind == "pooled++":
+            z = np.concatenate([f.mean(2) for f in features], axis=1)
+        if kind in ("gda++", "pooled++"):
             z = z / np.maximum(np.linalg.norm(z, axis=1, keepdims=True), 1e-12)
         w = (z - t["mean"]) @ t["basis"]
-        if kind in ("gda", "gda++"):
+        if kind in ("gda", "gda++", "pooled++"):
             difference = np.einsum("kpq,bq->bkp", t["whiteners"], w) + t["offsets"]
         elif kind in ("tied", "rmd"):
             difference = w[:, None] - t["centres"]
@@ -144,7 +146,7 @@ class SecondReader:
         """Everything for features of each candidate layer, and the logits where predictions are ``base``."""
         policy = self.manifest["policy"]
         z = self.project([np.asarray(f, np.float64) for f in features])
-        log_density = self.log_density(z)
+        log_density = self.log_density(z, features)
         p_value = self.p_values(log_density)
         probabilities, epistemic = self.classify(z, logits)
         entropy = _entropy(probabilities)

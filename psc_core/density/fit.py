@@ -35,6 +35,7 @@ from psc_core.density.gaussian import (
     LOG_2_PI,
     ClasswiseDensity,
     Density,
+    PooledDensity,
     RelativeDensity,
     TiedDensity,
     UnitLengthDensity,
@@ -42,9 +43,11 @@ from psc_core.density.gaussian import (
 from psc_core.density.pca import PCA, fit_pca
 from psc_core.errors import UsageError
 from psc_core.fitted import Record, check_features
+from psc_core.rows import Rows, as_rows
 
 DENSITIES: Final[Mapping[str, type[Density]]] = {
-    density.kind: density for density in (ClasswiseDensity, TiedDensity, UnitLengthDensity, RelativeDensity)
+    density.kind: density
+    for density in (ClasswiseDensity, TiedDensity, UnitLengthDensity, PooledDensity, RelativeDensity)
 }
 """Densities by kind."""
 
@@ -55,8 +58,15 @@ WHITENER_ELEMENTS: Final = 1 << 26
 """Largest K × P × P that the automatic choice of P leads to (256 MiB of float32)."""
 
 
+def kind_of(name: str) -> type[Density]:
+    """The density of a name; raises :class:`UsageError` for one that is not in :data:`DENSITIES`."""
+    if name not in DENSITIES:
+        raise UsageError(f"expected a density of {', '.join(DENSITIES)}, got {name!r}")
+    return DENSITIES[name]
+
+
 def fit_density(
-    z: Float[Tensor, "n dim"],
+    z: Float[Tensor, "n dim"] | Rows,
     labels: Int[Tensor, " n"],
     *,
     num_classes: int,
@@ -67,7 +77,8 @@ def fit_density(
     """Fit a feature density.
 
     Args:
-        z: Projected features, any float type; an image with several labels is repeated, once for each.
+        z: What the kind reads (:attr:`Density.reads`), any float type, read in blocks; an image with several
+            labels is repeated, once for each.
         labels: Class index of each row.
         num_classes: K.
         kind: One of :data:`DENSITIES`.
@@ -84,19 +95,18 @@ def fit_density(
         FitError: Features that are not finite or all equal, a class with fewer than two rows, or a ``pca``
             beyond the rank.
     """
-    if kind not in DENSITIES:
-        raise UsageError(f"expected a density of {', '.join(DENSITIES)}, got {kind!r}")
-    family = DENSITIES[kind]
+    family = kind_of(kind)
     names = tuple(class_names) if class_names is not None else tuple(map(str, range(num_classes)))
     counts = check_features(z, labels, class_names=names, least=2)
+    z = as_rows(z)
     if family.unit_length:
-        z = functional.normalize(z)
+        z = z.map(functional.normalize, z.shape[1], z.dtype)
     classwise = issubclass(family, ClasswiseDensity)
     if classwise:
         limit = min(int(counts.median()) - 1, math.isqrt(WHITENER_ELEMENTS // num_classes))
     else:
         limit = len(z) - num_classes
-    projection = fit_pca(z, kept=pca, limit=max(1, limit))
+    projection = fit_pca(z, kept=pca, limit=max(1, limit), least_variance=family.least_variance)
 
     rows_of_class = torch.split(labels.argsort(stable=True), counts.tolist())
     x = projection.whiten(z)
@@ -112,7 +122,9 @@ def fit_density(
     }
     constants = (counts / len(z)).double().log() - 0.5 * _volume(projection) - 0.5 * pooled.inverse.log_det
     if classwise:
-        whiteners, offsets, log_dets, class_record = _class_covariances(x @ root, rows_of_class)
+        whiteners, offsets, log_dets, class_record = _class_covariances(
+            x.map(lambda part: part @ root, x.shape[1], torch.float64), rows_of_class
+        )
         tensors |= {"whiteners": whiteners, "offsets": offsets, "constants": constants - 0.5 * log_dets}
         record["lifted_eigenvalues"] += class_record.pop("lifted_eigenvalues")
         record["largest_lift"] = max(record["largest_lift"], class_record.pop("largest_lift"))
@@ -139,19 +151,17 @@ class _Pooled(NamedTuple):
     shrinkage: float
 
 
-def _pool(x: Float[Tensor, "n kept"], rows_of_class: Sequence[Int[Tensor, " _"]]) -> _Pooled:
-    means = torch.stack([x[rows].mean(0) for rows in rows_of_class])
-    scatter = x.new_zeros(x.shape[1], x.shape[1])
+def _pool(x: Rows, rows_of_class: Sequence[Int[Tensor, " _"]]) -> _Pooled:
+    means = torch.stack([linalg.mean_of_rows(x.take(rows)) for rows in rows_of_class])
+    scatter = means.new_zeros(x.shape[1], x.shape[1])
     for rows, mean in zip(rows_of_class, means, strict=True):
-        scatter += linalg.scatter_about(x[rows], mean)
+        scatter += linalg.scatter_about(x.take(rows), mean)
     freedom = len(x) - len(rows_of_class)
     covariance, shrinkage = _shrink(scatter / freedom, freedom)
     return _Pooled(means, linalg.inverse_root(covariance, scale=1.0), shrinkage)
 
 
-def _class_covariances(
-    w: Float[Tensor, "n kept"], rows_of_class: Sequence[Int[Tensor, " _"]]
-) -> tuple[Tensor, Tensor, Tensor, Record]:
+def _class_covariances(w: Rows, rows_of_class: Sequence[Int[Tensor, " _"]]) -> tuple[Tensor, Tensor, Tensor, Record]:
     """Whiteners (K, P, P), offsets (K, P) and log-determinants (K,); float64 for one class at a time."""
     classes, kept = len(rows_of_class), w.shape[1]
     whiteners = torch.empty(classes, kept, kept, device=w.device)
@@ -159,9 +169,9 @@ def _class_covariances(
     log_dets = torch.empty(classes, dtype=torch.float64, device=w.device)
     intensities, lifted, largest_lift = [], 0, 0.0
     for k, rows in enumerate(rows_of_class):
-        mean = w[rows].mean(0)
+        mean = linalg.mean_of_rows(w.take(rows))
         freedom = len(rows) - 1
-        covariance, intensity = _shrink(linalg.scatter_about(w[rows], mean) / freedom, freedom)
+        covariance, intensity = _shrink(linalg.scatter_about(w.take(rows), mean) / freedom, freedom)
         inverse = linalg.inverse_root(covariance, scale=1.0)
         whiteners[k], offsets[k], log_dets[k] = inverse.root, -inverse.root @ mean, inverse.log_det
         intensities.append(intensity)

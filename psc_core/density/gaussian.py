@@ -9,13 +9,14 @@ in which the within-class covariance pooled over classes is the identity, so tha
 float64 fitted whatever the units of z; the change of variables is in the constants, and ``log p`` stays the
 log-density of y.  With ``m_k`` the class means and ``S_k`` the class covariances in these coordinates:
 
-=========  ==================================================================================================
-``gda``    squared distance ``‖S_k^(−1/2) w − S_k^(−1/2) m_k‖²``: one matrix product for all classes
-``gda++``  the same after ``z ← z / ‖z‖`` (as in Mahalanobis++, Müller & Hein 2025)
-``tied``   one covariance for all classes: ``‖w − m_k‖²``
-``rmd``    relative Mahalanobis (Ren et al. 2021): the ``tied`` log-density minus the log-density of one
-           Gaussian fitted to all images, a log-ratio in nats; ``log π_k + log N_k`` loses the same amount
-=========  ==================================================================================================
+============  ===============================================================================================
+``gda``       squared distance ``‖S_k^(−1/2) w − S_k^(−1/2) m_k‖²``: one matrix product for all classes
+``gda++``     the same after ``z ← z / ‖z‖`` (as in Mahalanobis++, Müller & Hein 2025)
+``pooled++``  ``gda++`` of the candidate layer's features averaged over positions, with all components, not of z
+``tied``      one covariance for all classes: ``‖w − m_k‖²``
+``rmd``       relative Mahalanobis (Ren et al. 2021): the ``tied`` log-density minus the log-density of one
+              Gaussian fitted to all images, a log-ratio in nats; ``log π_k + log N_k`` loses the same amount
+============  ===============================================================================================
 
 Shapes: B images, K classes, D = dim of z, P = kept components.
 """
@@ -23,7 +24,7 @@ Shapes: B images, K classes, D = dim of z, P = kept components.
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -62,8 +63,14 @@ class DensityExplanation(NamedTuple):
 class Density(Fitted):
     """What every density does: ``mean`` (D,), ``basis`` (D, P), ``constants`` (K,) as in the text above."""
 
+    reads: ClassVar[Literal["z", "pooled"]] = "z"
+    """What is its z: the projected features, or the layer's features averaged over positions."""
+
     unit_length: ClassVar[bool] = False
     """Whether z is divided by its Euclidean norm first."""
+
+    least_variance: ClassVar[float | None] = None
+    """Least variance of an automatically kept component, relative to the largest; ``None`` keeps 99 % of it all."""
 
     mean: Tensor
     basis: Tensor
@@ -90,7 +97,7 @@ class Density(Fitted):
 
     def class_log_joint(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
         """``log π_k + log N_k``, nats."""
-        return self.constants - 0.5 * self.class_squared_distances(w)
+        return torch.add(self.constants, self.class_squared_distances(w), alpha=-0.5)
 
     def explain(self, z: Float[Tensor, "batch dim"]) -> DensityExplanation:
         """Which class is near, how far it is, and along which components."""
@@ -120,7 +127,8 @@ class ClasswiseDensity(Density):
         if len(w) > rows:
             return torch.cat([self.class_squared_distances(part) for part in torch.split(w, rows)])
         stacked = functional.linear(w, self.whiteners.flatten(0, 1), self.offsets.flatten())
-        return stacked.reshape(-1, *self.offsets.shape).square().sum(dim=2)
+        distances: Tensor = torch.linalg.vector_norm(stacked.view(-1, *self.offsets.shape), dim=2)
+        return distances.square_()
 
     def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
         """``S_k^(−1/2) (w − m_k)`` for the class named for each row."""
@@ -132,6 +140,14 @@ class UnitLengthDensity(ClasswiseDensity):
 
     kind = "gda++"
     unit_length = True
+
+
+class PooledDensity(UnitLengthDensity):
+    """:class:`UnitLengthDensity` of features averaged over positions, with every component that float32 resolves."""
+
+    kind = "pooled++"
+    reads = "pooled"
+    least_variance = 1e-6
 
 
 class TiedDensity(Density):

@@ -5,7 +5,7 @@ of ``y = (z − m) U[:, :P]``: an orthonormal projection, so ``log p(y)`` is in 
 
 How many (P), when the caller does not say — the smallest of:
 
-* the components that explain 99 % of the variance;
+* the components that explain 99 % of the variance, or those with more than a least variance, as the density says;
 * the rank: components with a standard deviation above 10⁻⁵ of the largest and above the rounding of the
   features' own type (constant columns, repeated columns and n ≤ dim end up below);
 * a limit the density gives, so that an ordinary class has more images than components.
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from psc_core import linalg
 from psc_core.errors import FitError
+from psc_core.rows import Rows
 
 EXPLAINED_VARIANCE: Final = 0.99
 """Fraction of the variance that the automatic choice keeps."""
@@ -51,21 +52,22 @@ class PCA(NamedTuple):
         """``U diag(λ^(−1/2))``: takes z − mean to coordinates of unit variance."""
         return self.components * self.variances.rsqrt()
 
-    def whiten(self, z: Float[Tensor, "n dim"]) -> Float[Tensor, "n kept"]:
-        """``(z − mean) @ whitening`` in float64, row chunk by row chunk."""
-        whitened = torch.empty(len(z), self.components.shape[1], dtype=torch.float64, device=z.device)
-        for chunk in linalg.chunk_rows(*z.shape):
-            whitened[chunk] = (z[chunk].double() - self.mean) @ self.whitening
-        return whitened
+    def whiten(self, z: Rows) -> Rows:
+        """``(z − mean) @ whitening`` in float64, (n, kept), computed when it is read."""
+        whitening = self.whitening
+        return z.map(lambda part: (part.double() - self.mean) @ whitening, whitening.shape[1], torch.float64)
 
 
-def fit_pca(z: Float[Tensor, "n dim"], *, kept: int | None, limit: int) -> PCA:
+def fit_pca(
+    z: Float[Tensor, "n dim"] | Rows, *, kept: int | None, limit: int, least_variance: float | None = None
+) -> PCA:
     """Fit the projection.
 
     Args:
         z: Features; at least two distinct rows.
         kept: Number of components; ``None`` chooses by the rule of this module.
         limit: Largest number the automatic choice may take.
+        least_variance: Relative to the largest; the automatic choice keeps what is above it instead of 99 %.
 
     Raises:
         FitError: All rows are equal, or ``kept`` is not between 1 and the rank.
@@ -80,7 +82,10 @@ def fit_pca(z: Float[Tensor, "n dim"], *, kept: int | None, limit: int) -> PCA:
         raise FitError("expected features that differ between images, all are equal; choose another layer")
     share = values.cumsum(0) / values.sum()
     if kept is None:
-        enough = int((share < EXPLAINED_VARIANCE).sum()) + 1
+        if least_variance is None:
+            enough = int((share < EXPLAINED_VARIANCE).sum()) + 1
+        else:
+            enough = int((values > least_variance * values[0]).sum())
         kept = max(1, min(enough, rank, limit))
     elif not 1 <= kept <= rank:
         raise FitError(

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from psc_core.errors import UsageError
 from psc_core.fitted import check_features, restore
-from psc_core.heads.base import Head, HeadData, HeadOutput, Split, entropy, fit_standardisation
+from psc_core.heads.base import Head, HeadData, HeadOutput, Split, entropy, fit_standardisation, in_memory
 from psc_core.heads.duq import DuqHead, fit_duq
 from psc_core.heads.laplace import LaplaceHead, MonteCarlo, fit_laplace
 from psc_core.heads.sngp import SngpHead, fit_sngp
+from psc_core.rows import Rows, as_rows
 
 __all__ = [
     "HEADS",
@@ -43,7 +44,7 @@ _FITS: Final[Mapping[str, Callable[[HeadData], Head]]] = {
 
 
 def fit_head(
-    z_train: Float[Tensor, "n dim"],
+    z_train: Float[Tensor, "n dim"] | Rows,
     y_train: Int[Tensor, " n"],
     z_val: Float[Tensor, "m dim"],
     y_val: Int[Tensor, " m"],
@@ -57,7 +58,7 @@ def fit_head(
     """Fit a head to training features; every free number is chosen by validation NLL.
 
     Args:
-        z_train: Features, any float type; an image with several labels is repeated, once for each.
+        z_train: Features, any float type, read in blocks; an image with several labels is repeated, once for each.
         y_train: Class index of each row.
         z_val: Features that choose.
         y_val: Class index of each row.
@@ -74,14 +75,15 @@ def fit_head(
     if kind not in HEADS:
         raise UsageError(f"expected a head of {', '.join(HEADS)}, got {kind!r}")
     names = tuple(class_names) if class_names is not None else tuple(map(str, range(num_classes)))
-    train, train_labels, val, val_labels = (part.to(device) for part in (z_train, y_train, z_val, y_val))
+    train = z_train.to(device)
+    train_labels, val, val_labels = (part.to(device) for part in (y_train, z_val, y_val))
     check_features(train, train_labels, class_names=names, least=1)
     check_features(val, val_labels, class_names=names, least=0)
     standardisation = fit_standardisation(train)
     data = HeadData(
         train=standardisation(train),
         train_labels=train_labels,
-        val=standardisation(val),
+        val=in_memory(as_rows(standardisation(val))),
         val_labels=val_labels,
         num_classes=num_classes,
         seed=seed,

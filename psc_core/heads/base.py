@@ -22,6 +22,10 @@ from torch.nn import functional
 from psc_core import linalg
 from psc_core.errors import FitError
 from psc_core.fitted import Fitted, Record
+from psc_core.rows import Rows, as_rows
+
+IN_MEMORY_BYTES: Final = 1 << 28
+"""Training features that a head keeps in memory at most; more are read again in each iteration."""
 
 CONSTANT_COLUMN: Final = 1e-6
 """Standard deviation, relative to the largest, below which a column counts as constant."""
@@ -82,19 +86,27 @@ class Standardisation(NamedTuple):
     center: Float[Tensor, " dim"]
     inverse_scale: Float[Tensor, " dim"]
 
-    def __call__(self, z: Float[Tensor, "n dim"]) -> Float[Tensor, "n dim"]:
-        """φ as float32, chunk by chunk."""
-        standardised = torch.empty(z.shape, device=z.device)
-        for chunk in linalg.chunk_rows(*z.shape):
-            standardised[chunk] = (z[chunk].double() - self.center) * self.inverse_scale
-        return standardised
+    def __call__(self, z: Float[Tensor, "n dim"] | Rows) -> Float[Tensor, "n dim"] | Rows:
+        """φ as float32; computed when it is read where it is larger than :data:`IN_MEMORY_BYTES`."""
+        phi = as_rows(z).map(
+            lambda part: ((part.double() - self.center) * self.inverse_scale).float(), z.shape[1], torch.float32
+        )
+        return in_memory(phi) if 4 * z.shape[0] * z.shape[1] <= IN_MEMORY_BYTES else phi
+
+
+def in_memory(rows: Rows) -> Float[Tensor, "n dim"]:
+    """All rows as one tensor."""
+    whole = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    for chunk, block in linalg.blocks(rows):
+        whole[chunk] = block
+    return whole
 
 
 @dataclass(frozen=True)
 class HeadData:
     """Standardised features that a head is fitted to (train) and chooses its numbers by (val)."""
 
-    train: Float[Tensor, "n dim"]
+    train: Float[Tensor, "n dim"] | Rows
     train_labels: Int[Tensor, " n"]
     val: Float[Tensor, "m dim"]
     val_labels: Int[Tensor, " m"]
@@ -108,7 +120,7 @@ class HeadData:
         return dict(self.standardisation._asdict())
 
 
-def fit_standardisation(z: Float[Tensor, "n dim"]) -> Standardisation:
+def fit_standardisation(z: Float[Tensor, "n dim"] | Rows) -> Standardisation:
     """Column means and deviations.
 
     Raises:
@@ -116,8 +128,8 @@ def fit_standardisation(z: Float[Tensor, "n dim"]) -> Standardisation:
     """
     center = linalg.mean_of_rows(z)
     squares = torch.zeros_like(center)
-    for chunk in linalg.chunk_rows(*z.shape):
-        squares += (z[chunk].double() - center).square().sum(0)
+    for _, block in linalg.blocks(z):
+        squares += (block.double() - center).square().sum(0)
     deviation = (squares / len(z)).sqrt()
     largest = deviation.max()
     rounding = torch.finfo(z.dtype).eps * center.abs()

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from psc_core import linalg
 from psc_core.heads.base import Head, HeadData, HeadOutput, Split, entropy, nll
+from psc_core.rows import Rows
 
 LENGTH_SCALES: Final = tuple(10.0 ** (k / 8) for k in range(-16, 17))
 """σ tried: 10⁻² … 10², eight to a decade; a training image is about √D from its centroid."""
@@ -109,17 +110,17 @@ def kernel_loss(log_kernels: Float[Tensor, "n classes"], labels: Int[Tensor, " n
 
 
 def _whiten(
-    phi: Float[Tensor, "n dim"], labels: Int[Tensor, " n"], num_classes: int
+    phi: Float[Tensor, "n dim"] | Rows, labels: Int[Tensor, " n"], num_classes: int
 ) -> tuple[Float[Tensor, "classes dim"], Float[Tensor, "dim dim"], float]:
     """Class means, the inverse root of the pooled within-class covariance, and its OAS intensity."""
     n, dim = phi.shape
     means = torch.zeros(num_classes, dim, dtype=torch.float64, device=phi.device)
-    for chunk in linalg.chunk_rows(n, dim):
-        means.index_add_(0, labels[chunk], phi[chunk].double())
+    for chunk, block in linalg.blocks(phi):
+        means.index_add_(0, labels[chunk], block.double())
     means /= torch.bincount(labels, minlength=num_classes)[:, None]
     scatter = torch.zeros(dim, dim, dtype=torch.float64, device=phi.device)
-    for chunk in linalg.chunk_rows(n, dim):
-        centred = phi[chunk].double() - means[labels[chunk]]
+    for chunk, block in linalg.blocks(phi):
+        centred = block.double() - means[labels[chunk]]
         scatter += centred.T @ centred
     freedom = max(1, n - num_classes)
     covariance, shrinkage = scatter / freedom, 0.0

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
@@ -45,6 +45,7 @@ from torch.nn import functional
 from psc_core import linalg
 from psc_core.heads.base import Head, HeadData, HeadOutput, Split, choose_precision, entropy, nll
 from psc_core.heads.softmax import SoftmaxFit, choose_softmax
+from psc_core.rows import Rows
 
 PRECISIONS: Final = tuple(10.0 ** (k / 4) for k in range(-16, 17))
 """Prior precisions τ tried for the posterior: 10⁻⁴ … 10⁴, four to a decade."""
@@ -81,7 +82,11 @@ class Kfac(NamedTuple):
 
 
 class LaplaceHead(Head):
-    """The posterior of the module's text, served in float32."""
+    """The posterior of the module's text, served in float32.
+
+    Two products that serving needs are laid out once: ``plain_and_centred`` (K, 2 K), the squares of ``Q_B`` and of
+    its centred columns, transposed and times π / 8; ``spread_terms`` (K, 2 K), the squares of ``Q_B`` beside ``Q_B``.
+    """
 
     kind = "laplace"
     epistemic_unit = "nats (mutual information of label and weights)"
@@ -101,6 +106,16 @@ class LaplaceHead(Head):
     output_vectors: Tensor
     weight_spectrum: Tensor
     bias_spectrum: Tensor
+    plain_and_centred: Tensor
+    spread_terms: Tensor
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, record: Mapping[str, float | int]) -> None:
+        super().__init__(tensors, record=record)
+        vectors = self.output_vectors
+        squares = vectors.square()
+        both = torch.cat([squares, (vectors - vectors.mean(dim=0)).square()])
+        self.register_buffer("plain_and_centred", ((math.pi / 8.0) * both.T).contiguous(), persistent=False)
+        self.register_buffer("spread_terms", torch.cat([squares, vectors], dim=1), persistent=False)
 
     def logits(
         self, z: Float[Tensor, "batch dim"]
@@ -108,17 +123,18 @@ class LaplaceHead(Head):
         """Mean μ of the logits, and the variances v along the columns of ``output_vectors``."""
         phi = self.standardise(z)
         mean = functional.linear(phi, self.weight, self.bias)
-        return mean, (phi @ self.input_vectors).square() @ self.weight_spectrum + self.bias_spectrum
+        return mean, torch.addmm(self.bias_spectrum, (phi @ self.input_vectors).square_(), self.weight_spectrum)
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
         """Probit probabilities and mutual information in nats."""
         mean, v = self.logits(z)
-        probabilities = probit(mean, v, self.output_vectors).softmax(dim=1)
-        return HeadOutput(probabilities, self._split(mean, v).epistemic)
+        probabilities, centred = self._probit(mean, v)
+        return HeadOutput(probabilities, self._split(centred, v).epistemic)
 
     def split(self, z: Float[Tensor, "batch dim"]) -> Split:
         """Both in nats; they sum to H of the module's text."""
-        return self._split(*self.logits(z))
+        mean, v = self.logits(z)
+        return self._split(self._probit(mean, v)[1], v)
 
     def sample(self, z: Float[Tensor, "batch dim"], samples: int, *, seed: int) -> MonteCarlo:
         """Monte-Carlo predictive from the full K × K covariance of each image's logits.
@@ -139,13 +155,21 @@ class LaplaceHead(Head):
         total = entropy(probabilities)
         return MonteCarlo(probabilities, total, aleatoric, total - aleatoric)
 
-    def _split(self, mean: Float[Tensor, "batch classes"], v: Float[Tensor, "batch classes"]) -> Split:
-        vectors = self.output_vectors
-        p = probit(mean, v, vectors - vectors.mean(dim=0)).softmax(dim=1)
-        spread = (p @ vectors.square() - (p @ vectors).square()).clamp(min=0.0)
-        second_order = 0.5 * (v * spread).sum(dim=1)
+    def _probit(
+        self, mean: Float[Tensor, "batch classes"], v: Float[Tensor, "batch classes"]
+    ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes"]]:
+        """Probit probabilities with the variances of the logits, and with those of the centred logits."""
+        shrink = (v @ self.plain_and_centred).add_(1.0).rsqrt_().view(-1, 2, v.shape[1])
+        plain, centred = (mean[:, None] * shrink).softmax(dim=2).unbind(1)
+        return plain, centred
+
+    def _split(self, p: Float[Tensor, "batch classes"], v: Float[Tensor, "batch classes"]) -> Split:
+        """From the centred probabilities."""
+        square, vector = (p @ self.spread_terms).chunk(2, dim=1)
+        spread = torch.addcmul(square, vector, vector, value=-1.0).clamp_(min=0.0)
+        second_order = spread.mul_(v).sum(dim=1)
         total = entropy(p)
-        share = torch.exp(-second_order / total.clamp(min=torch.finfo(total.dtype).tiny))
+        share = torch.exp(-0.5 * second_order / total.clamp(min=torch.finfo(total.dtype).tiny))
         return Split(total * share, total * (1.0 - share))
 
 
@@ -206,7 +230,7 @@ def _val_nll(softmax: SoftmaxFit, kfac: Kfac, data: HeadData) -> Callable[[float
 def fit_kfac(
     weight: Float[Tensor, "classes dim"],
     bias: Float[Tensor, " classes"],
-    phi: Float[Tensor, "n dim"],
+    phi: Float[Tensor, "n dim"] | Rows,
     labels: Int[Tensor, " n"],
 ) -> Kfac:
     """KFAC posterior of a linear layer by laplace-torch, in float64.
@@ -238,13 +262,13 @@ def fit_kfac(
 class _Chunks:
     """The part of a ``DataLoader`` that laplace-torch uses: batches, and ``dataset`` for its length."""
 
-    def __init__(self, phi: Tensor, labels: Tensor) -> None:
+    def __init__(self, phi: Tensor | Rows, labels: Tensor) -> None:
         self.dataset = phi
         self.labels = labels
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for chunk in linalg.chunk_rows(*self.dataset.shape):
-            yield self.dataset[chunk].double(), self.labels[chunk]
+        for chunk, block in linalg.blocks(self.dataset):
+            yield block.double(), self.labels[chunk]
 
 
 def _linear_softmax_backend() -> Any:

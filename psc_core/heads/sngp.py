@@ -27,8 +27,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core import linalg
-from psc_core.heads.base import Head, HeadData, HeadOutput, Split, choose_precision, entropy, nll
+from psc_core.heads.base import (
+    IN_MEMORY_BYTES,
+    Head,
+    HeadData,
+    HeadOutput,
+    Split,
+    choose_precision,
+    entropy,
+    in_memory,
+    nll,
+)
 from psc_core.heads.softmax import SoftmaxFit, choose_softmax
+from psc_core.rows import Rows, as_rows
 
 FEATURES: Final = 1024
 """M."""
@@ -103,7 +114,10 @@ def fit_sngp(data: HeadData) -> SngpHead:
     omega = torch.randn(data.train.shape[1], FEATURES, generator=generator).to(data.train.device)
     phases = (2 * math.pi * torch.rand(FEATURES, generator=generator)).to(data.train.device)
     length_scale = _choose_length_scale(data, omega, phases)
-    psi, psi_val = (random_features(rows, omega / length_scale, phases) for rows in (data.train, data.val))
+    frequencies = omega / length_scale
+    lazy = as_rows(data.train).map(lambda rows: random_features(rows, frequencies, phases), FEATURES, data.train.dtype)
+    psi = in_memory(lazy) if 4 * len(lazy) * FEATURES <= IN_MEMORY_BYTES else lazy
+    psi_val = random_features(data.val, frequencies, phases)
     softmax = _fit_weights(psi, psi_val, data.train_labels, data)
 
     covariance = linalg.eigh(_information(psi, softmax))
@@ -111,7 +125,7 @@ def fit_sngp(data: HeadData) -> SngpHead:
     return SngpHead(
         {
             **data.shared_tensors,
-            "frequencies": omega / length_scale,
+            "frequencies": frequencies,
             "phases": phases,
             "weight": softmax.weight,
             "bias": softmax.bias,
@@ -144,15 +158,15 @@ def _choose_length_scale(data: HeadData, omega: Tensor, phases: Tensor) -> float
     return min((factor * median for factor in LENGTH_SCALE_FACTORS), key=val_nll)
 
 
-def _fit_weights(psi: Tensor, psi_val: Tensor, labels: Tensor, data: HeadData) -> SoftmaxFit:
+def _fit_weights(psi: Tensor | Rows, psi_val: Tensor, labels: Tensor, data: HeadData) -> SoftmaxFit:
     return choose_softmax(psi, labels, psi_val, data.val_labels, num_classes=data.num_classes)
 
 
-def _information(psi: Float[Tensor, "n features"], softmax: SoftmaxFit) -> Float[Tensor, "features features"]:
+def _information(psi: Float[Tensor, "n features"] | Rows, softmax: SoftmaxFit) -> Float[Tensor, "features features"]:
     """``Σ_i p_i (1 − p_i) ψ_i ψ_iᵀ`` with p_i the largest class probability, float64."""
     total = torch.zeros(psi.shape[1], psi.shape[1], dtype=torch.float64, device=psi.device)
-    for chunk in linalg.chunk_rows(*psi.shape):
-        rows = psi[chunk].double()
+    for _, block in linalg.blocks(psi):
+        rows = block.double()
         largest = functional.linear(rows, softmax.weight, softmax.bias).softmax(dim=1).amax(dim=1)
         total += rows.T @ (rows * (largest * (1 - largest))[:, None])
     return total

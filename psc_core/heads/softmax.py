@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from psc_core import linalg
 from psc_core.heads.base import nll
+from psc_core.rows import Rows
 
 PRECISIONS: Final = (1e4, 1e3, 1e2, 1e1, 1e0, 1e-1, 1e-2)
 """Prior precisions tried, strong to weak, for features of unit variance."""
@@ -34,9 +35,6 @@ ITERATIONS: Final = 200
 PATH_TOLERANCE: Final = 1e-6
 TOLERANCE: Final = 1e-7
 """Largest gradient entry that ends a fit: along the path of τ, and of the chosen one."""
-
-_CHUNK_SHARE = 16
-"""Chunks this much smaller than elsewhere: they are converted to float64 once an iteration, best in cache."""
 
 
 class SoftmaxFit(NamedTuple):
@@ -54,7 +52,7 @@ class SoftmaxFit(NamedTuple):
 
 
 def choose_softmax(
-    train: Float[Tensor, "n dim"],
+    train: Float[Tensor, "n dim"] | Rows,
     train_labels: Int[Tensor, " n"],
     val: Float[Tensor, "m dim"],
     val_labels: Int[Tensor, " m"],
@@ -82,13 +80,15 @@ def choose_softmax(
     return fit(best.precision, solution, TOLERANCE)[0]
 
 
-def principal_axes(features: Float[Tensor, "n dim"]) -> linalg.Eigen:
+def principal_axes(features: Float[Tensor, "n dim"] | Rows) -> linalg.Eigen:
     """Eigendecomposition of ``ΦᵀΦ / n``, float64."""
-    return linalg.eigh(linalg.scatter_about(features, features.new_zeros(features.shape[1])) / len(features))
+    return linalg.eigh(
+        linalg.scatter_about(features, torch.zeros(features.shape[1], device=features.device)) / len(features)
+    )
 
 
 def fit_softmax(
-    features: Float[Tensor, "n dim"],
+    features: Float[Tensor, "n dim"] | Rows,
     labels: Int[Tensor, " n"],
     *,
     precision: float,
@@ -134,7 +134,7 @@ def fit_softmax(
 
 def objective(
     theta: Float[Tensor, "classes columns"],
-    features: Float[Tensor, "n dim"],
+    features: Float[Tensor, "n dim"] | Rows,
     labels: Int[Tensor, " n"],
     *,
     precision: float,
@@ -143,8 +143,8 @@ def objective(
     weight, bias = theta[:, :-1], theta[:, -1]
     loss = 0.5 * precision * theta.square().sum()
     gradient = precision * theta
-    for chunk in linalg.chunk_rows(len(features), _CHUNK_SHARE * (features.shape[1] + len(theta))):
-        rows, targets = features[chunk].to(theta.dtype), labels[chunk, None]
+    for chunk, block in linalg.blocks(features, columns=features.shape[1] + len(theta)):
+        rows, targets = block.to(theta.dtype), labels[chunk, None]
         log_probabilities = functional.linear(rows, weight, bias).log_softmax(dim=1)
         loss -= log_probabilities.gather(1, targets).sum()
         residual = log_probabilities.exp_()

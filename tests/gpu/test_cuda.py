@@ -54,6 +54,51 @@ def test_a_captured_graph_equals_the_eager_pipeline(shipped_bundle: Path, digits
     torch.testing.assert_close(got.log_density, expected.log_density, atol=1e-2, rtol=1e-5)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fused_features_are_the_originals(shipped_bundle: Path, digits: torch.Tensor, precision: str) -> None:
+    pipeline = PSC.load(shipped_bundle, device="cuda").pipeline
+    pipeline.precision = precision
+    images = digits[:33].cuda().float() / 255
+    with torch.inference_mode():
+        exact = pipeline.backbone(images)[0][0]
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+            got = pipeline.backbone.fused(precision)(images)[0][0]
+    assert got.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
+    tolerance = 0.03 if precision == "bf16" else 1e-5
+    torch.testing.assert_close(got.float(), exact, rtol=0, atol=tolerance * float(exact.abs().max()))
+
+
+def test_a_replayed_step_waits_for_nothing(shipped_bundle: Path, digits: torch.Tensor) -> None:
+    from app.step import make_step
+
+    psc = PSC.load(shipped_bundle, device="cuda")
+    step = make_step(psc.pipeline, (1, 28, 28), max_batch=64, device=psc.device, compiled=False)
+    step.warm_up()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for slot, count in ((0, 64), (1, 5)):
+            step.input(slot)[:count] = digits[:count].numpy()
+            step.launch(slot, count)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    rows = [step.fetch(slot, count) for slot, count in ((0, 64), (1, 5))]
+    np.testing.assert_allclose(rows[0][:5], rows[1], atol=0.05, rtol=1e-4)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_the_device_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.device import run
+
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
+    monkeypatch.setattr(run, "CUDA_BUCKETS", (1, 8))
+    monkeypatch.setattr(run.Measurement, "modes", lambda self, precision: ("graph", "eager"))
+    monkeypatch.setattr("sys.argv", ["run", "--device", "cuda", "--only", "ResNet-18, 28", "tail"])
+    run.main()
+    report = json.loads((tmp_path / "device-cuda.json").read_text())
+    assert {cell["precision"] for cell in report["subjects"]["ResNet-18, 28"]["cells"]} == {"fp32", "tf32", "bf16"}
+
+
 def test_a_fit_on_the_gpu_chooses_like_the_cpu(tiny_job, tiny_bundle: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     args = [arg if arg != "cpu" else "cuda" for arg in tiny_job.args]
     assert main([*args, "--out", str(tmp_path / "b")]) == 0

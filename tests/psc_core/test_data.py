@@ -28,18 +28,27 @@ def numbered(labels: torch.Tensor, classes: int = 3) -> ImageDataset:
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 50))
-def test_batches_cover_every_row_once_in_order(labels: list[int], each: int, batch_rows: int) -> None:
+def test_batches_cover_every_row_once_in_order(labels: list[int], each: int, batch_images: int) -> None:
     table = torch.tensor(labels)[:, None].repeat(1, each)
     dataset = numbered(table)
     pixels, rows = [], []
-    batches = list(dataset.batches(batch_rows))
-    assert len(batches) == dataset.batch_count(batch_rows)
+    batches = list(dataset.batches(batch_images))
+    assert len(batches) == dataset.batch_count(batch_images)
     for batch in batches:
-        assert len(batch.labels) <= max(batch_rows, each)
+        assert len(batch.images) <= batch_images
+        assert len(batch.labels) == each * len(batch.images)
         pixels += batch.images[:, 0, 0, 0].tolist()
         rows += list(zip(batch.images[batch.owner, 0, 0, 0].tolist(), batch.labels.tolist(), strict=True))
     assert pixels == list(range(len(labels)))
     assert rows == [(i, label) for i, label in enumerate(labels) for _ in range(each)]
+
+
+@pytest.mark.parametrize("size", [(2, 2), (3, 3)])
+def test_arrays_taken_whole_are_what_is_read_one_by_one(size: tuple[int, int]) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (9, *size), dtype=np.uint8)
+    dataset = labelled("noise", "ab", ArraySource(pixels), torch.arange(9) % 2, TINY).subset(torch.tensor([8, 3, 3, 0]))
+    (batch,) = dataset.batches(9)
+    assert np.array_equal(batch.images.numpy(), np.stack([dataset.image(i) for i in range(4)]))
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.randoms(use_true_random=False))

@@ -43,7 +43,7 @@ def assert_close_to_twin(model: Density, train: Tensor, labels: Tensor, z: Tenso
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(KINDS), st.integers(1, 6), st.integers(2, 4), SEEDS, SCALES)
 def test_density_is_the_definition_in_float64(kind: str, dim: int, classes: int, seed: int, scale: float) -> None:
-    dim = max(dim, 2) if kind == "gda++" else dim
+    dim = max(dim, 2) if DENSITIES[kind].unit_length else dim
     z, labels = images(80 * classes, dim, classes, seed=seed, scale=scale)
     model = fit_density(z, labels, num_classes=classes, kind=kind)
     if model.record["lifted_eigenvalues"] == 0:
@@ -83,7 +83,7 @@ def test_scaling_z_moves_the_log_density_by_the_change_of_variables(kind: str) -
     z, labels = images(400, 6, 3)
     small = fit_density(z, labels, num_classes=3, kind=kind, pca=4)(z).log_density
     large = fit_density(1024 * z, labels, num_classes=3, kind=kind, pca=4)(1024 * z).log_density
-    shift = 0.0 if kind in ("rmd", "gda++") else 4 * math.log(1024)
+    shift = 0.0 if kind in ("rmd", "gda++", "pooled++") else 4 * math.log(1024)
     torch.testing.assert_close(large + shift, small, rtol=1e-4, atol=1e-3)
 
 
@@ -109,7 +109,7 @@ def test_explanation_is_the_distance_to_the_nearest_class(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_constant_and_repeated_columns_change_nothing(kind: str) -> None:
     z, labels = images(500, 5, 3)
-    if kind == "gda++":  # a column more is another length; repeat instead of adding a constant
+    if DENSITIES[kind].unit_length:  # a column more is another length; repeat instead of adding a constant
         padded = torch.cat([z, z], dim=1)
     else:
         padded = torch.cat([z, torch.full((500, 3), 7.7), z[:, :1] * 0], dim=1)
@@ -136,7 +136,7 @@ def test_identical_images_are_lifted_and_recorded(kind: str, scale: float) -> No
     z[labels == 1] = z[1].clone()
     model = fit_density(z, labels, num_classes=3, kind=kind)
     assert model(z).log_density.isfinite().all()
-    if kind in ("gda", "gda++"):
+    if kind in ("gda", "gda++", "pooled++"):
         assert model.record["lifted_eigenvalues"] > 0
         assert 0 < model.record["largest_lift"] <= 1e-6 * (1 + 1e-9)
     collapsed = z[:3][labels]  # every class is one point

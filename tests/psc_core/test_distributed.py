@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from psc_core import fit
 from psc_core.collapse import measure_collapse
 from psc_core.distributed import Reducer
 from psc_core.errors import UsageError
@@ -90,6 +91,14 @@ def test_shards_are_a_partition_of_the_rows() -> None:
 
 def test_a_process_without_images_takes_part() -> None:
     assert len(Reducer(2, 3).shard(images(0, 40).subset(torch.arange(2)))) == 0
+
+
+def test_fewer_images_than_processes_are_refused_by_each() -> None:
+    few = images(0, 40).subset(torch.arange(2))
+    Reducer(1, 2).require(few)
+    for rank in range(3):
+        with pytest.raises(UsageError, match="for each of 3 processes, it has 2"):
+            fit.measure_collapse(Net(), few, few, options=fit.FitOptions(device="cpu", reducer=Reducer(rank, 3)))
 
 
 def test_alone_nothing_is_sharded_or_summed() -> None:

@@ -33,7 +33,7 @@ def test_streaming_is_the_naive_loop(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = (torch.randn(n, channels, d, generator=generator, dtype=torch.float64) + shift) * scale
-    got = channel_moments(lambda: stream(x, size))
+    got = channel_moments(stream(x, size))
     mean, covariance = reference.moments(x)
     torch.testing.assert_close(got.mean, mean, rtol=1e-12, atol=1e-12 * scale)
     torch.testing.assert_close(got.covariance, covariance, rtol=1e-9, atol=1e-9 * scale**2)
@@ -43,7 +43,7 @@ def test_streaming_is_the_naive_loop(
 def test_correlation_has_a_unit_diagonal_and_dead_units_get_the_floor() -> None:
     x = torch.randn(50, 3, 4, dtype=torch.float64)
     x[:, 1, 2] = 7.0
-    moments = channel_moments(lambda: stream(x, 16))
+    moments = channel_moments(stream(x, 16))
     diagonal = moments.correlation().diagonal(dim1=1, dim2=2)
     alive = torch.ones(3, 4, dtype=torch.bool)
     alive[1, 2] = False
@@ -55,8 +55,8 @@ def test_correlation_has_a_unit_diagonal_and_dead_units_get_the_floor() -> None:
 
 def test_features_that_are_constant_missing_or_not_finite_are_refused() -> None:
     with pytest.raises(FitError, match="every unit"):
-        channel_moments(lambda: iter([torch.ones(4, 2, 2)])).std()
+        channel_moments([torch.ones(4, 2, 2)]).std()
     with pytest.raises(FitError, match="at least one image"):
-        channel_moments(lambda: iter([]))
+        channel_moments([])
     with pytest.raises(FitError, match="finite"):
-        channel_moments(lambda: iter([torch.full((2, 1, 1), torch.nan)]))
+        channel_moments([torch.full((2, 1, 1), torch.nan)])

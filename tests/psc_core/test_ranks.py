@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psc_core.errors import FitError
-from psc_core.ranks import ClassScatter, choose_ranks, nc1_prefixes, nearest_mean_hits
+from psc_core.ranks import choose_ranks, nc1_prefixes, nearest_mean_hits
+from psc_core.scatter import ClassScatter, class_rows
 from tests import reference_projection as reference
 
 
@@ -31,9 +32,9 @@ def sample(n: int, classes: int, c: int, d: int, seed: int, scale: float = 1.0) 
 )
 def test_prefix_sums_equal_the_sweep(n: int, classes: int, c: int, d: int, size: int, seed: int, scale: float) -> None:
     z, labels = sample(n, classes, c, d, seed, scale)
-    scatter = ClassScatter(classes, c * d)
+    scatter = ClassScatter(classes, c * d, by_column=True)
     for part, own in zip(z.flatten(1).split(size), labels.split(size), strict=True):
-        scatter.add(part, own)
+        scatter.add(part, class_rows(own, torch.arange(len(own))))
     nc1 = nc1_prefixes(scatter.within.view(c, d), scatter.total().view(c, d))
     means = scatter.means.view(classes, c, d)
     hits = nearest_mean_hits(z, means, labels)
@@ -42,21 +43,6 @@ def test_prefix_sums_equal_the_sweep(n: int, classes: int, c: int, d: int, size:
             assert float(nc1[i - 1, j - 1]) == pytest.approx(reference.nc1(z[:, :i, :j], labels), rel=1e-8)
             expected = reference.nc4(z[:, :i, :j], labels, means[:, :i, :j])
             assert int(hits[i - 1, j - 1]) / len(z) == pytest.approx(expected)
-
-
-@given(st.integers(1, 20), st.integers(0, 99))
-def test_merged_processes_equal_one(split: int, seed: int) -> None:
-    z, labels = sample(20, 3, 2, 3, seed)
-    whole, parts = ClassScatter(3, 6), [ClassScatter(3, 6), ClassScatter(3, 6)]
-    whole.add(z.flatten(1), labels)
-    parts[0].add(z[:split].flatten(1), labels[:split])
-    parts[1].add(z[split:].flatten(1), labels[split:])
-    parts[0].merge(parts[1].counts, parts[1].means, parts[1].within)
-    torch.testing.assert_close(parts[0].means, whole.means, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(parts[0].within, whole.within, rtol=1e-8, atol=1e-8)
-    mean, std = whole.mean_and_std()
-    torch.testing.assert_close(mean, z.flatten(1).mean(0))
-    torch.testing.assert_close(std, z.flatten(1).std(0, correction=0))
 
 
 def test_the_smallest_size_that_keeps_both_numbers_is_chosen() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from threading import Barrier, Thread
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from psc_core import scatter
-from psc_core.scatter import add_class_sums_, between_scatter, centroid_scores, variability, within_scatter
+from psc_core.scatter import Centroids, ClassScatter, between_scatter, class_rows, variability
 from tests import reference_collapse as reference
 
 SEEDS = st.integers(0, 2**31)
@@ -19,28 +21,34 @@ def draw(seed: int, images: int, dim: int, classes: int, labels_each: int = 1) -
     random = torch.Generator().manual_seed(seed)
     owner = torch.arange(images).repeat_interleave(labels_each)
     labels = torch.arange(len(owner)) % classes
+    if labels_each > 1:  # a label may come more than once
+        labels[classes:] = torch.randint(0, classes, (len(labels) - classes,), generator=random)
     means = torch.randn(classes, dim, generator=random)
     features = torch.randn(images, dim, generator=random) + means[labels[::labels_each]]
     return features, labels, owner
 
 
-def measure(features: Tensor, labels: Tensor, owner: Tensor, classes: int, batch: int) -> tuple[float, float, Tensor]:
-    """Stream in batches of images: (within, total, means)."""
-    counts = torch.bincount(labels, minlength=classes).double()
-    sums = torch.zeros(classes, features.shape[1], dtype=torch.float64)
-    within = torch.zeros((), dtype=torch.float64)
-    parts = []
-    for start in range(0, len(features), batch):
+def stream(
+    into: ClassScatter, features: Tensor, labels: Tensor, owner: Tensor, batch: int, part: slice = slice(None)
+) -> None:
+    """Add batches of ``batch`` images; of the batches only ``part``."""
+    for start in range(0, len(features), batch)[part]:
         rows = (owner >= start) & (owner < start + batch)
-        parts.append((features[start : start + batch], labels[rows], owner[rows] - start))
-    for part in parts:
-        add_class_sums_(sums, *part)
-    means = sums / counts[:, None]
-    for part in parts:
-        within += within_scatter(*part, means)
-    between, level = between_scatter(means, counts)
-    nc1 = variability(float(within), float(between), float(level))
-    return nc1, float(within + between), means
+        into.add(features[start : start + batch], class_rows(labels[rows], owner[rows] - start))
+
+
+def measure(features: Tensor, labels: Tensor, owner: Tensor, classes: int, batch: int) -> tuple[float, float, Tensor]:
+    """Stream in batches of images: (NC1, total, means)."""
+    sums = ClassScatter(classes, features.shape[1])
+    stream(sums, features, labels, owner, batch)
+    assert torch.equal(sums.counts, torch.bincount(labels, minlength=classes).double())
+    between, level = between_scatter(sums.means, sums.counts)
+    nc1 = variability(float(sums.within), float(between), float(level))
+    return nc1, float(sums.within + between), sums.means
+
+
+def centroid_scores(features: Tensor, means: Tensor) -> Tensor:
+    return Centroids(means.clone()).scores(features)
 
 
 @given(SEEDS, st.integers(1, 12), st.integers(1, 7), st.integers(1, 4), st.integers(1, 3), st.integers(1, 13))
@@ -55,6 +63,63 @@ def test_streaming_equals_the_naive_twin(
     within, wanted_total = reference.scatters(rows, labels.tolist(), classes)
     assert total == pytest.approx(wanted_total, rel=1e-10)
     assert nc1 == pytest.approx(within / wanted_total, rel=1e-10, abs=1e-15)
+
+
+@given(SEEDS, st.integers(1, 12), st.integers(1, 7), st.integers(1, 4), st.integers(1, 3), st.integers(1, 13))
+def test_every_column_is_measured(seed: int, more: int, dim: int, classes: int, labels_each: int, batch: int) -> None:
+    features, labels, owner = draw(seed, classes + more, dim, classes, labels_each)
+    sums = ClassScatter(classes, dim, by_column=True)
+    stream(sums, features, labels, owner, batch)
+    for column in range(dim):
+        rows = features[:, column : column + 1].double().numpy()[owner.numpy()]
+        within, total = reference.scatters(rows, labels.tolist(), classes)
+        assert float(sums.within[column]) == pytest.approx(within, rel=1e-10, abs=1e-14)
+        assert float(sums.total()[column]) == pytest.approx(total, rel=1e-10)
+    mean, std = sums.mean_and_std()
+    whole = features.double()[owner]
+    torch.testing.assert_close(mean, whole.mean(0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(std, whole.std(0, correction=0), rtol=1e-10, atol=0)
+
+
+@given(SEEDS, st.integers(2, 12), st.integers(1, 3))
+def test_merged_processes_equal_one(seed: int, images: int, labels_each: int) -> None:
+    """Two processes, one of which may have no rows of a class, or none at all."""
+    features, labels, owner = draw(seed, images, 5, 3, labels_each)
+    whole = ClassScatter(3, 5, by_column=True)
+    stream(whole, features, labels, owner, 3)
+    barrier, shared = Barrier(2), [torch.empty(0), torch.empty(0)]
+    parts = [ClassScatter(3, 5, by_column=True) for _ in range(2)]
+
+    def process(rank: int) -> None:
+        def sum_(tensor: Tensor) -> Tensor:
+            shared[rank] = tensor.clone()
+            barrier.wait()
+            total = shared[0] + shared[1]
+            barrier.wait()
+            return total
+
+        stream(parts[rank], features, labels, owner, 3, slice(rank, None, 2))
+        parts[rank].all_reduce(sum_)
+
+    threads = [Thread(target=process, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for part in parts:
+        assert torch.equal(part.counts, whole.counts)
+        torch.testing.assert_close(part.means, whole.means, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(part.within, whole.within, rtol=1e-8, atol=1e-8)
+
+
+def test_a_batch_is_left_as_it_was() -> None:
+    features, labels, owner = draw(0, 9, 4, 3)
+    features = features.double()
+    before = features.clone()
+    measure(features, labels, owner, 3, 4)
+    assert torch.equal(features, before)
+    centroid_scores(features, torch.zeros(3, 4, dtype=torch.float64))
+    assert torch.equal(features, before)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
@@ -86,7 +151,7 @@ def test_column_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     features, labels, owner = draw(3, 20, 17, 3, 2)
     whole = measure(features, labels, owner, 3, 7)
     scores = centroid_scores(features, whole[2])
-    monkeypatch.setattr(scatter, "_BLOCK", 32)
+    monkeypatch.setitem(scatter._BLOCK, "cpu", 32)
     blocks = measure(features, labels, owner, 3, 7)
     assert blocks[:2] == pytest.approx(whole[:2], rel=1e-13)
     torch.testing.assert_close(centroid_scores(features, whole[2]), scores, rtol=1e-12, atol=1e-12)

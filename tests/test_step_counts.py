@@ -1,0 +1,146 @@
+"""A guard on the device step by counts that no machine changes: operations, memory, copies, waits.
+
+A budget is what the step takes today.  If a change needs more, say in the change what it buys and raise it; if it
+takes less, lower it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from app.step import EagerStep
+from benchmarks.device.subjects import random_density, random_head
+from psc_core import PSC, fusion
+from psc_core.fusion import can_pack
+from psc_core.pipeline import Pipeline
+from tests.counting import SYNCHRONISING, Counts
+
+IMAGE = 28 * 28
+BATCH = 8
+
+BUDGETS = {
+    # operations, products among them, fresh tensors, their bytes an image
+    "packed": (65, 25, 55, 1_836_704),
+    "folded": (84, 25, 61, 2_539_168),
+}
+"""Of the shipped bundle; ``folded`` is what runs where oneDNN cannot pack, and on CUDA."""
+
+TAIL = {"projection": (8, 2), "density": (7, 2), "head": (25, 5)}
+"""Operations, and products among them."""
+
+
+@pytest.fixture(
+    params=["folded", pytest.param("packed", marks=pytest.mark.skipif(not can_pack(torch.float32), reason="no oneDNN"))]
+)
+def step_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "folded":
+        monkeypatch.setattr(fusion, "can_pack", lambda dtype: False)
+    return str(request.param)
+
+
+@pytest.fixture
+def pipeline(step_kind: str, shipped_bundle: Path) -> Pipeline:
+    return PSC.load(shipped_bundle, device="cpu").pipeline
+
+
+def images(count: int) -> Tensor:
+    return torch.randint(0, 256, (count, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def counts_of(run: object, *args: object) -> Counts:
+    with torch.no_grad(), Counts() as counts:
+        run(*args)  # type: ignore[operator]
+    return counts
+
+
+def within(got: int, budget: int, what: str) -> None:
+    assert got <= budget, f"a step takes {got} {what}, its budget is {budget}: see the module on raising it"
+
+
+def test_the_step_stays_in_its_budget(pipeline: Pipeline, step_kind: str) -> None:
+    operations, products, fresh, bytes_ = BUDGETS[step_kind]
+    for count in (1, BATCH):
+        counts = counts_of(pipeline, images(count))
+        within(counts.kernels.total(), operations, f"operations {dict(counts.kernels)}")
+        within(counts.products, products, "matrix products and convolutions")
+        within(counts.fresh, fresh, "fresh tensors")
+        # In proportion to the batch: nothing as large as the weights is made again in every step.
+        within(counts.fresh_bytes, bytes_ * count, "bytes of fresh tensors")
+
+
+def test_nothing_waits_for_the_host_or_leaves_the_device(pipeline: Pipeline) -> None:
+    counts = counts_of(pipeline, images(BATCH))
+    assert not set(counts.kernels) & set(SYNCHRONISING)
+    assert counts.copied_bytes == 0
+
+
+def test_the_guard_sees_what_it_guards_against() -> None:
+    def careless(x: Tensor) -> Tensor:
+        return x * float(x.sum()) if bool((x > 0).any()) else x.to("meta")
+
+    counts = counts_of(careless, torch.ones(3))
+    assert counts.kernels["_local_scalar_dense"] == 2
+    assert counts_of(careless, torch.zeros(3)).copied_bytes == 12
+
+
+def test_on_cuda_nothing_waits_and_nothing_is_on_another_device(pipeline: Pipeline) -> None:
+    """With tensors that have a device and a shape but no values: reading one would be an error."""
+    on_cuda = copy.deepcopy(pipeline)
+    mode = FakeTensorMode()
+    for module in on_cuda.modules():
+        for store in (module._parameters, module._buffers):
+            for name, tensor in store.items():
+                if tensor is not None:
+                    with mode:
+                        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+                    store[name] = nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
+    with mode, torch.inference_mode():
+        rows = on_cuda(torch.empty(BATCH, 1, 28, 28, dtype=torch.uint8, device="cuda"))
+    assert (rows.device.type, tuple(rows.shape), rows.dtype) == ("cuda", (BATCH, 14), torch.float32)
+
+
+def test_the_tail_stays_in_its_budget(pipeline: Pipeline) -> None:
+    with torch.no_grad():
+        features, _ = pipeline.running()(torch.randn(BATCH, 1, 28, 28))
+        z = pipeline.projection(features)
+    for name, argument in (("projection", features), ("density", z), ("head", z)):
+        counts = counts_of(getattr(pipeline, name), argument)
+        within(counts.kernels.total(), TAIL[name][0], f"operations in the {name}: {dict(counts.kernels)}")
+        within(counts.products, TAIL[name][1], f"products in the {name}")
+
+
+@pytest.mark.parametrize("kind", ["gda", "tied"])
+def test_no_operation_is_done_class_by_class(kind: str) -> None:
+    z = torch.randn(4, 12)
+    for few, many in (
+        (random_density(12, 6, 3, kind=kind), random_density(12, 6, 300, kind=kind)),
+        (random_head(12, 3), random_head(12, 300)),
+    ):
+        assert counts_of(few, z).kernels == counts_of(many, z).kernels
+
+
+def test_the_services_step_adds_no_copy(pipeline: Pipeline) -> None:
+    step = EagerStep(pipeline, (1, 28, 28), max_batch=BATCH, device=torch.device("cpu"))
+    step.input(0)[:] = images(BATCH).numpy()
+    step.warm_up()
+    with Counts() as bare, torch.inference_mode():
+        pipeline(images(BATCH))
+    with Counts() as counts:
+        step.launch(0, BATCH)
+        rows = step.fetch(0, BATCH)
+    assert counts.kernels - bare.kernels == {}
+    assert counts.copied_bytes == 0
+    assert rows.shape == (BATCH, 14)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
