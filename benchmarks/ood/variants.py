@@ -3,12 +3,13 @@
 Feature vectors (*spaces*):
 
 * ``psc-GRANULARITY``: z of the candidate layer chosen among layers of that granularity;
-* ``pooled-GRANULARITY``: the same layer averaged over positions, no projection: what spatial information is worth;
+* ``pooled-GRANULARITY``: the same layer averaged over positions, no projection: what spatial information is worth
+  (its ``gda++ all`` is ``psc-fit --density pooled++``);
 * ``penultimate``: what the logits are computed from.
 
 Densities of each: ``gda``, ``tied``, ``gda++`` (unit length) and ``rmd``, on the principal components that explain
-99 % of the variance (``99%``) or on all of them (``all``).  Heads of ``psc-GRANULARITY`` and ``penultimate``: entropy
-and epistemic part of ``laplace``, ``sngp`` and ``duq``.
+99 % of the variance (``99%``) or on all of them (``all``).  Entropy and epistemic part of heads: ``laplace`` on every
+``psc-GRANULARITY`` and on ``penultimate``, ``sngp`` and ``duq`` on ``psc-operations``.
 
 Sums ``a + b``: two of these scores, each standardised on validation images: a density with what its head says, or
 with the same density of the penultimate layer.
@@ -43,6 +44,9 @@ PENULTIMATE = ("penultimate gda all", "penultimate gda++ all")
 """Gaussians a class on the penultimate features, without and with unit length."""
 
 COMPONENTS = ("99%", "all")
+
+POOLED = ("gda++", "all")
+"""Kind and components that, on a pooled space, are ``psc-fit --density pooled++``."""
 
 
 @dataclass(frozen=True)
@@ -107,20 +111,25 @@ def fit_densities(run: Run, train: Spaces, classes: int) -> list[Detector]:
     found = []
     for space in ("penultimate", *train.vectors):
         z, labels = vector(train, space).to(run.device), train.labels.to(run.device)
-        for kind in DENSITIES:
+        for kind in (kind for kind, density in DENSITIES.items() if density.reads == "z"):
             for components in COMPONENTS:
                 density = _density(z, labels, classes, kind, components)
-                family = "psc" if space.startswith("psc") else space.partition("-")[0]
                 found.append(
                     Detector(
                         f"{space} {kind} {components}",
-                        family,
+                        family(space, kind, components),
                         _by_density(density, space, run),
                         space,
                         memory_bytes(density),
                     )
                 )
     return found
+
+
+def family(space: str, kind: str, components: str) -> str:
+    """``"psc"`` for what ``psc-fit`` can be told to serve, else what space it is of."""
+    served = space.startswith("psc") or (space.startswith("pooled") and (kind, components) == POOLED)
+    return "psc" if served else space.partition("-")[0]
 
 
 def _density(z: Tensor, labels: Tensor, classes: int, kind: str, components: str) -> Density:
@@ -136,7 +145,7 @@ def fit_heads(run: Run, train: Spaces, val: Spaces, classes: int) -> list[Detect
     """Entropy and epistemic part of every head on z and on the penultimate features."""
     found = []
     for space in ("penultimate", *(name for name in train.vectors if name.startswith("psc"))):
-        for kind in HEADS:
+        for kind in HEADS if space == "psc-operations" else ("laplace",):
             head = fit_head(
                 vector(train, space),
                 train.labels,

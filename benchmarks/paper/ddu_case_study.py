@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> Json:
     if "vgg16" in wanted:
         base_and_psc(run, "vgg16", None, None)
     found = {model: row for part in run.finished().values() for model, row in part.items()}
-    rows = {model: found[model] for model in PAPER if model in found}
+    rows = {model: found[model] for model in (*PAPER, *found) if model in found}
     draw(run, rows)
     return run.write({"rows": rows}, fragment)
 
@@ -186,34 +186,22 @@ def fragment(record: Json) -> str:
     """The table beside the paper's, and how it was made."""
     rows: dict[str, Any] = record["result"]["rows"]
     lines = []
-    for model, (ood, ambiguous) in PAPER.items():
+    for model in dict.fromkeys((*PAPER, *rows)):
+        ood, ambiguous = (common.number(value, 2) for value in PAPER.get(model, (None, None)))
         found = rows.get(model)
-        missing = "N/A in the paper" if model == "vgg16+SN" else "not run"
-        lines.append(
-            [
-                model,
-                *(
-                    [
-                        common.number(found["auroc_ood"], 4),
-                        common.number(ood, 2),
-                        common.number(found["auroc_ambiguous"], 4),
-                        common.number(ambiguous, 2),
-                        _what(found),
-                    ]
-                    if found
-                    else [missing, common.number(ood, 2), missing, common.number(ambiguous, 2), "—"]
-                ),
-            ]
-        )
+        if found is None:
+            missing = "N/A in the paper" if model == "vgg16+SN" else "not run"
+            lines.append([model, missing, ood, missing, ambiguous, "—"])
+            continue
+        auroc = [common.number(found[key], 4) for key in ("auroc_ood", "auroc_ambiguous")]
+        lines.append([model, auroc[0], ood, auroc[1], ambiguous, _what(found)])
     header = ["model", "AUROC iD/OOD", "paper", "AUROC clean/ambiguous", "paper", "what was run"]
-    images = next(iter(rows.values()))["test_images"]
     stem = f"{record['name']}-{record['scale']}"
     return (
         "\n\n".join(
             [
                 "### DDU case study: Dirty-MNIST against Fashion-MNIST, MNIST against Ambiguous-MNIST",
                 runs.markdown_table(header, lines),
-                f"Tested on {images['in']} + {images['out']} images.",
                 f"![densities]({stem}-log_density.svg)\n\n![entropies]({stem}-entropy.svg)",
                 runs.provenance(record),
             ]
@@ -227,7 +215,8 @@ def _what(found: Json) -> str:
         f"bundle {found['bundle']}" if found.get("bundle") else (f"fitted on {found['fit_images'] or 'all'} images")
     )
     size = f", z {found['z']}" if "z" in found else ""
-    return f"{found['trained']}, {fitted}; layer {found.get('layer', 'penultimate')}{size}"
+    tested = f"tested on {found['test_images']['in']:,} + {found['test_images']['out']:,}"
+    return f"{found['trained']}, {fitted}; layer {found.get('layer', 'penultimate')}{size}; {tested}"
 
 
 if __name__ == "__main__":
