@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import binascii
-import re
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from types import coroutine
 from typing import Any, Final
 
 import orjson
-from python_multipart.multipart import parse_options_header
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.types import Receive
 
 from app.errors import (
@@ -28,11 +28,6 @@ from app.errors import (
 
 FIELD: Final = "images"
 _JSON_INLINE_BYTES: Final = 256 * 1024
-_BOUNDARY_BYTES: Final = 256
-_HEAD_BYTES: Final = 8 * 1024
-_USUAL_HEAD: Final = re.compile(
-    rb'\r\ncontent-disposition: form-data; name="([^"\\\r\n]*)"(?:; filename="([^"\\\r\n]*)")?(?:\r\n|$)', re.IGNORECASE
-)
 _FORMS: Final = "multipart/form-data with the field 'images', application/json, or image/*"
 
 
@@ -174,119 +169,85 @@ def _decode_base64(image: Any, index: int) -> bytes:
         ) from error
 
 
-class MultipartParser:
-    """``multipart/form-data`` (RFC 7578), part by part while it arrives; fields other than images are dropped.
+class _Parts:
+    """Callbacks of the streaming parser: keeps image parts, counts and drops every other field."""
 
-    Args:
-        boundary: From the content type.
-        limits: On images and fields.
-
-    Attributes:
-        images: Of the field :data:`FIELD`, in order.
-        others: Names of the other fields.
-        ended: Whether the last boundary was seen; what follows it is ignored.
-    """
-
-    def __init__(self, boundary: bytes, limits: UploadLimits) -> None:
+    def __init__(self, limits: UploadLimits) -> None:
         self.images: list[Upload] = []
-        self.others: set[str] = set()
+        self.others: list[str] = []
         self.ended = False
         self._limits = limits
         self._fields = 0
-        self._delimiter = b"\r\n--" + boundary
-        self._buffer = bytearray(b"\r\n")
-        self._at = 0  # Where the present part begins,
-        self._searched = 0  # and up to where it holds no delimiter.
-        self._in_head = False  # At first in what precedes the first boundary: a part without a name.
-        self._name: str | None = None
+        self._header_name = b""
+        self._header_value = b""
+        self._disposition = b""
+        self._name = ""
         self._file_name: str | None = None
+        self._data = bytearray()
 
-    def feed(self, chunk: bytes) -> None:
-        """Parse as far as ``chunk`` allows.
-
-        Raises:
-            MalformedRequest: The body does not follow its form, or has too many fields.
-            TooManyImages: More than ``limits.max_images``.
-        """
-        if self.ended:
-            return
-        self._buffer += chunk
-        while self._head() if self._in_head else self._data():
-            pass
-        del self._buffer[: self._at]
-        self._searched -= self._at
-        self._at = 0
-
-    def _head(self) -> bool:
-        """Read a part's headers; whether they are all there."""
-        end = self._buffer.find(b"\r\n\r\n", self._at)
-        if (end if end >= 0 else len(self._buffer)) - self._at > _HEAD_BYTES:
-            raise MalformedRequest(f"expected at most {_HEAD_BYTES} bytes of headers in a part; correct the body")
-        if end < 0:
-            return False
+    def on_part_begin(self) -> None:
         self._fields += 1
         if self._fields > self._limits.max_fields:
             raise MalformedRequest(f"expected at most {self._limits.max_fields} fields; send fewer")
-        self._name, self._file_name = _names_of(bytes(self._buffer[self._at : end]))
-        if self._name != FIELD:
-            self.others.add(self._name)
-        elif len(self.images) >= self._limits.max_images:
+        self._disposition = b""
+        self._data = bytearray()
+
+    def on_header_begin(self) -> None:
+        self._header_name = b""
+        self._header_value = b""
+
+    def on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header_name += data[start:end]
+
+    def on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._header_value += data[start:end]
+
+    def on_header_end(self) -> None:
+        if self._header_name.lower() == b"content-disposition":
+            self._disposition = self._header_value
+
+    def on_headers_finished(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        if b"name" not in options:
+            raise MalformedRequest("expected a name in every part's Content-Disposition; correct the body")
+        self._name = options[b"name"].decode("utf-8", "replace")
+        file_name = options.get(b"filename")
+        self._file_name = file_name.decode("utf-8", "replace") if file_name else None
+        if self._name == FIELD and len(self.images) >= self._limits.max_images:
             raise TooManyImages(f"expected at most {self._limits.max_images} images; split the request")
-        self._at = self._searched = end + 4
-        self._in_head = False
-        return True
 
-    def _data(self) -> bool:
-        """Read a part's data; whether they are all there and something follows."""
-        buffer = self._buffer
-        stop = buffer.find(self._delimiter, self._searched)
-        if stop < 0:
-            self._searched = max(self._at, len(buffer) - len(self._delimiter))
-            return False
-        self._searched = stop
-        after = stop + len(self._delimiter)
-        if len(buffer) < after + 2:
-            return False
-        following = bytes(buffer[after : after + 2])
-        if following not in (b"\r\n", b"--"):  # A longer word that only begins like the boundary.
-            self._searched = after
-            return True
+    def on_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._name == FIELD:
-            with memoryview(buffer) as view:
-                self.images.append(Upload(bytes(view[self._at : stop]), self._file_name))
-        self._at = self._searched = after
-        self.ended = following == b"--"
-        self._in_head = True
-        return not self.ended
+            self._data += data[start:end]
 
+    def on_part_end(self) -> None:
+        if self._name == FIELD:
+            self.images.append(Upload(bytes(self._data), self._file_name))
+        else:
+            self.others.append(self._name)
 
-def _names_of(head: bytes) -> tuple[str, str | None]:
-    """Field and file name that a part's headers give."""
-    usual = _USUAL_HEAD.search(head)
-    if usual:
-        return usual[1].decode("utf-8", "replace"), (usual[2] or b"").decode("utf-8", "replace") or None
-    for line in head.split(b"\r\n"):
-        header, _, value = line.partition(b":")
-        if header.lower() == b"content-disposition":
-            _, options = parse_options_header(value)
-            if b"name" in options:
-                file_name = options.get(b"filename", b"")
-                return options[b"name"].decode("utf-8", "replace"), file_name.decode("utf-8", "replace") or None
-    raise MalformedRequest("expected a name in every part's Content-Disposition; correct the body")
+    def on_end(self) -> None:
+        self.ended = True
 
 
 async def _read_multipart(
     content_type: bytes, receive: Receive, limits: UploadLimits, before_waiting: Callable[[], Any]
 ) -> list[Upload]:
     _, options = parse_options_header(content_type)
-    boundary = options.get(b"boundary", b"")
-    if not 0 < len(boundary) <= _BOUNDARY_BYTES:
+    boundary = options.get(b"boundary")
+    if not boundary:
         raise MalformedRequest("expected a boundary in the Content-Type; let the HTTP client set it")
-    parser = MultipartParser(boundary, limits)
-    await _read(receive, parser.feed, limits.seconds, before_waiting)
-    if not parser.ended:
+    parts = _Parts(limits)
+    try:
+        callbacks: Any = {name: getattr(parts, name) for name in vars(_Parts) if name.startswith("on_")}
+        parser = MultipartParser(boundary, callbacks)
+        await _read(receive, parser.write, limits.seconds, before_waiting)
+        parser.finalize()
+    except FormParserError as error:
+        raise MalformedRequest(f"expected multipart/form-data, {error}; correct the body") from error
+    if not parts.ended:
         raise MalformedRequest("expected multipart/form-data up to its last boundary, it ends early; resend")
-    if not parser.images:
-        seen = ", ".join(sorted(map(repr, parser.others))) or "no field"
+    if not parts.images:
+        seen = ", ".join(sorted({repr(name) for name in parts.others})) or "no field"
         raise MalformedRequest(f"expected at least one field {FIELD!r}, got {seen}; name the field {FIELD!r}")
-    return parser.images
+    return parts.images

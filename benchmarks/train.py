@@ -52,15 +52,15 @@ def learning_rate(schedule: str, peak: float, step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def accuracy(net: nn.Module, dataset: ImageDataset, device: torch.device) -> float:
-    """Share of images whose first label is predicted."""
+def right(net: nn.Module, dataset: ImageDataset, device: torch.device) -> Tensor:
+    """For each image 1.0 where its first label is predicted, else 0.0."""
     net.eval()
-    hits = 0
+    found = []
     for batch in dataset.batches(512):
         logits = net(dataset.preprocess.normalise(batch.images.to(device)))
         firsts = batch.labels[torch.searchsorted(batch.owner, torch.arange(len(batch.images)))]
-        hits += int((logits.argmax(1).cpu() == firsts).sum())
-    return hits / len(dataset)
+        found.append((logits.argmax(1).cpu() == firsts).double())
+    return torch.cat(found)
 
 
 def train(args: argparse.Namespace) -> dict[str, object]:
@@ -140,7 +140,7 @@ def train(args: argparse.Namespace) -> dict[str, object]:
         )
 
     fold_spectral_norm(net)
-    groups = {name: accuracy(net, test.subset(where), device) for name, where in test.groups.items()}
+    hits = right(net, test, device)
     summary: dict[str, object] = {
         "network": args.network,
         "data": args.data.partition(":")[0],
@@ -154,8 +154,8 @@ def train(args: argparse.Namespace) -> dict[str, object]:
         "augment": args.augment,
         "precision": args.precision,
         "train_digest": data.digest(),
-        "test_accuracy": accuracy(net, test, device),
-        "test_accuracy_by_group": groups,
+        "test_accuracy": float(hits.mean()),
+        "test_accuracy_by_group": {name: float(hits[where].mean()) for name, where in test.groups.items()},
         "seconds": round(time.perf_counter() - began),
         "torch": torch.__version__,
         "device": device.type,
