@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 BUNDLE ?= artifacts/dirty-mnist-resnet18
 PORT   ?= 8000
 
-.PHONY: serve test check lint types layers nightly gpu bench paper clean
+.PHONY: serve test check lint types layers nightly gpu bench bench-more paper clean
 
 serve: $(VENV)/.serve           ## set up everything and serve the shipped bundle on http://127.0.0.1:8000
 	$(BIN)/psc-serve --bundle $(BUNDLE) --port $(PORT)
@@ -35,20 +35,29 @@ paper: $(VENV)/.bench           ## the paper's tables and the OOD comparison, CP
 	$(BIN)/python -m benchmarks.ood.run --scale cpu --data $(PSC_DATA)
 	$(BIN)/python -m benchmarks.paper.report
 
-# The GPU checks in parts of at most ten minutes each: make gpu, then make gpu PART=resnet18, PART=vgg16, …
+# The GPU checks in parts of at most ten minutes each: make gpu, then make gpu PART=device, PART=resnet18, …
 # RUN=python3 uses an environment that is there already instead of setting one up.
 PART ?= tests
 RUN  ?= $(BIN)/python
 
-gpu: $(if $(filter $(BIN)/python,$(RUN)),$(VENV)/.bench)  ## on a CUDA machine: the gpu tests, or PART=resnet18|sn|vgg16 of the paper
+gpu: $(if $(filter $(BIN)/python,$(RUN)),$(VENV)/.bench)  ## on a CUDA machine: the gpu tests, or PART=device|serving|resnet18|sn|vgg16
 ifeq ($(PART),tests)
 	$(RUN) -m pytest -m gpu
+else ifeq ($(PART),device)
+	$(RUN) -m benchmarks.device.run --device cuda
+else ifeq ($(PART),serving)
+	$(RUN) -m benchmarks.serving.peers --only psc --seconds 8
 else
 	$(RUN) -m benchmarks.paper.ddu_case_study --scale full --data $(PSC_DATA) --only $(PART)
 endif
 
-bench: $(VENV)/.bench           ## load on the service and memory of fitting, on this machine
+bench: $(VENV)/.bench           ## speed of the service beside its peers, and of the device step; about ten minutes
+	$(BIN)/python -m benchmarks.serving.peers --seconds 3
+	$(BIN)/python -m benchmarks.device.run
+
+bench-more: $(VENV)/.bench      ## overload, time and memory of fitting; PSC_DATA names the data
 	$(BIN)/python -m benchmarks.serving.load
+	$(BIN)/python -m benchmarks.fit.scaling
 	$(BIN)/python -m benchmarks.fit.memory --data $(PSC_DATA) --images 5000
 
 $(VENV)/.serve: pyproject.toml requirements.lock
