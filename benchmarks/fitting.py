@@ -105,14 +105,15 @@ def _store(run: Run, trained: Trained, train: ImageDataset, images: int | None, 
     return StationStore(run.checkpoints / folder, job)
 
 
-def psc_of(run: Run, trained: Trained, parts: Stations, *, fit_images: int | None) -> PSC:
-    """The default PSC: Gaussians a class, Laplace head."""
+def psc_of(run: Run, trained: Trained, parts: Stations, *, fit_images: int | None, density: str = "gda") -> PSC:
+    """A PSC with the Laplace head; the paper's with its Gaussians a class."""
     return fit.fit_psc(
         trained.net,
         parts.candidate,
         parts.projection,
         random_images(trained.train, fit_images),
         trained.val,
+        density=density,
         collapse_report=parts.report,
         options=options_of(run),
     )

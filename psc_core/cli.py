@@ -85,7 +85,12 @@ def parser() -> argparse.ArgumentParser:
         help="smallest c·d that auto considers (default: 64)",
     )
     method.add_argument("--no-second-scaling", action="store_true", help="do not standardise z")
-    method.add_argument("--density", choices=("gda", "tied", "gda++", "pooled++", "rmd"), default="gda")
+    method.add_argument(
+        "--density",
+        choices=("gda", "tied", "gda++", "pooled++", "rmd"),
+        default="pooled++",
+        help="what judges whether an image is ordinary; gda is the paper's (default: pooled++)",
+    )
     method.add_argument(
         "--pca",
         type=cli_options.positive_or_auto,

@@ -37,8 +37,11 @@ from psc_core.heads import HEADS, entropy, fit_head
 from psc_core.passes import passes
 from psc_core.projection import Projection
 
-DEFAULT = "psc-operations gda 99%"
-"""What ``psc-fit`` does when it is not told otherwise."""
+DEFAULT = "pooled-operations gda++ all"
+"""What ``psc-fit`` does when it is not told otherwise: ``--density pooled++``."""
+
+PAPER = "psc-operations gda 99%"
+"""The paper's density: ``--density gda``."""
 
 PENULTIMATE = ("penultimate gda all", "penultimate gda++ all")
 """Gaussians a class on the penultimate features, without and with unit length."""

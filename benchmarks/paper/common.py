@@ -75,7 +75,7 @@ def scale_of(run: Run) -> Scale:
 def job(run: Run, network: str, data: str, *, spectral_norm: bool = False, seed: int | None = None) -> Job:
     """The training of one of the paper's networks at the run's scale."""
     scale = scale_of(run)
-    epochs = scale.cifar_epochs if "cifar10" in data else scale.mnist_epochs
+    epochs = run.epochs or (scale.cifar_epochs if "cifar10" in data else scale.mnist_epochs)
     return Job(
         scale.networks[network],
         data,

@@ -27,6 +27,7 @@ from psc_core import scores
 from psc_core.baselines import Baselines
 from psc_core.candidate import CollapseReport
 from psc_core.data import ImageDataset, open_dataset
+from psc_core.density import DENSITIES
 from psc_core.evaluate import score_images
 from psc_core.passes import track_images
 from psc_core.pipeline import entropy
@@ -59,9 +60,15 @@ def main(argv: list[str] | None = None) -> Json:
     cli.add_argument(
         "--only", choices=("resnet18", "vgg16", "sn"), action="append", help="some of the rows; repeat for more"
     )
+    cli.add_argument("--density", choices=sorted(DENSITIES), help="add a PSC row with this density, nothing else")
     args = cli.parse_args(argv)
+    if args.density and "sn" in (args.only or ()):
+        cli.error("--density is for PSC; with spectral normalisation there is no PSC row")
     run = runs.start(NAME, args)
-    wanted = args.only or ("resnet18", "sn", "vgg16")
+    if args.density:
+        for network in args.only or ("resnet18", "vgg16"):
+            other_density(run, network, args.density)
+    wanted = () if args.density else args.only or ("resnet18", "sn", "vgg16")
     if "resnet18" in wanted:
         base_and_psc(run, "resnet18", args.checkpoint, args.bundle)
     if "sn" in wanted:
@@ -112,6 +119,26 @@ def base_and_psc(run: Run, network: str, checkpoint: Path | None, bundle: Path |
         return {network: {**about, **row(inside, *base)}, f"{network}+PSC": {**about, **extra, **row(inside, *skip)}}
 
     return run.part(network, settings, compute)
+
+
+def other_density(run: Run, network: str, density: str) -> dict[str, Json]:
+    """The PSC row of one network with another density than the paper's."""
+    job = common.job(run, network, "dirty-mnist")
+    images, tests = common.scale_of(run).fit_images, common.scale_of(run).test_images
+    settings = {"job": job.name, "epochs": run.epochs, "fit_images": images, "test_images": tests}
+
+    def compute() -> Json:
+        trained = checkpoints.obtain(run, job)
+        stations = fitting.stations(run, trained, fit_images=images)
+        psc = fitting.psc_of(run, trained, stations, fit_images=images, density=density)
+        inside, outside = test_sets(run, trained.test)
+        batch = fitting.compute_of(run).batch_rows
+        scored = [score_images(psc, data, batch_rows=batch) for data in (inside, outside)]
+        found = [{"ood": each.ood["psc"], "entropy": each.entropy["psc"]} for each in scored]
+        about = {"trained": job.describe(), "fit_images": images, "layer": psc.layer}
+        return {f"{network}+PSC, {density}": {**about, **row(inside, *found)}}
+
+    return run.part(f"{network}-{density}", settings, compute)
 
 
 def spectral(run: Run, network: str) -> dict[str, Json]:

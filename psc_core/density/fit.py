@@ -106,6 +106,7 @@ def fit_density(
         limit = min(int(counts.median()) - 1, math.isqrt(WHITENER_ELEMENTS // num_classes))
     else:
         limit = len(z) - num_classes
+    limit = min(limit, family.most_components or limit)
     projection = fit_pca(z, kept=pca, limit=max(1, limit), least_variance=family.least_variance)
 
     rows_of_class = torch.split(labels.argsort(stable=True), counts.tolist())

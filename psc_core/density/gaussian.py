@@ -72,6 +72,9 @@ class Density(Fitted):
     least_variance: ClassVar[float | None] = None
     """Least variance of an automatically kept component, relative to the largest; ``None`` keeps 99 % of it all."""
 
+    most_components: ClassVar[int | None] = None
+    """Most components that are kept automatically, whatever the memory; ``None`` for no such bound."""
+
     mean: Tensor
     basis: Tensor
     constants: Tensor
@@ -148,6 +151,7 @@ class PooledDensity(UnitLengthDensity):
     kind = "pooled++"
     reads = "pooled"
     least_variance = 1e-6
+    most_components = 512
 
 
 class TiedDensity(Density):

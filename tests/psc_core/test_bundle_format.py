@@ -35,9 +35,9 @@ JOBS: dict[str, tuple[str, ...]] = {
     "tied-sngp": ("--density", "tied", "--head", "sngp"),
     "gda++-duq": ("--density", "gda++", "--head", "duq", "--no-second-scaling"),
     "rmd-base": ("--density", "rmd", "--predictions", "base"),
-    "pooled++-laplace": ("--density", "pooled++"),
+    "gda-laplace": ("--density", "gda"),
     "vector": ("--layer", "6", "--head", "duq"),
-    "pooled": ("--layer", "0", "--c-proj", "4", "--d-proj", "4", "--max-memory", "160k", "--head", "duq"),
+    "pooled": ("--layer", "0", "--c-proj", "4", "--d-proj", "4", "--max-memory", "160k", "--density", "gda"),
 }
 
 
@@ -52,7 +52,7 @@ def bundles(tiny_job: TinyJob, tiny_bundle: Path, tmp_path_factory: pytest.TempP
         patch.setattr(sngp, "LENGTH_SCALE_FACTORS", (1.0,))
         for name, flags in JOBS.items():
             assert main([*tiny_job.args, *flags, "--out", str(folder / name)]) == 0
-    return {"gda-laplace": tiny_bundle, **{name: folder / name for name in JOBS}}
+    return {"pooled++-laplace": tiny_bundle, **{name: folder / name for name in JOBS}}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def images(data_root: Path) -> torch.Tensor:
     return torch.cat([*parts, noise, torch.zeros_like(noise[:1])])
 
 
-@pytest.mark.parametrize("name", ["gda-laplace", *JOBS])
+@pytest.mark.parametrize("name", ["pooled++-laplace", *JOBS])
 def test_a_second_reader_gives_the_same_answers(bundles: dict[str, Path], images: torch.Tensor, name: str) -> None:
     psc, reader = PSC.load(bundles[name], device="cpu", allow_factories=ALLOW), SecondReader(bundles[name])
     with torch.inference_mode():
