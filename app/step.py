@@ -136,8 +136,7 @@ class EagerStep:
         return self._buffer
 
     def warm_up(self) -> None:
-        # compiled shapes all, else one image and a full batch: other sizes cost no more than their own step
-        for count in self._buckets if self._fixed_shapes else (1, self._buckets[-1]):
+        for count in self._buckets:
             self.fetch(0, count)
 
     def launch(self, slot: int, count: int) -> None:

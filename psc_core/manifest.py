@@ -157,7 +157,6 @@ class Manifest(_Strict):
         """What two fields say of the same thing must be the same."""
         head, classes = self.head, len(self.classes)
         dim = self.projection["c_proj"] * self.projection["d_proj"]
-        read = self.density["sizes"].get("dim")
         needed = {f"{part}.safetensors" for part in PARTS if part != "head" or head is not None}
         agreements: tuple[tuple[str, Any, Any], ...] = (
             ("files", sorted(needed), sorted(self.files)),
@@ -167,8 +166,6 @@ class Manifest(_Strict):
             ("backbone.network.num_classes", classes, self.backbone["network"]["num_classes"]),
             ("projection.positions (their number)", len(self.layers), len(self.projection["positions"])),
             ("density.sizes.classes", classes, self.density["sizes"].get("classes")),
-            # the pooled density reads the layer's channels, whose number only the network tells
-            ("density.sizes.dim", read if self.density["kind"] == "pooled++" else dim, read),
             ("head.sizes.classes", classes, classes if head is None else head["sizes"].get("classes")),
             ("head.sizes.dim", dim, dim if head is None else head["sizes"].get("dim")),
         )

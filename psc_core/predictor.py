@@ -15,7 +15,7 @@ from torch import Tensor
 from psc_core.backbone import rebuild_backbone
 from psc_core.bundle import Bundle, check_shapes, read_bundle, write_bundle
 from psc_core.calibration import Calibration
-from psc_core.density import restore_density
+from psc_core.density import Density, restore_density
 from psc_core.device import resolve_device
 from psc_core.errors import BundleError, UsageError
 from psc_core.heads import restore_head
@@ -171,6 +171,7 @@ class PSC:
             backbone = rebuild_backbone(manifest.backbone, parts["backbone"], allow_factories=allow_factories)
             projection = Projection.restore(manifest.projection, parts["projection"])
             density = restore_density(manifest.density, parts["density"])
+            _check_density(density, projection)
             head = None if manifest.head is None else restore_head(manifest.head, parts["head"])
             calibration = Calibration.from_tensors(parts["calibration"])
             calibration.log_density_threshold(manifest.policy.alpha)
@@ -216,6 +217,17 @@ class PSC:
                 f"expected {len(self.classes)} finite probabilities from {self.name!r}, got "
                 f"{packed.shape[1] - 4} columns or values that are not finite; fit the bundle again"
             )
+
+
+def _check_density(density: Density, projection: Projection) -> None:
+    """Whether the density is of z; one that reads pooled features is checked by :meth:`PSC.probe`.
+
+    Raises:
+        BundleError: It has another dimension.
+    """
+    dim = projection.c_proj * projection.d_proj
+    if density.reads == "z" and len(density.mean) != dim:
+        raise BundleError(f"expected density.sizes.dim to be {dim}, got {len(density.mean)}; fit the bundle again")
 
 
 def _check_tensors(bundle: Bundle) -> None:

@@ -184,9 +184,14 @@ class RelativeDensity(TiedDensity):
     background_constant: Tensor
 
     def class_log_joint(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
-        """``log π_k + log N_k − log N_background``, nats."""
-        background = self.background_constant - 0.5 * (w @ self.background).square().sum(dim=1)
-        return super().class_log_joint(w) - background[:, None]
+        """``log π_k + log N_k − log N_background``, nats.
+
+        In float64 until the difference is taken: far from the data both terms are large and nearly equal.
+        """
+        wide = w.double()
+        background = self.background_constant - 0.5 * (wide @ self.background.double()).square().sum(dim=1)
+        distances = torch.cdist(wide, self.centres.double(), compute_mode="donot_use_mm_for_euclid_dist").square()
+        return (self.constants - 0.5 * distances - background[:, None]).to(w.dtype)
 
 
 LOG_2_PI: Final = math.log(2 * math.pi)

@@ -212,19 +212,12 @@ async def test_nothing_is_admitted_before_warm_up() -> None:
         await setup.engine.start()
 
 
-async def test_a_step_that_takes_any_count_warms_up_one_image_and_a_full_batch() -> None:
+async def test_every_bucket_is_warmed_up() -> None:
     assert buckets_to(1) == (1,)
     assert buckets_to(6) == (1, 2, 4, 6)
     assert buckets_to(8) == (1, 2, 4, 8)
     network = FakePipeline()
     step = EagerStep(network, (1, 8, 8), max_batch=6, device=torch.device("cpu"))
-    step.warm_up()
-    assert network.sizes == [1, 6]
-
-
-async def test_every_fixed_shape_is_warmed_up() -> None:
-    network = FakePipeline()
-    step = EagerStep(network, (1, 8, 8), max_batch=6, device=torch.device("cpu"), fixed_shapes=True)
     step.warm_up()
     assert network.sizes == [1, 2, 4, 6]
 

@@ -116,7 +116,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("projection.positions", [], "positions"),
     ("projection.c_proj", 10**9, "dim"),
     ("projection.d_proj", 0, "d_proj"),
-    ("density.kind", "os:system", "kind|density.sizes.dim"),
+    ("density.kind", "os:system", "kind"),
     ("density.sizes", {"dim": 10**9, "kept": 10**9, "classes": 10}, "dim"),
     ("density.sizes.kept", 10**9, "sizes"),
     ("density.sizes.kept", 0, "kept"),

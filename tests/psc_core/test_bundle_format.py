@@ -37,7 +37,20 @@ JOBS: dict[str, tuple[str, ...]] = {
     "rmd-base": ("--density", "rmd", "--predictions", "base"),
     "gda-laplace": ("--density", "gda"),
     "vector": ("--layer", "6", "--head", "duq"),
-    "pooled": ("--layer", "0", "--c-proj", "4", "--d-proj", "4", "--max-memory", "160k", "--density", "gda"),
+    "pooled": (
+        "--layer",
+        "0",
+        "--c-proj",
+        "4",
+        "--d-proj",
+        "4",
+        "--max-memory",
+        "160k",
+        "--head",
+        "duq",
+        "--density",
+        "gda",
+    ),
 }
 
 
@@ -79,9 +92,7 @@ def test_a_second_reader_gives_the_same_answers(bundles: dict[str, Path], images
 
     digits = slice(0, 24)
     np.testing.assert_allclose(theirs.z, z.numpy(), rtol=1e-4, atol=1e-4)
-    density = ours.log_density.numpy()
-    np.testing.assert_allclose(theirs.log_density[digits], density[digits], rtol=1e-4, atol=1e-3)
-    np.testing.assert_allclose(theirs.log_density, density, rtol=1e-2, atol=1e-3)
+    np.testing.assert_allclose(theirs.log_density, ours.log_density.numpy(), rtol=1e-4, atol=1e-3)
     for got, expected in ((theirs.probabilities, ours.probabilities), (theirs.entropy, ours.predictive_entropy),
                           (theirs.epistemic, ours.epistemic)):  # fmt: skip
         np.testing.assert_allclose(got[digits], expected[digits].numpy(), rtol=1e-4, atol=1e-5)
