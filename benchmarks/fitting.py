@@ -40,12 +40,12 @@ class Stations:
 
 def compute_of(run: Run) -> Compute:
     """Device and batch size of a run."""
-    return Compute(run.device, batch_rows=1024 if run.device.type == "cuda" else 256)
+    return Compute(run.device, batch_images=1024 if run.device.type == "cuda" else 256)
 
 
 def options_of(run: Run) -> FitOptions:
     """The same for the fitting stations, with the run's seed."""
-    return FitOptions(run.device, batch_rows=compute_of(run).batch_rows, seed=run.seed)
+    return FitOptions(run.device, batch_images=compute_of(run).batch_images, seed=run.seed)
 
 
 def measure(

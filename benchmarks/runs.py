@@ -214,16 +214,41 @@ def write_json(file: Path, data: Json) -> None:
     part.rename(file)
 
 
+def updated(page: str, name: str, text: str, title: str = "") -> str:
+    """``page`` with what lies between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` replaced.
+
+    A section that is not there yet comes to the end, under the heading ``title`` if there is one.
+    """
+    first, last = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    head, found, rest = page.partition(first)
+    if found:
+        return f"{head}{first}\n{text}\n{last}{rest.partition(last)[2]}"
+    heading = f"## {title}\n\n" if title else ""
+    return f"{page.rstrip()}\n\n{heading}{first}\n{text}\n{last}\n".lstrip()
+
+
+def write_section(folder: Path, name: str, text: str, title: str = "") -> None:
+    """:func:`updated` on the ``README.md`` of ``folder``, which is created when it is not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "README.md"
+    file.write_text(updated(file.read_text() if file.exists() else "# Results\n", name, text, title))
+
+
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     """A pipe table, first column left-aligned."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
+def where(environment: Json) -> str:
+    """:func:`environment` in one line."""
+    return (
+        f"{environment['device']}, {environment['cpus']} CPUs, {environment['threads']} threads, torch "
+        f"{environment['torch']}, Python {environment['python']}, psc {environment['psc']} ({environment['commit']}), "
+        f"{environment['date']}"
+    )
+
+
 def provenance(record: Json) -> str:
     """One line under a table: command, scale and environment."""
-    env = record["environment"]
-    return (
-        f"`{record['command']}` · scale {record['scale']}, seed {record['seed']} · {env['device']}, {env['cpus']} "
-        f"CPUs, torch {env['torch']}, psc {env['psc']} ({env['commit']}), {env['date']}"
-    )
+    return f"`{record['command']}` · scale {record['scale']}, seed {record['seed']} · {where(record['environment'])}"

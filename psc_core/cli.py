@@ -127,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     run.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     run.add_argument(
-        "--batch-rows", type=cli_options.positive, default=256, help="images sent through the network at once"
+        "--batch-images", type=cli_options.positive, default=256, help="images sent through the network at once"
     )
     run.add_argument(
         "--max-memory",
@@ -166,7 +166,7 @@ def fit(args: argparse.Namespace) -> None:
     )
     device = resolve_device(args.device)
     reducer = Reducer.start() if args.distributed else Reducer()
-    options = FitOptions(device, args.precision, args.batch_rows, args.epsilon, args.max_memory, args.seed, reducer)
+    options = FitOptions(device, args.precision, args.batch_images, args.epsilon, args.max_memory, args.seed, reducer)
     _run_stations(args, net, train, val, options)
 
 
@@ -268,7 +268,7 @@ _SETTINGS = (
     "coverage",
     "risk",
     "precision",
-    "batch_rows",
+    "batch_images",
     "max_memory",
     "seed",
 )

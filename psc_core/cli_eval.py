@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     )
     cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     cli.add_argument(
-        "--batch-rows", type=cli_options.positive, default=256, help="images sent through the network at once"
+        "--batch-images", type=cli_options.positive, default=256, help="images sent through the network at once"
     )
     cli.add_argument("--out", type=Path, metavar="DIR", help="write report.json and report.md here")
     return cli
@@ -72,7 +72,7 @@ def evaluate(args: argparse.Namespace) -> None:
         name: open_dataset(spec, split="test", preprocess=psc.preprocess, labelled_images=False)
         for name, spec in (_named(text) for text in args.ood)
     }
-    report = measure(psc, id_data, ood, _baselines(args, psc) if all(given) else None, batch_rows=args.batch_rows)
+    report = measure(psc, id_data, ood, _baselines(args, psc) if all(given) else None, batch_images=args.batch_images)
     print(to_text(report))
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:
         CollapseReport.from_json(collapse).penultimate,
         train,
         val,
-        compute=Compute(psc.device, psc.pipeline.precision, args.batch_rows),
+        compute=Compute(psc.device, psc.pipeline.precision, args.batch_images),
     )
 
 

@@ -28,13 +28,10 @@ from psc_core.distributed import Reducer
 from psc_core.errors import FitError, UsageError
 from psc_core.layers import LayerInfo, list_layers, select_layers
 from psc_core.passes import Compute, feature_step, passes
-from psc_core.scatter import Centroids, ClassScatter, between_scatter, class_rows, variability
+from psc_core.scatter import MIN_COLUMNS, Centroids, ClassScatter, between_scatter, class_rows, variability
 
 DEFAULT_MEMORY_BYTES = 1 << 30
 """Budget for class means and batch features."""
-
-_MIN_COLUMNS = 1024
-"""Fewest columns worth a pass of their own, whatever the budget."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def measure_collapse(
     granularity: str = "operations",
     max_memory_bytes: int = DEFAULT_MEMORY_BYTES,
     device: str | torch.device = "cpu",
-    batch_rows: int = 128,
+    batch_images: int = 128,
     reduce: Reducer | None = None,
 ) -> CollapseReport:
     """Measure NC1 and NC4 after the layers of ``net``.
@@ -88,7 +85,7 @@ def measure_collapse(
         granularity: ``"operations"``, ``"blocks"`` or ``"all"``, see :mod:`psc_core.layers`.
         max_memory_bytes: Budget for class means and for the features of one batch.
         device: Where the network runs and the sums are kept; it must know float64.
-        batch_rows: Rows a batch.
+        batch_images: Images a batch at most.
         reduce: This process among its peers; alone by default.
 
     Raises:
@@ -103,9 +100,9 @@ def measure_collapse(
     every = list_layers(net.to(device), example, granularity=granularity)
     names = {layer.name for layer in select_layers(every, layers)}
     wanted = [layer for layer in every if layer.name in names or layer.role == "penultimate"]
-    compute = Compute(torch.device(device), "fp32", batch_rows)
+    compute = Compute(torch.device(device), "fp32", batch_images)
     station = _Station(counts.double().to(device), compute, reduce or Reducer())
-    groups = _groups(wanted, len(counts), batch_rows, max_memory_bytes)
+    groups = _groups(wanted, len(counts), compute.images, max_memory_bytes)
     for number, group in enumerate(groups, 1):
         cut_after = list(dict.fromkeys(part.layer.name for part in group))
         backbone = truncate(net, cut_after, keep_output=False, example=example)
@@ -139,13 +136,13 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names[:5]) + more
 
 
-def _groups(layers: Sequence[LayerInfo], classes: int, batch_rows: int, budget: int) -> list[list[_Part]]:
+def _groups(layers: Sequence[LayerInfo], classes: int, batch_images: int, budget: int) -> list[list[_Part]]:
     """Layers, in order, in groups whose class means (float64) and batch features (float32) fit ``budget``."""
     groups: list[list[_Part]] = [[]]
     free = budget
     for layer in layers:
         width = math.prod(layer.shape)
-        features, means = 4 * batch_rows * width, 8 * classes * width
+        features, means = 4 * batch_images * width, 8 * classes * width
         if features + means <= budget:
             if features + means > free:
                 groups.append([])
@@ -153,7 +150,7 @@ def _groups(layers: Sequence[LayerInfo], classes: int, batch_rows: int, budget: 
             groups[-1].append(_Part(layer, 0, width))
             free -= features + means
             continue
-        step = min(width, max(_MIN_COLUMNS, (budget - features) // (8 * classes)))
+        step = min(width, max(MIN_COLUMNS, (budget - features) // (8 * classes)))
         groups += [[_Part(layer, start, min(width, start + step))] for start in range(0, width, step)]
         groups.append([])
         free = budget

@@ -72,7 +72,7 @@ def evaluate(
     ood: Mapping[str, ImageDataset],
     baselines: Baselines | None = None,
     *,
-    batch_rows: int = 256,
+    batch_images: int = 256,
 ) -> EvaluationReport:
     """Measure everything; see :class:`psc_core.report.EvaluationReport`.
 
@@ -81,7 +81,7 @@ def evaluate(
         id_data: Labelled in-distribution test images, none of them used to fit or calibrate.
         ood: Out-of-distribution images by name; labels are ignored.
         baselines: Detectors from the same network, or None to look at PSC alone.
-        batch_rows: Rows a batch.
+        batch_images: Images a batch at most.
 
     Raises:
         UsageError: Data read through another preprocessing, or of other classes, than the model's.
@@ -93,8 +93,8 @@ def evaluate(
             f"{len(id_data.classes)} (different: {', '.join(odd) or 'the order'}); use data of the "
             "classes it was fitted on"
         )
-    inside = score_images(psc, id_data, baselines, batch_rows=batch_rows)
-    outside = {name: score_images(psc, data, baselines, batch_rows=batch_rows) for name, data in ood.items()}
+    inside = score_images(psc, id_data, baselines, batch_images=batch_images)
+    outside = {name: score_images(psc, data, baselines, batch_images=batch_images) for name, data in ood.items()}
     calibration_images = len(psc.calibration)
     return EvaluationReport(
         model={"name": psc.name, "version": psc.version, "layer": psc.layer},
@@ -113,7 +113,7 @@ def evaluate(
 
 
 def score_images(
-    psc: PSC, data: ImageDataset, baselines: Baselines | None = None, *, batch_rows: int = 256
+    psc: PSC, data: ImageDataset, baselines: Baselines | None = None, *, batch_images: int = 256
 ) -> ScoredImages:
     """One pass of ``data`` through the served pipeline and the baselines."""
     if data.preprocess != psc.preprocess:
@@ -128,7 +128,7 @@ def score_images(
     covered: list[Tensor] = []
     labelled = data.classes == psc.classes
     with torch.inference_mode():
-        for batch in track_images(data, Compute(psc.device, batch_rows=batch_rows), f"evaluating {data.name}"):
+        for batch in track_images(data, Compute(psc.device, batch_images=batch_images), f"evaluating {data.name}"):
             images = batch.images.to(psc.device)
             outputs = Outputs.unpack(psc.pipeline(images).cpu())
             batch_scores = {HEADLINE: -outputs.log_density, f"{HEADLINE}-entropy": outputs.predictive_entropy}

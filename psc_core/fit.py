@@ -55,7 +55,7 @@ class FitOptions:
     Attributes:
         device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
         precision: ``"fp32"`` or ``"bf16"`` of the network, at fit time and served.
-        batch_rows: Images sent through the network at once, at most; a CPU takes fewer (:mod:`psc_core.passes`).
+        batch_images: Images sent through the network at once, at most; a CPU takes fewer (:mod:`psc_core.passes`).
         epsilon: Collapse cut-off (NC1).
         max_memory_bytes: Budget of one station's statistics.
         seed: Splits the validation images and seeds the head.
@@ -64,7 +64,7 @@ class FitOptions:
 
     device: str | torch.device = "auto"
     precision: str = "fp32"
-    batch_rows: int = 256
+    batch_images: int = 256
     epsilon: float = EPSILON
     max_memory_bytes: int = DEFAULT_MEMORY_BYTES
     seed: int = 0
@@ -74,7 +74,7 @@ class FitOptions:
         """Device, precision and batch size, checked."""
         if self.precision not in PRECISIONS:
             raise UsageError(f"expected a precision of {', '.join(PRECISIONS)}, got {self.precision!r}")
-        return Compute(resolve_device(self.device), self.precision, self.batch_rows)
+        return Compute(resolve_device(self.device), self.precision, self.batch_images)
 
 
 def measure_collapse(
@@ -110,7 +110,7 @@ def measure_collapse(
         granularity=granularity,
         max_memory_bytes=options.max_memory_bytes,
         device=compute.device,
-        batch_rows=compute.batch_rows,
+        batch_images=compute.batch_images,
         reduce=options.reducer,
     )
 

@@ -24,15 +24,12 @@ from psc_core.moments import channel_moments
 from psc_core.passes import Compute, FeatureStep, feature_step, passes
 from psc_core.projection import Projection, pooled_positions, reshape_features
 from psc_core.ranks import RankChoice, choose_ranks, nc1_prefixes, nearest_mean_hits
-from psc_core.scatter import Centroids, ClassScatter, between_scatter, class_rows, variability
+from psc_core.scatter import MIN_COLUMNS, Centroids, ClassScatter, between_scatter, class_rows, variability
 from psc_core.tucker import tucker_factors
 
 MAX_CHANNEL_COMPONENTS = 64
 MAX_COMPONENTS = 2048
 """Largest projection that is measured: components of the channel mode, and of both modes together."""
-
-_MIN_COLUMNS = 1024
-"""Fewest columns worth a pass of their own, whatever the budget."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +176,7 @@ def _measure_sizes(
     classes, device = len(train.classes), compute.device
     c_max, d_max = largest.c_proj, largest.d_proj
     width = largest.mean.numel()
-    columns_at_once = min(width, max(_MIN_COLUMNS, max_memory_bytes // (8 * classes)))
+    columns_at_once = min(width, max(MIN_COLUMNS, max_memory_bytes // (8 * classes)))
     ranges = [slice(start, min(width, start + columns_at_once)) for start in range(0, width, columns_at_once)]
     block = ClassScatter(classes, c_max * d_max, device, by_column=True)
     hits = torch.zeros(c_max, d_max, dtype=torch.int64, device=device)

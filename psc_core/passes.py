@@ -28,17 +28,17 @@ class Compute:
     Attributes:
         device: Compute device.
         precision: ``"fp32"`` or ``"bf16"`` of the network.
-        batch_rows: Images a batch at most.
+        batch_images: Images a batch at most.
     """
 
     device: torch.device
     precision: str = "fp32"
-    batch_rows: int = 256
+    batch_images: int = 256
 
     @property
     def images(self) -> int:
         """Images a batch: on a CPU at most :data:`CPU_IMAGES`."""
-        return min(self.batch_rows, CPU_IMAGES) if self.device.type == "cpu" else self.batch_rows
+        return min(self.batch_images, CPU_IMAGES) if self.device.type == "cpu" else self.batch_images
 
 
 def passes(

@@ -32,6 +32,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+MIN_COLUMNS = 1024
+"""Fewest columns worth a pass of their own, whatever the budget."""
+
 _BLOCK = {"cpu": 1 << 17}
 """Float64 entries converted at a time: on a CPU 1 MiB, which stays in a core's cache."""
 

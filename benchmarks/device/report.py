@@ -5,15 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.device.subjects import MEMBERS, SAMPLES
-from benchmarks.fit.memory import write_section
-
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-TITLE = "Device step"
-
-Json = dict[str, Any]
+from benchmarks.runs import RESULTS, Json, where, write_section
 
 STATIONS = ("standardise", "backbone", "projection", "density", "head", "pack")
 
@@ -27,7 +21,7 @@ def write_report(results: Path = RESULTS) -> None:
     }
     missing = ["No numbers of a GPU: none was at hand.  `python -m benchmarks.device.run --device cuda` gives them."]
     parts = [_device(kind, report) for kind, report in reports.items()] + ([] if "cuda" in reports else missing)
-    write_section(results / "README.md", TITLE, "\n\n".join(parts))
+    write_section(results, "device", "\n\n".join(parts), "Device step")
 
 
 def targets(kind: str, report: Json) -> list[tuple[str, str, str, str]]:
@@ -98,13 +92,11 @@ def _where(cell: Json) -> str:
 
 
 def _device(kind: str, report: Json) -> str:
-    where = report["environment"]
-    chip = where.get("gpu", f"{where['cpu']}, {where['cores']} cores, {where['threads']} threads")
     limits = next(iter(report["subjects"].values()))["limits"] if report["subjects"] else None
     lines = [
-        f"### {kind.upper()}: {chip}",
+        f"### {kind.upper()}",
         "",
-        f"torch {where['torch']}, Python {where['python']}, {where['date']}.",
+        f"{where(report['environment'])}.",
         "",
         f"    {report['command']}",
         "",

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from app.step import EagerStep, Network, Step, make_step
 from benchmarks.device import floor
-from benchmarks.device.report import RESULTS, write_report
+from benchmarks.device.report import write_report
 from benchmarks.device.subjects import (
     MEMBERS,
     SAMPLES,
@@ -44,12 +44,10 @@ from benchmarks.device.subjects import (
     with_dropout,
 )
 from benchmarks.device.timing import bandwidth, milliseconds, on_device, peak, ratio, take_turns
-from benchmarks.fit.memory import environment_of
+from benchmarks.runs import RESULTS, Json, environment
 from psc_core.calibration import conformal_p_values
 from psc_core.device import resolve_device
 from psc_core.pipeline import Outputs, Pipeline, entropy
-
-Json = dict[str, Any]
 
 PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16")}
 MODES = {"cpu": ("eager",), "cuda": ("graph", "eager")}
@@ -338,8 +336,8 @@ def main() -> None:
     file = RESULTS / f"device-{device.type}.json"
     report: Json = json.loads(file.read_text()) if file.exists() else {"subjects": {}}
     limits = limits_of(device)
-    where = environment_of() | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
-    report |= {"command": f"python -m benchmarks.device.run --device {device.type}", "environment": where}
+    command = f"python -m benchmarks.device.run --device {device.type}"
+    report |= {"command": command, "environment": environment(device)}
     for name in args.only or [*names, "tail"]:
         print(f"{datetime.now(UTC):%H:%M:%S} {name}", flush=True)
         if name == "tail":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import resource
 import subprocess
@@ -22,7 +21,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +28,11 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.networks import NETWORKS
+from benchmarks.runs import RESULTS, environment, where, write_section
 from psc_core.data import ImageDataset, open_dataset
 from psc_core.networks import load_network
 from psc_core.preprocess import PRESETS, Preprocess
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 LIMIT_MIB = 4096
 """What fitting 50,000 images must stay below."""
 
@@ -50,24 +48,24 @@ def images(split: str, preprocess: Preprocess) -> ImageDataset:
     return whole.subset(torch.linspace(0, len(whole) - 1, wanted).round().long())
 
 
-def forward(network: str, weights: Path, batch_rows: int) -> float:
+def forward(network: str, weights: Path, batch_images: int) -> float:
     """Seconds of one pass of the whole network over the training images."""
     train = images("train", PRESETS["cifar10"])
     spec = f"benchmarks.networks:{network}"
     net = load_network(spec, weights=weights, num_classes=len(train.classes), allow_factories=(spec,))
     began = time.perf_counter()
     with torch.inference_mode():
-        for batch in train.batches(batch_rows):
+        for batch in train.batches(batch_images):
             net(train.preprocess.normalise(batch.images))
     return time.perf_counter() - began
 
 
-def run(command: Sequence[str], environment: Mapping[str, str], on_line: Callable[[str, int], None]) -> dict[str, Any]:
+def run(command: Sequence[str], variables: Mapping[str, str], on_line: Callable[[str, int], None]) -> dict[str, Any]:
     """Run ``command`` to its end.
 
     Args:
         command: Program and arguments.
-        environment: Added to this process's.
+        variables: Added to this process's.
         on_line: Called with each line of stderr and the highest resident memory (KiB) seen since the last.
 
     Returns:
@@ -76,7 +74,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], on_line: Callabl
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+") as stdout:
         child = subprocess.Popen(
-            command, env={**os.environ, **environment}, stdout=stdout, stderr=subprocess.PIPE, text=True
+            command, env={**os.environ, **variables}, stdout=stdout, stderr=subprocess.PIPE, text=True
         )
         highest, ended = [0], threading.Event()
 
@@ -115,7 +113,7 @@ def _resident_kib(pid: int) -> int:
 
 def measure(args: argparse.Namespace, count: int, weights: Path, out: Path) -> dict[str, Any]:
     """One fit and one forward pass over ``count`` images."""
-    environment = {_ROOT: str(args.data.resolve()), _COUNT: str(count)}
+    variables = {_ROOT: str(args.data.resolve()), _COUNT: str(count)}
     passes: list[dict[str, Any]] = []
 
     def on_line(line: str, peak_kib: int) -> None:
@@ -149,15 +147,15 @@ def measure(args: argparse.Namespace, count: int, weights: Path, out: Path) -> d
             spec,
             "--device",
             "cpu",
-            "--batch-rows",
-            str(args.batch_rows),
+            "--batch-images",
+            str(args.batch_images),
             "--out",
             str(out / "bundle"),
             "--name",
             "fit-memory",
             "--fresh",
         ],
-        environment,
+        variables,
         on_line,
     )
     print(fitted["stdout"], file=sys.stderr)
@@ -170,14 +168,14 @@ def measure(args: argparse.Namespace, count: int, weights: Path, out: Path) -> d
             str(weights),
             "--network",
             args.network,
-            "--batch-rows",
-            str(args.batch_rows),
+            "--batch-images",
+            str(args.batch_images),
         ],
-        environment,
+        variables,
         lambda *_: None,
     )
     train = count * 9 // 10
-    full = -(-train // args.batch_rows)
+    full = -(-train // args.batch_images)
     manifest = json.loads((out / "bundle" / "manifest.json").read_text())
     return {
         "images": count,
@@ -194,25 +192,11 @@ def measure(args: argparse.Namespace, count: int, weights: Path, out: Path) -> d
     }
 
 
-def environment_of() -> dict[str, Any]:
-    """What gave the numbers; nothing that names the machine."""
-    models = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "date": datetime.now(UTC).date().isoformat(),
-    }
-
-
 def table(report: Mapping[str, Any]) -> str:
     """The report as a section of ``benchmarks/results/README.md``."""
-    where = report["environment"]
     lines = [
-        f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, Python {where['python']}, {where['date']}; "
-        f"{report['network']} with {report['weights']} weights, batches of {report['batch_rows']}.",
+        f"{where(report['environment'])}; "
+        f"{report['network']} with {report['weights']} weights, batches of {report['batch_images']}.",
         *([report["note"]] if report["note"] else []),
         "",
         f"    {report['command']}",
@@ -228,14 +212,6 @@ def table(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_section(file: Path, title: str, body: str) -> None:
-    """Put ``body`` under the heading ``title`` of a Markdown file, in place of what is there."""
-    text = file.read_text() if file.exists() else "# Results\n"
-    head, _, rest = text.partition(f"\n## {title}\n")
-    following = rest.partition("\n## ")[1:]
-    file.write_text(f"{head.rstrip()}\n\n## {title}\n\n{body}\n{''.join(following)}")
-
-
 def main() -> None:
     """Measure, print and write."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -243,12 +219,12 @@ def main() -> None:
     cli.add_argument("--images", type=int, nargs="+", default=[5_000, 50_000], help="images to fit on")
     cli.add_argument("--network", choices=sorted(NETWORKS), default="wide_resnet16_2")
     cli.add_argument("--weights", type=Path, metavar="FILE", help="its state dict; random when left out")
-    cli.add_argument("--batch-rows", type=int, default=256)
+    cli.add_argument("--batch-images", type=int, default=256)
     cli.add_argument("--note", default="", help="a sentence on the circumstances, kept with the results")
     cli.add_argument("--forward", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     args = cli.parse_args()
     if args.forward:
-        print(forward(args.network, args.forward, args.batch_rows))
+        print(forward(args.network, args.forward, args.batch_images))
         return
     if args.data is None:
         cli.error("expected --data ROOT")
@@ -261,17 +237,17 @@ def main() -> None:
         report = {
             "command": f"python -m benchmarks.fit.memory --data ROOT --images {counts}"
             + (" --weights FILE" if args.weights else ""),
-            "environment": environment_of(),
+            "environment": environment(torch.device("cpu")),
             "network": args.network,
             "weights": "trained" if args.weights else "random",
-            "batch_rows": args.batch_rows,
+            "batch_images": args.batch_images,
             "note": args.note,
             "limit_mib": LIMIT_MIB,
             "runs": [measure(args, count, weights, Path(scratch) / str(count)) for count in args.images],
         }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "fit-memory.json").write_text(json.dumps(report, indent=2) + "\n")
-    write_section(RESULTS / "README.md", "Memory of fitting", table(report))
+    write_section(RESULTS, "fit-memory", table(report), "Memory of fitting")
     print(table(report))
     above = [run["images"] for run in report["runs"] if run["peak_rss_mib"] >= LIMIT_MIB]
     if above:

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.fit.memory import RESULTS, environment_of, run, write_section
+from benchmarks.fit.memory import run
+from benchmarks.runs import RESULTS, environment, where, write_section
 from psc_core.data import ImageDataset, labelled
 from psc_core.fit import FitOptions, fit_projection, fit_psc, measure_collapse
 from psc_core.passes import Compute
@@ -34,7 +35,6 @@ from psc_core.preprocess import PRESETS
 from psc_core.sources import ArraySource
 
 FILE = RESULTS / "fit-scaling.json"
-TITLE = "Time and memory of fitting"
 TARGET = 3 * 1.2
 """Fit over bare forward, for each training pass: three times and 20 %."""
 TRAINING_PASSES = 4
@@ -67,7 +67,7 @@ def one(images: int, layers: int, classes: int) -> dict[str, Any]:
     """Seconds of every station and of one bare pass, and the peak of this process's resident memory (MiB)."""
     options = FitOptions(device="cpu")
     net, train, val = network(layers, classes), repeated(images, classes, 0), repeated(2000, classes, 1)
-    batch = Compute(torch.device("cpu"), batch_rows=options.batch_rows).images
+    batch = Compute(torch.device("cpu"), batch_images=options.batch_images).images
 
     def bare() -> float:
         began = time.perf_counter()
@@ -111,9 +111,9 @@ def measure(cases: Sequence[tuple[int, int, int]]) -> list[dict[str, Any]]:
 
 def table(report: Mapping[str, Any]) -> str:
     """The results as a section of ``benchmarks/results/README.md``."""
-    where, runs = report["environment"], report["runs"]
+    runs = report["runs"]
     lines = [
-        f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, Python {where['python']}, {where['date']}.",
+        f"{where(report['environment'])}.",
         *([report["note"]] if report["note"] else []),
         "",
         f"    {report['command']}",
@@ -161,14 +161,14 @@ def main() -> None:
         cases = [(n, 4, 10) for n in counts] + [(others, 16, 10), (others, 4, 100), (others, 4, 1000)]
         report = {
             "command": f"python -m benchmarks.fit.scaling --images {' '.join(map(str, args.images))}",
-            "environment": environment_of(),
+            "environment": environment(torch.device("cpu")),
             "note": args.note,
             "runs": measure(cases),
         }
         FILE.write_text(json.dumps(report, indent=2) + "\n")
         print(table(report))
         return
-    write_section(RESULTS / "README.md", TITLE, table(json.loads(FILE.read_text())))
+    write_section(RESULTS, "fit-scaling", table(json.loads(FILE.read_text())), "Time and memory of fitting")
 
 
 if __name__ == "__main__":

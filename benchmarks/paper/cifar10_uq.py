@@ -69,7 +69,7 @@ def plain(run: Run) -> Json:
         stations = fitting.stations(run, trained, fit_images=images)
         psc = fitting.psc_of(run, trained, stations, fit_images=images)
         test = common.test_images(run, trained.test)
-        skip = score_images(psc, test, batch_rows=fitting.compute_of(run).batch_rows).losses["psc"]
+        skip = score_images(psc, test, batch_images=fitting.compute_of(run).batch_images).losses["psc"]
         quality = classification(skip)
         return {
             "trained": base.describe(),

@@ -103,8 +103,8 @@ def base_and_psc(run: Run, network: str, checkpoint: Path | None, bundle: Path |
             psc = fitting.psc_of(run, trained, stations, fit_images=images)
         baselines = fitting.baselines_of(run, trained, fit_images=images)
         inside, outside = test_sets(run, trained.test)
-        batch = fitting.compute_of(run).batch_rows
-        scored = [score_images(psc, data, baselines, batch_rows=batch) for data in (inside, outside)]
+        batch = fitting.compute_of(run).batch_images
+        scored = [score_images(psc, data, baselines, batch_images=batch) for data in (inside, outside)]
         base = [{"ood": each.ood["gda"], "entropy": each.entropy["base"]} for each in scored]
         skip = [{"ood": each.ood["psc"], "entropy": each.entropy["psc"]} for each in scored]
         layer = CollapseReport.from_json(psc.report["collapse"]).layer(psc.layers[0])
@@ -132,8 +132,8 @@ def other_density(run: Run, network: str, density: str) -> dict[str, Json]:
         stations = fitting.stations(run, trained, fit_images=images)
         psc = fitting.psc_of(run, trained, stations, fit_images=images, density=density)
         inside, outside = test_sets(run, trained.test)
-        batch = fitting.compute_of(run).batch_rows
-        scored = [score_images(psc, data, batch_rows=batch) for data in (inside, outside)]
+        batch = fitting.compute_of(run).batch_images
+        scored = [score_images(psc, data, batch_images=batch) for data in (inside, outside)]
         found = [{"ood": each.ood["psc"], "entropy": each.entropy["psc"]} for each in scored]
         about = {"trained": job.describe(), "fit_images": images, "layer": psc.layer}
         return {f"{network}+PSC, {density}": {**about, **row(inside, *found)}}

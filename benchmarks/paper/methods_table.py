@@ -71,9 +71,9 @@ def plain(run: Run, checkpoint: Path | None) -> dict[str, Json]:
         trained = checkpoints.obtain(run, job, file=checkpoint)
         images = common.scale_of(run).fit_images
         inside, outside = test_sets(run, trained.test)
-        batch = fitting.compute_of(run).batch_rows
+        batch = fitting.compute_of(run).batch_images
         psc = fitting.psc_of(run, trained, fitting.stations(run, trained, fit_images=images), fit_images=images)
-        known, unknown = (score_images(psc, data, batch_rows=batch) for data in (inside, outside))
+        known, unknown = (score_images(psc, data, batch_images=batch) for data in (inside, outside))
         losses = known.losses["psc"]
         own = {
             "fit_images": images,

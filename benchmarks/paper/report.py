@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks.runs import RESULTS, Json
+from benchmarks.runs import RESULTS, Json, write_section
 
 SECTIONS: Mapping[str, str] = {
     "ddu_case_study": "benchmarks.paper.ddu_case_study",
@@ -46,26 +45,13 @@ def section(results: Path, name: str, module: str) -> str:
     return f"### {name}\n\nNot run: `python -m {module} --scale cpu --data ROOT`."
 
 
-def updated(page: str, name: str, text: str) -> str:
-    """``page`` with section ``name`` replaced, or added at the end."""
-    block = f"<!-- begin {name} -->\n{text}\n<!-- end {name} -->"
-    pattern = re.compile(rf"<!-- begin {re.escape(name)} -->.*?<!-- end {re.escape(name)} -->", re.DOTALL)
-    if pattern.search(page):
-        return pattern.sub(lambda _: block, page, count=1)
-    return f"{page.rstrip()}\n\n{block}\n".lstrip()
-
-
 def main(argv: list[str] | None = None) -> None:
     """Rewrite the sections."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     results = cli.parse_args(argv).results
-    file = results / "README.md"
-    page = file.read_text() if file.exists() else "# Measurements\n"
     for name, module in SECTIONS.items():
-        page = updated(page, name, section(results, name, module))
-    results.mkdir(parents=True, exist_ok=True)
-    file.write_text(page)
+        write_section(results, name, section(results, name, module))
 
 
 if __name__ == "__main__":

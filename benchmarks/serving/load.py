@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from PIL import Image
 
-from benchmarks.runs import RESULTS, Json, environment, write_json
+from benchmarks.runs import RESULTS, Json, environment, write_json, write_section
 from benchmarks.serving.client import Generator, Load
-from benchmarks.serving.report import back_to_normal, batches, requirements, section, summary, write_section
+from benchmarks.serving.report import back_to_normal, batches, requirements, section, summary
 from psc_core.data import open_dataset
 from psc_core.preprocess import PRESETS
 
@@ -169,7 +169,7 @@ def main() -> int:
         **found,
     }
     write_json(args.out / "serving-load.json", report)
-    write_section(args.out / "README.md", section(report))
+    write_section(args.out, "serving-load", section(report), "Serving under load")
     for check in checks:
         print(f"{'met    ' if check['met'] else 'NOT MET'}  {check['requirement']}: {check['found']}")
     return 0 if all(check["met"] for check in checks) else 1

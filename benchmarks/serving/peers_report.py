@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fit.memory import write_section
 from benchmarks.plots import figure
-from benchmarks.runs import Json, markdown_table
+from benchmarks.runs import Json, markdown_table, where, write_section
 from benchmarks.serving.ceilings import SIZES, best_images_per_s, images_per_s
 from benchmarks.serving.histogram import survival
 from benchmarks.serving.servers import BY_NAME, COMPUTE, OVERHEAD, SERVERS
 
-TITLE = "Serving against peers"
 PLOT = "serving-peers.svg"
 TIMES_PEERS, TIMES_MOSEC, OF_BARE, OF_BARE_MANY, TAIL = 5.0, 1.0, 0.95, 0.90, 3.0
 _FIVE_TIMES = ("litserve", "bentoml", "ray", "fastapi")
@@ -81,8 +79,7 @@ def section(record: Json) -> str:
     env, seconds = record["environment"], record["seconds"]
     merged = any(found["run"] != record["run"] for servers in record["servers"].values() for found in servers.values())
     lines = [
-        f"{env['device']}, {env['cpus']} cores, torch {env['torch']}, Python {env['python']}, psc {env['psc']} "
-        f"({env['commit']}), {env['date']}.",
+        f"{where(env)}.",
         f"One PNG digit a request, {record['clients']} clients in a closed loop, {seconds:g} s a phase after a "
         "warm-up. The load generator is one process, pinned to no core; "
         f"client and server share the {env['cpus']} cores, so CPU time of both is given.",
@@ -219,4 +216,4 @@ def draw(record: Json, folder: Path) -> None:
 def write_report(record: Json, folder: Path) -> None:
     """The plot and the section of ``README.md``."""
     draw(record, folder)
-    write_section(folder / "README.md", TITLE, section(record))
+    write_section(folder, "serving-peers", section(record), "Serving against peers")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import statistics
-from pathlib import Path
 
 from app.settings import Settings
-from benchmarks.runs import Json, markdown_table
+from benchmarks.runs import Json, markdown_table, where
 from benchmarks.serving.client import Load
 from benchmarks.serving.histogram import quantile
 
-TITLE, MARKERS = "Serving under load", ("<!-- serving-load -->", "<!-- /serving-load -->")
 DEADLINE = float(Settings.model_fields["deadline_seconds"].default)
 QUEUE = int(Settings.model_fields["max_queue_images"].default)
 RECOVER_SECONDS = 5.0
@@ -110,7 +108,7 @@ def _counts(phase: Json) -> str:
 
 def section(report: Json) -> str:
     """The report as Markdown."""
-    where = report["environment"]
+    environment = report["environment"]
     header = ["phase", "sent/s", "answered/s", "200", "429", "p50", "p99", "mean batch", "most queued"]
     rows = []
     for name, phase in report["phases"].items():
@@ -128,10 +126,8 @@ def section(report: Json) -> str:
     ]
     return "\n".join(
         [
-            f"{where['device']}, {where['cpus']} cores, torch {where['torch']}, Python {where['python']}, "
-            f"{where['threads']} threads, psc {where['psc']} ({where['commit']}), {where['date']}; "
-            f"{report['bundle']}, default settings, one PNG digit a request.",
-            f"Client and server share the {where['cpus']} cores, so what one takes the other lacks.",
+            f"{where(environment)}; {report['bundle']}, default settings, one PNG digit a request.",
+            f"Client and server share the {environment['cpus']} cores, so what one takes the other lacks.",
             "Latencies count from the moment a request was due.",
             *([report["note"]] if report["note"] else []),
             "",
@@ -145,15 +141,3 @@ def section(report: Json) -> str:
             markdown_table(["requirement", "found", "met"], checks),
         ]
     )
-
-
-def write_section(file: Path, body: str) -> None:
-    """Put ``body`` between the markers of a Markdown file; the rest of it stays."""
-    text = file.read_text() if file.exists() else "# Results\n"
-    first, last = MARKERS
-    block = f"{first}\n{body}\n{last}"
-    head, found, rest = text.partition(first)
-    if found:
-        file.write_text(head + block + rest.partition(last)[2])
-    else:
-        file.write_text(f"{text.rstrip()}\n\n## {TITLE}\n\n{block}\n")

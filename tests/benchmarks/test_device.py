@@ -13,6 +13,7 @@ from torch import nn
 from benchmarks.device import floor, report, run
 from benchmarks.device.subjects import SUBJECTS, Plain, Subject, as_it_is, dropping, fused, with_dropout
 from benchmarks.device.timing import ratio, take_turns
+from benchmarks.runs import environment
 from psc_core.pipeline import Outputs
 from psc_core.preprocess import PRESETS
 
@@ -110,9 +111,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     measurement = run.Measurement(TINY, CPU, limits, full=False)
     measurement.seconds = 0.0
     subject = {"layer": TINY.layer, "limits": limits, "cells": measurement.cells(), "rivals": measurement.rivals()}
-    where = {"cpu": "C", "cores": 2, "threads": 1, "torch": "2", "python": "3", "date": "today"}
     tail = [{"density": "gda", "components": 259, "batch": 64, "ms": 70.0}]
-    return {"command": "run", "environment": where, "subjects": {"tiny": subject}, "large_tail": tail}
+    return {"command": "run", "environment": environment(CPU), "subjects": {"tiny": subject}, "large_tail": tail}
 
 
 def test_a_run_measures_every_cell(measured: dict[str, Any]) -> None:
@@ -133,7 +133,8 @@ def test_the_report_says_what_was_met(measured: dict[str, Any], tmp_path: Path) 
     measured["subjects"]["tiny"]["cells"][1]["ms"] = {"psc": 1.0, "plain": 2.0, "plain_fused": 1.5}
     assert report.best_batches(measured["subjects"]["tiny"]["cells"]) == [("fp32", 1.5, 0.5), ("bf16", 2.0, 1.5)]
     (tmp_path / "device-cpu.json").write_text(json.dumps(measured))
-    (tmp_path / "README.md").write_text("# Results\n\n## Device step\n\nold\n\n## Other\n\nkept\n")
+    old = "## Device step\n\n<!-- begin device -->\nold\n<!-- end device -->"
+    (tmp_path / "README.md").write_text(f"# Results\n\n{old}\n\n## Other\n\nkept\n")
     report.write_report(tmp_path)
     text = (tmp_path / "README.md").read_text()
     assert "fp32 1.50×, fused 0.50×; bf16 2.00×, fused 1.50× | in part |" in text

@@ -25,6 +25,15 @@ def test_keeps_what_is_not_its_own_and_states_what_was_not_run(tmp_path: Path) -
     assert (tmp_path / "README.md").read_text() == written
 
 
+def test_a_section_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
+    file = tmp_path / "README.md"
+    runs.write_section(tmp_path, "load", "first", "Serving under load")
+    file.write_text(file.read_text() + "\n## Other\n\ntext\n")
+    runs.write_section(tmp_path, "load", "second", "Serving under load")
+    expected = "## Serving under load\n\n<!-- begin load -->\nsecond\n<!-- end load -->"
+    assert file.read_text() == f"# Results\n\n{expected}\n\n## Other\n\ntext\n"
+
+
 def test_smoke_results_are_not_reported(tmp_path: Path) -> None:
     (tmp_path / "sign_example-smoke.json").write_text("{}")
     assert "Not run" in report.section(tmp_path, "sign_example", "benchmarks.paper.sign_example")

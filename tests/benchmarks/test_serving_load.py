@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
 from benchmarks.serving.client import CONNECTION_LOST, Answer, Generator, Load
-from benchmarks.serving.report import MARKERS, back_to_normal, batches, summary, write_section
+from benchmarks.serving.report import back_to_normal, batches, summary
 from tests.app.fakes import png
 from tests.app.live import live_server
 
@@ -56,15 +55,3 @@ def test_batches_are_the_difference_of_two_scrapes() -> None:
     assert batches(scrape(5, 5), scrape(6, 8)) == {
         "steps": 4, "mean_size": 1.8, "share_by_size_up_to": {"1": 0.25, "2": 0.75}
     }  # fmt: skip
-
-
-def test_a_section_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
-    file = tmp_path / "README.md"
-    write_section(file, "first")
-    file.write_text(file.read_text() + "\n## Other\n\ntext\n")
-    write_section(file, "second")
-    text = file.read_text()
-    assert text.startswith("# Results\n\n## Serving under load\n")
-    assert text.endswith("\n## Other\n\ntext\n")
-    assert f"{MARKERS[0]}\nsecond\n{MARKERS[1]}" in text
-    assert "first" not in text

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.runs import environment
 from benchmarks.serving import environments, peers, servers
 from benchmarks.serving.adapters.settings import COUNTS
 from benchmarks.serving.ceilings import best_images_per_s, images_per_s
@@ -212,7 +213,7 @@ def record(rates: dict[str, float]) -> dict[str, Any]:
     bare = {"step_ms": {str(size): float(size) for size in (1, 2, 4, 8, 16, 32, 64)}, "threads": 2, "steps_of_each": 9}
     return {
         "run": "r", "seconds": 8.0, "clients": 64, "many": {"images": 32, "clients": 4}, "note": "", "command": "c",
-        "environment": {"device": "d", "cpus": 2, "torch": "t", "python": "p", "psc": "0", "commit": "c", "date": "x"},
+        "environment": environment(torch.device("cpu")),
         "servers": {OVERHEAD: found, COMPUTE: {**found, "ray": {"run": "old", "failed": "no haproxy"}}},
         "bare": {f"{COMPUTE}, before": bare, f"{COMPUTE}, after": bare},
         "ceilings": {"decode": 9.0, "bare": phase(9.0)},

@@ -133,7 +133,7 @@ class Setup:
             str(self.case.size),
             "--device",
             "cpu",
-            "--batch-rows",
+            "--batch-images",
             "32",
             "--out",
             str(out),

@@ -29,7 +29,7 @@ from psc_core.scores import auroc
 from psc_core.sources import ArraySource
 from tests import reference_scores as naive
 
-CPU = Compute(torch.device("cpu"), batch_rows=32)
+CPU = Compute(torch.device("cpu"), batch_images=32)
 PREPROCESS = Preprocess("L", 6, 6, None, (0.5,), (0.25,))
 
 

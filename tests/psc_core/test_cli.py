@@ -94,7 +94,7 @@ def test_weights_that_do_not_fit(tiny_job, tmp_path: Path, capsys, change, messa
         ("--device", "tpu", "tpu"),
         ("--model-arg", "novalue", "key=value"),
         ("--coverage", "0.9999", "coverage"),
-        ("--batch-rows", "0", "positive integer"),
+        ("--batch-images", "0", "positive integer"),
         ("--size", "-3", "positive integer"),
         ("--name", "n" * 201, "200 characters"),
         ("--max-memory", "lots", "512M"),

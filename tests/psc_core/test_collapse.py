@@ -65,7 +65,7 @@ def test_every_layer_equals_the_naive_twin(several: bool) -> None:
     net = Net().eval()
     labels = torch.randint(0, 3, (40, 4), generator=torch.Generator().manual_seed(0)) if several else None
     train, val = images(0, 40, labels), images(1, 21)
-    report = measure_collapse(net, train, val, batch_rows=16)
+    report = measure_collapse(net, train, val, batch_images=16)
     assert [layer.name for layer in report.layers] == ["conv", "pool", "hidden", "out:input", "out"]
     assert (report.train_rows, report.val_rows) == (160 if several else 40, 21)
     for layer in report.layers:
@@ -78,7 +78,7 @@ def test_every_layer_equals_the_naive_twin(several: bool) -> None:
 def test_each_pair_of_a_validation_image_and_a_label_counts() -> None:
     net = Net().eval()
     val = images(1, 20, torch.stack([torch.arange(20) % 3, (torch.arange(20) + 1) % 3], dim=1))
-    report = measure_collapse(net, images(0, 40), val, batch_rows=7)
+    report = measure_collapse(net, images(0, 40), val, batch_images=7)
     rows, labels = rows_of(net, "pool", images(0, 40))
     val_rows, val_labels = rows_of(net, "pool", val)
     assert report.layer("pool").nc4 == reference.nc4(rows, labels, val_rows, val_labels, 3) <= 0.5
@@ -122,10 +122,10 @@ def test_linear_toy_against_closed_form() -> None:
 def test_groups_and_column_ranges_change_nothing(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from psc_core import collapse
 
-    monkeypatch.setattr(collapse, "_MIN_COLUMNS", 7)
+    monkeypatch.setattr(collapse, "MIN_COLUMNS", 7)
     net, train, val = Net(), images(0, 40), images(1, 21, torch.randint(0, 3, (21, 2)))
-    whole = measure_collapse(net, train, val, batch_rows=8)
-    parts = measure_collapse(net, train, val, batch_rows=8, max_memory_bytes=budget)
+    whole = measure_collapse(net, train, val, batch_images=8)
+    parts = measure_collapse(net, train, val, batch_images=8, max_memory_bytes=budget)
     assert len(collapse._groups(list_layers(net, torch.zeros(1, 1, 6, 6)), 3, 8, budget)) > 1
     for one, other in zip(whole.layers, parts.layers, strict=True):
         assert other.nc1 == pytest.approx(one.nc1, rel=1e-6) and other.nc4 == one.nc4
@@ -135,7 +135,7 @@ def test_groups_fit_the_budget() -> None:
     from psc_core.collapse import _groups
 
     layers = list_layers(Net(), torch.zeros(1, 1, 6, 6))
-    for group in _groups(layers, classes=1000, batch_rows=8, budget=600_000):
+    for group in _groups(layers, classes=1000, batch_images=8, budget=600_000):
         assert (
             sum(4 * 8 * part.layer.shape[0] * part.layer.shape[1] + 8000 * (part.stop - part.start) for part in group)
             <= 600_000
@@ -158,9 +158,9 @@ def test_a_wide_layer_of_many_classes_runs_in_column_ranges() -> None:
 
     torch.manual_seed(0)
     train, val = images(0, 400, classes=200, labels=torch.arange(400) % 200), images(1, 50, classes=200)
-    few = measure_collapse(Wide(), train, val, layers="wide", max_memory_bytes=8 << 20, batch_rows=50)
+    few = measure_collapse(Wide(), train, val, layers="wide", max_memory_bytes=8 << 20, batch_images=50)
     torch.manual_seed(0)
-    whole = measure_collapse(Wide(), train, val, layers="wide", batch_rows=50)
+    whole = measure_collapse(Wide(), train, val, layers="wide", batch_images=50)
     assert few.layer("wide").nc1 == pytest.approx(whole.layer("wide").nc1, rel=1e-9)
     assert few.layer("wide").nc4 == whole.layer("wide").nc4
 

@@ -25,7 +25,9 @@ from tests.psc_core.test_collapse import Net, images
 reducer = Reducer.start()
 labels = torch.randint(0, 3, (41, 2), generator=torch.Generator().manual_seed(0))
 reports = [
-    measure_collapse(Net(), images(0, 41, labels), images(1, 21), batch_rows=8, reduce=reducer, max_memory_bytes=budget)
+    measure_collapse(
+        Net(), images(0, 41, labels), images(1, 21), batch_images=8, reduce=reducer, max_memory_bytes=budget
+    )
     for budget in (1 << 30, 900)
 ]
 total = reducer.sum_(torch.tensor([float(reducer.rank + 1)]))
@@ -69,7 +71,7 @@ def run_two() -> list[dict[str, Any]]:
 def test_two_processes_measure_what_one_does() -> None:
     """In one group of layers and in column ranges."""
     labels = torch.randint(0, 3, (41, 2), generator=torch.Generator().manual_seed(0))
-    alone = measure_collapse(Net(), images(0, 41, labels), images(1, 21), batch_rows=8)
+    alone = measure_collapse(Net(), images(0, 41, labels), images(1, 21), batch_images=8)
     first, second = run_two()
     assert first["world"] == 2 and first["total"] == second["total"] == 3.0
     assert first["reports"] == second["reports"]

@@ -84,7 +84,7 @@ OUTSIDE = dataset("outside", pixels(60, 9, low=150, high=256), torch.arange(60) 
 
 def test_every_number_equals_a_loop(psc: PSC) -> None:
     data = inside(120, 1)
-    report = evaluate(psc, data, {"outside": OUTSIDE}, batch_rows=17)
+    report = evaluate(psc, data, {"outside": OUTSIDE}, batch_images=17)
     batch, out = next(data.batches(120)), next(OUTSIDE.batches(60))
     served, strange = (Outputs.unpack(psc.pipeline(b.images)) for b in (batch, out))
     p, y = served.probabilities.double(), batch.labels
@@ -129,7 +129,7 @@ def test_promises_hold_on_data_like_the_calibration_data(psc: PSC) -> None:
 
 def test_batch_size_does_not_matter(psc: PSC) -> None:
     data = inside(41, 2)
-    whole, single = (score_images(psc, data, batch_rows=rows) for rows in (41, 1))
+    whole, single = (score_images(psc, data, batch_images=rows) for rows in (41, 1))
     for name in whole.ood:
         assert torch.equal(whole.ood[name], single.ood[name])
     assert torch.equal(whole.losses["psc"].nll, single.losses["psc"].nll)
@@ -140,7 +140,7 @@ def test_images_with_several_labels_count_rows_for_losses_and_images_for_rates(p
     images = pixels(30, 3)
     labels = torch.stack([torch.arange(30) % 3, torch.arange(30) // 10], 1)
     data = dataset("several", images, labels)
-    report = evaluate(psc, data, {"outside": OUTSIDE}, batch_rows=7)
+    report = evaluate(psc, data, {"outside": OUTSIDE}, batch_images=7)
     p = Outputs.unpack(psc.pipeline(images[:, None])).probabilities.double()
     rows = p.repeat_interleave(2, 0).tolist()
     assert (report.images, report.rows, report.false_alarms.images) == (30, 60, 30)

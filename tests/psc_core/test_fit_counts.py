@@ -79,7 +79,7 @@ def test_column_ranges_change_nothing(data_root: Path, monkeypatch: pytest.Monke
     (train, reads), (val, _) = counted(data_root, "train"), counted(data_root, "val")
     candidate = measure_collapse(net, train, val, layers="^4$").candidate("4")
     whole = fit_projection(net, candidate, train, val, minimum_dim=8, options=OPTIONS).report
-    monkeypatch.setattr(fit_tucker, "_MIN_COLUMNS", 100)
+    monkeypatch.setattr(fit_tucker, "MIN_COLUMNS", 100)
     monkeypatch.setattr(fit_tucker, "pooled_positions", lambda channels, positions, budget: positions)
     reads.clear()
     few = replace(OPTIONS, max_memory_bytes=8 * 10 * 100)
@@ -91,9 +91,9 @@ def test_column_ranges_change_nothing(data_root: Path, monkeypatch: pytest.Monke
 
 
 def test_a_cpu_takes_few_images_at_once() -> None:
-    assert Compute(torch.device("cpu"), batch_rows=10_000).images == CPU_IMAGES
-    assert Compute(torch.device("cpu"), batch_rows=3).images == 3
-    assert Compute(torch.device("cuda"), batch_rows=256).images == 256
+    assert Compute(torch.device("cpu"), batch_images=10_000).images == CPU_IMAGES
+    assert Compute(torch.device("cpu"), batch_images=3).images == 3
+    assert Compute(torch.device("cuda"), batch_images=256).images == 256
 
 
 class FirstConvolution(TorchDispatchMode):

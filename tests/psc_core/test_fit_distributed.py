@@ -130,7 +130,7 @@ def fits(tiny_job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> Fits:
     args = list(tiny_job.args)
     args[args.index("--model") + 1] = FACTORY
     args[args.index("--weights") + 1] = str(weights)
-    args += ["--batch-rows", "200"]
+    args += ["--batch-images", "200"]
     assert main(str(folders.alone), [*args, "--out", str(folders.alone / "bundle")]) == 0
     first, second = launch(folders.pair, [*args, "--out", str(folders.pair / "bundle")])
     assert "wrote" in first
