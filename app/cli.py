@@ -20,6 +20,9 @@ from psc_core.errors import PSCError
 
 EXIT_OK, EXIT_FAILURE, EXIT_BAD_INPUT = 0, 1, 2
 
+_SWITCH_SECONDS = 5e-4
+"""How long the event loop may keep the interpreter from the device thread, which wants it between two operations."""
+
 
 def parser() -> argparse.ArgumentParser:
     """One flag for each setting."""
@@ -101,6 +104,7 @@ def _serve(settings: Settings, listener: Any, *, shared: bool) -> int:
     from app.main import create_app
     from app.server import Server
 
+    sys.setswitchinterval(_SWITCH_SECONDS)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     server = Server(create_app(settings), settings, shared_socket=shared)

@@ -8,6 +8,8 @@ Failures.  Out of memory: the batch is run again in halves.  Any other error: a 
 that works, the batch is run again in halves until the one image that the network fails on is alone, and
 only its request fails.  If it does not, the device is dead: every live job fails, and ``on_failure`` is
 told, once, so that the process can be replaced.
+
+A quick step (:attr:`app.step.Step.quick`) needs no thread: it is warmed up on it, and the thread ends.
 """
 
 from __future__ import annotations
@@ -81,12 +83,16 @@ class _Flight(NamedTuple):
 class DeviceThread:
     """Owns the step; see the module.
 
+    Attributes:
+        inline: Whether, once ready, batches are computed by :meth:`run_due` instead of the thread.
+
     Args:
         queue: Where batches come from; stopping it ends the thread.
         step: How they are computed.
         on_ready: Called on the thread once every shape is warm.
         on_failure: Called on the thread when the device is dead.
         on_batch: Told of each batch and the seconds its computation took.
+        inline: Whether a quick step may run where :meth:`run_due` is called.
     """
 
     def __init__(
@@ -98,6 +104,7 @@ class DeviceThread:
         on_failure: Callable[[Exception], None],
         on_batch: Callable[[Batch, float], None],
         name: str,
+        inline: bool = False,
     ) -> None:
         self._queue = queue
         self._step = step
@@ -106,6 +113,8 @@ class DeviceThread:
         self._on_batch = on_batch
         self._flights: deque[_Flight] = deque()
         self._slot = 0
+        self._may_run_inline = inline
+        self.inline = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -116,6 +125,16 @@ class DeviceThread:
         """Wait for the thread to end."""
         self._thread.join(timeout)
 
+    def run_due(self) -> None:
+        """Compute, on the calling thread, every batch that is due; only when :attr:`inline`."""
+        try:
+            while (batch := self._queue.take(block=False)) is not None:
+                self._launch(batch)
+                if self._flights:
+                    self._land()
+        except Exception as error:
+            self._die("the compute device failed", error)
+
     def _run(self) -> None:
         try:
             self._step.warm_up()
@@ -123,9 +142,10 @@ class DeviceThread:
         except Exception as error:
             self._die("the network failed while it was warmed up", error)
             return
+        self.inline = self._may_run_inline and self._step.quick
         self._on_ready()
         try:
-            while not self._queue.stopped or self._flights:
+            while not self.inline and (not self._queue.stopped or self._flights):
                 self._turn()
         except Exception as error:
             self._die("the compute device failed", error)
@@ -141,6 +161,11 @@ class DeviceThread:
         if len(flights) < step.slots and not step.done(flights[0].slot):
             time.sleep(_POLL_S)
             return
+        self._land()
+
+    def _land(self) -> None:
+        """Fetch and book the oldest flight; with two slots, send the next batch before booking."""
+        step, flights = self._step, self._flights
         flight = flights.popleft()
         try:
             rows = step.fetch(flight.slot, flight.batch.size)

@@ -6,7 +6,8 @@
 
 The event loop and the device thread meet only in the queue.  Requests that arrive in one turn of the loop
 are put together, and a batch's answers come back in one call, so the number of hops between threads follows
-the number of batches, not of requests.  Every admitted request ends in rows or in an error.
+the number of batches, not of requests.  A step that is quicker than such a hop runs on the event loop itself,
+right behind the requests of its turn.  Every admitted request ends in rows or in an error.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -111,6 +113,7 @@ class Engine:
         self._decoder = decoder
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
         self._on_failure = on_failure
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._arrivals: list[Job] = []
@@ -129,6 +132,7 @@ class Engine:
             on_failure=lambda error: self._tell(self._failed, error),
             on_batch=self._measured,
             name=f"psc-device-{name}",
+            inline=limits.max_delay_ms == 0,
         )
 
     @property
@@ -255,6 +259,8 @@ class Engine:
     def _put_arrivals(self) -> None:
         jobs, self._arrivals = self._arrivals, []
         self._queue.put(jobs)
+        if self._thread.inline:
+            self._thread.run_due()
 
     def _decoded(self, job: Job, images: npt.NDArray[np.uint8], error: Exception | None, began: float) -> None:
         self._metrics.decoded(self._clock() - began, len(images))
@@ -283,7 +289,10 @@ class Engine:
         return Answer(work.block, work.start, job.count, work.explanation)
 
     def _deliver(self, jobs: list[Job]) -> None:
-        self._tell(self._resolve, jobs)
+        if threading.get_ident() == self._loop_thread:
+            self._resolve(jobs)
+        else:
+            self._tell(self._resolve, jobs)
 
     def _resolve(self, jobs: list[Job]) -> None:
         for job in jobs:

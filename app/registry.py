@@ -349,6 +349,7 @@ class Registry:
             max_batch=settings.max_batch_size,
             device=model.device,
             compiled=settings.compile,
+            threads=settings.threads,
         )
         engine = Engine(
             name,

@@ -52,7 +52,9 @@ class Settings(BaseSettings):
         description="`auto`, `cpu`, `cuda` or `cuda:N`.",
     )
     threads: int | None = Field(
-        default=None, ge=1, description="CPU threads of the network; unset leaves torch's choice."
+        default=None,
+        ge=1,
+        description="CPU threads of the network; unset: torch's choice, but one where that takes less than 2 ms.",
     )
     compile: bool = Field(default=False, description="Run the network through `torch.compile`.")
     allow_factories: tuple[str, ...] = Field(

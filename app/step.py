@@ -5,14 +5,16 @@ of images.  :class:`GraphStep` (CUDA) replays one captured CUDA graph per bucket
 padded: a pinned host buffer per slot, one copy to the device, one replay, one copy back, nothing allocated;
 the host may fill and launch the next slot while the device works on this one.
 
-Stale rows in the padding are never returned.  Everything runs under ``torch.inference_mode``, on one thread.
+Stale rows in the padding are never returned.  Everything runs under ``torch.inference_mode``, on one thread at a
+time.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,13 @@ from torch import Tensor
 
 Images = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.float32]
+
+QUICK_SECONDS: Final = 2e-3
+"""A full batch below this is quicker than handing it to another thread.
+
+PyTorch lets go of the interpreter's lock around every operation and gets it back when the event loop is
+willing: the dozens of operations of a small network then take several times as long as they do alone.
+"""
 
 
 class Network(Protocol):
@@ -32,10 +41,13 @@ class Network(Protocol):
 
 
 class Step(Protocol):
-    """How the device thread computes; all methods are called on that one thread."""
+    """How batches are computed; one thread at a time calls these methods."""
 
     slots: int
     """Batches that may be launched and not yet fetched."""
+
+    quick: bool
+    """Whether, once warm, a full batch takes less than :data:`QUICK_SECONDS` of one thread."""
 
     def input(self, slot: int) -> Images:
         """The host buffer (max, C, H, W) that :meth:`launch` sends."""
@@ -60,7 +72,13 @@ class Step(Protocol):
 
 
 def make_step(
-    network: Network, shape: tuple[int, int, int], *, max_batch: int, device: torch.device, compiled: bool
+    network: Network,
+    shape: tuple[int, int, int],
+    *,
+    max_batch: int,
+    device: torch.device,
+    compiled: bool,
+    threads: int | None = None,
 ) -> Step:
     """The fastest step for ``device``.
 
@@ -70,11 +88,12 @@ def make_step(
         max_batch: Most images in a step.
         device: Where the network is.
         compiled: Run it through ``torch.compile``.
+        threads: Of PyTorch on a CPU; ``None`` leaves it to PyTorch, or takes one where that is quick.
     """
     run: Network = cast(Network, _Compiled(network)) if compiled else network
     if device.type == "cuda":
         return GraphStep(run, shape, max_batch=max_batch, device=device)
-    return EagerStep(run, shape, max_batch=max_batch, device=device, fixed_shapes=compiled)
+    return EagerStep(run, shape, max_batch=max_batch, device=device, fixed_shapes=compiled, threads=threads)
 
 
 def buckets_to(max_batch: int) -> tuple[int, ...]:
@@ -112,9 +131,11 @@ class EagerStep:
         max_batch: Most images in a step.
         device: Where the network is.
         fixed_shapes: Pad to buckets (for a compiled network); else any count runs as it is.
+        threads: See :func:`make_step`.
     """
 
     slots = 1
+    quick = False
 
     def __init__(
         self,
@@ -124,6 +145,7 @@ class EagerStep:
         max_batch: int,
         device: torch.device,
         fixed_shapes: bool = False,
+        threads: int | None = None,
     ) -> None:
         self._network = network
         self._device = device
@@ -131,6 +153,8 @@ class EagerStep:
         self._buffer: Images = self._host.numpy()
         self._buckets = buckets_to(max_batch)
         self._fixed_shapes = fixed_shapes
+        self._given_threads = threads
+        self._threads = threads or torch.get_num_threads()
 
     def input(self, slot: int) -> Images:
         return self._buffer
@@ -138,6 +162,18 @@ class EagerStep:
     def warm_up(self) -> None:
         for count in self._buckets:
             self.fetch(0, count)
+        if self._device.type == "cpu":
+            self._threads, usual = self._given_threads or 1, self._threads
+            self.quick = all(self._is_quick(count) for count in (1, self._buckets[-1]))
+            self._threads = self._threads if self.quick else usual
+
+    def _is_quick(self, count: int) -> bool:
+        seconds = []
+        for _ in range(3):
+            began = time.perf_counter()
+            self.fetch(0, count)
+            seconds.append(time.perf_counter() - began)
+        return min(seconds) < QUICK_SECONDS
 
     def launch(self, slot: int, count: int) -> None:
         pass
@@ -147,6 +183,8 @@ class EagerStep:
 
     @torch.inference_mode()
     def fetch(self, slot: int, count: int) -> Rows:
+        if torch.get_num_threads() != self._threads:  # PyTorch counts them for each calling thread.
+            torch.set_num_threads(self._threads)
         size = _bucket(self._buckets, count) if self._fixed_shapes else count
         rows = self._network(self._host[:size].to(self._device))
         return cast(Rows, rows[:count].float().cpu().numpy())
@@ -164,6 +202,7 @@ class GraphStep:
     """Replays captured CUDA graphs; see the module."""
 
     slots = 2
+    quick = False
 
     def __init__(self, network: Network, shape: tuple[int, int, int], *, max_batch: int, device: torch.device) -> None:
         self._network = network

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -9,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from benchmarks.serving.histogram import quantile
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -63,6 +68,35 @@ def images_per_s(step_ms: Mapping[str, float], size: float) -> float:
         if size <= high:
             return 1000 * size / (low_ms + (high_ms - low_ms) * (size - low) / (high - low))
     raise AssertionError("the sizes end above any size")
+
+
+def step_seconds(step_ms: Mapping[str, float], size: int) -> float:
+    """Of a batch, with step times between measured sizes on a line."""
+    return size / images_per_s(step_ms, size)
+
+
+def least_tail_ms(step_ms: Mapping[str, float], per_s: float, arrivals: int = 100_000) -> float:
+    """The p99 of a server that costs nothing but its steps: simulated Poisson arrivals of single images.
+
+    Whenever the device is free it takes all that waits, a full batch at most.
+
+    Args:
+        step_ms: Of the bare device step by batch size.
+        per_s: Arrivals a second.
+        arrivals: How many are simulated.
+    """
+    source = random.Random(0)
+    due = list(itertools.accumulate(source.expovariate(per_s) for _ in range(arrivals)))
+    seconds = {size: step_seconds(step_ms, size) for size in range(1, SIZES[-1] + 1)}
+    latencies: list[float] = []
+    free, first = 0.0, 0
+    while first < arrivals:
+        start = max(free, due[first])
+        last = min(bisect.bisect_right(due, start, lo=first), first + SIZES[-1])
+        free = start + seconds[last - first]
+        latencies += [free - moment for moment in due[first:last]]
+        first = last
+    return 1000 * quantile(sorted(latencies), 0.99)
 
 
 def best_images_per_s(step_ms: Mapping[str, float]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -84,6 +85,59 @@ async def engine(
         await made.close(within_s=5)
 
 
+@pytest.fixture(params=["on its thread", "on the event loop"])
+def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test holds wherever steps run."""
+    monkeypatch.setattr("app.step.QUICK_SECONDS", 0.0 if request.param == "on its thread" else 60.0)
+
+
+async def where_steps_run(setup: Setup) -> set[int]:
+    """Threads of the next few steps."""
+    threads = set()
+    run = setup.engine._thread._step._network  # type: ignore[attr-defined]
+
+    class Watched:
+        def __call__(self, images: Any) -> Any:
+            threads.add(threading.get_ident())
+            return run(images)
+
+    setup.engine._thread._step._network = Watched()  # type: ignore[attr-defined]
+    for _ in range(3):
+        await setup.arrays(pixels(10))
+    return threads
+
+
+async def test_a_quick_step_runs_on_the_event_loop_and_any_other_on_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine() as setup:
+        assert threading.get_ident() not in await where_steps_run(setup)
+    monkeypatch.setattr("app.step.QUICK_SECONDS", 60.0)
+    async with engine() as setup:
+        assert await where_steps_run(setup) == {threading.get_ident()}
+    async with engine(delay_ms=1.0) as setup:  # Waiting for a fuller batch is the thread's.
+        assert threading.get_ident() not in await where_steps_run(setup)
+
+
+async def test_a_quick_step_takes_one_thread_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = torch.get_num_threads()
+    for quick, given, expected in ((0.0, None, usual), (60.0, None, 1), (60.0, 2, 2), (0.0, 2, 2)):
+        monkeypatch.setattr("app.step.QUICK_SECONDS", quick)
+        seen: list[int] = []
+
+        def network(images: torch.Tensor, seen: list[int] = seen) -> torch.Tensor:
+            seen.append(torch.get_num_threads())
+            return rows_of(images)
+
+        step = make_step(network, (1, 8, 8), max_batch=2, device=torch.device("cpu"), compiled=False, threads=given)  # type: ignore[arg-type]
+        try:
+            step.warm_up()
+            step.fetch(0, 1)
+        finally:
+            torch.set_num_threads(usual)
+        assert seen[-1] == expected
+        assert step.quick is (quick > 0)
+
+
+@pytest.mark.usefixtures("anywhere")
 async def test_every_image_gets_its_own_row_whatever_it_is_batched_with() -> None:
     async with engine() as setup:
         counts = [1, 3, 20, 1, 7, 1, 40, 2]
@@ -138,6 +192,7 @@ async def test_requests_that_wait_while_the_device_works_run_as_one_batch() -> N
         assert setup.network.sizes == [1, 6]
 
 
+@pytest.mark.usefixtures("anywhere")
 async def test_out_of_memory_splits_the_batch_and_goes_on() -> None:
     async with engine() as setup:
         setup.network.memory = 3
@@ -148,6 +203,7 @@ async def test_out_of_memory_splits_the_batch_and_goes_on() -> None:
         assert setup.engine.phase is Phase.READY
 
 
+@pytest.mark.usefixtures("anywhere")
 async def test_no_memory_even_for_one_image_fails_that_request_only() -> None:
     async with engine() as setup:
         setup.network.memory = 0
@@ -157,6 +213,7 @@ async def test_no_memory_even_for_one_image_fails_that_request_only() -> None:
         assert len(await setup.arrays(pixels(1))) == 1
 
 
+@pytest.mark.usefixtures("anywhere")
 async def test_a_poison_image_fails_only_its_own_request() -> None:
     async with engine(delay_ms=50) as setup:
         good = [setup.arrays(pixels(k)) for k in range(5)]
@@ -171,6 +228,7 @@ async def test_a_poison_image_fails_only_its_own_request() -> None:
         assert not setup.failures
 
 
+@pytest.mark.usefixtures("anywhere")
 async def test_outputs_that_are_not_finite_are_never_answered() -> None:
     async with engine(delay_ms=50) as setup:
         good, bad = setup.arrays(pixels(1)), setup.arrays(pixels(2), pixels(3, first=NOT_FINITE))
@@ -178,6 +236,20 @@ async def test_outputs_that_are_not_finite_are_never_answered() -> None:
         assert np.isfinite(rows).all()
         assert isinstance(error, InferenceFailed)
         assert "image 1" in str(error)
+
+
+async def test_a_device_that_dies_on_the_event_loop_is_reported_once_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.step.QUICK_SECONDS", 60.0)
+    async with engine() as setup:
+        setup.network.dead = True
+        requests = [setup.arrays(pixels(k), pixels(k)) for k in range(20)]
+        errors = await asyncio.gather(*requests, return_exceptions=True)
+        assert all(isinstance(error, (DeviceError, NotReady)) for error in errors)
+        await until(lambda: len(setup.failures) == 1)
+        assert setup.engine.phase is Phase.FAILED
+        with pytest.raises(NotReady):
+            await setup.arrays(pixels(1))
+    assert len(setup.failures) == 1
 
 
 async def test_a_dead_device_fails_everything_and_is_reported_once() -> None:
@@ -196,6 +268,7 @@ async def test_a_dead_device_fails_everything_and_is_reported_once() -> None:
             await setup.arrays(pixels(1))
 
 
+@pytest.mark.usefixtures("anywhere")
 async def test_a_device_dead_at_warm_up_never_becomes_ready() -> None:
     async with engine(start=False) as setup:
         setup.network.dead = True
@@ -219,7 +292,7 @@ async def test_every_bucket_is_warmed_up() -> None:
     network = FakePipeline()
     step = EagerStep(network, (1, 8, 8), max_batch=6, device=torch.device("cpu"))
     step.warm_up()
-    assert network.sizes == [1, 2, 4, 6]
+    assert network.sizes == [1, 2, 4, 6, 1, 1, 1]  # and then one image alone is timed
 
 
 async def test_fixed_shapes_pad_to_buckets_and_never_answer_the_padding() -> None:
@@ -327,6 +400,7 @@ async def test_closing_gives_up_on_a_device_that_hangs() -> None:
         await closing
 
 
+@pytest.mark.usefixtures("anywhere")
 async def test_explanations_are_whole_even_across_batches() -> None:
     async with engine() as setup:
         images = stack(*(pixels(k) for k in range(20)))

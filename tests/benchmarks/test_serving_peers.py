@@ -14,7 +14,7 @@ import torch
 from benchmarks.runs import environment
 from benchmarks.serving import environments, peers, servers
 from benchmarks.serving.adapters.settings import COUNTS
-from benchmarks.serving.ceilings import best_images_per_s, images_per_s
+from benchmarks.serving.ceilings import best_images_per_s, images_per_s, least_tail_ms
 from benchmarks.serving.client import Answer, Load
 from benchmarks.serving.drive import summary
 from benchmarks.serving.histogram import PER_DECADE, bin_of, histogram, lower_edge, quantile, survival
@@ -219,6 +219,14 @@ def record(rates: dict[str, float]) -> dict[str, Any]:
         "ceilings": {"decode": 9.0, "bare": phase(9.0)},
         "settings": {server.name: server.settings for server in SERVERS},
     }  # fmt: skip
+
+
+def test_the_least_tail_is_that_of_a_queue_with_one_server() -> None:
+    flat = {"1": 10.0, "64": 10.0}  # However many images, a step takes 10 ms: nobody waits for more than two.
+    assert least_tail_ms(flat, 0.1) == pytest.approx(10.0, rel=0.2)
+    assert 18.0 < least_tail_ms(flat, 1000.0) <= 20.0
+    linear = {"1": 10.0, "64": 640.0}  # Nothing is gained by batches: above the 70 ms or so of M/D/1 at 70 %.
+    assert 70.0 < least_tail_ms(linear, 70.0) < 140.0
 
 
 def test_targets_are_met_exactly_when_the_ratio_says_so() -> None:
