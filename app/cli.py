@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from app.allocator import keep_freed_memory
 from app.logs import configure_logs
 from app.settings import Settings, default_text, load_settings
 from app.sockets import inherited_socket, make_socket
@@ -104,6 +105,7 @@ def _serve(settings: Settings, listener: Any, *, shared: bool) -> int:
     from app.main import create_app
     from app.server import Server
 
+    keep_freed_memory()
     sys.setswitchinterval(_SWITCH_SECONDS)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)

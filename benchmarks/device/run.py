@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from app.allocator import keep_freed_memory
 from app.step import EagerStep, Network, Step, make_step
 from benchmarks.device import floor
 from benchmarks.device.report import write_report
@@ -332,6 +333,7 @@ def main() -> None:
     if args.report:
         write_report()
         return
+    keep_freed_memory()  # as the service does
     device = resolve_device(args.device)
     file = RESULTS / f"device-{device.type}.json"
     report: Json = json.loads(file.read_text()) if file.exists() else {"subjects": {}}

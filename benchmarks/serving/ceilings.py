@@ -28,10 +28,12 @@ def bare_step(bundle: Path, seconds: float, threads: int | None = None) -> dict[
     """
     import torch
 
+    from app.allocator import keep_freed_memory
     from app.step import make_step
     from benchmarks.serving.adapters.settings import FACTORY, MAX_BATCH
     from psc_core.predictor import PSC
 
+    keep_freed_memory()
     if threads is not None:
         torch.set_num_threads(threads)
     psc = PSC.load(bundle, device="cpu", allow_factories=[FACTORY])
@@ -42,6 +44,7 @@ def bare_step(bundle: Path, seconds: float, threads: int | None = None) -> dict[
         max_batch=MAX_BATCH,
         device=psc.device,
         compiled=False,
+        threads=threads,
     )
     step.input(0)[:] = torch.randint(0, 256, step.input(0).shape, dtype=torch.uint8).numpy()
     step.warm_up()

@@ -1,0 +1,25 @@
+"""The C library's allocator, told what this process does: the same large tensors at every step."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_MAX: Final = -4
+_NEVER: Final = 2**31 - 1
+
+
+def keep_freed_memory() -> None:
+    """Keep what a step frees for the next one.
+
+    By default glibc returns large blocks to the system when they are freed, and the next step's first touch of
+    every page is a page fault: a sixth of the time of a ResNet-50 on 16 images of 224 × 224.  The process stays at
+    the memory of its largest step.  Without glibc nothing happens.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return
+    mallopt(_M_TRIM_THRESHOLD, _NEVER)
+    mallopt(_M_MMAP_MAX, 0)
