@@ -200,19 +200,21 @@ def fit_own_baselines(train: Spaces, val: Spaces) -> list[Detector]:
 
 
 def sums(fitted: Sequence[Detector], known: Spaces) -> list[Detector]:
-    """PSC's densities plus the Laplace head's uncertainty, or plus the density of the penultimate layer.
+    """PSC's densities plus the Laplace head's uncertainty on z, or plus the density of the penultimate layer.
 
     Args:
         fitted: Detectors by themselves.
         known: Validation rows, which standardise the scores.
     """
     by_name = {detector.name: detector for detector in fitted}
-    spaces = [name for name in known.vectors if name.startswith("psc")]
     found = []
-    for space in spaces:
+    for granularity in (name.removeprefix("psc-") for name in known.vectors if name.startswith("psc-")):
+        heads = [f"psc-{granularity} laplace {what}" for what in ("entropy", "epistemic")]
         for density in ("gda 99%", "gda++ all"):
-            for other in (f"{space} laplace entropy", f"{space} laplace epistemic", f"penultimate {density}"):
-                found.append(_sum(by_name[f"{space} {density}"], by_name[other], known))
+            first = by_name[f"psc-{granularity} {density}"]
+            found += [_sum(first, by_name[other], known) for other in (*heads, f"penultimate {density}")]
+        pooled = by_name[f"pooled-{granularity} {' '.join(POOLED)}"]
+        found += [_sum(pooled, by_name[other], known) for other in heads]
     return found
 
 

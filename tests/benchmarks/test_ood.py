@@ -28,24 +28,25 @@ def _images(values: Tensor) -> Spaces:
 
 def test_a_sum_is_of_standardised_scores() -> None:
     names = [f"{SPACE} gda 99%", f"{SPACE} gda++ all", f"{SPACE} laplace entropy", f"{SPACE} laplace epistemic"]
-    names += ["penultimate gda 99%", "penultimate gda++ all"]
+    names += ["penultimate gda 99%", "penultimate gda++ all", "pooled-operations gda++ all"]
     alone = [
         Detector(name, "psc", _column(i), "penultimate" if name.startswith("pen") else SPACE, 100 + i)
         for i, name in enumerate(names)
     ]
     generator = torch.Generator().manual_seed(0)
-    known = _images(torch.randn(50, 6, generator=generator) * torch.tensor([1.0, 5.0, 0.01, 2.0, 30.0, 7.0]))
-    new = _images(torch.randn(9, 6, generator=generator))
+    known = _images(torch.randn(50, 7, generator=generator) * torch.tensor([1.0, 5.0, 0.01, 2.0, 30.0, 7.0, 1.0]))
+    new = _images(torch.randn(9, 7, generator=generator))
 
     found = {detector.name: detector for detector in variants.sums(alone, known)}
 
-    assert len(found) == 6
+    assert len(found) == 8
     summed = found[f"{SPACE} gda++ all + laplace entropy"]
     scale = known.features.double().numpy()
     standardised = (new.features.double().numpy() - scale.mean(0)) / scale.std(0, ddof=1)
     np.testing.assert_allclose(summed.score(new).numpy(), standardised[:, 1] + standardised[:, 2], rtol=1e-6)
     assert (summed.space, summed.memory_bytes) == (SPACE, 203)
     assert found[f"{SPACE} gda 99% + penultimate gda 99%"].space == "penultimate"
+    assert found[f"pooled-operations gda++ all + {SPACE} laplace epistemic"].memory_bytes == 209
 
 
 @pytest.mark.parametrize("kind", ["gda", "gda++", "tied", "rmd"])
