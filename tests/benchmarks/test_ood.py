@@ -29,10 +29,7 @@ def _images(values: Tensor) -> Spaces:
 def test_a_sum_is_of_standardised_scores() -> None:
     names = [f"{SPACE} gda 99%", f"{SPACE} gda++ all", f"{SPACE} laplace entropy", f"{SPACE} laplace epistemic"]
     names += ["penultimate gda 99%", "penultimate gda++ all", "pooled-operations gda++ all"]
-    alone = [
-        Detector(name, "psc", _column(i), "penultimate" if name.startswith("pen") else SPACE, 100 + i)
-        for i, name in enumerate(names)
-    ]
+    alone = [Detector(name, "psc", _column(i), name.partition(" ")[0], 100 + i) for i, name in enumerate(names)]
     generator = torch.Generator().manual_seed(0)
     known = _images(torch.randn(50, 7, generator=generator) * torch.tensor([1.0, 5.0, 0.01, 2.0, 30.0, 7.0, 1.0]))
     new = _images(torch.randn(9, 7, generator=generator))
