@@ -98,6 +98,11 @@ def main() -> None:
     sys.exit(code)
 
 
+def network_threads(settings: Settings, usual: int) -> int:
+    """Threads for the network of one of the workers, where PyTorch alone would take ``usual``."""
+    return settings.threads or max(1, usual // settings.workers)
+
+
 def _serve(settings: Settings, listener: Any, *, shared: bool) -> int:
     # Torch and the web framework load only in the process that serves, with input known to be good.
     import torch
@@ -107,8 +112,7 @@ def _serve(settings: Settings, listener: Any, *, shared: bool) -> int:
 
     keep_freed_memory()
     sys.setswitchinterval(_SWITCH_SECONDS)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    torch.set_num_threads(network_threads(settings, torch.get_num_threads()))
     server = Server(create_app(settings), settings, shared_socket=shared)
     server.run([listener])
     if server.service.exit_code:

@@ -54,7 +54,8 @@ class Settings(BaseSettings):
     threads: int | None = Field(
         default=None,
         ge=1,
-        description="CPU threads of the network; unset: torch's choice, but one where that takes less than 2 ms.",
+        description="CPU threads of the network; unset: torch's choice, shared by the workers, and one where a full "
+        "batch takes less than 2 ms.",
     )
     compile: bool = Field(default=False, description="Run the network through `torch.compile`.")
     allow_factories: tuple[str, ...] = Field(

@@ -130,8 +130,8 @@ SERVERS: tuple[Server, ...] = (
     Server(
         "psc-workers",
         "psc-serve, 2 workers",
-        (*_PSC, "--workers=2", "--threads=1"),
-        "`--workers 2 --threads 1`: one process a core, each with its own model",
+        (*_PSC, "--workers=2"),
+        "`--workers 2`: one process and one torch thread a core, each with its own model",
         packages=_WEB,
     ),
     Server(

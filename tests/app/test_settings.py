@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from app.cli import parser, settings_from
+from app.cli import network_threads, parser, settings_from
 from app.settings import Settings, load_settings, markdown_table
 from psc_core.errors import UsageError
 
@@ -104,3 +104,11 @@ def test_unknown_flags_are_bad_usage(arguments: list[str], capsys: pytest.Captur
     with pytest.raises(SystemExit) as caught:
         settings_from(arguments)
     assert caught.value.code == 2
+
+
+def test_workers_share_the_threads_unless_told() -> None:
+    chosen = {
+        flags: network_threads(load_settings(dict(flags), environment={}), 8)
+        for flags in ((), (("workers", 2),), (("workers", 3),), (("workers", 16),), (("workers", 2), ("threads", 8)))
+    }
+    assert list(chosen.values()) == [8, 4, 2, 1, 8]
