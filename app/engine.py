@@ -7,7 +7,7 @@
 The event loop and the device thread meet only in the queue.  Requests that arrive in one turn of the loop
 are put together, and a batch's answers come back in one call, so the number of hops between threads follows
 the number of batches, not of requests.  A step that is quicker than such a hop runs on the event loop itself,
-right behind the requests of its turn.  Every admitted request ends in rows or in an error.
+once a turn of it brings no more requests or a batch is full.  Every admitted request ends in rows or in an error.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ class Engine:
         self._on_failure = on_failure
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._arrivals: list[Job] = []
+        self._max_batch = limits.max_batch_size
         self._watched: dict[Job, Receive] = {}
         batcher = Batcher(
             max_batch_size=limits.max_batch_size,
@@ -260,6 +261,14 @@ class Engine:
         jobs, self._arrivals = self._arrivals, []
         self._queue.put(jobs)
         if self._thread.inline:
+            if self._queue.pending >= self._max_batch:
+                self._thread.run_due()
+            else:
+                self._loop.call_soon(self._run_unless_more_came)
+
+    def _run_unless_more_came(self) -> None:
+        """Compute what waits, unless the last turn of the loop brought more: the next one then has a fuller batch."""
+        if not self._arrivals:
             self._thread.run_due()
 
     def _decoded(self, job: Job, images: npt.NDArray[np.uint8], error: Exception | None, began: float) -> None:

@@ -117,6 +117,22 @@ async def test_a_quick_step_runs_on_the_event_loop_and_any_other_on_its_thread(m
         assert threading.get_ident() not in await where_steps_run(setup)
 
 
+async def test_a_quick_step_waits_for_the_turn_of_the_loop_that_brings_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.step.QUICK_SECONDS", 60.0)
+    async with engine(max_batch=8) as setup:
+
+        async def later(turns: int) -> None:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await setup.arrays(pixels(turns))
+
+        await asyncio.gather(*(later(turns) for turns in (0, 0, 1, 2, 20)))
+        assert setup.network.sizes == [4, 1]
+        setup.network.sizes.clear()
+        await asyncio.gather(*(later(turns) for turns in range(20)))
+        assert setup.network.sizes == [8, 8, 4]
+
+
 async def test_a_quick_step_takes_one_thread_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = torch.get_num_threads()
     for quick, given, expected in ((0.0, None, usual), (60.0, None, 1), (60.0, 2, 2), (0.0, 2, 2)):
