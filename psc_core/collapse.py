@@ -172,7 +172,7 @@ class _Station:
         self, backbone: Backbone, group: Sequence[_Part], train: ImageDataset, val: ImageDataset, label: str
     ) -> None:
         """Two passes for one group of layers."""
-        statistics = self._statistics(backbone, group, by_class(self.reduce.shard(train)), label)
+        statistics = self._statistics(backbone, group, self.reduce.shard(train), label)
         for part, scatter in zip(group, statistics, strict=True):
             between, level = between_scatter(scatter.means, self.counts)
             sums = self.sums.setdefault(part.layer.name, _Sums())
@@ -191,7 +191,7 @@ class _Station:
     ) -> list[ClassScatter]:
         device = self.counts.device
         statistics = [ClassScatter(len(self.counts), part.stop - part.start, device) for part in group]
-        for batch, features in self._passes(backbone, group, train, f"{label}: class statistics"):
+        for batch, features in self._passes(backbone, group, train, f"{label}: class statistics", by_class(train)):
             rows = class_rows(batch.labels, batch.owner, device)
             for columns, scatter in zip(features, statistics, strict=True):
                 scatter.add(columns, rows)
@@ -229,10 +229,15 @@ class _Station:
         return total
 
     def _passes(
-        self, backbone: Backbone, group: Sequence[_Part], dataset: ImageDataset, description: str
+        self,
+        backbone: Backbone,
+        group: Sequence[_Part],
+        dataset: ImageDataset,
+        description: str,
+        order: Tensor | None = None,
     ) -> Iterator[tuple[Batch, list[Tensor]]]:
         """Batches with the features (batch, columns) of every part of the group."""
-        for outputs, batch in passes(dataset, self.compute, description, feature_step(backbone)):
+        for outputs, batch in passes(dataset, self.compute, description, feature_step(backbone), order=order):
             flat = {name: output.flatten(1) for name, output in zip(backbone.layers, outputs, strict=True)}
             yield batch, [flat[part.layer.name][:, part.start : part.stop] for part in group]
 

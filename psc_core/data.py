@@ -23,11 +23,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from psc_core import idx
 from psc_core.errors import DataError
@@ -101,19 +103,30 @@ class ImageDataset:
 
     def subset(self, positions: Tensor) -> ImageDataset:
         """The images at ``positions`` (``int64``), in that order; groups are kept where they overlap."""
-        counts = (self.offsets[1:] - self.offsets[:-1])[positions]
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-        row = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(counts)
-        labels = self.labels[self.offsets[positions].repeat_interleave(counts) + row]
-        where = torch.full((len(self),), -1, dtype=torch.int64)
-        where[positions] = torch.arange(len(positions))
-        groups = {name: kept[kept >= 0] for name, group in self.groups.items() for kept in [where[group]]}
+        labels, counts = self._labels_of(positions)
+        offsets = functional.pad(counts.cumsum(0), (1, 0))
+        groups: dict[str, Tensor] = {}
+        if self.groups:
+            where = torch.full((len(self),), -1, dtype=torch.int64)
+            where[positions] = torch.arange(len(positions))
+            groups = {name: kept[kept >= 0] for name, group in self.groups.items() for kept in [where[group]]}
         return replace(self, indices=self.indices[positions], labels=labels, offsets=offsets, groups=groups)
 
-    def batches(self, batch_images: int, *, workers: int | None = None) -> Iterator[Batch]:
-        """Stream in order, ``batch_images`` images a batch, fewer in the last.
+    def _labels_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Labels of the images at ``positions``, image after image, and how many each of them has."""
+        counts = self.offsets[positions + 1] - self.offsets[positions]
+        shift = (self.offsets[positions] - counts.cumsum(0) + counts).repeat_interleave(counts)
+        return self.labels[shift.add_(torch.arange(len(shift)))], counts
+
+    def batches(self, batch_images: int, *, order: Tensor | None = None, workers: int | None = None) -> Iterator[Batch]:
+        """Stream ``batch_images`` images a batch, fewer in the last.
 
         Decoding runs in ``workers`` threads, one batch ahead of the consumer.
+
+        Args:
+            batch_images: Images a batch.
+            order: ``int64 (n,)``, a permutation of the positions in this data set; as they are by default.
+            workers: Threads that decode.
 
         Raises:
             DataError: An image cannot be read; the message names it.
@@ -122,33 +135,33 @@ class ImageDataset:
         with threads as pool, ThreadPoolExecutor(1, "psc-collate") as collator:
             ahead: Future[Batch] | None = None
             for start in range(0, len(self), batch_images):
-                batch = ahead.result() if ahead else self._collate(start, batch_images, pool)
+                batch = ahead.result() if ahead else self._collate(start, batch_images, order, pool)
                 following = start + batch_images
                 more = following < len(self)
-                ahead = collator.submit(self._collate, following, batch_images, pool) if more else None
+                ahead = collator.submit(self._collate, following, batch_images, order, pool) if more else None
                 yield batch
 
     def batch_count(self, batch_images: int) -> int:
         """How many batches :meth:`batches` yields."""
         return -(-len(self) // batch_images)
 
-    def _collate(self, start: int, count: int, pool: ThreadPoolExecutor) -> Batch:
+    def _collate(self, start: int, count: int, order: Tensor | None, pool: ThreadPoolExecutor) -> Batch:
         stop = min(start + count, len(self))
+        positions = torch.arange(start, stop) if order is None else order[start:stop]
         if isinstance(self.source, ArraySource) and self.source.fits(self.preprocess):
-            images = torch.from_numpy(self.source.images[self.indices[start:stop].numpy()][:, None])
+            images = torch.from_numpy(self.source.images[self.indices[positions].numpy()][:, None])
         else:
-            images = torch.from_numpy(np.stack(list(pool.map(self.image, range(start, stop), chunksize=16))))
-        counts = self.offsets[start + 1 : stop + 1] - self.offsets[start:stop]
-        owner = torch.arange(stop - start).repeat_interleave(counts)
-        return Batch(images, self.labels[self.offsets[start] : self.offsets[stop]], owner)
+            images = torch.from_numpy(np.stack(list(pool.map(self.image, positions.tolist(), chunksize=16))))
+        labels, counts = self._labels_of(positions)
+        return Batch(images, labels, torch.arange(len(positions)).repeat_interleave(counts))
 
     def digest(self) -> str:
         """SHA-256 over the stored images' fingerprints and the labels, for provenance."""
         sha = hashlib.sha256("\0".join(self.classes).encode())
-        for index in self.indices.tolist():
-            sha.update(self.source.fingerprint(index))
-        sha.update(self.labels.numpy().tobytes())
-        sha.update(self.offsets.numpy().tobytes())
+        for index in self.indices.numpy():
+            sha.update(self.source.fingerprint(int(index)))
+        sha.update(self.labels.contiguous().numpy().data)
+        sha.update(self.offsets.contiguous().numpy().data)
         return sha.hexdigest()
 
 
@@ -213,9 +226,14 @@ def open_dataset(spec: str, *, split: str, preprocess: Preprocess, labelled_imag
     return image_folder(Path(body), preprocess, labelled_images=labelled_images)
 
 
-def by_class(dataset: ImageDataset) -> ImageDataset:
-    """The same images, those of one class (their first label) after another; in order within a class."""
-    return dataset.subset(dataset.first_labels().argsort(stable=True))
+def by_class(dataset: ImageDataset) -> Tensor:
+    """``int64 (n,)`` positions of the images, those of one class (their first label) after another."""
+    return stable_order(dataset.first_labels())
+
+
+def stable_order(labels: Tensor) -> Tensor:
+    """``int64 (n,)`` positions that sort ``labels``, with 4 bytes an entry beside them (torch's sort takes 32)."""
+    return torch.from_numpy(np.argsort(labels.numpy(), kind="stable"))
 
 
 def split_validation(val: ImageDataset, seed: int = 0) -> tuple[ImageDataset, ImageDataset]:
@@ -257,8 +275,7 @@ def image_folder(root: Path, preprocess: Preprocess, *, labelled_images: bool = 
         folders = [root]
     if not folders:
         raise DataError(f"expected one folder a class in {root}, it has none; lay images out as class/file.png")
-    paths: list[Path] = []
-    labels: list[int] = []
+    names: list[npt.NDArray[Any]] = []
     for label, folder in enumerate(folders):
         files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
         if not files:
@@ -266,11 +283,10 @@ def image_folder(root: Path, preprocess: Preprocess, *, labelled_images: bool = 
                 f"class folder {label + 1} of {len(folders)}, {folder}, has no images "
                 f"({', '.join(SUFFIXES)}); add some or remove the folder"
             )
-        paths += files
-        labels += [label] * len(files)
-    return labelled(
-        str(root), [folder.name for folder in folders], FileSource(root, paths), torch.tensor(labels), preprocess
-    )
+        names.append(np.array([os.fsencode(path.relative_to(root)) for path in files]))
+    labels = torch.arange(len(folders)).repeat_interleave(torch.tensor([len(files) for files in names]))
+    source = FileSource(root, np.concatenate(names))
+    return labelled(str(root), [folder.name for folder in folders], source, labels, preprocess)
 
 
 def _held_out(dataset: ImageDataset, split: str, every: int) -> ImageDataset:

@@ -24,7 +24,7 @@ from psc_core import collapse, linalg, scores
 from psc_core.backbone import Backbone, example_input, truncate
 from psc_core.calibration import Calibration, ambiguity_threshold, fit_calibration
 from psc_core.candidate import Candidate, CollapseReport
-from psc_core.data import ImageDataset, split_validation
+from psc_core.data import ImageDataset, split_validation, stable_order
 from psc_core.density import Density, fit_density, kind_of
 from psc_core.device import resolve_device
 from psc_core.distributed import Reducer
@@ -220,17 +220,17 @@ def fit_psc(
     fitted_head: Head | None = None
     with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
         file, pooled = Path(scratch) / "train", kind_of(density).reads == "pooled"
-        z, read = embed(backbone, project, train, compute, file, options.reducer, pooled=pooled)
+        z, read, labels = embed(backbone, project, train, compute, file, options.reducer, pooled=pooled)
         fitted_density: Density = fit_density(
-            read, train.labels, num_classes=len(train.classes), kind=density, pca=pca, class_names=train.classes
+            read, labels, num_classes=len(train.classes), kind=density, pca=pca, class_names=train.classes
         )
         if not base:
-            z_val, _ = embed(backbone, project, choose, compute, Path(scratch) / "val", options.reducer)
+            z_val, _, val_labels = embed(backbone, project, choose, compute, Path(scratch) / "val", options.reducer)
             fitted_head = fit_head(
                 z,
-                train.labels,
+                labels,
                 z_val[:],
-                choose.labels,
+                val_labels,
                 num_classes=len(train.classes),
                 kind=head,
                 seed=options.seed,
@@ -282,16 +282,20 @@ def embed(
     reducer: Reducer,
     *,
     pooled: bool = False,
-) -> tuple[Rows, Rows]:
-    """z of every row, and what the density reads: its pooled features if ``pooled``, else z again.
+) -> tuple[Rows, Rows, Tensor]:
+    """z of every row; what the density reads, its pooled features if ``pooled``, else z again; and the labels.
 
-    They are kept in ``file``, so that memory does not grow with the images.
+    They are kept in ``file``, so that memory does not grow with the images, and class by class, so that what reads
+    a class reads on in the file.
     """
     dim = projection.c_proj * projection.d_proj
     step = feature_step(backbone, compute.precision)
     channels = _channels(backbone, dataset, compute) if pooled else 0
     kept = ScratchRows(file, (dataset.rows, dim + channels))
-    where = reducer.shard_rows(dataset)
+    where = torch.empty_like(dataset.labels)
+    where[stable_order(dataset.labels)] = torch.arange(len(where))
+    if reducer.world > 1:
+        where = where[reducer.shard_rows(dataset)]
     at = 0
     for features, batch in passes(reducer.shard(dataset), compute, "features", step):
         read = [projection(features), *([pool(features)] if pooled else [])]
@@ -301,11 +305,15 @@ def embed(
     if reducer.world > 1:
         for chunk, block in linalg.blocks(kept):
             kept.write(chunk, reducer.sum_(block))
+    del where
+    counts = dataset.labels.bincount(minlength=len(dataset.classes))
+    labels = torch.arange(len(counts)).repeat_interleave(counts)
     if not pooled:
-        return kept, kept
+        return kept, kept, labels
     return (
         kept.map(lambda part: part[:, :dim], dim, kept.dtype),
         kept.map(lambda part: part[:, dim:], channels, kept.dtype),
+        labels,
     )
 
 

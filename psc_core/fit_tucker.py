@@ -126,7 +126,7 @@ def fit_tucker(
     largest = Projection(positions, moments.mean, moments.std(), a, b, zeros, ones).to(compute.device)
 
     del moments
-    sized = _measure_sizes(largest, by_class(shard), choose, compute, step, max_memory_bytes, reducer)
+    sized = _measure_sizes(largest, shard, choose, compute, step, max_memory_bytes, reducer)
     choice = choose_ranks(
         sized.nc1,
         sized.nc4,
@@ -182,11 +182,12 @@ def _measure_sizes(
     hits = torch.zeros(c_max, d_max, dtype=torch.int64, device=device)
     scaled_hits = torch.zeros((), dtype=torch.int64, device=device)
     within = between = level = 0.0
+    order = by_class(train)
     scores = torch.zeros(len(choose) if len(ranges) > 1 else 0, classes, dtype=torch.float64)
     for columns in ranges:
         first, last = columns.start == 0, columns.stop == width
         scaled = ClassScatter(classes, columns.stop - columns.start, device)
-        for features, batch in passes(train, compute, "class statistics", step):
+        for features, batch in passes(train, compute, "class statistics", step, order=order):
             rows = class_rows(batch.labels, batch.owner, device)
             x = largest.scaled(features)
             scaled.add(x.flatten(1)[:, columns], rows)

@@ -23,6 +23,9 @@ from psc_core.rows import Rows
 Record = dict[str, float | int]
 """What a fit decided and measured, by name; numbers only."""
 
+CHECKED_ELEMENTS = 1 << 18
+"""Rows × columns that are read at a time to check them (1 MiB)."""
+
 AnyFitted = TypeVar("AnyFitted", bound="Fitted")
 
 
@@ -138,7 +141,7 @@ def check_features(
             f"expected labels 0 … {classes - 1}, got {int(labels.min())} … {int(labels.max())}; "
             "check the number of classes"
         )
-    step = max(1, (1 << 20) // z.shape[1])
+    step = max(1, CHECKED_ELEMENTS // (z.widest if isinstance(z, Rows) else z.shape[1]))
     if not all(bool(z[start : start + step].isfinite().all()) for start in range(0, len(z), step)):
         raise FitError("expected finite features, got NaN or ∞; check the network's weights and precision")
     counts = torch.bincount(labels, minlength=classes)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from psc_core.rows import Rows, as_rows
 
-CHUNK_ELEMENTS: Final = 1 << 20
-"""Rows × columns of one float64 chunk (8 MiB)."""
+CHUNK_ELEMENTS: Final = 1 << 18
+"""Rows × columns of one float64 chunk (2 MiB): it stays in a core's cache."""
 
 EIGENVALUE_FLOOR: Final = 1e-6
 """Smallest eigenvalue kept, relative to the scale of the matrix: standard deviations 1,000 times smaller

@@ -42,7 +42,12 @@ class Compute:
 
 
 def passes(
-    dataset: ImageDataset, compute: Compute, description: str, step: Callable[[Tensor], Value]
+    dataset: ImageDataset,
+    compute: Compute,
+    description: str,
+    step: Callable[[Tensor], Value],
+    *,
+    order: Tensor | None = None,
 ) -> Iterator[tuple[Value, Batch]]:
     """Yield ``step(standardised images)`` with its batch, batch by batch, under inference mode.
 
@@ -51,8 +56,9 @@ def passes(
         compute: Device, precision and batch size.
         description: What the progress line says.
         step: Maps float images (B, C, H, W) on the device to whatever the caller wants.
+        order: Positions in ``dataset`` in the order to read them, see :meth:`ImageDataset.batches`.
     """
-    batches = track_images(dataset, compute, description)
+    batches = track_images(dataset, compute, description, order)
     autocast = torch.autocast(compute.device.type, torch.bfloat16, enabled=compute.precision == "bf16")
     for batch in batches:
         with torch.inference_mode():
@@ -62,9 +68,12 @@ def passes(
         yield value, batch
 
 
-def track_images(dataset: ImageDataset, compute: Compute, description: str) -> Iterator[Batch]:
+def track_images(
+    dataset: ImageDataset, compute: Compute, description: str, order: Tensor | None = None
+) -> Iterator[Batch]:
     """The batches of ``dataset`` with a progress line that counts batches."""
-    return track(dataset.batches(compute.images), total=dataset.batch_count(compute.images), description=description)
+    batches = dataset.batches(compute.images, order=order)
+    return track(batches, total=dataset.batch_count(compute.images), description=description)
 
 
 def feature_step(backbone: Backbone, precision: str | None = None) -> FeatureStep:

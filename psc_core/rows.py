@@ -5,16 +5,19 @@ Everything that is fitted to z reads it through :class:`Rows`, in blocks; memory
 
 from __future__ import annotations
 
-import mmap
+import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 Read = Callable[[slice | Tensor], Tensor]
+Transfer = Callable[[int, list[memoryview], int], int]
+"""``os.preadv`` or ``os.pwritev``: file, buffers, where in the file; bytes done."""
 
 
 class Rows:
@@ -68,7 +71,10 @@ def as_rows(rows: Float[Tensor, "n d"] | Rows) -> Rows:
 
 
 class ScratchRows(Rows):
-    """Rows in a file, ``float32``, on the CPU; pages are given back to the system as soon as they are read.
+    """Rows in a file, ``float32``, on the CPU; only what is being read or written is in memory.
+
+    Plain reads and writes, not a mapping: mapped pages count as this process's memory until they are given back,
+    and a full disk is an ``OSError`` here, where writing through a mapping ends the process.
 
     Args:
         file: Created, or overwritten.
@@ -77,24 +83,41 @@ class ScratchRows(Rows):
 
     def __init__(self, file: Path, shape: tuple[int, int]) -> None:
         super().__init__(self._copy, shape, dtype=torch.float32, device=torch.device("cpu"))
-        with file.open("w+b") as handle:
-            handle.truncate(max(1, 4 * shape[0] * shape[1]))
-            self._map = mmap.mmap(handle.fileno(), 0)
-        array = np.frombuffer(self._map, np.float32, count=shape[0] * shape[1]).reshape(shape)
-        self._tensor = torch.from_numpy(array)
+        self._path = file
+        self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        weakref.finalize(self, os.close, self._file)
+        os.ftruncate(self._file, 4 * shape[0] * shape[1])
 
     def _copy(self, index: slice | Tensor) -> Tensor:
-        values = self._tensor[index]
-        if isinstance(index, slice):
-            values = values.clone()
-        self._give_back()
+        first, counts = self._runs(index)
+        values = torch.empty(sum(counts), self.shape[1])
+        self._transfer(os.preadv, values, first, counts)
         return values
 
     def write(self, index: slice | Tensor, values: Float[Tensor, "m d"]) -> None:
         """Set the rows at ``index``."""
-        self._tensor[index] = values
-        self._give_back()
+        self._transfer(os.pwritev, values.float().contiguous(), *self._runs(index))
 
-    def _give_back(self) -> None:
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)  # the file keeps what was written
+    def _runs(self, index: slice | Tensor) -> tuple[list[int], list[int]]:
+        """Where each run of neighbouring rows starts, and how many they are."""
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step == 1:
+                return [start], [max(0, stop - start)]
+        positions = torch.arange(start, stop, step) if isinstance(index, slice) else index
+        if len(positions) == 0:
+            return [], []
+        starts = functional.pad(torch.nonzero(positions.diff() != 1)[:, 0] + 1, (1, 0))
+        counts = functional.pad(starts, (0, 1), value=len(positions)).diff()
+        return positions[starts].tolist(), counts.tolist()
+
+    def _transfer(self, call: Transfer, values: Tensor, first: list[int], counts: list[int]) -> None:
+        row_bytes = 4 * self.shape[1]
+        view, at = values.view(torch.uint8).flatten().numpy().data, 0
+        for start, count in zip(first, counts, strict=True):
+            end, offset = at + count * row_bytes, start * row_bytes
+            while at < end:
+                done = call(self._file, [view[at:end]], offset)
+                if done == 0:
+                    raise OSError(f"expected {end - at} more bytes in {self._path}, it ends; was it changed meanwhile?")
+                at, offset = at + done, offset + done

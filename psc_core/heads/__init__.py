@@ -19,7 +19,7 @@ from psc_core.heads.base import Head, HeadData, HeadOutput, Split, entropy, fit_
 from psc_core.heads.duq import DuqHead, fit_duq
 from psc_core.heads.laplace import LaplaceHead, MonteCarlo, fit_laplace
 from psc_core.heads.sngp import SngpHead, fit_sngp
-from psc_core.rows import Rows, as_rows
+from psc_core.rows import Rows
 
 __all__ = [
     "HEADS",
@@ -83,7 +83,7 @@ def fit_head(
     data = HeadData(
         train=standardisation(train),
         train_labels=train_labels,
-        val=in_memory(as_rows(standardisation(val))),
+        val=in_memory(standardisation(val)),
         val_labels=val_labels,
         num_classes=num_classes,
         seed=seed,

@@ -24,9 +24,6 @@ from psc_core.errors import FitError
 from psc_core.fitted import Fitted, Record
 from psc_core.rows import Rows, as_rows
 
-IN_MEMORY_BYTES: Final = 1 << 28
-"""Training features that a head keeps in memory at most; more are read again in each iteration."""
-
 CONSTANT_COLUMN: Final = 1e-6
 """Standard deviation, relative to the largest, below which a column counts as constant."""
 
@@ -86,17 +83,18 @@ class Standardisation(NamedTuple):
     center: Float[Tensor, " dim"]
     inverse_scale: Float[Tensor, " dim"]
 
-    def __call__(self, z: Float[Tensor, "n dim"] | Rows) -> Float[Tensor, "n dim"] | Rows:
-        """φ as float32; computed when it is read where it is larger than :data:`IN_MEMORY_BYTES`."""
-        phi = as_rows(z).map(
-            lambda part: ((part.double() - self.center) * self.inverse_scale).float(), z.shape[1], torch.float32
+    def __call__(self, z: Float[Tensor, "n dim"] | Rows) -> Rows:
+        """φ as float64, computed when it is read: in memory it would grow with the images."""
+        return as_rows(z).map(
+            lambda part: part.to(torch.float64, copy=True).sub_(self.center).mul_(self.inverse_scale),
+            z.shape[1],
+            torch.float64,
         )
-        return in_memory(phi) if 4 * z.shape[0] * z.shape[1] <= IN_MEMORY_BYTES else phi
 
 
 def in_memory(rows: Rows) -> Float[Tensor, "n dim"]:
-    """All rows as one tensor."""
-    whole = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    """All rows as one float32 tensor."""
+    whole = torch.empty(rows.shape, device=rows.device)
     for chunk, block in linalg.blocks(rows):
         whole[chunk] = block
     return whole
@@ -104,9 +102,9 @@ def in_memory(rows: Rows) -> Float[Tensor, "n dim"]:
 
 @dataclass(frozen=True)
 class HeadData:
-    """Standardised features that a head is fitted to (train) and chooses its numbers by (val)."""
+    """Standardised features that a head is fitted to (train, float64) and chooses its numbers by (val, float32)."""
 
-    train: Float[Tensor, "n dim"] | Rows
+    train: Rows
     train_labels: Int[Tensor, " n"]
     val: Float[Tensor, "m dim"]
     val_labels: Int[Tensor, " m"]

@@ -28,7 +28,6 @@ from torch.nn import functional
 
 from psc_core import linalg
 from psc_core.heads.base import (
-    IN_MEMORY_BYTES,
     Head,
     HeadData,
     HeadOutput,
@@ -38,8 +37,8 @@ from psc_core.heads.base import (
     in_memory,
     nll,
 )
-from psc_core.heads.softmax import SoftmaxFit, choose_softmax
-from psc_core.rows import Rows, as_rows
+from psc_core.heads.softmax import SoftmaxFit, choose_softmax, softmax_path
+from psc_core.rows import Rows
 
 FEATURES: Final = 1024
 """M."""
@@ -52,6 +51,9 @@ PRECISIONS: Final = tuple(10.0 ** (k / 4) for k in range(-8, 25))
 
 LENGTH_SCALE_ROWS: Final = 10_000
 """Training rows that the length-scale is chosen on."""
+
+IN_MEMORY_BYTES: Final = 1 << 28
+"""ψ that is kept in memory at most; more is computed again in each iteration."""
 
 MEDIAN_ROWS: Final = 1_000
 """Training rows that the median distance is measured on."""
@@ -115,10 +117,10 @@ def fit_sngp(data: HeadData) -> SngpHead:
     phases = (2 * math.pi * torch.rand(FEATURES, generator=generator)).to(data.train.device)
     length_scale = _choose_length_scale(data, omega, phases)
     frequencies = omega / length_scale
-    lazy = as_rows(data.train).map(lambda rows: random_features(rows, frequencies, phases), FEATURES, data.train.dtype)
+    lazy = data.train.map(lambda rows: random_features(rows.float(), frequencies, phases), FEATURES, torch.float32)
     psi = in_memory(lazy) if 4 * len(lazy) * FEATURES <= IN_MEMORY_BYTES else lazy
     psi_val = random_features(data.val, frequencies, phases)
-    softmax = _fit_weights(psi, psi_val, data.train_labels, data)
+    softmax = choose_softmax(psi, data.train_labels, psi_val, data.val_labels, num_classes=data.num_classes)
 
     covariance = linalg.eigh(_information(psi, softmax))
     choice = choose_precision(_val_nll(psi_val, softmax, covariance, data.val_labels), PRECISIONS)
@@ -144,22 +146,18 @@ def fit_sngp(data: HeadData) -> SngpHead:
 
 def _choose_length_scale(data: HeadData, omega: Tensor, phases: Tensor) -> float:
     """The multiple of the median distance whose weights have the smallest validation NLL."""
-    few = data.train[:: math.ceil(len(data.train) / MEDIAN_ROWS)]
+    few = data.train[:: math.ceil(len(data.train) / MEDIAN_ROWS)].float()
     distances = torch.pdist(few)
     apart = distances[distances > 0]
     median = apart.median().item() if len(apart) else math.sqrt(2 * few.shape[1])
     every = math.ceil(len(data.train) / LENGTH_SCALE_ROWS)
+    sample, labels = data.train[::every].float(), data.train_labels[::every]
 
     def val_nll(length_scale: float) -> float:
-        psi = random_features(data.train[::every], omega / length_scale, phases)
-        psi_val = random_features(data.val, omega / length_scale, phases)
-        return _fit_weights(psi, psi_val, data.train_labels[::every], data).val_nll
+        psi, psi_val = (random_features(phi, omega / length_scale, phases) for phi in (sample, data.val))
+        return softmax_path(psi, labels, psi_val, data.val_labels, num_classes=data.num_classes).val_nll
 
     return min((factor * median for factor in LENGTH_SCALE_FACTORS), key=val_nll)
-
-
-def _fit_weights(psi: Tensor | Rows, psi_val: Tensor, labels: Tensor, data: HeadData) -> SoftmaxFit:
-    return choose_softmax(psi, labels, psi_val, data.val_labels, num_classes=data.num_classes)
 
 
 def _information(psi: Float[Tensor, "n features"] | Rows, softmax: SoftmaxFit) -> Float[Tensor, "features features"]:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from psc_core import idx
-from psc_core.data import ImageDataset, image_folder, labelled, open_dataset, split_validation
+from psc_core.data import ImageDataset, by_class, image_folder, labelled, open_dataset, split_validation
 from psc_core.errors import DataError
 from psc_core.preprocess import PRESETS, Preprocess
-from psc_core.sources import ArraySource
+from psc_core.sources import ArraySource, FileSource
 
 TINY = Preprocess("L", 2, 2, None, (0.5,), (0.5,))
 
@@ -49,6 +49,21 @@ def test_arrays_taken_whole_are_what_is_read_one_by_one(size: tuple[int, int]) -
     dataset = labelled("noise", "ab", ArraySource(pixels), torch.arange(9) % 2, TINY).subset(torch.tensor([8, 3, 3, 0]))
     (batch,) = dataset.batches(9)
     assert np.array_equal(batch.images.numpy(), np.stack([dataset.image(i) for i in range(4)]))
+
+
+@given(st.permutations(range(11)), st.integers(1, 3), st.integers(1, 12))
+def test_batches_in_an_order_are_those_of_the_subset(order: list[int], each: int, batch_images: int) -> None:
+    dataset = numbered(torch.arange(11 * each).view(11, each) % 3)
+    positions = torch.tensor(order)
+    ordered, subset = dataset.batches(batch_images, order=positions), dataset.subset(positions).batches(batch_images)
+    for got, expected in zip(ordered, subset, strict=True):
+        assert torch.equal(got.images, expected.images)
+        assert torch.equal(got.labels, expected.labels) and torch.equal(got.owner, expected.owner)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=20))
+def test_by_class_is_a_stable_order(labels: list[int]) -> None:
+    assert by_class(numbered(torch.tensor(labels))).tolist() == sorted(range(len(labels)), key=labels.__getitem__)
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.randoms(use_true_random=False))
@@ -112,6 +127,9 @@ def test_image_folder_reads_classes_in_name_order(tmp_path: Path) -> None:
     dataset = image_folder(write_folder(tmp_path, {"dog": 2, "cat": 3}), TINY)
     assert dataset.classes == ("cat", "dog")
     assert dataset.first_labels().tolist() == [0, 0, 0, 1, 1]
+    assert isinstance(dataset.source, FileSource)
+    assert [dataset.source.path(i).parent.name for i in range(5)] == ["cat"] * 3 + ["dog"] * 2
+    assert dataset.source.names.nbytes <= 5 * 20, "a few bytes an image, however long the folder's own path"
 
 
 def test_an_empty_class_folder_is_named(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from psc_core import fit_tucker
 from psc_core.collapse import measure_collapse
 from psc_core.data import ImageDataset, open_dataset
 from psc_core.fit import FitOptions, fit_projection, fit_psc
+from psc_core.heads import softmax
 from psc_core.passes import CPU_IMAGES, Compute
 from psc_core.preprocess import PRESETS, Preprocess
 from psc_core.scatter import ClassScatter, class_rows
@@ -150,3 +151,15 @@ def test_no_float64_copy_of_a_batch_is_made() -> None:
         sums.add(features, rows)
     assert classes * dim <= seen.largest <= 1 << 17
     assert seen.largest < features.numel() / 20
+
+
+@pytest.mark.parametrize(("images", "most"), [(2000, 140), (40_000, 60)])
+def test_a_head_reads_the_rows_so_often(images: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations of the whole path of prior precisions; fewer where the curvature is measured as it is."""
+    random = torch.Generator().manual_seed(0)
+    labels = torch.arange(images) % 5
+    z = torch.randn(5, 12, generator=random)[labels] + torch.randn(images, 12, generator=random)
+    calls, objective = [], softmax.objective
+    monkeypatch.setattr(softmax, "objective", lambda *args, **named: calls.append(1) or objective(*args, **named))
+    softmax.choose_softmax(z, labels, z[:500], labels[:500], num_classes=5)
+    assert len(calls) <= most

@@ -86,6 +86,33 @@ def test_logistic_regression_is_at_the_minimum_and_deterministic() -> None:
     torch.testing.assert_close(weight, elsewhere, rtol=1e-3, atol=1e-3)
 
 
+@settings(max_examples=15)
+@given(st.integers(1, 4), st.integers(2, 4), SEEDS, st.sampled_from([0.1, 10.0]), st.booleans())
+def test_variables_of_the_fit(dim: int, classes: int, seed: int, precision: float, exact: bool) -> None:
+    """There and back; gradients by the chain rule; curvature near the identity."""
+    random = torch.Generator().manual_seed(seed)
+    phi = torch.randn(40, dim, generator=random, dtype=torch.float64)
+    labels = torch.randint(0, classes, (40,), generator=random)
+    theta = float(exact) * torch.randn(classes, dim + 1, generator=random, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(softmax, "CURVATURE_ROWS", 40)
+        patch.setattr(softmax, "FEWEST_EXACT", 1 if exact else 2)
+        variables = softmax.variables_at(theta, phi, precision=precision)
+    assert isinstance(variables, softmax.ExactVariables if exact else softmax.KroneckerVariables)
+    v = variables.of(theta)
+    torch.testing.assert_close(variables.theta(v), theta)
+
+    def loss(at: Tensor) -> Tensor:
+        return naive.softmax_objective(variables.theta(at), phi, labels, precision)
+
+    _, gradient = softmax.objective(theta, phi, labels, precision=precision)
+    (expected,) = torch.autograd.grad(loss(v.requires_grad_()), v)
+    torch.testing.assert_close(variables.gradient(gradient), expected)
+    curvature = torch.autograd.functional.hessian(loss, v.detach()).reshape(v.numel(), -1)
+    # with p the same for every row, as at θ = 0, the curvature is a Kronecker product
+    torch.testing.assert_close(curvature, torch.eye(v.numel(), dtype=torch.float64), rtol=0, atol=1e-8)
+
+
 def test_softmax_path_takes_the_best_validation_nll() -> None:
     (z, y), (z_val, y_val) = images(40, 30, 3), images(300, 30, 3, seed=1)
     chosen = softmax.choose_softmax(z, y, z_val, y_val, num_classes=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from psc_core import linalg
 from psc_core.density import DENSITIES, fit_density
-from psc_core.heads import HEADS, base, fit_head, sngp
+from psc_core.heads import HEADS, fit_head, sngp
 from psc_core.rows import ScratchRows, as_rows
 
 
@@ -49,6 +50,14 @@ def test_what_was_read_stays_when_the_file_changes(tmp_path: Path) -> None:
     assert torch.equal(block, values[3:9])
 
 
+def test_a_file_that_was_cut_short_is_an_error(tmp_path: Path) -> None:
+    values, _ = sample()
+    rows = in_file(values, tmp_path)
+    os.truncate(tmp_path / "rows", 100)
+    with pytest.raises(OSError, match="expected 4700 more bytes"):
+        rows[:]
+
+
 def test_no_rows_at_all(tmp_path: Path) -> None:
     assert ScratchRows(tmp_path / "rows", (0, 4))[:].shape == (0, 4)
 
@@ -78,7 +87,6 @@ def test_a_head_of_more_rows_than_it_keeps_in_memory(
     val = values[:60], labels[:60]
     expected = fit_head(values, labels, *val, num_classes=3, kind=kind)
     monkeypatch.setattr(linalg, "CHUNK_ELEMENTS", 2000)
-    for module in (base, sngp):
-        monkeypatch.setattr(module, "IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(sngp, "IN_MEMORY_BYTES", 0)
     got = fit_head(in_file(values, tmp_path), labels, *val, num_classes=3, kind=kind)
     torch.testing.assert_close(got(values).probabilities, expected(values).probabilities, rtol=0, atol=1e-5)
