@@ -47,7 +47,6 @@ SETTINGS: Mapping[str, Setting] = {
     setting.name: setting
     for setting in (
         Setting("dirty-mnist", "resnet18", "dirty-mnist", {"fashion-mnist": "fashion-mnist"}),
-        Setting("dirty-mnist-vgg16", "vgg16", "dirty-mnist", {"fashion-mnist": "fashion-mnist"}),
         Setting("cifar10", "wide_resnet28_10", "cifar10", {"fashion-mnist": "fashion-mnist", "mnist": "mnist"}),
         *(_held_out("cifar10", "held_out", number) for number in range(len(KNOWN_CLASSES))),
         *(_held_out("mnist", "held_out", number) for number in range(2)),
@@ -58,7 +57,6 @@ AT_SCALE: Mapping[str, Sequence[str]] = {
     "smoke": ("dirty-mnist", "cifar10-held-out-0"),
     "cpu": (
         "dirty-mnist",
-        "dirty-mnist-vgg16",
         "cifar10",
         "cifar10-held-out-0",
         "cifar10-held-out-1",
