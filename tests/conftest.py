@@ -41,7 +41,7 @@ def data_root() -> Path:
 @pytest.fixture(scope="session")
 def full_data() -> Path:
     """The whole data sets, where PSC_DATA names them."""
-    if "PSC_DATA" not in os.environ:
+    if not os.environ.get("PSC_DATA"):
         pytest.skip("PSC_DATA does not name the full data sets")
     return Path(os.environ["PSC_DATA"])
 
