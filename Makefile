@@ -52,7 +52,7 @@ else
 endif
 
 bench: $(VENV)/.bench           ## speed of the service beside its peers, and of the device step; about ten minutes
-	$(BIN)/python -m benchmarks.serving.peers --seconds 3
+	$(BIN)/python -m benchmarks.serving.peers --seconds 2
 	$(BIN)/python -m benchmarks.device.run
 
 bench-more: $(VENV)/.bench      ## overload, time and memory of fitting; PSC_DATA names the data

@@ -144,7 +144,7 @@ class Measurement:
         self.full = full
         self.net = subject.network()
         self.shape = (subject.preprocess.channels, subject.size, subject.size)
-        self.seconds = 3.0 if full else 1.0 if device.type == "cpu" else 0.4
+        self.seconds = 3.0 if full else 0.5 if device.type == "cpu" else 0.4
 
     def images(self, count: int) -> Tensor:
         """Noise, on the host."""
