@@ -31,6 +31,7 @@ from benchmarks.networks import NETWORKS
 from benchmarks.runs import RESULTS, environment, where, write_section
 from psc_core.data import ImageDataset, open_dataset
 from psc_core.networks import load_network
+from psc_core.passes import Compute
 from psc_core.preprocess import PRESETS, Preprocess
 
 LIMIT_MIB = 4096
@@ -48,6 +49,11 @@ def images(split: str, preprocess: Preprocess) -> ImageDataset:
     return whole.subset(torch.linspace(0, len(whole) - 1, wanted).round().long())
 
 
+def _at_once(batch_images: int) -> int:
+    """Images that ``psc-fit`` sends through the network at once."""
+    return Compute(torch.device("cpu"), batch_images=batch_images).images
+
+
 def forward(network: str, weights: Path, batch_images: int) -> float:
     """Seconds of one pass of the whole network over the training images."""
     train = images("train", PRESETS["cifar10"])
@@ -55,7 +61,7 @@ def forward(network: str, weights: Path, batch_images: int) -> float:
     net = load_network(spec, weights=weights, num_classes=len(train.classes), allow_factories=(spec,))
     began = time.perf_counter()
     with torch.inference_mode():
-        for batch in train.batches(batch_images):
+        for batch in train.batches(_at_once(batch_images)):
             net(train.preprocess.normalise(batch.images))
     return time.perf_counter() - began
 
@@ -175,7 +181,7 @@ def measure(args: argparse.Namespace, count: int, weights: Path, out: Path) -> d
         lambda *_: None,
     )
     train = count * 9 // 10
-    full = -(-train // args.batch_images)
+    full = -(-train // _at_once(args.batch_images))
     manifest = json.loads((out / "bundle" / "manifest.json").read_text())
     return {
         "images": count,
@@ -196,7 +202,7 @@ def table(report: Mapping[str, Any]) -> str:
     """The report as a section of ``benchmarks/results/README.md``."""
     lines = [
         f"{where(report['environment'])}; "
-        f"{report['network']} with {report['weights']} weights, batches of {report['batch_images']}.",
+        f"{report['network']} with {report['weights']} weights, batches of {_at_once(report['batch_images'])}.",
         *([report["note"]] if report["note"] else []),
         "",
         f"    {report['command']}",
