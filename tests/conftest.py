@@ -93,3 +93,9 @@ def tiny_bundle(tiny_job: TinyJob) -> Path:
     out = tiny_job.folder / "bundle"
     assert main([*tiny_job.args, "--out", str(out)]) == 0
     return out
+
+
+@pytest.fixture(autouse=True)
+def a_thread_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is quick enough for the event loop: many tests hold the network up while they look at the rest."""
+    monkeypatch.setattr("app.step.QUICK_SECONDS", 0.0)

@@ -73,11 +73,6 @@ def images_per_s(step_ms: Mapping[str, float], size: float) -> float:
     raise AssertionError("the sizes end above any size")
 
 
-def step_seconds(step_ms: Mapping[str, float], size: int) -> float:
-    """Of a batch, with step times between measured sizes on a line."""
-    return size / images_per_s(step_ms, size)
-
-
 def least_tail_ms(step_ms: Mapping[str, float], per_s: float, arrivals: int = 100_000) -> float:
     """The p99 of a server that costs nothing but its steps: simulated Poisson arrivals of single images.
 
@@ -90,7 +85,7 @@ def least_tail_ms(step_ms: Mapping[str, float], per_s: float, arrivals: int = 10
     """
     source = random.Random(0)
     due = list(itertools.accumulate(source.expovariate(per_s) for _ in range(arrivals)))
-    seconds = {size: step_seconds(step_ms, size) for size in range(1, SIZES[-1] + 1)}
+    seconds = {size: size / images_per_s(step_ms, size) for size in range(1, SIZES[-1] + 1)}
     latencies: list[float] = []
     free, first = 0.0, 0
     while first < arrivals:

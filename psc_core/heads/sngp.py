@@ -37,7 +37,7 @@ from psc_core.heads.base import (
     in_memory,
     nll,
 )
-from psc_core.heads.softmax import SoftmaxFit, choose_softmax, softmax_path
+from psc_core.heads.softmax import SoftmaxFit, choose_softmax
 from psc_core.rows import Rows
 
 FEATURES: Final = 1024
@@ -155,7 +155,8 @@ def _choose_length_scale(data: HeadData, omega: Tensor, phases: Tensor) -> float
 
     def val_nll(length_scale: float) -> float:
         psi, psi_val = (random_features(phi, omega / length_scale, phases) for phi in (sample, data.val))
-        return softmax_path(psi, labels, psi_val, data.val_labels, num_classes=data.num_classes).val_nll
+        fit = choose_softmax(psi, labels, psi_val, data.val_labels, num_classes=data.num_classes, finish=False)
+        return fit.val_nll
 
     return min((factor * median for factor in LENGTH_SCALE_FACTORS), key=val_nll)
 

@@ -77,6 +77,10 @@ class SoftmaxFit(NamedTuple):
     precision: float
     val_nll: float
 
+    def theta(self) -> Float[Tensor, "classes columns"]:
+        """``[W b]``."""
+        return torch.cat([self.weight, self.bias[:, None]], dim=1)
+
 
 def choose_softmax(
     train: Float[Tensor, "n dim"] | Rows,
@@ -85,37 +89,23 @@ def choose_softmax(
     val_labels: Int[Tensor, " m"],
     *,
     num_classes: int,
+    finish: bool = True,
 ) -> SoftmaxFit:
-    """The best of :func:`softmax_path`, finished."""
-    best = softmax_path(train, train_labels, val, val_labels, num_classes=num_classes)
-    theta = torch.cat([best.weight, best.bias[:, None]], dim=1)
-    weight, bias = fit_softmax(train, train_labels, precision=best.precision, start=theta)
-    return SoftmaxFit(weight, bias, best.precision, _val_nll(weight, bias, val, val_labels))
+    """Fits along :data:`PRECISIONS` until the validation NLL gets worse; the best, finished unless told otherwise."""
 
+    def fit(precision: float, start: Tensor, tolerance: float) -> SoftmaxFit:
+        weight, bias = fit_softmax(train, train_labels, precision=precision, start=start, tolerance=tolerance)
+        logits = functional.linear(val, weight.to(val.dtype), bias.to(val.dtype))
+        return SoftmaxFit(weight, bias, precision, nll(logits, val_labels).mean().item())
 
-def softmax_path(
-    train: Float[Tensor, "n dim"] | Rows,
-    train_labels: Int[Tensor, " n"],
-    val: Float[Tensor, "m dim"],
-    val_labels: Int[Tensor, " m"],
-    *,
-    num_classes: int,
-) -> SoftmaxFit:
-    """Fits along :data:`PRECISIONS` until the validation NLL gets worse; the best, to :data:`PATH_TOLERANCE`."""
     theta = torch.zeros(num_classes, train.shape[1] + 1, dtype=torch.float64, device=train.device)
-    best: SoftmaxFit | None = None
-    for precision in PRECISIONS:
-        weight, bias = fit_softmax(train, train_labels, precision=precision, start=theta, tolerance=PATH_TOLERANCE)
-        fit = SoftmaxFit(weight, bias, precision, _val_nll(weight, bias, val, val_labels))
-        if best is not None and fit.val_nll > best.val_nll:
+    best = fit(PRECISIONS[0], theta, PATH_TOLERANCE)
+    for precision in PRECISIONS[1:]:
+        weaker = fit(precision, best.theta(), PATH_TOLERANCE)
+        if weaker.val_nll > best.val_nll:
             break
-        best, theta = fit, torch.cat([weight, bias[:, None]], dim=1)
-    assert best is not None
-    return best
-
-
-def _val_nll(weight: Tensor, bias: Tensor, val: Tensor, labels: Tensor) -> float:
-    return nll(functional.linear(val, weight.to(val.dtype), bias.to(val.dtype)), labels).mean().item()
+        best = weaker
+    return fit(best.precision, best.theta(), TOLERANCE) if finish else best
 
 
 class KroneckerVariables(NamedTuple):

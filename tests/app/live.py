@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import uvicorn
 
@@ -19,18 +18,14 @@ from tests.app.fakes import FakeModel
 
 @contextmanager
 def live_server(models: Mapping[str, Any] | None = None, **settings: Any) -> Iterator[str]:
-    """Serve ``models`` (default: one fake, named ``m``) and give the URL, ready to answer.
-
-    No step is quick enough for the event loop: a test may hold one up.
-    """
+    """Serve ``models`` (default: one fake, named ``m``) and give the URL, ready to answer."""
     app = create_app(load_settings({"max_batch_size": 8, **settings}, environment={}), models or {"m": FakeModel()})
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
     try:
-        with mock.patch("app.step.QUICK_SECONDS", 0.0):
-            thread.start()
-            _wait(lambda: server.started and not app.state.service.registry.reasons())
+        _wait(lambda: server.started and not app.state.service.registry.reasons())
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
