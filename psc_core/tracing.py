@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import chain
@@ -43,23 +44,38 @@ def share(net: nn.Module) -> nn.Module:
 # -- graph ----------------------------------------------------------------------------------------------------
 
 
+_one_trace = threading.Lock()
+"""Tracing replaces methods of ``nn.Module`` for every thread; two traces at once would put each other's back."""
+
+
 class _Recorder(fx.Tracer):
-    """Tracer that copies the value of every wanted layer as its module is entered or left."""
+    """Tracer that copies the value of every wanted layer as its module is entered or left.
+
+    Networks that other threads run meanwhile (a service that reloads) are run, not traced.
+    """
 
     def __init__(self, wanted: Collection[str]) -> None:
         super().__init__(autowrap_modules=(math, torchvision.ops))
         self.wanted = wanted
         self.values: dict[str, fx.Node] = {}
+        self._thread = threading.get_ident()
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
         name = self.path_of_module(m)
         if args:
             self._record(name + INPUT, args[0])
         output = super().call_module(m, forward, args, kwargs)
         self._record(name, output)
         return output
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def _record(self, name: str, value: Any) -> None:
         if name in self.wanted and isinstance(value, fx.Proxy):
@@ -78,7 +94,8 @@ def cut_graph(net: nn.Module, layers: Sequence[str], *, keep_output: bool) -> fx
     root = share(net)
     tracer = _Recorder(set(layers))
     try:
-        graph = tracer.trace(root)
+        with _one_trace:
+            graph = tracer.trace(root)
     except Exception as error:
         raise NetworkError(f"{type(net).__name__} cannot be traced: {type(error).__name__}: {error}") from error
     hidden = [name for name in layers if name not in tracer.values]

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from psc_core.errors import BundleError, NetworkError
 from psc_core.layers import INPUT, canonical, list_layers
 from psc_core.networks import load_network
 from psc_core.preprocess import PRESETS
-from psc_core.tracing import HookedNetwork
+from psc_core.tracing import HookedNetwork, cut_graph
 
 HERE = __name__
 
@@ -343,3 +345,44 @@ def test_example_input_is_reproducible_and_standardised() -> None:
     assert example.shape == (1, 3, 32, 32) and example.dtype == torch.float32
     assert torch.equal(example, example_input(PRESETS["cifar10"]))
     assert abs(float(example.mean())) < 0.5
+
+
+# -- threads --------------------------------------------------------------------------------------------------
+
+
+class Meanwhile(nn.Module):
+    """Runs a function on another thread each time its forward pass is entered."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.run = function
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Meanwhile:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        thread = threading.Thread(target=self.run)
+        thread.start()
+        thread.join(0.5)
+        return self.second(self.first(x))
+
+
+def test_a_network_that_runs_while_another_is_traced_gives_its_own_answer() -> None:
+    served, x, answers = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2), []
+    cut_graph(Meanwhile(lambda: answers.append(served(x))), ["first"], keep_output=False)
+    assert len(answers) == 1
+    assert torch.equal(answers[0], served(x))
+
+
+def test_traces_on_two_threads_leave_torch_as_it_was() -> None:
+    call, outer_is_done, cut = nn.Module.__call__, threading.Event(), []
+    inner = Meanwhile(lambda: outer_is_done.wait(60))
+    outer = Meanwhile(lambda: cut.append(cut_graph(inner, ["first"], keep_output=False)))
+    cut_graph(outer, ["first"], keep_output=False)
+    outer_is_done.set()
+    end = time.monotonic() + 60
+    while not cut and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(cut) == 1
+    assert nn.Module.__call__ is call
