@@ -1,7 +1,7 @@
 """Rows → verdicts: labels, decisions and prediction sets under a policy, as arrays over the images; and their JSON.
 
 A row is one image's packed ``psc_core.pipeline.Outputs``:
-predictive entropy (nats), log density (nats), p-value, epistemic uncertainty, K probabilities.
+predictive entropy (nats), log density (nats), p-value, epistemic uncertainty, OOD score, K probabilities.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy.typing as npt
 import orjson
 
 from app.step import Rows
+from psc_core.pipeline import SCORES
 
 ACCEPT, ABSTAIN_AMBIGUOUS, ABSTAIN_OOD = range(3)
 DECISIONS: Final = ("accept", "abstain_ambiguous", "abstain_ood")
@@ -48,6 +49,7 @@ class Verdict(NamedTuple):
         probabilities: (n, K).
         predictive_entropy: Nats.
         log_density: log p(z), nats.
+        ood_score: What the p-value ranks, nats.
         ood_p_value: Share of calibration images at least as unusual.
         is_ood: bool, p ≤ alpha.
         decision: int8 code, an index into :data:`DECISIONS`.
@@ -59,6 +61,7 @@ class Verdict(NamedTuple):
     probabilities: FloatArray
     predictive_entropy: FloatArray
     log_density: FloatArray
+    ood_score: FloatArray
     ood_p_value: FloatArray
     is_ood: npt.NDArray[np.bool_]
     decision: npt.NDArray[np.int8]
@@ -68,7 +71,7 @@ class Verdict(NamedTuple):
 def decide(
     rows: Rows, alpha: float | FloatArray, ambiguity_threshold: float | FloatArray
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int8]]:
-    """``is_ood`` and ``decision`` (see :class:`Verdict`) of rows (n, 4 + K), by thresholds of all or of each, (n,)."""
+    """``is_ood`` and ``decision`` (see :class:`Verdict`) of rows (n, SCORES + K); thresholds of all or each."""
     is_ood = rows[:, 2] <= alpha
     decision = (rows[:, 0] > ambiguity_threshold).astype(np.int8)
     decision[is_ood] = ABSTAIN_OOD
@@ -79,12 +82,12 @@ def judge(rows: Rows, set_thresholds: FloatArray, policy: Policy) -> Verdict:
     """Apply ``policy`` to rows.
 
     Args:
-        rows: (n, 4 + K).
+        rows: (n, SCORES + K).
         set_thresholds: (K,) smallest probability with which a class is in the prediction set; the most
             probable class always is (``Calibration.set_thresholds``).
         policy: The other thresholds.
     """
-    probabilities = rows[:, 4:]
+    probabilities = rows[:, SCORES:]
     class_index = probabilities.argmax(axis=1)
     images = np.arange(len(rows))
     prediction_set = probabilities >= set_thresholds
@@ -96,6 +99,7 @@ def judge(rows: Rows, set_thresholds: FloatArray, policy: Policy) -> Verdict:
         probabilities=probabilities,
         predictive_entropy=rows[:, 0],
         log_density=rows[:, 1],
+        ood_score=rows[:, 4],
         ood_p_value=rows[:, 2],
         is_ood=is_ood,
         decision=decision,
@@ -117,7 +121,7 @@ def predictions_json(
     costs five times as much.
 
     Args:
-        rows: (n, 4 + K), finite.
+        rows: (n, SCORES + K), finite.
         verdict: Of these rows.
         labels: K labels as JSON.
         top_k: Give the ``top`` most probable classes in order instead of all ``probabilities``.
@@ -137,7 +141,7 @@ def predictions_json(
     )
     answers = []
     for image, (row, confidence, index, is_ood, decision, members) in enumerate(columns):
-        entropy, log_density, p_value, epistemic, probabilities = row.split(b",", 4)
+        entropy, log_density, p_value, epistemic, score, probabilities = row.split(b",", SCORES)
         if top_k is None:
             shares = b'"probabilities":[%b]' % probabilities
         else:
@@ -152,7 +156,7 @@ def predictions_json(
                 shares,
                 entropy,
                 log_density,
-                log_density[1:] if log_density.startswith(b"-") else b"-" + log_density,
+                score,
                 p_value,
                 epistemic,
                 b"true" if is_ood else b"false",

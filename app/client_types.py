@@ -107,7 +107,7 @@ class Prediction:
         confidence: Its probability.
         predictive_entropy: Nats.
         log_density: log p(z), nats.
-        ood_score: −log p(z); higher is stranger.
+        ood_score: −log p(z), plus the weighted entropy where the bundle says so; higher is stranger.
         ood_p_value: Share of calibration images at least as strange, in (0, 1].
         epistemic: Epistemic uncertainty, in the unit of the model's head.
         is_ood: Whether p ≤ alpha.

@@ -41,7 +41,7 @@ class Block:
     """Rows that came from the device together.
 
     Attributes:
-        rows: ``float32 (n, 4 + K)``.
+        rows: ``float32 (n, SCORES + K)``.
         made: What the reader made of all of them at once, for every request that has a part in them.
     """
 

@@ -65,7 +65,7 @@ class Answer(NamedTuple):
 
     @property
     def rows(self) -> Rows:
-        """``float32 (n, 4 + K)``."""
+        """``float32 (n, SCORES + K)``."""
         return self.block.rows[self.start : self.start + self.size]
 
 

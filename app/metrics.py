@@ -21,6 +21,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from app.answers import ABSTAIN_AMBIGUOUS, ABSTAIN_OOD, Policy, decide
 from app.step import Rows
+from psc_core.pipeline import SCORES
 
 _SECONDS: Final = (
     1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
@@ -168,7 +169,7 @@ class Metrics:
                 np.array([policy.ambiguity_threshold for _, _, policy in answers], np.float32), counts
             )
         is_ood, decision = decide(rows, alpha, threshold)
-        self._count_labels(source.classes, rows[:, 4:].argmax(axis=1))
+        self._count_labels(source.classes, rows[:, SCORES:].argmax(axis=1))
         source.watch_drift(rows[:, 2])
         for column, name in enumerate(("psc_predictive_entropy_nats", "psc_log_density_nats", "psc_ood_p_value")):
             observe_many(self._metrics[name], rows[:, column])

@@ -101,7 +101,7 @@ class Served:
             return self.policy
         if alpha is not None:
             try:
-                self.model.calibration.log_density_threshold(alpha)
+                self.model.calibration.ood_score_threshold(alpha)
             except UsageError as error:
                 raise UnattainableAlpha(str(error)) from error
         return Policy(
@@ -334,7 +334,7 @@ class Registry:
             ),
             coverage=settings.coverage or model.policy.coverage,
         )
-        model.calibration.log_density_threshold(policy.alpha)
+        model.calibration.ood_score_threshold(policy.alpha)
         set_thresholds = model.calibration.set_thresholds(policy.coverage).cpu().numpy()
         decoder = Decoder(
             self._pool,

@@ -72,7 +72,9 @@ class PredictionDocument(Document):
     )
     predictive_entropy: float = Field(description="Nats.")
     log_density: float = Field(description="log p(z), nats.")
-    ood_score: float = Field(description="−log p(z); higher is more out of distribution.")
+    ood_score: float = Field(
+        description="−log p(z), plus the weighted entropy where the bundle says so; higher is stranger."
+    )
     ood_p_value: float = Field(ge=0, le=1, description="(1 + #{calibration ≤ this}) / (n + 1).")
     epistemic: float = Field(description="Epistemic uncertainty in the head's own unit.")
     is_ood: bool
@@ -141,8 +143,8 @@ class CalibrationDocument(Document):
     """The calibration images behind p-values and thresholds."""
 
     images: int
-    log_density_threshold: float = Field(description="Log density below which p ≤ alpha, nats.")
-    log_density: Histogram
+    ood_score_threshold: float = Field(description="OOD score above which p ≤ alpha, nats.")
+    ood_score: Histogram
 
 
 class ModelDocument(Document):

@@ -1,4 +1,4 @@
-"""One device step: ``uint8 (n, C, H, W)`` host images in, packed ``float32 (n, 4 + K)`` host rows out.
+"""One device step: ``uint8 (n, C, H, W)`` host images in, packed ``float32 (n, SCORES + K)`` host rows out.
 
 Two kinds behind one interface.  :class:`EagerStep` runs the network when the rows are fetched, on any number
 of images.  :class:`GraphStep` (CUDA) replays one captured CUDA graph per bucket of images (1, 2, 4, …, max),

@@ -3,7 +3,7 @@
 The calibration images took no part in any choice, and their scores come through the pipeline that serves, so
 calibration and future in-distribution scores are exchangeable and, with n calibration images,
 
-* p-value: ``(1 + #{calibration log-densities ≤ this one}) / (n + 1)``; calling an image out-of-distribution
+* p-value: ``(1 + #{calibration OOD scores ≥ this one}) / (n + 1)``; calling an image out-of-distribution
   when its p-value is at most α is a false alarm for at most α of ordinary images (Vovk et al. 2005);
 * the smallest p-value is ``1 / (n + 1)``: a smaller α could never raise an alarm and is refused;
 * prediction set with coverage 1 − α: the classes whose probability is at least the k-th largest
@@ -38,7 +38,7 @@ class Calibration:
     """Scores of n calibration images, float32.
 
     Attributes:
-        scores: Log-densities log p(z), ascending, nats.
+        scores: OOD scores, ascending, nats (:class:`psc_core.pipeline.Outputs`).
         entropies: Predictive entropies, ascending, nats.
         label_probabilities: Probability given to the true label, ascending.
         labels: The true label of each entry of ``label_probabilities``.
@@ -54,21 +54,21 @@ class Calibration:
     def __len__(self) -> int:
         return len(self.scores)
 
-    def p_values(self, log_density: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+    def p_values(self, ood_score: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
         """p-value of each image: :func:`conformal_p_values`."""
-        return conformal_p_values(self.scores, log_density)
+        return conformal_p_values(self.scores, ood_score)
 
-    def log_density_threshold(self, alpha: float) -> float:
-        """The log-density (nats) under which an image's p-value is at most α.
+    def ood_score_threshold(self, alpha: float) -> float:
+        """The OOD score (nats) above which an image's p-value is at most α.
 
-        ``p ≤ α ⇔ log-density < threshold``, exactly; compare with this rather than p with α where the
+        ``p ≤ α ⇔ OOD score > threshold``, exactly; compare with this rather than p with α where the
         rounding of p matters.
 
         Raises:
             UsageError: ``alpha`` is not in (0, 1) or below ``1 / (n + 1)``.
         """
         rank = self._check_alpha(alpha)
-        return self.scores[rank - 1].item()
+        return self.scores[len(self) - rank].item()
 
     def set_thresholds(self, coverage: float, *, per_class: bool = False) -> Float[Tensor, " classes"]:
         """The smallest probability with which each class is in a prediction set.
@@ -98,8 +98,8 @@ class Calibration:
         return prediction_sets(probabilities, self.set_thresholds(coverage, per_class=per_class))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The scores by name, for a safetensors file."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        """The scores by name, for a safetensors file; OOD scores negated, so that those of a density are log p(z)."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)} | {"scores": -self.scores.flip(0)}
         return named | {"num_classes": torch.tensor(self.num_classes)}
 
     @classmethod
@@ -128,7 +128,7 @@ class Calibration:
                 f"expected int64 calibration labels 0 … {classes - 1}, got {labels.dtype} "
                 f"{int(labels.min())} … {int(labels.max())}; fit it again"
             )
-        return cls(scores[0], scores[1], scores[2], labels, classes)
+        return cls(-scores[0].flip(0), scores[1], scores[2], labels, classes)
 
     def _check_alpha(self, alpha: float) -> int:
         """``⌊α (n + 1)⌋``, at least 1 and (for α within rounding of 1) at most n."""
@@ -157,7 +157,7 @@ class Calibration:
 
 
 def fit_calibration(
-    log_density: Float[Tensor, " n"],
+    ood_score: Float[Tensor, " n"],
     entropy: Float[Tensor, " n"],
     probabilities: Float[Tensor, "n classes"],
     labels: Int[Tensor, " n"],
@@ -165,7 +165,7 @@ def fit_calibration(
     """Keep the scores of calibration images, as the served pipeline gave them.
 
     Args:
-        log_density: ``log p(z)``, nats.
+        ood_score: Nats, higher is more out-of-distribution.
         entropy: Predictive entropies, nats.
         probabilities: Of each class.
         labels: One true label for each image.  An image with several labels counts once, with any of them:
@@ -174,7 +174,7 @@ def fit_calibration(
     Raises:
         FitError: No images, lengths that differ, labels out of range, or scores that are not finite.
     """
-    lengths = {len(log_density), len(entropy), len(probabilities), len(labels)}
+    lengths = {len(ood_score), len(entropy), len(probabilities), len(labels)}
     if len(lengths) != 1 or len(labels) == 0:
         raise FitError(
             f"expected scores of the same calibration images, at least one, got {sorted(lengths)} "
@@ -187,7 +187,7 @@ def fit_calibration(
             f"{int(labels.max())}; check the classes of the calibration images"
         )
     given = probabilities.gather(1, labels[:, None])[:, 0].float()
-    for name, scores in (("log-densities", log_density), ("entropies", entropy), ("probabilities", given)):
+    for name, scores in (("OOD scores", ood_score), ("entropies", entropy), ("probabilities", given)):
         if not scores.isfinite().all():
             raise FitError(
                 f"expected finite {name} of calibration images, got "
@@ -195,7 +195,7 @@ def fit_calibration(
             )
     order = given.argsort(stable=True)
     return Calibration(
-        scores=log_density.float().sort().values,
+        scores=ood_score.float().sort().values,
         entropies=entropy.float().sort().values,
         label_probabilities=given[order],
         labels=labels[order],
@@ -231,16 +231,15 @@ def ambiguity_threshold(
     return min(limit, float(ascending[kept[-1]])) if len(kept) else limit
 
 
-def conformal_p_values(ascending: Float[Tensor, " n"], log_density: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-    """``(1 + #{calibration ≤ this}) / (n + 1)`` by binary search; the least possible for NaN.
+def conformal_p_values(ascending: Float[Tensor, " n"], ood_score: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+    """``(1 + #{calibration ≥ this}) / (n + 1)``, float32, by binary search; the least possible for NaN.
 
     Args:
-        ascending: Calibration log-densities, sorted.
-        log_density: Of the images asked about, the same float type.
+        ascending: OOD scores of the calibration images, sorted.
+        ood_score: Of the images asked about, the same float type.
     """
-    known = torch.nan_to_num(log_density, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-    at_most = torch.searchsorted(ascending, known, right=True)
-    return (1 + at_most).to(log_density.dtype) / (len(ascending) + 1)
+    count = len(ascending) + 1
+    return (count - torch.searchsorted(ascending, ood_score)) / count  # which counts NaN above everything
 
 
 def prediction_sets(

@@ -112,6 +112,13 @@ def parser() -> argparse.ArgumentParser:
         help="false-alarm rate of the OOD decision (default: 0.05)",
     )
     method.add_argument(
+        "--ood-score",
+        choices=("density", "density+entropy"),
+        default="density",
+        help="what the OOD decision ranks; density+entropy also counts how ambiguous an image is, for classes whose "
+        "images are not ambiguous by nature (default: density)",
+    )
+    method.add_argument(
         "--coverage",
         type=cli_options.open_unit_interval,
         default=0.95,
@@ -231,6 +238,7 @@ def _run_stations(
         alpha=args.alpha,
         coverage=args.coverage,
         risk=args.risk,
+        ood_score=args.ood_score,
         name=args.name,
         provenance=provenance,
         collapse_report=report,
@@ -267,13 +275,14 @@ _SETTINGS = (
     "alpha",
     "coverage",
     "risk",
+    "ood_score",
     "precision",
     "batch_images",
     "max_memory",
     "seed",
 )
 
-_LATE_SETTINGS = ("density", "pca", "head", "predictions", "alpha", "coverage", "risk")
+_LATE_SETTINGS = ("density", "pca", "head", "predictions", "alpha", "coverage", "risk", "ood_score")
 """Read behind the stations that are kept: changing them after an error does not start again."""
 
 

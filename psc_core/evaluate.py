@@ -131,7 +131,7 @@ def score_images(
         for batch in track_images(data, Compute(psc.device, batch_images=batch_images), f"evaluating {data.name}"):
             images = batch.images.to(psc.device)
             outputs = Outputs.unpack(psc.pipeline(images).cpu())
-            batch_scores = {HEADLINE: -outputs.log_density, f"{HEADLINE}-entropy": outputs.predictive_entropy}
+            batch_scores = {HEADLINE: outputs.ood_score, f"{HEADLINE}-entropy": outputs.predictive_entropy}
             if psc.predictions == HEADLINE:
                 batch_scores[f"{HEADLINE}-epistemic"] = outputs.epistemic
             probabilities = {HEADLINE: outputs.probabilities}

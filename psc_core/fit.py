@@ -38,6 +38,9 @@ from psc_core.predictor import PSC
 from psc_core.projection import Projection
 from psc_core.rows import Rows, ScratchRows
 
+OOD_SCORES = ("density", "density+entropy")
+"""What the OOD score, and with it the p-value, is made of."""
+
 EPSILON = 0.2
 """The paper's collapse cut-off for NC1."""
 
@@ -181,6 +184,7 @@ def fit_psc(
     alpha: float = 0.05,
     coverage: float = 0.95,
     risk: float = 0.05,
+    ood_score: str = "density",
     name: str = "psc",
     provenance: Mapping[str, Any] | None = None,
     collapse_report: CollapseReport | None = None,
@@ -201,6 +205,8 @@ def fit_psc(
         alpha: Default false-alarm rate.
         coverage: Nominal coverage of the prediction sets.
         risk: Error rate that images below the ambiguity threshold should have.
+        ood_score: One of :data:`OOD_SCORES`: ``"density"`` (−log p(z), the paper's), or ``"density+entropy"``, which
+            adds the predictive entropy, both measured in their standard deviations over the choosing half of ``val``.
         name: Model name.
         provenance: Recorded in the bundle.
         collapse_report: Recorded in the bundle.
@@ -209,6 +215,8 @@ def fit_psc(
     options = options or FitOptions()
     if predictions not in ("psc", "base"):
         raise UsageError(f"expected predictions 'psc' or 'base', got {predictions!r}")
+    if ood_score not in OOD_SCORES:
+        raise UsageError(f"expected ood_score to be one of {', '.join(OOD_SCORES)}, got {ood_score!r}")
     _same_classes(train, val)
     options.reducer.require(train)
     compute = options.compute()
@@ -241,14 +249,16 @@ def fit_psc(
     pipeline = Pipeline(
         train.preprocess, backbone, project, fitted_density, fitted_head, torch.empty(0), compute.precision
     ).to(compute.device)
+    chosen, chosen_targets = predict_dataset(pipeline, choose, compute, "validation")
+    if ood_score == "density+entropy":
+        pipeline.entropy_weight = entropy_weight(chosen)
     outputs, targets = predict_dataset(pipeline, calibrate, compute, "calibration")
-    calibration = fit_calibration(outputs.log_density, outputs.predictive_entropy, outputs.probabilities, targets)
+    calibration = fit_calibration(outputs.ood_score, outputs.predictive_entropy, outputs.probabilities, targets)
     calibration.set_thresholds(coverage)  # both refuse a rate that so few images cannot promise
     pipeline.calibration_scores = calibration.scores.to(compute.device)
     right = outputs.probabilities.argmax(1) == targets
     ambiguous = ambiguity_threshold(outputs.predictive_entropy, right, risk=risk)
     policy = Policy(alpha=alpha, ambiguity_threshold=ambiguous, coverage=coverage)
-    chosen, chosen_targets = predict_dataset(pipeline, choose, compute, "validation")
     report = {
         "collapse": None if collapse_report is None else collapse_report.to_json(),
         "metrics": {
@@ -260,6 +270,12 @@ def fit_psc(
     return PSC(pipeline, train.preprocess, train.classes, calibration, policy, tuple(candidate.layers), name, report)
 
 
+def entropy_weight(outputs: Outputs) -> float:
+    """Standard deviation of the log density ÷ that of the predictive entropy; 0 where the entropy never varies."""
+    density, uncertainty = (float(part.double().std()) for part in (outputs.log_density, outputs.predictive_entropy))
+    return density / uncertainty if uncertainty > 0 else 0.0
+
+
 def check_promises(val: ImageDataset, *, alpha: float, coverage: float, options: FitOptions) -> None:
     """Refuse rates that the calibrating half of ``val`` is too small for; only its size matters.
 
@@ -269,7 +285,7 @@ def check_promises(val: ImageDataset, *, alpha: float, coverage: float, options:
     _, calibrate = split_validation(val, options.seed)
     blank = torch.zeros(len(calibrate))
     calibration = Calibration(blank, blank, blank, blank.long(), len(val.classes))
-    calibration.log_density_threshold(alpha)
+    calibration.ood_score_threshold(alpha)
     calibration.set_thresholds(coverage)
 
 

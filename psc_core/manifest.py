@@ -113,6 +113,7 @@ class _Fitted(_Strict):
 
 class _Calibration(_Strict):
     images: _Size
+    entropy_weight: float = Field(default=0.0, ge=0)
 
 
 def _section(model: type[BaseModel]) -> Any:

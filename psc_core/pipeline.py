@@ -1,7 +1,8 @@
 """The one path from pixels to uncertainty that fitting, evaluation and serving share.
 
-    uint8 (B, C, H, W) ─▶ standardise ─▶ truncated backbone ─▶ projection ─▶ z ─┬▶ density ─▶ log p(z), p-value
-                                                                             └▶ head ─▶ probabilities, entropy
+    uint8 (B, C, H, W) ─▶ standardise ─▶ truncated backbone ─▶ projection ─▶ z ─┬▶ density ─▶ log p(z) ─┐
+                                                                                │                       ├▶ p-value
+                                                                                └▶ head ─▶ p ─▶ entropy ─┘
 
 One module, fixed shapes in and out, no host synchronisation: it can be compiled or captured in a CUDA
 graph.  The answer is one packed ``float32`` matrix, so one copy brings it to the host.
@@ -10,7 +11,7 @@ graph.  The answer is one packed ``float32`` matrix, so one copy brings it to th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from jaxtyping import Float, UInt8
@@ -25,6 +26,9 @@ from psc_core.projection import Projection
 
 PRECISIONS = ("fp32", "bf16")
 
+SCORES: Final = 5
+"""Columns of a packed row before its probabilities."""
+
 
 class Outputs(NamedTuple):
     """What one image is told, as tensors over the batch.
@@ -35,6 +39,8 @@ class Outputs(NamedTuple):
         log_density: (B,) log p(z), nats; higher is more like the training data.
         ood_p_value: (B,) share of calibration images at least as unusual, in (0, 1].
         epistemic: (B,) the head's own epistemic uncertainty, in the head's unit (0 for base predictions).
+        ood_score: (B,) what the p-value ranks, higher is more out-of-distribution: −log p(z) + w · entropy, with
+            the pipeline's ``entropy_weight`` w.
     """
 
     probabilities: Tensor
@@ -42,16 +48,17 @@ class Outputs(NamedTuple):
     log_density: Tensor
     ood_p_value: Tensor
     epistemic: Tensor
+    ood_score: Tensor
 
     def pack(self) -> Float[Tensor, "batch columns"]:
-        """One matrix (B, 4 + K): entropy, log density, p-value, epistemic, probabilities."""
-        columns = (self.predictive_entropy, self.log_density, self.ood_p_value, self.epistemic)
+        """One matrix (B, SCORES + K): entropy, log density, p-value, epistemic, OOD score, probabilities."""
+        columns = (self.predictive_entropy, self.log_density, self.ood_p_value, self.epistemic, self.ood_score)
         return torch.cat([*(column[:, None] for column in columns), self.probabilities], dim=1)
 
     @classmethod
     def unpack(cls, packed: Float[Tensor, "batch columns"]) -> Outputs:
         """Views into a packed matrix; inverse of :meth:`pack`."""
-        return cls(packed[:, 4:], packed[:, 0], packed[:, 1], packed[:, 2], packed[:, 3])
+        return cls(packed[:, SCORES:], *packed[:, :SCORES].unbind(1))
 
 
 class Embedding(NamedTuple):
@@ -86,9 +93,10 @@ class Pipeline(nn.Module):
         projection: Features to z.
         density: log p(z).
         head: g′ on z, or None to serve the network's own softmax ("base" predictions).
-        calibration_scores: ``float32 (n,)`` ascending log densities of the calibration images; empty before
+        calibration_scores: ``float32 (n,)`` ascending OOD scores of the calibration images; empty before
             calibration, when every p-value is 1.
         precision: ``"fp32"`` or ``"bf16"`` of the backbone; everything after it is float32.
+        entropy_weight: What a nat of predictive entropy adds to the OOD score; 0 is the density alone.
     """
 
     scale: Tensor
@@ -104,6 +112,7 @@ class Pipeline(nn.Module):
         head: Head | None,
         calibration_scores: Float[Tensor, "n"],
         precision: str = "fp32",
+        entropy_weight: float = 0.0,
     ) -> None:
         super().__init__()
         scale, shift = preprocess.scale_and_shift()
@@ -115,6 +124,7 @@ class Pipeline(nn.Module):
         self.density = density
         self.head = head
         self.precision = precision
+        self.entropy_weight = entropy_weight
         self._fused: tuple[Backbone, ...] = ()
         self.eval().requires_grad_(False)
 
@@ -156,8 +166,10 @@ class Pipeline(nn.Module):
             probabilities, epistemic = logits.softmax(1), torch.zeros_like(log_density)
         else:
             raise RuntimeError("a pipeline without a head needs a backbone that keeps its output")
-        p_value = conformal_p_values(self.calibration_scores, log_density)
-        return Outputs(probabilities, entropy(probabilities), log_density, p_value, epistemic).pack()
+        uncertainty = entropy(probabilities)
+        ood_score = self.entropy_weight * uncertainty - log_density if self.entropy_weight else -log_density
+        p_value = conformal_p_values(self.calibration_scores, ood_score)
+        return Outputs(probabilities, uncertainty, log_density, p_value, epistemic, ood_score).pack()
 
     def explain(self, images: UInt8[Tensor, "batch channels height width"]) -> dict[str, Tensor]:
         """Why: distances to all classes, the nearest, whitened deviations, aleatoric and epistemic nats."""

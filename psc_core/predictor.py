@@ -20,7 +20,7 @@ from psc_core.device import resolve_device
 from psc_core.errors import BundleError, UsageError
 from psc_core.heads import restore_head
 from psc_core.manifest import Manifest, Policy
-from psc_core.pipeline import Outputs, Pipeline
+from psc_core.pipeline import SCORES, Outputs, Pipeline
 from psc_core.preprocess import Preprocess
 from psc_core.projection import Projection
 from psc_core.types import Prediction
@@ -95,7 +95,7 @@ class PSC:
             )
         with torch.inference_mode():
             packed = [self.pipeline(part.to(self.device)).cpu() for part in torch.split(batch, MAX_BATCH)]
-        columns = 4 + len(self.classes)
+        columns = SCORES + len(self.classes)
         outputs = Outputs.unpack(torch.cat(packed) if len(batch) else torch.empty(0, columns))
         class_index = outputs.probabilities.argmax(1)
         return Prediction(
@@ -104,7 +104,7 @@ class PSC:
             probabilities=outputs.probabilities,
             predictive_entropy=outputs.predictive_entropy,
             log_density=outputs.log_density,
-            ood_score=-outputs.log_density,
+            ood_score=outputs.ood_score,
             ood_p_value=outputs.ood_p_value,
             is_ood=outputs.ood_p_value <= self.alpha,
             epistemic=outputs.epistemic,
@@ -141,7 +141,7 @@ class PSC:
             "projection": p.projection.config(),
             "density": p.density.config(),
             "head": None if p.head is None else p.head.config(),
-            "calibration": {"images": len(self.calibration)},
+            "calibration": {"images": len(self.calibration), "entropy_weight": p.entropy_weight},
             "collapse": self.report.get("collapse"),
             "metrics": self.report.get("metrics", {}),
             "provenance": self.report.get("provenance", {}),
@@ -174,9 +174,18 @@ class PSC:
             _check_density(density, projection)
             head = None if manifest.head is None else restore_head(manifest.head, parts["head"])
             calibration = Calibration.from_tensors(parts["calibration"])
-            calibration.log_density_threshold(manifest.policy.alpha)
+            calibration.ood_score_threshold(manifest.policy.alpha)
             calibration.set_thresholds(manifest.policy.coverage)
-            pipeline = Pipeline(preprocess, backbone, projection, density, head, calibration.scores, manifest.precision)
+            pipeline = Pipeline(
+                preprocess,
+                backbone,
+                projection,
+                density,
+                head,
+                calibration.scores,
+                manifest.precision,
+                manifest.calibration.get("entropy_weight", 0.0),
+            )
         except BundleError:
             raise
         except Exception as error:  # a hostile file can make a network's constructor fail in any way
@@ -212,10 +221,10 @@ class PSC:
         except Exception as error:  # as in load
             raise BundleError(f"the parts of {self.name!r} do not fit together: {error}") from error
         finite = all(bool(part.isfinite().all()) for part in (packed, *features))
-        if packed.shape[1] != 4 + len(self.classes) or not finite:
+        if packed.shape[1] != SCORES + len(self.classes) or not finite:
             raise BundleError(
                 f"expected {len(self.classes)} finite probabilities from {self.name!r}, got "
-                f"{packed.shape[1] - 4} columns or values that are not finite; fit the bundle again"
+                f"{packed.shape[1] - SCORES} columns or values that are not finite; fit the bundle again"
             )
 
 

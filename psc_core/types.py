@@ -17,7 +17,8 @@ class Prediction:
         probabilities: ``float32 (n, K)``.
         predictive_entropy: ``float32 (n,)`` nats; high where the input is ambiguous.
         log_density: ``float32 (n,)`` log p(z), nats.
-        ood_score: ``float32 (n,)`` −log p(z); higher is more out-of-distribution.
+        ood_score: ``float32 (n,)`` −log p(z), plus the weighted entropy where the bundle says so; higher is
+            more out-of-distribution.
         ood_p_value: ``float32 (n,)`` share of calibration images at least as unusual.
         is_ood: ``bool (n,)`` p-value at most the bundle's α.
         epistemic: ``float32 (n,)`` the head's own epistemic uncertainty.

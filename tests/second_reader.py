@@ -131,10 +131,10 @@ class SecondReader:
 
     # -- decisions ------------------------------------------------------------------------------------------------
 
-    def p_values(self, log_density: Array) -> Array:
+    def p_values(self, ood_score: Array) -> Array:
         """Share of calibration images at least as unusual."""
         scores = self.tensors("calibration")["scores"]
-        return (1 + (scores[None] <= log_density[:, None]).sum(1)) / (len(scores) + 1)
+        return (1 + (scores[None] <= -ood_score[:, None]).sum(1)) / (len(scores) + 1)
 
     def set_threshold(self) -> float:
         """Smallest probability of a class in a prediction set."""
@@ -147,9 +147,10 @@ class SecondReader:
         policy = self.manifest["policy"]
         z = self.project([np.asarray(f, np.float64) for f in features])
         log_density = self.log_density(z, features)
-        p_value = self.p_values(log_density)
         probabilities, epistemic = self.classify(z, logits)
         entropy = _entropy(probabilities)
+        ood_score = self.manifest["calibration"].get("entropy_weight", 0) * entropy - log_density
+        p_value = self.p_values(ood_score)
         is_ood, ambiguous = p_value <= policy["alpha"], entropy > policy["ambiguity_threshold"]
         chosen = probabilities >= self.set_threshold()
         chosen[np.arange(len(z)), probabilities.argmax(1)] = True

@@ -151,7 +151,7 @@ function show(card, answer) {
   find("set").textContent = said.prediction_set.join(", ") || "none of the classes";
   find("details").hidden = false;
   if (model !== null && model.version === answer.model.version) {
-    histogram(find("histogram"), model.calibration, said.log_density);
+    histogram(find("histogram"), model.calibration, said.ood_score);
     find("histogram").removeAttribute("hidden");
   }
 }
@@ -182,7 +182,7 @@ function nameOf(said, index) {
 }
 
 function histogram(svg, calibration, here) {
-  const { edges, counts } = calibration.log_density;
+  const { edges, counts } = calibration.ood_score;
   const low = Math.min(edges[0], here);
   const high = Math.max(edges[edges.length - 1], here);
   const margin = 0.02 * (high - low || 1);
@@ -198,11 +198,11 @@ function histogram(svg, calibration, here) {
     });
   });
   const line = (name, value) => shape("line", name, { x1: x(value), x2: x(value), y1: 0, y2: 56 });
-  parts.push(line("threshold", calibration.log_density_threshold), line("here", here));
+  parts.push(line("threshold", calibration.ood_score_threshold), line("here", here));
   svg.setAttribute(
     "aria-label",
-    `Log density of this image, ${number(here)}, among those of ${calibration.images} calibration images; ` +
-      `below ${number(calibration.log_density_threshold)} counts as out of distribution.`,
+    `OOD score of this image, ${number(here)}, among those of ${calibration.images} calibration images; ` +
+      `above ${number(calibration.ood_score_threshold)} counts as out of distribution.`,
   );
   svg.replaceChildren(...parts);
 }

@@ -22,7 +22,7 @@ def model_document(served: Served, names: tuple[str, ...]) -> ModelDocument:
     model = served.model
     scores = model.calibration.scores.cpu().numpy().astype(np.float64)
     counts, edges = np.histogram(scores, bins=_BINS)
-    threshold = model.calibration.log_density_threshold(served.policy.alpha)
+    threshold = model.calibration.ood_score_threshold(served.policy.alpha)
     return ModelDocument(
         name=served.name,
         version=served.version,
@@ -34,8 +34,8 @@ def model_document(served: Served, names: tuple[str, ...]) -> ModelDocument:
         policy=PolicyDocument(**served.policy._asdict()),
         calibration=CalibrationDocument(
             images=len(scores),
-            log_density_threshold=threshold,
-            log_density=Histogram(edges=edges.tolist(), counts=counts.tolist()),
+            ood_score_threshold=threshold,
+            ood_score=Histogram(edges=edges.tolist(), counts=counts.tolist()),
         ),
         report=dict(model.report),
         models=list(names),

@@ -272,7 +272,7 @@ def _output(name: str, verdict: Verdict, classes: tuple[str, ...]) -> OutputTens
     count = len(verdict.class_index)
     if name == "label":
         return OutputTensor(name, "BYTES", (count,), [classes[i] for i in verdict.class_index.tolist()])
-    values = -verdict.log_density if name == "ood_score" else getattr(verdict, name)
+    values = getattr(verdict, name)
     return OutputTensor(name, _datatype(name), values.shape, values)
 
 

@@ -100,8 +100,9 @@ def stations(pipeline: Pipeline, images: Tensor, device: torch.device) -> dict[s
         probabilities, epistemic = p.head(z)  # type: ignore[misc]
 
         def pack() -> Tensor:
-            p_value = conformal_p_values(p.calibration_scores, log_density)
-            return Outputs(probabilities, entropy(probabilities), log_density, p_value, epistemic).pack()
+            ood_score = -log_density
+            p_value = conformal_p_values(p.calibration_scores, ood_score)
+            return Outputs(probabilities, entropy(probabilities), log_density, p_value, epistemic, ood_score).pack()
 
     return {
         "standardise": lambda: images.float().mul_(p.scale).add_(p.shift),

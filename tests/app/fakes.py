@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from psc_core.calibration import Calibration
+from psc_core.pipeline import Outputs
 from psc_core.preprocess import Preprocess
 
 CLASSES = ("dark", "middle", "bright")
@@ -80,8 +81,8 @@ def rows_of(images: Tensor) -> Tensor:
     probabilities = logits.softmax(1)
     spread = images.float().std((1, 2, 3)) / 255.0
     entropy = torch.special.entr(probabilities).sum(1)
-    columns = torch.stack([entropy, -10.0 * spread, (1.0 - 1.8 * spread).clamp(0.01, 1.0), spread], dim=1)
-    return torch.cat([columns, probabilities], dim=1)
+    p_value = (1.0 - 1.8 * spread).clamp(0.01, 1.0)
+    return Outputs(probabilities, entropy, -10.0 * spread, p_value, spread, 10.0 * spread + 2.0 * entropy).pack()
 
 
 @dataclass

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from app.answers import DECISIONS, Policy, decide, judge, predictions_json
+from psc_core.pipeline import SCORES
 
 CLASSES = ('a "quoted" label', "ä", "2")
 LABELS = [json.dumps(name).encode() for name in CLASSES]
@@ -20,7 +21,7 @@ rows_of_images = (
     st.integers(1, 5)
     .flatmap(
         lambda n: st.tuples(
-            hnp.arrays(np.float32, (n, 4), elements=numbers), hnp.arrays(np.float32, (n, 3), elements=shares)
+            hnp.arrays(np.float32, (n, SCORES), elements=numbers), hnp.arrays(np.float32, (n, 3), elements=shares)
         )
     )
     .map(np.hstack)
@@ -29,7 +30,7 @@ policies = st.builds(Policy, alpha=shares, ambiguity_threshold=shares, coverage=
 
 
 def naive(row: Any, thresholds: Any, policy: Policy, top_k: int | None) -> dict[str, Any]:
-    entropy, log_density, p_value, epistemic, *probabilities = row
+    entropy, log_density, p_value, epistemic, ood_score, *probabilities = row
     best = max(range(3), key=lambda k: (probabilities[k], -k))
     is_ood = bool(p_value <= np.float32(policy.alpha))
     ambiguous = bool(entropy > np.float32(policy.ambiguity_threshold))
@@ -43,7 +44,7 @@ def naive(row: Any, thresholds: Any, policy: Policy, top_k: int | None) -> dict[
         **answer,
         "predictive_entropy": entropy,
         "log_density": log_density,
-        "ood_score": -log_density,
+        "ood_score": ood_score,
         "ood_p_value": p_value,
         "epistemic": epistemic,
         "is_ood": is_ood,
@@ -68,9 +69,9 @@ def test_equals_the_naive_document(rows: Any, thresholds: Any, policy: Policy, t
 
 
 def test_numbers_are_printed_in_few_digits() -> None:
-    rows = np.array([[0.1, -0.3, 0.7, 0.2, 0.25, 0.05, 0.7]], np.float32)
+    rows = np.array([[0.1, -0.3, 0.7, 0.2, 0.4, 0.25, 0.05, 0.7]], np.float32)
     (text,) = predictions_json(rows, judge(rows, np.ones(3, np.float32), Policy(0.05, 0.5, 0.9)), LABELS)
-    assert b'"predictive_entropy":0.1,"log_density":-0.3,"ood_score":0.3,"ood_p_value":0.7' in text
+    assert b'"predictive_entropy":0.1,"log_density":-0.3,"ood_score":0.4,"ood_p_value":0.7' in text
 
 
 @given(rows_of_images, policies)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from app.schemas import PredictResponse, ProblemDocument
+from psc_core.pipeline import SCORES
 from tests.app.fakes import CLASSES, NOT_FINITE, POISON, FakeModel, FakePipeline, pixels, png, rows_of
 from tests.app.support import PNG, Running, running, until
 
@@ -38,13 +39,13 @@ def check_predictions(response: httpx.Response, values: list[int]) -> list[dict[
     assert len(document.predictions) == len(values)
     images = torch.from_numpy(np.stack([pixels(value)[None] for value in values]))
     for prediction, row in zip(document.predictions, rows_of(images).numpy(), strict=True):
-        assert prediction.class_index == int(row[4:].argmax())
+        assert prediction.class_index == int(row[SCORES:].argmax())
         assert prediction.label == CLASSES[prediction.class_index]
-        assert prediction.confidence == pytest.approx(row[4:].max(), abs=1e-6)
+        assert prediction.confidence == pytest.approx(row[SCORES:].max(), abs=1e-6)
         assert prediction.predictive_entropy == pytest.approx(row[0], abs=1e-6)
-        assert prediction.ood_score == -prediction.log_density
+        assert prediction.ood_score == pytest.approx(row[4], abs=1e-6)
         if prediction.probabilities is not None:
-            assert prediction.probabilities == pytest.approx(row[4:].tolist(), abs=1e-6)
+            assert prediction.probabilities == pytest.approx(row[SCORES:].tolist(), abs=1e-6)
         assert prediction.label in prediction.prediction_set
     predictions: list[dict[str, Any]] = response.json()["predictions"]
     return predictions

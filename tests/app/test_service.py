@@ -22,8 +22,8 @@ async def test_the_model_document() -> None:
     async with running({"m": FakeModel(), "n": FakeModel("v9")}) as app:
         document = ModelDocument.model_validate_json((await app.client.get("/model")).content)
         assert (document.name, document.version, document.models) == ("m", "v1", ["m", "n"])
-        assert sum(document.calibration.log_density.counts) == document.calibration.images == 99
-        assert len(document.calibration.log_density.edges) == len(document.calibration.log_density.counts) + 1
+        assert sum(document.calibration.ood_score.counts) == document.calibration.images == 99
+        assert len(document.calibration.ood_score.edges) == len(document.calibration.ood_score.counts) + 1
         assert document.report == {"metrics": {"accuracy": 0.99}}
         assert (await app.client.get("/models/n")).json()["version"] == "v9"
         assert (await app.client.get("/models/x")).status_code == 404

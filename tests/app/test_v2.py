@@ -19,6 +19,7 @@ from app.routes.v2 import HEADER
 from app.v2_schemas import ErrorDocument, InferResponse, ModelMetadata
 from app.v2_tensors import OutputTensor, build_response, images_of, parse_request
 from psc_core.errors import PSCError
+from psc_core.pipeline import SCORES
 from psc_core.preprocess import Preprocess
 from tests.app.fakes import CLASSES, POISON, FakeModel, pixels, png, rows_of
 from tests.app.live import live_server
@@ -121,10 +122,10 @@ async def test_raw_images_give_every_output(service: Running) -> None:
     assert (document["id"], document["model_name"], document["model_version"]) == ("42", "m", "v1")
     assert document["parameters"] == {"alpha": 0.2}
     assert tuple(tensor["name"] for tensor in document["outputs"]) == OUTPUTS
-    np.testing.assert_allclose(output(document, "probabilities"), rows[:, 4:], rtol=1e-6)
+    np.testing.assert_allclose(output(document, "probabilities"), rows[:, SCORES:], rtol=1e-6)
     np.testing.assert_allclose(output(document, "predictive_entropy"), rows[:, 0], rtol=1e-6)
     np.testing.assert_allclose(output(document, "log_density"), rows[:, 1])
-    np.testing.assert_allclose(output(document, "ood_score"), -rows[:, 1])
+    np.testing.assert_allclose(output(document, "ood_score"), rows[:, 4])
     np.testing.assert_allclose(output(document, "ood_p_value"), rows[:, 2])
     assert output(document, "is_ood").tolist() == [False] * 3
     assert output(document, "label").tolist() == list(CLASSES)
@@ -395,12 +396,12 @@ class TestTritonClient:
             result = client.infer("colour", [tensor], outputs=outputs, request_id="7")
         rows = expected(images)
         assert result.get_response()["id"] == "7"
-        np.testing.assert_allclose(result.as_numpy("probabilities"), rows[:, 4:], rtol=1e-5)
+        np.testing.assert_allclose(result.as_numpy("probabilities"), rows[:, SCORES:], rtol=1e-5)
         np.testing.assert_allclose(result.as_numpy("log_density"), rows[:, 1], rtol=1e-5)
         assert result.as_numpy("probabilities").dtype == np.float32
         assert result.as_numpy("is_ood").dtype == np.bool_
-        assert result.as_numpy("class_index").tolist() == rows[:, 4:].argmax(1).tolist()
-        names = [CLASSES[index] for index in rows[:, 4:].argmax(1)]
+        assert result.as_numpy("class_index").tolist() == rows[:, SCORES:].argmax(1).tolist()
+        names = [CLASSES[index] for index in rows[:, SCORES:].argmax(1)]
         labels = [v.decode() if isinstance(v, bytes) else v for v in result.as_numpy("label").tolist()]
         assert labels == names
 

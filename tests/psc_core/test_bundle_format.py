@@ -35,7 +35,7 @@ JOBS: dict[str, tuple[str, ...]] = {
     "tied-sngp": ("--density", "tied", "--head", "sngp"),
     "gda++-duq": ("--density", "gda++", "--head", "duq", "--no-second-scaling"),
     "rmd-base": ("--density", "rmd", "--predictions", "base"),
-    "gda-laplace": ("--density", "gda"),
+    "gda-laplace": ("--density", "gda", "--ood-score", "density+entropy"),
     "vector": ("--layer", "6", "--head", "duq"),
     "pooled": (
         "--layer",

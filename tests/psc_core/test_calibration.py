@@ -29,15 +29,16 @@ def calibrate(n: int = 200, classes: int = 4, *, seed: int = 0, labels: Tensor |
 
 
 def from_scores(scores: list[float]) -> Calibration:
+    """From negated OOD scores, such as log densities."""
     n = len(scores)
     return fit_calibration(
-        torch.tensor(scores), torch.rand(n), torch.full((n, 2), 0.5), torch.zeros(n, dtype=torch.int64)
+        -torch.tensor(scores), torch.rand(n), torch.full((n, 2), 0.5), torch.zeros(n, dtype=torch.int64)
     )
 
 
 @given(SCORES, SCORES)
 def test_p_values_are_counts(calibration: list[float], scores: list[float]) -> None:
-    got = from_scores(calibration).p_values(torch.tensor(scores))
+    got = from_scores(calibration).p_values(-torch.tensor(scores))
     for p, score in zip(got.tolist(), scores, strict=True):
         assert p == pytest.approx(float(naive.p_value(calibration, score)), rel=1e-6)
 
@@ -49,27 +50,27 @@ def test_threshold_is_the_exact_form_of_the_p_value_rule(
     alpha, fitted = Fraction(hundredths, 100), from_scores(calibration)
     if alpha * (len(calibration) + 1) < 1:
         with pytest.raises(UsageError, match="smallest p-value"):
-            fitted.log_density_threshold(float(alpha))
+            fitted.ood_score_threshold(float(alpha))
         return
-    threshold = fitted.log_density_threshold(float(alpha))
+    threshold = -fitted.ood_score_threshold(float(alpha))
     for score in scores + calibration:
         assert (score < threshold) == (naive.p_value(calibration, score) <= alpha)
 
 
 def test_p_values_at_the_ends() -> None:
     scores = torch.tensor([1.0, 2.0, 3.0])
-    asked = torch.tensor([-math.inf, 0.5, 1.0, 3.0, math.inf, math.nan])
+    asked = torch.tensor([math.inf, 3.5, 3.0, 1.0, -math.inf, math.nan])
     assert conformal_p_values(scores, asked).tolist() == [0.25, 0.25, 0.5, 1.0, 1.0, 0.25]
 
 
 def test_an_alpha_that_can_never_alarm_is_refused() -> None:
     fitted = calibrate(99)
-    assert math.isfinite(fitted.log_density_threshold(0.01))
+    assert math.isfinite(fitted.ood_score_threshold(0.01))
     with pytest.raises(UsageError, match=r"alpha ≥ 1/\(n \+ 1\) = 0.01 with n = 99 .* at least 124 images"):
-        fitted.log_density_threshold(0.008)
+        fitted.ood_score_threshold(0.008)
     for alpha in (0.0, 1.0, -0.1, math.nan):
         with pytest.raises(UsageError, match="between 0 and 1"):
-            fitted.log_density_threshold(alpha)
+            fitted.ood_score_threshold(alpha)
 
 
 def test_false_alarms_stay_under_alpha_on_average() -> None:
@@ -77,7 +78,7 @@ def test_false_alarms_stay_under_alpha_on_average() -> None:
     for seed in range(300):
         random = torch.Generator().manual_seed(seed)
         scores = torch.randn(59, generator=random).tolist()
-        threshold = from_scores(scores).log_density_threshold(0.05)
+        threshold = -from_scores(scores).ood_score_threshold(0.05)
         rates.append((torch.randn(200, generator=random) < threshold).float().mean().item())
     assert sum(rates) / len(rates) == pytest.approx(0.05, abs=0.006)
 
@@ -159,7 +160,7 @@ def test_bad_tensors_are_refused() -> None:
 def test_scores_that_cannot_calibrate_are_refused() -> None:
     n, zeros = 5, torch.zeros(5)
     probabilities, labels = torch.full((n, 2), 0.5), torch.zeros(n, dtype=torch.int64)
-    with pytest.raises(FitError, match="finite log-densities"):
+    with pytest.raises(FitError, match="finite OOD scores"):
         fit_calibration(zeros - math.inf, zeros, probabilities, labels)
     with pytest.raises(FitError, match="labels 0 … 1"):
         fit_calibration(zeros, zeros, probabilities, labels + 2)
@@ -169,18 +170,18 @@ def test_scores_that_cannot_calibrate_are_refused() -> None:
 
 @pytest.mark.parametrize("alpha", [1 - 1e-16, 1 - 1e-12, 0.999999])
 def test_an_alpha_within_rounding_of_one_keeps_the_rule(alpha: float) -> None:
-    calibration = fit_calibration(torch.arange(5.0), torch.rand(5), torch.full((5, 2), 0.5), torch.zeros(5).long())
+    calibration = fit_calibration(-torch.arange(5.0), torch.rand(5), torch.full((5, 2), 0.5), torch.zeros(5).long())
     if alpha < 1:
-        threshold = calibration.log_density_threshold(alpha)
-        for density in (-1.0, 3.5, 4.0, 5.0):
-            p = float(calibration.p_values(torch.tensor([density]))[0])
-            assert (p <= alpha) == (density < threshold)
+        threshold = calibration.ood_score_threshold(alpha)
+        for score in (1.0, -3.5, -4.0, -5.0):
+            p = float(calibration.p_values(torch.tensor([score]))[0])
+            assert (p <= alpha) == (score > threshold)
 
 
 def test_a_denormal_alpha_is_refused() -> None:
-    calibration = fit_calibration(torch.arange(5.0), torch.rand(5), torch.full((5, 2), 0.5), torch.zeros(5).long())
+    calibration = fit_calibration(-torch.arange(5.0), torch.rand(5), torch.full((5, 2), 0.5), torch.zeros(5).long())
     with pytest.raises(UsageError, match="expected alpha"):
-        calibration.log_density_threshold(5e-324)
+        calibration.ood_score_threshold(5e-324)
 
 
 @given(

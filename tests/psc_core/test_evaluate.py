@@ -40,9 +40,9 @@ class FormulaPipeline(Pipeline):
         x = images.flatten(1).float() / 255
         probabilities = torch.stack([1 - x[:, 0], x[:, 1], x[:, 2] - x[:, 3]], 1).mul(4).softmax(1)
         log_density = -10 * (x[:, 3] - 0.3).square() - x.mean(1)
-        below = torch.searchsorted(self.calibration_scores, log_density, right=True)
-        p_value = (1.0 + below) / (1.0 + len(self.calibration_scores))
-        return Outputs(probabilities, entropy(probabilities), log_density, p_value, x[:, 0]).pack()
+        at_least = len(self.calibration_scores) - torch.searchsorted(self.calibration_scores, -log_density)
+        p_value = (1.0 + at_least) / (1.0 + len(self.calibration_scores))
+        return Outputs(probabilities, entropy(probabilities), log_density, p_value, x[:, 0], -log_density).pack()
 
 
 def pixels(count: int, seed: int, *, low: int = 0, high: int = 200) -> Tensor:
@@ -66,7 +66,7 @@ def psc() -> PSC:
     data = inside(199, 0)
     batch = next(data.batches(199))
     outputs = Outputs.unpack(FormulaPipeline(torch.zeros(1))(batch.images))
-    calibration = fit_calibration(outputs.log_density, outputs.predictive_entropy, outputs.probabilities, batch.labels)
+    calibration = fit_calibration(outputs.ood_score, outputs.predictive_entropy, outputs.probabilities, batch.labels)
     return PSC(
         pipeline=FormulaPipeline(calibration.scores),
         preprocess=PREPROCESS,

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from psc_core import FitOptions, fit_projection, fit_psc, load_network, measure_collapse, open_dataset
-from psc_core.data import ImageDataset
+from psc_core.data import ImageDataset, split_validation
 from psc_core.errors import DataError, FitError, UsageError
-from psc_core.fit import FittedProjection
+from psc_core.fit import OOD_SCORES, FittedProjection, entropy_weight
+from psc_core.pipeline import Outputs
 from psc_core.preprocess import PRESETS
 from psc_core.ranks import choose_ranks
 from tests.conftest import TinyJob
@@ -51,8 +53,42 @@ def test_rates_that_few_images_cannot_promise(
             fit_psc(net, candidate, projection, train, val, head="duq", options=OPTIONS, **rates)
     with pytest.raises(UsageError, match="'psc' or 'base'"):
         fit_psc(net, candidate, projection, train, val, predictions="both", options=OPTIONS)
+    with pytest.raises(UsageError, match="ood_score to be one of density, density"):
+        fit_psc(net, candidate, projection, train, val, ood_score="entropy", options=OPTIONS)
     with pytest.raises(FitError, match="pca"):
         fit_psc(net, candidate, projection, train, val, pca=999, options=OPTIONS)
+
+
+def test_the_entropy_counts_as_much_as_the_density(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
+) -> None:
+    candidate = measure_collapse(net, train, val, layers="^4$", options=OPTIONS).candidate("4")
+    plain, both = (
+        fit_psc(net, candidate, projection, train, val, head="duq", ood_score=score, options=OPTIONS)
+        for score in OOD_SCORES
+    )
+    choose, calibrate = split_validation(val, OPTIONS.seed)
+    alone = plain.predict(next(choose.batches(len(choose))).images)
+    weight = both.pipeline.entropy_weight
+    assert plain.pipeline.entropy_weight == 0.0
+    assert weight == pytest.approx(
+        np.std(alone.log_density.double().numpy(), ddof=1) / np.std(alone.predictive_entropy.double().numpy(), ddof=1)
+    )
+    images = next(calibrate.batches(len(calibrate))).images
+    alone, told = plain.predict(images), both.predict(images)
+    assert torch.equal(alone.ood_score, -alone.log_density)
+    torch.testing.assert_close(told.log_density, alone.log_density)
+    torch.testing.assert_close(told.ood_score, weight * told.predictive_entropy - told.log_density)
+    torch.testing.assert_close(both.calibration.scores, told.ood_score.sort().values)
+    n = len(images)  # of n calibration images themselves, the k-th strangest has the p-value (k + 1) / (n + 1)
+    assert sorted((told.ood_p_value * (n + 1)).round().int().tolist()) == list(range(2, n + 2))
+
+
+def test_an_entropy_that_never_varies_does_not_count() -> None:
+    same, log_density = torch.full((5,), 0.3), torch.arange(5.0)
+    outputs = Outputs(torch.full((5, 2), 0.5), same, log_density, log_density, log_density, -log_density)
+    assert entropy_weight(outputs) == 0.0
+    assert entropy_weight(outputs._replace(predictive_entropy=log_density / 4)) == pytest.approx(4.0)
 
 
 def test_classes_must_be_the_same_and_at_least_two(

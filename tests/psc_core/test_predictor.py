@@ -61,7 +61,7 @@ def test_the_fields_of_a_prediction_agree_with_each_other(psc: PSC, digits: torc
     assert torch.equal(prediction.is_ood, prediction.ood_p_value <= psc.alpha)
     assert prediction.labels == tuple(psc.classes[i] for i in prediction.class_index.tolist())
     scores = psc.calibration.scores.double()
-    expected = [(1 + int((scores <= float(d)).sum())) / (1 + len(scores)) for d in prediction.log_density]
+    expected = [(1 + int((scores >= float(s)).sum())) / (1 + len(scores)) for s in prediction.ood_score]
     torch.testing.assert_close(prediction.ood_p_value.double(), torch.tensor(expected).double(), atol=1e-6, rtol=0)
 
 
@@ -86,7 +86,7 @@ def test_wrong_input_is_refused(psc: PSC) -> None:
 
 
 def test_packing_is_a_round_trip() -> None:
-    outputs = Outputs(torch.rand(3, 4), torch.rand(3), torch.rand(3), torch.rand(3), torch.rand(3))
+    outputs = Outputs(torch.rand(3, 4), *torch.rand(5, 3))
     for got, expected in zip(Outputs.unpack(outputs.pack()), outputs, strict=True):
         assert torch.equal(got, expected)
 

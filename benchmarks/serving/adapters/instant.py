@@ -29,7 +29,7 @@ class Instant(nn.Module):
         self.register_buffer("scale", torch.empty(0))
 
     def forward(self, images: Tensor) -> Tensor:
-        """(n, 4 + K)."""
+        """(n, SCORES + K)."""
         return self.row.expand(len(images), -1)
 
 

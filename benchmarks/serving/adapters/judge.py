@@ -18,6 +18,7 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_png
 
 from benchmarks.serving.adapters.settings import COUNTS, FACTORY, MAX_BATCH, option
+from psc_core.pipeline import SCORES
 from psc_core.predictor import PSC
 
 
@@ -59,7 +60,7 @@ class Judge:
     def judge(self, images: Sequence[Tensor]) -> list[dict[str, Any]]:
         """One answer for each image."""
         return [
-            {"probabilities": row[4:], "predictive_entropy": row[0], "log_density": row[1], "ood_p_value": row[2]}
+            {"probabilities": row[SCORES:], "predictive_entropy": row[0], "log_density": row[1], "ood_p_value": row[2]}
             for row in self.rows(images)
         ]
 
