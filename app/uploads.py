@@ -31,7 +31,7 @@ _JSON_INLINE_BYTES: Final = 256 * 1024
 _FORMS: Final = "multipart/form-data with the field 'images', application/json, or image/*"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Upload:
     """One encoded image: its bytes and, where the client gave one, its file name."""
 
@@ -70,7 +70,11 @@ async def read_images(
         SlowUpload: The body did not arrive in time.
         ClientGone: The client left before the body was complete.
     """
-    content_type = next((value for name, value in headers if name == b"content-type"), b"")
+    content_type = b""
+    for name, value in headers:
+        if name == b"content-type":
+            content_type = value
+            break
     media = content_type.partition(b";")[0].strip().lower()
     if media.startswith(b"image/"):
         image = await read_body(receive, limits.seconds, before_waiting)

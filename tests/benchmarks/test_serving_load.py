@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
-from benchmarks.serving.client import CONNECTION_LOST, Answer, Generator, Load
+from benchmarks.serving.client import CONNECTION_LOST, Alarm, Answer, Generator, Load
 from benchmarks.serving.report import back_to_normal, batches, summary
 from tests.app.fakes import png
 from tests.app.live import live_server
@@ -55,3 +56,16 @@ def test_batches_are_the_difference_of_two_scrapes() -> None:
     assert batches(scrape(5, 5), scrape(6, 8)) == {
         "steps": 4, "mean_size": 1.8, "share_by_size_up_to": {"1": 0.25, "2": 0.75}
     }  # fmt: skip
+
+
+def test_an_alarm_never_rings_early() -> None:
+    async def sleep() -> list[float]:
+        took = []
+        with Alarm() as alarm:
+            for seconds in (1e-9, 2e-4, 3e-3, 2e-4):
+                began = time.perf_counter()
+                await alarm.sleep(seconds)
+                took.append(time.perf_counter() - began - seconds)
+        return took
+
+    assert min(asyncio.run(sleep())) >= 0.0
