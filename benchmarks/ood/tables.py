@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks import runs
 from benchmarks.ood import choice
-from benchmarks.ood.variants import DEFAULT, PAPER, PENULTIMATE
+from benchmarks.ood.variants import DEFAULT, PAPER, PENULTIMATE, WITH_ENTROPY
 from benchmarks.runs import Json
 
 SOFTMAX = "max-softmax (psc_core)"
@@ -32,6 +32,7 @@ def summary(settings: dict[str, Json]) -> str:
     header = [
         "setting → out of distribution",
         "PSC (default)",
+        "PSC (`density+entropy`)",
         "PSC (the paper's)",
         "PSC (chosen elsewhere)",
         "penultimate GDA",
@@ -42,8 +43,9 @@ def summary(settings: dict[str, Json]) -> str:
     lines = []
     for name, setting in settings.items():
         chosen = choice.chosen_elsewhere(settings, "psc", name)
+        columns = (DEFAULT, WITH_ENTROPY, PAPER, chosen, *PENULTIMATE, SOFTMAX)
         for ood in setting["detectors"][DEFAULT]["test"]:
-            cells = [_auroc(setting, detector, ood) for detector in (DEFAULT, PAPER, chosen, *PENULTIMATE, SOFTMAX)]
+            cells = [_auroc(setting, detector, ood) for detector in columns]
             best = _best_peer(setting, ood)
             cells.append("not run" if best is None else f"{_auroc(setting, best, ood)} ({best})")
             lines.append([f"{name} → {ood}", *cells])
@@ -61,7 +63,11 @@ def verdicts(settings: dict[str, Json]) -> list[str]:
                 if setting["detectors"][detector]["test"][ood]["auroc"] > own["auroc"]
             ]
             if behind:
-                sentences.append(f"{name} → {ood}: PSC ({own['auroc']:.4f}) is behind {' and '.join(behind)}.")
+                with_entropy = _auroc(setting, WITH_ENTROPY, ood)
+                sentences.append(
+                    f"{name} → {ood}: PSC ({own['auroc']:.4f}; with the entropy {with_entropy}) is behind "
+                    f"{' and '.join(behind)}."
+                )
     ranked = choice.ranking(settings, "psc")
     means = dict(ranked)
     best, value = ranked[0]
@@ -82,7 +88,7 @@ def setting_table(settings: dict[str, Json], name: str) -> str:
         (key for key, found in detectors.items() if found["family"] == "psc"),
         key=lambda key: -(choice.mean_auroc(setting, key, "validation") or 0.0),
     )
-    shown = {DEFAULT, PAPER, *by_validation[:SHOWN_VARIANTS], *PENULTIMATE}
+    shown = {DEFAULT, PAPER, *by_validation[:SHOWN_VARIANTS], *PENULTIMATE} | ({WITH_ENTROPY} & set(detectors))
     shown |= {key for key, found in detectors.items() if found["family"] in ("pytorch-ood", "psc_core baseline")}
     outside = list(detectors[DEFAULT]["test"])
     header = [

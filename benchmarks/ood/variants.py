@@ -40,6 +40,9 @@ from psc_core.projection import Projection
 DEFAULT = "pooled-operations gda++ all"
 """What ``psc-fit`` does when it is not told otherwise: ``--density pooled++``."""
 
+WITH_ENTROPY = f"{DEFAULT} + psc-operations laplace entropy"
+"""What it does with ``--ood-score density+entropy``."""
+
 PAPER = "psc-operations gda 99%"
 """The paper's density: ``--density gda``."""
 

@@ -72,7 +72,9 @@ def scale_of(run: Run) -> Scale:
     )
 
 
-def job(run: Run, network: str, data: str, *, spectral_norm: bool = False, seed: int | None = None) -> Job:
+def job(
+    run: Run, network: str, data: str, *, spectral_norm: bool = False, seed: int | None = None, augment: bool = True
+) -> Job:
     """The training of one of the paper's networks at the run's scale."""
     scale = scale_of(run)
     epochs = run.epochs or (scale.cifar_epochs if "cifar10" in data else scale.mnist_epochs)
@@ -83,6 +85,7 @@ def job(run: Run, network: str, data: str, *, spectral_norm: bool = False, seed:
         run.seed if seed is None else seed,
         SPECTRAL_NORM if spectral_norm else 0.0,
         scale.batch,
+        augment,
     )
 
 
