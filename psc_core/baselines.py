@@ -42,6 +42,7 @@ from psc_core.errors import FitError, NetworkError
 from psc_core.passes import Compute, passes
 from psc_core.pipeline import entropy
 from psc_core.preprocess import Preprocess
+from psc_core.rows import chunk_rows
 
 DETECTORS: Final = ("max-softmax", "entropy", "energy", "temperature", "gda", "knn", "mahalanobis++")
 """Scores of :meth:`Baselines.score`, in the order reports print them."""
@@ -229,7 +230,7 @@ def fit_temperature(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"
 
 def _nll_derivatives(logits: Tensor, labels: Tensor, beta: float) -> tuple[float, float]:
     slope = curvature = 0.0
-    for rows in linalg.chunk_rows(*logits.shape):
+    for rows in chunk_rows(*logits.shape):
         f = logits[rows].double()
         p = (beta * f).softmax(1)
         mean = (p * f).sum(1)

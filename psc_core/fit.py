@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from psc_core import collapse, linalg, scores
+from psc_core import collapse, scores
 from psc_core.backbone import Backbone, example_input, truncate
 from psc_core.calibration import Calibration, ambiguity_threshold, fit_calibration
 from psc_core.candidate import Candidate, CollapseReport
@@ -36,7 +36,7 @@ from psc_core.passes import Compute, feature_step, passes, track_images
 from psc_core.pipeline import PRECISIONS, Outputs, Pipeline, pool
 from psc_core.predictor import PSC
 from psc_core.projection import Projection
-from psc_core.rows import Rows, ScratchRows
+from psc_core.rows import Rows, ScratchRows, blocks
 
 OOD_SCORES = ("density", "density+entropy")
 """What the OOD score, and with it the p-value, is made of."""
@@ -319,7 +319,7 @@ def embed(
         kept.write(where[at : at + len(values)], values)
         at += len(values)
     if reducer.world > 1:
-        for chunk, block in linalg.blocks(kept):
+        for chunk, block in blocks(kept):
             kept.write(chunk, reducer.sum_(block))
     del where
     counts = dataset.labels.bincount(minlength=len(dataset.classes))

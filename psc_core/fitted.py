@@ -18,13 +18,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from psc_core.errors import BundleError, FitError
-from psc_core.rows import Rows
+from psc_core.rows import Rows, blocks
 
 Record = dict[str, float | int]
 """What a fit decided and measured, by name; numbers only."""
-
-CHECKED_ELEMENTS = 1 << 18
-"""Rows × columns that are read at a time to check them (1 MiB)."""
 
 AnyFitted = TypeVar("AnyFitted", bound="Fitted")
 
@@ -141,8 +138,7 @@ def check_features(
             f"expected labels 0 … {classes - 1}, got {int(labels.min())} … {int(labels.max())}; "
             "check the number of classes"
         )
-    step = max(1, CHECKED_ELEMENTS // (z.widest if isinstance(z, Rows) else z.shape[1]))
-    if not all(bool(z[start : start + step].isfinite().all()) for start in range(0, len(z), step)):
+    if not all(bool(block.isfinite().all()) for _, block in blocks(z)):
         raise FitError("expected finite features, got NaN or ∞; check the network's weights and precision")
     counts = torch.bincount(labels, minlength=classes)
     short = [f"{class_names[i]!r} ({int(counts[i])})" for i in (counts < least).nonzero()[:, 0].tolist()]

@@ -11,17 +11,13 @@ returned, so that a caller can record it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.rows import Rows, as_rows
-
-CHUNK_ELEMENTS: Final = 1 << 18
-"""Rows × columns of one float64 chunk (2 MiB): it stays in a core's cache."""
+from psc_core.rows import Rows, blocks
 
 EIGENVALUE_FLOOR: Final = 1e-6
 """Smallest eigenvalue kept, relative to the scale of the matrix: standard deviations 1,000 times smaller
@@ -49,19 +45,6 @@ class InverseRoot(NamedTuple):
     log_det: float
     lifted: int
     lift: float
-
-
-def chunk_rows(rows: int, columns: int) -> Iterator[slice]:
-    """Slices of at most :data:`CHUNK_ELEMENTS` ``// columns`` rows that cover ``rows``."""
-    step = max(1, CHUNK_ELEMENTS // max(1, columns))
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
-
-
-def blocks(rows: Float[Tensor, "n d"] | Rows, *, columns: int = 0) -> Iterator[tuple[slice, Float[Tensor, "m d"]]]:
-    """``rows`` a chunk at a time, and where each chunk is; ``columns`` when more than theirs are computed from them."""
-    rows = as_rows(rows)
-    for chunk in chunk_rows(len(rows), max(columns, rows.widest)):
-        yield chunk, rows[chunk]
 
 
 def fix_signs(vectors: Float[Tensor, "d k"]) -> Float[Tensor, "d k"]:

@@ -18,9 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from psc_core.errors import FitError
-
-_CHUNK_ELEMENTS = 1 << 18
-"""Differences to class means at a time: 2 MiB, which stay in a core's cache."""
+from psc_core.rows import chunk_rows
 
 
 def nc1_prefixes(
@@ -36,10 +34,9 @@ def nearest_mean_hits(
     """How many rows each leading block classifies rightly by its nearest class mean."""
     z, means = z.double(), means.double()
     hits = torch.zeros(z.shape[1:], dtype=torch.int64, device=z.device)
-    chunk = max(1, _CHUNK_ELEMENTS // means.numel())
-    for start in range(0, len(z), chunk):
-        distances = (z[start : start + chunk, None] - means).square_().cumsum(2).cumsum(3)
-        hits += (distances.argmin(1) == labels[start : start + chunk, None, None]).sum(0)
+    for chunk in chunk_rows(len(z), means.numel()):
+        distances = (z[chunk, None] - means).square_().cumsum(2).cumsum(3)
+        hits += (distances.argmin(1) == labels[chunk, None, None]).sum(0)
     return hits
 
 

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
+
+CHUNK_ELEMENTS: Final = 1 << 18
+"""Rows × columns of one float64 chunk (2 MiB): it stays in a core's cache."""
 
 Read = Callable[[slice | Tensor], Tensor]
 Transfer = Callable[[int, list[memoryview], int], int]
@@ -68,6 +72,19 @@ def as_rows(rows: Float[Tensor, "n d"] | Rows) -> Rows:
     if isinstance(rows, Rows):
         return rows
     return Rows(rows.__getitem__, (rows.shape[0], rows.shape[1]), dtype=rows.dtype, device=rows.device)
+
+
+def chunk_rows(rows: int, columns: int) -> Iterator[slice]:
+    """Slices of at most :data:`CHUNK_ELEMENTS` ``// columns`` rows that cover ``rows``."""
+    step = max(1, CHUNK_ELEMENTS // max(1, columns))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def blocks(rows: Float[Tensor, "n d"] | Rows, *, columns: int = 0) -> Iterator[tuple[slice, Float[Tensor, "m d"]]]:
+    """``rows`` a chunk at a time, and where each chunk is; ``columns`` when more than theirs are computed from them."""
+    rows = as_rows(rows)
+    for chunk in chunk_rows(len(rows), max(columns, rows.widest)):
+        yield chunk, rows[chunk]
 
 
 class ScratchRows(Rows):

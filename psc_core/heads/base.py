@@ -22,7 +22,7 @@ from torch.nn import functional
 from psc_core import linalg
 from psc_core.errors import FitError
 from psc_core.fitted import Fitted, Record
-from psc_core.rows import Rows, as_rows
+from psc_core.rows import Rows, as_rows, blocks
 
 CONSTANT_COLUMN: Final = 1e-6
 """Standard deviation, relative to the largest, below which a column counts as constant."""
@@ -95,7 +95,7 @@ class Standardisation(NamedTuple):
 def in_memory(rows: Rows) -> Float[Tensor, "n dim"]:
     """All rows as one float32 tensor."""
     whole = torch.empty(rows.shape, device=rows.device)
-    for chunk, block in linalg.blocks(rows):
+    for chunk, block in blocks(rows):
         whole[chunk] = block
     return whole
 
@@ -126,7 +126,7 @@ def fit_standardisation(z: Float[Tensor, "n dim"] | Rows) -> Standardisation:
     """
     center = linalg.mean_of_rows(z)
     squares = torch.zeros_like(center)
-    for _, block in linalg.blocks(z):
+    for _, block in blocks(z):
         squares += (block.double() - center).square().sum(0)
     deviation = (squares / len(z)).sqrt()
     largest = deviation.max()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from psc_core import linalg
 from psc_core.heads.base import Head, HeadData, HeadOutput, Split, entropy, nll
-from psc_core.rows import Rows
+from psc_core.rows import Rows, blocks
 
 LENGTH_SCALES: Final = tuple(10.0 ** (k / 8) for k in range(-16, 17))
 """σ tried: 10⁻² … 10², eight to a decade; a training image is about √D from its centroid."""
@@ -115,11 +115,11 @@ def _whiten(
     """Class means, the inverse root of the pooled within-class covariance, and its OAS intensity."""
     n, dim = phi.shape
     means = torch.zeros(num_classes, dim, dtype=torch.float64, device=phi.device)
-    for chunk, block in linalg.blocks(phi):
+    for chunk, block in blocks(phi):
         means.index_add_(0, labels[chunk], block.double())
     means /= torch.bincount(labels, minlength=num_classes)[:, None]
     scatter = torch.zeros(dim, dim, dtype=torch.float64, device=phi.device)
-    for chunk, block in linalg.blocks(phi):
+    for chunk, block in blocks(phi):
         centred = block.double() - means[labels[chunk]]
         scatter += centred.T @ centred
     freedom = max(1, n - num_classes)

@@ -45,7 +45,7 @@ from torch.nn import functional
 from psc_core import linalg
 from psc_core.heads.base import Head, HeadData, HeadOutput, Split, choose_precision, entropy, nll
 from psc_core.heads.softmax import SoftmaxFit, choose_softmax
-from psc_core.rows import Rows
+from psc_core.rows import Rows, blocks
 
 PRECISIONS: Final = tuple(10.0 ** (k / 4) for k in range(-16, 17))
 """Prior precisions τ tried for the posterior: 10⁻⁴ … 10⁴, four to a decade."""
@@ -267,7 +267,7 @@ class _Chunks:
         self.labels = labels
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for chunk, block in linalg.blocks(self.dataset):
+        for chunk, block in blocks(self.dataset):
             yield block.double(), self.labels[chunk]
 
 

@@ -38,7 +38,7 @@ from psc_core.heads.base import (
     nll,
 )
 from psc_core.heads.softmax import SoftmaxFit, choose_softmax
-from psc_core.rows import Rows
+from psc_core.rows import Rows, blocks
 
 FEATURES: Final = 1024
 """M."""
@@ -164,7 +164,7 @@ def _choose_length_scale(data: HeadData, omega: Tensor, phases: Tensor) -> float
 def _information(psi: Float[Tensor, "n features"] | Rows, softmax: SoftmaxFit) -> Float[Tensor, "features features"]:
     """``Σ_i p_i (1 − p_i) ψ_i ψ_iᵀ`` with p_i the largest class probability, float64."""
     total = torch.zeros(psi.shape[1], psi.shape[1], dtype=torch.float64, device=psi.device)
-    for _, block in linalg.blocks(psi):
+    for _, block in blocks(psi):
         rows = block.double()
         largest = functional.linear(rows, softmax.weight, softmax.bias).softmax(dim=1).amax(dim=1)
         total += rows.T @ (rows * (largest * (1 - largest))[:, None])

@@ -35,7 +35,7 @@ from torch.nn import functional
 
 from psc_core import linalg
 from psc_core.heads.base import nll
-from psc_core.rows import Rows, as_rows
+from psc_core.rows import Rows, as_rows, blocks
 
 PRECISIONS: Final = (1e4, 1e3, 1e2, 1e1, 1e0, 1e-1, 1e-2)
 """Prior precisions tried, strong to weak, for features of unit variance."""
@@ -162,7 +162,7 @@ def _blocks(
     theta: Float[Tensor, "classes columns"], sample: Rows, columns: int
 ) -> Iterator[tuple[Float[Tensor, "m columns"], Float[Tensor, "m classes"]]]:
     """φ̃ and p of the rows, a block at a time."""
-    for _, block in linalg.blocks(sample, columns=columns):
+    for _, block in blocks(sample, columns=columns):
         rows = functional.pad(block.to(theta.dtype), (0, 1), value=1.0)
         yield rows, (rows @ theta.T).softmax(dim=1)
 
@@ -241,7 +241,7 @@ def objective(
     weight, bias = theta[:, :-1], theta[:, -1]
     loss = 0.5 * precision * theta.square().sum()
     gradient = precision * theta
-    for chunk, block in linalg.blocks(features, columns=features.shape[1] + len(theta)):
+    for chunk, block in blocks(features, columns=features.shape[1] + len(theta)):
         rows, targets = block.to(theta.dtype), labels[chunk, None]
         log_probabilities = functional.linear(rows, weight, bias).log_softmax(dim=1)
         loss -= log_probabilities.gather(1, targets).sum()

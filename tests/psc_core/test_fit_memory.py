@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from psc_core import linalg
+from psc_core import rows
 from psc_core.data import ImageDataset, labelled
 from psc_core.fit import FitOptions, fit_projection, fit_psc, measure_collapse
 from psc_core.heads import softmax
@@ -85,7 +85,7 @@ def most_bytes(images: int) -> int:
 
 
 def test_memory_does_not_grow_with_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linalg, "CHUNK_ELEMENTS", 1 << 16)
+    monkeypatch.setattr(rows, "CHUNK_ELEMENTS", 1 << 16)
     monkeypatch.setattr(softmax, "CURVATURE_ROWS", 500)
     monkeypatch.setattr(softmax, "CURVATURE_ROWS_PER_COLUMN", 1)
     monkeypatch.setattr(softmax, "PRECISIONS", (1e2, 1e1))

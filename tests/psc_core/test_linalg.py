@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psc_core import linalg
+from psc_core import linalg, rows
+from psc_core.rows import chunk_rows
 
 SEEDS = st.integers(0, 2**16)
 
@@ -65,8 +66,8 @@ def test_inverse_root_lifts_to_a_bound_relative_to_the_scale(scale: float) -> No
 
 def test_chunked_sums_equal_whole_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     x = 1e6 + torch.randn(101, 7, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(linalg, "CHUNK_ELEMENTS", 50)
-    assert [s.stop - s.start for s in linalg.chunk_rows(16, 7)] == [7, 7, 2]
+    monkeypatch.setattr(rows, "CHUNK_ELEMENTS", 50)
+    assert [s.stop - s.start for s in chunk_rows(16, 7)] == [7, 7, 2]
     mean = linalg.mean_of_rows(x)
     torch.testing.assert_close(mean, x.double().mean(0))
     torch.testing.assert_close(linalg.scatter_about(x, mean), 100 * torch.cov(x.double().T))

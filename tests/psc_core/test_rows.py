@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from psc_core import linalg
+from psc_core import rows
 from psc_core.density import DENSITIES, fit_density
 from psc_core.heads import HEADS, fit_head, sngp
-from psc_core.rows import ScratchRows, as_rows
+from psc_core.rows import ScratchRows, as_rows, blocks
 
 
 def sample(n: int = 240, dim: int = 5, classes: int = 3) -> tuple[Tensor, Tensor]:
@@ -63,17 +63,17 @@ def test_no_rows_at_all(tmp_path: Path) -> None:
 
 
 def test_blocks_are_bounded_by_the_widest_rows_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linalg, "CHUNK_ELEMENTS", 50)
+    monkeypatch.setattr(rows, "CHUNK_ELEMENTS", 50)
     wide = as_rows(torch.zeros(30, 10))
     narrow = wide.map(lambda part: part[:, :1], 1, torch.float32)
-    assert [len(block) for _, block in linalg.blocks(narrow)] == [5] * 6
+    assert [len(block) for _, block in blocks(narrow)] == [5] * 6
 
 
 @pytest.mark.parametrize("kind", sorted(DENSITIES))
 def test_a_density_of_rows_in_a_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values, labels = sample()
     expected = fit_density(values, labels, num_classes=3, kind=kind)
-    monkeypatch.setattr(linalg, "CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr(rows, "CHUNK_ELEMENTS", 100)
     got = fit_density(in_file(values, tmp_path), labels, num_classes=3, kind=kind)
     torch.testing.assert_close(got(values).log_density, expected(values).log_density, rtol=1e-5, atol=1e-5)
 
@@ -86,7 +86,7 @@ def test_a_head_of_more_rows_than_it_keeps_in_memory(
     values, labels = sample()
     val = values[:60], labels[:60]
     expected = fit_head(values, labels, *val, num_classes=3, kind=kind)
-    monkeypatch.setattr(linalg, "CHUNK_ELEMENTS", 2000)
+    monkeypatch.setattr(rows, "CHUNK_ELEMENTS", 2000)
     monkeypatch.setattr(sngp, "IN_MEMORY_BYTES", 0)
     got = fit_head(in_file(values, tmp_path), labels, *val, num_classes=3, kind=kind)
     torch.testing.assert_close(got(values).probabilities, expected(values).probabilities, rtol=0, atol=1e-5)
