@@ -35,7 +35,6 @@ class Job:
         seed: Of initialisation and order.
         spectral_norm: Coefficient, 0 for none.
         batch: Rows a step.
-        augment: Random crops and flips of CIFAR-10's images; digits never have them.
     """
 
     network: str
@@ -44,7 +43,6 @@ class Job:
     seed: int = 0
     spectral_norm: float = 0.0
     batch: int = 128
-    augment: bool = True
 
     @property
     def preset(self) -> Preprocess:
@@ -56,14 +54,12 @@ class Job:
         """File name without suffix."""
         bound = f"-sn{self.spectral_norm:g}" if self.spectral_norm else ""
         data = self.data.rpartition(":")[2].replace("_", "-")
-        plain = "" if self.augment else "-plain"
-        return f"{self.network}-{data}{plain}{bound}-e{self.epochs}-b{self.batch}-s{self.seed}"
+        return f"{self.network}-{data}{bound}-e{self.epochs}-b{self.batch}-s{self.seed}"
 
     def describe(self) -> str:
         """In words, for tables."""
         bound = f", spectral norm ≤ {self.spectral_norm:g}" if self.spectral_norm else ""
-        plain = "" if self.augment else " without crops and flips"
-        return f"{self.network}{bound}, {self.epochs} epochs{plain}, batch {self.batch}, seed {self.seed}"
+        return f"{self.network}{bound}, {self.epochs} epochs, batch {self.batch}, seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -132,7 +128,7 @@ def _arguments(run: Run, job: Job, out: Path) -> argparse.Namespace:
         "--device",
         str(run.device),
     ]
-    words += ["--augment"] if preset == "cifar10" and job.augment else []
+    words += ["--augment"] if preset == "cifar10" else []
     words += ["--compile"] if run.device.type == "cuda" else []
     return train.parser().parse_args(words)
 

@@ -72,9 +72,7 @@ def scale_of(run: Run) -> Scale:
     )
 
 
-def job(
-    run: Run, network: str, data: str, *, spectral_norm: bool = False, seed: int | None = None, augment: bool = True
-) -> Job:
+def job(run: Run, network: str, data: str, *, spectral_norm: bool = False, seed: int | None = None) -> Job:
     """The training of one of the paper's networks at the run's scale."""
     scale = scale_of(run)
     epochs = run.epochs or (scale.cifar_epochs if "cifar10" in data else scale.mnist_epochs)
@@ -85,7 +83,6 @@ def job(
         run.seed if seed is None else seed,
         SPECTRAL_NORM if spectral_norm else 0.0,
         scale.batch,
-        augment,
     )
 
 
