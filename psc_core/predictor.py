@@ -141,7 +141,10 @@ class PSC:
             "projection": p.projection.config(),
             "density": p.density.config(),
             "head": None if p.head is None else p.head.config(),
-            "calibration": {"images": len(self.calibration), "entropy_weight": p.entropy_weight},
+            "calibration": {
+                "images": len(self.calibration),
+                **({"entropy_weight": p.entropy_weight} if p.entropy_weight else {}),
+            },
             "collapse": self.report.get("collapse"),
             "metrics": self.report.get("metrics", {}),
             "provenance": self.report.get("provenance", {}),

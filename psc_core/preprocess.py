@@ -79,7 +79,7 @@ class Preprocess:
         return self.from_image(decode_image(data, max_pixels=max_pixels))
 
     def from_image(self, image: Image.Image) -> npt.NDArray[np.uint8]:
-        """Convert, resize (bilinear, antialiased) and centre-crop to ``uint8 (channels, height, width)``, read-only."""
+        """Convert, resize (bilinear, antialiased) and centre-crop to ``uint8 (channels, height, width)``."""
         if image.mode != self.mode:
             image = image.convert(self.mode)
         if self.resize is None:
@@ -90,7 +90,7 @@ class Preprocess:
             left, top = (image.width - self.width) // 2, (image.height - self.height) // 2
             image = image.crop((left, top, left + self.width, top + self.height))
         pixels = np.frombuffer(image.tobytes(), np.uint8).reshape(self.height, self.width, self.channels)
-        return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+        return np.array(pixels.transpose(2, 0, 1), order="C")  # a copy: bytes are read-only
 
     def scale_and_shift(self) -> tuple[Float[Tensor, "channels 1 1"], Float[Tensor, "channels 1 1"]]:
         """The device half as x · scale + shift."""

@@ -61,6 +61,8 @@ class Projection(nn.Module):
     spatial_factor: Tensor
     z_mean: Tensor
     z_inverse_std: Tensor
+    shift: Tensor
+    z_shift: Tensor
 
     def __init__(
         self,
@@ -80,6 +82,14 @@ class Projection(nn.Module):
         self.register_buffer("spatial_factor", spatial_factor.float().contiguous())
         self.register_buffer("z_mean", z_mean.float())
         self.register_buffer("z_inverse_std", (1.0 / z_std).float())
+        for name in ("shift", "z_shift"):
+            self.register_buffer(name, None, persistent=False)
+        self._derive()
+
+    def _derive(self) -> None:
+        """Lay out −μ / σ of both scalings: with it each is one operation."""
+        self.shift = (-self.mean.double() * self.inverse_std.double()).float()
+        self.z_shift = (-self.z_mean.double() * self.z_inverse_std.double()).float()
 
     @property
     def c_proj(self) -> int:
@@ -97,7 +107,7 @@ class Projection(nn.Module):
 
     def scaled(self, features: Sequence[Tensor]) -> Float[Tensor, "batch channels positions"]:
         """X after the first scaling."""
-        return (self.reshape(features).float() - self.mean).mul_(self.inverse_std)
+        return torch.addcmul(self.shift, self.reshape(features).float(), self.inverse_std)
 
     def block(self, features: Sequence[Tensor]) -> Float[Tensor, "batch c_proj d_proj"]:
         """Z before the second scaling."""
@@ -105,7 +115,7 @@ class Projection(nn.Module):
 
     def forward(self, features: Sequence[Tensor]) -> Float[Tensor, "batch dim"]:
         """z (B, c_proj · d_proj), row-major over (channel, spatial) components."""
-        return (self.block(features).flatten(1) - self.z_mean).mul_(self.z_inverse_std)
+        return torch.addcmul(self.z_shift, self.block(features).flatten(1), self.z_inverse_std)
 
     def leading(self, c_proj: int, d_proj: int) -> Projection:
         """The same projection with only the leading components."""
@@ -153,6 +163,7 @@ class Projection(nn.Module):
             torch.ones(dim),
         )
         module.load_state_dict(dict(state), strict=True)
+        module._derive()
         return module
 
 

@@ -85,8 +85,8 @@ class Density(Fitted):
             z = functional.normalize(z)
         return (z - self.mean) @ self.basis
 
-    def class_squared_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
-        """Squared Mahalanobis distance to every class."""
+    def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
+        """Mahalanobis distance to every class."""
         raise NotImplementedError
 
     def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
@@ -100,14 +100,15 @@ class Density(Fitted):
 
     def class_log_joint(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
         """``log π_k + log N_k``, nats."""
-        return torch.add(self.constants, self.class_squared_distances(w), alpha=-0.5)
+        distances = self.class_distances(w)
+        return torch.addcmul(self.constants, distances, distances, value=-0.5)
 
     def explain(self, z: Float[Tensor, "batch dim"]) -> DensityExplanation:
         """Which class is near, how far it is, and along which components."""
         w = self.coordinates(z)
-        squared = self.class_squared_distances(w)
-        nearest = squared.argmin(dim=1)
-        return DensityExplanation(squared.sqrt(), nearest, self.deviation(w, nearest))
+        distances = self.class_distances(w)
+        nearest = distances.argmin(dim=1)
+        return DensityExplanation(distances, nearest, self.deviation(w, nearest))
 
 
 class ClasswiseDensity(Density):
@@ -124,14 +125,14 @@ class ClasswiseDensity(Density):
     whiteners: Tensor
     offsets: Tensor
 
-    def class_squared_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
-        """Squared Mahalanobis distances: one matrix product (P → K · P) for all classes."""
+    def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
+        """Mahalanobis distances: one matrix product (P → K · P) for all classes."""
         rows = max(1, SERVE_ELEMENTS // self.offsets.numel())
         if len(w) > rows:
-            return torch.cat([self.class_squared_distances(part) for part in torch.split(w, rows)])
+            return torch.cat([self.class_distances(part) for part in torch.split(w, rows)])
         stacked = functional.linear(w, self.whiteners.flatten(0, 1), self.offsets.flatten())
         distances: Tensor = torch.linalg.vector_norm(stacked.view(-1, *self.offsets.shape), dim=2)
-        return distances.square_()
+        return distances
 
     def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
         """``S_k^(−1/2) (w − m_k)`` for the class named for each row."""
@@ -166,9 +167,9 @@ class TiedDensity(Density):
     }
     centres: Tensor
 
-    def class_squared_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
-        """``‖w − m_k‖²`` by differences: ‖w‖² − 2 w·m + ‖m‖² cancels where classes are tight."""
-        return torch.cdist(w, self.centres, compute_mode="donot_use_mm_for_euclid_dist").square()
+    def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
+        """``‖w − m_k‖`` by differences: ‖w‖² − 2 w·m + ‖m‖² cancels where classes are tight."""
+        return torch.cdist(w, self.centres, compute_mode="donot_use_mm_for_euclid_dist")
 
     def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
         """``w − m_k`` for the class named for each row."""

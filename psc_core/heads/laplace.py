@@ -84,8 +84,12 @@ class Kfac(NamedTuple):
 class LaplaceHead(Head):
     """The posterior of the module's text, served in float32.
 
-    Two products that serving needs are laid out once: ``plain_and_centred`` (K, 2 K), the squares of ``Q_B`` and of
-    its centred columns, transposed and times π / 8; ``spread_terms`` (K, 2 K), the squares of ``Q_B`` beside ``Q_B``.
+    Three products that serving needs are laid out once, with what is done before and after each folded in:
+
+    * ``inner`` (D, K + D): from z to μ and, beside it, ``φ Q_A``;
+    * ``outer`` (D, 3 K): from the squares of ``φ Q_A`` to v, and to the squares of what divides the logits,
+      ``1 + (π/8) Σ_j Q[c,j]² v_j`` for Q = ``Q_B`` and for its centred columns;
+    * ``spread_terms`` (K, 2 K): ``−Q_B² / 2`` beside ``Q_B / √2``.
     """
 
     kind = "laplace"
@@ -106,35 +110,55 @@ class LaplaceHead(Head):
     output_vectors: Tensor
     weight_spectrum: Tensor
     bias_spectrum: Tensor
-    plain_and_centred: Tensor
+    inner: Tensor
+    inner_offset: Tensor
+    outer: Tensor
+    outer_offset: Tensor
     spread_terms: Tensor
 
     def __init__(self, tensors: Mapping[str, Tensor], *, record: Mapping[str, float | int]) -> None:
         super().__init__(tensors, record=record)
-        vectors = self.output_vectors
-        squares = vectors.square()
-        both = torch.cat([squares, (vectors - vectors.mean(dim=0)).square()])
-        self.register_buffer("plain_and_centred", ((math.pi / 8.0) * both.T).contiguous(), persistent=False)
-        self.register_buffer("spread_terms", torch.cat([squares, vectors], dim=1), persistent=False)
+        wide = {name: getattr(self, name).double() for name in self.layout}
+        inner = wide["inverse_scale"][:, None] * torch.cat([wide["weight"].T, wide["input_vectors"]], dim=1)
+        inner_offset = functional.pad(wide["bias"], (0, len(inner))) - wide["center"] @ inner
+        vectors = wide["output_vectors"]
+        plain, centred = vectors.square(), (vectors - vectors.mean(dim=0)).square()
+        spread = torch.cat(
+            [torch.eye(len(vectors)).to(vectors), (math.pi / 8.0) * torch.cat([plain, centred]).T], dim=1
+        )
+        outer_offset = wide["bias_spectrum"] @ spread
+        outer_offset[len(vectors) :] += 1.0
+        derived = {
+            "inner": inner,
+            "inner_offset": inner_offset,
+            "outer": wide["weight_spectrum"] @ spread,
+            "outer_offset": outer_offset,
+            "spread_terms": torch.cat([-0.5 * plain, math.sqrt(0.5) * vectors], dim=1),
+        }
+        for name, tensor in derived.items():
+            self.register_buffer(name, tensor.float().contiguous(), persistent=False)
 
     def logits(
         self, z: Float[Tensor, "batch dim"]
-    ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes"]]:
-        """Mean μ of the logits, and the variances v along the columns of ``output_vectors``."""
-        phi = self.standardise(z)
-        mean = functional.linear(phi, self.weight, self.bias)
-        return mean, torch.addmm(self.bias_spectrum, (phi @ self.input_vectors).square_(), self.weight_spectrum)
+    ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes"], Float[Tensor, "batch two_classes"]]:
+        """Mean μ of the logits, the variances v along the columns of ``output_vectors``, and the divisors' squares."""
+        classes = len(self.bias)
+        inner = torch.addmm(self.inner_offset, z, self.inner)
+        outer = torch.addmm(self.outer_offset, inner[:, classes:].square(), self.outer)
+        return inner[:, :classes], outer[:, :classes], outer[:, classes:]
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
         """Probit probabilities and mutual information in nats."""
-        mean, v = self.logits(z)
-        probabilities, centred = self._probit(mean, v)
-        return HeadOutput(probabilities, self._split(centred, v).epistemic)
+        mean, v, widening = self.logits(z)
+        probabilities, centred = self._probit(mean, widening)
+        total, share = self._split(centred, v)
+        return HeadOutput(probabilities, torch.addcmul(total, total, share, value=-1.0))
 
     def split(self, z: Float[Tensor, "batch dim"]) -> Split:
         """Both in nats; they sum to H of the module's text."""
-        mean, v = self.logits(z)
-        return self._split(self._probit(mean, v)[1], v)
+        mean, v, widening = self.logits(z)
+        total, share = self._split(self._probit(mean, widening)[1], v)
+        return Split(total * share, torch.addcmul(total, total, share, value=-1.0))
 
     def sample(self, z: Float[Tensor, "batch dim"], samples: int, *, seed: int) -> MonteCarlo:
         """Monte-Carlo predictive from the full K × K covariance of each image's logits.
@@ -144,7 +168,7 @@ class LaplaceHead(Head):
             samples: Number of draws; they are averaged one by one, memory does not grow with them.
             seed: Of the random numbers, which depend on the device.
         """
-        mean, v = self.logits(z)
+        mean, v, _ = self.logits(z)
         generator = torch.Generator(device=z.device).manual_seed(seed)
         probabilities, aleatoric = torch.zeros_like(mean), mean.new_zeros(len(mean))
         for _ in range(samples):
@@ -155,22 +179,23 @@ class LaplaceHead(Head):
         total = entropy(probabilities)
         return MonteCarlo(probabilities, total, aleatoric, total - aleatoric)
 
+    @staticmethod
     def _probit(
-        self, mean: Float[Tensor, "batch classes"], v: Float[Tensor, "batch classes"]
+        mean: Float[Tensor, "batch classes"], widening: Float[Tensor, "batch two_classes"]
     ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes"]]:
         """Probit probabilities with the variances of the logits, and with those of the centred logits."""
-        shrink = (v @ self.plain_and_centred).add_(1.0).rsqrt_().view(-1, 2, v.shape[1])
+        shrink = widening.rsqrt().view(-1, 2, mean.shape[1])
         plain, centred = (mean[:, None] * shrink).softmax(dim=2).unbind(1)
         return plain, centred
 
-    def _split(self, p: Float[Tensor, "batch classes"], v: Float[Tensor, "batch classes"]) -> Split:
-        """From the centred probabilities."""
-        square, vector = (p @ self.spread_terms).chunk(2, dim=1)
-        spread = torch.addcmul(square, vector, vector, value=-1.0).clamp_(min=0.0)
-        second_order = spread.mul_(v).sum(dim=1)
+    def _split(
+        self, p: Float[Tensor, "batch classes"], v: Float[Tensor, "batch classes"]
+    ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
+        """H of the centred probabilities, and the share exp(−δ / H) of it that is aleatoric."""
+        squares, vectors = (p @ self.spread_terms).chunk(2, dim=1)
+        minus_delta = torch.addcmul(squares, vectors, vectors).clamp_(max=0.0).mul_(v).sum(dim=1)
         total = entropy(p)
-        share = torch.exp(-0.5 * second_order / total.clamp(min=torch.finfo(total.dtype).tiny))
-        return Split(total * share, total * (1.0 - share))
+        return total, (minus_delta / total.clamp(min=torch.finfo(total.dtype).tiny)).exp_()
 
 
 def probit(
