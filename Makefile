@@ -51,11 +51,12 @@ else
 	$(RUN) -m benchmarks.paper.ddu_case_study --scale full --data $(PSC_DATA) --only $(PART)
 endif
 
-bench: $(VENV)/.bench           ## speed of the service beside its peers, and of the device step; about ten minutes
+bench: $(VENV)/.bench           ## speed of the service beside its peers, and of one network's step; within ten minutes
 	$(BIN)/python -m benchmarks.serving.peers --seconds 2
-	$(BIN)/python -m benchmarks.device.run
+	$(BIN)/python -m benchmarks.device.run --only "ResNet-18, 28" tail
 
-bench-more: $(VENV)/.bench      ## overload, time and memory of fitting; PSC_DATA names the data
+bench-more: $(VENV)/.bench      ## every network's step, overload, time and memory of fitting; PSC_DATA names the data
+	$(BIN)/python -m benchmarks.device.run
 	$(BIN)/python -m benchmarks.serving.load
 	$(BIN)/python -m benchmarks.fit.scaling
 	$(BIN)/python -m benchmarks.fit.memory --data $(PSC_DATA) --images 5000
