@@ -35,7 +35,7 @@ logger = logging.getLogger("psc.registry")
 MOST_LABELS_SHOWN = 1000
 """Classes whose prediction counter is shown before their first prediction."""
 
-DRIFT_IMAGES_PER_BOOKING = 64
+DRIFT_IMAGES_PER_BOOKING = 256
 """Most p-values of a model that its drift monitor takes in at each booking; the others are left out
 whatever their value, which keeps its promise."""
 

@@ -31,7 +31,7 @@ _JSON_INLINE_BYTES: Final = 256 * 1024
 _FORMS: Final = "multipart/form-data with the field 'images', application/json, or image/*"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Upload:
     """One encoded image: its bytes and, where the client gave one, its file name."""
 

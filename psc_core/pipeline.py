@@ -166,10 +166,19 @@ class Pipeline(nn.Module):
             probabilities, epistemic = logits.softmax(1), torch.zeros_like(log_density)
         else:
             raise RuntimeError("a pipeline without a head needs a backbone that keeps its output")
+        return self.outputs(probabilities, log_density, epistemic).pack()
+
+    def outputs(
+        self,
+        probabilities: Float[Tensor, "batch classes"],
+        log_density: Float[Tensor, "batch"],
+        epistemic: Float[Tensor, "batch"],
+    ) -> Outputs:
+        """Entropy, OOD score and p-value added to what head and density say."""
         uncertainty = entropy(probabilities)
         ood_score = self.entropy_weight * uncertainty - log_density if self.entropy_weight else -log_density
         p_value = conformal_p_values(self.calibration_scores, ood_score)
-        return Outputs(probabilities, uncertainty, log_density, p_value, epistemic, ood_score).pack()
+        return Outputs(probabilities, uncertainty, log_density, p_value, epistemic, ood_score)
 
     def explain(self, images: UInt8[Tensor, "batch channels height width"]) -> dict[str, Tensor]:
         """Why: distances to all classes, the nearest, whitened deviations, aleatoric and epistemic nats."""

@@ -46,9 +46,8 @@ from benchmarks.device.subjects import (
 )
 from benchmarks.device.timing import bandwidth, milliseconds, on_device, peak, ratio, take_turns
 from benchmarks.runs import RESULTS, Json, environment
-from psc_core.calibration import conformal_p_values
 from psc_core.device import resolve_device
-from psc_core.pipeline import Outputs, Pipeline, entropy
+from psc_core.pipeline import Pipeline
 
 PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16")}
 MODES = {"cpu": ("eager",), "cuda": ("graph", "eager")}
@@ -99,18 +98,13 @@ def stations(pipeline: Pipeline, images: Tensor, device: torch.device) -> dict[s
         log_density = p.density(z).log_density
         probabilities, epistemic = p.head(z)  # type: ignore[misc]
 
-        def pack() -> Tensor:
-            ood_score = -log_density
-            p_value = conformal_p_values(p.calibration_scores, ood_score)
-            return Outputs(probabilities, entropy(probabilities), log_density, p_value, epistemic, ood_score).pack()
-
     return {
         "standardise": lambda: images.float().mul_(p.scale).add_(p.shift),
         "backbone": features,
         "projection": lambda: p.projection(given),
         "density": lambda: p.density(z),
         "head": lambda: p.head(z),  # type: ignore[misc]
-        "pack": pack,
+        "pack": lambda: p.outputs(probabilities, log_density, epistemic).pack(),
     }
 
 
