@@ -15,7 +15,7 @@ from psc_core import fit
 from psc_core.backbone import example_input, truncate
 from psc_core.baselines import Baselines, fit_baselines, penultimate_and_logits
 from psc_core.candidate import Candidate, CollapseReport
-from psc_core.data import ImageDataset
+from psc_core.data import ImageDataset, open_dataset
 from psc_core.fit import FitOptions, FittedProjection
 from psc_core.layers import list_layers
 from psc_core.passes import Compute, passes
@@ -36,6 +36,14 @@ class Stations:
     report: CollapseReport
     candidate: Candidate
     projection: FittedProjection
+
+
+def open_pair(run: Run, data: str, trained: Trained) -> tuple[ImageDataset, ImageDataset]:
+    """Training and validation images of other data than the network's own, preprocessed like those."""
+    train, val = (
+        open_dataset(run.spec(data), split=split, preprocess=trained.train.preprocess) for split in ("train", "val")
+    )
+    return train, val
 
 
 def compute_of(run: Run) -> Compute:
@@ -75,12 +83,22 @@ def stations(
     fit_images: int | None,
     granularity: str = "operations",
     datasets: tuple[ImageDataset, ImageDataset] | None = None,
+    collapse_on: tuple[ImageDataset, ImageDataset] | None = None,
 ) -> Stations:
-    """Collapse, candidate and projection, fitted once for a checkpoint."""
+    """Collapse, candidate and projection, fitted once for a checkpoint.
+
+    Args:
+        run: Of the script.
+        trained: The network.
+        fit_images: How many training images, drawn at random; None for all.
+        granularity: Which layers are measured.
+        datasets: Training and validation images; by default the network's own.
+        collapse_on: Those that collapse is measured on, where they are others.
+    """
     train, val = datasets or (trained.train, trained.val)
-    report = measure(run, trained, fit_images=fit_images, granularity=granularity, datasets=datasets)
+    report = measure(run, trained, fit_images=fit_images, granularity=granularity, datasets=collapse_on or (train, val))
     candidate = report.candidate()
-    store = _store(run, trained, train, fit_images, granularity)
+    store = _store(run, trained, train, fit_images, granularity, collapse_on and collapse_on[0].name)
     projection = store.load_projection()
     if projection is None:
         projection = fit.fit_projection(
@@ -90,7 +108,14 @@ def stations(
     return Stations(report, candidate, projection)
 
 
-def _store(run: Run, trained: Trained, train: ImageDataset, images: int | None, granularity: str) -> StationStore:
+def _store(
+    run: Run,
+    trained: Trained,
+    train: ImageDataset,
+    images: int | None,
+    granularity: str,
+    collapse_on: str | None = None,
+) -> StationStore:
     job = {
         "checkpoint": trained.name,
         "classes": train.classes,
@@ -101,7 +126,10 @@ def _store(run: Run, trained: Trained, train: ImageDataset, images: int | None, 
         "seed": run.seed,
         "device": run.device.type,
     }
-    folder = f"{trained.name}-{train.name}-{granularity}-{images or 'all'}-s{run.seed}.stations"
+    if collapse_on:
+        job["collapse_on"] = collapse_on
+    data = f"{train.name}-layer-of-{collapse_on}" if collapse_on else train.name
+    folder = f"{trained.name}-{data}-{granularity}-{images or 'all'}-s{run.seed}.stations"
     return StationStore(run.checkpoints / folder, job)
 
 

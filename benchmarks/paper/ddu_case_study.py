@@ -8,6 +8,10 @@ In distribution is Dirty-MNIST (MNIST and Ambiguous-MNIST), out of distribution 
 * *SN*: the same of a network trained with spectral normalisation;
 * *PSC*: density and head on the candidate layer of the base network.
 
+Collapse is measured on MNIST, as in the paper's table of projections: the labels of an ambiguous image differ, which
+NC1 counts as a spread within classes that no layer can lose.  ``--density`` and ``--collapse-on`` add a PSC row with
+another density, or with the layer that all of Dirty-MNIST asks for.
+
 ``--checkpoint FILE`` takes the base ResNet-18 from a file, ``--bundle DIR`` its PSC, which ``psc-fit`` made of it.
 """
 
@@ -21,6 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import checkpoints, fitting, plots, runs
+from benchmarks.checkpoints import Trained
 from benchmarks.paper import common
 from benchmarks.runs import Json, Run
 from psc_core import scores
@@ -45,6 +50,9 @@ PAPER: Mapping[str, tuple[float | None, float | None]] = {
 }
 """AUROC of in-distribution against OOD by density, of clean against ambiguous by entropy."""
 
+DENSITY, COLLAPSE_ON = "gda", "mnist"
+"""Of the rows that the paper has."""
+
 GROUPS = {"mnist": "in-distribution", "ambiguous-mnist": "ambiguous"}
 """What the parts of Dirty-MNIST are called in figures."""
 
@@ -60,15 +68,17 @@ def main(argv: list[str] | None = None) -> Json:
     cli.add_argument(
         "--only", choices=("resnet18", "vgg16", "sn"), action="append", help="some of the rows; repeat for more"
     )
-    cli.add_argument("--density", choices=sorted(DENSITIES), help="add a PSC row with this density, nothing else")
+    cli.add_argument("--density", choices=sorted(DENSITIES), default=DENSITY, help="of an added PSC row")
+    cli.add_argument("--collapse-on", choices=("mnist", "dirty-mnist"), default=COLLAPSE_ON, help="of an added PSC row")
     args = cli.parse_args(argv)
-    if args.density and "sn" in (args.only or ()):
-        cli.error("--density is for PSC; with spectral normalisation there is no PSC row")
+    added = (args.density, args.collapse_on) != (DENSITY, COLLAPSE_ON)
+    if added and "sn" in (args.only or ()):
+        cli.error("--density and --collapse-on are for PSC; with spectral normalisation there is no PSC row")
     run = runs.start(NAME, args)
-    if args.density:
+    if added:
         for network in args.only or ("resnet18", "vgg16"):
-            other_density(run, network, args.density)
-    wanted = () if args.density else args.only or ("resnet18", "sn", "vgg16")
+            another_psc(run, network, args.density, args.collapse_on)
+    wanted = () if added else args.only or ("resnet18", "sn", "vgg16")
     if "resnet18" in wanted:
         base_and_psc(run, "resnet18", args.checkpoint, args.bundle)
     if "sn" in wanted:
@@ -92,15 +102,12 @@ def base_and_psc(run: Run, network: str, checkpoint: Path | None, bundle: Path |
         "bundle": bundle and bundle.name,
         "fit_images": images,
         "test_images": common.scale_of(run).test_images,
+        "collapse_on": COLLAPSE_ON,
     }
 
     def compute() -> Json:
         trained = checkpoints.obtain(run, job, file=checkpoint)
-        if bundle:
-            psc = PSC.load(bundle, device=run.device)
-        else:
-            stations = fitting.stations(run, trained, fit_images=images)
-            psc = fitting.psc_of(run, trained, stations, fit_images=images)
+        psc = PSC.load(bundle, device=run.device) if bundle else fitted_psc(run, trained, DENSITY, COLLAPSE_ON)
         baselines = fitting.baselines_of(run, trained, fit_images=images)
         inside, outside = test_sets(run, trained.test)
         batch = fitting.compute_of(run).batch_images
@@ -121,24 +128,33 @@ def base_and_psc(run: Run, network: str, checkpoint: Path | None, bundle: Path |
     return run.part(network, settings, compute)
 
 
-def other_density(run: Run, network: str, density: str) -> dict[str, Json]:
-    """The PSC row of one network with another density than the paper's."""
+def another_psc(run: Run, network: str, density: str, collapse_on: str) -> dict[str, Json]:
+    """The PSC row of one network with another density or layer than the paper's."""
     job = common.job(run, network, "dirty-mnist")
     images, tests = common.scale_of(run).fit_images, common.scale_of(run).test_images
     settings = {"job": job.name, "epochs": run.epochs, "fit_images": images, "test_images": tests}
+    changes = [density] if density != DENSITY else []
+    changes += [f"collapse on {collapse_on}"] if collapse_on != COLLAPSE_ON else []
 
     def compute() -> Json:
         trained = checkpoints.obtain(run, job)
-        stations = fitting.stations(run, trained, fit_images=images)
-        psc = fitting.psc_of(run, trained, stations, fit_images=images, density=density)
+        psc = fitted_psc(run, trained, density, collapse_on)
         inside, outside = test_sets(run, trained.test)
         batch = fitting.compute_of(run).batch_images
         scored = [score_images(psc, data, batch_images=batch) for data in (inside, outside)]
         found = [{"ood": each.ood["psc"], "entropy": each.entropy["psc"]} for each in scored]
         about = {"trained": job.describe(), "fit_images": images, "layer": psc.layer}
-        return {f"{network}+PSC, {density}": {**about, **row(inside, *found)}}
+        return {", ".join([f"{network}+PSC", *changes]): {**about, **row(inside, *found)}}
 
-    return run.part(f"{network}-{density}", settings, compute)
+    return run.part("-".join([network, *changes]).replace(" ", "-"), settings, compute)
+
+
+def fitted_psc(run: Run, trained: Trained, density: str, collapse_on: str) -> PSC:
+    """PSC on the layer that the collapse of ``collapse_on`` asks for."""
+    images = common.scale_of(run).fit_images
+    datasets = None if collapse_on == trained.job.data else fitting.open_pair(run, collapse_on, trained)
+    stations = fitting.stations(run, trained, fit_images=images, collapse_on=datasets)
+    return fitting.psc_of(run, trained, stations, fit_images=images, density=density)
 
 
 def spectral(run: Run, network: str) -> dict[str, Json]:

@@ -14,8 +14,6 @@ from pathlib import Path
 from benchmarks import checkpoints, fitting, plots, runs
 from benchmarks.paper import common
 from benchmarks.runs import Json, Run
-from psc_core.data import ImageDataset, open_dataset
-from psc_core.preprocess import Preprocess
 
 NAME = "projection_table"
 
@@ -65,8 +63,7 @@ def measured(run: Run, network: str, data: str, checkpoint: Path | None) -> Json
 
     def compute() -> Json:
         trained = checkpoints.obtain(run, job, file=checkpoint)
-        same = data == job.data
-        datasets = None if same else (_open(run, data, "train", job.preset), _open(run, data, "val", job.preset))
+        datasets = None if data == job.data else fitting.open_pair(run, data, trained)
         found = fitting.stations(run, trained, fit_images=images, datasets=datasets)
         report = found.projection.report
         layers = [found.report.layer(name) for name in found.candidate.layers]
@@ -90,10 +87,6 @@ def measured(run: Run, network: str, data: str, checkpoint: Path | None) -> Json
         }
 
     return run.part(f"{network}-{data}", settings, compute)
-
-
-def _open(run: Run, data: str, split: str, preprocess: Preprocess) -> ImageDataset:
-    return open_dataset(run.spec(data), split=split, preprocess=preprocess)
 
 
 def draw(run: Run, found: Json) -> None:

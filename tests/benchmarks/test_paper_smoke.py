@@ -33,3 +33,13 @@ def test_runs_and_resumes(folder: Path, data_root: Path, name: str, module: str)
     for figure in (line for line in shown.splitlines() if line.startswith("![")):
         assert figure.partition("(")[2].rstrip(")") in files
     assert main(options)["result"] == first["result"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_density_and_layer_add_a_row(folder: Path, data_root: Path) -> None:
+    main = importlib.import_module(report.SECTIONS["ddu_case_study"]).main
+    options = ["--scale", "smoke", "--data", str(data_root), "--out", str(folder), "--device", "cpu"]
+    rows = main([*options, "--only", "vgg16", "--density", "gda++", "--collapse-on", "dirty-mnist"])["result"]["rows"]
+    found = rows["vgg16+PSC, gda++, collapse on dirty-mnist"]
+    assert 0.0 <= found["auroc_ood"] <= 1.0
+    assert "collapse on dirty-mnist" in (folder / "ddu_case_study-smoke.md").read_text()
