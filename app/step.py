@@ -5,8 +5,8 @@ of images.  :class:`GraphStep` (CUDA) replays one captured CUDA graph per bucket
 padded: a pinned host buffer per slot, one copy to the device, one replay, one copy back, nothing allocated;
 the host may fill and launch the next slot while the device works on this one.
 
-Stale rows in the padding are never returned.  Everything runs under ``torch.inference_mode``, on one thread at a
-time.
+Stale rows in the padding are never returned.  Everything runs under ``torch.inference_mode``; one thread at a time
+uses a step.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from app.lanes import Lanes
+
 Images = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.float32]
 
@@ -34,6 +36,10 @@ willing: the dozens of operations of a small network then take several times as 
 
 class Network(Protocol):
     """What a step needs of ``psc_core.pipeline.Pipeline``."""
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether several threads may call it at once."""
 
     def __call__(self, images: Tensor, /) -> Tensor: ...
 
@@ -114,6 +120,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 class _Compiled:
     """The network with its forward compiled, one graph per shape; ``explain`` stays as it is."""
 
+    concurrent = False
+
     def __init__(self, network: Network) -> None:
         self._forward = torch.compile(network, dynamic=False)
         self.explain = network.explain
@@ -123,7 +131,7 @@ class _Compiled:
 
 
 class EagerStep:
-    """Runs the network when fetched.
+    """Runs the network when fetched, on a CPU a large batch in parts (:mod:`app.lanes`).
 
     Args:
         network: uint8 batch to packed rows.
@@ -154,7 +162,9 @@ class EagerStep:
         self._buckets = buckets_to(max_batch)
         self._fixed_shapes = fixed_shapes
         self._given_threads = threads
-        self._threads = threads or torch.get_num_threads()
+        self._lanes = Lanes(
+            network, threads or torch.get_num_threads(), concurrent=device.type == "cpu" and network.concurrent
+        )
 
     def input(self, slot: int) -> Images:
         return self._buffer
@@ -163,9 +173,9 @@ class EagerStep:
         for count in self._buckets:
             self.fetch(0, count)
         if self._device.type == "cpu":
-            self._threads, usual = self._given_threads or 1, self._threads
+            usual, self._lanes.threads = self._lanes.threads, self._given_threads or 1
             self.quick = all(self._is_quick(count) for count in (1, self._buckets[-1]))
-            self._threads = self._threads if self.quick else usual
+            self._lanes.threads = self._lanes.threads if self.quick else usual
 
     def _is_quick(self, count: int) -> bool:
         seconds = []
@@ -183,10 +193,8 @@ class EagerStep:
 
     @torch.inference_mode()
     def fetch(self, slot: int, count: int) -> Rows:
-        if torch.get_num_threads() != self._threads:  # PyTorch counts them for each calling thread.
-            torch.set_num_threads(self._threads)
         size = _bucket(self._buckets, count) if self._fixed_shapes else count
-        rows = self._network(self._host[:size].to(self._device))
+        rows = self._lanes(self._host[:size].to(self._device))
         return cast(Rows, rows[:count].float().cpu().numpy())
 
     @torch.inference_mode()

@@ -128,6 +128,11 @@ class Pipeline(nn.Module):
         self._fused: tuple[Backbone, ...] = ()
         self.eval().requires_grad_(False)
 
+    @property
+    def concurrent(self) -> bool:
+        """Whether several threads may call it at once; a network cut by hooks keeps features of one call."""
+        return self.backbone.method == "graph"
+
     def running(self) -> Backbone:
         """What computes the features: the backbone with fewer operations, made at the first call on a device.
 

@@ -150,6 +150,8 @@ class Plain(nn.Module):
         self.passes = passes
         self.requires_grad_(False)
 
+    concurrent = True
+
     def forward(self, images: Tensor) -> Tensor:
         """(B, K), or (B, K + 1) with the entropy of the mean where there are several answers to average."""
         x = images.float().mul_(self.scale).add_(self.shift).to(self.dtype).contiguous(memory_format=_format(self))

@@ -37,8 +37,11 @@ class FakePipeline:
         gate: Steps wait for it.
     """
 
+    concurrent = False
+
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.callers: list[int] = []
         self.seconds = 0.0
         self.memory = 1 << 30
         self.dead = False
@@ -48,6 +51,7 @@ class FakePipeline:
     def __call__(self, images: Tensor, /) -> Tensor:
         self.gate.wait(30)
         self.sizes.append(len(images))
+        self.callers.append(threading.get_ident())
         if self.seconds:
             time.sleep(self.seconds)
         if self.dead:

@@ -93,18 +93,10 @@ def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 async def where_steps_run(setup: Setup) -> set[int]:
     """Threads of the next few steps."""
-    threads = set()
-    run = setup.engine._thread._step._network  # type: ignore[attr-defined]
-
-    class Watched:
-        def __call__(self, images: Any) -> Any:
-            threads.add(threading.get_ident())
-            return run(images)
-
-    setup.engine._thread._step._network = Watched()  # type: ignore[attr-defined]
+    setup.network.callers.clear()
     for _ in range(3):
         await setup.arrays(pixels(10))
-    return threads
+    return set(setup.network.callers)
 
 
 async def test_a_quick_step_runs_on_the_event_loop_and_any_other_on_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,23 +125,30 @@ async def test_a_quick_step_waits_for_the_turn_of_the_loop_that_brings_no_more(m
         assert setup.network.sizes == [8, 8, 4]
 
 
+class CountsThreads(FakePipeline):
+    """Notes how many threads PyTorch would use in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[int] = []
+
+    def __call__(self, images: torch.Tensor, /) -> torch.Tensor:
+        self.threads.append(torch.get_num_threads())
+        return super().__call__(images)
+
+
 async def test_a_quick_step_takes_one_thread_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = torch.get_num_threads()
     for quick, given, expected in ((0.0, None, usual), (60.0, None, 1), (60.0, 2, 2), (0.0, 2, 2)):
         monkeypatch.setattr("app.step.QUICK_SECONDS", quick)
-        seen: list[int] = []
-
-        def network(images: torch.Tensor, seen: list[int] = seen) -> torch.Tensor:
-            seen.append(torch.get_num_threads())
-            return rows_of(images)
-
-        step = make_step(network, (1, 8, 8), max_batch=2, device=torch.device("cpu"), compiled=False, threads=given)  # type: ignore[arg-type]
+        network = CountsThreads()
+        step = make_step(network, (1, 8, 8), max_batch=2, device=torch.device("cpu"), compiled=False, threads=given)
         try:
             step.warm_up()
             step.fetch(0, 1)
         finally:
             torch.set_num_threads(usual)
-        assert seen[-1] == expected
+        assert network.threads[-1] == expected
         assert step.quick is (quick > 0)
 
 

@@ -21,6 +21,8 @@ BUCKETS = [1, 2, 4, 6]
 class Network:
     """Sum and maximum of each image; remembers its last call, which is what a capture records."""
 
+    concurrent = False
+
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.last: tuple[Tensor, Tensor] | None = None
