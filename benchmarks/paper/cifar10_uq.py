@@ -4,6 +4,11 @@
 
 Every seed and network is a part: run some, later more, and the table holds all that are there.  Means ± standard errors
 over seeds, which change initialisation, order, and the split of the validation images.
+
+The temperature is chosen by all validation images.  ``psc-fit`` chooses by one half of them and keeps the other for
+what it promises (p-values, prediction sets), so PSC has two rows: as ``psc-fit`` makes it, and with a head that is
+chosen by the same images as the temperature.  "Calibrated" is what a classifier whose probabilities are right has on as
+many images: the ECE of labels drawn from PSC's own probabilities.
 """
 
 from __future__ import annotations
@@ -14,23 +19,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from benchmarks import checkpoints, fitting, runs
 from benchmarks.checkpoints import Job, Trained
+from benchmarks.data import random_images
 from benchmarks.paper import common
 from benchmarks.runs import Json, Run
 from psc_core import scores
 from psc_core.baselines import fit_temperature
-from psc_core.evaluate import classification, score_images
+from psc_core.data import ImageDataset
+from psc_core.heads import fit_head
+from psc_core.passes import track_images
+from psc_core.predictor import PSC
 
 NAME = "cifar10_uq"
-
-METRICS = ("accuracy", "nll", "ece")
 
 ROWS: Mapping[str, str] = {
     "dnn": "DNN",
     "temperature": "DNN, temperature scaling",
-    "psc": "DNN-PSC",
+    "psc_all": "DNN-PSC, head chosen by the same images",
+    "psc": "DNN-PSC, as `psc-fit` makes it",
+    "calibrated": "a calibrated classifier",
     "sn": "DNN-SN (retrained)",
 }
 """What is measured, in the table's order."""
@@ -69,20 +79,22 @@ def plain(run: Run) -> Json:
         stations = fitting.stations(run, trained, fit_images=images)
         psc = fitting.psc_of(run, trained, stations, fit_images=images)
         test = common.test_images(run, trained.test)
-        skip = score_images(psc, test, batch_images=fitting.compute_of(run).batch_images).losses["psc"]
-        quality = classification(skip)
+        probabilities, labels, chosen_alike = psc_probabilities(run, trained, psc, images)
         return {
             "trained": base.describe(),
             "layer": psc.layer,
             "fit_images": images,
             "images": len(test),
             "rows": {
-                "psc": {metric: getattr(quality, metric) for metric in METRICS},
+                "psc": _quality(probabilities, labels),
+                "psc_all": _quality(chosen_alike, labels),
+                "calibrated": {"ece": ece_when_calibrated(probabilities, run.seed)},
                 **softmax_rows(run, trained, "dnn", temperature=True),
             },
         }
 
-    return run.part(f"seed{run.seed}-base", _settings(run, base), compute)
+    settings = {**_settings(run, base), "heads_chosen_by": ["half", "all"]}
+    return run.part(f"seed{run.seed}-base", settings, compute)
 
 
 def spectral(run: Run) -> Json:
@@ -101,6 +113,40 @@ def _settings(run: Run, job: Job) -> Json:
     return {"job": job.name, "epochs": run.epochs, "fit_images": scale.fit_images, "test_images": scale.test_images}
 
 
+def psc_probabilities(run: Run, trained: Trained, psc: PSC, fit_images: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the test rows: PSC's probabilities, the labels, and the probabilities with a head chosen by all of val."""
+    head = psc.pipeline.head
+    if head is None:
+        raise RuntimeError("PSC of this table has a head")
+    train, train_labels = features(run, psc, random_images(trained.train, fit_images))
+    val, val_labels = features(run, psc, trained.val)
+    test, test_labels = features(run, psc, common.test_images(run, trained.test))
+    other = fit_head(
+        train, train_labels, val, val_labels, num_classes=len(psc.classes), seed=run.seed, device=run.device
+    )
+    with torch.inference_mode():
+        found = [each(test.to(run.device)).probabilities.double().cpu() for each in (head, other)]
+    return found[0], test_labels, found[1]
+
+
+@torch.inference_mode()
+def features(run: Run, psc: PSC, data: ImageDataset) -> tuple[Tensor, Tensor]:
+    """z and the label of every row of a data set, on the CPU."""
+    z, labels = [], []
+    for batch in track_images(data, fitting.compute_of(run), f"features of {data.name}"):
+        z.append(batch.rows(psc.pipeline.embed(batch.images.to(run.device)).z).cpu())
+        labels.append(batch.labels)
+    return torch.cat(z), torch.cat(labels)
+
+
+def ece_when_calibrated(probabilities: Tensor, seed: int, draws: int = 100) -> float:
+    """Mean ECE of labels drawn from the probabilities themselves: what few images leave of a perfect calibration."""
+    source = torch.Generator().manual_seed(seed)
+    confidence, predicted = probabilities.max(1)
+    drawn = [torch.multinomial(probabilities, 1, generator=source)[:, 0] for _ in range(draws)]
+    return statistics.mean(scores.ece(confidence, predicted == labels) for labels in drawn)
+
+
 def softmax_rows(run: Run, trained: Trained, name: str, *, temperature: bool) -> Json:
     """Accuracy, NLL and ECE of a network's softmax, and with the temperature that its validation images ask for."""
     test = fitting.penultimate_features(run, trained, common.test_images(run, trained.test), rows=True)
@@ -112,7 +158,7 @@ def softmax_rows(run: Run, trained: Trained, name: str, *, temperature: bool) ->
     return rows
 
 
-def _quality(probabilities: torch.Tensor, labels: torch.Tensor) -> Json:
+def _quality(probabilities: Tensor, labels: Tensor) -> Json:
     confidence, predicted = probabilities.max(1)
     return {
         "accuracy": scores.accuracy(probabilities, labels),
@@ -164,6 +210,8 @@ def fragment(record: Json) -> str:
 def _cell(rows: Sequence[Json], metric: str, scale: float, digits: int) -> str:
     if not rows:
         return "not run"
+    if metric not in rows[0]:
+        return "—"
     mean, error = mean_and_error([scale * row[metric] for row in rows])
     return f"{mean:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
