@@ -110,6 +110,8 @@ def _serve(settings: Settings, listener: Any, *, shared: bool) -> int:
     from app.main import create_app
     from app.server import Server
 
+    if settings.allow_factories:
+        sys.path.append(str(Path.cwd()))  # where they are looked up last
     keep_freed_memory()
     sys.setswitchinterval(_SWITCH_SECONDS)
     torch.set_num_threads(network_threads(settings, torch.get_num_threads()))

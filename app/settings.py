@@ -60,7 +60,8 @@ class Settings(BaseSettings):
     compile: bool = Field(default=False, description="Run the network through `torch.compile`.")
     allow_factories: tuple[str, ...] = Field(
         default=(),
-        description="Network factories `package.module:factory` that a bundle may import, by commas.",
+        description="Network factories `package.module:factory` that a bundle may import, by commas; packages that are "
+        "not installed are looked for in the working directory.",
     )
 
     max_batch_size: int = Field(default=64, ge=1, le=4096, description="Most images in one device step.")

@@ -42,11 +42,12 @@ def parser() -> argparse.ArgumentParser:
     beside.add_argument("--train", metavar="DIR", help="training images")
     beside.add_argument("--val", metavar="DIR", help="validation images")
     cli.add_argument(
-        "--allow-factory",
-        action="append",
+        "--allow-factories",
+        action="extend",
+        type=cli_options.by_commas,
         default=[],
-        metavar="SPEC",
-        help="network factory that the bundle may import",
+        metavar="SPEC[,SPEC]",
+        help="network factories package.module:factory that the bundle may import",
     )
     cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     cli.add_argument(
@@ -66,7 +67,7 @@ def evaluate(args: argparse.Namespace) -> None:
     given = [value is not None for value in (args.weights, args.train, args.val)]
     if any(given) and not all(given):
         raise UsageError("expected --weights, --train and --val together, or none of them")
-    psc = PSC.load(args.bundle, device=args.device, allow_factories=args.allow_factory)
+    psc = PSC.load(args.bundle, device=args.device, allow_factories=args.allow_factories)
     id_data = open_dataset(args.id, split="test", preprocess=psc.preprocess)
     ood = {
         name: open_dataset(spec, split="test", preprocess=psc.preprocess, labelled_images=False)
@@ -104,7 +105,7 @@ def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:
         weights=args.weights,
         num_classes=len(psc.classes),
         model_args=recipe["model_args"],
-        allow_factories=args.allow_factory,
+        allow_factories=args.allow_factories,
     )
     return fit_baselines(
         net,

@@ -34,6 +34,11 @@ def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser
     return EXIT_OK
 
 
+def by_commas(text: str) -> list[str]:
+    """The parts of ``a,b``; for flags with ``action="extend"``."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def add_preprocess_flags(cli: argparse.ArgumentParser) -> None:
     """Flags that :func:`preprocess_from` reads."""
     group = cli.add_argument_group("preprocessing")

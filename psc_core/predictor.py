@@ -17,7 +17,7 @@ from psc_core.bundle import Bundle, check_shapes, read_bundle, write_bundle
 from psc_core.calibration import Calibration
 from psc_core.density import Density, restore_density
 from psc_core.device import resolve_device
-from psc_core.errors import BundleError, UsageError
+from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.heads import restore_head
 from psc_core.manifest import Manifest, Policy
 from psc_core.pipeline import SCORES, Outputs, Pipeline
@@ -191,6 +191,8 @@ class PSC:
             )
         except BundleError:
             raise
+        except NetworkError as error:
+            raise BundleError(f"{path}: {error}") from error
         except Exception as error:  # a hostile file can make a network's constructor fail in any way
             raise BundleError(f"{path}: the manifest and the tensors do not fit together: {error}") from error
         psc = cls(

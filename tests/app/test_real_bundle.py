@@ -111,7 +111,7 @@ async def test_a_bundle_altered_on_disk_changes_nothing_when_reloaded(tiny_bundl
 def test_psc_serve_starts_answers_and_stops(tiny_bundle: Path, digits: list[bytes]) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
     with subprocess.Popen(
-        [sys.executable, "-m", "app.cli", "--bundle", str(tiny_bundle), "--port", "0", "--device", "cpu",
+        [Path(sys.executable).with_name("psc-serve"), "--bundle", str(tiny_bundle), "--port", "0", "--device", "cpu",
          "--allow-factories", ALLOW],
         stderr=subprocess.PIPE,
         text=True,

@@ -131,7 +131,7 @@ def test_evaluation_writes_what_it_prints(tiny_job, tiny_bundle: Path, data_root
             data,
             "--device",
             "cpu",
-            "--allow-factory",
+            "--allow-factories",
             "tests.tiny:network",
             "--out",
             str(tmp_path),
@@ -150,7 +150,7 @@ def test_evaluation_refuses_bad_flags(tiny_bundle: Path, data_root: Path, capsys
     code, _, err = run(
         capsys,
         cli_eval.main,
-        ["--bundle", str(tiny_bundle), "--id", f"mnist:{data_root}", "--allow-factory", "tests.tiny:network", *extra],
+        ["--bundle", str(tiny_bundle), "--id", f"mnist:{data_root}", "--allow-factories", "tests.tiny:network", *extra],
     )
     assert code == 2
     assert "expected" in err
