@@ -97,7 +97,7 @@ def fragment(record: Json) -> str:
                     common.number(chosen.nc4),
                 ]
             )
-        about.append(f"{DATA[data]}: {next(iter(pair.values()))['trained']}, and the same with SN ≤ 3.")
+        about.append(f"{DATA[data]}: {', and '.join(found['trained'] for found in pair.values())}.")
     header = ["network", "layers with NC1 ≤ ε", "NC1 penultimate", "NC4 penultimate", "candidate", "its NC1", "its NC4"]
     return (
         "\n\n".join(
