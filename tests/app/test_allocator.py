@@ -20,7 +20,7 @@ def steps(found):
     for step in range(16):
         if step == 8:
             before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-        layers = [torch.ones(12 << 20) for _ in range(3)]  # 48 MiB each
+        layers = [torch.ones(int(sys.argv[2]) << 18) for _ in range(3)]
         del layers
     found.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
 
@@ -34,9 +34,10 @@ print(found[0])
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
-def test_large_tensors_are_faulted_in_once() -> None:
+@pytest.mark.parametrize("mebibytes", [48, 96])  # glibc's arenas of threads hold blocks below 64 MiB
+def test_large_tensors_are_faulted_in_once(mebibytes: int) -> None:
     def faults(how: str) -> int:
-        command = [sys.executable, "-c", STEPS, how]
+        command = [sys.executable, "-c", STEPS, how, str(mebibytes)]
         return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
     assert faults("keep") < 100 < faults("return")
