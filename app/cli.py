@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from app.allocator import keep_freed_memory
 from app.logs import configure_logs
 from app.settings import Settings, default_text, load_settings
 from app.sockets import inherited_socket, make_socket
 from app.supervisor import Supervisor, child_command
+from psc_core.allocator import keep_freed_memory
 from psc_core.errors import PSCError
 
 EXIT_OK, EXIT_FAILURE, EXIT_BAD_INPUT = 0, 1, 2

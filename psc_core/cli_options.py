@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from psc_core.allocator import keep_freed_memory
 from psc_core.errors import PSCError, UsageError
 from psc_core.preprocess import PRESETS, Preprocess, replace_size
 
@@ -22,6 +23,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     """Parse, run, and turn errors into exit codes: 0 done, 2 bad usage or input (one line), 1 a bug."""
     args = cli.parse_args(argv)
+    keep_freed_memory()
     sys.path.append(str(Path.cwd()))  # where package.module:factory specs are looked up last
     try:
         main(args)

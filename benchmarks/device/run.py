@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.allocator import keep_freed_memory
 from app.step import EagerStep, Network, Step, make_step
 from benchmarks.device import floor
 from benchmarks.device.report import write_report
@@ -46,6 +45,7 @@ from benchmarks.device.subjects import (
 )
 from benchmarks.device.timing import bandwidth, milliseconds, on_device, peak, ratio, take_turns
 from benchmarks.runs import RESULTS, Json, environment
+from psc_core.allocator import keep_freed_memory
 from psc_core.device import resolve_device
 from psc_core.pipeline import Pipeline
 

@@ -28,9 +28,9 @@ def bare_step(bundle: Path, seconds: float, threads: int | None = None) -> dict[
     """
     import torch
 
-    from app.allocator import keep_freed_memory
     from app.step import make_step
     from benchmarks.serving.adapters.settings import FACTORY, MAX_BATCH
+    from psc_core.allocator import keep_freed_memory
     from psc_core.predictor import PSC
 
     keep_freed_memory()

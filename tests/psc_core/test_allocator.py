@@ -11,7 +11,7 @@ import pytest
 STEPS = """
 import resource, sys, threading
 import torch
-from app.allocator import keep_freed_memory
+from psc_core.allocator import keep_freed_memory
 
 if sys.argv[1] == "keep":
     keep_freed_memory()
