@@ -177,7 +177,7 @@ def rebuild_backbone(
             f"the bundle's network comes from the factory {recipe.spec}, which the allow-list "
             f"{sorted(allow_factories)} does not name; loading would run its code, so add it only if you trust it"
         )
-    with torch.random.fork_rng(devices=[]), bounded_size(recipe):
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), bounded_size(recipe):
         net = load_network(
             recipe.spec,
             num_classes=recipe.num_classes,

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from psc_core.errors import BundleError
 from psc_core.manifest import (
+    PARTS,
     SCHEMA,
     FileEntry,
     Manifest,
@@ -81,6 +82,8 @@ def check_target(path: Path) -> None:
 def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapping[str, Tensor]]) -> Manifest:
     """Write ``parts`` and a manifest of ``fields`` to the directory ``path``, replacing a bundle there.
 
+    Other files and folders in it stay.
+
     Args:
         path: Directory to write.
         fields: The manifest without ``version`` and ``files``, which are computed here.
@@ -105,12 +108,13 @@ def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapp
         (scratch / "manifest.json").write_text(json.dumps(manifest.model_dump(mode="json"), indent=1) + "\n")
         scratch.chmod(0o755)
         if path.exists():
-            for kept in path.iterdir():
-                if kept.suffix != ".safetensors" and kept.name != "manifest.json" and kept.is_file():
-                    shutil.copy2(kept, scratch / kept.name)
             retired = path.with_name(f"{scratch.name}.old")
             path.rename(retired)
             scratch.rename(path)
+            ours = {"manifest.json", *(f"{part}.safetensors" for part in PARTS)}
+            for kept in retired.iterdir():
+                if kept.name not in ours:
+                    kept.rename(path / kept.name)
             shutil.rmtree(retired)
         else:
             scratch.rename(path)

@@ -145,7 +145,7 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--distributed", action="store_true", help="be one of the processes that torchrun started")
     run.add_argument("--fresh", action="store_true", help="ignore stations of an interrupted run")
-    run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--seed", type=cli_options.seed, default=0)
     run.add_argument("--name", help="model name (default: the name of --out)")
     run.add_argument("--out", type=Path, required=True, metavar="DIR", help="bundle to write")
     return cli
@@ -157,18 +157,21 @@ def fit(args: argparse.Namespace) -> None:
     from psc_core.device import resolve_device
     from psc_core.distributed import Reducer
     from psc_core.fit import FitOptions
-    from psc_core.networks import load_network
+    from psc_core.manifest import check_origin
+    from psc_core.networks import Recipe, load_network
 
     args.out = args.out.resolve()
     args.name = args.name or args.out.name
     preprocess = cli_options.preprocess_from(args)
     train = open_dataset(args.train, split="train", preprocess=preprocess)
     val = open_dataset(args.val, split="val", preprocess=preprocess)
+    recipe = Recipe(args.model, len(train.classes), cli_options.key_values(args.model_arg))
+    check_origin(preprocess.to_json(), recipe.to_json())
     net = load_network(
         args.model,
         weights=args.weights,
-        num_classes=len(train.classes),
-        model_args=cli_options.key_values(args.model_arg),
+        num_classes=recipe.num_classes,
+        model_args=recipe.model_args,
         allow_factories=(args.model,),
     )
     device = resolve_device(args.device)
@@ -187,6 +190,7 @@ def _run_stations(
     check_target(args.out)
     if len(args.name) > MAX_NAME:
         raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(args.name)}")
+    station.check_classes(train, val)
     station.check_promises(val, alpha=args.alpha, coverage=args.coverage, options=options)
     first = options.reducer.rank == 0
     say = print if first else _silent

@@ -15,6 +15,7 @@ from psc_core.version import __version__
 
 if TYPE_CHECKING:
     from psc_core.baselines import Baselines
+    from psc_core.data import ImageDataset
     from psc_core.predictor import PSC
 
 _EXAMPLE = """example:
@@ -69,14 +70,16 @@ def evaluate(args: argparse.Namespace) -> None:
         raise UsageError("expected --weights, --train and --val together, or none of them")
     psc = PSC.load(args.bundle, device=args.device, allow_factories=args.allow_factories)
     id_data = open_dataset(args.id, split="test", preprocess=psc.preprocess)
-    ood = {
-        name: open_dataset(spec, split="test", preprocess=psc.preprocess, labelled_images=False)
-        for name, spec in (_named(text) for text in args.ood)
-    }
+    ood: dict[str, ImageDataset] = {}
+    for name, spec in (_named(text) for text in args.ood):
+        if name in ood:
+            raise UsageError(f"expected names that differ from each other, got --ood {name}=… twice")
+        ood[name] = open_dataset(spec, split="test", preprocess=psc.preprocess, labelled_images=False)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
     report = measure(psc, id_data, ood, _baselines(args, psc) if all(given) else None, batch_images=args.batch_images)
     print(to_text(report))
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
         (args.out / "report.md").write_text(to_markdown(report))
 
@@ -100,6 +103,11 @@ def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:
         raise UsageError(f"{args.bundle} records no network; baselines need a bundle that psc-fit wrote")
     train = open_dataset(args.train, split="train", preprocess=psc.preprocess)
     val = open_dataset(args.val, split="val", preprocess=psc.preprocess)
+    for flag, data in (("--train", train), ("--val", val)):
+        if data.classes != psc.classes:
+            raise UsageError(
+                f"expected the classes of the bundle in {flag} {data.name}, got others; give what psc-fit got"
+            )
     net = load_network(
         recipe["model"],
         weights=args.weights,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import re
 import sys
@@ -24,10 +25,15 @@ def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser
     """Parse, run, and turn errors into exit codes: 0 done, 2 bad usage or input (one line), 1 a bug."""
     args = cli.parse_args(argv)
     keep_freed_memory()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack some of the tables' characters
     sys.path.append(str(Path.cwd()))  # where package.module:factory specs are looked up last
     try:
         main(args)
     except PSCError as error:
+        print(f"{cli.prog}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except OSError as error:  # a full disk, a folder that may not be written to
         print(f"{cli.prog}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
@@ -94,6 +100,13 @@ def positive(text: str) -> int:
     """A positive integer (argparse type)."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """A seed (argparse type)."""
+    if not text.isdecimal() or int(text) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2**63 - 1, got {text!r}")
     return int(text)
 
 

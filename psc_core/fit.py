@@ -224,6 +224,12 @@ def fit_psc(
     choose, calibrate = split_validation(val, options.seed)
     base = predictions == "base"
     backbone = _cut(net, candidate, train, compute, keep_output=base)
+    if base:
+        with torch.inference_mode():
+            logits = backbone(example_input(train.preprocess).to(compute.device))[1]
+        if logits is None or logits.shape[1] != len(train.classes):
+            got = None if logits is None else logits.shape[1]
+            raise UsageError(f"expected a network of {len(train.classes)} outputs to serve its own, got {got}")
     project = projection.projection.to(compute.device)
     fitted_head: Head | None = None
     with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
@@ -285,8 +291,24 @@ def check_promises(val: ImageDataset, *, alpha: float, coverage: float, options:
     _, calibrate = split_validation(val, options.seed)
     blank = torch.zeros(len(calibrate))
     calibration = Calibration(blank, blank, blank, blank.long(), len(val.classes))
-    calibration.ood_score_threshold(alpha)
-    calibration.set_thresholds(coverage)
+    try:
+        calibration.ood_score_threshold(alpha)
+        calibration.set_thresholds(coverage)
+    except UsageError as error:
+        raise UsageError(f"{error} (half of the {len(val)} validation images calibrate)") from error
+
+
+def check_classes(train: ImageDataset, val: ImageDataset) -> None:
+    """Refuse classes that nothing can be fitted to.
+
+    Raises:
+        DataError: Other classes for training than for validation, fewer than two, or one with a single image.
+    """
+    _same_classes(train, val)
+    counts = torch.bincount(train.labels, minlength=len(train.classes))
+    if counts.min() < 2:
+        few = train.classes[int(counts.argmin())]
+        raise DataError(f"expected at least two training images of each class, got {int(counts.min())} of {few!r}")
 
 
 def embed(

@@ -97,11 +97,10 @@ def fit_tucker(
     """
     step = feature_step(backbone, compute.precision)
     shapes = _feature_shapes(train, compute, step)
-    positions = [
-        pooled_positions(1 if d == 1 else c, c if d == 1 else d, max_memory_bytes // len(shapes) ** 2)
-        for c, d in shapes
-    ]
-    have = [c if d == 1 else d for c, d in shapes]
+    if all(d == 1 for _, d in shapes):
+        shapes = [(1, c) for c, _ in shapes]  # as reshape_features lays out vectors
+    positions = [pooled_positions(c, d, max_memory_bytes // len(shapes) ** 2) for c, d in shapes]
+    have = [d for _, d in shapes]
     pooled = (
         ""
         if positions == have

@@ -132,7 +132,7 @@ def _fold_batch_norm(net: fx.GraphModule) -> None:
         if norm_node is None or norm_node.op != "call_module" or len(norm_node.args) != 1 or norm_node.kwargs:
             continue
         norm = net.get_submodule(str(norm_node.target))
-        if type(norm) is not nn.BatchNorm2d or norm.running_mean is None or norm.running_var is None:
+        if type(norm) is not nn.BatchNorm2d or norm.running_mean is None or norm.running_var is None or _hooked(norm):
             continue
         parts = (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
         wide = [part.detach().double() if isinstance(part, Tensor) else part for part in parts]
@@ -151,7 +151,7 @@ def _copy_weights(net: fx.GraphModule, dtype: torch.dtype, memory_format: torch.
         _set(net, node, _convolution_like(convolution, weight, bias))
     for node in _called_once(net):
         module = net.get_submodule(str(node.target))
-        if type(module) is nn.Linear and module.weight.dtype == torch.float32 != dtype:
+        if type(module) is nn.Linear and not _hooked(module) and module.weight.dtype == torch.float32 != dtype:
             rounded = nn.Linear(module.in_features, module.out_features, module.bias is not None, "meta")
             rounded.weight = nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
             if module.bias is not None:
@@ -204,14 +204,22 @@ def _called_once(net: fx.GraphModule) -> list[fx.Node]:
 
 
 def _convolutions(net: fx.GraphModule) -> Iterator[tuple[fx.Node, nn.Conv2d]]:
-    """Plain 2-D convolutions with float32 weights and numeric zero padding, and where they are called."""
+    """Plain 2-D convolutions with float32 weights and numeric zero padding, and where they are called.
+
+    None with hooks: old-style spectral and weight normalisation and pruning are hooks that make the weight anew in
+    every call, and until the first one it holds anything.
+    """
     for node in _called_once(net):
         module = net.get_submodule(str(node.target))
-        if type(module) is not nn.Conv2d or len(node.args) != 1 or node.kwargs:
+        if type(module) is not nn.Conv2d or _hooked(module) or len(node.args) != 1 or node.kwargs:
             continue
         plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
         if plain and module.weight.dtype == torch.float32:
             yield node, module
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
@@ -226,7 +234,8 @@ def _calls(node: fx.Node, functions: tuple[Any, ...], methods: tuple[str, ...]) 
 
 def _is_relu(net: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_module":
-        return type(net.get_submodule(str(node.target))) is nn.ReLU
+        module = net.get_submodule(str(node.target))
+        return type(module) is nn.ReLU and not _hooked(module)
     return _calls(node, _RELU_FUNCTIONS, _RELU_METHODS)
 
 

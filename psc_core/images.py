@@ -31,6 +31,9 @@ _PNG_HEADER: Final = struct.Struct(">16xIIBBBBBI")
 _PNG_CHUNK: Final = struct.Struct(">I4s")
 _PNG_MODES: Final = {0: "L", 2: "RGB"}
 
+_BLOCK: Final = 1 << 18
+"""Samples that are float64 at once."""
+
 _WIDE_MODES: Final = frozenset({"I;16", "I;16B", "I;16L", "I;16N", "I", "F"})
 
 
@@ -53,6 +56,7 @@ def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
     plain = _plain_png(data, max_pixels)
     if plain is not None:
         return plain
+    _check_pixels(*_webp_size(data), max_pixels)
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -66,19 +70,36 @@ def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
         raise UnsupportedImage(f"expected one of {', '.join(FORMATS)}, got {kind}") from error
     with image:
         width, height = image.size
-        if width * height > max_pixels:
-            raise ImageTooLarge(
-                f"expected at most {max_pixels} pixels, the header says {width}×{height} = "
-                f"{width * height}; send a smaller image"
-            )
+        _check_pixels(width, height, max_pixels)
         try:
             image.load()
-            return _to_grey_or_rgb(ImageOps.exif_transpose(image))
+            return to_grey_or_rgb(image)
         except Exception as error:
             raise UndecodableImage(
                 f"expected a whole {image.format} image of {width}×{height}, its data is damaged or cut "
                 f"short ({type(error).__name__}); send the file again"
             ) from error
+
+
+def _check_pixels(width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise ImageTooLarge(
+            f"expected at most {max_pixels} pixels, the header says {width}×{height} = "
+            f"{width * height}; send a smaller image"
+        )
+
+
+def _webp_size(data: bytes) -> tuple[int, int]:
+    """Width and height of a WebP, (0, 0) for anything else: Pillow takes the memory of the canvas when it opens one."""
+    if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < 30:
+        return 0, 0
+    kind = data[12:16]
+    if kind == b"VP8X":
+        return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
+    if kind == b"VP8L":
+        bits = int.from_bytes(data[21:25], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
 
 
 def _plain_png(data: bytes, max_pixels: int) -> Image.Image | None:
@@ -106,13 +127,19 @@ def _plain_png(data: bytes, max_pixels: int) -> Image.Image | None:
         return None
 
 
-def _to_grey_or_rgb(image: Image.Image) -> Image.Image:
-    """Convert any Pillow mode to ``L`` or ``RGB`` with 8-bit samples."""
+def to_grey_or_rgb(image: Image.Image) -> Image.Image:
+    """Any Pillow image as ``L`` or ``RGB`` with 8-bit samples: turned upright, what is transparent over black."""
+    image = ImageOps.exif_transpose(image)
     if image.mode in _WIDE_MODES:
-        samples = np.asarray(image, dtype=np.float64)
+        samples = np.asarray(image)
         scale = 255.0 if image.mode == "F" and samples.max(initial=0.0) <= 1.0 else 255.0 / 65535.0
-        return Image.fromarray(np.clip(np.rint(samples * scale), 0, 255).astype(np.uint8))
-    if image.mode in ("1", "L", "RGB"):
+        narrow = np.empty(samples.shape, np.uint8)
+        rows = max(1, _BLOCK // max(1, samples.shape[1]))
+        for start in range(0, len(samples), rows):
+            part = slice(start, start + rows)
+            narrow[part] = np.clip(np.rint(samples[part] * np.float64(scale)), 0, 255)
+        return Image.fromarray(narrow)
+    if image.mode in ("1", "L", "RGB") and "transparency" not in image.info:
         return image.convert("L") if image.mode == "1" else image
     if image.mode in ("LA", "La"):
         grey, alpha = image.convert("LA").split()

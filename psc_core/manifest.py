@@ -12,6 +12,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from psc_core.errors import UsageError
+
 SCHEMA: Final = 1
 """Version of the bundle format; a reader refuses any other."""
 
@@ -127,6 +129,25 @@ def _section(model: type[BaseModel]) -> Any:
         return value
 
     return AfterValidator(check)
+
+
+def check_origin(preprocess: Mapping[str, Any], network: Mapping[str, Any]) -> None:
+    """Refuse, before anything is fitted, what no manifest could say of the input or the network.
+
+    Args:
+        preprocess: ``Preprocess.to_json()``.
+        network: ``Recipe.to_json()``.
+
+    Raises:
+        UsageError: A size or an argument is beyond its limit.
+    """
+    try:
+        for model, section in ((_Preprocess, preprocess), (_Network, network)):
+            model.model_validate(json.loads(json.dumps(section, allow_nan=False)))
+    except ValidationError as error:
+        raise UsageError(first_fault(error)) from error
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"expected numbers and text that JSON can hold: {error}") from error
 
 
 class Manifest(_Strict):

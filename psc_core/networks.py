@@ -194,7 +194,9 @@ def _from_torchvision(name: str, num_classes: int, model_args: Mapping[str, Any]
     if stem == "small":
         _small_stem(net, name, num_classes)
     if in_channels is not None:
-        _set_in_channels(net, int(in_channels))
+        if not isinstance(in_channels, int) or in_channels < 1:
+            raise NetworkError(f"expected model argument in_channels to be a positive integer, got {in_channels!r}")
+        _set_in_channels(net, in_channels)
     return net
 
 

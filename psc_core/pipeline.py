@@ -152,11 +152,17 @@ class Pipeline(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_fused": ()}  # packed weights can neither be copied nor sent
 
+    def features(
+        self, inputs: Float[Tensor, "batch channels height width"]
+    ) -> tuple[list[Float[Tensor, "batch _ _"]], Float[Tensor, "batch classes"] | None]:
+        """Features a layer of standardised images, and the logits when they are kept, as they are served."""
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            result: tuple[list[Tensor], Tensor | None] = self.running()(inputs)
+        return result
+
     def embed(self, images: UInt8[Tensor, "batch channels height width"]) -> Embedding:
         """What density and head read."""
-        inputs = images.float().mul_(self.scale).add_(self.shift)
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            features, logits = self.running()(inputs)
+        features, logits = self.features(images.float().mul_(self.scale).add_(self.shift))
         z = self.projection(features)
         read = pool(features) if self.density.reads == "pooled" else z
         return Embedding(z, read, None if logits is None else logits.float())

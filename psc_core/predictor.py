@@ -19,11 +19,15 @@ from psc_core.density import Density, restore_density
 from psc_core.device import resolve_device
 from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.heads import restore_head
+from psc_core.images import to_grey_or_rgb
 from psc_core.manifest import Manifest, Policy
 from psc_core.pipeline import SCORES, Outputs, Pipeline
 from psc_core.preprocess import Preprocess
 from psc_core.projection import Projection
 from psc_core.types import Prediction
+
+FUSION_TOLERANCE = {"fp32": 0.01, "bf16": 0.5}
+"""How far served features may be from the network's own, relative to the largest; rounding is far below."""
 
 MAX_BATCH = 64
 """Images that :meth:`PSC.predict` sends through the pipeline at once."""
@@ -111,8 +115,9 @@ class PSC:
         )
 
     def _read(self, images: Sequence[bytes | Image.Image]) -> Tensor:
+        read = self.preprocess
         arrays = [
-            self.preprocess.from_bytes(image) if isinstance(image, bytes) else self.preprocess.from_image(image)
+            read.from_bytes(image) if isinstance(image, bytes) else read.from_image(to_grey_or_rgb(image))
             for image in images
         ]
         shape = (0, self.preprocess.channels, self.preprocess.height, self.preprocess.width)
@@ -222,7 +227,9 @@ class PSC:
             with torch.inference_mode():
                 packed = self.pipeline(images)
                 # by itself, too: a ReLU that a convolution takes along makes zeros of what is not a number
-                features, _ = self.pipeline.backbone(images.float() * self.pipeline.scale + self.pipeline.shift)
+                inputs = images.float() * self.pipeline.scale + self.pipeline.shift
+                features, _ = self.pipeline.backbone(inputs)
+                fused = self.pipeline.features(inputs)[0]
         except Exception as error:  # as in load
             raise BundleError(f"the parts of {self.name!r} do not fit together: {error}") from error
         finite = all(bool(part.isfinite().all()) for part in (packed, *features))
@@ -231,6 +238,12 @@ class PSC:
                 f"expected {len(self.classes)} finite probabilities from {self.name!r}, got "
                 f"{packed.shape[1] - SCORES} columns or values that are not finite; fit the bundle again"
             )
+        for ours, served in zip(features, fused, strict=True):
+            if (ours - served.float()).abs().max() > FUSION_TOLERANCE[self.pipeline.precision] * ours.abs().max():
+                raise BundleError(
+                    f"expected the network of {self.name!r} to give the same features in fewer operations, it does "
+                    "not: one of its modules does more than its type says; please report it"
+                )
 
 
 def _check_density(density: Density, projection: Projection) -> None:

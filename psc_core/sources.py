@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -88,11 +89,23 @@ class FileSource:
 
     def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
         path = self.path(index)
-        return _decode(path.read_bytes(), str(path), preprocess)
+        with _readable(path):
+            data = path.read_bytes()
+        return _decode(data, str(path), preprocess)
 
     def fingerprint(self, index: int) -> bytes:
         path = self.path(index)
-        return f"{path.relative_to(self.root).as_posix()}\0{path.stat().st_size}\n".encode()
+        with _readable(path):
+            size = path.stat().st_size
+        return os.fsencode(path.relative_to(self.root).as_posix()) + f"\0{size}\n".encode()
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"expected to read the image {path}, {error.strerror}; mend or remove it") from error
 
 
 def _decode(data: bytes, name: str, preprocess: Preprocess) -> npt.NDArray[np.uint8]:

@@ -56,7 +56,7 @@ def class_log_joint(train: Tensor, labels: Tensor, z: Tensor, *, kind: str, pca:
         train, z = (rows / rows.norm(dim=1, keepdim=True) for rows in (train, z))
     classes = int(labels.max()) + 1
     counts = [int((labels == k).sum()) for k in range(classes)]
-    limit = len(train) - classes if kind in ("tied", "rmd") else sorted(counts)[(classes - 1) // 2] - 1
+    limit = len(train) - classes
     mean, components, variances = principal_components(train, pca, limit, 1e-6 if kind == "pooled++" else None)
     y_train, y = (train - mean) @ components, (z - mean) @ components
     parts = [y_train[labels == k] for k in range(classes)]

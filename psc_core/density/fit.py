@@ -82,9 +82,9 @@ def fit_density(
         labels: Class index of each row.
         num_classes: K.
         kind: One of :data:`DENSITIES`.
-        pca: Principal components to keep; ``None`` chooses (see :mod:`.pca`) with the limit that the median
-            class has more images than components and K · P² stays under :data:`WHITENER_ELEMENTS`, or, with
-            one covariance for all classes, that the images beyond one a class outnumber components.
+        pca: Principal components to keep; ``None`` chooses (see :mod:`.pca`) with the limit that the images beyond
+            one a class outnumber components, and, with a covariance for each class, that K · P² stays under
+            :data:`WHITENER_ELEMENTS`.  Covariances of fewer images than that asks for are shrunk.
         class_names: Names for messages.
 
     Returns:
@@ -102,10 +102,9 @@ def fit_density(
     if family.unit_length:
         z = z.map(functional.normalize, z.shape[1], z.dtype)
     classwise = issubclass(family, ClasswiseDensity)
+    limit = len(z) - num_classes
     if classwise:
-        limit = min(int(counts.median()) - 1, math.isqrt(WHITENER_ELEMENTS // num_classes))
-    else:
-        limit = len(z) - num_classes
+        limit = min(limit, math.isqrt(WHITENER_ELEMENTS // num_classes))
     limit = min(limit, family.most_components or limit)
     projection = fit_pca(z, kept=pca, limit=max(1, limit), least_variance=family.least_variance)
 

@@ -167,3 +167,17 @@ def test_saving_never_replaces_a_folder_of_something_else(tiny_bundle: Path, tmp
     with pytest.raises(BundleError, match="holds other files"):
         psc.save(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_saving_again_keeps_what_else_lies_there(tiny_bundle: Path, tmp_path: Path) -> None:
+    psc = PSC.load(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    out = tmp_path / "bundle"
+    psc.save(out)
+    (out / "report").mkdir()
+    (out / "report" / "report.md").write_text("mine")
+    (out / "net.safetensors").write_bytes(b"mine too")
+    again = psc.save(out)
+    assert again.version == PSC.load(out, device="cpu", allow_factories=["tests.tiny:network"]).version
+    assert (out / "report" / "report.md").read_text() == "mine"
+    assert (out / "net.safetensors").read_bytes() == b"mine too"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["bundle"]

@@ -98,6 +98,9 @@ def test_weights_that_do_not_fit(tiny_job, tmp_path: Path, capsys, change, messa
         ("--size", "-3", "positive integer"),
         ("--name", "n" * 201, "200 characters"),
         ("--max-memory", "lots", "512M"),
+        ("--seed", str(1 << 64), "2**63"),
+        ("--size", "2100", "input pixels"),
+        ("--model-arg", "in_channels=123456", "65536"),
     ],
 )
 def test_bad_flags_end_with_one_clear_line(  # type: ignore[no-untyped-def]
@@ -145,7 +148,9 @@ def test_evaluation_writes_what_it_prints(tiny_job, tiny_bundle: Path, data_root
     assert (tmp_path / "report.md").read_text().startswith("#")
 
 
-@pytest.mark.parametrize("extra", [["--ood", "nameless"], ["--weights", "w"], ["--id", "nowhere"]])
+@pytest.mark.parametrize(
+    "extra", [["--ood", "nameless"], ["--weights", "w"], ["--id", "nowhere"], ["--ood", "a=x", "--ood", "a=y"]]
+)
 def test_evaluation_refuses_bad_flags(tiny_bundle: Path, data_root: Path, capsys, extra: list[str]) -> None:  # type: ignore[no-untyped-def]
     code, _, err = run(
         capsys,
@@ -170,3 +175,23 @@ def test_an_output_that_cannot_be_written_is_refused_first(tiny_job, tmp_path: P
         assert message in err
         assert "layer" not in printed
     assert (tmp_path / "other" / "thesis.txt").read_text() == "years of work"
+
+
+def test_baselines_want_the_images_of_the_fit(tiny_job, tiny_bundle: Path, data_root: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    weights = tiny_job.args[tiny_job.args.index("--weights") + 1]
+    digits, clothes = f"mnist:{data_root}", f"fashion-mnist:{data_root}"
+    words = ["--bundle", str(tiny_bundle), "--id", digits, "--allow-factories", "tests.tiny:network"]
+    code, _, err = run(
+        capsys, cli_eval.main, [*words, "--weights", weights, "--train", clothes, "--val", clothes, "--device", "cpu"]
+    )
+    assert code == 2
+    assert "classes of the bundle in --train" in err
+
+
+def test_errors_of_the_system_end_with_one_line(tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "file").write_text("")
+    words = ["--bundle", str(tiny_bundle), "--id", f"mnist:{data_root}", "--allow-factories", "tests.tiny:network"]
+    code, printed, err = run(capsys, cli_eval.main, [*words, "--device", "cpu", "--out", str(tmp_path / "file")])
+    assert (code, printed) == (2, "")
+    assert "file" in err
+    assert "Traceback" not in err

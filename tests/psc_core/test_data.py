@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,24 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (root / "b" / "0.png").write_bytes(b"not an image")
     with pytest.raises(DataError, match=r"b.0\.png: expected one of JPEG"):
         list(image_folder(root, TINY).batches(10))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {"a": 1, "b": 1})
+    (root / "b" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    folder = image_folder(root, TINY)
+    for use in (lambda: list(folder.batches(10)), folder.digest):
+        with pytest.raises(DataError, match=r"gone\.png.*mend or remove"):
+            use()
+
+
+def test_file_names_of_any_bytes(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {"a": 1, "b": 1})
+    source = root / "b" / "0.png"
+    (root / "b" / os.fsdecode(b"caf\xe9.png")).write_bytes(source.read_bytes())
+    folder = image_folder(root, TINY)
+    assert sum(len(batch.images) for batch in folder.batches(10)) == 3
+    assert folder.digest()
 
 
 @pytest.mark.parametrize("spec", ["nowhere.module:make", "psc_core.data:nothing"])

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from psc_core import scores
 from psc_core.density import DENSITIES, Density, fit_density, gaussian, pca, restore_density
 from psc_core.density import fit as fitting
 from psc_core.errors import BundleError, FitError, UsageError
@@ -60,6 +61,19 @@ def test_few_images_are_shrunk_as_defined(
     model = fit_density(z, labels, num_classes=classes, kind=kind)
     assert model.record["lifted_eigenvalues"] == 0
     assert_close_to_twin(model, z, labels, z, None)
+
+
+@pytest.mark.parametrize("kind", ["gda", "gda++", "pooled++"])
+def test_many_classes_of_few_images_keep_the_directions_that_tell(kind: str) -> None:
+    random = torch.Generator().manual_seed(0)
+    labels = torch.arange(500) % 100
+    means = torch.randn(100, 48, generator=random)
+    z = means[labels] + 0.2 * torch.randn(500, 48, generator=random)
+    inside = means[labels] + 0.2 * torch.randn(500, 48, generator=random)
+    outside = torch.randn(500, 48, generator=random)
+    model = fit_density(z, labels, num_classes=100, kind=kind)
+    found = scores.auroc(-model(inside).log_density, -model(outside).log_density)
+    assert found > 0.95  # with as many components as a class has images, 4, it would be about 0.6
 
 
 def test_enough_images_are_the_papers_sample_covariances() -> None:

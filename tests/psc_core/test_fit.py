@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from psc_core import FitOptions, fit_projection, fit_psc, load_network, measure_collapse, open_dataset
+from psc_core.candidate import Candidate
 from psc_core.data import ImageDataset, split_validation
 from psc_core.errors import DataError, FitError, UsageError
-from psc_core.fit import OOD_SCORES, FittedProjection, entropy_weight
+from psc_core.fit import OOD_SCORES, FittedProjection, check_classes, entropy_weight
 from psc_core.pipeline import Outputs
 from psc_core.preprocess import PRESETS
 from psc_core.ranks import choose_ranks
@@ -99,6 +100,23 @@ def test_classes_must_be_the_same_and_at_least_two(
     alone = [replace(data, classes=("all",), labels=torch.zeros_like(data.labels)) for data in (train, val)]
     with pytest.raises(DataError, match="at least two classes"):
         measure_collapse(net, *alone, options=OPTIONS)
+
+
+def test_a_class_of_a_single_image_is_refused_before_anything_is_fitted(train: ImageDataset, val: ImageDataset) -> None:
+    check_classes(train, val)
+    labels = train.labels.clone()
+    labels[labels == 3] = 4
+    labels[0] = 3
+    with pytest.raises(DataError, match="two training images of each class, got 1 of '3'"):
+        check_classes(replace(train, labels=labels), val)
+
+
+def test_base_predictions_want_an_output_for_each_class(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
+) -> None:
+    wide = torch.nn.Sequential(*list(net)[:-1], torch.nn.Linear(16, 20)).eval()  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match="10 outputs to serve its own, got 20"):
+        fit_psc(wide, Candidate(("4",), ""), projection, train, val, predictions="base", options=OPTIONS)
 
 
 def test_unknown_options(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> None:

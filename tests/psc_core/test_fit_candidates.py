@@ -18,10 +18,11 @@ FACTORY = "tests.tiny:network"
     ("layers", "budget", "positions", "pooled"),
     [
         (("2", "4"), 1 << 30, (49, 16), False),  # two maps of 16 channels, concatenated along positions
+        (("4", "6"), 1 << 30, (16, 1), False),  # a map and its average, which is one more position
         (("7",), 1 << 30, (16,), False),  # a vector: one channel of 16 positions
         (("2",), 16 * 16**2 * 8, (9,), True),  # a map whose covariance does not fit its budget
     ],
-    ids=["two layers", "vector", "pooled"],
+    ids=["two layers", "map and vector", "vector", "pooled"],
 )
 def test_candidate(
     tiny_job: TinyJob,

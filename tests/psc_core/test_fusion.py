@@ -12,6 +12,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from psc_core import PRESETS, PSC, fusion, open_dataset
 from psc_core.backbone import truncate
@@ -57,6 +58,34 @@ def check(net: nn.Module, layer: str, x: Tensor, *, keep_output: bool = True, to
                 assert torch.equal(again, expected)
     assert all(torch.equal(value, state[key]) for key, value in body.state_dict().items())
     return fused
+
+
+def normalised(how: str) -> nn.Module:
+    """A network whose weights are made by hooks in every call."""
+    normalise: Callable[[nn.Module], nn.Module] = {
+        "spectral": nn.utils.spectral_norm,
+        "weight": nn.utils.weight_norm,
+        "pruned": lambda module: prune.random_unstructured(module, "weight", 0.5),
+    }[how]
+    layers = [normalise(nn.Conv2d(3, 8, 3, padding=1)), nn.BatchNorm2d(8), nn.ReLU(), normalise(nn.Conv2d(8, 8, 3))]
+    return nn.Sequential(*layers, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), normalise(nn.Linear(8, 4)))
+
+
+@pytest.mark.parametrize("how", ["spectral", "weight", "pruned"])
+@pytest.mark.usefixtures("packed")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_weights_that_hooks_make_in_every_call(how: str) -> None:
+    torch.manual_seed(0)
+    trained = unlike_new(normalised(how))
+    x = torch.randn(3, 3, 8, 8)
+    trained(x)
+    with torch.no_grad():
+        fresh = normalised(how).eval()
+    fresh.load_state_dict(trained.state_dict())  # "weight" itself still is what the constructor left
+    fused = fuse(cut_graph(fresh, ["4"], keep_output=True), precision="fp32")
+    with torch.inference_mode():
+        torch.testing.assert_close(fused(x)[-1], trained(x))
+    check(fresh, "4", x)
 
 
 @pytest.mark.parametrize(

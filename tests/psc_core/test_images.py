@@ -86,6 +86,32 @@ def test_a_large_header_is_refused_before_decoding(side: int) -> None:
         decode_image(png_header_of(side, side))
 
 
+@pytest.mark.parametrize("lossless", [True, False])
+@pytest.mark.parametrize("alpha", [True, False])
+def test_a_large_webp_canvas_is_refused_before_pillow_takes_its_memory(
+    lossless: bool, alpha: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = Image.new("RGBA" if alpha else "RGB", (37, 21), (1, 2, 3, 4)[: 4 if alpha else 3])
+    data = encode(image, "WEBP", lossless=lossless)
+    assert decode_image(data).size == (37, 21)
+    assert images._webp_size(data) == (37, 21)
+    monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
+    with pytest.raises(ImageTooLarge, match="37×21"):
+        decode_image(data, max_pixels=36 * 21)
+
+
+def test_a_transparent_colour_of_an_rgb_png_is_blended_too() -> None:
+    clear = Image.new("RGB", (4, 4), (255, 255, 255))
+    assert np.asarray(decode_image(encode(clear, "PNG", transparency=(255, 255, 255)))).max() == 0
+
+
+def test_wide_samples_are_converted_a_few_rows_at_a_time() -> None:
+    rows = 2 * images._BLOCK // 8 + 3
+    wide = Image.fromarray((np.arange(rows * 8) % 256).astype(np.uint16).reshape(rows, 8) * 257)
+    found = np.asarray(images.to_grey_or_rgb(wide))
+    assert np.array_equal(found.ravel(), np.arange(rows * 8) % 256)
+
+
 def test_the_pixel_limit_is_inclusive() -> None:
     data = encode(Image.fromarray(GRADIENT), "PNG")
     assert decode_image(data, max_pixels=24 * 32).size == (32, 24)

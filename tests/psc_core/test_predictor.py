@@ -113,3 +113,16 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
         "assert not web, web"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_an_image_of_pillow_is_read_as_its_file_is(psc: PSC) -> None:
+    clear = Image.new("RGBA", (28, 28), (255, 255, 255, 0))
+    turned = Image.new("L", (40, 28))
+    turned.paste(255, (0, 0, 20, 28))
+    turned.getexif()[0x0112] = 6
+    wide = Image.fromarray(torch.arange(784, dtype=torch.int32).view(28, 28).numpy().astype("uint16") * 80)
+    for image in (clear, turned, wide):
+        file = io.BytesIO()
+        image.save(file, "PNG", exif=image.getexif())
+        one, other = psc.predict([image]), psc.predict([file.getvalue()])
+        assert torch.equal(one.log_density, other.log_density)
