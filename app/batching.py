@@ -149,7 +149,7 @@ class Batcher:
         self._live: OrderedDict[Job, None] = OrderedDict()
         self._outbox: list[Job] = []
         self._pending = 0
-        self._closed: Exception | None = None
+        self._closed = ""
         self._rate_images = 0.0
         self._rate_seconds = 0.0
         self._last_done = -math.inf
@@ -176,8 +176,8 @@ class Batcher:
             QueueFull: No room, or too little time to ``deadline`` at the present rate.
             NotReady: Closed.
         """
-        if self._closed is not None:
-            raise self._closed
+        if self._closed:
+            raise NotReady(self._closed)
         if self._pending + count > self._max_queue:
             raise QueueFull(
                 f"expected room for {count} images, {self._pending} of {self._max_queue} places are taken; "
@@ -242,7 +242,7 @@ class Batcher:
 
     def close(self, reason: str) -> None:
         """Admit nothing more; what was admitted still runs."""
-        self._closed = NotReady(reason)
+        self._closed = reason
 
     def due_in(self, now: float, *, full: bool = False) -> float | None:
         """Seconds until :meth:`take` would give a batch: 0 now, ``None`` not before something is put."""

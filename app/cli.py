@@ -7,6 +7,7 @@ codes: 0 done, 2 bad usage or bad input (one line, no traceback), 1 a failure.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,6 +66,7 @@ def settings_from(arguments: Sequence[str]) -> Settings:
 
 def run(arguments: Sequence[str]) -> int:
     """Serve until told to stop; returns the exit code."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
     settings = settings_from(arguments)
     configure_logs(settings.log_level)
     if not settings.bundle:

@@ -237,7 +237,7 @@ class Engine:
         late = NotReady("the service is shutting down; try again")
         self._queue.call(lambda batcher, _now: batcher.fail_all(late))
         self._queue.stop()
-        await asyncio.to_thread(self._thread.join, 5.0)
+        await asyncio.to_thread(self._thread.join, min(5.0, max(0.1, end - self._clock())))
         if self.phase is not Phase.FAILED:
             self.phase = Phase.CLOSED
 

@@ -91,7 +91,10 @@ def _load(settings: Settings, path: Path) -> Model:
 def _wrap(app: ASGIApp, shortcuts: Mapping[str, Shortcut], settings: Settings, service: Service) -> ASGIApp:
     """What every request passes, innermost first."""
     app = Shortcuts(app, shortcuts)
-    if settings.cors_origins:
+    if settings.allowed_hosts:
+        app = HostAllowList(app, allowed_hosts=settings.allowed_hosts)
+    app = Requests(app, service=service)
+    if settings.cors_origins:  # Outside: a browser shows a page no error without these headers.
         app = CORSMiddleware(
             app,
             allow_origins=settings.cors_origins,
@@ -99,9 +102,6 @@ def _wrap(app: ASGIApp, shortcuts: Mapping[str, Shortcut], settings: Settings, s
             allow_headers=["*"],
             expose_headers=["Retry-After", "traceresponse"],
         )
-    if settings.allowed_hosts:
-        app = HostAllowList(app, allowed_hosts=settings.allowed_hosts)
-    app = Requests(app, service=service)
     if settings.otel:
         app = tracing.SpanMiddleware(app)
     if settings.root_path:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from app.answers import Policy, Verdict, dump, judge, predictions_json
 from app.decoding import Decoder
@@ -28,7 +29,7 @@ from app.metrics import Metrics
 from app.model import Model, ModelPreprocess
 from app.settings import Settings
 from app.step import Rows, make_step
-from psc_core.errors import PSCError, UsageError
+from psc_core.errors import BundleError, DeviceError, PSCError, UsageError
 
 logger = logging.getLogger("psc.registry")
 
@@ -182,6 +183,9 @@ class Registry:
         loader: Reads a bundle directory; called on a thread.
         models: Served by name instead of the settings' bundles; a reload serves them again.
         on_failure: Called on the event loop when a model's device is dead.
+
+    Attributes:
+        on_retired: Called on the event loop when the models that a reload replaced have ended.
     """
 
     def __init__(
@@ -204,6 +208,8 @@ class Registry:
         self._reloading = False
         self._draining = False
         self._retiring: set[asyncio.Task[None]] = set()
+        self.on_retired: Callable[[], None] = lambda: None
+        self._usual_threads = torch.get_num_threads()
         threads = settings.decode_threads or _default_threads()
         self._decode_threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="psc-decode")
@@ -287,12 +293,15 @@ class Registry:
         try:
             for each in names:
                 fresh.append(await self._prepare(each, await self._load(each)))
-        except PSCError:
+        except BaseException as error:
             for served in fresh:
                 await served.engine.close(within_s=0)
             for each in names:
                 self._metrics.count("psc_reloads_total", model=each, result="failed")
-            raise
+            if isinstance(error, PSCError) or not isinstance(error, Exception):
+                raise
+            logger.exception("a model could not be loaded")
+            raise DeviceError(f"a model could not be loaded ({type(error).__name__}); the old ones stay") from error
         finally:
             self._reloading = False
         changes = []
@@ -334,8 +343,11 @@ class Registry:
             ),
             coverage=settings.coverage or model.policy.coverage,
         )
-        model.calibration.ood_score_threshold(policy.alpha)
-        set_thresholds = model.calibration.set_thresholds(policy.coverage).cpu().numpy()
+        try:
+            model.calibration.ood_score_threshold(policy.alpha)
+            set_thresholds = model.calibration.set_thresholds(policy.coverage).cpu().numpy()
+        except UsageError as error:
+            raise BundleError(f"model {name!r}: {error}") from error
         decoder = Decoder(
             self._pool,
             threads=self._decode_threads,
@@ -350,6 +362,7 @@ class Registry:
             device=model.device,
             compiled=settings.compile,
             threads=settings.threads,
+            usual_threads=self._usual_threads,
         )
         engine = Engine(
             name,
@@ -376,8 +389,13 @@ class Registry:
             old.hide()
             task = asyncio.get_running_loop().create_task(old.engine.close(within_s=self._settings.deadline_seconds))
             self._retiring.add(task)
-            task.add_done_callback(self._retiring.discard)
+            task.add_done_callback(self._retired)
         served.show()
+
+    def _retired(self, task: asyncio.Task[None]) -> None:
+        self._retiring.discard(task)
+        if not self._retiring:
+            self.on_retired()
 
 
 def _default_threads() -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
+from app.protocol import protocol
 from app.service import Service
 from app.settings import Settings
 from app.sockets import BACKLOG, supervisor_is_gone
@@ -43,7 +44,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http="httptools",
+                http=protocol(settings.upload_seconds),
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -56,6 +57,7 @@ class Server(uvicorn.Server):
         self.service: Service = app.state.service
         self.service.on_fatal = self._end
         self.service.on_ready = _settle_heap
+        self.service.registry.on_retired = _settle_heap
         self._drain_seconds = settings.drain_seconds
         self._shared_socket = shared_socket
         self.service.load_before_accepting = shared_socket
@@ -116,8 +118,10 @@ class Server(uvicorn.Server):
 def _settle_heap() -> None:
     """Take the objects of imports and models, which stay for good, out of every garbage collection.
 
-    There are hundreds of thousands of them; walking them again and again was two fifths of a request.
+    There are hundreds of thousands of them; walking them again and again was two fifths of a request.  Called again
+    when a model was replaced: what is frozen is never collected.
     """
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
 

@@ -35,7 +35,12 @@ class Settings(BaseSettings):
     """Settings of one service process; see the descriptions of the fields."""
 
     model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True, enable_decoding=False
+        env_prefix=ENV_PREFIX,
+        frozen=True,
+        extra="forbid",
+        env_ignore_empty=True,
+        enable_decoding=False,
+        allow_inf_nan=False,
     )
 
     bundle: tuple[str, ...] = Field(
@@ -96,7 +101,10 @@ class Settings(BaseSettings):
     max_fields: int = Field(default=1024, ge=1, description="Most multipart fields in one request, images included.")
     max_requests: int = Field(default=4096, ge=1, description="Most requests being answered at once; beyond it: 429.")
     upload_seconds: float = Field(
-        default=60.0, gt=0, description="A body must have arrived within this time, or the answer is 408."
+        default=60.0,
+        gt=0,
+        description="A body must have arrived within this time, or the answer is 408; a connection whose head is not "
+        "there by then, or whose client takes nothing of an answer for as long, is closed.",
     )
 
     alpha: float | None = Field(
@@ -246,7 +254,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         name = variable.removeprefix(ENV_PREFIX).lower()
         if name not in Settings.model_fields or value.startswith("tcp://"):
             raise UsageError(
-                f"unknown setting {variable}={value!r} in the environment; `psc-serve --help` lists them "
+                f"unknown setting {variable} in the environment; `psc-serve --help` lists them "
                 "(variables that Kubernetes makes for a service named psc: set enableServiceLinks: false)"
             )
         if value:

@@ -85,6 +85,7 @@ def make_step(
     device: torch.device,
     compiled: bool,
     threads: int | None = None,
+    usual_threads: int | None = None,
 ) -> Step:
     """The fastest step for ``device``.
 
@@ -94,12 +95,21 @@ def make_step(
         max_batch: Most images in a step.
         device: Where the network is.
         compiled: Run it through ``torch.compile``.
-        threads: Of PyTorch on a CPU; ``None`` leaves it to PyTorch, or takes one where that is quick.
+        threads: Of PyTorch on a CPU; ``None`` takes the usual ones, or one where that is quick.
+        usual_threads: PyTorch's choice; ``None`` asks it, which a quick step on the same thread has changed.
     """
     run: Network = cast(Network, _Compiled(network)) if compiled else network
     if device.type == "cuda":
         return GraphStep(run, shape, max_batch=max_batch, device=device)
-    return EagerStep(run, shape, max_batch=max_batch, device=device, fixed_shapes=compiled, threads=threads)
+    return EagerStep(
+        run,
+        shape,
+        max_batch=max_batch,
+        device=device,
+        fixed_shapes=compiled,
+        threads=threads,
+        usual_threads=usual_threads,
+    )
 
 
 def buckets_to(max_batch: int) -> tuple[int, ...]:
@@ -139,7 +149,7 @@ class EagerStep:
         max_batch: Most images in a step.
         device: Where the network is.
         fixed_shapes: Pad to buckets (for a compiled network); else any count runs as it is.
-        threads: See :func:`make_step`.
+        threads, usual_threads: See :func:`make_step`.
     """
 
     slots = 1
@@ -154,6 +164,7 @@ class EagerStep:
         device: torch.device,
         fixed_shapes: bool = False,
         threads: int | None = None,
+        usual_threads: int | None = None,
     ) -> None:
         self._network = network
         self._device = device
@@ -163,7 +174,9 @@ class EagerStep:
         self._fixed_shapes = fixed_shapes
         self._given_threads = threads
         self._lanes = Lanes(
-            network, threads or torch.get_num_threads(), concurrent=device.type == "cpu" and network.concurrent
+            network,
+            threads or usual_threads or torch.get_num_threads(),
+            concurrent=device.type == "cpu" and network.concurrent,
         )
 
     def input(self, slot: int) -> Images:

@@ -105,6 +105,7 @@ class Supervisor:
         self._ending = True
 
     def _end_children(self) -> None:
+        self._listener.close()
         self._pass_on(signal.SIGTERM)
         end = time.monotonic() + self._drain_seconds + 2.0
         for child in self._children:

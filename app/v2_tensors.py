@@ -267,12 +267,15 @@ def _pixels(tensor: InputTensor) -> npt.NDArray[np.uint8]:
             raise _bad_size(tensor, size, len(tensor.binary), "bytes")
         return np.frombuffer(tensor.binary, np.uint8)
     try:
-        values = np.asarray(tensor.data)
+        values = np.asarray(tensor.data, dtype=object)  # Of one type, a long text would make all of them as long.
     except ValueError as error:
         raise MalformedRequest(f"input {tensor.name!r}: expected rows of equal length; correct data") from error
+    types = set(map(type, values.ravel().tolist()))
+    if list in types:
+        raise MalformedRequest(f"input {tensor.name!r}: expected rows of equal length; correct data")
     if values.size != size:
         raise _bad_size(tensor, size, values.size, "values")
-    if values.dtype.kind not in "iu" or values.min() < 0 or values.max() > 255:
+    if types != {int} or values.min() < 0 or values.max() > 255:
         raise MalformedRequest(f"input {tensor.name!r}: expected whole numbers from 0 to 255; correct data")
     return values.astype(np.uint8)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Final, ParamSpec, cast
 
 import numpy as np
@@ -248,7 +248,8 @@ async def _infer(request: Request, name: str, version: str | None) -> Response:
 async def _run(service: Service, served: Served, wanted: InferRequest, request: Request) -> Answer:
     settings, shape = service.settings, served.preprocess
     size = (shape.channels, shape.height, shape.width)
-    images = images_of(wanted.tensor, size, max_images=settings.max_images_per_request)
+    read = partial(images_of, wanted.tensor, size, max_images=settings.max_images_per_request)
+    images = await asyncio.to_thread(read) if wanted.tensor.binary is None else read()
     seconds = settings.deadline_seconds
     if isinstance(images, np.ndarray):
         return await served.engine.predict_arrays(images, deadline_s=seconds, receive=request.receive)

@@ -300,6 +300,21 @@ async def test_nothing_is_admitted_before_warm_up() -> None:
         await setup.engine.start()
 
 
+async def test_a_quick_step_does_not_change_what_the_next_one_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = torch.get_num_threads()
+    network = CountsThreads()
+    try:
+        torch.set_num_threads(1)  # what a quick step left on the event loop
+        step = make_step(
+            network, (1, 8, 8), max_batch=2, device=torch.device("cpu"), compiled=False, usual_threads=usual + 1
+        )
+        step.warm_up()
+        step.fetch(0, 1)
+    finally:
+        torch.set_num_threads(usual)
+    assert network.threads[-1] == usual + 1
+
+
 async def test_every_bucket_is_warmed_up() -> None:
     assert buckets_to(1) == (1,)
     assert buckets_to(6) == (1, 2, 4, 6)

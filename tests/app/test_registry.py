@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.model import Model
+from app.server import _settle_heap
 from psc_core.errors import BundleError
 from tests.app.fakes import FakeModel, png
-from tests.app.support import PNG, Running, running
+from tests.app.support import PNG, Running, running, until
 
 pytestmark = pytest.mark.anyio
 
@@ -106,6 +110,32 @@ async def test_all_bundles_or_none_are_swapped() -> None:
         assert [each["name"] for each in response.json()["reloaded"]] == ["b"]
         assert [served.version for served in app.service.registry.served] == ["a1", "b2"]
         assert (await app.client.post("/admin/reload?model=c", headers=ADMIN)).status_code == 404
+
+
+async def test_any_failure_of_a_reload_is_cleaned_up_and_told() -> None:
+    async with running(admin_keys="root") as app:
+        threads = threading.active_count()
+        for _ in range(3):
+            serve_next(app, MemoryError("no room"))
+            response = await app.client.post("/admin/reload", headers=ADMIN)
+            assert response.status_code == 503
+            assert "MemoryError" in response.json()["detail"]
+        assert threading.active_count() <= threads + 1
+        assert await app.metric('psc_reloads_total{model="m",result="failed"}') == 3
+        assert (await app.client.post("/predict", content=png(1), headers=PNG)).status_code == 200
+
+
+async def test_the_old_model_is_gone_after_a_reload_even_from_a_frozen_heap() -> None:
+    async with running(admin_keys="root") as app:
+        app.service.registry.on_retired = _settle_heap
+        try:
+            old = weakref.ref(app.service.registry.get("m").engine)
+            gc.freeze()
+            serve_next(app, FakeModel("v2"))
+            assert (await app.client.post("/admin/reload", headers=ADMIN)).status_code == 200
+            await until(lambda: old() is None, 5)
+        finally:
+            gc.unfreeze()
 
 
 async def test_one_reload_at_a_time() -> None:

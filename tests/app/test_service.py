@@ -75,6 +75,9 @@ async def test_hosts_and_origins() -> None:
         assert (await app.client.get("/model", headers={"host": "evil"})).status_code == 400
         response = await app.client.get("/healthz", headers={"origin": "https://page.example"})
         assert response.headers["access-control-allow-origin"] == "https://page.example"
+        response = await app.client.post("/predict", content=b"?", headers={"origin": "https://page.example"})
+        assert response.status_code == 415
+        assert response.headers["access-control-allow-origin"] == "https://page.example"
         response = await app.client.get("/healthz", headers={"origin": "https://evil.example"})
         assert "access-control-allow-origin" not in response.headers
 

@@ -33,6 +33,7 @@ def test_settings_are_frozen() -> None:
         ({"PSC_PORT": "tcp://10.0.0.1:80"}, "enableServiceLinks"),
         ({"PSC_PORT": "x"}, "setting port"),
         ({"PSC_ALPHA": "2"}, "setting alpha"),
+        ({"PSC_DRAIN_SECONDS": "inf"}, "setting drain_seconds"),
         ({"PSC_DEVICE": "tpu"}, "setting device"),
         ({"PSC_MAX_QUEUE_IMAGES": "5"}, "never be admitted"),
         ({"PSC_TLS_KEY": "k.pem"}, "set both or neither"),
@@ -49,6 +50,9 @@ def test_keys_are_never_shown() -> None:
     with pytest.raises(UsageError) as caught:
         load_settings({"api_keys": 5, "port": "x"}, environment={})
     assert "5" not in str(caught.value)
+    with pytest.raises(UsageError, match="PSC_API_KEY ") as caught:
+        load_settings(environment={"PSC_API_KEY": "hunter2"})
+    assert "hunter2" not in str(caught.value)
     settings = load_settings(environment={"PSC_API_KEYS": "hunter2"})
     assert "hunter2" not in repr(settings)
 

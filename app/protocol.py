@@ -1,0 +1,98 @@
+"""Uvicorn's HTTP protocol with limits: how long a request's head may be, and how long a client may keep us waiting.
+
+Uvicorn itself takes a head of any size at any pace, and buffers an answer for as long as nobody reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES: Final = 1 << 16
+"""Longest request line with headers, bytes."""
+
+_TOO_LONG: Final = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-type: text/plain\r\n"
+    b"content-length: 67\r\n\r\nexpected at most 65536 bytes of request line and headers, got more\n"
+)
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection.  A timer exists only while a client is slow: most requests come whole and are read at once."""
+
+    patience_s: ClassVar[float] = 60.0
+    """Seconds in which a head must be complete, and in which a client must take something of an answer."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._in_head = True
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._answer_timer: asyncio.TimerHandle | None = None
+        self._unread = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_timer = self.loop.call_later(self.patience_s, transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head()
+        self._end_answer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.transport.write(_TOO_LONG)
+                self.transport.close()
+            elif self._head_timer is None:
+                self._head_timer = self.loop.call_later(self.patience_s, self.transport.close)
+        elif self._head_timer is not None:
+            self._end_head()
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_bytes = 0
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._answer_timer is None:
+            self._watch_answer()
+
+    def resume_writing(self) -> None:
+        self._end_answer()
+        super().resume_writing()
+
+    def _watch_answer(self) -> None:
+        self._unread = self.transport.get_write_buffer_size()
+        self._answer_timer = self.loop.call_later(self.patience_s, self._check_answer)
+
+    def _check_answer(self) -> None:
+        if self.transport.get_write_buffer_size() < self._unread:
+            self._watch_answer()
+        else:
+            self.transport.abort()
+
+    def _end_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _end_answer(self) -> None:
+        if self._answer_timer is not None:
+            self._answer_timer.cancel()
+            self._answer_timer = None
+
+
+def protocol(patience_s: float) -> type[LimitedProtocol]:
+    """The class for a server whose clients may keep it waiting for ``patience_s`` seconds."""
+    return type("Protocol", (LimitedProtocol,), {"patience_s": patience_s})
