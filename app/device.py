@@ -121,9 +121,10 @@ class DeviceThread:
         """Warm up, then serve until the queue is stopped."""
         self._thread.start()
 
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for the thread to end."""
-        self._thread.join(timeout)
+    @property
+    def alive(self) -> bool:
+        """Whether the thread has been started and has not ended."""
+        return self._thread.is_alive()
 
     def run_due(self) -> None:
         """Compute, on the calling thread, every batch that is due; only when :attr:`inline`."""

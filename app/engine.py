@@ -237,7 +237,9 @@ class Engine:
         late = NotReady("the service is shutting down; try again")
         self._queue.call(lambda batcher, _now: batcher.fail_all(late))
         self._queue.stop()
-        await asyncio.to_thread(self._thread.join, min(5.0, max(0.1, end - self._clock())))
+        end = self._clock() + min(5.0, max(0.1, end - self._clock()))
+        while self._thread.alive and self._clock() < end:
+            await asyncio.sleep(0.01)
         if self.phase is not Phase.FAILED:
             self.phase = Phase.CLOSED
 

@@ -37,8 +37,8 @@ class Lanes:
 
         An error of any part is raised when none is running any more, so the caller may then change ``images``.
         """
-        lanes = max(1, min(self.threads, len(images) // IMAGES_A_LANE)) if self._pool else 1
-        if self._pool is None or lanes == 1:
+        lanes = min(self.threads, len(images) // IMAGES_A_LANE)
+        if self._pool is None or lanes < 2:
             return self._part(images, self.threads)
         first, *others = images.tensor_split(lanes)
         running = [self._pool.submit(self._part, part, self.threads // lanes) for part in others]

@@ -13,14 +13,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 MAX_HEAD_BYTES: Final = 1 << 16
 """Longest request line with headers, bytes."""
 
+_TOO_LONG_TEXT: Final = b"expected at most %d bytes of request line and headers, got more\n" % MAX_HEAD_BYTES
 _TOO_LONG: Final = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-type: text/plain\r\n"
-    b"content-length: 67\r\n\r\nexpected at most 65536 bytes of request line and headers, got more\n"
+    b"content-length: %d\r\n\r\n%s" % (len(_TOO_LONG_TEXT), _TOO_LONG_TEXT)
 )
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection.  A timer exists only while a client is slow: most requests come whole and are read at once."""
+    """One connection.  A request that comes whole, on a connection that is in use, costs no timer."""
 
     patience_s: ClassVar[float] = 60.0
     """Seconds in which a head must be complete, and in which a client must take something of an answer."""

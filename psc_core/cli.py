@@ -190,7 +190,6 @@ def _run_stations(
     check_target(args.out)
     if len(args.name) > MAX_NAME:
         raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(args.name)}")
-    station.check_classes(train, val)
     station.check_promises(val, alpha=args.alpha, coverage=args.coverage, options=options)
     first = options.reducer.rank == 0
     say = print if first else _silent

@@ -95,6 +95,7 @@ def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:
     from psc_core.baselines import fit_baselines
     from psc_core.candidate import CollapseReport
     from psc_core.data import open_dataset
+    from psc_core.evaluate import check_classes
     from psc_core.networks import load_network
     from psc_core.passes import Compute
 
@@ -103,11 +104,8 @@ def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:
         raise UsageError(f"{args.bundle} records no network; baselines need a bundle that psc-fit wrote")
     train = open_dataset(args.train, split="train", preprocess=psc.preprocess)
     val = open_dataset(args.val, split="val", preprocess=psc.preprocess)
-    for flag, data in (("--train", train), ("--val", val)):
-        if data.classes != psc.classes:
-            raise UsageError(
-                f"expected the classes of the bundle in {flag} {data.name}, got others; give what psc-fit got"
-            )
+    for data in (train, val):
+        check_classes(psc, data)
     net = load_network(
         recipe["model"],
         weights=args.weights,

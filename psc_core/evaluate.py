@@ -86,13 +86,7 @@ def evaluate(
     Raises:
         UsageError: Data read through another preprocessing, or of other classes, than the model's.
     """
-    if id_data.classes != psc.classes:
-        odd = sorted(set(id_data.classes) ^ set(psc.classes))[:10]
-        raise UsageError(
-            f"expected the model's {len(psc.classes)} classes in {id_data.name}, got "
-            f"{len(id_data.classes)} (different: {', '.join(odd) or 'the order'}); use data of the "
-            "classes it was fitted on"
-        )
+    check_classes(psc, id_data)
     inside = score_images(psc, id_data, baselines, batch_images=batch_images)
     outside = {name: score_images(psc, data, baselines, batch_images=batch_images) for name, data in ood.items()}
     calibration_images = len(psc.calibration)
@@ -110,6 +104,21 @@ def evaluate(
         mean_set_size=float(inside.set_size.double().mean()),
         ambiguity=ambiguity(inside.entropy, id_data.groups),
     )
+
+
+def check_classes(psc: PSC, data: ImageDataset) -> None:
+    """Refuse data of other classes than the model's.
+
+    Raises:
+        UsageError: They differ; the message says in what.
+    """
+    if data.classes != psc.classes:
+        odd = sorted(set(data.classes) ^ set(psc.classes))[:10]
+        raise UsageError(
+            f"expected the model's {len(psc.classes)} classes in {data.name}, got "
+            f"{len(data.classes)} (different: {', '.join(odd) or 'the order'}); use data of the "
+            "classes it was fitted on"
+        )
 
 
 def score_images(

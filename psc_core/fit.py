@@ -101,7 +101,7 @@ def measure_collapse(
     """
     options = options or FitOptions()
     options.reducer.require(train)
-    _same_classes(train, val)
+    _check_classes(train, val)
     choose, _ = split_validation(val, options.seed)
     compute = options.compute()
     return collapse.measure_collapse(
@@ -217,7 +217,7 @@ def fit_psc(
         raise UsageError(f"expected predictions 'psc' or 'base', got {predictions!r}")
     if ood_score not in OOD_SCORES:
         raise UsageError(f"expected ood_score to be one of {', '.join(OOD_SCORES)}, got {ood_score!r}")
-    _same_classes(train, val)
+    _check_classes(train, val)
     options.reducer.require(train)
     compute = options.compute()
     check_promises(val, alpha=alpha, coverage=coverage, options=options)
@@ -298,19 +298,6 @@ def check_promises(val: ImageDataset, *, alpha: float, coverage: float, options:
         raise UsageError(f"{error} (half of the {len(val)} validation images calibrate)") from error
 
 
-def check_classes(train: ImageDataset, val: ImageDataset) -> None:
-    """Refuse classes that nothing can be fitted to.
-
-    Raises:
-        DataError: Other classes for training than for validation, fewer than two, or one with a single image.
-    """
-    _same_classes(train, val)
-    counts = torch.bincount(train.labels, minlength=len(train.classes))
-    if counts.min() < 2:
-        few = train.classes[int(counts.argmin())]
-        raise DataError(f"expected at least two training images of each class, got {int(counts.min())} of {few!r}")
-
-
 def embed(
     backbone: Backbone,
     projection: Projection,
@@ -378,7 +365,7 @@ def _cut(net: nn.Module, candidate: Candidate, data: ImageDataset, compute: Comp
     return truncate(net.to(compute.device), candidate.layers, keep_output=keep_output, example=example)
 
 
-def _same_classes(train: ImageDataset, val: ImageDataset) -> None:
+def _check_classes(train: ImageDataset, val: ImageDataset) -> None:
     if train.classes != val.classes:
         odd = sorted(set(train.classes) ^ set(val.classes))
         raise DataError(
@@ -387,6 +374,10 @@ def _same_classes(train: ImageDataset, val: ImageDataset) -> None:
         )
     if len(train.classes) < 2:
         raise DataError(f"expected at least two classes, got {list(train.classes)}; give a folder for each class")
+    counts = torch.bincount(train.labels, minlength=len(train.classes))
+    if counts.min() < 2:
+        few = train.classes[int(counts.argmin())]
+        raise DataError(f"expected at least two training images of each class, got {int(counts.min())} of {few!r}")
 
 
 def _validation_metrics(outputs: Outputs, targets: Tensor) -> dict[str, Any]:

@@ -99,7 +99,9 @@ def _webp_size(data: bytes) -> tuple[int, int]:
     if kind == b"VP8L":
         bits = int.from_bytes(data[21:25], "little")
         return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
-    return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
+    if kind == b"VP8 ":
+        return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
+    return 0, 0
 
 
 def _plain_png(data: bytes, max_pixels: int) -> Image.Image | None:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial, wraps
-from typing import Any, Final, ParamSpec, cast
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import numpy as np
 import orjson
@@ -23,6 +23,7 @@ from app.errors import ClientGone, MalformedRequest, UnknownModel, UnsupportedMe
 from app.registry import Served
 from app.service import Service
 from app.settings import SMALLEST_ALPHA
+from app.step import Images
 from app.uploads import Upload, read_body
 from app.v2_schemas import (
     INFER_BODY,
@@ -65,6 +66,7 @@ _OUTPUTS: Final = (
 
 _NONE: Final[Mapping[str, str]] = {}
 _Arguments = ParamSpec("_Arguments")
+_Found = TypeVar("_Found")
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -225,13 +227,13 @@ async def _infer(request: Request, name: str, version: str | None) -> Response:
     await service.guard(request)
     body = await _read_body(request, service, _served(service, name, version))
     header_length = request.headers.get(HEADER)
-    if len(body) <= _INLINE_BYTES:
-        wanted = parse_request(body, header_length, _OUTPUTS)
-    else:
-        wanted = await asyncio.to_thread(parse_request, body, header_length, _OUTPUTS)
+    wanted = await _read(len(body), parse_request, body, header_length, _OUTPUTS)
     served = _served(service, name, version)
     policy = served.with_thresholds(_alpha(wanted), None)
-    answer = await _run(service, served, wanted, request)
+    size = (served.preprocess.channels, served.preprocess.height, served.preprocess.width)
+    most = service.settings.max_images_per_request
+    images = await _read(len(body), partial(images_of, wanted.tensor, size, max_images=most))
+    answer = await _run(service, served, images, request)
     verdict = served.judge(answer.rows, policy)
     served.record(answer.rows, policy)
     binary = wanted.outputs or dict.fromkeys(_OUTPUTS, wanted.binary_output)
@@ -245,12 +247,13 @@ async def _infer(request: Request, name: str, version: str | None) -> Response:
     return Response(document, media_type="application/octet-stream", headers={HEADER: str(length)})
 
 
-async def _run(service: Service, served: Served, wanted: InferRequest, request: Request) -> Answer:
-    settings, shape = service.settings, served.preprocess
-    size = (shape.channels, shape.height, shape.width)
-    read = partial(images_of, wanted.tensor, size, max_images=settings.max_images_per_request)
-    images = await asyncio.to_thread(read) if wanted.tensor.binary is None else read()
-    seconds = settings.deadline_seconds
+async def _read(size: int, work: Callable[..., _Found], *arguments: Any) -> _Found:
+    """``work(*arguments)``, on a thread where a body of ``size`` bytes would hold up the event loop."""
+    return work(*arguments) if size <= _INLINE_BYTES else await asyncio.to_thread(work, *arguments)
+
+
+async def _run(service: Service, served: Served, images: Images | list[bytes], request: Request) -> Answer:
+    seconds = service.settings.deadline_seconds
     if isinstance(images, np.ndarray):
         return await served.engine.predict_arrays(images, deadline_s=seconds, receive=request.receive)
     uploads = [Upload(data) for data in images]

@@ -137,6 +137,7 @@ class Plain(nn.Module):
         passes: Times that each runs (Monte-Carlo dropout).
     """
 
+    concurrent = True
     scale: Tensor
     shift: Tensor
 
@@ -149,8 +150,6 @@ class Plain(nn.Module):
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.passes = passes
         self.requires_grad_(False)
-
-    concurrent = True
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, K), or (B, K + 1) with the entropy of the mean where there are several answers to average."""

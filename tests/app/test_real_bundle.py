@@ -120,6 +120,7 @@ def test_psc_serve_starts_answers_and_stops(tiny_bundle: Path, digits: list[byte
     ) as process:  # fmt: skip
         assert process.stderr is not None
         url = process.stderr.readline().split()[-1]
+        process.send_signal(signal.SIGHUP)  # there is nothing to reload yet
         end = time.monotonic() + 60
         while time.monotonic() < end:
             try:

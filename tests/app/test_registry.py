@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,23 @@ async def test_any_failure_of_a_reload_is_cleaned_up_and_told() -> None:
         assert threading.active_count() <= threads + 1
         assert await app.metric('psc_reloads_total{model="m",result="failed"}') == 3
         assert (await app.client.post("/predict", content=png(1), headers=PNG)).status_code == 200
+
+
+async def test_a_bundle_too_small_for_the_settings_is_a_bad_bundle() -> None:
+    async with running(admin_keys="root", alpha=0.02) as app:
+        few = FakeModel("v2")
+        part = slice(0, 9)
+        few.calibration = replace(
+            few.calibration,
+            scores=few.calibration.scores[part],
+            entropies=few.calibration.entropies[part],
+            label_probabilities=few.calibration.label_probabilities[part],
+            labels=few.calibration.labels[part],
+        )
+        serve_next(app, few)
+        response = await app.client.post("/admin/reload", headers=ADMIN)
+        assert response.status_code == 422
+        assert "alpha" in response.json()["detail"]
 
 
 async def test_the_old_model_is_gone_after_a_reload_even_from_a_frozen_heap() -> None:

@@ -149,6 +149,17 @@ def test_sighup_reloads() -> None:
         assert httpx.post(server.url + "/predict", content=png(1), headers=PNG).status_code == 200
 
 
+def test_the_supervisor_too_stops_listening_when_it_drains() -> None:
+    with serving("--workers=2") as server, httpx.Client() as client:
+        client.get(server.url + "/healthz")  # a connection in use, for which a worker lingers
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert server.process.poll() is None
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", server.port), 1.0)
+        assert server.end() == 0
+
+
 def test_a_dead_device_ends_the_process_with_1_after_answering() -> None:
     with serving("die-after=1.5") as server:
         time.sleep(1.6)

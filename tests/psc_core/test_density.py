@@ -68,12 +68,12 @@ def test_many_classes_of_few_images_keep_the_directions_that_tell(kind: str) -> 
     random = torch.Generator().manual_seed(0)
     labels = torch.arange(500) % 100
     means = torch.randn(100, 48, generator=random)
-    z = means[labels] + 0.2 * torch.randn(500, 48, generator=random)
-    inside = means[labels] + 0.2 * torch.randn(500, 48, generator=random)
+    z = means[labels] + 0.5 * torch.randn(500, 48, generator=random)
+    inside = means[labels] + 0.5 * torch.randn(500, 48, generator=random)
     outside = torch.randn(500, 48, generator=random)
     model = fit_density(z, labels, num_classes=100, kind=kind)
     found = scores.auroc(-model(inside).log_density, -model(outside).log_density)
-    assert found > 0.95  # with as many components as a class has images, 4, it would be about 0.6
+    assert found > 0.99  # with as many components as a class has images beyond one, 4, it is 0.51 to 0.56
 
 
 def test_enough_images_are_the_papers_sample_covariances() -> None:

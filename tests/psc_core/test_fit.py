@@ -13,7 +13,7 @@ from psc_core import FitOptions, fit_projection, fit_psc, load_network, measure_
 from psc_core.candidate import Candidate
 from psc_core.data import ImageDataset, split_validation
 from psc_core.errors import DataError, FitError, UsageError
-from psc_core.fit import OOD_SCORES, FittedProjection, check_classes, entropy_weight
+from psc_core.fit import OOD_SCORES, FittedProjection, entropy_weight
 from psc_core.pipeline import Outputs
 from psc_core.preprocess import PRESETS
 from psc_core.ranks import choose_ranks
@@ -102,13 +102,14 @@ def test_classes_must_be_the_same_and_at_least_two(
         measure_collapse(net, *alone, options=OPTIONS)
 
 
-def test_a_class_of_a_single_image_is_refused_before_anything_is_fitted(train: ImageDataset, val: ImageDataset) -> None:
-    check_classes(train, val)
+def test_a_class_of_a_single_image_is_refused_before_anything_is_fitted(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset
+) -> None:
     labels = train.labels.clone()
     labels[labels == 3] = 4
     labels[0] = 3
     with pytest.raises(DataError, match="two training images of each class, got 1 of '3'"):
-        check_classes(replace(train, labels=labels), val)
+        measure_collapse(net, replace(train, labels=labels), val, options=OPTIONS)
 
 
 def test_base_predictions_want_an_output_for_each_class(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 from PIL import Image
 
 from psc_core import PRESETS, PSC, open_dataset
-from psc_core.errors import ImageError, UsageError
+from psc_core.errors import BundleError, ImageError, UsageError
 from psc_core.pipeline import Outputs, entropy
 
 ALLOW = ("tests.tiny:network",)
@@ -113,6 +114,18 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
         "assert not web, web"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_a_network_that_gives_other_features_when_it_is_fused_is_refused(tiny_bundle: Path) -> None:
+    psc = PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
+    psc.probe()
+    stale = copy.deepcopy(psc.pipeline.backbone)
+    with torch.no_grad():
+        for parameter in stale.parameters():
+            parameter.mul_(1.2)
+    psc.pipeline._fused = (stale,)
+    with pytest.raises(BundleError, match="same features in fewer operations"):
+        psc.probe()
 
 
 def test_an_image_of_pillow_is_read_as_its_file_is(psc: PSC) -> None:
