@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from app.settings import Settings, default_text, load_settings
 from app.sockets import inherited_socket, make_socket
 from app.supervisor import Supervisor, child_command
 from psc_core.allocator import keep_freed_memory
-from psc_core.errors import PSCError
+from psc_core.errors import PSCError, UsageError
 
 EXIT_OK, EXIT_FAILURE, EXIT_BAD_INPUT = 0, 1, 2
 
@@ -74,6 +75,7 @@ def run(arguments: Sequence[str]) -> int:
     for name, path in settings.named_bundles:
         if not (path / "manifest.json").is_file():
             return _refuse(f"bundle {name}: expected {path / 'manifest.json'}, got no such file; run psc-fit")
+    _check_tls(settings.tls_certificate, settings.tls_key)
     listener = inherited_socket()
     if listener is not None:
         return _serve(settings, listener, shared=True)
@@ -122,6 +124,19 @@ def _serve(settings: Settings, listener: Any, *, shared: bool) -> int:
     if server.service.exit_code:
         _refuse(server.service.exit_message)
     return server.service.exit_code if server.started else EXIT_FAILURE
+
+
+def _check_tls(certificate: Path | None, key: Path | None) -> None:
+    """Refuse files that no connection could be served with, before anything is loaded."""
+    if certificate is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except OSError as error:
+        raise UsageError(
+            f"expected a PEM certificate chain in {certificate} and its key, not encrypted, in {key}, got "
+            f"{error.strerror or error}; check --tls-certificate and --tls-key"
+        ) from error
 
 
 def _say(settings: Settings, port: int) -> None:

@@ -196,6 +196,8 @@ class _Base:
         }
         if httpx.URL(url).scheme not in ("http", "https"):
             raise InputError(f"expected a URL such as {DEFAULT_URL}, got {url!r}; give http:// or https://")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise InputError("expected an API key of printable ASCII, got one that no header can carry; check it")
 
     def _after_response(self, response: httpx.Response, attempt: int) -> float | None:
         if response.status_code not in _RETRIED_STATUS:

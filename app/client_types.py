@@ -15,7 +15,7 @@ class ClientError(Exception):
 
 
 class InputError(ClientError):
-    """An image that cannot be read here, or a URL that is none; nothing was sent."""
+    """An image that cannot be read here, or a URL or an API key that cannot be used; nothing was sent."""
 
 
 class ConnectionFailed(ClientError):

@@ -74,7 +74,7 @@ class EngineMetrics(Protocol):
 
     def batch(self, size: int, seconds: float, waits: Sequence[float]) -> None: ...
 
-    def decoded(self, seconds: float, images: int) -> None: ...
+    def decoded(self, seconds: float) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Engine:
                     finished=lambda images, error: self._decoded(job, images, error, began),
                 )
             else:
-                self._metrics.decoded(self._clock() - began, len(uploads))
+                self._metrics.decoded(self._clock() - began)
                 self._arrive(job, images)
         except Exception as error:
             self._refuse(job, error)
@@ -274,7 +274,7 @@ class Engine:
             self._thread.run_due()
 
     def _decoded(self, job: Job, images: npt.NDArray[np.uint8], error: Exception | None, began: float) -> None:
-        self._metrics.decoded(self._clock() - began, len(images))
+        self._metrics.decoded(self._clock() - began)
         if error is None:
             self._tell(self._arrive, job, images)
         else:

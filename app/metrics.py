@@ -133,7 +133,7 @@ class Metrics:
         self._metrics["psc_inference_seconds"].observe(seconds)
         observe_many(self._metrics["psc_queue_seconds"], np.asarray(waits))
 
-    def decoded(self, seconds: float, images: int) -> None:
+    def decoded(self, seconds: float) -> None:
         """A request's images were decoded; called on any thread."""
         self._decodes.append(seconds)
 

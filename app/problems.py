@@ -1,4 +1,7 @@
-"""Errors as RFC 9457 ``application/problem+json`` responses, and what the OpenAPI document says of them."""
+"""Errors as RFC 9457 ``application/problem+json`` responses, and what the OpenAPI document says of them.
+
+Under ``/v2`` the body is that of the Open Inference Protocol, ``{"error": …}``.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from app.errors import TYPE_PREFIX, Problem, problem_of
 from app.metrics import Metrics
-from app.schemas import ProblemDocument
 from psc_core.errors import PSCError
 
 logger = logging.getLogger("psc.http")
@@ -29,20 +32,29 @@ _SLUGS: Final = {
 }
 
 
-def problem_response(problem: Problem) -> Response:
-    """The response for a problem."""
-    body = orjson.dumps(problem.to_json())
-    return Response(body, problem.status, dict(problem.headers), media_type=MEDIA_TYPE)
+def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response:
+    """Log what the operator must know of an error, count it, and give the response for it.
 
-
-def error_response(error: Exception, metrics: Metrics) -> Response:
-    """Log what the operator must know of an error, count it, and give the response for it."""
+    Args:
+        error: Any error.
+        scope: Of the request that it ended.
+        metrics: Where it is counted.
+    """
     problem = problem_of(error)
     if problem.status >= 500:
         crashed = problem.status == 500
         logger.log(logging.ERROR if crashed else logging.WARNING, "%s", error, exc_info=error if crashed else None)
+    return _response(problem, scope, metrics)
+
+
+def _response(problem: Problem, scope: Scope, metrics: Metrics) -> Response:
     metrics.rejected(problem.reason)
-    return problem_response(problem)
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if path == "/v2" or path.startswith("/v2/"):
+        body, media_type = orjson.dumps({"error": problem.detail}), "application/json"
+    else:
+        body, media_type = orjson.dumps(problem.to_json()), MEDIA_TYPE
+    return Response(body, problem.status, dict(problem.headers), media_type=media_type)
 
 
 def install(app: FastAPI) -> None:
@@ -66,13 +78,8 @@ def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def problem_schema() -> dict[str, Any]:
-    """JSON schema of the problem document."""
-    return ProblemDocument.model_json_schema()
-
-
 async def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(error, request.app.state.service.metrics)
+    return error_response(error, request.scope, request.app.state.service.metrics)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -81,16 +88,15 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     slug, title = _SLUGS.get(error.status_code, (f"http-{error.status_code}", "Request refused"))
     headers = error.headers or {}
     problem = Problem(error.status_code, TYPE_PREFIX + slug, title, str(error.detail), slug, headers)
-    request.app.state.service.metrics.rejected(slug)
-    return problem_response(problem)
+    return _response(problem, request.scope, request.app.state.service.metrics)
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
     if not isinstance(error, RequestValidationError):
         raise error
     detail = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-    request.app.state.service.metrics.rejected("malformed")
-    return problem_response(Problem(400, f"{TYPE_PREFIX}malformed", "Malformed request", detail, "malformed"))
+    problem = Problem(400, f"{TYPE_PREFIX}malformed", "Malformed request", detail, "malformed")
+    return _response(problem, request.scope, request.app.state.service.metrics)
 
 
 _RETRY_AFTER: Final = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 1}}}

@@ -28,6 +28,8 @@ SMALLEST_ALPHA: Final = 1e-9
 """Below this no calibration set could promise anything."""
 
 _MEBIBYTE: Final = 1024 * 1024
+_MOST_PIXELS: Final = 178_956_970
+"""Pillow reads no larger image."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -97,7 +99,9 @@ class Settings(BaseSettings):
         default=1024 * _MEBIBYTE, ge=1, description="Most body bytes held at once for all requests, bytes."
     )
     max_images_per_request: int = Field(default=512, ge=1, description="Most images in one request.")
-    max_pixels: int = Field(default=50_000_000, ge=1, description="Largest width × height of an image.")
+    max_pixels: int = Field(
+        default=50_000_000, ge=1, le=_MOST_PIXELS, description="Largest width × height of an image."
+    )
     max_fields: int = Field(default=1024, ge=1, description="Most multipart fields in one request, images included.")
     max_requests: int = Field(default=4096, ge=1, description="Most requests being answered at once; beyond it: 429.")
     upload_seconds: float = Field(
@@ -143,7 +147,9 @@ class Settings(BaseSettings):
     )
     access_log: bool = Field(default=False, description="One log line for each request.")
     otel: bool = Field(default=False, description="Export traces with OpenTelemetry (extra `psc[otel]`).")
-    drift_window: int = Field(default=1000, ge=1, description="Images in the window of `psc_drift_window_ood_rate`.")
+    drift_window: int = Field(
+        default=1000, ge=1, le=1_000_000, description="Images in the window of `psc_drift_window_ood_rate`."
+    )
     drift_false_alarm: float = Field(
         default=0.01, gt=0, lt=1, description="Bound on the probability of a false drift alarm, ever."
     )
@@ -166,6 +172,9 @@ class Settings(BaseSettings):
             )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("expected tls_certificate and tls_key together; set both or neither")
+        for host in self.allowed_hosts:
+            if "*" in host.removeprefix("*.") and host != "*":
+                raise ValueError(f"expected allowed_hosts like example.org or *.example.org, got {host!r}")
         names = [name for name, _ in self.named_bundles]
         for name in names:
             if _NAME.fullmatch(name) is None:

@@ -39,10 +39,10 @@ from psc_core.data import ImageDataset
 from psc_core.density import DENSITIES, Density, fit_density
 from psc_core.density.gaussian import ClasswiseDensity
 from psc_core.errors import FitError, NetworkError
+from psc_core.heads import entropy
 from psc_core.passes import Compute, passes
-from psc_core.pipeline import entropy
 from psc_core.preprocess import Preprocess
-from psc_core.rows import chunk_rows
+from psc_core.temperature import fit_temperature
 
 DETECTORS: Final = ("max-softmax", "entropy", "energy", "temperature", "gda", "knn", "mahalanobis++")
 """Scores of :meth:`Baselines.score`, in the order reports print them."""
@@ -58,9 +58,6 @@ BANK_CHUNK: Final = 8192
 
 GAUSSIAN_ELEMENTS: Final = 1 << 28
 """Largest K × P × P of the class-wise Gaussians (1 GiB of float32); P is reduced for many classes."""
-
-TEMPERATURES: Final = (0.01, 100.0)
-"""Range of T; a network that is right on every validation image would ask for 0 (and gets any T of no loss)."""
 
 
 class BaselineOutputs(NamedTuple):
@@ -206,37 +203,6 @@ def knn_score(
         candidates = torch.cat([best, unit @ block.T], dim=1)
         best = candidates.topk(min(k, candidates.shape[1]), dim=1).values
     return (2 - 2 * best[:, -1]).clamp_min(0).sqrt()
-
-
-def fit_temperature(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
-    """T that minimises the NLL of softmax(f / T), within :data:`TEMPERATURES`.
-
-    The NLL is convex in β = 1/T, with slope mean(E_p[f] − f_label) and curvature mean(Var_p[f]): Newton
-    steps, and halving of the bracket in log β where a step leaves it.
-    """
-    low, high = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0]
-    beta = 1.0
-    for _ in range(100):
-        slope, curvature = _nll_derivatives(logits, labels, beta)
-        if slope == 0:
-            break
-        low, high = (low, beta) if slope > 0 else (beta, high)
-        newton = beta - slope / curvature if curvature > 0 else math.inf
-        previous, beta = beta, newton if low < newton < high else math.sqrt(low * high)
-        if abs(beta - previous) <= 1e-12 * beta:
-            break
-    return 1 / beta
-
-
-def _nll_derivatives(logits: Tensor, labels: Tensor, beta: float) -> tuple[float, float]:
-    slope = curvature = 0.0
-    for rows in chunk_rows(*logits.shape):
-        f = logits[rows].double()
-        p = (beta * f).softmax(1)
-        mean = (p * f).sum(1)
-        slope += float((mean - f.gather(1, labels[rows, None]).squeeze(1)).sum())
-        curvature += float((p * (f - mean[:, None]).square()).sum())
-    return slope / len(logits), curvature / len(logits)
 
 
 # Passes over data -----------------------------------------------------------------------------------------

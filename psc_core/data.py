@@ -209,12 +209,14 @@ def open_dataset(spec: str, *, split: str, preprocess: Preprocess, labelled_imag
         spec: Directory, built-in name with root, or factory; an optional ``#split`` wins over ``split``.
         split: ``"train"``, ``"val"`` or ``"test"``; a directory is taken whole whatever the split.
         preprocess: How its images are read.
-        labelled_images: When false, a flat directory of images will do (out-of-distribution sets).
+        labelled_images: When false, a directory is one class: every image below it (out-of-distribution sets).
 
     Raises:
         DataError: The spec, the directory or its layout is not usable; the message says what was expected.
     """
-    body, _, chosen = spec.partition("#")
+    body, mark, chosen = spec.rpartition("#")
+    if not mark or Path(spec).is_dir():
+        body, chosen = spec, ""
     split = chosen or split
     if split not in SPLITS:
         raise DataError(f"expected a split of {', '.join(SPLITS)} behind '#', got {split!r} in {spec!r}")
@@ -267,12 +269,10 @@ def _from_factory(module: str, name: str, split: str, preprocess: Preprocess) ->
 
 
 def image_folder(root: Path, preprocess: Preprocess, *, labelled_images: bool = True) -> ImageDataset:
-    """The ImageFolder layout: one directory a class, sorted by name."""
+    """The ImageFolder layout: one directory a class, sorted by name; without labels, every image below ``root``."""
     if not root.is_dir():
         raise DataError(f"expected a directory of images, {root} is not one")
-    folders = sorted(entry for entry in root.iterdir() if entry.is_dir())
-    if not folders and not labelled_images:
-        folders = [root]
+    folders = sorted(entry for entry in root.iterdir() if entry.is_dir()) if labelled_images else [root]
     if not folders:
         raise DataError(f"expected one folder a class in {root}, it has none; lay images out as class/file.png")
     names: list[npt.NDArray[Any]] = []

@@ -21,8 +21,9 @@ from psc_core import intervals, scores
 from psc_core.baselines import Baselines
 from psc_core.data import Batch, ImageDataset
 from psc_core.errors import UsageError
+from psc_core.heads import entropy
 from psc_core.passes import Compute, track_images
-from psc_core.pipeline import Outputs, entropy
+from psc_core.pipeline import Outputs
 from psc_core.predictor import PSC
 from psc_core.report import HEADLINE, Classification, EvaluationReport, RealisedRate, Separation
 

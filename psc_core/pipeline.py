@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from psc_core.backbone import Backbone
 from psc_core.calibration import conformal_p_values
 from psc_core.density import Density
-from psc_core.heads import Head
+from psc_core.heads import Head, entropy
 from psc_core.preprocess import Preprocess
 from psc_core.projection import Projection
 
@@ -76,12 +76,6 @@ class Embedding(NamedTuple):
 def pool(features: Sequence[Float[Tensor, "batch _ _"]]) -> Float[Tensor, "batch channels"]:
     """Features averaged over positions, float32, the layers side by side."""
     return torch.cat([layer.float().mean(2) for layer in features], dim=1)
-
-
-def entropy(probabilities: Float[Tensor, "batch classes"]) -> Float[Tensor, "batch"]:
-    """−Σ p log p in nats, 0 log 0 = 0."""
-    result: Tensor = torch.special.entr(probabilities).sum(1)
-    return result
 
 
 class Pipeline(nn.Module):

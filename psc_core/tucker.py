@@ -41,7 +41,7 @@ def tucker_factors(
         # One channel: the decomposition is the eigendecomposition of one symmetric matrix.
         values, vectors = torch.linalg.eigh(correlation[0].double().cpu())
         leading = vectors[:, values.abs().argsort(descending=True, stable=True)[:d_max]]
-        return correlation.new_ones(1, 1).double(), _fix_signs(leading).to(correlation.device)
+        return correlation.new_ones(1, 1).double(), linalg.fix_signs(leading).to(correlation.device)
     tensor = correlation.double().cpu()
     with tensorly.backend_context("pytorch", local_threadsafe=True):
         _, factors = tucker(
@@ -51,7 +51,7 @@ def tucker_factors(
             tol=1e-6,
             init=_truncated_hosvd(tensor, c_max, d_max),
         )
-    a, b = (_fix_signs(factor).to(correlation.device) for factor in factors[:2])
+    a, b = (linalg.fix_signs(factor).to(correlation.device) for factor in factors[:2])
     return a, b
 
 
@@ -66,8 +66,3 @@ def _truncated_hosvd(tensor: Tensor, c_max: int, d_max: int) -> tuple[Tensor, li
         spatial.addmm_(part, part)
     a, b = (linalg.eigh(gram).vectors[:, :n] for gram, n in ((channel, c_max), (spatial, d_max)))
     return tensor.new_zeros(c_max, d_max, d_max), [a, b, b]
-
-
-def _fix_signs(factor: Tensor) -> Tensor:
-    largest = factor.gather(0, factor.abs().argmax(0, keepdim=True))
-    return factor * torch.where(largest < 0, -1.0, 1.0)

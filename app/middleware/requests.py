@@ -61,7 +61,7 @@ class Requests:
             await self.app(scope, exchange.receive, exchange.send)
         except Exception as error:
             if not exchange.status:
-                await error_response(error, service.metrics)(scope, receive, exchange.send)
+                await error_response(error, scope, service.metrics)(scope, receive, exchange.send)
             elif not exchange.complete:
                 logger.exception("a request failed while it was answered", exc_info=error)
                 raise

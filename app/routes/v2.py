@@ -8,10 +8,9 @@ answer's parameters say which was used.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Mapping
-from functools import partial, wraps
-from typing import Any, Final, ParamSpec, TypeVar, cast
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import orjson
@@ -19,7 +18,7 @@ from fastapi import APIRouter, Request, Response
 
 from app.answers import Verdict
 from app.engine import Answer
-from app.errors import ClientGone, MalformedRequest, UnknownModel, UnsupportedMedia, problem_of
+from app.errors import MalformedRequest, UnknownModel, UnsupportedMedia
 from app.registry import Served
 from app.service import Service
 from app.settings import SMALLEST_ALPHA
@@ -46,10 +45,7 @@ from app.v2_tensors import (
     images_of,
     parse_request,
 )
-from psc_core.errors import PSCError
 from psc_core.version import __version__
-
-logger = logging.getLogger("psc.v2")
 
 HEADER: Final = "Inference-Header-Content-Length"
 _INLINE_BYTES: Final = 256 * 1024
@@ -64,8 +60,6 @@ _OUTPUTS: Final = (
     "class_index",
 )
 
-_NONE: Final[Mapping[str, str]] = {}
-_Arguments = ParamSpec("_Arguments")
 _Found = TypeVar("_Found")
 
 
@@ -86,27 +80,6 @@ _INFER: Final[Mapping[str, Any]] = {
 }
 
 router = APIRouter(prefix="/v2", tags=["open inference protocol v2"])
-
-
-def protocol_errors(
-    handler: Callable[_Arguments, Awaitable[Response]],
-) -> Callable[_Arguments, Awaitable[Response]]:
-    """Have a handler, called with ``request=``, answer this project's errors as ``{"error": …}``."""
-
-    @wraps(handler)
-    async def handle(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> Response:
-        try:
-            return await handler(*arguments, **options)
-        except ClientGone:
-            raise
-        except PSCError as error:
-            problem = problem_of(error)
-            if problem.status >= 500:
-                logger.warning("%s", error, exc_info=error if problem.status == 500 else None)
-            _service(cast(Request, options["request"])).metrics.rejected(problem.reason)
-            return _json({"error": problem.detail}, problem.status, problem.headers)
-
-    return handle
 
 
 @router.get("", summary="Server metadata")
@@ -130,7 +103,6 @@ async def ready(request: Request, response: Response) -> ReadyDocument:
 
 
 @router.get("/models/{name}", response_model=ModelMetadata, responses=_METADATA_ERRORS, summary="Model metadata")
-@protocol_errors
 async def model_metadata(request: Request, name: str) -> Response:
     """Inputs and outputs of a model; the two inputs are alternatives."""
     return await _metadata(request, name, None)
@@ -142,7 +114,6 @@ async def model_metadata(request: Request, name: str) -> Response:
     responses=_METADATA_ERRORS,
     summary="Metadata of a model's version",
 )
-@protocol_errors
 async def version_metadata(request: Request, name: str, version: str) -> Response:
     """As without a version; the version is the digest of the bundle in service."""
     return await _metadata(request, name, version)
@@ -154,7 +125,6 @@ async def version_metadata(request: Request, name: str, version: str) -> Respons
     responses={503: {"model": ModelReadyDocument}, **_errors(404)},
     summary="Model readiness",
 )
-@protocol_errors
 async def model_ready(request: Request, name: str) -> Response:
     """200 when the model answers; else 503."""
     return _model_ready(request, name, None)
@@ -166,21 +136,18 @@ async def model_ready(request: Request, name: str) -> Response:
     responses={503: {"model": ModelReadyDocument}, **_errors(404)},
     summary="Readiness of a model's version",
 )
-@protocol_errors
 async def version_ready(request: Request, name: str, version: str) -> Response:
     """As without a version."""
     return _model_ready(request, name, version)
 
 
 @router.post("/models/{name}/infer", summary="Inference", **_INFER)
-@protocol_errors
 async def infer(request: Request, name: str) -> Response:
     """Images in, the wanted outputs out, as JSON or binary data."""
     return await _infer(request, name, None)
 
 
 @router.post("/models/{name}/versions/{version}/infer", summary="Inference with a version", **_INFER)
-@protocol_errors
 async def version_infer(request: Request, name: str, version: str) -> Response:
     """As without a version."""
     return await _infer(request, name, version)
@@ -307,5 +274,5 @@ def _service(request: Request) -> Service:
     return service
 
 
-def _json(document: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] = _NONE) -> Response:
-    return Response(orjson.dumps(document), status, dict(headers), media_type="application/json")
+def _json(document: Mapping[str, Any], status: int = 200) -> Response:
+    return Response(orjson.dumps(document), status, media_type="application/json")

@@ -18,10 +18,11 @@ from psc_core.backbone import truncate
 from psc_core.density import restore_density
 from psc_core.density.gaussian import ClasswiseDensity, Density, TiedDensity
 from psc_core.fusion import fuse
+from psc_core.heads import entropy
 from psc_core.heads.laplace import LaplaceHead
 from psc_core.layers import list_layers
 from psc_core.networks import load_network
-from psc_core.pipeline import Pipeline, entropy
+from psc_core.pipeline import Pipeline
 from psc_core.predictor import PSC
 from psc_core.preprocess import PRESETS, Preprocess
 from psc_core.projection import Projection

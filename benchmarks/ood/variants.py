@@ -30,12 +30,13 @@ from benchmarks.fitting import Stations
 from benchmarks.ood.detector import Detector, Score, Spaces, memory_bytes, scored
 from benchmarks.runs import Run
 from psc_core.backbone import Backbone, example_input, truncate
-from psc_core.baselines import fit_temperature, full_density, knn_score, max_softmax_score
+from psc_core.baselines import full_density, knn_score, max_softmax_score
 from psc_core.data import ImageDataset
 from psc_core.density import DENSITIES, Density, fit_density
 from psc_core.heads import HEADS, entropy, fit_head
 from psc_core.passes import passes
 from psc_core.projection import Projection
+from psc_core.temperature import fit_temperature
 
 DEFAULT = "pooled-operations gda++ all"
 """What ``psc-fit`` does when it is not told otherwise: ``--density pooled++``."""

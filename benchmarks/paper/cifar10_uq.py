@@ -27,11 +27,11 @@ from benchmarks.data import random_images
 from benchmarks.paper import common
 from benchmarks.runs import Json, Run
 from psc_core import scores
-from psc_core.baselines import fit_temperature
 from psc_core.data import ImageDataset
 from psc_core.heads import fit_head
 from psc_core.passes import track_images
 from psc_core.predictor import PSC
+from psc_core.temperature import fit_temperature
 
 NAME = "cifar10_uq"
 

@@ -34,8 +34,8 @@ from psc_core.candidate import CollapseReport
 from psc_core.data import ImageDataset, open_dataset
 from psc_core.density import DENSITIES
 from psc_core.evaluate import score_images
+from psc_core.heads import entropy
 from psc_core.passes import track_images
-from psc_core.pipeline import entropy
 from psc_core.predictor import PSC
 
 NAME = "ddu_case_study"

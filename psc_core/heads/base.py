@@ -23,12 +23,16 @@ from psc_core import linalg
 from psc_core.errors import FitError
 from psc_core.fitted import Fitted, Record
 from psc_core.rows import Rows, as_rows, blocks
+from psc_core.temperature import fit_temperature
 
 CONSTANT_COLUMN: Final = 1e-6
 """Standard deviation, relative to the largest, below which a column counts as constant."""
 
 NLL_TOLERANCE: Final = 0.001
 """Relative rise of the validation NLL that a wider posterior may cost."""
+
+PRIOR_IMAGES: Final = 1.0
+"""Weight of a head's temperature of 1 against the validation images, see :func:`.temperature.fit_temperature`."""
 
 
 class HeadOutput(NamedTuple):
@@ -148,25 +152,37 @@ def nll(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[
 
 
 class Choice(NamedTuple):
-    """A prior precision and the mean validation NLL (nats) with it."""
+    """Attributes:
+    precision: τ of the posterior's prior.
+    temperature: T that the mean logits are divided by.
+    val_nll: Mean validation NLL with both, nats.
+    """
 
     precision: float
+    temperature: float
     val_nll: float
-    best_val_nll: float
 
 
-def choose_precision(nll_with: Callable[[float], Float[Tensor, " m"]], precisions: Sequence[float]) -> Choice:
-    """The smallest precision whose mean validation NLL is at most 0.1 % above the smallest NLL.
+def choose_posterior(
+    logits_with: Callable[[float], Float[Tensor, "m classes"]],
+    labels: Int[Tensor, " m"],
+    precisions: Sequence[float],
+) -> Choice:
+    """The widest posterior whose mean validation NLL is at most 0.1 % above the smallest, then the temperature.
 
-    The plain minimum is often at infinity: weights that are well calibrated by themselves gain nothing from
-    a posterior, the NLL hardly depends on τ, and epistemic uncertainty would vanish for a gain that is
-    noise.  This takes the widest posterior that costs next to nothing.
+    The plain minimum over τ is often at infinity: weights that are well calibrated by themselves gain nothing from
+    a posterior, the NLL hardly depends on τ, and epistemic uncertainty would vanish for a gain that is noise.  What the
+    wider posterior flattens, and what the weights' own prior did, the temperature gives back; it is applied to the mean
+    of the logits, so their variance, and with it what is epistemic, stays.
 
     Args:
-        nll_with: NLL of each validation row with a given precision.
+        logits_with: Logits of the validation rows, the posterior's variance taken into account, with a given precision.
+        labels: Class index of each validation row.
         precisions: To choose from.
     """
-    means = {precision: nll_with(precision).mean().item() for precision in precisions}
-    smallest = min(means.values())
-    chosen = min(precision for precision, mean in means.items() if mean <= (1 + NLL_TOLERANCE) * smallest)
-    return Choice(chosen, means[chosen], smallest)
+    losses = {precision: nll(logits_with(precision), labels).mean().item() for precision in precisions}
+    limit = (1 + NLL_TOLERANCE) * min(losses.values())
+    precision = min(precision for precision, loss in losses.items() if loss <= limit)
+    logits = logits_with(precision)
+    temperature = fit_temperature(logits, labels, prior_images=PRIOR_IMAGES)
+    return Choice(precision, temperature, nll(logits / temperature, labels).mean().item())

@@ -16,7 +16,8 @@ so a batch takes three matrix products, ``s_c² = Σ_j (Q_B)²_cj v_j`` is the v
 of the logits is ``μ + Q_B (√v ∘ ε)``.  No Jacobian exists at any time, also not while fitting: the two
 factors are sums of outer products.
 
-Probabilities: laplace-torch's probit approximation, ``softmax(μ_c / √(1 + π s_c² / 8))``.
+Probabilities: laplace-torch's probit approximation, ``softmax(μ_c / √(1 + π s_c² / 8))``, with μ divided by a
+temperature (:func:`.base.choose_posterior`); stored W and b are those of μ.
 
 Epistemic uncertainty, nats: the mutual information between label and weights.  To second order in the
 logits' covariance it is ``δ = ½ tr[(diag p − p pᵀ) Q_B diag(v) Q_Bᵀ]``, which has no upper limit while the
@@ -43,7 +44,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from psc_core import linalg
-from psc_core.heads.base import Head, HeadData, HeadOutput, Split, choose_precision, entropy, nll
+from psc_core.heads.base import Head, HeadData, HeadOutput, Split, choose_posterior, entropy
 from psc_core.heads.softmax import SoftmaxFit, choose_softmax
 from psc_core.rows import Rows, blocks
 
@@ -209,20 +210,19 @@ def probit(
 
 
 def fit_laplace(data: HeadData) -> LaplaceHead:
-    """Maximum a posteriori weights, their posterior, and τ by validation NLL of the probit predictive.
+    """Maximum a posteriori weights, their posterior, and τ and temperature by validation NLL of the probit predictive.
 
-    The τ of the posterior is chosen after the weights, as laplace-torch's grid search does; the rule is
-    :func:`.base.choose_precision`.
+    Both are chosen after the weights, as laplace-torch's grid search does; the rule is :func:`.base.choose_posterior`.
     """
     softmax = choose_softmax(data.train, data.train_labels, data.val, data.val_labels, num_classes=data.num_classes)
     kfac = fit_kfac(softmax.weight, softmax.bias, data.train, data.train_labels)
-    choice = choose_precision(_val_nll(softmax, kfac, data), PRECISIONS)
+    choice = choose_posterior(_val_logits(softmax, kfac, data.val), data.val_labels, PRECISIONS)
     weight_spectrum, bias_spectrum = kfac.spectra(choice.precision)
     return LaplaceHead(
         {
             **data.shared_tensors,
-            "weight": softmax.weight,
-            "bias": softmax.bias,
+            "weight": softmax.weight / choice.temperature,
+            "bias": softmax.bias / choice.temperature,
             "input_vectors": kfac.input_vectors,
             "output_vectors": kfac.output_vectors,
             "weight_spectrum": weight_spectrum,
@@ -232,24 +232,23 @@ def fit_laplace(data: HeadData) -> LaplaceHead:
             "map_precision": softmax.precision,
             "map_val_nll": softmax.val_nll,
             "prior_precision": choice.precision,
+            "temperature": choice.temperature,
             "val_nll": choice.val_nll,
-            "best_val_nll": choice.best_val_nll,
         },
     )
 
 
-def _val_nll(softmax: SoftmaxFit, kfac: Kfac, data: HeadData) -> Callable[[float], Tensor]:
-    """The NLL of each validation row as a function of τ."""
-    val = data.val
+def _val_logits(softmax: SoftmaxFit, kfac: Kfac, val: Float[Tensor, "m dim"]) -> Callable[[float], Tensor]:
+    """Probit logits of the validation rows as a function of τ."""
     mean = functional.linear(val, softmax.weight.to(val.dtype), softmax.bias.to(val.dtype))
     squares = (val @ kfac.input_vectors.to(val.dtype)).square()
     output_vectors = kfac.output_vectors.to(val.dtype)
 
-    def nll_with(precision: float) -> Tensor:
+    def logits_with(precision: float) -> Tensor:
         weights, biases = (part.to(val.dtype) for part in kfac.spectra(precision))
-        return nll(probit(mean, squares @ weights + biases, output_vectors), data.val_labels)
+        return probit(mean, squares @ weights + biases, output_vectors)
 
-    return nll_with
+    return logits_with
 
 
 def fit_kfac(

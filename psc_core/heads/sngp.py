@@ -7,7 +7,8 @@
 ``ψᵀψ′ / M`` approximates the RBF kernel of length-scale ℓ.  One covariance serves all classes, with p_i the
 largest class probability of image i: K matrices of M × M would not fit for a thousand classes.  ℓ is the
 median distance between training rows times 0.5, 1 or 2, whichever has the smallest validation NLL; τ of
-the covariance is chosen by validation NLL too (:func:`.base.choose_precision`).
+the covariance and a temperature, by which W and b are divided, are chosen by validation NLL too
+(:func:`.base.choose_posterior`).
 
 Departure: features have unit mean square (theirs √(2/M) cos); W and τ absorb the factor.
 
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from typing import ClassVar, Final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
@@ -32,10 +33,9 @@ from psc_core.heads.base import (
     HeadData,
     HeadOutput,
     Split,
-    choose_precision,
+    choose_posterior,
     entropy,
     in_memory,
-    nll,
 )
 from psc_core.heads.softmax import SoftmaxFit, choose_softmax
 from psc_core.rows import Rows, blocks
@@ -123,14 +123,14 @@ def fit_sngp(data: HeadData) -> SngpHead:
     softmax = choose_softmax(psi, data.train_labels, psi_val, data.val_labels, num_classes=data.num_classes)
 
     covariance = linalg.eigh(_information(psi, softmax))
-    choice = choose_precision(_val_nll(psi_val, softmax, covariance, data.val_labels), PRECISIONS)
+    choice = choose_posterior(_val_logits(psi_val, softmax, covariance), data.val_labels, PRECISIONS)
     return SngpHead(
         {
             **data.shared_tensors,
             "frequencies": frequencies,
             "phases": phases,
-            "weight": softmax.weight,
-            "bias": softmax.bias,
+            "weight": softmax.weight / choice.temperature,
+            "bias": softmax.bias / choice.temperature,
             "covariance_root": covariance.vectors * (covariance.values + choice.precision).rsqrt(),
         },
         record={
@@ -138,8 +138,8 @@ def fit_sngp(data: HeadData) -> SngpHead:
             "map_precision": softmax.precision,
             "map_val_nll": softmax.val_nll,
             "prior_precision": choice.precision,
+            "temperature": choice.temperature,
             "val_nll": choice.val_nll,
-            "best_val_nll": choice.best_val_nll,
         },
     )
 
@@ -171,15 +171,14 @@ def _information(psi: Float[Tensor, "n features"] | Rows, softmax: SoftmaxFit) -
     return total
 
 
-def _val_nll(
-    psi: Float[Tensor, "m features"], softmax: SoftmaxFit, covariance: linalg.Eigen, labels: Int[Tensor, " m"]
+def _val_logits(
+    psi: Float[Tensor, "m features"], softmax: SoftmaxFit, covariance: linalg.Eigen
 ) -> Callable[[float], Tensor]:
-    """The NLL of each validation row as a function of τ."""
+    """Mean-field logits of the validation rows as a function of τ."""
     mean = functional.linear(psi, softmax.weight.to(psi.dtype), softmax.bias.to(psi.dtype))
     squares = (psi @ covariance.vectors.to(psi.dtype)).square()
 
-    def nll_with(precision: float) -> Tensor:
-        variance = squares @ (covariance.values + precision).reciprocal().to(psi.dtype)
-        return nll(mean_field(mean, variance), labels)
+    def logits_with(precision: float) -> Tensor:
+        return mean_field(mean, squares @ (covariance.values + precision).reciprocal().to(psi.dtype))
 
-    return nll_with
+    return logits_with

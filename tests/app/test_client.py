@@ -240,6 +240,9 @@ def test_bad_input_is_refused_before_anything_is_sent(send: Send, tmp_path: Path
             client.predict("image.png")
     with pytest.raises(InputError, match="got 'localhost:8000'"):
         Client("localhost:8000")
+    for key in ("schlüssel", "two\nlines"):
+        with pytest.raises(InputError, match="no header can carry"):
+            Client(api_key=key)
     with pytest.raises(ValueError, match="at least 1 attempt"):
         Retry(attempts=0)
     assert script.requests == []

@@ -41,7 +41,7 @@ class Metrics:
     def batch(self, size: int, seconds: float, waits: Any) -> None:
         self.batches.append(size)
 
-    def decoded(self, seconds: float, images: int) -> None:
+    def decoded(self, seconds: float) -> None:
         pass
 
 

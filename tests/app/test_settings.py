@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from pydantic import ValidationError
 
 from app.cli import network_threads, parser, settings_from
@@ -37,6 +38,10 @@ def test_settings_are_frozen() -> None:
         ({"PSC_DEVICE": "tpu"}, "setting device"),
         ({"PSC_MAX_QUEUE_IMAGES": "5"}, "never be admitted"),
         ({"PSC_TLS_KEY": "k.pem"}, "set both or neither"),
+        ({"PSC_ALLOWED_HOSTS": "a.org,a*b"}, r"example.org or \*.example.org, got 'a\*b'"),
+        ({"PSC_ALLOWED_HOSTS": "*a.org"}, r"got '\*a.org'"),
+        ({"PSC_MAX_PIXELS": "178956971"}, "setting max_pixels"),
+        ({"PSC_DRIFT_WINDOW": "1000001"}, "setting drift_window"),
         ({"PSC_BUNDLE": "a=x,a=y"}, "each bundle name once"),
         ({"PSC_BUNDLE": "a b=x"}, "bundle name"),
     ],
@@ -44,6 +49,16 @@ def test_settings_are_frozen() -> None:
 def test_what_cannot_be_used_is_refused(environment: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load_settings(environment=environment)
+
+
+def test_hosts_that_starlette_takes_are_taken() -> None:
+    hosts = ("*", "*.a.org", "a.org")
+    assert load_settings({"allowed_hosts": ",".join(hosts)}, environment={}).allowed_hosts == hosts
+
+
+def test_pillow_reads_as_many_pixels_as_may_be_asked_for() -> None:
+    most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+    assert load_settings({"max_pixels": most}, environment={}).max_pixels == most
 
 
 def test_keys_are_never_shown() -> None:

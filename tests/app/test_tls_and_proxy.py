@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import ssl
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -45,6 +46,17 @@ def test_https_with_a_certificate(tmp_path: Path) -> None:
         assert server.process.stderr is not None
         server.process.stdout.close()
         server.process.stderr.close()
+
+
+def test_a_certificate_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path, tiny_bundle: Path) -> None:
+    missing, broken = tmp_path / "missing.pem", tmp_path / "broken.pem"
+    broken.write_text("no certificate\n")
+    for path in (missing, broken):
+        words = ["--bundle", str(tiny_bundle), f"--tls-certificate={path}", f"--tls-key={path}"]
+        ended = subprocess.run([sys.executable, "-m", "app.cli", *words], capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 2
+        assert f"certificate chain in {path}" in ended.stderr
+        assert len(ended.stderr.splitlines()) == 1
 
 
 @pytest.mark.anyio

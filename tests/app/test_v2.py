@@ -311,6 +311,22 @@ async def test_unknown_models_and_versions(service: Running) -> None:
         assert response.status_code == 404, path
 
 
+async def test_errors_before_a_route_follow_the_protocol_too() -> None:
+    async with running(max_body_bytes=10, root_path="/uncertain") as app:
+        for method, path, status in (
+            ("POST", "/v2/models/m/infer", 413),
+            ("GET", "/v2/nothing", 404),
+            ("DELETE", "/v2", 405),
+            ("POST", "/uncertain/v2/models/m/infer", 413),
+        ):
+            body = b"more than ten bytes" if status == 413 else b""
+            response = await app.client.request(method, path, content=body)
+            assert response.status_code == status, path
+            ErrorDocument.model_validate(response.json())
+        response = await app.client.post("/v2x", content=b"more than ten bytes")
+        assert response.headers["content-type"] == "application/problem+json"
+
+
 async def test_keys_guard_models() -> None:
     async with running(api_keys=("secret",)) as app:
         for method, path in (("GET", "/v2/models/m"), ("POST", "/v2/models/m/infer")):

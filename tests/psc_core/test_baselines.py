@@ -8,16 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import optimize
 from torch import nn
 
 from psc_core import baselines as module
 from psc_core.baselines import (
     DETECTORS,
-    TEMPERATURES,
     Baselines,
     fit_baselines,
-    fit_temperature,
     knn_score,
     max_softmax_score,
 )
@@ -106,34 +103,6 @@ def test_knn_equals_loop_whatever_the_blocks(bank: int, queries: int, neighbours
         module.BANK_CHUNK = chunk  # type: ignore[misc]
     expected = [naive.knn_distance(row, rows[:bank].tolist(), neighbours) for row in rows[bank:].tolist()]
     assert got.tolist() == pytest.approx(expected, abs=1e-7)
-
-
-@given(ROWS, st.integers(0, 2))
-def test_temperature_is_the_minimiser(rows: list[list[float]], label: int) -> None:
-    labels = [(label + i) % 3 for i in range(len(rows))]
-
-    def loss(log_temperature: float) -> float:
-        return naive.tempered_nll(rows, labels, math.exp(log_temperature))
-
-    found = fit_temperature(torch.tensor(rows, dtype=torch.float64), torch.tensor(labels))
-    assert TEMPERATURES[0] * 0.999 <= found <= TEMPERATURES[1] * 1.001
-    best = optimize.minimize_scalar(loss, bounds=tuple(map(math.log, TEMPERATURES)), method="bounded")
-    assert loss(math.log(found)) <= best.fun + 1e-6
-
-
-def test_temperature_at_the_ends_and_without_information() -> None:
-    labels = torch.tensor([0, 1])
-    never_wrong = fit_temperature(torch.tensor([[5.0, 0.0], [0.0, 5.0]]), labels)
-    assert TEMPERATURES[0] <= never_wrong < 0.2  # the loss is zero from there on
-    assert fit_temperature(torch.tensor([[0.0, 5.0], [5.0, 0.0]]), labels) == pytest.approx(TEMPERATURES[1])
-    assert fit_temperature(torch.zeros(2, 2), labels) == 1.0
-
-
-def test_recovers_the_temperature_that_scaled_the_logits() -> None:
-    generator = torch.Generator().manual_seed(0)
-    honest = torch.randn(20_000, 5, generator=generator, dtype=torch.float64) * 2
-    labels = torch.multinomial(honest.softmax(1), 1, generator=generator).squeeze(1)
-    assert fit_temperature(honest * 3, labels) == pytest.approx(3, rel=0.05)
 
 
 def test_every_detector_gives_one_finite_score_an_image(fitted: Baselines) -> None:

@@ -146,6 +146,14 @@ def test_folders_that_are_not_there_or_flat(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="one folder a class"):
         image_folder(tmp_path, TINY)
     assert len(image_folder(tmp_path, TINY, labelled_images=False)) == 1
+    write_folder(tmp_path, {"more": 2})
+    assert len(image_folder(tmp_path, TINY, labelled_images=False)) == 3
+
+
+def test_a_directory_may_have_a_number_sign(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "set#val", {"a": 1, "b": 1})
+    assert len(open_dataset(str(root), split="train", preprocess=TINY)) == 2
+    assert len(open_dataset(f"{root}#val", split="train", preprocess=TINY)) == 2
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

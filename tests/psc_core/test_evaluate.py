@@ -15,9 +15,10 @@ from psc_core.calibration import fit_calibration
 from psc_core.data import ImageDataset, labelled
 from psc_core.errors import UsageError
 from psc_core.evaluate import ambiguity, evaluate, realised_rate, score_images
+from psc_core.heads import entropy
 from psc_core.manifest import Policy
 from psc_core.passes import Compute
-from psc_core.pipeline import Outputs, Pipeline, entropy
+from psc_core.pipeline import Outputs, Pipeline
 from psc_core.predictor import PSC
 from psc_core.preprocess import Preprocess
 from psc_core.sources import ArraySource

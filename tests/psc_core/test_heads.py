@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from psc_core.errors import BundleError, FitError, UsageError
 from psc_core.heads import HEADS, Head, LaplaceHead, base, duq, entropy, fit_head, laplace, restore_head, sngp, softmax
+from psc_core.temperature import fit_temperature
 from tests import reference_heads as naive
 
 KINDS = sorted(HEADS)
@@ -42,20 +43,28 @@ def fit(kind: str = "laplace", *, n: int = 300, dim: int = 6, classes: int = 3, 
     return fit_head(*train, *val, num_classes=classes, kind=kind)
 
 
+def maximum(head: Any) -> tuple[Tensor, Tensor]:
+    """The maximum a posteriori W and b, where the posterior was taken: the stored ones, times the temperature."""
+    temperature = head.metrics["temperature"]
+    return head.weight.double() * temperature, head.bias.double() * temperature
+
+
 def torch_laplace(head: LaplaceHead, z: Tensor, labels: Tensor) -> tuple[Any, Tensor]:
-    """laplace-torch with its default curvature back end at the head's weights and prior, and φ."""
+    """laplace-torch with its default curvature back end at the head's maximum and prior, then around its mean, and φ."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from laplace import Laplace
     layer = nn.Linear(z.shape[1], len(head.bias)).double()
     with torch.no_grad():
-        layer.weight.copy_(head.weight)
-        layer.bias.copy_(head.bias)
+        for parameter, value in zip(layer.parameters(), maximum(head), strict=True):
+            parameter.copy_(value)
     phi = head.standardise(z).double()
     posterior = Laplace(layer, "classification", subset_of_weights="all", hessian_structure="kron")
     data = torch.utils.data.TensorDataset(phi, labels)
     posterior.fit(torch.utils.data.DataLoader(data, batch_size=64))
     posterior.prior_precision = head.metrics["prior_precision"]
+    posterior.mean /= head.metrics["temperature"]
+    nn.utils.vector_to_parameters(posterior.mean, layer.parameters())
     return posterior, phi
 
 
@@ -169,7 +178,7 @@ def test_our_curvature_is_laplace_torchs() -> None:
     head = fit(dim=7, classes=4)
     assert isinstance(head, LaplaceHead)
     posterior, phi = torch_laplace(head, z, labels)
-    kfac = laplace.fit_kfac(head.weight, head.bias, phi, labels)
+    kfac = laplace.fit_kfac(*maximum(head), phi, labels)
     for values, vectors, factor in (
         (kfac.input_values, kfac.input_vectors, posterior.H_facs.kfacs[0][1]),
         (kfac.output_values, kfac.output_vectors, posterior.H_facs.kfacs[0][0]),
@@ -240,11 +249,32 @@ def test_a_thousand_classes_at_2048_features(monkeypatch: pytest.MonkeyPatch) ->
     assert largest.elements < classes * weights
 
 
-def test_precision_rule() -> None:
-    nll = {0.1: 2.0, 1.0: 1.0009, 10.0: 1.0, 100.0: 1.0001}
-    choice = base.choose_precision(lambda precision: torch.tensor([nll[precision]]), tuple(nll))
+def test_posterior_rule() -> None:
+    losses = {0.1: 2.0, 1.0: 1.0009, 10.0: 1.0, 100.0: 1.0001}
+
+    def logits_with(precision: float) -> Tensor:
+        """Two classes; the label's loses what is asked for."""
+        return torch.tensor([[0.0, math.log(math.expm1(losses[precision]))]], dtype=torch.float64)
+
+    choice = base.choose_posterior(logits_with, torch.tensor([0]), tuple(losses))
     assert choice.precision == 1.0
-    assert (choice.val_nll, choice.best_val_nll) == (pytest.approx(1.0009), pytest.approx(1.0))
+    assert choice.temperature == fit_temperature(logits_with(1.0), torch.tensor([0]), prior_images=base.PRIOR_IMAGES)
+    assert choice.val_nll == pytest.approx(base.nll(logits_with(1.0) / choice.temperature, torch.tensor([0])).item())
+    assert choice.val_nll < 1.0009
+
+
+@pytest.mark.parametrize("kind", ["laplace", "sngp"])
+def test_temperature_undoes_what_was_done_to_the_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that a strong prior keeps far too small are served larger."""
+    module = {"laplace": laplace, "sngp": sngp}[kind]
+    monkeypatch.setattr(softmax, "PRECISIONS", (1e3,))
+    monkeypatch.setattr(module, "PRECISIONS", (1e6,))
+    head = fit(kind)
+    assert head.metrics["temperature"] < 0.6
+    assert head.metrics["val_nll"] < 0.8 * head.metrics["map_val_nll"]
+    z, labels = images(150, 6, 3, seed=1)
+    served = base.nll(head(z).probabilities.log(), labels).mean().item()
+    assert served == pytest.approx(head.metrics["val_nll"], abs=1e-4)
 
 
 def test_random_features_approximate_the_rbf_kernel() -> None:
@@ -262,7 +292,8 @@ def test_sngp_variance_is_the_dense_posterior() -> None:
     assert isinstance(head, sngp.SngpHead)
     psi = sngp.random_features(head.standardise(z), head.frequencies, head.phases).double()
     logits = psi @ head.weight.double().T + head.bias
-    p = logits.softmax(1).amax(1)
+    weight, bias = maximum(head)
+    p = (psi @ weight.T + bias).softmax(1).amax(1)
     output = head(z[:10])
     for i in range(10):
         variance = naive.random_feature_variance(psi, p, head.metrics["prior_precision"], psi[i])

@@ -14,7 +14,8 @@ from PIL import Image
 
 from psc_core import PRESETS, PSC, open_dataset
 from psc_core.errors import BundleError, ImageError, UsageError
-from psc_core.pipeline import Outputs, entropy
+from psc_core.heads import entropy
+from psc_core.pipeline import Outputs
 
 ALLOW = ("tests.tiny:network",)
 
