@@ -50,7 +50,7 @@ def maximum(head: Any) -> tuple[Tensor, Tensor]:
 
 
 def torch_laplace(head: LaplaceHead, z: Tensor, labels: Tensor) -> tuple[Any, Tensor]:
-    """laplace-torch with its default curvature back end at the head's maximum and prior, then around its mean, and φ."""
+    """laplace-torch with its own curvature at the head's maximum and prior, then around the head's mean, and φ."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from laplace import Laplace
