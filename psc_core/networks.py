@@ -342,7 +342,8 @@ def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, num_classes: in
             raise NetworkError(f"{origin}: expected {key} of shape {expected}, got {got}; check the model arguments")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise NetworkError(f"{origin}: expected finite weights, {key} holds NaN or infinity; train it again")
-    net.load_state_dict({**wanted, **state})
+    wanted.update(state)  # keeps the versions that some modules ask for
+    net.load_state_dict(wanted)
 
 
 def _count(what: str, keys: list[str]) -> str:

@@ -153,6 +153,13 @@ def test_half_precision_weights_are_converted(tmp_path: Path) -> None:
     assert load(save(tmp_path / "w.safetensors", state)).get_parameter("1.weight").dtype == torch.float32
 
 
+def test_a_network_that_asks_for_the_version_of_its_weights(tmp_path: Path) -> None:
+    trained = load_network("torchvision:mnasnet0_5", num_classes=3)
+    safetensors.torch.save_file(trained.state_dict(), tmp_path / "net.safetensors")
+    net = load_network("torchvision:mnasnet0_5", weights=tmp_path / "net.safetensors", num_classes=3)
+    assert all(torch.equal(tensor, net.state_dict()[name]) for name, tensor in trained.state_dict().items())
+
+
 def test_batch_counters_may_be_absent(tmp_path: Path) -> None:
     state = load_network("torchvision:resnet18", num_classes=3).state_dict()
     kept = {key: value for key, value in state.items() if "num_batches" not in key}
