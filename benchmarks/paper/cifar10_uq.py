@@ -93,7 +93,7 @@ def plain(run: Run) -> Json:
             },
         }
 
-    settings = {**_settings(run, base), "heads_chosen_by": ["half", "all"]}
+    settings = {**_settings(run, base), "heads_chosen_by": ["half", "all"], "head": "laplace with temperature"}
     return run.part(f"seed{run.seed}-base", settings, compute)
 
 
