@@ -43,7 +43,7 @@ class Network(Protocol):
 
     def __call__(self, images: Tensor, /) -> Tensor: ...
 
-    def explain(self, images: Tensor, /) -> Mapping[str, Tensor]: ...
+    def explain(self, images: Tensor, /) -> tuple[Tensor, Mapping[str, Tensor]]: ...
 
 
 class Step(Protocol):
@@ -287,9 +287,9 @@ def _bucket(buckets: tuple[int, ...], count: int) -> int:
 
 
 def _explain(network: Network, images: Tensor) -> tuple[Rows, dict[str, npt.NDArray[Any]]]:
-    rows = network(images).float().cpu().numpy()
-    arrays = {name: value.cpu().numpy() for name, value in network.explain(images).items()}
-    return cast(Rows, rows), arrays
+    rows, explanation = network.explain(images)
+    arrays = {name: value.cpu().numpy() for name, value in explanation.items()}
+    return cast(Rows, rows.float().cpu().numpy()), arrays
 
 
 @dataclass(frozen=True)

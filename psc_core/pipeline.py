@@ -163,7 +163,11 @@ class Pipeline(nn.Module):
 
     def forward(self, images: UInt8[Tensor, "batch channels height width"]) -> Float[Tensor, "batch columns"]:
         """Packed :class:`Outputs` of a batch; identical for an image whatever it is batched with."""
-        z, read, logits = self.embed(images)
+        return self.judge(self.embed(images))
+
+    def judge(self, embedding: Embedding) -> Float[Tensor, "batch columns"]:
+        """Packed :class:`Outputs` from what density and head read."""
+        z, read, logits = embedding
         log_density = self.density(read).log_density
         if self.head is not None:
             probabilities, epistemic = self.head(z)
@@ -185,10 +189,12 @@ class Pipeline(nn.Module):
         p_value = conformal_p_values(self.calibration_scores, ood_score)
         return Outputs(probabilities, uncertainty, log_density, p_value, epistemic, ood_score)
 
-    def explain(self, images: UInt8[Tensor, "batch channels height width"]) -> dict[str, Tensor]:
-        """Why: distances to all classes, the nearest, whitened deviations, aleatoric and epistemic nats."""
-        z, read, _ = self.embed(images)
-        explanation = dict(self.density.explain(read)._asdict())
+    def explain(
+        self, images: UInt8[Tensor, "batch channels height width"]
+    ) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
+        """Packed outputs, and why: distances to all classes, the nearest, whitened deviations, what the head splits."""
+        embedding = self.embed(images)
+        explanation = dict(self.density.explain(embedding.read)._asdict())
         if self.head is not None:
-            explanation.update(self.head.split(z)._asdict())
-        return explanation
+            explanation.update(self.head.split(embedding.z)._asdict())
+        return self.judge(embedding), explanation

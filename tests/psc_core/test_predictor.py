@@ -140,3 +140,15 @@ def test_an_image_of_pillow_is_read_as_its_file_is(psc: PSC) -> None:
         image.save(file, "PNG", exif=image.getexif())
         one, other = psc.predict([image]), psc.predict([file.getvalue()])
         assert torch.equal(one.log_density, other.log_density)
+
+
+def test_an_explanation_comes_with_the_same_rows_from_one_pass(psc: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = torch.randint(0, 256, (5, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = psc.pipeline(images)
+        passes, embed = [], psc.pipeline.embed
+        monkeypatch.setattr(psc.pipeline, "embed", lambda batch: passes.append(len(batch)) or embed(batch))
+        rows, explanation = psc.pipeline.explain(images)
+    assert torch.equal(rows, expected)
+    assert passes == [5]
+    assert explanation["class_distances"].shape == (5, 10)
