@@ -4,9 +4,6 @@
 each split, ``…_known_N`` has the classes that a network is trained on and ``…_unknown_N`` all others, from the
 same source: near OOD.  The CIFAR-10 splits are those of the open-set literature (Neal et al., 2018; Vaze et al.,
 2022), numbered in the order published; the digits' splits use the same class numbers.
-
-``cifar10_5000`` has 5,000 random training images of CIFAR-10, so few that a CPU can train a network until it makes no
-error on them, which is when it collapses.
 """
 
 from __future__ import annotations
@@ -78,12 +75,6 @@ def _factory(source: str, split_number: int, *, known: bool) -> Factory:
         return keep_classes(whole, classes, name)
 
     return factory
-
-
-def cifar10_5000(*, split: str, preprocess: Preprocess) -> ImageDataset:
-    """5,000 random training images of CIFAR-10; validation and test images as they are."""
-    whole = open_dataset(f"cifar10:{data_root()}", split=split, preprocess=preprocess)
-    return replace(random_images(whole, 5_000), name="cifar10-5000") if split == "train" else whole
 
 
 cifar10_known_0, cifar10_unknown_0 = (_factory("cifar10", 0, known=known) for known in (True, False))

@@ -3,8 +3,7 @@
     python -m benchmarks.paper.collapse_figure --scale cpu --data ROOT
 
 The paper's network is a ResNet-50 on CIFAR-10.  Candidate layers are boxed.  A network collapses once it classifies its
-training images rightly, which takes many epochs on CIFAR-10 and few on digits: ``--on mnist`` adds them, and
-``--on cifar10-5000 --epochs 80`` a tenth of CIFAR-10.
+training images rightly, which takes many epochs on CIFAR-10 and few on digits: ``--on mnist`` adds them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ TITLES = {"base": "without SN", "sn": "with SN", "sn1": "with SN ≤ 1"}
 BOUNDS = {"base": 0.0, "sn": SPECTRAL_NORM, "sn1": 1.0}
 """Largest spectral norm of their layers."""
 
-DATA = {"cifar10": "CIFAR-10", "cifar10-5000": "5,000 images of CIFAR-10", "mnist": "MNIST"}
+DATA = {"cifar10": "CIFAR-10", "mnist": "MNIST"}
 """What they may be trained on; a row of the figure each."""
 
 
@@ -49,8 +48,7 @@ def main(argv: list[str] | None = None) -> Json:
 
 def measured(run: Run, data: str, kind: str) -> Json:
     """Collapse of every layer of one network."""
-    spec = "benchmarks.data:cifar10_5000" if data == "cifar10-5000" else data
-    job = replace(common.job(run, "resnet50", spec), spectral_norm=BOUNDS[kind])
+    job = replace(common.job(run, "resnet50", data), spectral_norm=BOUNDS[kind])
     images = common.scale_of(run).fit_images
     settings = {"job": job.name, "epochs": run.epochs, "fit_images": images}
 

@@ -51,14 +51,3 @@ def test_random_images_are_the_same_every_time_and_in_order(root: Path) -> None:
     assert len(drawn) == 20
     assert bool((drawn.indices.diff() > 0).all())
     assert data.random_images(whole, None) is whole
-
-
-def test_some_of_cifar10_is_for_training_only(monkeypatch: pytest.MonkeyPatch, full_data: Path) -> None:
-    monkeypatch.setenv(data.ROOT_VARIABLE, str(full_data))
-    few, whole = (
-        {split: open_split(spec, split) for split in ("train", "val")}
-        for spec in ("benchmarks.data:cifar10_5000", f"cifar10:{full_data}")
-    )
-    assert len(few["train"]) == 5_000
-    assert torch.isin(few["train"].indices, whole["train"].indices).all()
-    assert torch.equal(few["val"].indices, whole["val"].indices)
