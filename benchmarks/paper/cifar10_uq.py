@@ -93,7 +93,11 @@ def plain(run: Run) -> Json:
             },
         }
 
-    settings = {**_settings(run, base), "heads_chosen_by": ["half", "all"], "head": "laplace with temperature"}
+    settings = {
+        **_settings(run, base),
+        "heads_chosen_by": ["half", "all"],
+        "head": "laplace, precision with temperature",
+    }
     return run.part(f"seed{run.seed}-base", settings, compute)
 
 

@@ -168,21 +168,23 @@ def choose_posterior(
     labels: Int[Tensor, " m"],
     precisions: Sequence[float],
 ) -> Choice:
-    """The widest posterior whose mean validation NLL is at most 0.1 % above the smallest, then the temperature.
+    """The widest posterior that costs next to nothing, with its temperature.
 
-    The plain minimum over τ is often at infinity: weights that are well calibrated by themselves gain nothing from
-    a posterior, the NLL hardly depends on τ, and epistemic uncertainty would vanish for a gain that is noise.  What the
-    wider posterior flattens, and what the weights' own prior did, the temperature gives back; it is applied to the mean
-    of the logits, so their variance, and with it what is epistemic, stays.
+    That is the smallest τ whose mean validation NLL, at the temperature that suits it best, is at most 0.1 % above the
+    smallest.  The plain minimum over τ is often at infinity: weights that are well calibrated by themselves gain
+    nothing from a posterior, the NLL hardly depends on τ, and epistemic uncertainty would vanish for a gain that is
+    noise.  The temperature gives back what the posterior, and the weights' own prior, flatten alike for all images; it
+    is applied to the mean of the logits, so their variance, and with it what is epistemic, stays.
 
     Args:
         logits_with: Logits of the validation rows, the posterior's variance taken into account, with a given precision.
         labels: Class index of each validation row.
         precisions: To choose from.
     """
-    losses = {precision: nll(logits_with(precision), labels).mean().item() for precision in precisions}
-    limit = (1 + NLL_TOLERANCE) * min(losses.values())
-    precision = min(precision for precision, loss in losses.items() if loss <= limit)
-    logits = logits_with(precision)
-    temperature = fit_temperature(logits, labels, prior_images=PRIOR_IMAGES)
-    return Choice(precision, temperature, nll(logits / temperature, labels).mean().item())
+    choices, temperature = [], 1.0
+    for precision in sorted(precisions, reverse=True):
+        logits = logits_with(precision)
+        temperature = fit_temperature(logits, labels, prior_images=PRIOR_IMAGES, start=temperature)
+        choices.append(Choice(precision, temperature, nll(logits / temperature, labels).mean().item()))
+    limit = (1 + NLL_TOLERANCE) * min(choice.val_nll for choice in choices)
+    return min(choice for choice in choices if choice.val_nll <= limit)
