@@ -50,6 +50,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 backlog=BACKLOG,
+                timeout_keep_alive=settings.keep_alive_seconds,
                 ssl_certfile=_text(settings.tls_certificate) if tls else None,
                 ssl_keyfile=_text(settings.tls_key) if tls else None,
             )

@@ -111,6 +111,13 @@ class Settings(BaseSettings):
         "there by then, or whose client takes nothing of an answer for as long, is closed.",
     )
 
+    keep_alive_seconds: int = Field(
+        default=75,
+        ge=1,
+        description="An idle connection is closed after this time, which must be longer than a proxy in front keeps "
+        "one: what it sends at that very moment is lost.",
+    )
+
     alpha: float | None = Field(
         default=None, ge=SMALLEST_ALPHA, lt=1, description="`is_ood` when p ≤ alpha; unset: the bundle's own."
     )

@@ -149,6 +149,17 @@ def test_sighup_reloads() -> None:
         assert httpx.post(server.url + "/predict", content=png(1), headers=PNG).status_code == 200
 
 
+def test_an_idle_connection_is_closed_after_its_time() -> None:
+    with serving("--keep-alive-seconds=1") as server, socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.settimeout(10.0)
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 200")
+        began = time.monotonic()
+        while client.recv(4096):
+            pass
+        assert 0.5 < time.monotonic() - began < 4.5  # uvicorn's own time is 5 s
+
+
 def test_the_supervisor_too_stops_listening_when_it_drains() -> None:
     with serving("--workers=2") as server, httpx.Client() as client:
         client.get(server.url + "/healthz")  # a connection in use, for which a worker lingers
