@@ -238,7 +238,7 @@ class Engine:
         self._queue.call(lambda batcher, _now: batcher.fail_all(late))
         self._queue.stop()
         end = self._clock() + min(5.0, max(0.1, end - self._clock()))
-        while self._thread.alive and self._clock() < end:
+        while self._thread.alive and self._clock() < end:  # a join would need a thread, which would hold the old model
             await asyncio.sleep(0.01)
         if self.phase is not Phase.FAILED:
             self.phase = Phase.CLOSED

@@ -241,7 +241,7 @@ def stable_order(labels: Tensor) -> Tensor:
 def split_validation(val: ImageDataset, seed: int = 0) -> tuple[ImageDataset, ImageDataset]:
     """Two random halves of the validation images: one chooses, the other only calibrates.
 
-    Layer, ranks and prior precision are chosen on the first; p-values, thresholds and prediction sets come
+    Layer, ranks, prior precision and temperature are chosen on the first; p-values, thresholds and prediction sets come
     from the second, which nothing was chosen on, so their stated rates hold.
 
     Raises:

@@ -6,7 +6,7 @@
     psc        = fit_psc(net, candidate, projection, train, val, head="laplace")
 
 The validation images are split once (:func:`psc_core.data.split_validation`, same seed at every station):
-one half chooses the layer, the sizes and the prior precision, the other half only calibrates.
+one half chooses the layer, the sizes, the prior precision and the temperature, the other half only calibrates.
 """
 
 from __future__ import annotations

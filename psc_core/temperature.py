@@ -40,7 +40,7 @@ def fit_temperature(
         low, high = (low, beta) if slope > 0 else (beta, high)
         newton = beta - slope / curvature if curvature > 0 else math.inf
         previous, beta = beta, newton if low < newton < high else math.sqrt(low * high)
-        if abs(beta - previous) <= 1e-12 * beta:
+        if abs(beta - previous) <= 1e-8 * beta:
             break
     return 1 / beta
 

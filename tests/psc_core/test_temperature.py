@@ -16,15 +16,16 @@ from tests import reference_scores as naive
 ROWS = st.lists(st.lists(st.floats(-60, 60), min_size=3, max_size=3), min_size=1, max_size=12)
 
 
-@given(ROWS, st.integers(0, 2), st.sampled_from([0.0, 1.0, 20.0]))
-def test_temperature_is_the_minimiser(rows: list[list[float]], label: int, prior: float) -> None:
+@given(ROWS, st.integers(0, 2), st.sampled_from([0.0, 1.0, 20.0]), st.sampled_from([1.0, 0.02, 50.0]))
+def test_temperature_is_the_minimiser(rows: list[list[float]], label: int, prior: float, start: float) -> None:
     labels = [(label + i) % 3 for i in range(len(rows))]
 
     def loss(log_temperature: float) -> float:
         surprise = 1 / math.exp(log_temperature) - 1 + log_temperature
         return naive.tempered_nll(rows, labels, math.exp(log_temperature)) + prior * surprise / len(rows)
 
-    found = fit_temperature(torch.tensor(rows, dtype=torch.float64), torch.tensor(labels), prior_images=prior)
+    logits = torch.tensor(rows, dtype=torch.float64)
+    found = fit_temperature(logits, torch.tensor(labels), prior_images=prior, start=start)
     assert TEMPERATURES[0] * 0.999 <= found <= TEMPERATURES[1] * 1.001
     best = optimize.minimize_scalar(loss, bounds=tuple(map(math.log, TEMPERATURES)), method="bounded")
     assert loss(math.log(found)) <= best.fun + 1e-6
