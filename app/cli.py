@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import signal
+import socket
 import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from app.dispatch import Channel, inherited_channel
 from app.logs import configure_logs
 from app.settings import Settings, default_text, load_settings
-from app.sockets import inherited_socket, make_socket
+from app.sockets import make_socket
 from app.supervisor import Supervisor, child_command
 from psc_core.allocator import keep_freed_memory
 from psc_core.errors import PSCError, UsageError
@@ -76,16 +78,16 @@ def run(arguments: Sequence[str]) -> int:
         if not (path / "manifest.json").is_file():
             return _refuse(f"bundle {name}: expected {path / 'manifest.json'}, got no such file; run psc-fit")
     _check_tls(settings.tls_certificate, settings.tls_key)
-    listener = inherited_socket()
-    if listener is not None:
-        return _serve(settings, listener, shared=True)
+    channel = inherited_channel()
+    if channel is not None:
+        return _serve(settings, channel=channel)
     try:
         listener = make_socket(settings.host, settings.port)
     except OSError as error:
         return _refuse(f"expected to listen on {settings.host}:{settings.port}, {error.strerror}; free it")
     _say(settings, listener.getsockname()[1])
     if settings.workers == 1:
-        return _serve(settings, listener, shared=False)
+        return _serve(settings, listener=listener)
     return Supervisor(
         child_command(arguments), listener, workers=settings.workers, drain_seconds=settings.drain_seconds
     ).run()
@@ -107,7 +109,7 @@ def network_threads(settings: Settings, usual: int) -> int:
     return settings.threads or max(1, usual // settings.workers)
 
 
-def _serve(settings: Settings, listener: Any, *, shared: bool) -> int:
+def _serve(settings: Settings, *, listener: socket.socket | None = None, channel: Channel | None = None) -> int:
     # Torch and the web framework load only in the process that serves, with input known to be good.
     import torch
 
@@ -119,8 +121,8 @@ def _serve(settings: Settings, listener: Any, *, shared: bool) -> int:
     keep_freed_memory()
     sys.setswitchinterval(_SWITCH_SECONDS)
     torch.set_num_threads(network_threads(settings, torch.get_num_threads()))
-    server = Server(create_app(settings), settings, shared_socket=shared)
-    server.run([listener])
+    server = Server(create_app(settings), settings, channel=channel)
+    server.run([] if listener is None else [listener])
     if server.service.exit_code:
         _refuse(server.service.exit_message)
     return server.service.exit_code if server.started else EXIT_FAILURE

@@ -6,6 +6,7 @@ Uvicorn itself takes a head of any size at any pace, and buffers an answer for a
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -94,6 +95,18 @@ class LimitedProtocol(HttpToolsProtocol):
             self._answer_timer = None
 
 
-def protocol(patience_s: float) -> type[LimitedProtocol]:
-    """The class for a server whose clients may keep it waiting for ``patience_s`` seconds."""
-    return type("Protocol", (LimitedProtocol,), {"patience_s": patience_s})
+def protocol(patience_s: float, on_end: Callable[[], None]) -> type[LimitedProtocol]:
+    """The class for a server whose clients may keep it waiting for ``patience_s`` seconds.
+
+    Args:
+        patience_s: See the class.
+        on_end: Called when a connection has ended.
+    """
+
+    class Protocol(LimitedProtocol):
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            on_end()
+
+    Protocol.patience_s = patience_s
+    return Protocol

@@ -13,16 +13,18 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
+from app.dispatch import ENDED, READY, RELOADED, Channel
 from app.protocol import protocol
 from app.service import Service
 from app.settings import Settings
-from app.sockets import BACKLOG, supervisor_is_gone
+from app.sockets import BACKLOG
 
 logger = logging.getLogger("psc.server")
 
@@ -35,16 +37,16 @@ class Server(uvicorn.Server):
     Args:
         app: From ``create_app``.
         settings: Of the service.
-        shared_socket: Other processes accept on the same socket.
+        channel: Where connections come from, in a worker; elsewhere they are accepted on the sockets of :meth:`run`.
     """
 
-    def __init__(self, app: FastAPI, settings: Settings, *, shared_socket: bool) -> None:
+    def __init__(self, app: FastAPI, settings: Settings, *, channel: Channel | None = None) -> None:
         tls = settings.tls_certificate is not None
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http=protocol(settings.upload_seconds),
+                http=protocol(settings.upload_seconds, lambda: self._say(ENDED)),
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -59,22 +61,21 @@ class Server(uvicorn.Server):
         self.service.on_fatal = self._end
         self.service.on_ready = _settle_heap
         self.service.registry.on_retired = _settle_heap
+        self.service.on_reloaded = lambda: self._say(RELOADED)
         self._drain_seconds = settings.drain_seconds
-        self._shared_socket = shared_socket
-        self.service.load_before_accepting = shared_socket
-        self._reloads: set[asyncio.Task[None]] = set()
+        self._channel = channel
+        self.service.load_before_accepting = channel is not None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept; SIGHUP reloads from now on."""
         await super().startup(sockets)
+        loop = asyncio.get_running_loop()
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
-
-    async def on_tick(self, counter: int) -> bool:
-        """Uvicorn's tenth-of-a-second tick: a worker whose supervisor is gone ends."""
-        if supervisor_is_gone():
-            self.should_exit = True
-        return await super().on_tick(counter)
+            loop.add_signal_handler(signal.SIGHUP, self._reload)
+        if self._channel is not None:
+            loop.add_reader(self._channel.fileno(), self._receive, self._channel)
+            self._say(READY)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting, answer what was accepted, end within ``drain_seconds``."""
@@ -82,10 +83,13 @@ class Server(uvicorn.Server):
         end = loop.time() + self._drain_seconds
         logger.info("draining", extra={"inflight": self.service.inflight})
         self.service.begin_drain()
-        if not self._shared_socket:
-            for listener in sockets or []:
-                listener.listen(0)
-            await asyncio.sleep(0.02)
+        if self._channel is not None:
+            loop.remove_reader(self._channel.fileno())
+            for connection in self._channel.leave():
+                self._spawn(self._serve_connection(connection))
+        for listener in sockets or []:
+            listener.listen(0)
+        await asyncio.sleep(0.02)
         for server in self.servers:
             server.close()
         for listener in sockets or []:
@@ -111,9 +115,38 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _reload(self) -> None:
-        task = asyncio.get_running_loop().create_task(self.service.reload_quietly())
-        self._reloads.add(task)
-        task.add_done_callback(self._reloads.discard)
+        self._spawn(self.service.reload_quietly())
+
+    def _receive(self, channel: Channel) -> None:
+        connections = channel.receive()
+        if connections is None:  # The supervisor is gone.
+            asyncio.get_running_loop().remove_reader(channel.fileno())
+            self._end()
+            return
+        for connection in connections:
+            self._spawn(self._serve_connection(connection))
+
+    async def _serve_connection(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        make = self.config.http_protocol_class
+        options = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: make(**options), connection, ssl=self.config.ssl
+            )
+        except OSError as error:  # A handshake that failed, or a client that left.
+            logger.debug("a connection came to nothing: %s", error)
+            connection.close()
+            self._say(ENDED)
+
+    def _say(self, word: bytes) -> None:
+        if self._channel is not None:
+            self._channel.say(word)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 def _settle_heap() -> None:

@@ -46,6 +46,7 @@ class Service:
         load_before_accepting: Whether the server should accept requests only once every model is ready,
             because other processes answer on the same socket meanwhile.
         on_ready: Called when every model is ready; the server sets it.
+        on_reloaded: Called when a client has had models reloaded; the server sets it.
         inflight: Requests being answered.
         draining: Whether the service is about to end.
     """
@@ -62,6 +63,7 @@ class Service:
         self.on_fatal: Callable[[], None] = lambda: None
         self.load_before_accepting = False
         self.on_ready: Callable[[], None] = lambda: None
+        self.on_reloaded: Callable[[], None] = lambda: None
         self.inflight = 0
         self.draining = False
         self._tasks: list[asyncio.Task[None]] = []

@@ -52,7 +52,9 @@ class Settings(BaseSettings):
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
-    workers: int = Field(default=1, ge=1, description="Processes, each with its own copy of the models.")
+    workers: int = Field(
+        default=1, ge=1, description="Processes, each with its own copy of the models and its share of the connections."
+    )
     device: str = Field(
         default="auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",

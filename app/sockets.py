@@ -1,19 +1,12 @@
-"""The listening socket, made before anything heavy is imported and handed to every process."""
+"""The listening socket, made before anything heavy is imported."""
 
 from __future__ import annotations
 
-import os
 import socket
 from typing import Final
 
 BACKLOG: Final = 2048
 """Connections that may wait to be accepted."""
-
-INHERITED: Final = "_PSC_LISTENING_SOCKET"
-"""Environment variable by which a worker learns the number of the inherited socket."""
-
-SUPERVISOR: Final = "_PSC_SUPERVISOR"
-"""Environment variable by which a worker learns the process id of its supervisor."""
 
 
 def make_socket(host: str, port: int) -> socket.socket:
@@ -31,17 +24,4 @@ def make_socket(host: str, port: int) -> socket.socket:
     except OSError:
         listener.close()
         raise
-    listener.set_inheritable(True)
     return listener
-
-
-def inherited_socket() -> socket.socket | None:
-    """The supervisor's listening socket, in a worker; ``None`` elsewhere."""
-    number = os.environ.get(INHERITED)
-    return None if number is None else socket.socket(fileno=int(number))
-
-
-def supervisor_is_gone() -> bool:
-    """Whether this is a worker that has lost its supervisor."""
-    number = os.environ.get(SUPERVISOR)
-    return number is not None and os.getppid() != int(number)

@@ -1,8 +1,8 @@
-"""Several processes on one listening socket: start them, replace those that die, pass signals on.
+"""Several processes behind one listening socket: start them, replace those that die, share out connections.
 
-A child is the same command with the socket's number in the environment.  A child that dies is replaced,
-after a pause that doubles while it keeps dying young; one that ends with code 2 (bad input) ends them all,
-because its replacement would end the same way.
+A child is the same command with the number of its channel (:mod:`app.dispatch`) in the environment.  A child that
+dies is replaced, after a pause that doubles while it keeps dying young; one that ends with code 2 (bad input) ends
+them all, because its replacement would end the same way.  Signals are passed on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 
 from prometheus_client.multiprocess import mark_process_dead
 
-from app.sockets import INHERITED, SUPERVISOR
+from app.dispatch import Dispatcher, inherit
 
 logger = logging.getLogger("psc.supervisor")
 
@@ -36,14 +36,14 @@ class Supervisor:
 
     Args:
         command: Of a child.
-        listener: Inherited by every child.
+        listener: What the service listens on.
         workers: How many.
         drain_seconds: How long children may take to end.
     """
 
     def __init__(self, command: Sequence[str], listener: socket.socket, *, workers: int, drain_seconds: float) -> None:
         self._command = list(command)
-        self._listener = listener
+        self._dispatcher = Dispatcher(listener, self._reload_others)
         self._workers = workers
         self._drain_seconds = drain_seconds
         self._children: list[subprocess.Popen[bytes] | None] = [None] * workers
@@ -57,8 +57,6 @@ class Supervisor:
         with tempfile.TemporaryDirectory(prefix="psc-metrics-") as folder:
             self._environment = {
                 **os.environ,
-                INHERITED: str(self._listener.fileno()),
-                SUPERVISOR: str(os.getpid()),
                 _METRICS_VARIABLE: os.environ.get(_METRICS_VARIABLE, folder),
             }
             os.environ[_METRICS_VARIABLE] = self._environment[_METRICS_VARIABLE]
@@ -68,7 +66,7 @@ class Supervisor:
             code = 0
             while not self._ending and code == 0:
                 code = self._tend()
-                time.sleep(_POLL_SECONDS)
+                self._dispatcher.turn(_POLL_SECONDS)
             self._end_children()
             return code
 
@@ -91,21 +89,25 @@ class Supervisor:
         return 0
 
     def _start(self, slot: int) -> None:
-        self._children[slot] = subprocess.Popen(
-            self._command, env=self._environment, pass_fds=[self._listener.fileno()]
-        )
+        with self._dispatcher.add(slot) as end:
+            self._children[slot] = subprocess.Popen(
+                self._command, env=self._environment | inherit(end), pass_fds=[end.fileno()]
+            )
         self._started[slot] = time.monotonic()
 
-    def _pass_on(self, number: int) -> None:
-        for child in self._children:
-            if child is not None and child.poll() is None:
+    def _reload_others(self, slot: int) -> None:
+        self._pass_on(signal.SIGHUP, but=slot)
+
+    def _pass_on(self, number: int, but: int | None = None) -> None:
+        for other, child in enumerate(self._children):
+            if other != but and child is not None and child.poll() is None:
                 child.send_signal(number)
 
     def _end(self, number: int, frame: object) -> None:
         self._ending = True
 
     def _end_children(self) -> None:
-        self._listener.close()
+        self._dispatcher.close()
         self._pass_on(signal.SIGTERM)
         end = time.monotonic() + self._drain_seconds + 2.0
         for child in self._children:

@@ -18,10 +18,14 @@ async def reload(
     request: Request,
     model: Annotated[str | None, Query(description="Only this model; without it all of them.")] = None,
 ) -> ReloadDocument:
-    """Read, verify, build and warm up beside the old model, then swap.  A bad bundle changes nothing."""
+    """Read, verify, build and warm up beside the old model, then swap.  A bad bundle changes nothing.
+
+    Of several workers the one that answers has done so; the others then reload all their bundles.
+    """
     service: Service = request.app.state.service
     await service.admin_guard(request)
     changes = await service.registry.reload(model)
+    service.on_reloaded()
     return ReloadDocument(
         reloaded=[ReloadedModel(name=name, previous_version=before, version=now) for name, before, now in changes]
     )

@@ -9,8 +9,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from app.cli import EXIT_BAD_INPUT, settings_from
+from app.dispatch import inherited_channel
 from app.logs import configure_logs
-from app.sockets import inherited_socket, make_socket
+from app.sockets import make_socket
 from app.supervisor import Supervisor
 
 
@@ -19,14 +20,14 @@ def main() -> int:
     extras = dict(each.split("=") for each in sys.argv[1:] if not each.startswith("--"))
     settings = settings_from(flags)
     configure_logs(settings.log_level)
-    listener = inherited_socket()
-    shared = listener is not None
-    if listener is None:
-        listener = make_socket(settings.host, settings.port)
-        print(f"port {listener.getsockname()[1]}", flush=True)
-    if settings.workers > 1 and not shared:
+    channel = inherited_channel()
+    listeners = []
+    if channel is None:
+        listeners = [make_socket(settings.host, settings.port)]
+        print(f"port {listeners[0].getsockname()[1]}", flush=True)
+    if settings.workers > 1 and channel is None:
         command = [sys.executable, *sys.argv]
-        return Supervisor(command, listener, workers=settings.workers, drain_seconds=settings.drain_seconds).run()
+        return Supervisor(command, listeners[0], workers=settings.workers, drain_seconds=settings.drain_seconds).run()
     if "bad" in extras:
         return EXIT_BAD_INPUT
     from app.main import create_app
@@ -37,8 +38,8 @@ def main() -> int:
     model.pipeline.seconds = float(extras.get("step", 0))
     if "die-after" in extras:
         threading.Timer(float(extras["die-after"]), setattr, (model.pipeline, "dead", True)).start()
-    server = Server(create_app(settings, {"m": model}), settings, shared_socket=shared)
-    server.run([listener])
+    server = Server(create_app(settings, {"m": model}), settings, channel=channel)
+    server.run(listeners)
     return server.service.exit_code
 
 

@@ -32,7 +32,7 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 async def serving(patience_s: float) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, ServerState]]:
     """A client's connection to a server of that patience."""
     state = ServerState()
-    config = uvicorn.Config(answer, http=protocol(patience_s), log_config=None)
+    config = uvicorn.Config(answer, http=protocol(patience_s, lambda: None), log_config=None)
     server = await asyncio.get_running_loop().create_server(lambda: make(config, state), "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1 << 16)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -97,9 +98,10 @@ async def closed_loop(url: str, clients: int, seconds: float, *, keep_alive: boo
     return answered, wrong
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("keep_alive", [True, False])
-def test_sigterm_under_load_answers_every_accepted_request(keep_alive: bool) -> None:
-    with serving("step=0.02", "--drain-seconds=10") as server:
+def test_sigterm_under_load_answers_every_accepted_request(keep_alive: bool, workers: int) -> None:
+    with serving("step=0.02", "--drain-seconds=10", f"--workers={workers}") as server:
 
         async def scenario() -> tuple[int, list[str]]:
             load = asyncio.create_task(closed_loop(server.url, 24, 15.0, keep_alive=keep_alive))
@@ -200,6 +202,46 @@ def test_a_killed_worker_is_replaced_and_metrics_are_of_all_workers() -> None:
         assert server.end() == 0, server.errors
 
 
+def test_connections_are_shared_out_among_workers() -> None:
+    with serving("--workers=2") as server, contextlib.ExitStack() as clients:
+        children = _children(server.process.pid)
+
+        def given(count: int) -> list[int]:
+            """How the workers' connections grow by that many of ours."""
+            before = [_sockets(child) for child in children]
+            for _ in range(count):
+                clients.enter_context(socket.create_connection(("127.0.0.1", server.port), 5.0))
+            end = time.monotonic() + 10
+            while sum(more := [_sockets(child) - had for child, had in zip(children, before, strict=True)]) < count:
+                assert time.monotonic() < end, more
+                time.sleep(0.01)
+            return more
+
+        time.sleep(0.5)  # The connections by which readiness was asked are gone.
+        while given(2) != [1, 1]:  # One of them was not ready, or has fewer for that.
+            time.sleep(0.05)
+        assert given(20) == [10, 10]
+
+
+def test_a_reload_by_one_worker_reaches_the_others() -> None:
+    with serving("--workers=2", "--admin-keys=secret") as server:
+
+        def reloads() -> int:
+            found = re.search(
+                r'psc_reloads_total{model="m",result="ok"} (\d+)', httpx.get(server.url + "/metrics").text
+            )
+            return int(found[1]) if found else 0
+
+        end = time.monotonic() + 60
+        before = reloads()
+        while reloads() < before + 2:
+            assert time.monotonic() < end
+            before = reloads()
+            response = httpx.post(server.url + "/admin/reload", headers={"x-api-key": "secret"})
+            assert response.status_code == 200, response.text
+            time.sleep(2.0)  # Until both are ready, one reload is only one.
+
+
 def test_workers_end_with_their_supervisor() -> None:
     with serving("--workers=2", "--drain-seconds=5") as server:
         children = _children(server.process.pid)
@@ -220,6 +262,10 @@ def test_workers_that_cannot_start_end_the_service_with_2() -> None:
 def _children(pid: int) -> list[int]:
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [child for child in map(int, text.split()) if _alive(child)]
+
+
+def _sockets(pid: int) -> int:
+    return sum(str(each.readlink()).startswith("socket:") for each in Path(f"/proc/{pid}/fd").iterdir())
 
 
 def _alive(pid: int) -> bool:

@@ -42,7 +42,7 @@ def main() -> None:
         row = psc.pipeline(torch.zeros((1, size.channels, size.height, size.width), dtype=torch.uint8))[0]
     model: Any = replace(psc, pipeline=Instant(row))
     listener = make_socket("127.0.0.1", port())
-    Server(create_app(settings, {"instant": model}), settings, shared_socket=False).run([listener])
+    Server(create_app(settings, {"instant": model}), settings).run([listener])
 
 
 if __name__ == "__main__":

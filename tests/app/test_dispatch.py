@@ -1,0 +1,170 @@
+"""Who gets which connection, and that none is lost between the supervisor and its workers."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from itertools import chain
+
+import pytest
+
+from app.dispatch import ENDED, READY, RELOADED, Channel, Dispatcher
+from app.sockets import make_socket
+
+
+class Service:
+    """A supervisor's dispatcher with the workers' ends of its channels, and clients."""
+
+    def __init__(self) -> None:
+        self.listener = make_socket("127.0.0.1", 0)
+        self.address = self.listener.getsockname()
+        self.reloaded: list[int] = []
+        self.dispatcher = Dispatcher(self.listener, self.reloaded.append)
+        self.clients: list[socket.socket] = []
+        self.ends: list[socket.socket] = []
+        self.taken: list[list[socket.socket]] = []
+
+    def worker(self, *, ready: bool = True) -> Channel:
+        end = self.dispatcher.add(len(self.ends))
+        self.ends.append(end)
+        self.taken.append([])
+        channel = Channel(end)
+        if ready:
+            channel.say(READY)
+        return channel
+
+    def connect(self, count: int) -> None:
+        self.clients += [socket.create_connection(self.address, 5.0) for _ in range(count)]
+
+    def turn(self) -> None:
+        """Until there is nothing to do, or nothing that can be done now."""
+        for _ in range(30):
+            if not self.dispatcher.turn(0.05):
+                break
+
+    def receive(self, *channels: Channel) -> list[int]:
+        """How many connections each worker has been given since the last call."""
+        self.turn()
+        counts = []
+        for channel, taken in zip(channels, self.taken, strict=True):
+            before = len(taken)
+            while more := channel.receive():
+                taken += more
+            counts.append(len(taken) - before)
+        return counts
+
+    def close(self) -> None:
+        if self.listener.fileno() != -1:
+            self.dispatcher.close()
+        for each in (*self.clients, *self.ends, *chain(*self.taken)):
+            each.close()
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    service = Service()
+    yield service
+    service.close()
+
+
+def test_a_burst_is_shared_out_evenly_and_every_connection_works(service: Service) -> None:
+    channels = [service.worker() for _ in range(3)]
+    service.turn()
+    service.connect(12)
+    assert service.receive(*channels) == [4, 4, 4]
+    for connection in chain(*service.taken):
+        connection.sendall(str(connection.getpeername()[1]).encode())
+    assert all(client.recv(8) == str(client.getsockname()[1]).encode() for client in service.clients)
+
+
+def test_the_next_connections_go_where_the_fewest_are(service: Service) -> None:
+    first, second = service.worker(), service.worker()
+    service.turn()
+    service.connect(8)
+    assert service.receive(first, second) == [4, 4]
+    second.say(ENDED)
+    second.say(ENDED + ENDED)
+    service.turn()
+    service.connect(3)
+    assert service.receive(first, second) == [0, 3]
+
+
+def test_connections_wait_until_a_worker_is_ready(service: Service) -> None:
+    late = service.worker(ready=False)
+    service.connect(3)
+    assert service.receive(late) == [0]
+    late.say(READY)
+    assert service.receive(late) == [3]
+
+
+def test_a_worker_that_is_gone_gets_none(service: Service) -> None:
+    first, second = service.worker(), service.worker()
+    service.turn()
+    service.ends[0].close()
+    service.connect(4)
+    service.turn()
+    service.taken[1] += second.receive() or []
+    assert len(service.taken[1]) == 4
+    assert first.fileno() == -1
+
+
+def test_a_worker_that_leaves_takes_what_was_sent_and_no_more(service: Service) -> None:
+    first, second = service.worker(), service.worker()
+    service.turn()
+    service.connect(4)
+    service.turn()
+    service.taken[0] += first.leave()
+    assert len(service.taken[0]) == 2
+    service.connect(4)
+    assert service.receive(first, second) == [0, 6]
+
+
+def test_what_no_worker_can_take_now_is_kept_for_later(service: Service) -> None:
+    busy = service.worker()
+    service.turn()
+    service.connect(600)  # More than a channel has room for.
+    service.turn()
+    other = service.worker()
+    taken = [0, 0]
+    while sum(taken) < 600 and min(new := service.receive(busy, other)) >= 0 and any(new):
+        taken = [before + more for before, more in zip(taken, new, strict=True)]
+    assert sum(taken) == 600
+    assert min(taken) > 0
+
+
+def test_who_has_reloaded_is_told(service: Service) -> None:
+    _, second = service.worker(), service.worker()
+    second.say(ENDED + RELOADED)
+    service.turn()
+    assert service.reloaded == [1]
+
+
+def test_closing_hands_out_what_has_connected_and_refuses_the_rest(service: Service) -> None:
+    channel = service.worker()
+    service.turn()
+    service.connect(5)
+    service.dispatcher.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(service.address, 1.0)
+    service.taken[0] += channel.receive() or []
+    assert len(service.taken[0]) == 5
+    assert channel.receive() is None
+
+
+def test_a_worker_learns_that_the_supervisor_is_gone() -> None:
+    ours, theirs = socket.socketpair()
+    channel = Channel(theirs)
+    assert channel.receive() == []
+    ours.close()
+    channel.say(ENDED)
+    assert channel.receive() is None
+    theirs.close()
+
+
+def test_a_connection_that_a_process_has_no_room_for_is_counted_as_ended() -> None:
+    ours, theirs = socket.socketpair()
+    ours.send(b"c")  # What is left of a message when the kernel has dropped its descriptor.
+    assert Channel(theirs).receive() == []
+    assert ours.recv(8) == ENDED
+    ours.close()
+    theirs.close()
