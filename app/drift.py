@@ -28,19 +28,26 @@ runs multiply: ``P(at least k false alarms over the whole life) ≤ δ^k``.
 
 Under lasting drift alarms repeat until the drifted images have become usual among all images seen; the
 window's rate stays high for as long as the drift lasts.  State: ``n + 1`` counters, ``window`` flags, one
-capital per ε.  Pure Python; call it from one thread.
+capital per ε.  Images are taken in by blocks, with a few array operations each; call it from one thread.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 EXPONENTS: Final = (0.1, 0.25, 0.5, 0.75, 0.9)
 """The ε of the power bets: small for a few very strange images, large for a mild shift of many."""
+
+_BLOCK: Final = 128
+_EPSILONS: Final = np.array(EXPONENTS)[:, None]
+_EARLIER: Final = np.tril(np.ones((_BLOCK, _BLOCK), bool), -1)
+
+FloatArray = npt.NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
@@ -102,14 +109,14 @@ class DriftMonitor:
         self._log_threshold = -math.log(false_alarm_probability)
         # p ≤ alpha as whole numbers: neither float32 p-values nor a binary alpha shift the boundary.
         self._ood_cells = math.floor(alpha * (calibration_count + 1) + 1e-9)
-        self._counts = _CellCounts(calibration_count + 1)
+        self._counts = np.zeros(calibration_count + 1, np.int64)
         self._observed = 0
         self._alarms = 0
-        self._flags: deque[bool] = deque(maxlen=window)
+        self._window = np.zeros(window, bool)
         self._flagged = 0
         self._begin_run()
 
-    def update(self, p_values: Iterable[float]) -> int:
+    def update(self, p_values: npt.ArrayLike) -> int:
         """Take in served p-values in the order of the images.
 
         Returns:
@@ -118,19 +125,25 @@ class DriftMonitor:
         Raises:
             ValueError: A p-value outside (0, 1], or NaN; the images before it are taken in.
         """
+        values = np.asarray(p_values, np.float64)
+        wrong = np.flatnonzero(~((values > 0.0) & (values <= 1.0)))
+        good = values[: wrong[0]] if wrong.size else values
+        cells = np.rint(good * (self.calibration_count + 1)).astype(np.int64) - 1
+        cells = cells.clip(0, self.calibration_count)
         before = self._alarms
-        for p_value in p_values:
-            if not 0.0 < p_value <= 1.0:
-                raise ValueError(f"expected a p-value in (0, 1], got {p_value}; pass served p-values only")
-            cell = min(max(round(p_value * (self.calibration_count + 1)) - 1, 0), self.calibration_count)
-            self._remember(cell < self._ood_cells)
-            self._bet(self._online_p_value(cell))
+        for start in range(0, len(cells), _BLOCK):
+            block = cells[start : start + _BLOCK]
+            self._remember(block < self._ood_cells)
+            self._bet(self._online_p_values(block))
+            self._observed += len(block)
+        if wrong.size:
+            raise ValueError(f"expected a p-value in (0, 1], got {values[wrong[0]]}; pass served p-values only")
         return self._alarms - before
 
     @property
     def state(self) -> DriftState:
         """The present state (a copy)."""
-        count = len(self._flags)
+        count = min(self._observed, len(self._window))
         return DriftState(
             observed=self._observed,
             log_martingale=self._log_value,
@@ -143,37 +156,50 @@ class DriftMonitor:
     def _begin_run(self) -> None:
         self._run_length = 0
         self._log_value = 0.0
-        self._log_awake = [-math.inf] * len(EXPONENTS)
+        self._log_awake = np.full((len(EXPONENTS), 1), -np.inf)
 
-    def _remember(self, is_ood: bool) -> None:
-        if len(self._flags) == self._flags.maxlen:
-            self._flagged -= self._flags[0]
-        self._flags.append(is_ood)
-        self._flagged += is_ood
+    def _remember(self, is_ood: npt.NDArray[np.bool_]) -> None:
+        """Put the flags of the next images where those of as many images ``window`` earlier are."""
+        size = len(self._window)
+        first = self._observed + max(0, len(is_ood) - size)
+        last = is_ood[-size:]
+        places = (first + np.arange(len(last))) % size
+        self._flagged += int(last.sum()) - int(self._window[places].sum())
+        self._window[places] = last
 
-    def _online_p_value(self, cell: int) -> float:
-        earlier = self._counts.add(cell)
-        online = (1 + cell + earlier) / (self.calibration_count + 1 + self._observed)
-        self._observed += 1
-        return online
+    def _online_p_values(self, cells: npt.NDArray[np.int64]) -> FloatArray:
+        """q of each image of a block, which is counted."""
+        among = (cells <= cells[:, None]) & _EARLIER[: len(cells), : len(cells)]
+        earlier = self._counts.cumsum()[cells] + among.sum(axis=1)
+        self._counts += np.bincount(cells, minlength=len(self._counts))
+        images = self.calibration_count + 1.0 + self._observed + np.arange(len(cells))
+        q: FloatArray = (1.0 + cells + earlier) / images
+        return q
 
-    def _bet(self, q: float) -> None:
-        self._run_length += 1
-        k = self._run_length
-        # Asleep before image k: Π_{j<k} (1 - 1/(j+1)) = 1/k; of it 1/(k+1) wakes, leaving 1/(k+1) asleep.
-        log_woken = -math.log(k) - math.log(k + 1) - math.log(len(EXPONENTS))
-        log_q = math.log(q)
-        self._log_awake = [
-            _log_add(log_capital, log_woken) + math.log(epsilon) + (epsilon - 1.0) * log_q
-            for log_capital, epsilon in zip(self._log_awake, EXPONENTS, strict=True)
-        ]
-        total = -math.log(k + 1)
-        for log_capital in self._log_awake:
-            total = _log_add(total, log_capital)
-        self._log_value = total
-        if total >= self._log_threshold:
+    def _bet(self, q: FloatArray) -> None:
+        """Bet on the next images; what comes after an alarm is a new run's.
+
+        Awake capital S_k = (S_{k-1} + w_k) f(q_k) is, with F_k the product of the first k bets,
+        F_k (S_0 + Σ_{j≤k} w_j / F_{j-1}): cumulative sums, of logarithms.
+        """
+        while q.size:
+            k = self._run_length + 1.0 + np.arange(q.size)
+            # Asleep before image k: Π_{j<k} (1 - 1/(j+1)) = 1/k; of it 1/(k+1) wakes, leaving 1/(k+1) asleep.
+            log_woken = -np.log(k) - np.log(k + 1.0) - math.log(len(EXPONENTS))
+            log_bets = np.log(_EPSILONS) + (_EPSILONS - 1.0) * np.log(q)
+            log_product = log_bets.cumsum(axis=1)
+            stakes = np.concatenate([self._log_awake, log_woken - log_product + log_bets], axis=1)
+            log_awake = log_product + np.logaddexp.accumulate(stakes, axis=1)[:, 1:]
+            log_values = np.logaddexp(np.logaddexp.reduce(log_awake, axis=0), -np.log(k + 1.0))
+            alarms = np.flatnonzero(log_values >= self._log_threshold)
+            if not alarms.size:
+                self._run_length += q.size
+                self._log_awake = log_awake[:, -1:]
+                self._log_value = float(log_values[-1])
+                return
             self._alarms += 1
             self._begin_run()
+            q = q[alarms[0] + 1 :]
 
 
 def binomial_tail(successes: int, trials: int, probability: float) -> float:
@@ -186,44 +212,20 @@ def binomial_tail(successes: int, trials: int, probability: float) -> float:
     """
     if successes <= 0:
         return 1.0
+    if successes > trials:
+        return 0.0
+    # Terms fall on both sides of the mode; beyond some 12 standard deviations they are nothing beside the others.
+    mode = (trials + 1) * probability
+    reach = 50 + 12 * math.sqrt(trials * probability * (1 - probability))
+    first = max(successes, int(mode - reach))
+    k = np.arange(first, min(trials, int(max(mode, successes) + reach)) + 1)
     log_odds = math.log(probability) - math.log1p(-probability)
-    log_term = (
+    log_first = (
         math.lgamma(trials + 1)
-        - math.lgamma(successes + 1)
-        - math.lgamma(trials - successes + 1)
-        + successes * math.log(probability)
-        + (trials - successes) * math.log1p(-probability)
+        - math.lgamma(first + 1)
+        - math.lgamma(trials - first + 1)
+        + first * math.log(probability)
+        + (trials - first) * math.log1p(-probability)
     )
-    terms = []
-    for k in range(successes, trials + 1):
-        terms.append(math.exp(log_term))
-        if k < trials:
-            log_term += math.log(trials - k) - math.log(k + 1) + log_odds
-    return min(1.0, math.fsum(terms))
-
-
-def _log_add(a: float, b: float) -> float:
-    """``ln(e^a + e^b)`` without overflow; ``a`` may be −∞."""
-    high, low = (a, b) if a >= b else (b, a)
-    return high if low == -math.inf else high + math.log1p(math.exp(low - high))
-
-
-class _CellCounts:
-    """Counts per cell with prefix sums in O(log cells): a Fenwick tree."""
-
-    def __init__(self, cells: int) -> None:
-        self._tree = [0] * (cells + 1)
-
-    def add(self, cell: int) -> int:
-        """Count one more in ``cell``; returns how many were in cells ≤ ``cell`` before."""
-        tree = self._tree
-        earlier = 0
-        index = cell + 1
-        while index > 0:
-            earlier += tree[index]
-            index &= index - 1
-        index = cell + 1
-        while index < len(tree):
-            tree[index] += 1
-            index += index & -index
-        return earlier
+    log_terms = log_first + np.concatenate([[0.0], (np.log((trials - k[:-1]) / k[1:]) + log_odds).cumsum()])
+    return min(1.0, float(np.exp(log_terms).sum()))

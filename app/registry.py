@@ -17,7 +17,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from app.answers import Policy, Verdict, dump, judge, predictions_json
@@ -35,10 +34,6 @@ logger = logging.getLogger("psc.registry")
 
 MOST_LABELS_SHOWN = 1000
 """Classes whose prediction counter is shown before their first prediction."""
-
-DRIFT_IMAGES_PER_BOOKING = 256
-"""Most p-values of a model that its drift monitor takes in at each booking; the others are left out
-whatever their value, which keeps its promise."""
 
 
 Loader = Callable[[Path], Model]
@@ -140,7 +135,7 @@ class Served:
 
     def watch_drift(self, p_values: Any) -> None:
         """Feed p-values to the drift monitor and show its state."""
-        alarms = self.drift.update(np.asarray(p_values[:DRIFT_IMAGES_PER_BOOKING], np.float64).tolist())
+        alarms = self.drift.update(p_values)
         state, metrics, name = self.drift.state, self.metrics, self.name
         if alarms:
             metrics.count("psc_drift_alarms_total", alarms, model=name)

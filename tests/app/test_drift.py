@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 
@@ -54,6 +55,25 @@ def test_equals_the_definition(n: int, ranks: list[float]) -> None:
     for p_value, expected in zip(p_values, naive_log_values(n, p_values), strict=True):
         monitor.update([p_value])
         assert monitor.state.log_martingale == pytest.approx(expected, abs=1e-9)
+
+
+@given(
+    n=st.integers(1, 300),
+    window=st.integers(1, 400),
+    shares=st.lists(st.sampled_from([0.0, 1e-3, 0.01, 0.5, 1.0]), min_size=4, max_size=4),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=30, deadline=None)
+def test_many_images_at_once_are_the_same_as_one_by_one(n: int, window: int, shares: list[float], seed: int) -> None:
+    """Streams of four stretches, each with its own share of strange images, so that alarms fall anywhere."""
+    generator = np.random.default_rng(seed)
+    strange = generator.random(600) < np.repeat(shares, 150)
+    p_values = np.where(strange, 1, generator.integers(1, n + 2, 600)) / (n + 1)
+    at_once, one_by_one = (DriftMonitor(n, 0.2, window=window) for _ in range(2))
+    assert at_once.update(p_values) == sum(one_by_one.update([p_value]) for p_value in p_values)
+    assert dataclasses.astuple(at_once.state) == pytest.approx(dataclasses.astuple(one_by_one.state), abs=1e-9)
+    flags = (np.rint(p_values[-window:] * (n + 1)) <= math.floor(0.2 * (n + 1) + 1e-9)).tolist()
+    assert at_once.state.window_ood_rate == pytest.approx(sum(flags) / len(flags))
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -121,6 +141,14 @@ def test_binomial_tail_equals_scipy(successes: int, trials: int, probability: fl
     successes = min(successes, trials)
     expected = stats.binom.sf(successes - 1, trials, probability)
     assert binomial_tail(successes, trials, probability) == pytest.approx(expected, rel=1e-9, abs=1e-300)
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "probability"), [(900, 1000, 0.001), (50_400, 10**6, 0.05), (3, 2, 0.5)]
+)
+def test_binomial_tail_of_long_windows(successes: int, trials: int, probability: float) -> None:
+    expected = stats.binom.sf(successes - 1, trials, probability)
+    assert binomial_tail(successes, trials, probability) == pytest.approx(expected, rel=1e-7, abs=1e-300)
 
 
 @pytest.mark.parametrize("p_value", [0.0, -0.1, 1.1, math.nan, math.inf])
