@@ -72,8 +72,9 @@ def decide(
     rows: Rows, alpha: float | FloatArray, ambiguity_threshold: float | FloatArray
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int8]]:
     """``is_ood`` and ``decision`` (see :class:`Verdict`) of rows (n, SCORES + K); thresholds of all or each."""
-    is_ood = rows[:, 2] <= alpha
-    decision = (rows[:, 0] > ambiguity_threshold).astype(np.int8)
+    with np.errstate(over="ignore"):  # A threshold may be beyond every float32.
+        is_ood = rows[:, 2] <= alpha
+        decision = (rows[:, 0] > ambiguity_threshold).astype(np.int8)
     decision[is_ood] = ABSTAIN_OOD
     return is_ood, decision
 

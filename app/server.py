@@ -99,6 +99,7 @@ class Server(uvicorn.Server):
             await asyncio.sleep(0.01)
         self.config.timeout_graceful_shutdown = max(1, round(end - loop.time()))
         await super().shutdown([])
+        gc.unfreeze()  # Or libraries report at exit that their objects have leaked.
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

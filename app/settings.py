@@ -53,7 +53,10 @@ class Settings(BaseSettings):
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
     workers: int = Field(
-        default=1, ge=1, description="Processes, each with its own copy of the models and its share of the connections."
+        default=1,
+        ge=1,
+        le=1024,
+        description="Processes, each with its own copy of the models and its share of the connections.",
     )
     device: str = Field(
         default="auto",
@@ -63,6 +66,7 @@ class Settings(BaseSettings):
     threads: int | None = Field(
         default=None,
         ge=1,
+        le=1024,
         description="CPU threads of the network; unset: torch's choice, shared by the workers, and one where a full "
         "batch takes less than 2 ms.",
     )
@@ -75,7 +79,7 @@ class Settings(BaseSettings):
 
     max_batch_size: int = Field(default=64, ge=1, le=4096, description="Most images in one device step.")
     max_delay_ms: float = Field(
-        default=0.0, ge=0, description="How long a batch may wait to fill, milliseconds; 0 never waits."
+        default=0.0, ge=0, le=60_000, description="How long a batch may wait to fill, milliseconds; 0 never waits."
     )
     max_queue_images: int = Field(
         default=2048, ge=1, description="Most images admitted and not yet on the device; beyond it: 429."
@@ -87,7 +91,7 @@ class Settings(BaseSettings):
         default=30.0, ge=0, description="Longest time between SIGTERM and the end of the process."
     )
     decode_threads: int | None = Field(
-        default=None, ge=1, description="Threads that decode images; unset: one for each CPU, at most 16."
+        default=None, ge=1, le=1024, description="Threads that decode images; unset: one for each CPU, at most 16."
     )
     inline_decode_bytes: int = Field(
         default=16 * 1024,
@@ -178,6 +182,11 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"expected max_images_per_request ≤ max_queue_images, got {self.max_images_per_request} > "
                 f"{self.max_queue_images}; a full request could never be admitted"
+            )
+        if self.max_delay_ms >= 1000 * self.deadline_seconds:
+            raise ValueError(
+                f"expected max_delay_ms below deadline_seconds, got {self.max_delay_ms:g} ms and "
+                f"{self.deadline_seconds:g} s; a batch that waits to fill would be too late"
             )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("expected tls_certificate and tls_key together; set both or neither")

@@ -74,6 +74,11 @@ def test_numbers_are_printed_in_few_digits() -> None:
     assert b'"predictive_entropy":0.1,"log_density":-0.3,"ood_score":0.4,"ood_p_value":0.7' in text
 
 
+def test_a_threshold_beyond_every_float32_is_never_reached() -> None:
+    rows = np.array([[3e38, 0, 1, 0, 0, 1.0]], np.float32)
+    assert judge(rows, np.ones(1, np.float32), Policy(0.05, 1e300, 0.9)).decision.tolist() == [0]
+
+
 @given(rows_of_images, policies)
 def test_thresholds_of_each_image_decide_as_those_of_all(rows: Any, policy: Policy) -> None:
     each = [np.full(len(rows), value, np.float32) for value in (policy.alpha, policy.ambiguity_threshold)]

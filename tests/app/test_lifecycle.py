@@ -252,6 +252,13 @@ def test_sigterm_under_load_answers_every_accepted_request(shipped_bundle: Path)
         assert traffic.answered.total() >= 2 * CLIENTS  # The first ones, and those under way at the signal.
 
 
+def test_the_log_is_json_to_its_end(shipped_bundle: Path) -> None:
+    with serving(shipped_bundle) as server:
+        assert httpx.post(server.url + "/predict", content=DIGIT, headers=PNG).status_code == 200
+        assert server.end() == 0
+    assert [json.loads(line)["logger"] for line in server.log][-1].startswith("uvicorn")
+
+
 def test_the_service_goes_on_while_a_killed_worker_is_replaced(shipped_bundle: Path) -> None:
     def ready() -> int:
         return sum('"message":"model ready"' in line for line in server.log)
