@@ -1,6 +1,7 @@
 """Uvicorn's HTTP protocol with limits: how long a request's head may be, and how long a client may keep us waiting.
 
-Uvicorn itself takes a head of any size at any pace, and buffers an answer for as long as nobody reads it.
+Uvicorn itself takes a head of any size at any pace, and buffers an answer for as long as nobody reads it.  And it sends
+the head of an answer apart from its body.
 """
 
 from __future__ import annotations
@@ -14,11 +15,48 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 MAX_HEAD_BYTES: Final = 1 << 16
 """Longest request line with headers, bytes."""
 
+_MOST_HELD_BYTES: Final = 1 << 16
 _TOO_LONG_TEXT: Final = b"expected at most %d bytes of request line and headers, got more\n" % MAX_HEAD_BYTES
 _TOO_LONG: Final = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-type: text/plain\r\n"
     b"content-length: %d\r\n\r\n%s" % (len(_TOO_LONG_TEXT), _TOO_LONG_TEXT)
 )
+
+
+class JoinedWrites:
+    """A transport by which what is written in one turn of the event loop, such as head and body, goes in one piece.
+
+    Two pieces are two system calls here, and two packets and two wake-ups there.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._written: list[bytes] = []
+        self._size = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._written:
+            self._loop.call_soon(self._send)
+        self._written.append(data)
+        self._size += len(data)
+        if self._size >= _MOST_HELD_BYTES:  # What is held back cannot make the transport pause the writer.
+            self._send()
+
+    def close(self) -> None:
+        self._send()
+        self._transport.close()
+
+    def get_write_buffer_size(self) -> int:
+        return self._transport.get_write_buffer_size() + self._size
+
+    def _send(self) -> None:
+        written, self._written, self._size = self._written, [], 0
+        if written and not self._transport.is_closing():
+            self._transport.write(b"".join(written))
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -36,7 +74,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unread = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(JoinedWrites(transport, self.loop))  # type: ignore[arg-type]
         self._head_timer = self.loop.call_later(self.patience_s, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from app.protocol import MAX_HEAD_BYTES, LimitedProtocol, protocol
+from app.protocol import MAX_HEAD_BYTES, JoinedWrites, LimitedProtocol, protocol
 
 pytestmark = pytest.mark.anyio
 
@@ -67,6 +67,65 @@ async def test_requests_in_pieces_and_one_after_the_other() -> None:
         writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body) + body + REQUEST)
         assert await response(reader) == b"HTTP/1.1 200 OK xx"
         assert await response(reader) == b"HTTP/1.1 200 OK xx"
+
+
+class Transport:
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        assert not self.closed
+        self.pieces.append(data)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def get_write_buffer_size(self) -> int:
+        return 7
+
+
+async def test_what_is_written_in_one_turn_goes_in_one_piece() -> None:
+    below: Any = Transport()
+    transport = JoinedWrites(below, asyncio.get_running_loop())
+    for data in (b"head", b"body"):
+        transport.write(data)
+    assert not below.pieces
+    assert transport.get_write_buffer_size() == 7 + 8
+    await asyncio.sleep(0)
+    assert below.pieces == [b"headbody"]
+    assert transport.get_write_buffer_size() == 7
+    transport.write(b"last")
+    transport.close()
+    assert below.pieces == [b"headbody", b"last"]
+    assert transport.is_closing()
+    transport.write(b"too late")
+    await asyncio.sleep(0)
+    assert below.pieces == [b"headbody", b"last"]
+
+
+async def test_much_that_is_written_in_one_turn_is_not_held_back() -> None:
+    below: Any = Transport()
+    transport = JoinedWrites(below, asyncio.get_running_loop())
+    for _ in range(9):
+        transport.write(b"x" * (1 << 15))
+    assert [len(piece) for piece in below.pieces] == [1 << 16] * 4
+    await asyncio.sleep(0)
+    assert sum(map(len, below.pieces)) == 9 << 15
+
+
+async def test_head_and_body_of_an_answer_arrive_together() -> None:
+    async with serving(5.0) as (reader, writer, _):
+        for _ in range(3):
+            writer.write(REQUEST)
+            answered = await reader.read(1 << 16)
+            assert answered.startswith(b"HTTP/1.1 200 OK")
+            assert answered.endswith(b"\r\n\r\nxx")
 
 
 @pytest.mark.parametrize("line", [b"x-a: b\r\n", b"y" * 100], ids=["many headers", "one long header"])
