@@ -20,7 +20,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from app.dispatch import ENDED, READY, RELOADED, Channel
+from app.dispatch import ENDED, READY, RELOAD, Channel
 from app.protocol import protocol
 from app.service import Service
 from app.settings import Settings
@@ -61,7 +61,7 @@ class Server(uvicorn.Server):
         self.service.on_fatal = self._end
         self.service.on_ready = _settle_heap
         self.service.registry.on_retired = _settle_heap
-        self.service.on_reloaded = lambda: self._say(RELOADED)
+        self.service.on_reloaded = lambda: self._say(RELOAD)
         self._drain_seconds = settings.drain_seconds
         self._channel = channel
         self.service.load_before_accepting = channel is not None
@@ -119,12 +119,14 @@ class Server(uvicorn.Server):
         self._spawn(self.service.reload_quietly())
 
     def _receive(self, channel: Channel) -> None:
-        connections = channel.receive()
-        if connections is None:  # The supervisor is gone.
+        news = channel.receive()
+        if news is None:  # The supervisor is gone.
             asyncio.get_running_loop().remove_reader(channel.fileno())
             self._end()
             return
-        for connection in connections:
+        if news.reload:
+            self._reload()
+        for connection in news.connections:
             self._spawn(self._serve_connection(connection))
 
     async def _serve_connection(self, connection: socket.socket) -> None:

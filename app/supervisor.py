@@ -2,7 +2,7 @@
 
 A child is the same command with the number of its channel (:mod:`app.dispatch`) in the environment.  A child that
 dies is replaced, after a pause that doubles while it keeps dying young; one that ends with code 2 (bad input) ends
-them all, because its replacement would end the same way.  Signals are passed on.
+them all, because its replacement would end the same way.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Supervisor:
 
     def __init__(self, command: Sequence[str], listener: socket.socket, *, workers: int, drain_seconds: float) -> None:
         self._command = list(command)
-        self._dispatcher = Dispatcher(listener, self._reload_others)
+        self._dispatcher = Dispatcher(listener)
         self._workers = workers
         self._drain_seconds = drain_seconds
         self._children: list[subprocess.Popen[bytes] | None] = [None] * workers
@@ -51,6 +51,7 @@ class Supervisor:
         self._not_before = [0.0] * workers
         self._pauses = [0.0] * workers
         self._ending = False
+        self._reload = False
 
     def run(self) -> int:
         """Supervise; returns the exit code."""
@@ -62,11 +63,14 @@ class Supervisor:
             os.environ[_METRICS_VARIABLE] = self._environment[_METRICS_VARIABLE]
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._end)
-            signal.signal(signal.SIGHUP, lambda number, frame: self._pass_on(number))
+            signal.signal(signal.SIGHUP, self._hang_up)
             code = 0
             while not self._ending and code == 0:
                 code = self._tend()
                 self._dispatcher.turn(_POLL_SECONDS)
+                if self._reload:
+                    self._reload = False
+                    self._dispatcher.reload()
             self._end_children()
             return code
 
@@ -89,26 +93,23 @@ class Supervisor:
         return 0
 
     def _start(self, slot: int) -> None:
-        with self._dispatcher.add(slot) as end:
+        with self._dispatcher.add() as end:
             self._children[slot] = subprocess.Popen(
                 self._command, env=self._environment | inherit(end), pass_fds=[end.fileno()]
             )
         self._started[slot] = time.monotonic()
 
-    def _reload_others(self, slot: int) -> None:
-        self._pass_on(signal.SIGHUP, but=slot)
-
-    def _pass_on(self, number: int, but: int | None = None) -> None:
-        for other, child in enumerate(self._children):
-            if other != but and child is not None and child.poll() is None:
-                child.send_signal(number)
+    def _hang_up(self, number: int, frame: object) -> None:
+        self._reload = True
 
     def _end(self, number: int, frame: object) -> None:
         self._ending = True
 
     def _end_children(self) -> None:
         self._dispatcher.close()
-        self._pass_on(signal.SIGTERM)
+        for child in self._children:
+            if child is not None and child.poll() is None:
+                child.terminate()
         end = time.monotonic() + self._drain_seconds + 2.0
         for child in self._children:
             if child is None:

@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 
-from app.dispatch import ENDED, READY, RELOADED, Channel, Dispatcher
+from app.dispatch import ENDED, READY, RELOAD, TAKEN, Channel, Dispatcher
 from app.sockets import make_socket
 
 
@@ -18,14 +18,13 @@ class Service:
     def __init__(self) -> None:
         self.listener = make_socket("127.0.0.1", 0)
         self.address = self.listener.getsockname()
-        self.reloaded: list[int] = []
-        self.dispatcher = Dispatcher(self.listener, self.reloaded.append)
+        self.dispatcher = Dispatcher(self.listener)
         self.clients: list[socket.socket] = []
         self.ends: list[socket.socket] = []
         self.taken: list[list[socket.socket]] = []
 
     def worker(self, *, ready: bool = True) -> Channel:
-        end = self.dispatcher.add(len(self.ends))
+        end = self.dispatcher.add()
         self.ends.append(end)
         self.taken.append([])
         channel = Channel(end)
@@ -46,10 +45,10 @@ class Service:
         """How many connections each worker has been given since the last call."""
         self.turn()
         counts = []
-        for channel, taken in zip(channels, self.taken, strict=True):
+        for channel, taken in zip(channels, self.taken, strict=False):
             before = len(taken)
-            while more := channel.receive():
-                taken += more
+            while (news := channel.receive()) and news.connections:
+                taken += news.connections
             counts.append(len(taken) - before)
         return counts
 
@@ -103,9 +102,20 @@ def test_a_worker_that_is_gone_gets_none(service: Service) -> None:
     service.ends[0].close()
     service.connect(4)
     service.turn()
-    service.taken[1] += second.receive() or []
-    assert len(service.taken[1]) == 4
+    assert service.receive(first, second) == [0, 4]
     assert first.fileno() == -1
+
+
+def test_what_a_worker_died_without_taking_goes_to_another(service: Service) -> None:
+    _, second = service.worker(), service.worker()
+    service.turn()
+    service.connect(6)
+    assert service.receive(second) == [3]
+    service.ends[0].close()
+    assert service.receive(second) == [3]
+    for connection in service.taken[0]:
+        connection.sendall(str(connection.getpeername()[1]).encode())
+    assert all(client.recv(8) == str(client.getsockname()[1]).encode() for client in service.clients)
 
 
 def test_a_worker_that_leaves_takes_what_was_sent_and_no_more(service: Service) -> None:
@@ -132,11 +142,13 @@ def test_what_no_worker_can_take_now_is_kept_for_later(service: Service) -> None
     assert min(taken) > 0
 
 
-def test_who_has_reloaded_is_told(service: Service) -> None:
-    _, second = service.worker(), service.worker()
-    second.say(ENDED + RELOADED)
+def test_the_others_reload_too_and_one_that_starts_when_it_is_ready(service: Service) -> None:
+    first, second, late = service.worker(), service.worker(), service.worker(ready=False)
+    second.say(ENDED + RELOAD)
     service.turn()
-    assert service.reloaded == [1]
+    assert [channel.receive() for channel in (first, second, late)] == [([], True), ([], False), ([], True)]
+    service.dispatcher.reload()
+    assert [channel.receive() for channel in (first, second)] == [([], True)] * 2
 
 
 def test_closing_hands_out_what_has_connected_and_refuses_the_rest(service: Service) -> None:
@@ -146,7 +158,9 @@ def test_closing_hands_out_what_has_connected_and_refuses_the_rest(service: Serv
     service.dispatcher.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(service.address, 1.0)
-    service.taken[0] += channel.receive() or []
+    news = channel.receive()
+    assert news is not None
+    service.taken[0] += news.connections
     assert len(service.taken[0]) == 5
     assert channel.receive() is None
 
@@ -154,7 +168,7 @@ def test_closing_hands_out_what_has_connected_and_refuses_the_rest(service: Serv
 def test_a_worker_learns_that_the_supervisor_is_gone() -> None:
     ours, theirs = socket.socketpair()
     channel = Channel(theirs)
-    assert channel.receive() == []
+    assert channel.receive() == ([], False)
     ours.close()
     channel.say(ENDED)
     assert channel.receive() is None
@@ -164,7 +178,7 @@ def test_a_worker_learns_that_the_supervisor_is_gone() -> None:
 def test_a_connection_that_a_process_has_no_room_for_is_counted_as_ended() -> None:
     ours, theirs = socket.socketpair()
     ours.send(b"c")  # What is left of a message when the kernel has dropped its descriptor.
-    assert Channel(theirs).receive() == []
-    assert ours.recv(8) == ENDED
+    assert Channel(theirs).receive() == ([], False)
+    assert ours.recv(8) == TAKEN + ENDED
     ours.close()
     theirs.close()
