@@ -80,7 +80,12 @@ def methods_of(run: Run, *, spectral_norm: bool) -> Json:
             }
         return {"trained": job.describe(), "rows": rows}
 
-    settings = {"job": job.name, "fit_images": images, "test_images": common.scale_of(run).test_images}
+    settings = {
+        "job": job.name,
+        "fit_images": images,
+        "test_images": common.scale_of(run).test_images,
+        "head": "precision with temperature",
+    }
     return run.part("sn" if spectral_norm else "plain", settings, compute)
 
 
