@@ -99,7 +99,7 @@ def setting_table(settings: dict[str, Json], name: str) -> str:
         "MiB",
     ]
     lines = []
-    for key in sorted(shown, key=lambda key: -(choice.mean_auroc(setting, key, "test") or 0.0)):
+    for key in sorted(shown, key=lambda key: (-(choice.mean_auroc(setting, key, "test") or 0.0), key)):
         found = detectors[key]
         cells = [f"{found['test'][ood][what]:.4f}" for ood in outside for what in ("auroc", "fpr95")]
         title = f"**{key} (default)**" if key == DEFAULT else f"**{key}**" if found["family"] == "psc" else key
