@@ -18,13 +18,14 @@ from tests.app.test_server import Process
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")
-def test_https_with_a_certificate(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_https_with_a_certificate(tmp_path: Path, workers: int) -> None:
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = (
         "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
     )
     subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    server = Process(f"--tls-certificate={certificate}", f"--tls-key={key}")
+    server = Process(f"--tls-certificate={certificate}", f"--tls-key={key}", f"--workers={workers}")
     trust = ssl.create_default_context(cafile=str(certificate))
     try:
         with httpx.Client(base_url=f"https://127.0.0.1:{server.port}", verify=trust) as client:
