@@ -44,7 +44,7 @@ class Service:
         exit_message: Why, one line.
         on_fatal: Called when the process should end; the server sets it.
         load_before_accepting: Whether the server should accept requests only once every model is ready,
-            because other processes answer on the same socket meanwhile.
+            because other processes answer meanwhile.
         on_ready: Called when every model is ready; the server sets it.
         on_reloaded: Called when a client has had models reloaded; the server sets it.
         inflight: Requests being answered.

@@ -56,11 +56,7 @@ class Supervisor:
     def run(self) -> int:
         """Supervise; returns the exit code."""
         with tempfile.TemporaryDirectory(prefix="psc-metrics-") as folder:
-            self._environment = {
-                **os.environ,
-                _METRICS_VARIABLE: os.environ.get(_METRICS_VARIABLE, folder),
-            }
-            os.environ[_METRICS_VARIABLE] = self._environment[_METRICS_VARIABLE]
+            os.environ.setdefault(_METRICS_VARIABLE, folder)
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._end)
             signal.signal(signal.SIGHUP, self._hang_up)
@@ -95,7 +91,7 @@ class Supervisor:
     def _start(self, slot: int) -> None:
         with self._dispatcher.add() as end:
             self._children[slot] = subprocess.Popen(
-                self._command, env=self._environment | inherit(end), pass_fds=[end.fileno()]
+                self._command, env={**os.environ, **inherit(end)}, pass_fds=[end.fileno()]
             )
         self._started[slot] = time.monotonic()
 

@@ -21,13 +21,13 @@ class Service:
         self.dispatcher = Dispatcher(self.listener)
         self.clients: list[socket.socket] = []
         self.ends: list[socket.socket] = []
-        self.taken: list[list[socket.socket]] = []
+        self.taken: dict[Channel, list[socket.socket]] = {}
 
     def worker(self, *, ready: bool = True) -> Channel:
         end = self.dispatcher.add()
         self.ends.append(end)
-        self.taken.append([])
         channel = Channel(end)
+        self.taken[channel] = []
         if ready:
             channel.say(READY)
         return channel
@@ -45,17 +45,24 @@ class Service:
         """How many connections each worker has been given since the last call."""
         self.turn()
         counts = []
-        for channel, taken in zip(channels, self.taken, strict=False):
+        for channel in channels:
+            taken = self.taken[channel]
             before = len(taken)
             while (news := channel.receive()) and news.connections:
                 taken += news.connections
             counts.append(len(taken) - before)
         return counts
 
+    def works(self) -> bool:
+        """Whether what is sent by each connection that was taken comes to the client that made it."""
+        for connection in chain(*self.taken.values()):
+            connection.sendall(str(connection.getpeername()[1]).encode())
+        return all(client.recv(8) == str(client.getsockname()[1]).encode() for client in self.clients)
+
     def close(self) -> None:
         if self.listener.fileno() != -1:
             self.dispatcher.close()
-        for each in (*self.clients, *self.ends, *chain(*self.taken)):
+        for each in (*self.clients, *self.ends, *chain(*self.taken.values())):
             each.close()
 
 
@@ -71,9 +78,7 @@ def test_a_burst_is_shared_out_evenly_and_every_connection_works(service: Servic
     service.turn()
     service.connect(12)
     assert service.receive(*channels) == [4, 4, 4]
-    for connection in chain(*service.taken):
-        connection.sendall(str(connection.getpeername()[1]).encode())
-    assert all(client.recv(8) == str(client.getsockname()[1]).encode() for client in service.clients)
+    assert service.works()
 
 
 def test_the_next_connections_go_where_the_fewest_are(service: Service) -> None:
@@ -113,9 +118,7 @@ def test_what_a_worker_died_without_taking_goes_to_another(service: Service) -> 
     assert service.receive(second) == [3]
     service.ends[0].close()
     assert service.receive(second) == [3]
-    for connection in service.taken[0]:
-        connection.sendall(str(connection.getpeername()[1]).encode())
-    assert all(client.recv(8) == str(client.getsockname()[1]).encode() for client in service.clients)
+    assert service.works()
 
 
 def test_a_worker_that_leaves_takes_what_was_sent_and_no_more(service: Service) -> None:
@@ -123,8 +126,8 @@ def test_a_worker_that_leaves_takes_what_was_sent_and_no_more(service: Service) 
     service.turn()
     service.connect(4)
     service.turn()
-    service.taken[0] += first.leave()
-    assert len(service.taken[0]) == 2
+    service.taken[first] += first.leave()
+    assert len(service.taken[first]) == 2
     service.connect(4)
     assert service.receive(first, second) == [0, 6]
 
@@ -160,8 +163,8 @@ def test_closing_hands_out_what_has_connected_and_refuses_the_rest(service: Serv
         socket.create_connection(service.address, 1.0)
     news = channel.receive()
     assert news is not None
-    service.taken[0] += news.connections
-    assert len(service.taken[0]) == 5
+    service.taken[channel] += news.connections
+    assert len(news.connections) == 5
     assert channel.receive() is None
 
 
