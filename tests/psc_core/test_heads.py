@@ -250,7 +250,7 @@ def test_a_thousand_classes_at_2048_features(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_posterior_rule() -> None:
-    """Flattening alone costs a wide posterior nothing, as the temperature undoes it; noise does."""
+    """Noise costs a wide posterior, not what flattens all alike; one that needs no temperature comes first."""
     random = torch.Generator().manual_seed(0)
     honest = 3 * torch.randn(4000, 3, generator=random, dtype=torch.float64)
     labels = torch.multinomial(honest.softmax(1), 1, generator=random).squeeze(1)
@@ -258,7 +258,7 @@ def test_posterior_rule() -> None:
     spoilt = {0.1: 1.0, 1.0: 0.0, 10.0: 0.0, 100.0: 0.0}
 
     def logits_with(precision: float) -> Tensor:
-        return (honest + spoilt[precision] * noise) * precision / (1 + precision)
+        return (honest + spoilt[precision] * noise) / 2
 
     choice = base.choose_posterior(logits_with, labels, tuple(spoilt))
     assert choice.precision == 1.0
@@ -266,6 +266,24 @@ def test_posterior_rule() -> None:
     best = fit_temperature(logits_with(1.0), labels, prior_images=base.PRIOR_IMAGES)
     assert choice.temperature == pytest.approx(best, rel=1e-9)
     assert choice.val_nll == pytest.approx(base.nll(logits_with(1.0) / best, labels).mean().item())
+    flattened = base.choose_posterior(lambda precision: honest * precision / (1 + precision), labels, (1.0, 1000.0))
+    assert flattened[:2] == (1000.0, 1.0)
+
+
+def test_a_temperature_within_its_error_is_not_taken() -> None:
+    """The honest logits keep 1 in at least nine of ten draws; a deviation of several errors is corrected."""
+    random = torch.Generator().manual_seed(0)
+    ones, best = 0, []
+    for _ in range(40):
+        honest = 3 * torch.randn(500, 3, generator=random, dtype=torch.float64)
+        labels = torch.multinomial(honest.softmax(1), 1, generator=random).squeeze(1)
+        choice = base.choose_posterior(lambda _, logits=honest: logits, labels, (1.0,))
+        ones += choice.temperature == 1.0
+        best.append(fit_temperature(honest, labels, prior_images=base.PRIOR_IMAGES))
+        assert choice.val_nll == pytest.approx(base.nll(honest / choice.temperature, labels).mean().item())
+        assert base.choose_posterior(lambda _, logits=honest: 2 * logits, labels, (1.0,)).temperature > 1.5
+    assert 36 <= ones < 40
+    assert min(best) < 0.95 and max(best) > 1.05
 
 
 @pytest.mark.parametrize("kind", ["laplace", "sngp"])
