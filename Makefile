@@ -46,13 +46,13 @@ ifeq ($(PART),tests)
 else ifeq ($(PART),device)
 	$(RUN) -m benchmarks.device.run --device cuda
 else ifeq ($(PART),serving)
-	$(RUN) -m benchmarks.serving.peers --only psc --seconds 8
+	$(RUN) -m benchmarks.serving.peers --only psc psc-workers fastapi --device cuda --seconds 4
 else
 	$(RUN) -m benchmarks.paper.ddu_case_study --scale full --data $(PSC_DATA) --only $(PART)
 endif
 
 bench: $(VENV)/.bench           ## speed of the service beside its peers, and of one network's step; within ten minutes
-	$(BIN)/python -m benchmarks.serving.peers --seconds 2
+	$(BIN)/python -m benchmarks.serving.peers --rounds 3
 	$(BIN)/python -m benchmarks.device.run --only "ResNet-18, 28" tail
 
 bench-more: $(VENV)/.bench      ## every network's step, overload, time and memory of fitting; PSC_DATA names the data

@@ -18,13 +18,13 @@ from benchmarks.serving.histogram import quantile
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def bare_step(bundle: Path, seconds: float, threads: int | None = None) -> dict[str, Any]:
-    """Seconds of a device step by batch size, as the service makes and calls it; sizes take turns.
+def bare_step(bundle: Path, seconds: float, device: str) -> dict[str, Any]:
+    """Milliseconds of a device step by batch size, as the service makes and calls it; sizes take turns.
 
     Args:
         bundle: The model.
         seconds: How long all of it may take.
-        threads: Of torch; None leaves its choice, as the service does.
+        device: cpu or cuda.
     """
     import torch
 
@@ -34,9 +34,7 @@ def bare_step(bundle: Path, seconds: float, threads: int | None = None) -> dict[
     from psc_core.predictor import PSC
 
     keep_freed_memory()
-    if threads is not None:
-        torch.set_num_threads(threads)
-    psc = PSC.load(bundle, device="cpu", allow_factories=[FACTORY])
+    psc = PSC.load(bundle, device=device, allow_factories=[FACTORY])
     size = psc.preprocess
     step = make_step(
         psc.pipeline,
@@ -44,7 +42,6 @@ def bare_step(bundle: Path, seconds: float, threads: int | None = None) -> dict[
         max_batch=MAX_BATCH,
         device=psc.device,
         compiled=False,
-        threads=threads,
     )
     step.input(0)[:] = torch.randint(0, 256, step.input(0).shape, dtype=torch.uint8).numpy()
     step.warm_up()

@@ -1,19 +1,21 @@
 """Our service, LitServe, BentoML, Ray Serve, mosec and naive FastAPI, serving the same two bundles on this machine.
 
-    python -m benchmarks.serving.peers --seconds 8
-    python -m benchmarks.serving.peers --only mosec psc     # measured again, merged, and marked as merged
-    python -m benchmarks.serving.peers --resume             # what an interrupted run has not done
+    python -m benchmarks.serving.peers --seconds 2 --rounds 5
+    python -m benchmarks.serving.peers --only psc fastapi --device cuda
     python -m benchmarks.serving.peers --report             # the plot and the section of README.md, from the JSON
 
-Each peer is installed into ``out/peers/NAME`` when it is not there.  One load generator sends the requests from a
-process of its own, pinned to no core.  A server is warmed up; then 64 clients send single images in a closed loop,
-one client sends them (the unloaded latency), and they arrive at random at 70 % of the peak; where a request may
-carry several images, four clients send 32 each.  Writes ``serving-peers.json``.
+Each peer is installed into ``out/peers/NAME`` when it is not there.  All servers of a network are started, and are
+stopped (SIGSTOP) but for the one whose turn it is.  In every round each has one turn: a warm-up; 64 clients that send
+single images in a closed loop; one such client (the unloaded latency); images that arrive at random at 70 % of the
+peak of this turn; and, where a request may carry several images, four clients that send 32 each.  The bare device step
+has a turn too.  A machine's speed changes within minutes, so ratios are those of a round; reported are their medians.
+One load generator sends the requests from a process of its own, pinned to no core.  Writes ``serving-peers.json``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import multiprocessing
@@ -35,25 +37,22 @@ from benchmarks.serving.drive import Phase, Target, drive
 from benchmarks.serving.histogram import FIRST_MS, PER_DECADE
 from benchmarks.serving.load import digits
 from benchmarks.serving.overhead import make_bundle
-from benchmarks.serving.peers_report import draw, targets, write_report
+from benchmarks.serving.peers_report import draw, name_of, targets, write_report
 from benchmarks.serving.processes import ROOT, DidNotStart, Processes, free_port
 from benchmarks.serving.servers import BY_NAME, COMPUTE, OVERHEAD, SERVERS, Server, answer_of
 from psc_core.predictor import PSC
 
 CLIENTS, STEADY, MANY, MANY_CLIENTS = 64, 0.7, 32, 4
-WARM_UP_SECONDS = 1.5
-FILE = "serving-peers.json"
+FIRST_WARM_UP_SECONDS, WARM_UP_SECONDS = 1.5, 0.3
 ADAPTERS = "benchmarks.serving.adapters"
 TOLERANCE = 1e-3
 """Peers decode with another library and batch otherwise; the same pixels and network agree far below this."""
 
 
-class Apart:
-    """Runs functions in a fresh process each, which is gone when the answer is there."""
-
-    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(function, *arguments).result()
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Its result, from a fresh process that is gone when it is there."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 class Client:
@@ -126,43 +125,67 @@ class Metrics:
         return found["count"], found["sum"]
 
 
-def measure(
-    server: Server, network: str, bundle: Path, images: Sequence[bytes], seconds: float, client: Client
-) -> Json:
-    """All phases of one server on one network."""
-    python = server.python()
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="psc-benchmark-") as scratch:
-        port, counts = free_port(), Path(scratch)
-        command = server.command(python, port=port, bundle=bundle)
-        variables = server.variables(network, port=port, bundle=bundle, counts=counts)
-        target = server.target(port, images)
-        with Processes(command, variables) as processes:
-            body = processes.wait_until_it_answers(target)
+class Rival:
+    """A server with a bundle: started, its answer compared with the library's, and stopped until its turn.
+
+    Args:
+        server: Which.
+        network: Whose bundle it is.
+        bundle: To serve.
+        images: To send.
+        device: cpu or cuda.
+
+    Raises:
+        DidNotStart: It ended, did not answer, or answered something else than the library.
+    """
+
+    def __init__(self, server: Server, network: str, bundle: Path, images: Sequence[bytes], device: str) -> None:
+        python, began, port = server.python(), time.monotonic(), free_port()
+        with contextlib.ExitStack() as stack:
+            self._counts = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="psc-benchmark-")))
+            command = server.command(python, port=port, bundle=bundle, device=device)
+            variables = server.variables(network, port=port, bundle=bundle, counts=self._counts, device=device)
+            self._processes = stack.enter_context(Processes(command, variables))
+            self._single = server.target(port, images)
+            self._many = server.target_of_many(port, images, MANY) if network == COMPUTE else None
+            body = self._processes.wait_until_it_answers(self._single)
             check_answer(server, answer_of(server, body), bundle, images[0])
-            found: Json = {
+            self._metrics = Metrics(self._processes, port) if server.name == "psc" else None
+            self.about: Json = {
                 "versions": environments.versions(python, server.packages),
                 "start_s": round(time.monotonic() - began, 1),
             }
-            metrics = Metrics(processes, port) if server.name == "psc" else None
+            self._warm_up_s = FIRST_WARM_UP_SECONDS
+            self._processes.stop()
+            self._stack = stack.pop_all()
 
-            def phase(name: str, target: Target, phase: Phase) -> None:
-                found[name] = client.send(processes, target, phase, counts)
-                if metrics is not None and (mean := metrics.mean_batch()) is not None:
-                    found[name]["mean_batch"] = mean
+    def turn(self, client: Client, seconds: float) -> Json:
+        """All phases once."""
+        found: Json = {}
 
-            phase("warm-up", target, Phase(WARM_UP_SECONDS, clients=CLIENTS))
-            phase("closed", target, Phase(seconds, clients=CLIENTS))
-            phase("unloaded", target, Phase(max(1.0, seconds / 4), clients=1))
-            rate = STEADY * found["closed"]["requests_per_s"]
-            if rate:
-                phase("steady", target, Phase(seconds, per_second=rate))
-            many = server.target_of_many(port, images, MANY)
-            if many is not None and network == COMPUTE:
-                phase("warm-up", many, Phase(WARM_UP_SECONDS, clients=MANY_CLIENTS))
-                phase("many", many, Phase(seconds, clients=MANY_CLIENTS))
-            del found["warm-up"]
-    return found
+        def phase(name: str, target: Target, phase: Phase) -> None:
+            found[name] = client.send(self._processes, target, phase, self._counts)
+            if self._metrics is not None and (mean := self._metrics.mean_batch()) is not None:
+                found[name]["mean_batch"] = mean
+
+        warm_up_s, self._warm_up_s = self._warm_up_s, WARM_UP_SECONDS
+        with self._processes.running():
+            phase("warm-up", self._single, Phase(warm_up_s, clients=CLIENTS))
+            phase("closed", self._single, Phase(seconds, clients=CLIENTS))
+            phase("unloaded", self._single, Phase(max(0.5, seconds / 4), clients=1))
+            if rate := STEADY * found["closed"]["requests_per_s"]:
+                phase("steady", self._single, Phase(seconds, per_second=rate))
+            if self._many is not None:
+                phase("warm-up", self._many, Phase(warm_up_s, clients=MANY_CLIENTS))
+                phase("many", self._many, Phase(seconds, clients=MANY_CLIENTS))
+        del found["warm-up"]
+        for name in found.keys() - {"steady"}:
+            del found[name]["histogram"]
+        return found
+
+    def close(self) -> None:
+        """End it."""
+        self._stack.close()
 
 
 def measure_http(
@@ -172,125 +195,128 @@ def measure_http(
     with tempfile.TemporaryDirectory(prefix="psc-benchmark-") as scratch:
         port = free_port()
         shell = Server(module, module, ("-m", f"{ADAPTERS}.{module}"), "")
-        variables = shell.variables(OVERHEAD, port=port, bundle=bundle, counts=Path(scratch))
+        variables = shell.variables(OVERHEAD, port=port, bundle=bundle, counts=Path(scratch), device="cpu")
         variables["PSC_BENCH_ANSWER"] = str(answer)
         target = shell.target(port, images)
-        with Processes(shell.command(Path(sys.executable), port=port, bundle=bundle), variables) as processes:
+        command = shell.command(Path(sys.executable), port=port, bundle=bundle, device="cpu")
+        with Processes(command, variables) as processes:
             processes.wait_until_it_answers(target)
-            client.send(processes, target, Phase(WARM_UP_SECONDS, clients=CLIENTS), Path(scratch))
+            client.send(processes, target, Phase(FIRST_WARM_UP_SECONDS, clients=CLIENTS), Path(scratch))
             return client.send(processes, target, Phase(seconds, clients=CLIENTS), Path(scratch))
 
 
 class Run:
-    """The record, written after every part, and what is still to be measured."""
+    """The record, written after every part."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.file: Path = args.out / FILE
+        self.device: str = args.device
         self.seconds: float = args.seconds
-        self._only: list[str] = args.only or []
-        kept = json.loads(self.file.read_text()) if self.file.exists() and (args.resume or args.only) else None
-        self.resumed = bool(args.resume and kept)
-        self.id = kept["run"] if self.resumed else time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self.record: Json = kept or {"run": self.id, "servers": {OVERHEAD: {}, COMPUTE: {}}, "bare": {}, "ceilings": {}}
-        if not self._only:
-            self.record |= {
-                "command": f"python -m benchmarks.serving.peers --seconds {self.seconds:g}",
-                "environment": environment(torch.device("cpu")),
-                "note": args.note,
-                "seconds": self.seconds,
-                "clients": CLIENTS,
-                "many": {"images": MANY, "clients": MANY_CLIENTS},
-                "bins": {"first_ms": FIRST_MS, "per_decade": PER_DECADE},
-                "settings": {server.name: server.settings for server in SERVERS},
-            }
-
-    def wants(self, network: str, name: str) -> bool:
-        """Whether this server is to be measured now."""
-        if self._only:
-            return name in self._only
-        return not (self.resumed and name in self.record["servers"][network])
-
-    def part(self, kind: str, name: str, compute: Callable[[], Any]) -> None:
-        """A part of the record that belongs to no server; left out when it fails."""
-        if not self._only and not (self.resumed and name in self.record[kind]):
-            print(f"{kind}: {name} ...", file=sys.stderr, flush=True)
-            try:
-                self.record[kind][name] = compute()
-            except DidNotStart as error:
-                print(f"  failed: {error}", file=sys.stderr, flush=True)
-            self.write()
-
-    def server(self, network: str, server: Server, compute: Callable[[], Json]) -> None:
-        """A server's part; a failure is recorded with its reason."""
-        if not self.wants(network, server.name):
-            return
-        print(f"{network}: {server.label} ...", file=sys.stderr, flush=True)
-        try:
-            found = compute()
-        except (DidNotStart, RuntimeError, KeyError, ValueError) as error:
-            found = {"failed": str(error).replace(str(ROOT), "")[:600]}
-        self.record["servers"][network][server.name] = {**found, "run": self.id}
-        print(f"  {_short(found)}", file=sys.stderr, flush=True)
-        self.write()
+        self.rounds: int = args.rounds
+        self.servers = [server for server in SERVERS if not args.only or server.name in args.only]
+        self._file: Path = args.out / f"{name_of(args.device)}.json"
+        self.record: Json = {
+            "command": f"python -m benchmarks.serving.peers --seconds {self.seconds:g} --rounds {self.rounds}"
+            + (f" --only {' '.join(args.only)}" if args.only else "")
+            + (f" --device {self.device}" if self.device != "cpu" else ""),
+            "environment": environment(torch.device(self.device)),
+            "device": self.device,
+            "note": args.note,
+            "seconds": self.seconds,
+            "clients": CLIENTS,
+            "many": {"images": MANY, "clients": MANY_CLIENTS},
+            "bins": {"first_ms": FIRST_MS, "per_decade": PER_DECADE},
+            "settings": {server.name: server.settings for server in self.servers},
+            "servers": {OVERHEAD: {}, COMPUTE: {}},
+            "bare": {OVERHEAD: [], COMPUTE: []},
+            "ceilings": {},
+        }
 
     def write(self) -> None:
         """Keep what there is."""
         self.record["targets"] = targets(self.record)
-        write_json(self.file, self.record)
+        write_json(self._file, self.record)
 
 
-def _short(found: Json) -> str:
-    if "failed" in found:
-        return f"failed: {found['failed']}"
+def say(text: str) -> None:
+    """A line of progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _short(turn: Json) -> str:
     return ", ".join(
-        f"{name} {phase['images_per_s']:g}/s p50 {phase.get('p50_ms')} p99 {phase.get('p99_ms')} ms "
-        f"batch {phase.get('mean_batch')} {phase['statuses']}"
-        for name, phase in found.items()
-        if isinstance(phase, dict) and "images_per_s" in phase
+        f"{name} {phase['images_per_s']:g}/s p50 {phase.get('p50_ms')} p99 {phase.get('p99_ms')} ms {phase['statuses']}"
+        for name, phase in turn.items()
     )
 
 
-def measure_all(run: Run, bundles: dict[str, Path]) -> None:
-    """Everything that is wanted, the bare step of a network before and after its servers."""
-    images, apart = digits(256), Apart()
-    with Client() as client:
-        for network, bundle in bundles.items():
-            bare_steps(run, network, bundle, "before", apart)
-            for server in SERVERS:
-                run.server(network, server, partial(measure, server, network, bundle, images, run.seconds, client))
-            bare_steps(run, network, bundle, "after", apart)
-        tiny = bundles[OVERHEAD]
-        answer = environments.HOME / "answer.json"
-        answer.write_bytes(b'{"predictions":[' + b"0," * 350 + b"0]}")
-        run.part("ceilings", "decode", partial(apart, ceilings.decode_only, tiny, images, 2.0))
-        for module in ("bare", "instant"):
-            run.part("ceilings", module, partial(measure_http, module, tiny, answer, images, run.seconds / 2, client))
+def measure_network(run: Run, network: str, bundle: Path, images: Sequence[bytes], client: Client) -> None:
+    """All rounds on one network; a server that fails is left out from then on, its reason is kept."""
+    found: Json = run.record["servers"][network]
+    with contextlib.ExitStack() as stack:
+        rivals: dict[str, Rival] = {}
+
+        def attempt(server: Server, act: Callable[[], None]) -> None:
+            try:
+                act()
+            except (DidNotStart, RuntimeError, KeyError, ValueError) as error:
+                rivals.pop(server.name, None)
+                found[server.name] = {"failed": str(error).replace(str(ROOT), "")[:600]}
+                say(f"  failed: {found[server.name]['failed']}")
+
+        def start(server: Server) -> None:
+            rivals[server.name] = rival = Rival(server, network, bundle, images, run.device)
+            stack.callback(rival.close)
+            found[server.name] = {**rival.about, "rounds": []}
+
+        def take_turn(server: Server) -> None:
+            turn = rivals[server.name].turn(client, run.seconds)
+            found[server.name]["rounds"].append(turn)
+            say(f"  {server.label}: {_short(turn)}")
+
+        for server in run.servers:
+            say(f"{network}: {server.label} starts")
+            attempt(server, partial(start, server))
+        for number in range(run.rounds):
+            say(f"{network}: round {number + 1} of {run.rounds}")
+            run.record["bare"][network].append(apart(ceilings.bare_step, bundle, 2.0, run.device))
+            for server in run.servers[number % len(run.servers) :] + run.servers[: number % len(run.servers)]:
+                if server.name in rivals:
+                    attempt(server, partial(take_turn, server))
+            run.write()
 
 
-def bare_steps(run: Run, network: str, bundle: Path, when: str, apart: Apart) -> None:
-    """The device step alone, with the service's own number of threads; for the small network with one too."""
-    for threads in (None, 1) if network == OVERHEAD else (None,):
-        name = f"{network}, {when}" + ("" if threads is None else f", {threads} thread")
-        run.part("bare", name, partial(apart, ceilings.bare_step, bundle, 3.0, threads))
+def measure_ceilings(run: Run, bundle: Path, images: Sequence[bytes], client: Client) -> None:
+    """Decoding alone, and HTTP alone."""
+    answer = environments.HOME / "answer.json"
+    answer.write_bytes(b'{"predictions":[' + b"0," * 350 + b"0]}")
+    run.record["ceilings"]["decode"] = apart(ceilings.decode_only, bundle, images, 2.0)
+    for module in ("bare", "instant"):
+        say(f"ceiling: {module}")
+        try:
+            run.record["ceilings"][module] = measure_http(module, bundle, answer, images, run.seconds, client)
+        except DidNotStart as error:
+            say(f"  failed: {error}")
+    run.write()
 
 
 def main() -> int:
     """Measure, or write the report of what was measured."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--only", nargs="+", choices=sorted(BY_NAME), metavar="NAME", help="merge these into the results")
-    cli.add_argument("--seconds", type=float, default=8.0, help="length of a phase")
+    cli.add_argument("--only", nargs="+", choices=sorted(BY_NAME), metavar="NAME", help="these servers alone")
+    cli.add_argument("--seconds", type=float, default=2.0, help="length of a phase")
+    cli.add_argument("--rounds", type=int, default=5, help="turns of every server")
+    cli.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of every server")
     cli.add_argument("--out", type=Path, default=RESULTS)
-    cli.add_argument("--resume", action="store_true", help="go on with the run in --out")
     cli.add_argument("--build", action="store_true", help="only install the peers")
     cli.add_argument("--report", action="store_true", help="only write the plot and the section of README.md")
     cli.add_argument("--note", default="", help="a sentence on the circumstances, kept with the results")
     args = cli.parse_args()
     if args.report:
-        write_report(json.loads((args.out / FILE).read_text()), args.out)
+        write_report(json.loads((args.out / f"{name_of(args.device)}.json").read_text()), args.out)
         return 0
-    for server in SERVERS:
-        if not args.only or server.name in args.only:
-            print(f"{server.label}: {server.python()}", file=sys.stderr, flush=True)
+    run = Run(args)
+    for server in run.servers:
+        say(f"{server.label}: {server.python()}")
     if args.build:
         return 0
     tiny = environments.HOME / OVERHEAD
@@ -299,8 +325,11 @@ def main() -> int:
         COMPUTE: ROOT / "artifacts" / "dirty-mnist-resnet18",
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    run = Run(args)
-    measure_all(run, bundles)
+    images = digits(256)
+    with Client() as client:
+        for network, bundle in bundles.items():
+            measure_network(run, network, bundle, images, client)
+        measure_ceilings(run, bundles[OVERHEAD], images, client)
     draw(run.record, args.out)
     for target in run.record["targets"]:
         print(f"{'met    ' if target['met'] else 'NOT MET'}  {target['target']}: {target['measured']}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,93 +14,140 @@ from benchmarks.serving.ceilings import SIZES, best_images_per_s, images_per_s, 
 from benchmarks.serving.histogram import survival
 from benchmarks.serving.servers import BY_NAME, COMPUTE, OVERHEAD, SERVERS
 
-PLOT = "serving-peers.svg"
 TIMES_PEERS, TIMES_MOSEC, OF_BARE, OF_BARE_MANY, TAIL = 5.0, 1.0, 0.95, 0.90, 3.0
 _FIVE_TIMES = ("litserve", "bentoml", "ray", "fastapi")
 
 
+def name_of(device: str) -> str:
+    """Of record, plot and section."""
+    return "serving-peers" if device == "cpu" else f"serving-peers-{device}"
+
+
 def step_ms(record: Json, network: str) -> dict[str, float]:
-    """Of the bare device step by batch size: the mean of before and after; empty when it was not measured."""
-    found = [
-        record["bare"][name]["step_ms"]
-        for when in ("before", "after")
-        if (name := f"{network}, {when}") in record["bare"]
-    ]
-    return {str(size): statistics.fmean(one[str(size)] for one in found) for size in SIZES} if found else {}
+    """Of the bare device step by batch size: medians over the rounds; empty when it was not measured."""
+    rounds = [found["step_ms"] for found in record["bare"][network]]
+    return {str(size): statistics.median(one[str(size)] for one in rounds) for size in SIZES} if rounds else {}
+
+
+class Ratio:
+    """A ratio in every round: its median, and text with the smallest and the largest."""
+
+    def __init__(self, values: Iterable[float], unit: str = "") -> None:
+        self._values, self._unit = sorted(values), unit
+
+    @property
+    def median(self) -> float:
+        """Of the rounds."""
+        return statistics.median(self._values)
+
+    def __str__(self) -> str:
+        digits = 3 if self._values[-1] < 1.2 else 2 if self._values[-1] < 10 else 1
+        median, low, high = (f"{value:.{digits}f}" for value in (self.median, self._values[0], self._values[-1]))
+        return f"{median}{self._unit} ({low} to {high})" if len(self._values) > 1 else f"{median}{self._unit}"
+
+
+def rates(found: Json, phase: str) -> list[float]:
+    """Images a second in every round."""
+    return [turn[phase]["images_per_s"] for turn in found["rounds"]]
+
+
+def times(ours: Json, theirs: Json) -> Ratio:
+    """Our rate with single images in units of theirs."""
+    pairs = zip(rates(ours, "closed"), rates(theirs, "closed"), strict=True)
+    return Ratio((mine / other for mine, other in pairs), " ×")
+
+
+def of_bare(record: Json, found: Json, phase: str) -> Ratio:
+    """The rate of a phase in units of the bare step: at the phase's mean batch, or where it has none at the best."""
+    shares = []
+    for turn, bare in zip(found["rounds"], record["bare"][COMPUTE], strict=True):
+        steps, batch = bare["step_ms"], turn[phase].get("mean_batch")
+        most = images_per_s(steps, batch) if phase == "closed" and batch else best_images_per_s(steps)
+        shares.append(turn[phase]["images_per_s"] / most)
+    return Ratio(shares)
+
+
+def tail(found: Json) -> Ratio:
+    """p99 at 70 % of the peak in units of the unloaded median."""
+    return Ratio((turn["steady"]["p99_ms"] / turn["unloaded"]["p50_ms"] for turn in found["rounds"]), " ×")
 
 
 def targets(record: Json) -> list[Json]:
     """What must hold, what was measured, and whether it holds; a peer that did not run is left out."""
     checks: list[tuple[str, bool, str]] = []
     small, large = (_ran(record["servers"][network]) for network in (OVERHEAD, COMPUTE))
+
+    def at_least(what: str, ratio: Ratio, least: float) -> None:
+        checks.append((f"{what} ≥ {least:g}", ratio.median >= least, str(ratio)))
+
     for ours in ("psc", "psc-workers"):
-        if ours in small:
-            label, rate = BY_NAME[ours].label, small[ours]["closed"]["requests_per_s"]
-            for name, least in (*((name, TIMES_PEERS) for name in _FIVE_TIMES), ("mosec", TIMES_MOSEC)):
-                if name in small:
-                    ratio = rate / small[name]["closed"]["requests_per_s"]
-                    what = f"{OVERHEAD}, single images: {label} ≥ {least:g} × {BY_NAME[name].label}"
-                    checks.append((what, ratio >= least, f"{ratio:.2f} ×"))
-    bare = step_ms(record, COMPUTE)
+        for name, least in (*((name, TIMES_PEERS) for name in _FIVE_TIMES), ("mosec", TIMES_MOSEC)):
+            if ours in small and name in small:
+                what = f"{OVERHEAD}, single images: {BY_NAME[ours].label} ÷ {BY_NAME[name].label}"
+                at_least(what, times(small[ours], small[name]), least)
     if "psc" in large:
-        ours_found = large["psc"]
-        rate, batch = ours_found["closed"]["images_per_s"], ours_found["closed"].get("mean_batch")
-        if bare and batch:
-            share = rate / images_per_s(bare, batch)
-            what = f"{COMPUTE}, single images ÷ bare step at the mean batch ({batch:g}) ≥ {OF_BARE:g}"
-            checks.append((what, share >= OF_BARE, f"{share:.3f}"))
-        peers = {name: found["closed"]["images_per_s"] for name, found in large.items() if not BY_NAME[name].ours}
-        if peers:
-            best = max(peers, key=peers.__getitem__)
-            what = f"{COMPUTE}, single images: above every peer"
-            checks.append((what, rate > peers[best], f"{rate / peers[best]:.2f} × the best ({BY_NAME[best].label})"))
-        if bare and "many" in ours_found:
-            share = ours_found["many"]["images_per_s"] / best_images_per_s(bare)
-            count = record["many"]["images"]
-            what = f"{COMPUTE}, requests of {count} images ÷ bare step at its best batch ≥ {OF_BARE_MANY:g}"
-            checks.append((what, share >= OF_BARE_MANY, f"{share:.3f}"))
+        if record["bare"][COMPUTE]:
+            at_least(
+                f"{COMPUTE}, single images ÷ bare step at the mean batch",
+                of_bare(record, large["psc"], "closed"),
+                OF_BARE,
+            )
+        for ours in ("psc", "psc-workers"):
+            ratios = {
+                name: times(large[ours], found)
+                for name, found in large.items()
+                if ours in large and not BY_NAME[name].ours
+            }
+            if ratios:
+                best = min(ratios, key=lambda name: ratios[name].median)
+                what = f"{COMPUTE}, single images: {BY_NAME[ours].label} above every peer"
+                checks.append((what, ratios[best].median > 1, f"{ratios[best]} the best ({BY_NAME[best].label})"))
+        if record["bare"][COMPUTE] and "many" in large["psc"]["rounds"][0]:
+            what = f"{COMPUTE}, requests of {record['many']['images']} images ÷ bare step at its best batch"
+            at_least(what, of_bare(record, large["psc"], "many"), OF_BARE_MANY)
     for network, servers in ((COMPUTE, large), (OVERHEAD, small)):
-        if "psc" in servers and "steady" in servers["psc"]:
-            ratio = _tail(servers["psc"])
+        if "psc" in servers:
+            ratio = tail(servers["psc"])
             what = f"{network}, open loop at 70 % of the peak: p99 ≤ {TAIL:g} × the unloaded median"
-            checks.append((what, ratio <= TAIL, f"{ratio:.1f} ×{_least_tail(record, network)}"))
+            checks.append((what, ratio.median <= TAIL, f"{ratio}{_least_tail(record, network)}"))
     return [{"target": what, "met": met, "measured": value} for what, met, value in checks]
 
 
 def _ran(servers: Mapping[str, Json]) -> dict[str, Json]:
-    return {name: found for name, found in servers.items() if "failed" not in found}
-
-
-def _tail(found: Json) -> float:
-    return float(found["steady"]["p99_ms"] / found["unloaded"]["p50_ms"])
+    return {name: found for name, found in servers.items() if found.get("rounds")}
 
 
 def _least_tail(record: Json, network: str) -> str:
     """What the same arrivals would give a server that costs nothing but its device steps."""
-    bare = step_ms(record, network)
-    if not bare:
+    steps = step_ms(record, network)
+    if not steps:
         return ""
-    per_s = record["servers"][network]["psc"]["steady"]["requests_per_s"]
-    least = least_tail_ms(bare, per_s)
-    return f"; {least / bare['1']:.1f} × for a server that costs nothing but these steps (simulated)"
+    per_s = _middle(record["servers"][network]["psc"], "steady", "requests_per_s")
+    least = least_tail_ms(steps, per_s)
+    return f"; {least / steps['1']:.1f} × for a server that costs nothing but these steps (simulated)"
+
+
+def _middle(found: Json, phase: str, key: str) -> float:
+    return float(statistics.median(turn[phase][key] for turn in found["rounds"]))
 
 
 def section(record: Json) -> str:
     """The record as Markdown."""
-    env, seconds = record["environment"], record["seconds"]
-    merged = any(found["run"] != record["run"] for servers in record["servers"].values() for found in servers.values())
+    env, rounds = record["environment"], max(map(len, record["bare"].values()))
     lines = [
         f"{where(env)}.",
-        f"One PNG digit a request, {record['clients']} clients in a closed loop, {seconds:g} s a phase after a "
-        "warm-up. The load generator is one process, pinned to no core; "
+        f"One PNG digit a request, {record['clients']} clients in a closed loop, {record['seconds']:g} s a phase. "
+        "The load generator is one process, pinned to no core; "
         f"client and server share the {env['cpus']} cores, so CPU time of both is given.",
+        "All servers of a table run at once, stopped but for the one whose turn it is. "
+        f"Each had {rounds} turns: numbers are medians over them, ratios the median of the ratios within a round, with "
+        "the smallest and the largest.",
         "Every server runs the same bundle on the same torch and its answer was checked against the library's; peers "
         "decode with torchvision and answer only probabilities, entropy, log density and p-value, psc-serve its whole "
         "answer.",
-        "Unloaded: one client in a closed loop. Latencies at 70 % of a server's own peak count from when a request was "
-        "due, Poisson arrivals.",
+        "Unloaded: one client in a closed loop. Latencies at 70 % of the peak of the same turn count from when a "
+        "request was due, Poisson arrivals.",
         *([record["note"]] if record["note"] else []),
-        *(["† measured in another run and merged."] if merged else []),
         "",
         f"    {record['command']}",
         "",
@@ -114,7 +162,14 @@ def section(record: Json) -> str:
     }
     for network, text in about.items():
         lines += ["", f"### {network.capitalize()}: {text}", "", _table(record, network)]
-    lines += ["", "### Ceilings", "", _ceilings(record), "", f"![throughput and latency]({PLOT})"]
+    lines += [
+        "",
+        "### Ceilings",
+        "",
+        _ceilings(record),
+        "",
+        f"![throughput and latency]({name_of(record['device'])}.svg)",
+    ]
     lines += ["", "### Versions and settings", "", _settings(record)]
     return "\n".join(lines)
 
@@ -125,41 +180,41 @@ def _table(record: Json, network: str) -> str:
     header += ["unloaded p50", "p99 at 70 %", "÷ unloaded p50"]
     header += [f"images/s, {record['many']['images']} a request"] if many else []
     servers = record["servers"][network]
-    ours = servers.get("psc", {}).get("closed", {}).get("images_per_s")
+    ran = _ran(servers)
     rows = []
     for server in SERVERS:
-        if (found := servers.get(server.name)) is None:
+        if server.name in servers and server.name not in ran:
+            rows.append([server.label, "did not run", *[""] * (len(header) - 2)])
+        if (found := ran.get(server.name)) is None:
             continue
-        label = server.label + (" †" if found["run"] != record["run"] else "")
-        if "failed" in found:
-            rows.append([label, "did not run", *[""] * (len(header) - 2)])
-            continue
-        closed, steady, quiet = found["closed"], found.get("steady", {}), found["unloaded"]
         row = [
-            label,
-            f"{closed['images_per_s']:,.0f}" + _refused(closed),
-            f"{ours / closed['images_per_s']:.2f}" if ours else "",
-            *(_ms(closed, key) for key in ("p50_ms", "p99_ms")),
-            f"{closed['mean_batch']:.1f}" if "mean_batch" in closed else "",
-            *(_cpu(closed, key) for key in ("server_cpu_s", "client_cpu_s")),
-            _ms(quiet, "p50_ms"),
-            _ms(steady, "p99_ms") + _refused(steady),
-            f"{_tail(found):.1f}" if "p99_ms" in steady else "",
+            server.label,
+            f"{_middle(found, 'closed', 'images_per_s'):,.0f}" + _refused(found, "closed"),
+            str(times(ran["psc"], found)) if "psc" in ran and server.name != "psc" else "",
+            *(f"{_middle(found, 'closed', key):,.1f} ms" for key in ("p50_ms", "p99_ms")),
+            f"{_middle(found, 'closed', 'mean_batch'):.1f}" if "mean_batch" in found["rounds"][0]["closed"] else "",
+            *(
+                f"{statistics.median(_cpu_ms(turn['closed'], side) for turn in found['rounds']):.2f} ms"
+                for side in ("server", "client")
+            ),
+            f"{_middle(found, 'unloaded', 'p50_ms'):,.1f} ms",
+            f"{_middle(found, 'steady', 'p99_ms'):,.1f} ms" + _refused(found, "steady"),
+            str(tail(found)),
         ]
-        rows.append([*row, f"{found['many']['images_per_s']:,.0f}" if "many" in found else ""] if many else row)
+        several = f"{_middle(found, 'many', 'images_per_s'):,.0f}" if "many" in found["rounds"][0] else ""
+        rows.append([*row, several] if many else row)
     return markdown_table(header, rows)
 
 
-def _ms(phase: Json, key: str) -> str:
-    return f"{phase[key]:,.1f} ms" if key in phase else ""
+def _cpu_ms(phase: Json, side: str) -> float:
+    """Of a request."""
+    return 1000 * float(phase[f"{side}_cpu_s"]) / max(1, phase["requests"])
 
 
-def _cpu(phase: Json, key: str) -> str:
-    return f"{1000 * phase[key] / max(1, phase['requests']):,.2f} ms"
-
-
-def _refused(phase: Json) -> str:
-    others = {status: count for status, count in phase.get("statuses", {}).items() if status != "200"}
+def _refused(found: Json, phase: str) -> str:
+    others: Counter[str] = Counter()
+    for turn in found["rounds"]:
+        others.update({status: count for status, count in turn[phase]["statuses"].items() if status != "200"})
     return f" ({', '.join(f'{count} × {status}' for status, count in others.items())})" if others else ""
 
 
@@ -167,9 +222,8 @@ def _ceilings(record: Json) -> str:
     rows = []
     for network in (OVERHEAD, COMPUTE):
         if found := step_ms(record, network):
-            rates = ", ".join(f"{1000 * size / found[str(size)]:,.0f} at {size}" for size in SIZES)
-            name = f"model only, {network}: bare device step, images/s by batch size"
-            rows.append([name, rates])
+            text = ", ".join(f"{1000 * size / found[str(size)]:,.0f} at {size}" for size in SIZES)
+            rows.append([f"model only, {network}: bare device step, images/s by batch size", text])
     ceilings = record["ceilings"]
     if "decode" in ceilings:
         rows.append(["decode only: `app.decoding`, one core, images/s", f"{ceilings['decode']:,.0f}"])
@@ -179,7 +233,8 @@ def _ceilings(record: Json) -> str:
     ):
         if name in ceilings:
             found = ceilings[name]
-            rows.append([text, f"{found['requests_per_s']:,.0f} ({_cpu(found, 'server_cpu_s')} server CPU a request)"])
+            rate, cpu_ms = found["requests_per_s"], _cpu_ms(found, "server")
+            rows.append([text, f"{rate:,.0f} ({cpu_ms:.2f} ms server CPU a request)"])
     return markdown_table(["ceiling", "measured"], rows)
 
 
@@ -187,6 +242,8 @@ def _settings(record: Json) -> str:
     rows = []
     for server in SERVERS:
         networks = [servers[server.name] for servers in record["servers"].values() if server.name in servers]
+        if not networks:
+            continue
         found = next((one["versions"] for one in networks if "versions" in one), {})
         failed = next((one["failed"] for one in networks if "failed" in one), None)
         shown = ", ".join(f"{name} {version}" for name, version in found.items() if name != "torch")
@@ -197,21 +254,26 @@ def _settings(record: Json) -> str:
 
 def draw(record: Json, folder: Path) -> None:
     """Throughput of each server, and the share of answers that took longer than a latency."""
-    with figure(folder / PLOT, 2, 2, width=4.6, height=3.0) as axes:
+    with figure(folder / f"{name_of(record['device'])}.svg", 2, 2, width=4.6, height=3.0) as axes:
         for column, network in enumerate((OVERHEAD, COMPUTE)):
             servers = _ran(record["servers"][network])
             shown = [server for server in SERVERS if server.name in servers]
             colours = {server.name: f"C{index}" for index, server in enumerate(SERVERS)}
-            rates = [servers[server.name]["closed"]["images_per_s"] for server in shown]
             bars: Any = axes[0][column]
-            bars.barh([server.label for server in shown], rates, color=[colours[server.name] for server in shown])
+            for server in shown:
+                found = rates(servers[server.name], "closed")
+                middle = statistics.median(found)
+                spread = [[middle - min(found)], [max(found) - middle]]
+                bars.barh(server.label, middle, xerr=spread, color=colours[server.name], ecolor="0.3")
             bars.invert_yaxis()
-            bars.set(title=f"{network}, {record['clients']} clients", xlabel="images/s")
+            bars.set(title=f"{network}, {record['clients']} clients", xlabel="images/s, median and range of the turns")
             tails: Any = axes[1][column]
             for server in shown:
-                if "steady" in servers[server.name]:
-                    edges, shares = survival(servers[server.name]["steady"]["histogram"])
-                    tails.step(edges, shares, color=colours[server.name], label=server.label, lw=1.2)
+                together: Counter[str] = Counter()
+                for turn in servers[server.name]["rounds"]:
+                    together.update(turn["steady"]["histogram"])
+                edges, shares = survival(together)
+                tails.step(edges, shares, color=colours[server.name], label=server.label, lw=1.2)
             tails.set(
                 title="at 70 % of its own peak",
                 xlabel="latency, ms",
@@ -226,4 +288,5 @@ def draw(record: Json, folder: Path) -> None:
 def write_report(record: Json, folder: Path) -> None:
     """The plot and the section of ``README.md``."""
     draw(record, folder)
-    write_section(folder, "serving-peers", section(record), "Serving against peers")
+    title = "Serving against peers" + ("" if record["device"] == "cpu" else f", {record['device']}")
+    write_section(folder, name_of(record["device"]), section(record), title)

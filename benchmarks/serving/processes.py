@@ -1,4 +1,4 @@
-"""A server's processes: start them, wait until they answer, add up their CPU time, end them.  Linux only."""
+"""A server's processes: start them, wait until they answer, stop and go on, add up CPU time, end.  Linux only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.serving.client import Generator
@@ -50,15 +50,31 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.pids()
+        self._signal(signal.SIGCONT)
         self._process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(15)
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._process.wait()
         self._log.close()
+
+    def stop(self) -> None:
+        """Take the CPU from all of them, until :meth:`running`."""
+        self._signal(signal.SIGSTOP)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """They go on for as long as the ``with`` lasts."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def pids(self) -> set[int]:
         """Processes that are there: the command's descendants, members of its session, and their children."""

@@ -28,7 +28,7 @@ class Server:
     Attributes:
         name: On the command line and in the results.
         label: In tables.
-        arguments: Of the interpreter, with ``{port}`` and ``{bundle}`` to fill in.
+        arguments: Of the interpreter, with ``{port}``, ``{bundle}`` and ``{device}`` to fill in.
         requirement: On PyPI, or None for what runs in the environment of ``psc`` itself.
         packages: Whose versions are reported.
         options: ``PSC_BENCH_…`` of the adapter, by network.
@@ -64,11 +64,11 @@ class Server:
             return Path(sys.executable)
         return environments.build(self.name, self.requirement)
 
-    def command(self, python: Path, *, port: int, bundle: Path) -> list[str]:
+    def command(self, python: Path, *, port: int, bundle: Path, device: str) -> list[str]:
         """The command line."""
-        return [str(python), *(word.format(port=port, bundle=bundle) for word in self.arguments)]
+        return [str(python), *(word.format(port=port, bundle=bundle, device=device) for word in self.arguments)]
 
-    def variables(self, network: str, *, port: int, bundle: Path, counts: Path) -> dict[str, str]:
+    def variables(self, network: str, *, port: int, bundle: Path, counts: Path, device: str) -> dict[str, str]:
         """The whole environment of the process."""
         clean = {
             name: value
@@ -84,6 +84,7 @@ class Server:
             "PSC_BENCH_PORT": str(port),
             "PSC_BENCH_BUNDLE": str(bundle),
             "PSC_BENCH_COUNTS": str(counts),
+            "PSC_BENCH_DEVICE": device,
         }
 
     def target(self, port: int, images: Sequence[bytes]) -> Target:
@@ -120,7 +121,7 @@ def _ours(images: Sequence[bytes]) -> bytes:
     return json.dumps({"images": [{"b64": base64.b64encode(image).decode()} for image in images]}).encode()
 
 
-_PSC = ("-m", "app.cli", "--bundle", "{bundle}", "--port={port}", "--device=cpu", "--log-level=error",
+_PSC = ("-m", "app.cli", "--bundle", "{bundle}", "--port={port}", "--device={device}", "--log-level=error",
         f"--allow-factories={FACTORY}")  # fmt: skip
 
 _WEB = ("fastapi", "uvicorn")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from benchmarks.serving.ceilings import best_images_per_s, images_per_s, least_t
 from benchmarks.serving.client import Answer, Load
 from benchmarks.serving.drive import summary
 from benchmarks.serving.histogram import PER_DECADE, bin_of, histogram, lower_edge, quantile, survival
-from benchmarks.serving.peers_report import section, targets, write_report
+from benchmarks.serving.peers_report import Ratio, targets, times, write_report
 from benchmarks.serving.servers import BY_NAME, COMPUTE, OVERHEAD, SERVERS, answer_of
 from tests.app.fakes import png
 
@@ -128,14 +131,16 @@ def test_servers_are_pinned_told_apart_and_started_without_leftovers(
     server: servers.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PSC_API_KEYS", "secret")
-    variables = server.variables(OVERHEAD, port=5, bundle=tmp_path, counts=tmp_path)
+    variables = server.variables(OVERHEAD, port=5, bundle=tmp_path, counts=tmp_path, device="cuda")
     assert "PSC_API_KEYS" not in variables
-    command = server.command(Path("python"), port=5, bundle=tmp_path)
+    command = server.command(Path("python"), port=5, bundle=tmp_path, device="cuda")
     assert "{" not in " ".join(command)
     if server.ours:
         assert str(tmp_path) in command
+        assert "--device=cuda" in command
     else:
         assert variables["PSC_BENCH_PORT"] == "5"
+        assert variables["PSC_BENCH_DEVICE"] == "cuda"
         assert server.requirement is None or "==" in server.requirement
     assert set(server.options) <= {OVERHEAD, COMPUTE}
 
@@ -175,21 +180,85 @@ def test_every_peers_adapter_answers_as_the_library(
         judge.decode(png(5, size=8))
 
 
-def test_a_server_is_driven_through_all_phases_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> servers.Server:
+    """A server of three lines, whose answers nobody compares."""
+    monkeypatch.setattr(peers, "FIRST_WARM_UP_SECONDS", 0.1)
     monkeypatch.setattr(peers, "WARM_UP_SECONDS", 0.1)
+    monkeypatch.setattr(peers, "check_answer", lambda *_: None)
+    (tmp_path / "answer.json").write_text('{"ood_p_value": 1.0}')
+    monkeypatch.setattr(servers.Server, "command", lambda *_, **__: [sys.executable, "-c", FAKE])
+    return servers.Server("fake", "fake", (), "", many="/predict")
+
+
+def test_a_server_sleeps_until_its_turn_and_is_driven_through_all_phases(
+    fake: servers.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(peers, "check_answer", lambda _server, answer, *_: asked.append(answer))
-    (tmp_path / "answer.json").write_text('{"ood_p_value": 1.0}')
-    fake = servers.Server("fake", "fake", (), "", many="/predict")
-    monkeypatch.setattr(servers.Server, "command", lambda *_, **__: [sys.executable, "-c", FAKE])
-    with peers.Client() as client:
-        found = peers.measure(fake, COMPUTE, tmp_path / "answer.json", [png(5)], 0.4, client)
+    rival = peers.Rival(fake, COMPUTE, tmp_path / "answer.json", [png(5)], "cpu")
+    pids = rival._processes.pids()
+
+    def stopped() -> bool:
+        """A signal takes a moment."""
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            if {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids} == {"T"}:
+                return True
+            time.sleep(0.01)
+        return False
+
     assert asked == [{"ood_p_value": 1.0}]
-    assert set(found) == {"versions", "start_s", "closed", "unloaded", "steady", "many"}
+    assert rival.about.keys() == {"versions", "start_s"}
+    with peers.Client() as client:
+        for _ in range(2):
+            assert stopped()
+            found = rival.turn(client, 0.4)
+    assert stopped()
+    rival.close()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert set(found) == {"closed", "unloaded", "steady", "many"}
     assert found["closed"]["statuses"].keys() == {"200"}
     assert found["closed"]["mean_batch"] == 2.0
     assert found["many"]["images_per_s"] > found["many"]["requests_per_s"]
     assert all(found[name]["server_cpu_s"] >= 0 for name in ("closed", "steady"))
+    assert [name for name, phase in found.items() if "histogram" in phase] == ["steady"]
+
+
+def test_servers_take_turns_and_one_that_fails_is_left_out(
+    fake: servers.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    class Scripted:
+        about: ClassVar = {"versions": {}, "start_s": 0.1}
+
+        def __init__(self, server: servers.Server, *_: Any) -> None:
+            if server.name == "no":
+                raise peers.DidNotStart("no haproxy")
+            self._name = server.name
+
+        def turn(self, *_: Any) -> dict[str, Any]:
+            order.append(self._name)
+            if order[-2:].count("ends") == 2:
+                raise RuntimeError("gone")
+            return {"closed": phase(9.0), "unloaded": phase(9.0), "steady": phase(6.0)}
+
+        def close(self) -> None:
+            order.append(f"{self._name} closed")
+
+    monkeypatch.setattr(peers, "Rival", Scripted)
+    monkeypatch.setattr(peers, "apart", lambda *_: {"step_ms": {str(2**k): 1.0 for k in range(7)}})
+    args = argparse.Namespace(out=tmp_path, device="cpu", seconds=1.0, rounds=3, only=None, note="")
+    run = peers.Run(args)
+    run.servers = [replace(fake, name=name, label=name) for name in ("psc", "no", "ends")]
+    with peers.Client() as client:
+        peers.measure_network(run, OVERHEAD, tmp_path, [], client)
+    assert order == ["psc", "ends", "ends", "psc", "psc", "ends closed", "psc closed"]
+    kept = json.loads((tmp_path / "serving-peers.json").read_text())["servers"][OVERHEAD]
+    assert len(kept["psc"]["rounds"]) == 3
+    assert kept["no"] == {"failed": "no haproxy"}
+    assert kept["ends"] == {"failed": "gone"}
 
 
 def phase(images_per_s: float, **more: Any) -> dict[str, Any]:
@@ -201,21 +270,26 @@ def phase(images_per_s: float, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def record(rates: dict[str, float]) -> dict[str, Any]:
-    """A whole record in which a server has the same rates on both networks."""
+def record(rates: dict[str, float], faster: float = 2.0) -> dict[str, Any]:
+    """A whole record: a server has the same rates on both networks; in the second round the machine is faster."""
+    step = {str(size): float(size) for size in (1, 2, 4, 8, 16, 32, 64)}
     found = {
         name: {
-            "run": "r", "versions": {name: "1"}, "closed": phase(rate, mean_batch=32.0), "unloaded": phase(9.0),
-            "steady": phase(0.7 * rate), "many": phase(rate),
+            "versions": {name: "1"},
+            "rounds": [
+                {"closed": phase(k * rate, mean_batch=32.0), "unloaded": phase(9.0), "steady": phase(0.7 * k * rate),
+                 "many": phase(k * rate)}
+                for k in (1.0, faster)
+            ],
         }
         for name, rate in rates.items()
     }  # fmt: skip
-    bare = {"step_ms": {str(size): float(size) for size in (1, 2, 4, 8, 16, 32, 64)}, "threads": 2, "steps_of_each": 9}
+    bare = [{"step_ms": {size: ms / k for size, ms in step.items()}} for k in (1.0, faster)]
     return {
-        "run": "r", "seconds": 8.0, "clients": 64, "many": {"images": 32, "clients": 4}, "note": "", "command": "c",
-        "environment": environment(torch.device("cpu")),
-        "servers": {OVERHEAD: found, COMPUTE: {**found, "ray": {"run": "old", "failed": "no haproxy"}}},
-        "bare": {f"{COMPUTE}, before": bare, f"{COMPUTE}, after": bare},
+        "seconds": 8.0, "clients": 64, "many": {"images": 32, "clients": 4}, "note": "", "command": "c",
+        "environment": environment(torch.device("cpu")), "device": "cpu",
+        "servers": {OVERHEAD: found, COMPUTE: {**found, "ray": {"failed": "no haproxy"}}},
+        "bare": {OVERHEAD: [], COMPUTE: bare},
         "ceilings": {"decode": 9.0, "bare": phase(9.0)},
         "settings": {server.name: server.settings for server in SERVERS},
     }  # fmt: skip
@@ -236,25 +310,33 @@ def test_targets_are_met_exactly_when_the_ratio_says_so() -> None:
     met = {word: one["met"] for word, one in by_word.items()}
     assert met == {"LitServe": True, "mosec": False, "mean batch": True, "above every peer": False,
                    "of 32": True, "compute-bound, open": True}  # fmt: skip
-    assert by_word["mean batch"]["measured"] == "0.960"
+    assert by_word["mean batch"]["measured"] == "0.960 (0.960 to 0.960)"
     assert not any("Ray" in what for what in found)  # It did not run: there is no ratio to claim.
 
 
-def test_the_section_tells_of_failures_and_merges(tmp_path: Path) -> None:
+def test_a_ratio_is_that_of_each_round() -> None:
+    """Whatever the machine's speed does from round to round, both had the same."""
+    one = record({"psc": 960.0, "litserve": 192.0}, faster=0.01)
+    assert str(times(*(one["servers"][OVERHEAD][name] for name in ("psc", "litserve")))) == "5.00 × (5.00 to 5.00)"
+    assert str(Ratio([2.0, 1.0, 4.0], " ×")) == "2.00 × (1.00 to 4.00)"
+    assert str(Ratio([20.0], " ×")) == "20.0 ×"
+
+
+def test_the_section_tells_of_failures(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# Results\n\n## Other\n\ntext\n")
     one = record({"psc": 960.0, "mosec": 961.0})
-    one["servers"][OVERHEAD]["mosec"]["run"] = "other"
+    one["servers"][OVERHEAD]["mosec"]["rounds"][0]["closed"]["statuses"]["503"] = 4
     for _ in range(2):
         write_report(one, tmp_path)
     text = (tmp_path / "README.md").read_text()
     assert text.count("## Serving against peers\n") == 1
     assert "## Other\n\ntext" in text
-    assert "mosec †" in text and "† measured in another run" in text
-    assert "Ray Serve † | did not run" in text and "did not run: no haproxy" in text
+    assert "| mosec | 1,442 (4 × 503) | 0.999 × (0.999 to 0.999) |" in text
+    assert "Ray Serve | did not run" in text and "did not run: no haproxy" in text
     assert (tmp_path / "serving-peers.svg").stat().st_size > 1000
-    whole = record({"psc": 960.0, "mosec": 961.0})
-    del whole["servers"][COMPUTE]["ray"]
-    assert "†" not in section(whole)
+    write_report({**one, "device": "cuda"}, tmp_path)
+    assert "## Serving against peers, cuda\n" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "serving-peers-cuda.svg").exists()
 
 
 def test_the_small_network_is_small() -> None:

@@ -1,7 +1,7 @@
 """What every peer's handler does: decode a PNG, run the pipeline on a batch, say what it found.
 
 The environment names the bundle (``PSC_BENCH_BUNDLE``), a directory for the counts of steps and images
-(``PSC_BENCH_COUNTS``) and the threads of torch (``PSC_BENCH_THREADS``).
+(``PSC_BENCH_COUNTS``), the threads of torch (``PSC_BENCH_THREADS``) and the device (``PSC_BENCH_DEVICE``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Judge:
 
     def __init__(self) -> None:
         torch.set_num_threads(option("THREADS", 1))
-        psc = PSC.load(os.environ["PSC_BENCH_BUNDLE"], device="cpu", allow_factories=[FACTORY])
+        device = os.environ.get("PSC_BENCH_DEVICE", "cpu")
+        psc = PSC.load(os.environ["PSC_BENCH_BUNDLE"], device=device, allow_factories=[FACTORY])
+        self._device = psc.device
         self._pipeline = psc.pipeline
         size = psc.preprocess
         self._mode = ImageReadMode.GRAY if size.channels == 1 else ImageReadMode.RGB
@@ -54,7 +56,7 @@ class Judge:
         self._steps += 1
         self._images += len(images)
         COUNTS.pack_into(self._counts, 0, self._steps, self._images)
-        rows: list[list[float]] = self._pipeline(torch.stack(list(images))).tolist()
+        rows: list[list[float]] = self._pipeline(torch.stack(list(images)).to(self._device)).tolist()
         return rows
 
     def judge(self, images: Sequence[Tensor]) -> list[dict[str, Any]]:
