@@ -50,6 +50,11 @@ class Job:
         return PRESETS["cifar10" if "cifar10" in self.data else "mnist"]
 
     @property
+    def augment(self) -> bool:
+        """Whether training crops and flips; not where the images are to be learnt by heart."""
+        return "cifar10" in self.data and "_few_" not in self.data
+
+    @property
     def name(self) -> str:
         """File name without suffix."""
         bound = f"-sn{self.spectral_norm:g}" if self.spectral_norm else ""
@@ -128,7 +133,7 @@ def _arguments(run: Run, job: Job, out: Path) -> argparse.Namespace:
         "--device",
         str(run.device),
     ]
-    words += ["--augment"] if preset == "cifar10" else []
+    words += ["--augment"] if job.augment else []
     words += ["--compile"] if run.device.type == "cuda" else []
     return train.parser().parse_args(words)
 

@@ -77,6 +77,17 @@ def _factory(source: str, split_number: int, *, known: bool) -> Factory:
     return factory
 
 
+def _few(images: int) -> Factory:
+    """CIFAR-10 with so few training images that a network classifies all of them rightly before long."""
+
+    def factory(*, split: str, preprocess: Preprocess) -> ImageDataset:
+        whole = open_dataset(f"cifar10:{data_root()}", split=split, preprocess=preprocess)
+        return replace(random_images(whole, images), name=f"cifar10-few-{images}") if split == "train" else whole
+
+    return factory
+
+
+cifar10_few_5000, cifar10_few_2000 = _few(5000), _few(2000)
 cifar10_known_0, cifar10_unknown_0 = (_factory("cifar10", 0, known=known) for known in (True, False))
 cifar10_known_1, cifar10_unknown_1 = (_factory("cifar10", 1, known=known) for known in (True, False))
 cifar10_known_2, cifar10_unknown_2 = (_factory("cifar10", 2, known=known) for known in (True, False))

@@ -86,7 +86,7 @@ def plain(run: Run) -> Json:
         stations = fitting.stations(run, trained, fit_images=images)
         psc = fitting.psc_of(run, trained, stations, fit_images=images)
         test = common.test_images(run, trained.test)
-        train = images_of(run, trained, psc, random_images(trained.train, images))
+        train = images_of(run, trained, psc, random_images(trained.train, images), logits=False)
         val, tested = (images_of(run, trained, psc, data) for data in (trained.val, test))
         return {
             "trained": base.describe(),
@@ -129,35 +129,33 @@ class Images:
 
     Attributes:
         z: ``float32 (rows, D)``, from PSC's layer.
-        logits: ``float64 (rows, K)``, the network's own.
         labels: ``int64 (rows,)``.
+        logits: ``float64 (rows, K)``, the network's own; empty where nobody asks for them.
     """
 
     z: Tensor
-    logits: Tensor
     labels: Tensor
+    logits: Tensor
 
     def take(self, rows: Tensor | slice) -> Images:
         """Some of them."""
-        return Images(self.z[rows], self.logits[rows], self.labels[rows])
+        return Images(self.z[rows], self.labels[rows], self.logits[rows])
 
 
 @torch.inference_mode()
-def images_of(run: Run, trained: Trained, psc: PSC, data: ImageDataset) -> Images:
+def images_of(run: Run, trained: Trained, psc: PSC, data: ImageDataset, *, logits: bool = True) -> Images:
     """What the classifiers of the table see of a data set."""
-    compute = fitting.compute_of(run)
-    embed = psc.pipeline.embed
-    z = [
-        batch.rows(embed(batch.images.to(run.device)).z).cpu()
-        for batch in track_images(data, compute, f"z of {data.name}")
-    ]
-    own = fitting.penultimate_features(run, trained, data, rows=True)
-    return Images(torch.cat(z), own.logits, own.labels)
+    z, labels = [], []
+    for batch in track_images(data, fitting.compute_of(run), f"z of {data.name}"):
+        z.append(batch.rows(psc.pipeline.embed(batch.images.to(run.device)).z).cpu())
+        labels.append(batch.labels)
+    own = fitting.penultimate_features(run, trained, data, rows=True).logits if logits else torch.empty(0)
+    return Images(torch.cat(z), torch.cat(labels), own)
 
 
 def divide(run: Run, val: Images, test: Images, number: int) -> tuple[Images, Images]:
     """Both together in a random order, cut where val ended."""
-    both = Images(*(torch.cat([getattr(part, name) for part in (val, test)]) for name in ("z", "logits", "labels")))
+    both = Images(*(torch.cat([getattr(part, name) for part in (val, test)]) for name in ("z", "labels", "logits")))
     order = torch.randperm(len(both.labels), generator=torch.Generator().manual_seed(DIVISIONS * run.seed + number))
     return both.take(order[: len(val.labels)]), both.take(order[len(val.labels) :])
 
@@ -178,9 +176,9 @@ def qualities(run: Run, train: Images, val: Images, test: Images, head: Head | N
         output: HeadOutput = head(test.z.to(run.device))
         return output.probabilities.double().cpu()
 
-    alike = probabilities(_head(run, train, val))
+    alike = probabilities(head_of(run, train, val))
     found = {
-        "psc": probabilities(head or _head(run, train, val.take(slice(len(val.labels) // 2)))),
+        "psc": probabilities(head or head_of(run, train, val.take(slice(len(val.labels) // 2)))),
         "psc_all": alike,
         "dnn": test.logits.softmax(1),
         "temperature": (test.logits / fit_temperature(val.logits, val.labels)).softmax(1),
@@ -189,8 +187,9 @@ def qualities(run: Run, train: Images, val: Images, test: Images, head: Head | N
     return {**rows, "calibrated": {"ece": ece_when_calibrated(alike, run.seed)}}
 
 
-def _head(run: Run, train: Images, val: Images) -> Head:
-    classes = train.logits.shape[1]
+def head_of(run: Run, train: Images, val: Images) -> Head:
+    """The head that is fitted on ``train`` and chosen by ``val``."""
+    classes = val.logits.shape[1]
     return fit_head(train.z, train.labels, val.z, val.labels, num_classes=classes, seed=run.seed, device=run.device)
 
 

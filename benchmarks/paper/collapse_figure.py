@@ -3,15 +3,18 @@
     python -m benchmarks.paper.collapse_figure --scale cpu --data ROOT
 
 The paper's network is a ResNet-50 on CIFAR-10.  Candidate layers are boxed.  A network collapses once it classifies its
-training images rightly, which takes many epochs on CIFAR-10 and few on digits: ``--on mnist`` adds them.
+training images rightly, which takes many epochs on CIFAR-10 and few on digits or on some of its images: ``--on mnist``,
+``--on cifar10-few-5000 --epochs 100`` and ``--on cifar10-few-2000 --network resnet50 --batch 64 --epochs 45`` add them.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks import checkpoints, fitting, plots, runs
-from benchmarks.checkpoints import SPECTRAL_NORM
+from benchmarks import checkpoints, fitting, plots, runs, train
+from benchmarks.checkpoints import SPECTRAL_NORM, Job
+from benchmarks.data import random_images
+from benchmarks.networks import NETWORKS
 from benchmarks.paper import common
 from benchmarks.runs import Json, Run
 from psc_core.candidate import CollapseReport
@@ -24,19 +27,31 @@ TITLES = {"base": "without SN", "sn": "with SN", "sn1": "with SN ≤ 1"}
 BOUNDS = {"base": 0.0, "sn": SPECTRAL_NORM, "sn1": 1.0}
 """Largest spectral norm of their layers."""
 
-DATA = {"cifar10": "CIFAR-10", "mnist": "MNIST"}
+DATA = {
+    "cifar10": "CIFAR-10",
+    "cifar10-few-5000": "5,000 of CIFAR-10",
+    "cifar10-few-2000": "2,000 of CIFAR-10",
+    "mnist": "MNIST",
+}
 """What they may be trained on; a row of the figure each."""
+
+FACTORIES = {f"cifar10-few-{images}": f"benchmarks.data:cifar10_few_{images}" for images in (5000, 2000)}
+"""Those that are not built in."""
 
 
 def main(argv: list[str] | None = None) -> Json:
     """Run and write the figure with the numbers under it."""
     cli = runs.parser(__doc__)
     cli.add_argument("--on", choices=sorted(DATA), default="cifar10", help="training data (default: cifar10)")
+    cli.add_argument("--network", choices=sorted(NETWORKS), help="default: what stands for the ResNet-50 at this scale")
+    cli.add_argument("--batch", type=int, help="rows of a training step, not as the scale says")
     cli.add_argument("--only", choices=sorted(TITLES), action="append", help="one network; repeat for more")
     args = cli.parse_args(argv)
     run = runs.start(NAME, args)
     for kind in args.only or ("base", "sn"):
-        measured(run, args.on, kind)
+        job = replace(common.job(run, "resnet50", FACTORIES.get(args.on, args.on)), spectral_norm=BOUNDS[kind])
+        job = replace(job, network=args.network or job.network, batch=args.batch or job.batch)
+        measured(run, f"{args.on}-{kind}", job)
     found = run.finished()
     networks = {
         data: {TITLES[kind]: found[f"{data}-{kind}"] for kind in TITLES if f"{data}-{kind}" in found} for data in DATA
@@ -46,25 +61,26 @@ def main(argv: list[str] | None = None) -> Json:
     return run.write({"networks": networks}, fragment)
 
 
-def measured(run: Run, data: str, kind: str) -> Json:
+def measured(run: Run, name: str, job: Job) -> Json:
     """Collapse of every layer of one network."""
-    job = replace(common.job(run, "resnet50", data), spectral_norm=BOUNDS[kind])
     images = common.scale_of(run).fit_images
     settings = {"job": job.name, "epochs": run.epochs, "fit_images": images}
 
     def compute() -> Json:
         trained = checkpoints.obtain(run, job)
         report = fitting.measure(run, trained, fit_images=images)
+        measured_on = random_images(trained.train, images)
         candidate = report.candidate()
         return {
             "trained": job.describe(),
             "fit_images": images,
+            "train_accuracy": float(train.right(trained.net, measured_on, run.device).mean()),
             "report": report.to_json(),
             "candidate": list(candidate.layers),
             "reason": candidate.reason,
         }
 
-    return run.part(f"{data}-{kind}", settings, compute)
+    return run.part(name, settings, compute)
 
 
 def draw(run: Run, networks: dict[str, dict[str, Json]]) -> None:
@@ -95,6 +111,7 @@ def fragment(record: Json) -> str:
             lines.append(
                 [
                     f"{DATA[data]}, {title}",
+                    common.number(found.get("train_accuracy")),
                     f"{collapsed} of {len(layers)}",
                     common.number(last.nc1),
                     common.number(last.nc4),
@@ -104,7 +121,16 @@ def fragment(record: Json) -> str:
                 ]
             )
         about.append(f"{DATA[data]}: {', and '.join(found['trained'] for found in pair.values())}.")
-    header = ["network", "layers with NC1 ≤ ε", "NC1 penultimate", "NC4 penultimate", "candidate", "its NC1", "its NC4"]
+    header = [
+        "network",
+        "training accuracy",
+        "layers with NC1 ≤ ε",
+        "NC1 penultimate",
+        "NC4 penultimate",
+        "candidate",
+        "its NC1",
+        "its NC4",
+    ]
     return (
         "\n\n".join(
             [

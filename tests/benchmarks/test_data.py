@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import data
+from benchmarks.checkpoints import Job
 from psc_core.data import open_dataset
 from psc_core.errors import DataError
 from psc_core.preprocess import PRESETS
@@ -51,3 +52,15 @@ def test_random_images_are_the_same_every_time_and_in_order(root: Path) -> None:
     assert len(drawn) == 20
     assert bool((drawn.indices.diff() > 0).all())
     assert data.random_images(whole, None) is whole
+
+
+def test_few_images_are_learnt_by_heart_and_tested_on_all(root: Path) -> None:
+    few = open_split("benchmarks.data:cifar10_few_2000", "train")
+    whole = open_split(f"cifar10:{root}", "train")
+    assert len(few) == min(2000, len(whole)) and bool(torch.isin(few.indices, whole.indices).all())
+    assert len(open_split("benchmarks.data:cifar10_few_2000")) == len(open_split(f"cifar10:{root}"))
+    augmented = {
+        name: Job("resnet18", name, 1).augment for name in ("mnist", "cifar10", "benchmarks.data:cifar10_known_3")
+    }
+    assert augmented == {"mnist": False, "cifar10": True, "benchmarks.data:cifar10_known_3": True}
+    assert not Job("resnet18", "benchmarks.data:cifar10_few_2000", 1).augment
