@@ -71,6 +71,7 @@ class Dispatcher:
         self._selector = selectors.DefaultSelector()
         self._accepting = False
         self._held: deque[socket.socket] = deque()
+        self._refused = False
 
     def add(self) -> socket.socket:
         """A new worker's end of a channel; close it once the worker has inherited it."""
@@ -128,9 +129,14 @@ class Dispatcher:
             except BlockingIOError:
                 return
             except OSError as error:
-                logger.error("expected to accept a connection, %s", error.strerror)
+                if not self._refused:
+                    logger.error("expected to accept a connection, %s; it waits until it can be", error.strerror)
+                self._refused = True
                 time.sleep(_RETRY_SECONDS)
                 return
+            if self._refused:
+                logger.info("accepts connections again")
+            self._refused = False
             self._give(connection)
             if self._held:
                 return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 from collections.abc import Iterator
 from itertools import chain
@@ -185,3 +187,25 @@ def test_a_connection_that_a_process_has_no_room_for_is_counted_as_ended() -> No
     assert ours.recv(8) == TAKEN + ENDED
     ours.close()
     theirs.close()
+
+
+def test_connections_wait_while_there_are_no_descriptors_and_it_is_said_once(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = service.worker()
+    service.turn()
+    service.connect(2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    with caplog.at_level("INFO", logger="psc.dispatch"):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+        try:
+            for _ in range(20):
+                service.dispatcher.turn(0.0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+        assert service.receive(worker) == [2]
+        assert service.works()
+    assert caplog.messages[1:] == ["accepts connections again"]
