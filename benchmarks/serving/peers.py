@@ -44,6 +44,8 @@ from psc_core.predictor import PSC
 
 CLIENTS, STEADY, MANY, MANY_CLIENTS = 64, 0.7, 32, 4
 FIRST_WARM_UP_SECONDS, WARM_UP_SECONDS = 1.5, 0.3
+SETTLE_SECONDS = 5.0
+"""Between a server's first answer and its first stop: Ray Serve still arranges its proxy then, and loses it if stopped."""
 ADAPTERS = "benchmarks.serving.adapters"
 TOLERANCE = 1e-3
 """Peers decode with another library and batch otherwise; the same pixels and network agree far below this."""
@@ -156,11 +158,16 @@ class Rival:
                 "start_s": round(time.monotonic() - began, 1),
             }
             self._warm_up_s = FIRST_WARM_UP_SECONDS
+            time.sleep(SETTLE_SECONDS)
             self._processes.stop()
             self._stack = stack.pop_all()
 
     def turn(self, client: Client, seconds: float) -> Json:
-        """All phases once."""
+        """All phases once.
+
+        Raises:
+            DidNotStart: It does not answer any more.
+        """
         found: Json = {}
 
         def phase(name: str, target: Target, phase: Phase) -> None:
@@ -170,11 +177,13 @@ class Rival:
 
         warm_up_s, self._warm_up_s = self._warm_up_s, WARM_UP_SECONDS
         with self._processes.running():
+            self._processes.wait_until_it_answers(self._single)
             phase("warm-up", self._single, Phase(warm_up_s, clients=CLIENTS))
             phase("closed", self._single, Phase(seconds, clients=CLIENTS))
             phase("unloaded", self._single, Phase(max(0.5, seconds / 4), clients=1))
-            if rate := STEADY * found["closed"]["requests_per_s"]:
-                phase("steady", self._single, Phase(seconds, per_second=rate))
+            if not found["closed"]["requests_per_s"] or not found["unloaded"]["requests_per_s"]:
+                raise DidNotStart(f"answered {found['closed']['statuses']}: {self._processes.tail()}")
+            phase("steady", self._single, Phase(seconds, per_second=STEADY * found["closed"]["requests_per_s"]))
             if self._many is not None:
                 phase("warm-up", self._many, Phase(warm_up_s, clients=MANY_CLIENTS))
                 phase("many", self._many, Phase(seconds, clients=MANY_CLIENTS))

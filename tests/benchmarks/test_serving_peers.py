@@ -185,6 +185,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> servers.Server:
     """A server of three lines, whose answers nobody compares."""
     monkeypatch.setattr(peers, "FIRST_WARM_UP_SECONDS", 0.1)
     monkeypatch.setattr(peers, "WARM_UP_SECONDS", 0.1)
+    monkeypatch.setattr(peers, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(peers, "check_answer", lambda *_: None)
     (tmp_path / "answer.json").write_text('{"ood_p_value": 1.0}')
     monkeypatch.setattr(servers.Server, "command", lambda *_, **__: [sys.executable, "-c", FAKE])
