@@ -45,7 +45,7 @@ from psc_core.predictor import PSC
 CLIENTS, STEADY, MANY, MANY_CLIENTS = 64, 0.7, 32, 4
 FIRST_WARM_UP_SECONDS, WARM_UP_SECONDS = 1.5, 0.3
 SETTLE_SECONDS = 5.0
-"""Between a server's first answer and its first stop: Ray Serve still arranges its proxy then, and loses it if stopped."""
+"""Between a server's first answer and its first stop: Ray Serve still arranges its proxy then, and may lose it."""
 ADAPTERS = "benchmarks.serving.adapters"
 TOLERANCE = 1e-3
 """Peers decode with another library and batch otherwise; the same pixels and network agree far below this."""
