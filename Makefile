@@ -46,7 +46,7 @@ ifeq ($(PART),tests)
 else ifeq ($(PART),device)
 	$(RUN) -m benchmarks.device.run --device cuda
 else ifeq ($(PART),serving)
-	$(RUN) -m benchmarks.serving.peers --only psc psc-workers fastapi --device cuda --seconds 4
+	$(RUN) -m benchmarks.serving.peers --only psc psc-workers fastapi --device cuda --rounds 3
 else
 	$(RUN) -m benchmarks.paper.ddu_case_study --scale full --data $(PSC_DATA) --only $(PART)
 endif

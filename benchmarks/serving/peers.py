@@ -269,8 +269,7 @@ def measure_network(run: Run, network: str, bundle: Path, images: Sequence[bytes
                 act()
             except (DidNotStart, RuntimeError, KeyError, ValueError) as error:
                 rivals.pop(server.name, None)
-                found[server.name] = {"failed": str(error).replace(str(ROOT), "")[:600]}
-                say(f"  failed: {found[server.name]['failed']}")
+                found[server.name] = _failed(error)
 
         def start(server: Server) -> None:
             rivals[server.name] = rival = Rival(server, network, bundle, images, run.device)
@@ -304,8 +303,14 @@ def measure_ceilings(run: Run, bundle: Path, images: Sequence[bytes], client: Cl
         try:
             run.record["ceilings"][module] = measure_http(module, bundle, answer, images, run.seconds, client)
         except DidNotStart as error:
-            say(f"  failed: {error}")
+            run.record["ceilings"][module] = _failed(error)
     run.write()
+
+
+def _failed(error: Exception) -> Json:
+    reason = str(error).replace(str(ROOT), "")[:600]
+    say(f"  failed: {reason}")
+    return {"failed": reason}
 
 
 def main() -> int:

@@ -231,8 +231,11 @@ def _ceilings(record: Json) -> str:
         ("bare", "HTTP only: uvicorn and an application with constant bytes, requests/s"),
         ("instant", "psc-serve with a network that answers at once, requests/s"),
     ):
-        if name in ceilings:
-            found = ceilings[name]
+        if (found := ceilings.get(name)) is None:
+            continue
+        if "failed" in found:
+            rows.append([text, f"did not run: {' '.join(found['failed'].split())}"])
+        else:
             rate, cpu_ms = found["requests_per_s"], _cpu_ms(found, "server")
             rows.append([text, f"{rate:,.0f} ({cpu_ms:.2f} ms server CPU a request)"])
     return markdown_table(["ceiling", "measured"], rows)

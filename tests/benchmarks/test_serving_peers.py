@@ -21,6 +21,7 @@ from benchmarks.serving.ceilings import best_images_per_s, images_per_s, least_t
 from benchmarks.serving.client import Answer, Load
 from benchmarks.serving.drive import summary
 from benchmarks.serving.histogram import PER_DECADE, bin_of, histogram, lower_edge, quantile, survival
+from benchmarks.serving.overhead import make_bundle
 from benchmarks.serving.peers_report import Ratio, targets, times, write_report
 from benchmarks.serving.servers import BY_NAME, COMPUTE, OVERHEAD, SERVERS, answer_of
 from tests.app.fakes import png
@@ -291,7 +292,7 @@ def record(rates: dict[str, float], faster: float = 2.0) -> dict[str, Any]:
         "environment": environment(torch.device("cpu")), "device": "cpu",
         "servers": {OVERHEAD: found, COMPUTE: {**found, "ray": {"failed": "no haproxy"}}},
         "bare": {OVERHEAD: [], COMPUTE: bare},
-        "ceilings": {"decode": 9.0, "bare": phase(9.0)},
+        "ceilings": {"decode": 9.0, "bare": phase(9.0), "instant": {"failed": "loading\nfailed"}},
         "settings": {server.name: server.settings for server in SERVERS},
     }  # fmt: skip
 
@@ -333,11 +334,31 @@ def test_the_section_tells_of_failures(tmp_path: Path) -> None:
     assert text.count("## Serving against peers\n") == 1
     assert "## Other\n\ntext" in text
     assert "| mosec | 1,442 (4 × 503) | 0.999 × (0.999 to 0.999) |" in text
+    assert "| did not run: loading failed |" in text
     assert "Ray Serve | did not run" in text and "did not run: no haproxy" in text
     assert (tmp_path / "serving-peers.svg").stat().st_size > 1000
     write_report({**one, "device": "cuda"}, tmp_path)
     assert "## Serving against peers, cuda\n" in (tmp_path / "README.md").read_text()
     assert (tmp_path / "serving-peers-cuda.svg").exists()
+
+
+@pytest.fixture(scope="module")
+def overhead_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The overhead-bound bundle."""
+    return make_bundle(tmp_path_factory.mktemp("overhead") / "bundle")
+
+
+@pytest.mark.parametrize("module", ["bare", "instant"])
+def test_the_ceilings_of_http_can_be_measured(
+    module: str, overhead_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "FIRST_WARM_UP_SECONDS", 0.1)
+    answer = tmp_path / "answer.json"
+    answer.write_bytes(b"{}")
+    with peers.Client() as client:
+        found = peers.measure_http(module, overhead_bundle, answer, [png(5, size=28)], 0.3, client)
+    assert found["statuses"].keys() == {"200"}
+    assert found["requests_per_s"] > 0
 
 
 def test_the_small_network_is_small() -> None:

@@ -22,6 +22,7 @@ class Instant(nn.Module):
 
     row: Tensor
     scale: Tensor
+    concurrent = True
 
     def __init__(self, row: Tensor) -> None:
         super().__init__()
