@@ -52,7 +52,7 @@ else
 endif
 
 bench: $(VENV)/.bench           ## speed of the service beside its peers, and of one network's step; within ten minutes
-	$(BIN)/python -m benchmarks.serving.peers --rounds 3
+	$(BIN)/python -m benchmarks.serving.peers --seconds 1 --rounds 3
 	$(BIN)/python -m benchmarks.device.run --only "ResNet-18, 28" tail
 
 bench-more: $(VENV)/.bench      ## every network's step, overload, time and memory of fitting; PSC_DATA names the data

@@ -45,7 +45,7 @@ from psc_core.predictor import PSC
 CLIENTS, STEADY, MANY, MANY_CLIENTS = 64, 0.7, 32, 4
 FIRST_WARM_UP_SECONDS, WARM_UP_SECONDS = 1.5, 0.3
 SETTLE_SECONDS = 5.0
-"""Between a server's first answer and its first stop: Ray Serve still arranges its proxy then, and may lose it."""
+"""Between the last server's first answer and the first stop: Ray Serve still arranges its proxy, and may lose it."""
 ADAPTERS = "benchmarks.serving.adapters"
 TOLERANCE = 1e-3
 """Peers decode with another library and batch otherwise; the same pixels and network agree far below this."""
@@ -128,7 +128,7 @@ class Metrics:
 
 
 class Rival:
-    """A server with a bundle: started, its answer compared with the library's, and stopped until its turn.
+    """A server with a bundle, started, and its answer compared with the library's.
 
     Args:
         server: Which.
@@ -158,8 +158,6 @@ class Rival:
                 "start_s": round(time.monotonic() - began, 1),
             }
             self._warm_up_s = FIRST_WARM_UP_SECONDS
-            time.sleep(SETTLE_SECONDS)
-            self._processes.stop()
             self._stack = stack.pop_all()
 
     def turn(self, client: Client, seconds: float) -> Json:
@@ -191,6 +189,10 @@ class Rival:
         for name in found.keys() - {"steady"}:
             del found[name]["histogram"]
         return found
+
+    def stop(self) -> None:
+        """Take the CPU from it until its turn."""
+        self._processes.stop()
 
     def close(self) -> None:
         """End it."""
@@ -242,7 +244,6 @@ class Run:
 
     def write(self) -> None:
         """Keep what there is."""
-        self.record["targets"] = targets(self.record)
         write_json(self._file, self.record)
 
 
@@ -284,6 +285,9 @@ def measure_network(run: Run, network: str, bundle: Path, images: Sequence[bytes
         for server in run.servers:
             say(f"{network}: {server.label} starts")
             attempt(server, partial(start, server))
+        time.sleep(SETTLE_SECONDS)
+        for rival in rivals.values():
+            rival.stop()
         for number in range(run.rounds):
             say(f"{network}: round {number + 1} of {run.rounds}")
             run.record["bare"][network].append(apart(ceilings.bare_step, bundle, 2.0, run.device))
@@ -344,6 +348,8 @@ def main() -> int:
         for network, bundle in bundles.items():
             measure_network(run, network, bundle, images, client)
         measure_ceilings(run, bundles[OVERHEAD], images, client)
+    run.record["targets"] = targets(run.record)
+    run.write()
     draw(run.record, args.out)
     for target in run.record["targets"]:
         print(f"{'met    ' if target['met'] else 'NOT MET'}  {target['target']}: {target['measured']}")

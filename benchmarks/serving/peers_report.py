@@ -24,9 +24,9 @@ def name_of(device: str) -> str:
 
 
 def step_ms(record: Json, network: str) -> dict[str, float]:
-    """Of the bare device step by batch size: medians over the rounds; empty when it was not measured."""
+    """Of the bare device step by batch size: medians over the rounds."""
     rounds = [found["step_ms"] for found in record["bare"][network]]
-    return {str(size): statistics.median(one[str(size)] for one in rounds) for size in SIZES} if rounds else {}
+    return {str(size): statistics.median(one[str(size)] for one in rounds) for size in SIZES}
 
 
 class Ratio:
@@ -86,12 +86,8 @@ def targets(record: Json) -> list[Json]:
                 what = f"{OVERHEAD}, single images: {BY_NAME[ours].label} ÷ {BY_NAME[name].label}"
                 at_least(what, times(small[ours], small[name]), least)
     if "psc" in large:
-        if record["bare"][COMPUTE]:
-            at_least(
-                f"{COMPUTE}, single images ÷ bare step at the mean batch",
-                of_bare(record, large["psc"], "closed"),
-                OF_BARE,
-            )
+        what = f"{COMPUTE}, single images ÷ bare step at the mean batch"
+        at_least(what, of_bare(record, large["psc"], "closed"), OF_BARE)
         for ours in ("psc", "psc-workers"):
             ratios = {
                 name: times(large[ours], found)
@@ -102,9 +98,8 @@ def targets(record: Json) -> list[Json]:
                 best = min(ratios, key=lambda name: ratios[name].median)
                 what = f"{COMPUTE}, single images: {BY_NAME[ours].label} above every peer"
                 checks.append((what, ratios[best].median > 1, f"{ratios[best]} the best ({BY_NAME[best].label})"))
-        if record["bare"][COMPUTE] and "many" in large["psc"]["rounds"][0]:
-            what = f"{COMPUTE}, requests of {record['many']['images']} images ÷ bare step at its best batch"
-            at_least(what, of_bare(record, large["psc"], "many"), OF_BARE_MANY)
+        what = f"{COMPUTE}, requests of {record['many']['images']} images ÷ bare step at its best batch"
+        at_least(what, of_bare(record, large["psc"], "many"), OF_BARE_MANY)
     for network, servers in ((COMPUTE, large), (OVERHEAD, small)):
         if "psc" in servers:
             ratio = tail(servers["psc"])
@@ -120,8 +115,6 @@ def _ran(servers: Mapping[str, Json]) -> dict[str, Json]:
 def _least_tail(record: Json, network: str) -> str:
     """What the same arrivals would give a server that costs nothing but its device steps."""
     steps = step_ms(record, network)
-    if not steps:
-        return ""
     per_s = _middle(record["servers"][network]["psc"], "steady", "requests_per_s")
     least = least_tail_ms(steps, per_s)
     return f"; {least / steps['1']:.1f} × for a server that costs nothing but these steps (simulated)"
@@ -221,9 +214,9 @@ def _refused(found: Json, phase: str) -> str:
 def _ceilings(record: Json) -> str:
     rows = []
     for network in (OVERHEAD, COMPUTE):
-        if found := step_ms(record, network):
-            text = ", ".join(f"{1000 * size / found[str(size)]:,.0f} at {size}" for size in SIZES)
-            rows.append([f"model only, {network}: bare device step, images/s by batch size", text])
+        steps = step_ms(record, network)
+        text = ", ".join(f"{1000 * size / steps[str(size)]:,.0f} at {size}" for size in SIZES)
+        rows.append([f"model only, {network}: bare device step, images/s by batch size", text])
     ceilings = record["ceilings"]
     if "decode" in ceilings:
         rows.append(["decode only: `app.decoding`, one core, images/s", f"{ceilings['decode']:,.0f}"])

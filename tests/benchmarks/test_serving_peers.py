@@ -212,6 +212,7 @@ def test_a_server_sleeps_until_its_turn_and_is_driven_through_all_phases(
 
     assert asked == [{"ood_p_value": 1.0}]
     assert rival.about.keys() == {"versions", "start_s"}
+    rival.stop()
     with peers.Client() as client:
         for _ in range(2):
             assert stopped()
@@ -240,6 +241,9 @@ def test_servers_take_turns_and_one_that_fails_is_left_out(
                 raise peers.DidNotStart("no haproxy")
             self._name = server.name
 
+        def stop(self) -> None:
+            order.append(f"{self._name} stopped")
+
         def turn(self, *_: Any) -> dict[str, Any]:
             order.append(self._name)
             if order[-2:].count("ends") == 2:
@@ -256,7 +260,8 @@ def test_servers_take_turns_and_one_that_fails_is_left_out(
     run.servers = [replace(fake, name=name, label=name) for name in ("psc", "no", "ends")]
     with peers.Client() as client:
         peers.measure_network(run, OVERHEAD, tmp_path, [], client)
-    assert order == ["psc", "ends", "ends", "psc", "psc", "ends closed", "psc closed"]
+    assert order[:2] == ["psc stopped", "ends stopped"]
+    assert order[2:] == ["psc", "ends", "ends", "psc", "psc", "ends closed", "psc closed"]
     kept = json.loads((tmp_path / "serving-peers.json").read_text())["servers"][OVERHEAD]
     assert len(kept["psc"]["rounds"]) == 3
     assert kept["no"] == {"failed": "no haproxy"}
@@ -291,7 +296,7 @@ def record(rates: dict[str, float], faster: float = 2.0) -> dict[str, Any]:
         "seconds": 8.0, "clients": 64, "many": {"images": 32, "clients": 4}, "note": "", "command": "c",
         "environment": environment(torch.device("cpu")), "device": "cpu",
         "servers": {OVERHEAD: found, COMPUTE: {**found, "ray": {"failed": "no haproxy"}}},
-        "bare": {OVERHEAD: [], COMPUTE: bare},
+        "bare": {OVERHEAD: bare, COMPUTE: bare},
         "ceilings": {"decode": 9.0, "bare": phase(9.0), "instant": {"failed": "loading\nfailed"}},
         "settings": {server.name: server.settings for server in SERVERS},
     }  # fmt: skip
