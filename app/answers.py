@@ -1,8 +1,4 @@
-"""Rows → verdicts: labels, decisions and prediction sets under a policy, as arrays over the images; and their JSON.
-
-A row is one image's packed ``psc_core.pipeline.Outputs``:
-predictive entropy (nats), log density (nats), p-value, epistemic uncertainty, OOD score, K probabilities.
-"""
+"""Verdicts as JSON."""
 
 from __future__ import annotations
 
@@ -15,15 +11,10 @@ import orjson
 
 from app.step import Rows
 from psc_core.pipeline import SCORES
-
-ACCEPT, ABSTAIN_AMBIGUOUS, ABSTAIN_OOD = range(3)
-DECISIONS: Final = ("accept", "abstain_ambiguous", "abstain_ood")
-"""Names of the decision codes in :class:`Verdict`."""
+from psc_core.verdict import DECISIONS, FloatArray, Verdict
 
 UNUSUAL_COMPONENTS: Final = 5
 """How many components an explanation names."""
-
-FloatArray = npt.NDArray[np.float32]
 
 
 class Policy(NamedTuple):
@@ -40,74 +31,6 @@ class Policy(NamedTuple):
     coverage: float
 
 
-class Verdict(NamedTuple):
-    """What is said of n images; every array has n first.
-
-    Attributes:
-        class_index: int64, the most probable class.
-        confidence: Its probability.
-        probabilities: (n, K).
-        predictive_entropy: Nats.
-        log_density: log p(z), nats.
-        ood_score: What the p-value ranks, nats.
-        ood_p_value: Share of calibration images at least as unusual.
-        is_ood: bool, p ≤ alpha.
-        decision: int8 code, an index into :data:`DECISIONS`.
-        prediction_set: bool (n, K), the classes in the set.
-    """
-
-    class_index: npt.NDArray[np.int64]
-    confidence: FloatArray
-    probabilities: FloatArray
-    predictive_entropy: FloatArray
-    log_density: FloatArray
-    ood_score: FloatArray
-    ood_p_value: FloatArray
-    is_ood: npt.NDArray[np.bool_]
-    decision: npt.NDArray[np.int8]
-    prediction_set: npt.NDArray[np.bool_]
-
-
-def decide(
-    rows: Rows, alpha: float | FloatArray, ambiguity_threshold: float | FloatArray
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int8]]:
-    """``is_ood`` and ``decision`` (see :class:`Verdict`) of rows (n, SCORES + K); thresholds of all or each."""
-    with np.errstate(over="ignore"):  # A threshold may be beyond every float32.
-        is_ood = rows[:, 2] <= alpha
-        decision = (rows[:, 0] > ambiguity_threshold).astype(np.int8)
-    decision[is_ood] = ABSTAIN_OOD
-    return is_ood, decision
-
-
-def judge(rows: Rows, set_thresholds: FloatArray, policy: Policy) -> Verdict:
-    """Apply ``policy`` to rows.
-
-    Args:
-        rows: (n, SCORES + K).
-        set_thresholds: (K,) smallest probability with which a class is in the prediction set; the most
-            probable class always is (``Calibration.set_thresholds``).
-        policy: The other thresholds.
-    """
-    probabilities = rows[:, SCORES:]
-    class_index = probabilities.argmax(axis=1)
-    images = np.arange(len(rows))
-    prediction_set = probabilities >= set_thresholds
-    prediction_set[images, class_index] = True
-    is_ood, decision = decide(rows, policy.alpha, policy.ambiguity_threshold)
-    return Verdict(
-        class_index=class_index,
-        confidence=probabilities[images, class_index],
-        probabilities=probabilities,
-        predictive_entropy=rows[:, 0],
-        log_density=rows[:, 1],
-        ood_score=rows[:, 4],
-        ood_p_value=rows[:, 2],
-        is_ood=is_ood,
-        decision=decision,
-        prediction_set=prediction_set,
-    )
-
-
 def predictions_json(
     rows: Rows,
     verdict: Verdict,
@@ -122,7 +45,7 @@ def predictions_json(
     costs five times as much.
 
     Args:
-        rows: (n, SCORES + K), finite.
+        rows: (n, SCORES + K) packed ``psc_core.pipeline.Outputs``, finite.
         verdict: Of these rows.
         labels: K labels as JSON.
         top_k: Give the ``top`` most probable classes in order instead of all ``probabilities``.

@@ -7,9 +7,10 @@ One :class:`Job` is one request of ``count`` images.  Its life::
                   └──── cancel, expire, fail: FINISHED with an error ────┘
 
 *Bounded.*  ``pending`` = images reserved or waiting ≤ ``max_queue_images``; one request more is
-:class:`QueueFull`, with ``retry_after`` from the measured drain rate.  So is a request whose turn would come,
-at that rate, after a third of the time to its deadline: the rest is for its own images and for a rate that
-falls.  Admitted work is therefore done in time, and what an overload leaves behind is gone soon after it.
+:class:`QueueFull`, with ``retry_after`` from the measured times of batches.  So is a request whose turn would come,
+by those times, after a third of the time to its deadline: the rest is for its own images and for a device that
+slows down.  Admitted work is therefore done in time, and what an overload leaves behind is gone soon after it.
+Times are kept by size, because a quiet service runs batches of one image, which tell little of what 64 take.
 
 *Fair.*  Waiting jobs stand in a ring; a turn is at most ``quantum`` images (an eighth of a batch), after
 which a job that has more goes to the end of the ring.  So a large request fills batches that nobody else
@@ -39,7 +40,9 @@ from typing import Any, Final, NamedTuple
 from app.errors import ClientGone, DeadlineExceeded, NotReady, QueueFull
 
 _MAX_RETRY_AFTER_S: Final = 60
-_RATE_MEMORY: Final = 0.9
+_NEWEST: Final = 0.2
+"""Weight of a batch's time against those of earlier batches of about its size."""
+
 _WAITING_SHARE: Final = 1 / 3
 
 
@@ -150,8 +153,7 @@ class Batcher:
         self._outbox: list[Job] = []
         self._pending = 0
         self._closed = ""
-        self._rate_images = 0.0
-        self._rate_seconds = 0.0
+        self._batch_seconds: list[float | None] = [None] * (_size_class(max_batch_size) + 1)
         self._last_done = -math.inf
 
     @property
@@ -164,10 +166,13 @@ class Batcher:
         """Whether no job is alive."""
         return not self._live
 
-    @property
-    def images_per_second(self) -> float | None:
-        """Measured drain rate; ``None`` before the first batch."""
-        return self._rate_images / self._rate_seconds if self._rate_seconds > 0 else None
+    def drain_seconds(self, images: int) -> float:
+        """How long so many images take, at the least, by the batches measured so far; 0 before the first.
+
+        A batch larger than any measured may be as quick as the largest measured; whether it is will be seen.
+        """
+        full, rest = divmod(images, self._max_batch)
+        return full * self._seconds_of(self._max_batch) + (self._seconds_of(rest) if rest else 0.0)
 
     def check(self, count: int, *, now: float, deadline: float) -> None:
         """Refuse a request that :meth:`reserve` would refuse; it need not be read first.
@@ -186,12 +191,11 @@ class Batcher:
             )
         first_turn = len(self._live) * self._quantum if count <= self._quantum else self._pending
         before = min(self._pending, first_turn)  # A small request is through with its first turn.
-        rate = self.images_per_second
-        longest = _WAITING_SHARE * (deadline - now)
-        if before and rate is not None and before / rate > longest:
+        longest, wait = _WAITING_SHARE * (deadline - now), self.drain_seconds(before)
+        if wait > longest:
             raise QueueFull(
-                f"expected a turn within {longest:.3g} s, {before} images are before this "
-                f"request and {rate:.3g} images/s are processed; try again in {self.retry_after()} s",
+                f"expected a turn within {longest:.3g} s, the {before} images before this request take about "
+                f"{wait:.3g} s; try again in {self.retry_after()} s",
                 retry_after=self.retry_after(),
             )
 
@@ -280,8 +284,7 @@ class Batcher:
 
     def retry_after(self) -> int:
         """Whole seconds in which the present queue drains, 1 to 60."""
-        rate = self.images_per_second
-        return 1 if rate is None else min(_MAX_RETRY_AFTER_S, max(1, math.ceil(self._pending / rate)))
+        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(self.drain_seconds(self._pending))))
 
     def _fill(self, name: str, lane: _Lane, now: float) -> Batch | None:
         slices: list[Slice] = []
@@ -326,9 +329,24 @@ class Batcher:
 
     def _measure(self, batch: Batch, now: float) -> None:
         seconds = max(now - max(batch.taken_at, self._last_done), 1e-9)
-        self._rate_images = self._rate_images * _RATE_MEMORY + batch.size
-        self._rate_seconds = self._rate_seconds * _RATE_MEMORY + seconds
+        kind = _size_class(batch.size)
+        before = self._batch_seconds[kind]
+        self._batch_seconds[kind] = seconds if before is None else before + _NEWEST * (seconds - before)
         self._last_done = now
+
+    def _seconds_of(self, size: int) -> float:
+        """Of a batch: measured at about this size, else its share of a larger one, else as the largest."""
+        kind = _size_class(size)
+        for larger in range(kind, len(self._batch_seconds)):
+            seconds = self._batch_seconds[larger]
+            if seconds is not None:
+                return seconds if larger == kind else seconds * size / min(1 << larger, self._max_batch)
+        return next((seconds for seconds in reversed(self._batch_seconds) if seconds is not None), 0.0)
+
+
+def _size_class(size: int) -> int:
+    """Sizes of 1, 2, 3–4, 5–8, … images count as alike."""
+    return (size - 1).bit_length()
 
 
 class BatchQueue:

@@ -22,6 +22,7 @@ from app.sockets import make_socket
 from app.supervisor import Supervisor, child_command
 from psc_core.allocator import keep_freed_memory
 from psc_core.errors import PSCError, UsageError
+from psc_core.version import __version__
 
 EXIT_OK, EXIT_FAILURE, EXIT_BAD_INPUT = 0, 1, 2
 
@@ -39,10 +40,11 @@ def parser() -> argparse.ArgumentParser:
         "2 bad usage or bad input, 1 a failure.",
         allow_abbrev=False,
     )
+    flags.add_argument("--version", action="version", version=f"psc {__version__}")
     flags.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings")
     for name, field in Settings.model_fields.items():
         default = default_text(name)
-        text = (field.description or "").replace("%", "%%") + (f" [{default}]" if default else "")
+        text = (field.description or "").replace("%", "%%") + (f" (default: {default})" if default else "")
         options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
         if field.annotation is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -143,7 +145,8 @@ def _check_tls(certificate: Path | None, key: Path | None) -> None:
 
 def _say(settings: Settings, port: int) -> None:
     scheme = "http" if settings.tls_certificate is None else "https"
-    print(f"psc-serve: listening on {scheme}://{settings.host}:{port}", file=sys.stderr, flush=True)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    print(f"psc-serve: listening on {scheme}://{host}:{port}", file=sys.stderr, flush=True)
 
 
 def _refuse(message: str) -> int:

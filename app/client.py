@@ -129,6 +129,10 @@ def _predict_call(
     return _Call("POST", path, query, [_part(image, index) for index, image in enumerate(images)])
 
 
+def _model_call(name: str | None) -> _Call:
+    return _Call("GET", "model" if name is None else f"models/{quote(name, safe='')}")
+
+
 def _part(image: ImageInput, index: int) -> tuple[str, tuple[str, bytes, str]]:
     if isinstance(image, bytes):
         return ("images", (f"image-{index}", image, "application/octet-stream"))
@@ -137,13 +141,14 @@ def _part(image: ImageInput, index: int) -> tuple[str, tuple[str, bytes, str]]:
         data = path.read_bytes()
     except OSError as error:
         raise InputError(f"expected an image file at {path}, got: {error.strerror}; check the path") from error
-    return ("images", (path.name, data, "application/octet-stream"))
+    name = path.name.encode("utf-8", "replace").decode()
+    return ("images", (name, data, "application/octet-stream"))
 
 
 def _problem(response: httpx.Response) -> ProblemError:
     try:
         document = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):
         document = {"detail": response.text[:200]}
@@ -165,7 +170,7 @@ def _document(response: httpx.Response) -> dict[str, Any]:
         raise _problem(response)
     try:
         document = response.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadAnswer(f"expected JSON from {response.url}, got something else; check the URL") from error
     if not isinstance(document, dict):
         raise BadAnswer(f"expected a JSON object from {response.url}, got something else; check the URL")
@@ -194,7 +199,11 @@ class _Base:
             "timeout": timeout_s,
             "headers": {} if api_key is None else {"X-API-Key": api_key},
         }
-        if httpx.URL(url).scheme not in ("http", "https"):
+        try:
+            scheme = httpx.URL(url).scheme
+        except httpx.InvalidURL:
+            scheme = ""
+        if scheme not in ("http", "https"):
             raise InputError(f"expected a URL such as {DEFAULT_URL}, got {url!r}; give http:// or https://")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise InputError("expected an API key of printable ASCII, got one that no header can carry; check it")
@@ -250,6 +259,7 @@ class Client(_Base):
         model: str | None = None,
         top_k: int | None = None,
         alpha: float | None = None,
+        ambiguity_threshold: float | None = None,
         explain: bool = False,
     ) -> PredictResult:
         """Classify images in one request.
@@ -259,17 +269,19 @@ class Client(_Base):
             model: Name of the model; the service's default when ``None``.
             top_k: Only the ``top_k`` most probable classes.
             alpha: False-alarm rate for ``is_ood`` in this request.
+            ambiguity_threshold: Entropy (nats) above which an image is ambiguous, in this request.
             explain: Ask for explanations.
 
         Raises:
             ClientError: See its subclasses.
         """
-        call = _predict_call(images, model, {"top_k": top_k, "alpha": alpha}, explain)
+        params = {"top_k": top_k, "alpha": alpha, "ambiguity_threshold": ambiguity_threshold}
+        call = _predict_call(images, model, params, explain)
         return _result(_document(self._send(call)))
 
-    def model(self) -> dict[str, Any]:
-        """Summary of the served model, as ``GET /model`` gives it."""
-        return _document(self._send(_Call("GET", "model")))
+    def model(self, name: str | None = None) -> dict[str, Any]:
+        """Summary of a served model (the default one when ``None``), as ``GET /model`` gives it."""
+        return _document(self._send(_model_call(name)))
 
     def _send(self, call: _Call) -> httpx.Response:
         attempt = 0
@@ -323,16 +335,17 @@ class AsyncClient(_Base):
         model: str | None = None,
         top_k: int | None = None,
         alpha: float | None = None,
+        ambiguity_threshold: float | None = None,
         explain: bool = False,
     ) -> PredictResult:
         """As :meth:`Client.predict`; files are read on a thread."""
-        params = {"top_k": top_k, "alpha": alpha}
+        params = {"top_k": top_k, "alpha": alpha, "ambiguity_threshold": ambiguity_threshold}
         call = await asyncio.to_thread(_predict_call, images, model, params, explain)
         return _result(_document(await self._send(call)))
 
-    async def model(self) -> dict[str, Any]:
+    async def model(self, name: str | None = None) -> dict[str, Any]:
         """As :meth:`Client.model`."""
-        return _document(await self._send(_Call("GET", "model")))
+        return _document(await self._send(_model_call(name)))
 
     async def _send(self, call: _Call) -> httpx.Response:
         attempt = 0

@@ -36,7 +36,7 @@ def main(
         transport: For tests.
     """
     environment = os.environ if environment is None else environment
-    options = _parser(environment).parse_args(arguments)
+    options = parser(environment).parse_args(arguments)
     try:
         with Client(
             options.url,
@@ -53,33 +53,34 @@ def main(
     return 0
 
 
-def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser(environment: Mapping[str, str] | None = None) -> argparse.ArgumentParser:
+    """The command line of ``psc-predict``; the default URL may come from ``environment``."""
+    cli = argparse.ArgumentParser(
         prog="psc-predict",
         description="Classify images with a running PSC service and show how far to trust each answer.",
         epilog=f"The API key, where the service wants one, is read from {KEY_VARIABLE}. Exit codes: 0 "
         "all images judged, 2 something you can change (file, flag, URL, key, busy service), 1 the service "
         "failed.",
     )
-    parser.add_argument("images", nargs="+", metavar="IMAGE", help="image file: JPEG, PNG, WebP, BMP, GIF, TIFF")
-    parser.add_argument(
+    cli.add_argument("images", nargs="+", metavar="IMAGE", help="image file: JPEG, PNG, WebP, BMP, GIF, TIFF")
+    cli.add_argument(
         "--url",
-        default=environment.get(URL_VARIABLE, DEFAULT_URL),
+        default=(environment or {}).get(URL_VARIABLE, DEFAULT_URL),
         help=f"where the service is (default: {URL_VARIABLE}, else {DEFAULT_URL})",
     )
-    parser.add_argument("--model", metavar="NAME", help="name of the model (default: the service's default)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
-    parser.add_argument(
+    cli.add_argument("--model", metavar="NAME", help="name of the model (default: the service's default)")
+    cli.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
+    cli.add_argument(
         "--batch-size", type=_positive_int, default=32, metavar="N", help="images per request (default: 32)"
     )
-    parser.add_argument(
+    cli.add_argument(
         "--timeout",
         type=_positive_float,
         default=60.0,
         metavar="SECONDS",
         help="longest time without an answer (default: 60)",
     )
-    return parser
+    return cli
 
 
 def _predict(client: Client, options: argparse.Namespace) -> None:
@@ -131,16 +132,18 @@ def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
 
 
 def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
 
 
 def _positive_float(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
     return value
 
 

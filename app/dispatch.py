@@ -73,6 +73,11 @@ class Dispatcher:
         self._held: deque[socket.socket] = deque()
         self._refused = False
 
+    @property
+    def ready(self) -> bool:
+        """Whether any worker answers."""
+        return any(worker.ready for worker in self._workers)
+
     def add(self) -> socket.socket:
         """A new worker's end of a channel; close it once the worker has inherited it."""
         ours, theirs = socket.socketpair()
@@ -86,7 +91,7 @@ class Dispatcher:
         """Hear workers and hand out connections; waits ``seconds`` for something to do, and says whether there was."""
         for _ in range(len(self._held)):
             self._give(self._held.popleft())
-        self._accept_if(not self._held and any(worker.ready for worker in self._workers))
+        self._accept_if(not self._held and self.ready)
         events = self._selector.select(_RETRY_SECONDS if self._held else seconds)
         for key, _ in events:
             if key.data is None:
@@ -178,9 +183,11 @@ class Dispatcher:
 
 
 class News(NamedTuple):
-    """Attributes:
-    connections: To be served.
-    reload: Whether the bundles should be loaded again.
+    """What the supervisor had to say.
+
+    Attributes:
+        connections: To be served.
+        reload: Whether the bundles should be loaded again.
     """
 
     connections: list[socket.socket]

@@ -1,8 +1,8 @@
 """Drift of the p-value stream: a conformal test martingale, and the window's out-of-distribution rate.
 
 Symbols: ``n`` calibration images, ``t`` images seen since the monitor began, ``p`` the served p-value of an
-image, ``p = (1 + #{calibration densities ≤ its density}) / (n + 1)``, so ``cell = p·(n + 1) - 1 ∈ {0, …, n}``
-says between which two calibration densities the image falls.
+image, ``p = (1 + #{calibration OOD scores ≥ its own}) / (n + 1)``, so ``cell = p·(n + 1) - 1 ∈ {0, …, n}``
+says between which two calibration scores the image falls.
 
 **Why p is not bet on directly.**  The served p-values share one finite calibration set: given that set they
 are only uniform up to about ``1/√n``, and any martingale that treats them as independent ends in an alarm on
@@ -55,18 +55,14 @@ class DriftState:
     """What the monitor knows now.
 
     Attributes:
-        observed: Images seen.
         log_martingale: Natural logarithm of the present run's value; ≤ 0 most of the time on a clean stream.
         alarms: Alarms raised so far.
-        window_count: Images in the window (its length once it is full).
         window_ood_rate: Share of the window with ``p ≤ alpha``; 0 while the window is empty.
-        window_tail_probability: ``P(Binomial(window_count, alpha) ≥ OOD images in the window)``.
+        window_tail_probability: P(Binomial(n, alpha) ≥ OOD images in the window), with n images in it.
     """
 
-    observed: int
     log_martingale: float
     alarms: int
-    window_count: int
     window_ood_rate: float
     window_tail_probability: float
 
@@ -145,10 +141,8 @@ class DriftMonitor:
         """The present state (a copy)."""
         count = min(self._observed, len(self._window))
         return DriftState(
-            observed=self._observed,
             log_martingale=self._log_value,
             alarms=self._alarms,
-            window_count=count,
             window_ood_rate=self._flagged / count if count else 0.0,
             window_tail_probability=binomial_tail(self._flagged, count, self.alpha),
         )

@@ -175,6 +175,12 @@ TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
 """Error class → (HTTP status, last part of the problem type, title)."""
 
 INTERNAL: Final = (500, "internal", "Internal error")
+ROUTING: Final = {
+    404: ("not-found", "No such resource"),
+    405: ("method-not-allowed", "Method not allowed"),
+}
+"""Status → the same of requests that no route takes."""
+
 TYPE_PREFIX: Final = "urn:psc:problem:"
 
 
@@ -206,6 +212,6 @@ def problem_of(error: BaseException) -> Problem:
 def markdown_table() -> str:
     """The error table for the documentation."""
     lines = ["| status | type | title |", "| --- | --- | --- |"]
-    rows = sorted({*TABLE.values(), INTERNAL})
+    rows = sorted({*TABLE.values(), INTERNAL, *((status, *row) for status, row in ROUTING.items())})
     lines += [f"| {status} | `{TYPE_PREFIX}{slug}` | {title} |" for status, slug, title in rows]
     return "\n".join(lines) + "\n"

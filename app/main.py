@@ -67,6 +67,7 @@ def create_app(settings: Settings, models: Mapping[str, Model] | None = None) ->
         version=__version__,
         description="Image classification with uncertainty from probabilistic skip connections.",
         lifespan=lifespan,
+        redirect_slashes=False,
     )
     app.state.service = service
     problems.install(app)
@@ -92,7 +93,7 @@ def _wrap(app: ASGIApp, shortcuts: Mapping[str, Shortcut], settings: Settings, s
     """What every request passes, innermost first."""
     app = Shortcuts(app, shortcuts)
     if settings.allowed_hosts:
-        app = HostAllowList(app, allowed_hosts=settings.allowed_hosts)
+        app = HostAllowList(app, allowed_hosts=settings.allowed_hosts, www_redirect=False)
     app = Requests(app, service=service)
     if settings.cors_origins:  # Outside: a browser shows a page no error without these headers.
         app = CORSMiddleware(
@@ -100,7 +101,7 @@ def _wrap(app: ASGIApp, shortcuts: Mapping[str, Shortcut], settings: Settings, s
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["Retry-After", "traceresponse"],
+            expose_headers=["Retry-After", "traceresponse", v2.HEADER],
         )
     if settings.otel:
         app = tracing.SpanMiddleware(app)

@@ -19,9 +19,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from app.answers import ABSTAIN_AMBIGUOUS, ABSTAIN_OOD, Policy, decide
+from app.answers import Policy
 from app.step import Rows
-from psc_core.pipeline import SCORES
+from psc_core.pipeline import LOG_DENSITY, OOD_P_VALUE, PREDICTIVE_ENTROPY, SCORES
+from psc_core.verdict import ABSTAIN_AMBIGUOUS, ABSTAIN_OOD, decide
 
 _SECONDS: Final = (
     1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
@@ -170,9 +171,10 @@ class Metrics:
             )
         is_ood, decision = decide(rows, alpha, threshold)
         self._count_labels(source.classes, rows[:, SCORES:].argmax(axis=1))
-        source.watch_drift(rows[:, 2])
-        for column, name in enumerate(("psc_predictive_entropy_nats", "psc_log_density_nats", "psc_ood_p_value")):
-            observe_many(self._metrics[name], rows[:, column])
+        source.watch_drift(rows[:, OOD_P_VALUE])
+        observe_many(self._metrics["psc_predictive_entropy_nats"], rows[:, PREDICTIVE_ENTROPY])
+        observe_many(self._metrics["psc_log_density_nats"], rows[:, LOG_DENSITY])
+        observe_many(self._metrics["psc_ood_p_value"], rows[:, OOD_P_VALUE])
         self._metrics["psc_ood_total"].inc(int(is_ood.sum()))
         abstained = self._metrics["psc_abstained_total"]
         for reason, code in (("ood", ABSTAIN_OOD), ("ambiguous", ABSTAIN_AMBIGUOUS)):

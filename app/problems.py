@@ -16,20 +16,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from app.errors import TYPE_PREFIX, Problem, problem_of
+from app.errors import ROUTING, TYPE_PREFIX, Problem, problem_of
 from app.metrics import Metrics
 from psc_core.errors import PSCError
 
 logger = logging.getLogger("psc.http")
 
 MEDIA_TYPE: Final = "application/problem+json"
-_SLUGS: Final = {
-    400: ("malformed", "Malformed request"),
-    401: ("unauthorized", "API key missing or unknown"),
-    403: ("forbidden", "API key not allowed to do this"),
-    404: ("not-found", "No such resource"),
-    405: ("method-not-allowed", "Method not allowed"),
-}
 
 
 def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response:
@@ -85,7 +78,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
-    slug, title = _SLUGS.get(error.status_code, (f"http-{error.status_code}", "Request refused"))
+    slug, title = ROUTING.get(error.status_code, (f"http-{error.status_code}", "Request refused"))
     headers = error.headers or {}
     problem = Problem(error.status_code, TYPE_PREFIX + slug, title, str(error.detail), slug, headers)
     return _response(problem, request.scope, request.app.state.service.metrics)

@@ -17,9 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from app.answers import Policy, Verdict, dump, judge, predictions_json
+from app.answers import Policy, dump, predictions_json
 from app.decoding import Decoder
 from app.drift import DriftMonitor
 from app.engine import Answer, Engine, Limits, Phase
@@ -29,6 +30,7 @@ from app.model import Model, ModelPreprocess
 from app.settings import Settings
 from app.step import Rows, make_step
 from psc_core.errors import BundleError, DeviceError, PSCError, UsageError
+from psc_core.verdict import Verdict, judge
 
 logger = logging.getLogger("psc.registry")
 
@@ -85,7 +87,8 @@ class Served:
 
     def judge(self, rows: Rows, policy: Policy | None = None) -> Verdict:
         """Rows to verdicts under ``policy`` (default: the model's)."""
-        return judge(rows, self.set_thresholds, policy or self.policy)
+        policy = policy or self.policy
+        return judge(rows, self.set_thresholds, alpha=policy.alpha, ambiguity_threshold=policy.ambiguity_threshold)
 
     def with_thresholds(self, alpha: float | None, ambiguity_threshold: float | None) -> Policy:
         """The policy with a request's own thresholds.
@@ -145,13 +148,14 @@ class Served:
         metrics.gauge("psc_drift_window_tail_probability", state.window_tail_probability, model=name)
 
     def show(self) -> None:
-        """Put the model's identity and its counters, at 0, into the metrics: a rate needs a first value."""
+        """Put its identity, its drift so far and its counters, at 0, into the metrics: a rate needs a first value."""
         self._info(1.0)
         for reason in ("ood", "ambiguous"):
             self.metrics.count("psc_abstained_total", 0.0, reason=reason)
         for label in self.classes[:MOST_LABELS_SHOWN]:
             self.metrics.count("psc_predictions_total", 0.0, label=label)
         self.metrics.count("psc_drift_alarms_total", 0.0, model=self.name)
+        self.watch_drift(np.empty(0))
         self.metrics.gauge("psc_alpha", self.policy.alpha, model=self.name)
 
     def hide(self) -> None:
@@ -200,7 +204,8 @@ class Registry:
         self._paths = dict(settings.named_bundles)
         self._given = models
         self._names = tuple(self._paths if models is None else models)
-        self._reloading = False
+        self._reloading = asyncio.Lock()
+        self._awaited = False
         self._draining = False
         self._retiring: set[asyncio.Task[None]] = set()
         self.on_retired: Callable[[], None] = lambda: None
@@ -281,24 +286,22 @@ class Registry:
         names = self._names if name is None else (self.get(name).name,)
         for each in names:
             self.get(each)
-        if self._reloading:
+        if self._reloading.locked():
             raise ReloadRunning("expected no other reload, one is running; try again when it is done")
-        self._reloading = True
         fresh: list[Served] = []
-        try:
-            for each in names:
-                fresh.append(await self._prepare(each, await self._load(each)))
-        except BaseException as error:
-            for served in fresh:
-                await served.engine.close(within_s=0)
-            for each in names:
-                self._metrics.count("psc_reloads_total", model=each, result="failed")
-            if isinstance(error, PSCError) or not isinstance(error, Exception):
-                raise
-            logger.exception("a model could not be loaded")
-            raise DeviceError(f"a model could not be loaded ({type(error).__name__}); the old ones stay") from error
-        finally:
-            self._reloading = False
+        async with self._reloading:
+            try:
+                for each in names:
+                    fresh.append(await self._prepare(each, await self._load(each)))
+            except BaseException as error:
+                for served in fresh:
+                    await served.engine.close(within_s=0)
+                for each in names:
+                    self._metrics.count("psc_reloads_total", model=each, result="failed")
+                if isinstance(error, PSCError) or not isinstance(error, Exception):
+                    raise
+                logger.exception("a model could not be loaded")
+                raise DeviceError(f"a model could not be loaded ({type(error).__name__}); the old ones stay") from error
         changes = []
         for served in fresh:
             changes.append((served.name, self._served[served.name].version, served.version))
@@ -306,6 +309,22 @@ class Registry:
             self._metrics.count("psc_reloads_total", model=served.name, result="ok")
         logger.info("reloaded", extra={"versions": {name: now for name, _, now in changes}})
         return changes
+
+    async def reload_when_free(self) -> None:
+        """Reload every bundle, after a reload that is running: what that one reads may be out of date already.
+
+        Raises:
+            PSCError: As :meth:`reload`.
+        """
+        if self._awaited:  # What waits already will read what is there then.
+            return
+        self._awaited = True
+        try:
+            async with self._reloading:
+                pass
+        finally:
+            self._awaited = False
+        await self.reload()
 
     def sweep(self) -> None:
         """Deadlines, departed clients, bookkeeping; call a few times a second."""

@@ -54,8 +54,8 @@ class Explanation(Document):
     class_distances: list[float] = Field(description="Mahalanobis distance to each class, in class order.")
     unusual_components: list[UnusualComponent] = Field(description="The most deviating ones, largest first.")
     calibration_rank: float = Field(description="Share of calibration images at least as unusual.")
-    aleatoric: float | None = Field(description="Nats; null where the head does not split.")
-    epistemic: float | None = Field(description="Nats; null where the head does not split.")
+    aleatoric: float | None = Field(description="Nats; null for base predictions.")
+    epistemic: float | None = Field(description="In `epistemic_unit` of `/model`; null for base predictions.")
 
 
 class PredictionDocument(Document):
@@ -75,8 +75,10 @@ class PredictionDocument(Document):
     ood_score: float = Field(
         description="−log p(z), plus the weighted entropy where the bundle says so; higher is stranger."
     )
-    ood_p_value: float = Field(ge=0, le=1, description="(1 + #{calibration ≤ this}) / (n + 1).")
-    epistemic: float = Field(description="Epistemic uncertainty in the head's own unit.")
+    ood_p_value: float = Field(ge=0, le=1, description="(1 + #{calibration OOD scores ≥ this}) / (n + 1).")
+    epistemic: float = Field(
+        description="Epistemic uncertainty in `epistemic_unit` of `/model`; 0 for base predictions."
+    )
     is_ood: bool
     decision: Literal["accept", "abstain_ambiguous", "abstain_ood"]
     prediction_set: list[str] = Field(description="Labels of the conformal prediction set.")
@@ -154,6 +156,7 @@ class ModelDocument(Document):
     version: str
     layer: str
     predictions: str = Field(description="`psc` or `base`.")
+    epistemic_unit: str = Field(description="Of `epistemic`; empty for base predictions, which have none.")
     device: str
     classes: list[str]
     input: dict[str, Any] = Field(description="Preprocessing.")

@@ -129,9 +129,9 @@ class Service:
                 self.metrics.gauge("psc_gpu_utilisation_ratio", usage.utilisation, device=str(device))
 
     async def reload_quietly(self) -> None:
-        """Reload every bundle; a failure is logged and changes nothing (SIGHUP)."""
+        """Reload every bundle, when no other reload runs; a failure is logged and changes nothing (SIGHUP)."""
         try:
-            await self.registry.reload()
+            await self.registry.reload_when_free()
         except PSCError as error:
             logger.error("reload failed, the old models stay: %s", error)
 

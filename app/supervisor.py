@@ -1,8 +1,8 @@
 """Several processes behind one listening socket: start them, replace those that die, share out connections.
 
 A child is the same command with the number of its channel (:mod:`app.dispatch`) in the environment.  A child that
-dies is replaced, after a pause that doubles while it keeps dying young; one that ends with code 2 (bad input) ends
-them all, because its replacement would end the same way.
+dies is replaced, after a pause that doubles while it keeps dying young.  One that ends with code 2 (bad input) ends
+them all, because its replacement would end the same way; but not while another answers, with what it read before.
 """
 
 from __future__ import annotations
@@ -80,9 +80,10 @@ class Supervisor:
             elif child.poll() is not None:
                 mark_process_dead(child.pid)  # type: ignore[no-untyped-call]
                 self._children[slot] = None
-                if child.returncode == _BAD_INPUT:
+                refused = child.returncode == _BAD_INPUT
+                if refused and not self._dispatcher.ready:
                     return _BAD_INPUT
-                young = now - self._started[slot] < _YOUNG_SECONDS
+                young = refused or now - self._started[slot] < _YOUNG_SECONDS
                 pause = min(_LONGEST_PAUSE_SECONDS, max(0.1, self._pauses[slot] * 2)) if young else 0.0
                 self._pauses[slot], self._not_before[slot] = pause, now + pause
                 logger.error("a worker died", extra={"pid": child.pid, "exit_code": child.returncode})

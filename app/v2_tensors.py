@@ -127,9 +127,8 @@ def images_of(
     """
     expected = "UINT8" if tensor.name == RAW_INPUT else "BYTES"
     if tensor.datatype != expected:
-        raise MalformedRequest(
-            f"input {tensor.name!r}: expected datatype {expected}, got {tensor.datatype!r}; see the metadata"
-        )
+        got = reprlib.repr(tensor.datatype)
+        raise MalformedRequest(f"input {tensor.name!r}: expected datatype {expected}, got {got}; see the metadata")
     if expected == "UINT8":
         layout = _layout(tensor, shape)
     elif len(tensor.shape) != 1 and tensor.shape[1:] != (1,):
@@ -202,20 +201,21 @@ def _tensors(document: Json, rest: memoryview) -> list[InputTensor]:
     tensors = []
     for entry in _objects(document, "inputs"):
         name, datatype, shape = entry.get("name"), entry.get("datatype"), entry.get("shape")
+        shown = reprlib.repr(name)
         if not isinstance(name, str) or not isinstance(datatype, str) or not isinstance(shape, list):
             raise MalformedRequest("expected every input to have name, datatype and shape; correct it")
         if not all(type(size) is int and size >= 0 for size in shape):
-            raise MalformedRequest(f"input {name!r}: expected a shape of whole numbers ≥ 0, got {reprlib.repr(shape)}")
+            raise MalformedRequest(f"input {shown}: expected a shape of whole numbers ≥ 0, got {reprlib.repr(shape)}")
         parameters = _object(entry, "parameters")
-        _refuse_unsupported(name, parameters)
+        _refuse_unsupported(shown, parameters)
         size = parameters.get("binary_data_size")
         if (size is None) == ("data" not in entry):
-            raise MalformedRequest(f"input {name!r}: expected either data or binary_data_size; give one")
+            raise MalformedRequest(f"input {shown}: expected either data or binary_data_size; give one")
         binary = None
         if size is not None:
             if type(size) is not int or not 0 <= size <= len(rest):
                 raise MalformedRequest(
-                    f"input {name!r}: expected binary_data_size of at most the {len(rest)} bytes that "
+                    f"input {shown}: expected binary_data_size of at most the {len(rest)} bytes that "
                     f"follow, got {reprlib.repr(size)}; correct the size or the body"
                 )
             binary, rest = rest[:size], rest[size:]
@@ -235,11 +235,13 @@ def _wanted(document: Json, output_names: Sequence[str], default: bool) -> dict[
     for entry in _objects(document, "outputs"):
         name = entry.get("name")
         if not isinstance(name, str) or name not in output_names:
-            raise MalformedRequest(f"expected outputs among {', '.join(output_names)}, got {name!r}; correct it")
+            raise MalformedRequest(
+                f"expected outputs among {', '.join(output_names)}, got {reprlib.repr(name)}; correct it"
+            )
         if name in wanted:
             raise MalformedRequest(f"expected each output once, got {name!r} again; leave one out")
         parameters = _object(entry, "parameters")
-        _refuse_unsupported(name, parameters)
+        _refuse_unsupported(repr(name), parameters)
         wanted[name] = _flag(parameters, "binary_data", default=default)
     return wanted
 
@@ -250,7 +252,9 @@ def _layout(tensor: InputTensor, shape: tuple[int, int, int]) -> str:
     sizes = {"NHWC": (height, width, channels), "NCHW": (channels, height, width)}
     named = tensor.parameters.get("layout")
     if named is not None and named not in LAYOUTS:
-        raise MalformedRequest(f"input {tensor.name!r}: expected layout NHWC or NCHW, got {named!r}; correct it")
+        raise MalformedRequest(
+            f"input {tensor.name!r}: expected layout NHWC or NCHW, got {reprlib.repr(named)}; correct it"
+        )
     for layout in LAYOUTS if named is None else (named,):
         if len(tensor.shape) == 4 and tensor.shape[1:] == sizes[layout]:
             return layout
@@ -340,7 +344,7 @@ def _flag(parameters: Json, name: str, *, default: bool) -> bool:
 def _refuse_unsupported(name: str, parameters: Json) -> None:
     for parameter in _UNSUPPORTED_PARAMETERS:
         if parameter in parameters:
-            raise MalformedRequest(f"{name!r}: parameter {parameter!r} is not supported; leave it out")
+            raise MalformedRequest(f"{name}: parameter {parameter!r} is not supported; leave it out")
 
 
 def _bad_shape(tensor: InputTensor, expected: str) -> MalformedRequest:

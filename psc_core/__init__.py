@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from psc_core.predictor import PSC
     from psc_core.preprocess import PRESETS, Preprocess
     from psc_core.types import Prediction
+    from psc_core.version import __version__
 
 _HOMES = {
     "PRESETS": "preprocess",
@@ -23,6 +24,7 @@ _HOMES = {
     "ImageDataset": "data",
     "Prediction": "types",
     "Preprocess": "preprocess",
+    "__version__": "version",
     "fit_projection": "fit",
     "fit_psc": "fit",
     "load_network": "networks",
@@ -37,6 +39,7 @@ __all__ = [
     "ImageDataset",
     "Prediction",
     "Preprocess",
+    "__version__",
     "fit_projection",
     "fit_psc",
     "load_network",
@@ -49,3 +52,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'psc_core' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(f"psc_core.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

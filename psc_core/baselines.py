@@ -61,9 +61,11 @@ GAUSSIAN_ELEMENTS: Final = 1 << 28
 
 
 class BaselineOutputs(NamedTuple):
-    """Attributes:
-    scores: (B,) float64 for each of :data:`DETECTORS`.
-    probabilities: (B, K) float64, ``"base"`` and ``"temperature"``.
+    """What the baselines say of a batch.
+
+    Attributes:
+        scores: (B,) float64 for each of :data:`DETECTORS`.
+        probabilities: (B, K) float64, ``"base"`` and ``"temperature"``.
     """
 
     scores: dict[str, Tensor]

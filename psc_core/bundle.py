@@ -128,15 +128,6 @@ def _serialise(tensors: Mapping[str, Tensor]) -> bytes:
     return save_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())})
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Read and check ``manifest.json`` alone.
-
-    Raises:
-        BundleError: Missing, too large, not JSON, another schema, or a field out of place.
-    """
-    return _parse_manifest(path)[0]
-
-
 def _parse_manifest(path: Path) -> tuple[Manifest, str]:
     """The manifest, and the version that its content has."""
     file = path / "manifest.json"

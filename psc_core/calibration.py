@@ -71,7 +71,7 @@ class Calibration:
         return self.scores[len(self) - rank].item()
 
     def set_thresholds(self, coverage: float, *, per_class: bool = False) -> Float[Tensor, " classes"]:
-        """The smallest probability with which each class is in a prediction set.
+        """The smallest probability with which each class is in a prediction set (:func:`psc_core.verdict.judge`).
 
         With ``per_class``, a class with fewer than ``coverage / (1 − coverage)`` calibration images gets 0,
         so it is in every set: nothing less would keep the promise for it.
@@ -90,12 +90,6 @@ class Calibration:
             if rank <= len(own):
                 thresholds[k] = own[len(own) - rank]
         return thresholds
-
-    def prediction_sets(
-        self, probabilities: Float[Tensor, "batch classes"], coverage: float, *, per_class: bool = False
-    ) -> Bool[Tensor, "batch classes"]:
-        """Which classes are in each image's prediction set; never empty. Raises as :meth:`set_thresholds`."""
-        return prediction_sets(probabilities, self.set_thresholds(coverage, per_class=per_class))
 
     def tensors(self) -> dict[str, Tensor]:
         """The scores by name, for a safetensors file; OOD scores negated, so that those of a density are log p(z)."""
@@ -240,14 +234,6 @@ def conformal_p_values(ascending: Float[Tensor, " n"], ood_score: Float[Tensor, 
     """
     count = len(ascending) + 1
     return (count - torch.searchsorted(ascending, ood_score)) / count  # which counts NaN above everything
-
-
-def prediction_sets(
-    probabilities: Float[Tensor, "batch classes"], thresholds: Float[Tensor, " classes"]
-) -> Bool[Tensor, "batch classes"]:
-    """Classes at or above their threshold, and the most probable class."""
-    top = probabilities.argmax(dim=1, keepdim=True)
-    return (probabilities >= thresholds).scatter(1, top, True)
 
 
 def _check_fraction(value: float, name: str) -> None:

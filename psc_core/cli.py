@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _EXAMPLE = """example:
   psc-fit --model torchvision:resnet18 --weights net.safetensors --train images/train --val images/val --out bundle
 
-data sets: a directory class/file.png, mnist:ROOT, fashion-mnist:ROOT, dirty-mnist:ROOT, cifar10:ROOT, or
-package.module:factory.  Several processes: torchrun --nproc-per-node N -m psc_core.cli --distributed …
+data sets: a directory class/file.png, mnist:ROOT, fashion-mnist:ROOT, ambiguous-mnist:ROOT, dirty-mnist:ROOT,
+cifar10:ROOT, or package.module:factory.  Several processes: torchrun --nproc-per-node N -m psc_core.cli --distributed …
 """
 
 
@@ -98,12 +98,17 @@ def parser() -> argparse.ArgumentParser:
         metavar="N|auto",
         help="dimension the density works in (default: auto)",
     )
-    method.add_argument("--head", choices=("laplace", "sngp", "duq"), default="laplace")
+    method.add_argument(
+        "--head",
+        choices=("laplace", "sngp", "duq"),
+        default="laplace",
+        help="what gives the probabilities; laplace is the paper's (default: laplace)",
+    )
     method.add_argument(
         "--predictions",
         choices=("psc", "base"),
         default="psc",
-        help="psc: the head's; base: the network's own, unchanged, with the density beside them",
+        help="psc: the head's; base: the network's own, unchanged, with the density beside them (default: psc)",
     )
     method.add_argument(
         "--alpha",
@@ -131,10 +136,18 @@ def parser() -> argparse.ArgumentParser:
         help="error rate that images below the ambiguity threshold should have (default: 0.05)",
     )
     run = cli.add_argument_group("run")
-    run.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    run.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    run.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     run.add_argument(
-        "--batch-images", type=cli_options.positive, default=256, help="images sent through the network at once"
+        "--precision",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="of the network, while fitting and served (default: fp32)",
+    )
+    run.add_argument(
+        "--batch-images",
+        type=cli_options.positive,
+        default=256,
+        help="images sent through the network at once (default: 256)",
     )
     run.add_argument(
         "--max-memory",
@@ -145,7 +158,9 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--distributed", action="store_true", help="be one of the processes that torchrun started")
     run.add_argument("--fresh", action="store_true", help="ignore stations of an interrupted run")
-    run.add_argument("--seed", type=cli_options.seed, default=0)
+    run.add_argument(
+        "--seed", type=cli_options.seed, default=0, help="splits the validation images and seeds the head (default: 0)"
+    )
     run.add_argument("--name", help="model name (default: the name of --out)")
     run.add_argument("--out", type=Path, required=True, metavar="DIR", help="bundle to write")
     return cli
@@ -226,7 +241,7 @@ def _run_stations(
             options=options,
         )
         store.save_projection(projection, writer=first)
-    say(projection.report.summary(max(report.layer(name).nc4 for name in candidate.layers)))
+    say(projection.report.summary(report.nc4_of(candidate)))
 
     psc = station.fit_psc(
         net,

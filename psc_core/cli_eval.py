@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     cli.add_argument("--version", action="version", version=f"psc {__version__}")
-    cli.add_argument("--bundle", type=Path, required=True, metavar="DIR")
+    cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="from psc-fit")
     cli.add_argument("--id", required=True, metavar="DIR", help="labelled in-distribution test images")
     cli.add_argument(
         "--ood", action="append", default=[], metavar="NAME=DIR", help="out-of-distribution images; repeat for more"
@@ -50,9 +50,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="SPEC[,SPEC]",
         help="network factories package.module:factory that the bundle may import",
     )
-    cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     cli.add_argument(
-        "--batch-images", type=cli_options.positive, default=256, help="images sent through the network at once"
+        "--batch-images",
+        type=cli_options.positive,
+        default=256,
+        help="images sent through the network at once (default: 256)",
     )
     cli.add_argument("--out", type=Path, metavar="DIR", help="write report.json and report.md here")
     return cli

@@ -16,7 +16,7 @@ from psc_core.allocator import keep_freed_memory
 from psc_core.errors import PSCError, UsageError
 from psc_core.preprocess import PRESETS, Preprocess, replace_size
 
-EXIT_OK, EXIT_BUG, EXIT_USAGE = 0, 1, 2
+EXIT_OK, EXIT_USAGE = 0, 2  # Python itself ends a traceback with 1.
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 

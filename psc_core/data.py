@@ -3,8 +3,8 @@
 A data set is named by a *spec*:
 
 * ``DIR``: the ImageFolder layout, ``class/file.png``;
-* ``mnist:ROOT``, ``fashion-mnist:ROOT``, ``dirty-mnist:ROOT``, ``cifar10:ROOT``: built-in readers of the IDX
-  files or of the CIFAR-10 archive of JPEGs below ``ROOT``;
+* ``mnist:ROOT``, ``fashion-mnist:ROOT``, ``ambiguous-mnist:ROOT``, ``dirty-mnist:ROOT``, ``cifar10:ROOT``:
+  built-in readers of the IDX files or of the CIFAR-10 archive of JPEGs below ``ROOT``;
 * ``package.module:factory``: a function ``factory(split=…, preprocess=…) -> ImageDataset``.
 
 ``#train``, ``#val`` or ``#test`` behind a built-in spec picks the split by hand; else the caller's role does.

@@ -114,12 +114,17 @@ def check_classes(psc: PSC, data: ImageDataset) -> None:
         UsageError: They differ; the message says in what.
     """
     if data.classes != psc.classes:
-        odd = sorted(set(data.classes) ^ set(psc.classes))[:10]
+        theirs, ours = set(data.classes), set(psc.classes)
+        found = [f"{title}: {_some(names)}" for title, names in (("missing", ours - theirs), ("unknown", theirs - ours))
+                 if names]  # fmt: skip
         raise UsageError(
-            f"expected the model's {len(psc.classes)} classes in {data.name}, got "
-            f"{len(data.classes)} (different: {', '.join(odd) or 'the order'}); use data of the "
-            "classes it was fitted on"
+            f"expected the model's {len(psc.classes)} classes in {data.name}, got {len(data.classes)} "
+            f"({'; '.join(found) or 'in another order'}); use data of the classes it was fitted on"
         )
+
+
+def _some(names: set[str]) -> str:
+    return ", ".join(sorted(names)[:5]) + (", …" if len(names) > 5 else "")
 
 
 def score_images(
@@ -133,6 +138,7 @@ def score_images(
         )
     ood, entropies = defaultdict[str, list[Tensor]](list), defaultdict[str, list[Tensor]](list)
     losses = defaultdict[str, list[RowLosses]](list)
+    alarm: list[Tensor] = []
     p_value: list[Tensor] = []
     set_size: list[Tensor] = []
     covered: list[Tensor] = []
@@ -140,7 +146,8 @@ def score_images(
     with torch.inference_mode():
         for batch in track_images(data, Compute(psc.device, batch_images=batch_images), f"evaluating {data.name}"):
             images = batch.images.to(psc.device)
-            outputs = Outputs.unpack(psc.pipeline(images).cpu())
+            packed = psc.pipeline(images).cpu()
+            outputs, verdict = Outputs.unpack(packed), psc.judge(packed.numpy())
             batch_scores = {HEADLINE: outputs.ood_score, f"{HEADLINE}-entropy": outputs.predictive_entropy}
             if psc.predictions == HEADLINE:
                 batch_scores[f"{HEADLINE}-epistemic"] = outputs.epistemic
@@ -155,16 +162,16 @@ def score_images(
                 entropies[name].append(entropy(p.double()).cpu())
                 if labelled:
                     losses[name].append(row_losses(p.cpu(), batch))
-            sets = psc.calibration.prediction_sets(outputs.probabilities, psc.policy.coverage)
+            sets = torch.from_numpy(verdict.prediction_set)
+            alarm.append(torch.from_numpy(verdict.is_ood))
             p_value.append(outputs.ood_p_value)
             set_size.append(sets.sum(1))
             if labelled:
                 covered.append(sets.gather(1, _first_labels(batch)[:, None]).squeeze(1))
-    p_values = torch.cat(p_value)
     return ScoredImages(
         ood={name: torch.cat(parts) for name, parts in ood.items()},
-        alarm=p_values <= psc.alpha,
-        p_value=p_values,
+        alarm=torch.cat(alarm),
+        p_value=torch.cat(p_value),
         entropy={name: torch.cat(parts) for name, parts in entropies.items()},
         set_size=torch.cat(set_size),
         covered=torch.cat(covered) if covered else torch.empty(0, dtype=torch.bool),

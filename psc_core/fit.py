@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from psc_core import collapse, scores
 from psc_core.backbone import Backbone, example_input, truncate
 from psc_core.calibration import Calibration, ambiguity_threshold, fit_calibration
-from psc_core.candidate import Candidate, CollapseReport
+from psc_core.candidate import EPSILON, Candidate, CollapseReport
 from psc_core.data import ImageDataset, split_validation, stable_order
-from psc_core.density import Density, fit_density, kind_of
+from psc_core.density import fit_density, kind_of
 from psc_core.device import resolve_device
 from psc_core.distributed import Reducer
 from psc_core.errors import DataError, UsageError
 from psc_core.fit_tucker import ProjectionReport, fit_tucker
-from psc_core.heads import Head, fit_head
+from psc_core.heads import fit_head
 from psc_core.manifest import Policy
 from psc_core.passes import Compute, feature_step, passes, track_images
 from psc_core.pipeline import PRECISIONS, Outputs, Pipeline, pool
@@ -40,12 +40,6 @@ from psc_core.rows import Rows, ScratchRows, blocks
 
 OOD_SCORES = ("density", "density+entropy")
 """What the OOD score, and with it the p-value, is made of."""
-
-EPSILON = 0.2
-"""The paper's collapse cut-off for NC1."""
-
-DEFAULT_MEMORY_BYTES = 1 << 30
-"""Budget of one station's statistics."""
 
 DEFAULT_MINIMUM_DIM = 64
 """Smallest dimension of z that is considered when sizes are chosen."""
@@ -69,7 +63,7 @@ class FitOptions:
     precision: str = "fp32"
     batch_images: int = 256
     epsilon: float = EPSILON
-    max_memory_bytes: int = DEFAULT_MEMORY_BYTES
+    max_memory_bytes: int = collapse.DEFAULT_MEMORY_BYTES
     seed: int = 0
     reducer: Reducer = field(default_factory=Reducer)
 
@@ -98,6 +92,12 @@ def measure_collapse(
         layers: Regular expression that layer names must match.
         granularity: ``"operations"``, ``"blocks"`` or ``"all"``.
         options: Shared options.
+
+    Raises:
+        UsageError: An unknown option, ε outside (0, 1), or a pattern that matches no layer.
+        DataError: Classes that differ or have too few images.
+        FitError: Features that are not finite.
+        NetworkError: The network cannot be run or cut.
     """
     options = options or FitOptions()
     options.reducer.require(train)
@@ -193,7 +193,8 @@ def fit_psc(
     """Density and head on z of ``train``, calibration on the calibrating half of ``val``.
 
     Args:
-        net: Trained network.
+        net: Trained network, from :func:`psc_core.load_network`; the result of another ``nn.Module`` predicts, but
+            cannot be saved, because a bundle names the function that builds its network.
         candidate: The layer(s) it is cut behind.
         projection: From :func:`fit_projection`.
         train: Training images.
@@ -211,6 +212,11 @@ def fit_psc(
         provenance: Recorded in the bundle.
         collapse_report: Recorded in the bundle.
         options: Shared options.
+
+    Raises:
+        UsageError: An unknown option, or promises that so few validation images cannot keep.
+        DataError: Classes that differ or have too few images.
+        FitError: Features or outputs that cannot be fitted; the message says why.
     """
     options = options or FitOptions()
     if predictions not in ("psc", "base"):
@@ -225,19 +231,15 @@ def fit_psc(
     base = predictions == "base"
     backbone = _cut(net, candidate, train, compute, keep_output=base)
     if base:
-        with torch.inference_mode():
-            logits = backbone(example_input(train.preprocess).to(compute.device))[1]
-        if logits is None or logits.shape[1] != len(train.classes):
-            got = None if logits is None else logits.shape[1]
-            raise UsageError(f"expected a network of {len(train.classes)} outputs to serve its own, got {got}")
+        _check_own_output(backbone, train, compute)
     project = projection.projection.to(compute.device)
-    fitted_head: Head | None = None
     with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
         file, pooled = Path(scratch) / "train", kind_of(density).reads == "pooled"
         z, read, labels = embed(backbone, project, train, compute, file, options.reducer, pooled=pooled)
-        fitted_density: Density = fit_density(
+        fitted_density = fit_density(
             read, labels, num_classes=len(train.classes), kind=density, pca=pca, class_names=train.classes
         )
+        fitted_head = None
         if not base:
             z_val, _, val_labels = embed(backbone, project, choose, compute, Path(scratch) / "val", options.reducer)
             fitted_head = fit_head(
@@ -251,7 +253,7 @@ def fit_psc(
                 device=compute.device,
                 class_names=train.classes,
             )
-        del z, read
+        del z, read  # Their file goes with the folder.
     pipeline = Pipeline(
         train.preprocess, backbone, project, fitted_density, fitted_head, torch.empty(0), compute.precision
     ).to(compute.device)
@@ -274,6 +276,15 @@ def fit_psc(
         "provenance": dict(provenance or {}),
     }
     return PSC(pipeline, train.preprocess, train.classes, calibration, policy, tuple(candidate.layers), name, report)
+
+
+def _check_own_output(backbone: Backbone, train: ImageDataset, compute: Compute) -> None:
+    """Refuse a network whose own output cannot be served as probabilities of the classes."""
+    with torch.inference_mode():
+        logits = backbone(example_input(train.preprocess).to(compute.device))[1]
+    if logits is None or logits.shape[1] != len(train.classes):
+        got = None if logits is None else logits.shape[1]
+        raise UsageError(f"expected a network of {len(train.classes)} outputs to serve its own, got {got}")
 
 
 def entropy_weight(outputs: Outputs) -> float:

@@ -167,7 +167,6 @@ def list_layers(
     net: nn.Module,
     example: Float[Tensor, "1 channels height width"],
     *,
-    pattern: str | None = None,
     granularity: str = "operations",
 ) -> list[LayerInfo]:
     """The layers of ``net`` in execution order, found by running ``example`` through it.
@@ -177,11 +176,10 @@ def list_layers(
     Args:
         net: A classifier in evaluation mode.
         example: One input.
-        pattern: Regular expression; only layers whose name it is found in are returned.
         granularity: ``"operations"``, ``"blocks"`` or ``"all"``.
 
     Raises:
-        UsageError: Unknown granularity, bad pattern, or a pattern that no layer matches.
+        UsageError: Unknown granularity.
         NetworkError: The network cannot run the example, gives no logits, or has no such layers.
     """
     if granularity not in GRANULARITIES:
@@ -195,8 +193,7 @@ def list_layers(
             layers.append(LayerInfo(name, 0, kind, *_canonical_shape(shape, kind)))
     if not layers:
         raise NetworkError(f"{type(net).__name__} has no layers of granularity {granularity!r}; use another one")
-    layers = _with_roles(net, layers, run)
-    return select_layers([replace(layer, index=i) for i, layer in enumerate(layers)], pattern)
+    return [replace(layer, index=i) for i, layer in enumerate(_with_roles(net, layers, run))]
 
 
 def select_layers(layers: Sequence[LayerInfo], pattern: str | None) -> list[LayerInfo]:

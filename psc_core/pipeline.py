@@ -29,6 +29,9 @@ PRECISIONS = ("fp32", "bf16")
 SCORES: Final = 5
 """Columns of a packed row before its probabilities."""
 
+PREDICTIVE_ENTROPY, LOG_DENSITY, OOD_P_VALUE, EPISTEMIC, OOD_SCORE = range(SCORES)
+"""Which they are; see :class:`Outputs`."""
+
 
 class Outputs(NamedTuple):
     """What one image is told, as tensors over the batch.
@@ -62,10 +65,12 @@ class Outputs(NamedTuple):
 
 
 class Embedding(NamedTuple):
-    """Attributes:
-    z: (B, D) projected features, which the head reads.
-    read: What the density reads: z itself, or (B, C) from :func:`pool`.
-    logits: (B, K) of the network, for base predictions.
+    """What density and head read.
+
+    Attributes:
+        z: (B, D) projected features, which the head reads.
+        read: What the density reads: z itself, or (B, C) from :func:`pool`.
+        logits: (B, K) of the network, for base predictions.
     """
 
     z: Tensor

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Tensor
@@ -21,16 +22,21 @@ from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.heads import restore_head
 from psc_core.images import to_grey_or_rgb
 from psc_core.manifest import Manifest, Policy
-from psc_core.pipeline import SCORES, Outputs, Pipeline
+from psc_core.pipeline import SCORES, Pipeline
 from psc_core.preprocess import Preprocess
 from psc_core.projection import Projection
 from psc_core.types import Prediction
+from psc_core.verdict import DECISIONS, Rows, Verdict, judge
 
 FUSION_TOLERANCE = {"fp32": 0.01, "bf16": 0.5}
 """How far served features may be from the network's own, relative to the largest; rounding is far below."""
 
 MAX_BATCH = 64
 """Images that :meth:`PSC.predict` sends through the pipeline at once."""
+
+
+ImageLike = str | Path | bytes | Image.Image | npt.NDArray[Any]
+"""One image: a path, an encoded file, a Pillow image, or ``uint8`` pixels (height, width) or (height, width, 3)."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +55,14 @@ class PSC:
         version: Digest of the bundle, empty before it is saved.
     """
 
-    pipeline: Pipeline
+    pipeline: Pipeline = field(repr=False)
     preprocess: Preprocess
     classes: tuple[str, ...]
-    calibration: Calibration
+    calibration: Calibration = field(repr=False)
     policy: Policy
     layers: tuple[str, ...]
     name: str
-    report: Mapping[str, Any] = field(default_factory=dict)
+    report: Mapping[str, Any] = field(default_factory=dict, repr=False)
     version: str = ""
 
     @property
@@ -79,16 +85,22 @@ class PSC:
         """``"psc"`` (the head on z) or ``"base"`` (the network's own output)."""
         return "base" if self.pipeline.head is None else "psc"
 
-    def predict(self, images: Sequence[bytes | Image.Image] | Tensor) -> Prediction:
+    @property
+    def epistemic_unit(self) -> str:
+        """Unit of the head's epistemic uncertainty; empty for base predictions, which have none."""
+        return "" if self.pipeline.head is None else self.pipeline.head.epistemic_unit
+
+    def predict(self, images: Sequence[ImageLike] | Tensor) -> Prediction:
         """Classify images with uncertainty.
 
         Args:
-            images: Encoded files, Pillow images, or ``uint8 (n, channels, height, width)`` already of the
+            images: A list of paths, encoded files (bytes), Pillow images or ``uint8`` arrays (height, width) or
+                (height, width, 3), of any size; or a tensor ``uint8 (n, channels, height, width)`` already of the
                 network's input size.
 
         Raises:
             ImageError: An image cannot be decoded.
-            UsageError: A tensor of another shape or type.
+            UsageError: Something else than these, a file that cannot be read, a tensor of another shape or type.
         """
         batch = images if isinstance(images, Tensor) else self._read(images)
         expected = (self.preprocess.channels, self.preprocess.height, self.preprocess.width)
@@ -100,28 +112,55 @@ class PSC:
         with torch.inference_mode():
             packed = [self.pipeline(part.to(self.device)).cpu() for part in torch.split(batch, MAX_BATCH)]
         columns = SCORES + len(self.classes)
-        outputs = Outputs.unpack(torch.cat(packed) if len(batch) else torch.empty(0, columns))
-        class_index = outputs.probabilities.argmax(1)
+        rows = torch.cat(packed) if len(batch) else torch.empty(0, columns)
+        verdict = self.judge(rows.numpy())
+        members: list[list[str]] = [[] for _ in rows]
+        for image, index in zip(*(each.tolist() for each in verdict.prediction_set.nonzero()), strict=True):
+            members[image].append(self.classes[index])
         return Prediction(
-            class_index=class_index,
-            labels=tuple(self.classes[i] for i in class_index.tolist()),
-            probabilities=outputs.probabilities,
-            predictive_entropy=outputs.predictive_entropy,
-            log_density=outputs.log_density,
-            ood_score=outputs.ood_score,
-            ood_p_value=outputs.ood_p_value,
-            is_ood=outputs.ood_p_value <= self.alpha,
-            epistemic=outputs.epistemic,
+            class_index=torch.from_numpy(verdict.class_index),
+            labels=tuple(self.classes[i] for i in verdict.class_index.tolist()),
+            confidence=torch.from_numpy(verdict.confidence),
+            probabilities=torch.from_numpy(verdict.probabilities),
+            predictive_entropy=torch.from_numpy(verdict.predictive_entropy),
+            log_density=torch.from_numpy(verdict.log_density),
+            ood_score=torch.from_numpy(verdict.ood_score),
+            ood_p_value=torch.from_numpy(verdict.ood_p_value),
+            is_ood=torch.from_numpy(verdict.is_ood),
+            decision=tuple(DECISIONS[code] for code in verdict.decision.tolist()),
+            prediction_set=tuple(map(tuple, members)),
+            epistemic=torch.from_numpy(verdict.epistemic),
         )
 
-    def _read(self, images: Sequence[bytes | Image.Image]) -> Tensor:
-        read = self.preprocess
-        arrays = [
-            read.from_bytes(image) if isinstance(image, bytes) else read.from_image(to_grey_or_rgb(image))
-            for image in images
-        ]
+    def judge(self, rows: Rows) -> Verdict:
+        """Verdicts of the pipeline's packed rows (n, SCORES + K) under the bundle's policy."""
+        policy = self.policy
+        thresholds = self.calibration.set_thresholds(policy.coverage).numpy()
+        return judge(rows, thresholds, alpha=policy.alpha, ambiguity_threshold=policy.ambiguity_threshold)
+
+    def _read(self, images: Sequence[ImageLike]) -> Tensor:
+        if isinstance(images, (str, bytes, Path, Image.Image, np.ndarray)):
+            raise UsageError(f"expected a list of images or a tensor, got {_described(images)}; put it into a list")
+        arrays = [self._read_one(image) for image in images]
         shape = (0, self.preprocess.channels, self.preprocess.height, self.preprocess.width)
         return torch.from_numpy(np.stack(arrays)) if arrays else torch.empty(shape, dtype=torch.uint8)
+
+    def _read_one(self, image: ImageLike) -> npt.NDArray[np.uint8]:
+        if isinstance(image, str | Path):
+            try:
+                image = Path(image).read_bytes()
+            except (OSError, ValueError) as error:
+                raise UsageError(f"expected an image file, {error}; correct the path") from error
+        if isinstance(image, bytes):
+            return self.preprocess.from_bytes(image)
+        if isinstance(image, np.ndarray) and _is_picture(image):
+            image = Image.fromarray(image)
+        if isinstance(image, Image.Image):
+            return self.preprocess.from_image(to_grey_or_rgb(image))
+        raise UsageError(
+            "expected paths, encoded images (bytes), Pillow images, or uint8 arrays (height, width) or "
+            f"(height, width, 3), got {_described(image)}"
+        )
 
     def save(self, path: str | Path) -> Manifest:
         """Write the bundle directory ``path``; equal models give equal bytes."""
@@ -244,6 +283,16 @@ class PSC:
                     f"expected the network of {self.name!r} to give the same features in fewer operations, it does "
                     "not: one of its modules does more than its type says; please report it"
                 )
+
+
+def _is_picture(array: npt.NDArray[Any]) -> bool:
+    return array.dtype == np.uint8 and array.size > 0 and (array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3))
+
+
+def _described(image: Any) -> str:
+    if isinstance(image, np.ndarray):
+        return f"an array of {image.dtype} {image.shape}"
+    return f"a {type(image).__name__}"
 
 
 def _check_density(density: Density, projection: Projection) -> None:

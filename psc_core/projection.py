@@ -24,21 +24,16 @@ from torch.nn import functional as F
 from psc_core.errors import FitError
 
 
-def pooled_side(channels: int, height: int, width: int, budget_bytes: int) -> tuple[int, int]:
-    """Largest h′ × w′, halving as needed, whose C·(h′w′)² float64 covariance fits ``budget_bytes``."""
-    while channels * (height * width) ** 2 * 8 > budget_bytes and max(height, width) > 1:
-        height, width = max(1, height // 2), max(1, width // 2)
-    return height, width
-
-
 def pooled_positions(channels: int, positions: int, budget_bytes: int) -> int:
-    """Number of positions kept of a layer: square maps are pooled in two dimensions, else in one."""
+    """Number of positions d′ kept of a layer, so that its C·d′² float64 covariance fits ``budget_bytes``.
+
+    Halved as often as needed: a square map along both sides, else along its one.
+    """
     side = round(positions**0.5)
-    if side * side == positions:
-        height, width = pooled_side(channels, side, side, budget_bytes)
-        return height * width
+    square = side * side == positions
     while channels * positions**2 * 8 > budget_bytes and positions > 1:
-        positions //= 2
+        side //= 2
+        positions = side * side if square else positions // 2
     return positions
 
 

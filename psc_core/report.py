@@ -15,7 +15,7 @@ from psc_core.intervals import CountInterval, RateInterval
 from psc_core.scores import Difference
 
 HEADLINE: Final = "psc"
-"""The score that the service alarms on, −log p(z), and the classifier that it serves."""
+"""The score that the service alarms on, and the classifier that it serves."""
 
 STANDARD_ERRORS: Final = 2.0
 """Difference, in standard errors, from which on one score beats another."""

@@ -1,11 +1,9 @@
-"""Tucker factors of the correlation tensor, and its ranks chosen in one pass (paper, "Processing intermediates").
+"""Tucker factors of the correlation tensor (paper, "Processing intermediates").
 
     R ≈ G ×₁ A ×₂ B ×₃ B        R (C, d, d), A (C, c_max), B (d, d_max)
 
 R is symmetric in its last two modes, so one spatial factor serves both.  Any smaller projection keeps
-leading columns, Z = A[:, :c]ᵀ X B[:, :d'], and both neural-collapse numbers are sums over coordinates of Z.
-Two cumulative sums over per-coordinate terms therefore give them for every (c, d') at once
-(:func:`psc_core.ranks`), where the paper sweeps.
+leading columns, Z = A[:, :c]ᵀ X B[:, :d'], so :mod:`psc_core.ranks` chooses the sizes in one pass.
 """
 
 from __future__ import annotations

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import BodyTooLarge, QueueFull, TooManyRequests
+from app.middleware.probes import is_probe
 from app.problems import error_response
 from app.tracing import TraceContext, begin_trace, current_trace, traceparent_of
 
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from app.service import Service
 
 logger = logging.getLogger("psc.http")
-
-_UNWATCHED: Final = frozenset({"/healthz", "/readyz", "/metrics"})
-"""Paths that are answered however many requests are in flight."""
 
 
 class Requests:
@@ -92,7 +90,7 @@ class Requests:
 
     def _check(self, scope: Scope) -> None:
         """Refuse what need not be read to be refused."""
-        if self.service.inflight > self._max_requests and scope["path"] not in _UNWATCHED:
+        if self.service.inflight > self._max_requests and not is_probe(scope["path"]):
             raise TooManyRequests(
                 f"expected at most {self._max_requests} requests at once; try again in 1 s", retry_after=1
             )

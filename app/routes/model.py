@@ -28,6 +28,7 @@ def model_document(served: Served, names: tuple[str, ...]) -> ModelDocument:
         version=served.version,
         layer=served.layer,
         predictions=model.predictions,
+        epistemic_unit=model.epistemic_unit,
         device=str(model.device),
         classes=list(served.classes),
         input=model.preprocess.to_json(),

@@ -8,6 +8,7 @@ answer's parameters say which was used.
 from __future__ import annotations
 
 import asyncio
+import reprlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -16,7 +17,6 @@ import numpy as np
 import orjson
 from fastapi import APIRouter, Request, Response
 
-from app.answers import Verdict
 from app.engine import Answer
 from app.errors import MalformedRequest, UnknownModel, UnsupportedMedia
 from app.registry import Served
@@ -45,6 +45,7 @@ from app.v2_tensors import (
     images_of,
     parse_request,
 )
+from psc_core.verdict import Verdict
 from psc_core.version import __version__
 
 HEADER: Final = "Inference-Header-Content-Length"
@@ -192,14 +193,16 @@ def _model_ready(request: Request, name: str, version: str | None) -> Response:
 async def _infer(request: Request, name: str, version: str | None) -> Response:
     service = _service(request)
     await service.guard(request)
-    body = await _read_body(request, service, _served(service, name, version))
+    served = _served(service, name, version)
+    body = await _read_body(request, service, served)
     header_length = request.headers.get(HEADER)
     wanted = await _read(len(body), parse_request, body, header_length, _OUTPUTS)
-    served = _served(service, name, version)
+    most, images = service.settings.max_images_per_request, None
+    while images is None or served is not _served(service, name, version):  # A reload may swap it at every await.
+        served = _served(service, name, version)
+        size = (served.preprocess.channels, served.preprocess.height, served.preprocess.width)
+        images = await _read(len(body), partial(images_of, wanted.tensor, size, max_images=most))
     policy = served.with_thresholds(_alpha(wanted), None)
-    size = (served.preprocess.channels, served.preprocess.height, served.preprocess.width)
-    most = service.settings.max_images_per_request
-    images = await _read(len(body), partial(images_of, wanted.tensor, size, max_images=most))
     answer = await _run(service, served, images, request)
     verdict = served.judge(answer.rows, policy)
     served.record(answer.rows, policy)
@@ -257,7 +260,7 @@ def _alpha(wanted: InferRequest) -> float | None:
         return None
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not SMALLEST_ALPHA <= alpha < 1.0:
         raise MalformedRequest(
-            f"parameter 'alpha': expected a number from {SMALLEST_ALPHA:g} to below 1, got {alpha!r:.40}"
+            f"parameter 'alpha': expected a number from {SMALLEST_ALPHA:g} to below 1, got {reprlib.repr(alpha)}"
         )
     return float(alpha)
 

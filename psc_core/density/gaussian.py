@@ -12,7 +12,7 @@ log-density of y.  With ``m_k`` the class means and ``S_k`` the class covariance
 ============  ===============================================================================================
 ``gda``       squared distance ``‖S_k^(−1/2) w − S_k^(−1/2) m_k‖²``: one matrix product for all classes
 ``gda++``     the same after ``z ← z / ‖z‖`` (as in Mahalanobis++, Müller & Hein 2025)
-``pooled++``  ``gda++`` of the candidate layer's features averaged over positions, with all components, not of z
+``pooled++``  ``gda++`` of the candidate layer's features averaged over positions, not of z; at most 512 components
 ``tied``      one covariance for all classes: ``‖w − m_k‖²``
 ``rmd``       relative Mahalanobis (Ren et al. 2021): the ``tied`` log-density minus the log-density of one
               Gaussian fitted to all images, a log-ratio in nats; ``log π_k + log N_k`` loses the same amount
@@ -38,9 +38,11 @@ SERVE_ELEMENTS: Final = 1 << 26
 
 
 class DensityOutput(NamedTuple):
-    """Attributes:
-    log_density: ``log p`` of each image, nats.
-    class_log_joint: ``log π_k + log N(y; μ_k, Σ_k)``, nats; ``log_density`` is its logsumexp.
+    """What a density says of a batch.
+
+    Attributes:
+        log_density: ``log p`` of each image, nats.
+        class_log_joint: ``log π_k + log N(y; μ_k, Σ_k)``, nats; ``log_density`` is its logsumexp.
     """
 
     log_density: Float[Tensor, " batch"]
@@ -48,11 +50,13 @@ class DensityOutput(NamedTuple):
 
 
 class DensityExplanation(NamedTuple):
-    """Attributes:
-    class_distances: Mahalanobis distance to each class (standard deviations).
-    nearest_class: The class at the smallest distance.
-    component_deviation: Whitened difference from that class along each kept component; its Euclidean
-        norm is the distance.
+    """Why a density says so.
+
+    Attributes:
+        class_distances: Mahalanobis distance to each class (standard deviations).
+        nearest_class: The class at the smallest distance.
+        component_deviation: Whitened difference from that class along each kept component; its Euclidean
+            norm is the distance.
     """
 
     class_distances: Float[Tensor, "batch classes"]
@@ -147,7 +151,7 @@ class UnitLengthDensity(ClasswiseDensity):
 
 
 class PooledDensity(UnitLengthDensity):
-    """:class:`UnitLengthDensity` of features averaged over positions, with every component that float32 resolves."""
+    """:class:`UnitLengthDensity` of features averaged over positions."""
 
     kind = "pooled++"
     reads = "pooled"

@@ -1,7 +1,7 @@
 """Heads (the paper's g′): class probabilities and epistemic uncertainty from z.
 
 ``fit_head`` fits one, ``restore_head`` rebuilds one from a bundle.  To add a kind: a module with a
-:class:`Head` subclass (its ``layout`` and ``epistemic_unit``) and a fit function, listed in ``HEADS``.
+:class:`Head` subclass (its ``layout`` and ``epistemic_unit``) and a fit function, listed in ``HEADS`` and ``_FITS``.
 """
 
 from __future__ import annotations

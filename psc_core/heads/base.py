@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from psc_core import linalg
 from psc_core.errors import FitError
-from psc_core.fitted import Fitted, Record
+from psc_core.fitted import Fitted
 from psc_core.rows import Rows, as_rows, blocks
 from psc_core.temperature import fit_temperature
 
@@ -37,9 +37,11 @@ PRIOR_IMAGES: Final = 1.0
 
 
 class HeadOutput(NamedTuple):
-    """Attributes:
-    probabilities: Of each class; rows sum to 1.
-    epistemic: What more training data would remove, in the head's own ``epistemic_unit``.
+    """What a head says of a batch.
+
+    Attributes:
+        probabilities: Of each class; rows sum to 1.
+        epistemic: What more training data would remove, in the head's own ``epistemic_unit``.
     """
 
     probabilities: Float[Tensor, "batch classes"]
@@ -47,9 +49,11 @@ class HeadOutput(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Attributes:
-    aleatoric: Ambiguity that remains with the model known, nats.
-    epistemic: As in :class:`HeadOutput`.
+    """A predictive uncertainty in its two parts.
+
+    Attributes:
+        aleatoric: Ambiguity that remains with the model known, nats.
+        epistemic: As in :class:`HeadOutput`.
     """
 
     aleatoric: Float[Tensor, " batch"]
@@ -63,11 +67,6 @@ class Head(Fitted):
 
     center: Tensor
     inverse_scale: Tensor
-
-    @property
-    def metrics(self) -> Record:
-        """What the fit chose and measured: precisions, length-scales, validation NLL in nats."""
-        return self.record
 
     def standardise(self, z: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
         """φ."""
@@ -153,10 +152,12 @@ def nll(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[
 
 
 class Choice(NamedTuple):
-    """Attributes:
-    precision: τ of the posterior's prior.
-    temperature: T that the mean logits are divided by.
-    val_nll: Mean validation NLL with both, nats.
+    """The posterior that validation images prefer.
+
+    Attributes:
+        precision: τ of the posterior's prior.
+        temperature: T that the mean logits are divided by.
+        val_nll: Mean validation NLL with both, nats.
     """
 
     precision: float

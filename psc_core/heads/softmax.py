@@ -65,11 +65,13 @@ FEWEST_EXACT: Final = 4
 
 
 class SoftmaxFit(NamedTuple):
-    """Attributes:
-    weight: W.
-    bias: b.
-    precision: τ of the prior.
-    val_nll: Mean validation NLL, nats.
+    """A fitted multinomial logistic regression.
+
+    Attributes:
+        weight: W.
+        bias: b.
+        precision: τ of the prior.
+        val_nll: Mean validation NLL, nats.
     """
 
     weight: Float[Tensor, "classes dim"]

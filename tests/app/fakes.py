@@ -109,6 +109,7 @@ class FakeModel:
     classes: tuple[str, ...] = CLASSES
     layer: str = "layer3"
     predictions: str = "psc"
+    epistemic_unit: str = "share"
     report: dict[str, Any] = field(default_factory=lambda: {"metrics": {"accuracy": 0.99}})
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     calibration: Calibration = field(

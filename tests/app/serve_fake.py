@@ -1,4 +1,4 @@
-"""A fake model behind the real server: ``serve_fake.py [--flags] [step=SECONDS] [die-after=SECONDS] [bad=1]``."""
+"""A fake model behind the real server: ``serve_fake.py [--flags] [step=SECONDS] [die-after=SECONDS] [bad=FILE]``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main() -> int:
     if settings.workers > 1 and channel is None:
         command = [sys.executable, *sys.argv]
         return Supervisor(command, listeners[0], workers=settings.workers, drain_seconds=settings.drain_seconds).run()
-    if "bad" in extras:
+    if Path(extras.get("bad", "/nothing")).exists():
         return EXIT_BAD_INPUT
     from app.main import create_app
     from app.server import Server

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from app.main import create_app
+from app.model import Model
 from app.service import Service
 from app.settings import load_settings
 from tests.app.fakes import FakeModel
@@ -62,3 +64,19 @@ async def running(
         yield Running(client, service, models, app)
         for model in models.values():
             model.pipeline.gate.set()
+
+
+def serve_next(app: Running, *models: Model | Exception, name: str = "m") -> None:
+    """Make the next loads give these."""
+    upcoming = list(models)
+
+    def load(_: Path) -> Model:
+        item = upcoming.pop(0)
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    registry: Any = app.service.registry
+    registry._given = None
+    registry._loader = load
+    registry._paths = {each: Path(each) for each in registry.names}

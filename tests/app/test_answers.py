@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from app.answers import DECISIONS, Policy, decide, judge, predictions_json
+from app.answers import Policy, predictions_json
 from psc_core.pipeline import SCORES
+from psc_core.verdict import DECISIONS, Verdict, decide, judge
 
 CLASSES = ('a "quoted" label', "ä", "2")
 LABELS = [json.dumps(name).encode() for name in CLASSES]
@@ -27,6 +28,10 @@ rows_of_images = (
     .map(np.hstack)
 )
 policies = st.builds(Policy, alpha=shares, ambiguity_threshold=shares, coverage=st.just(0.9))
+
+
+def judged(rows: Any, thresholds: Any, policy: Policy) -> Verdict:
+    return judge(rows, thresholds, alpha=policy.alpha, ambiguity_threshold=policy.ambiguity_threshold)
 
 
 def naive(row: Any, thresholds: Any, policy: Policy, top_k: int | None) -> dict[str, Any]:
@@ -60,7 +65,7 @@ def as_float32(value: Any) -> Any:
 
 @given(rows_of_images, hnp.arrays(np.float32, 3, elements=shares), policies, st.none() | st.integers(1, 4))
 def test_equals_the_naive_document(rows: Any, thresholds: Any, policy: Policy, top_k: int | None) -> None:
-    texts = predictions_json(rows, judge(rows, thresholds, policy), LABELS, top_k=top_k)
+    texts = predictions_json(rows, judged(rows, thresholds, policy), LABELS, top_k=top_k)
     expected = [naive(row.tolist(), thresholds, policy, top_k) for row in rows]
     for text, document in zip(texts, expected, strict=True):
         parsed = json.loads(text)
@@ -70,13 +75,13 @@ def test_equals_the_naive_document(rows: Any, thresholds: Any, policy: Policy, t
 
 def test_numbers_are_printed_in_few_digits() -> None:
     rows = np.array([[0.1, -0.3, 0.7, 0.2, 0.4, 0.25, 0.05, 0.7]], np.float32)
-    (text,) = predictions_json(rows, judge(rows, np.ones(3, np.float32), Policy(0.05, 0.5, 0.9)), LABELS)
+    (text,) = predictions_json(rows, judged(rows, np.ones(3, np.float32), Policy(0.05, 0.5, 0.9)), LABELS)
     assert b'"predictive_entropy":0.1,"log_density":-0.3,"ood_score":0.4,"ood_p_value":0.7' in text
 
 
 def test_a_threshold_beyond_every_float32_is_never_reached() -> None:
     rows = np.array([[3e38, 0, 1, 0, 0, 1.0]], np.float32)
-    assert judge(rows, np.ones(1, np.float32), Policy(0.05, 1e300, 0.9)).decision.tolist() == [0]
+    assert judged(rows, np.ones(1, np.float32), Policy(0.05, 1e300, 0.9)).decision.tolist() == [0]
 
 
 @given(rows_of_images, policies)

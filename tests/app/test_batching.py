@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -235,11 +236,50 @@ def test_retry_after_follows_the_measured_drain_rate() -> None:
     batch = batcher.take(0.0)
     assert batch is not None
     batcher.complete(batch, now=1.0)
-    assert batcher.images_per_second == pytest.approx(10.0)
+    assert batcher.drain_seconds(10) == pytest.approx(1.0)
     admit(batcher, 95, now=1.0)
     with pytest.raises(QueueFull) as caught:
         batcher.reserve(10, now=1.0, deadline=1e9)
     assert caught.value.retry_after == 10
+
+
+def test_a_burst_after_quiet_is_not_judged_by_batches_of_one() -> None:
+    batcher = make(batch=64, queue=4000)
+    for second in range(5):
+        admit(batcher, 1, now=second)
+        batch = batcher.take(second)
+        assert batch is not None
+        batcher.complete(batch, now=second + 0.01)
+    jobs = [admit(batcher, 32, now=9.0, deadline=19.0) for _ in range(60)]
+    now = 9.0
+    while (batch := batcher.take(now)) is not None:  # 10 ms and 0.2 ms an image
+        now += 0.01 + 0.0002 * batch.size
+        batcher.complete(batch, now=now)
+    assert all(job.state is State.FINISHED and job.error is None for job in jobs)
+    assert batcher.drain_seconds(1920) == pytest.approx(30 * 0.0228)
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.floats(0.01, 9.0)), max_size=12), st.integers(0, 100))
+def test_drain_times_are_those_of_batches_of_about_the_size(steps: list[tuple[int, float]], images: int) -> None:
+    batcher, now, found = make(batch=8), 0.0, dict[int, float]()
+    for size, seconds in steps:
+        admit(batcher, size, now=now)
+        batch = batcher.take(now)
+        assert batch is not None
+        now += seconds
+        batcher.complete(batch, now=now)
+        kind = math.ceil(math.log2(size))
+        found[kind] = 0.8 * found[kind] + 0.2 * seconds if kind in found else seconds
+
+    def of(size: int) -> float:
+        kind = math.ceil(math.log2(size))
+        larger = min((k for k in found if k > kind), default=None)
+        if kind in found:
+            return found[kind]
+        return found[max(found)] if larger is None else found[larger] * size / 2**larger
+
+    sizes = [8] * (images // 8) + [images % 8] * (images % 8 > 0)
+    assert batcher.drain_seconds(images) == pytest.approx(sum(map(of, sizes)) if found else 0.0)
 
 
 def test_work_that_could_not_be_answered_in_time_is_refused_at_once() -> None:
@@ -262,7 +302,7 @@ def test_a_single_image_is_not_refused_for_a_large_request_that_it_overtakes() -
     assert batch is not None
     batcher.complete(batch, now=1.0)
     admit(batcher, 100, now=1.0)
-    with pytest.raises(QueueFull, match="100 images are before"):
+    with pytest.raises(QueueFull, match="the 100 images before"):
         batcher.reserve(2, now=1.0, deadline=3.0)
     single = admit(batcher, 1, now=1.0, deadline=3.0)
     assert single in [part.job for part in batcher.take(1.0).slices]  # type: ignore[union-attr]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import time
@@ -126,13 +127,15 @@ def test_an_answer_is_typed_and_the_request_carries_everything(send: Send, tmp_p
     file = tmp_path / "sieben.png"
     file.write_bytes(b"PNG from a file")
     script = Script(answer(2))
-    result = send(script, b"bytes", file, model="a/b", top_k=3, alpha=0.01, explain=True)
+    result = send(script, b"bytes", file, model="a/b", top_k=3, alpha=0.01, ambiguity_threshold=0.5, explain=True)
     assert (result.model.name, result.model.layer, result.policy.alpha) == ("mnist", "layer3", 0.05)
     first, second = result.predictions
     assert first == second
     assert (first.label, first.probabilities, first.prediction_set) == ("7", (0.03, 0.97), ("7",))
     (request,) = script.requests
-    assert request.url.raw_path == b"/prefix/models/a%2Fb/predict?top_k=3&alpha=0.01&explain=true"
+    assert (
+        request.url.raw_path == b"/prefix/models/a%2Fb/predict?top_k=3&alpha=0.01&ambiguity_threshold=0.5&explain=true"
+    )
     assert request.headers["x-api-key"] == "key"
     body = request.content
     assert body.index(b"bytes") < body.index(b"PNG from a file")
@@ -221,6 +224,12 @@ def test_an_error_that_is_no_problem_document_still_raises_clearly(send: Send) -
         send(Script(httpx.Response(499, json=["list"])))
 
 
+@pytest.mark.parametrize("status", [200, 422])
+def test_an_answer_nested_without_end_is_no_answer(send: Send, status: int) -> None:
+    with pytest.raises(BadAnswer if status == 200 else Refused):
+        send(Script(httpx.Response(status, text="[" * 100_000)))
+
+
 @pytest.mark.parametrize(
     "body", [{"text": "hello"}, {"json": [1]}, {"json": {}}, {"json": {"model": MODEL, "policy": 1}}]
 )
@@ -238,8 +247,9 @@ def test_bad_input_is_refused_before_anything_is_sent(send: Send, tmp_path: Path
             client.predict([])
         with pytest.raises(InputError, match="a list of images"):
             client.predict("image.png")
-    with pytest.raises(InputError, match="got 'localhost:8000'"):
-        Client("localhost:8000")
+    for url in ("localhost:8000", "http://[::1"):
+        with pytest.raises(InputError, match=re.escape(f"got {url!r}")):
+            Client(url)
     for key in ("schlüssel", "two\nlines"):
         with pytest.raises(InputError, match="no header can carry"):
             Client(api_key=key)
@@ -248,10 +258,20 @@ def test_bad_input_is_refused_before_anything_is_sent(send: Send, tmp_path: Path
     assert script.requests == []
 
 
+def test_a_file_name_that_is_not_text_is_sent(send: Send, tmp_path: Path) -> None:
+    file = tmp_path / "\udcff.png"
+    file.write_bytes(b"image")
+    script = Script(answer())
+    send(script, file)
+    assert b'filename="?.png"' in script.requests[0].content
+
+
 def test_the_model_summary(send: Send) -> None:
     reply = httpx.Response(200, json={"name": "mnist"})
-    with Client(transport=Script(reply).transport) as client:
-        assert client.model() == {"name": "mnist"}
+    script = Script(reply, reply)
+    with Client(transport=script.transport) as client:
+        assert client.model() == client.model("a/b") == {"name": "mnist"}
+    assert [request.url.raw_path for request in script.requests] == [b"/model", b"/models/a%2Fb"]
 
 
 def test_retry_after_forms() -> None:
@@ -282,6 +302,14 @@ def files(tmp_path: Path) -> list[str]:
     for name in ("one.png", "two.png", "three.png"):
         (tmp_path / name).write_bytes(b"image")
     return [str(tmp_path / name) for name in ("one.png", "two.png", "three.png")]
+
+
+@pytest.mark.parametrize(("flag", "kind"), [("--batch-size", "a positive integer"), ("--timeout", "a positive number")])
+@pytest.mark.parametrize("value", ["0", "-1", "many", "nan"])
+def test_cli_flags_say_what_they_want(capsys: pytest.CaptureFixture[str], flag: str, kind: str, value: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(Script(), "one.png", f"{flag}={value}")
+    assert f"expected {kind}, got '{value}'" in capsys.readouterr().err
 
 
 def test_cli_prints_a_table(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -337,8 +337,8 @@ async def test_too_many_requests_at_once_are_429_but_health_is_answered() -> Non
         response = await app.client.post("/predict", content=png(1), headers=PNG)
         check_problem(response, 429, "too-many-requests")
         assert int(response.headers["retry-after"]) >= 1
-        assert (await app.client.get("/healthz")).status_code == 200
-        assert (await app.client.get("/readyz")).status_code == 200
+        for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/v2/models/m/ready"):
+            assert (await app.client.get(path)).status_code == 200
         app.model.pipeline.gate.set()
         check_predictions(await first, [5])
         assert await app.metric('psc_rejected_total{reason="too-many-requests"}') == 1

@@ -7,36 +7,17 @@ import gc
 import threading
 import weakref
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from app.model import Model
 from app.server import _settle_heap
 from psc_core.errors import BundleError
 from tests.app.fakes import FakeModel, png
-from tests.app.support import PNG, Running, running, until
+from tests.app.support import PNG, running, serve_next, until
 
 pytestmark = pytest.mark.anyio
 
 ADMIN = {"x-api-key": "root"}
-
-
-def serve_next(app: Running, *models: Model | Exception, name: str = "m") -> None:
-    """Make the next loads give these."""
-    upcoming = list(models)
-
-    def load(_: Path) -> Model:
-        item = upcoming.pop(0)
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    registry: Any = app.service.registry
-    registry._given = None
-    registry._loader = load
-    registry._paths = {each: Path(each) for each in registry.names}
 
 
 async def test_reload_swaps_and_says_so() -> None:
@@ -115,13 +96,17 @@ async def test_all_bundles_or_none_are_swapped() -> None:
 
 async def test_any_failure_of_a_reload_is_cleaned_up_and_told() -> None:
     async with running(admin_keys="root") as app:
-        threads = threading.active_count()
+
+        def threads() -> int:
+            return sum(not each.name.startswith("asyncio") for each in threading.enumerate())
+
+        before = threads()
         for _ in range(3):
             serve_next(app, MemoryError("no room"))
             response = await app.client.post("/admin/reload", headers=ADMIN)
             assert response.status_code == 503
             assert "MemoryError" in response.json()["detail"]
-        assert threading.active_count() <= threads + 1
+        assert threads() == before
         assert await app.metric('psc_reloads_total{model="m",result="failed"}') == 3
         assert (await app.client.post("/predict", content=png(1), headers=PNG)).status_code == 200
 
@@ -166,6 +151,34 @@ async def test_one_reload_at_a_time() -> None:
         assert (await app.client.post("/admin/reload", headers=ADMIN)).status_code == 409
         slow.pipeline.gate.set()
         assert (await first).status_code == 200
+
+
+async def test_a_reload_that_is_asked_for_meanwhile_is_made_once_afterwards() -> None:
+    async with running(admin_keys="root") as app:
+        slow = FakeModel("v2")
+        slow.pipeline.gate.clear()
+        serve_next(app, slow, FakeModel("v3"))  # A third load would find none.
+        first = asyncio.create_task(app.client.post("/admin/reload", headers=ADMIN))
+        await asyncio.sleep(0.05)
+        hung_up = [asyncio.create_task(app.service.reload_quietly()) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        slow.pipeline.gate.set()
+        assert (await first).json()["reloaded"][0]["version"] == "v2"
+        await asyncio.gather(*hung_up)
+        assert app.service.registry.get("m").version == "v3"
+        assert await app.metric('psc_reloads_total{model="m",result="ok"}') == 2
+        assert await app.metric('psc_reloads_total{model="m",result="failed"}') == 0
+
+
+async def test_a_new_model_begins_without_the_drift_of_the_old() -> None:
+    async with running(admin_keys="root", drift_window=10) as app:
+        app.service.registry.get("m").watch_drift([0.01] * 10)
+        assert await app.metric('psc_drift_window_ood_rate{model="m"}') == 1
+        serve_next(app, FakeModel("v2"))
+        await app.client.post("/admin/reload", headers=ADMIN)
+        assert await app.metric('psc_drift_window_ood_rate{model="m"}') == 0
+        assert await app.metric('psc_drift_window_tail_probability{model="m"}') == 1
+        assert await app.metric('psc_drift_log_martingale{model="m"}') == 0
 
 
 async def test_a_quiet_reload_logs_what_went_wrong(caplog: pytest.LogCaptureFixture) -> None:

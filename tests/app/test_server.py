@@ -255,8 +255,34 @@ def test_workers_end_with_their_supervisor() -> None:
 
 
 def test_workers_that_cannot_start_end_the_service_with_2() -> None:
-    with serving("--workers=2", "bad=1", ready=False) as server:
+    with serving("--workers=2", "bad=/", ready=False) as server:
         assert server.end() == 2
+
+
+def test_a_worker_whose_replacement_is_refused_does_not_end_the_others(tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    with serving("--workers=2", f"bad={bad}") as server:
+        end = time.monotonic() + 30
+
+        def workers() -> set[int]:
+            return {pid for pid in _children(server.process.pid) if _sockets(pid)}
+
+        while len(before := workers()) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        bad.touch()
+        os.kill(min(before), signal.SIGKILL)
+        refused: set[int] = set()
+        while len(refused) < 2:  # Replacements come and go.
+            assert time.monotonic() < end
+            refused |= set(_children(server.process.pid)) - before
+            time.sleep(0.02)
+        assert httpx.post(server.url + "/predict", content=png(1), headers=PNG).status_code == 200
+        bad.unlink()
+        while len(workers()) < 2 or refused & workers():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert server.process.poll() is None
 
 
 def _children(pid: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.routes import v2
 from app.routes.v2 import HEADER
 from app.v2_schemas import ErrorDocument, InferResponse, ModelMetadata
 from app.v2_tensors import OutputTensor, build_response, images_of, parse_request
@@ -23,7 +25,7 @@ from psc_core.pipeline import SCORES
 from psc_core.preprocess import Preprocess
 from tests.app.fakes import CLASSES, POISON, FakeModel, pixels, png, rows_of
 from tests.app.live import live_server
-from tests.app.support import Running, running
+from tests.app.support import Running, running, serve_next
 
 pytestmark = pytest.mark.anyio
 OUTPUTS = (
@@ -191,6 +193,28 @@ async def test_binary_input_and_output(service: Running) -> None:
     assert response.content[length:] == texts + b"\0\0"
 
 
+@pytest.mark.parametrize("kind", ["raw", "encoded"])
+async def test_a_reload_while_the_body_is_parsed_loses_nothing(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    colour = {"preprocess": Preprocess("RGB", 8, 8, None, (0.5,) * 3, (0.5,) * 3)} if kind == "encoded" else {}
+    async with running(admin_keys="root") as app:
+        serve_next(app, FakeModel("v2", **colour))
+        read = v2._read
+
+        async def reload_meanwhile(size: int, work: Any, *arguments: Any) -> Any:
+            found = await read(size, work, *arguments)
+            if app.service.registry.get().version == "v1" and work is not parse_request:
+                response = await app.client.post("/admin/reload", headers={"x-api-key": "root"})
+                assert response.status_code == 200
+                await asyncio.sleep(0.05)  # The old engine admits nothing any more.
+            return found
+
+        monkeypatch.setattr(v2, "_read", reload_meanwhile)
+        files = [base64.b64encode(png(200)).decode()]
+        encoded = {"name": "encoded_images", "shape": [1], "datatype": "BYTES", "data": files}
+        document = await infer(app, {"inputs": [encoded if kind == "encoded" else GOOD]})
+        assert document["model_version"] == "v2"
+
+
 async def test_alpha_can_be_set_for_a_request(service: Running) -> None:
     image = pixels(10)
     image[:4] = 150
@@ -211,6 +235,7 @@ async def test_answers_are_counted_like_those_of_predict(service: Running) -> No
 
 
 GOOD = raw_input(grey(1))
+NESTED: Any = json.loads("[" * 900 + "]" * 900)
 DAMAGED = png(1, size=400)[:-60]
 FILE = {"name": "encoded_images", "shape": [1], "datatype": "BYTES"}
 
@@ -271,6 +296,13 @@ def without_data(**parameters: Any) -> dict[str, Any]:
         ({"inputs": [GOOD], "parameters": {"alpha": 1e-300}}, 400, "alpha"),
         ({"inputs": [GOOD], "parameters": {"alpha": True}}, 400, "alpha"),
         ({"inputs": [GOOD], "id": 3}, 400, "'id'"),
+        ({"inputs": [GOOD], "outputs": [{"name": NESTED}]}, 400, "expected outputs among"),
+        ({"inputs": [GOOD], "outputs": [{"name": "x" * 50_000}]}, 400, "expected outputs among"),
+        ({"inputs": [GOOD], "parameters": {"alpha": NESTED}}, 400, "alpha"),
+        ({"inputs": [{**GOOD, "parameters": {"layout": NESTED}}]}, 400, "layout"),
+        ({"inputs": [{**GOOD, "datatype": "x" * 50_000}]}, 400, "datatype"),
+        ({"inputs": [{**GOOD, "name": "x" * 50_000, "shape": [-1]}]}, 400, "shape"),
+        ({"inputs": [{**GOOD, "name": "x" * 50_000, "parameters": {"classification": 1}}]}, 400, "classification"),
         ({"inputs": [raw_input(grey(1, POISON))]}, 500, ""),
     ],
 )
@@ -278,7 +310,9 @@ async def test_errors_follow_the_protocol(service: Running, document: Any, statu
     response = await service.client.post("/v2/models/m/infer", json=document)
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
-    assert message in ErrorDocument.model_validate(response.json()).error
+    error = ErrorDocument.model_validate(response.json()).error
+    assert message in error
+    assert len(error) < 500
 
 
 @pytest.mark.parametrize(

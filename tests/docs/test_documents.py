@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from app.cli import parser as serve_parser
+from app.client_cli import parser as predict_parser
 from psc_core.cli import parser as fit_parser
 from psc_core.cli_eval import parser as eval_parser
 from tests.conftest import ROOT
@@ -24,7 +25,7 @@ DOCUMENTS = sorted(
         *(ROOT / "benchmarks").rglob("*.md"),
     ]
 )
-PARSERS = {"psc-fit": fit_parser, "psc-eval": eval_parser, "psc-serve": serve_parser}
+PARSERS = {"psc-fit": fit_parser, "psc-eval": eval_parser, "psc-serve": serve_parser, "psc-predict": predict_parser}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load, save
 
 from psc_core import PSC
-from psc_core.bundle import read_bundle, read_manifest
+from psc_core.bundle import read_bundle
 from psc_core.errors import BundleError
 from psc_core.manifest import PARTS
 
@@ -73,7 +73,7 @@ def test_the_manifest_names_no_path_of_this_machine(tiny_bundle: Path) -> None:
 
 def test_a_missing_bundle(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="no manifest"):
-        read_manifest(tmp_path)
+        read_bundle(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from psc_core.heads import HEADS, sngp
 from psc_core.manifest import MAX_ARGUMENT, MAX_INPUT_PIXELS, PARTS, Manifest
 from psc_core.networks import MAX_MODULES, MAX_WEIGHTS
 from psc_core.pipeline import Outputs
+from psc_core.verdict import DECISIONS
 from tests.conftest import TinyJob
 from tests.second_reader import Refused, SecondReader, parse_safetensors
 
@@ -100,9 +101,12 @@ def test_a_second_reader_gives_the_same_answers(bundles: dict[str, Path], images
     rank = 1.01 / (len(psc.calibration) + 1)
     assert np.abs(theirs.p_value - ours.ood_p_value.numpy()).max() <= rank
     np.testing.assert_array_equal(theirs.is_ood, psc.predict(images).is_ood.numpy())
-    sets = psc.calibration.prediction_sets(ours.probabilities, psc.policy.coverage).numpy()
+    verdict = psc.judge(ours.pack().numpy())
     edge = np.abs(theirs.probabilities - reader.set_threshold()) < 1e-4
-    assert (theirs.prediction_set == sets)[~edge].all()
+    assert (theirs.prediction_set == verdict.prediction_set)[~edge].all()
+    far = np.abs(theirs.entropy - psc.policy.ambiguity_threshold) > 1e-4
+    ours_decided = np.array([DECISIONS[code] for code in verdict.decision])
+    assert (np.array(theirs.decision) == ours_decided)[far].all()
     assert {"accept", "abstain_ood"} <= set(theirs.decision)
 
 

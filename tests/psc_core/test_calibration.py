@@ -11,6 +11,8 @@ from torch import Tensor
 
 from psc_core.calibration import Calibration, ambiguity_threshold, conformal_p_values, fit_calibration
 from psc_core.errors import BundleError, FitError, UsageError
+from psc_core.pipeline import SCORES as COLUMNS
+from psc_core.verdict import judge
 from tests import reference_calibration as naive
 
 FEW_VALUES = st.sampled_from([-3.0, -1.5, 0.0, 0.125, 2.0])
@@ -26,6 +28,11 @@ def calibrate(n: int = 200, classes: int = 4, *, seed: int = 0, labels: Tensor |
     return fit_calibration(
         torch.randn(n, generator=random), entropy, probabilities, drawn if labels is None else labels
     )
+
+
+def prediction_sets(thresholds: Tensor, probabilities: Tensor) -> Tensor:
+    rows = torch.cat([torch.zeros(len(probabilities), COLUMNS), probabilities], 1)
+    return torch.from_numpy(judge(rows.numpy(), thresholds.numpy(), alpha=0.5, ambiguity_threshold=1.0).prediction_set)
 
 
 def from_scores(scores: list[float]) -> Calibration:
@@ -91,7 +98,7 @@ def test_prediction_sets_are_the_definition(seed: int, n: int, percent: int) -> 
     labels = torch.randint(0, 3, (n,), generator=random)
     fitted = fit_calibration(torch.zeros(n), torch.zeros(n), probabilities, labels)
     true = probabilities.gather(1, labels[:, None])[:, 0].tolist()
-    got = fitted.prediction_sets(probabilities, percent / 100)
+    got = prediction_sets(fitted.set_thresholds(percent / 100), probabilities)
     for row, members in zip(probabilities.tolist(), got, strict=True):
         assert set(members.nonzero()[:, 0].tolist()) == naive.prediction_set(true, row, Fraction(percent, 100))
 
@@ -107,7 +114,7 @@ def test_prediction_sets_cover(per_class: bool) -> None:
         labels = torch.multinomial(skewed, 1, generator=random)[:, 0]
         part = slice(0, 300)
         fitted = fit_calibration(torch.zeros(300), torch.zeros(300), probabilities[part], labels[part])
-        sets = fitted.prediction_sets(probabilities[300:], 0.9, per_class=per_class)
+        sets = prediction_sets(fitted.set_thresholds(0.9, per_class=per_class), probabilities[300:])
         hit = sets.gather(1, labels[300:, None])[:, 0]
         covered.append([hit.float().mean(), *(hit[labels[300:] == k].float().mean() for k in range(4))])
         assert sets.any(1).all()
@@ -125,12 +132,11 @@ def test_a_class_without_enough_images_is_in_every_set() -> None:
     thresholds = fitted.set_thresholds(0.95, per_class=True)
     assert thresholds[2] == 0  # 18 < 0.95 / 0.05
     assert (thresholds[[0, 1, 3]] > 0).all()
-    sets = fitted.prediction_sets(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), 0.95, per_class=True)
-    assert sets[0, 2]
+    assert prediction_sets(thresholds, torch.tensor([[1.0, 0.0, 0.0, 0.0]]))[0, 2]
     with pytest.raises(UsageError, match=r"coverage ≤ n/\(n \+ 1\)"):
-        fitted.prediction_sets(torch.ones(1, 4) / 4, 0.999)
+        fitted.set_thresholds(0.999)
     with pytest.raises(UsageError, match="between 0 and 1"):
-        fitted.prediction_sets(torch.ones(1, 4) / 4, 1.5, per_class=True)
+        fitted.set_thresholds(1.5, per_class=True)
 
 
 def test_tensors_round_trip() -> None:

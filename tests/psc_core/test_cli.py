@@ -185,7 +185,7 @@ def test_baselines_want_the_images_of_the_fit(tiny_job, tiny_bundle: Path, data_
         capsys, cli_eval.main, [*words, "--weights", weights, "--train", clothes, "--val", clothes, "--device", "cpu"]
     )
     assert code == 2
-    assert "expected the model's 10 classes in fashion-mnist, got 10 (different: " in err
+    assert "expected the model's 10 classes in fashion-mnist, got 10 (missing: " in err
 
 
 def test_errors_of_the_system_end_with_one_line(tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]

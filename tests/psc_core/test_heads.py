@@ -45,7 +45,7 @@ def fit(kind: str = "laplace", *, n: int = 300, dim: int = 6, classes: int = 3, 
 
 def maximum(head: Any) -> tuple[Tensor, Tensor]:
     """The maximum a posteriori W and b, where the posterior was taken: the stored ones, times the temperature."""
-    temperature = head.metrics["temperature"]
+    temperature = head.record["temperature"]
     return head.weight.double() * temperature, head.bias.double() * temperature
 
 
@@ -62,8 +62,8 @@ def torch_laplace(head: LaplaceHead, z: Tensor, labels: Tensor) -> tuple[Any, Te
     posterior = Laplace(layer, "classification", subset_of_weights="all", hessian_structure="kron")
     data = torch.utils.data.TensorDataset(phi, labels)
     posterior.fit(torch.utils.data.DataLoader(data, batch_size=64))
-    posterior.prior_precision = head.metrics["prior_precision"]
-    posterior.mean /= head.metrics["temperature"]
+    posterior.prior_precision = head.record["prior_precision"]
+    posterior.mean /= head.record["temperature"]
     nn.utils.vector_to_parameters(posterior.mean, layer.parameters())
     return posterior, phi
 
@@ -293,11 +293,11 @@ def test_temperature_undoes_what_was_done_to_the_logits(kind: str, monkeypatch: 
     monkeypatch.setattr(softmax, "PRECISIONS", (1e3,))
     monkeypatch.setattr(module, "PRECISIONS", (1e6,))
     head = fit(kind)
-    assert head.metrics["temperature"] < 0.6
-    assert head.metrics["val_nll"] < 0.8 * head.metrics["map_val_nll"]
+    assert head.record["temperature"] < 0.6
+    assert head.record["val_nll"] < 0.8 * head.record["map_val_nll"]
     z, labels = images(150, 6, 3, seed=1)
     served = base.nll(head(z).probabilities.log(), labels).mean().item()
-    assert served == pytest.approx(head.metrics["val_nll"], abs=1e-4)
+    assert served == pytest.approx(head.record["val_nll"], abs=1e-4)
 
 
 def test_random_features_approximate_the_rbf_kernel() -> None:
@@ -319,7 +319,7 @@ def test_sngp_variance_is_the_dense_posterior() -> None:
     p = (psi @ weight.T + bias).softmax(1).amax(1)
     output = head(z[:10])
     for i in range(10):
-        variance = naive.random_feature_variance(psi, p, head.metrics["prior_precision"], psi[i])
+        variance = naive.random_feature_variance(psi, p, head.record["prior_precision"], psi[i])
         assert output.epistemic[i].item() == pytest.approx(variance, rel=1e-2)
         expected = naive.probit_probabilities(logits[i], torch.tensor(variance))
         torch.testing.assert_close(output.probabilities[i].double(), expected, rtol=1e-3, atol=1e-4)
@@ -359,7 +359,7 @@ def test_every_head(kind: str, scale: float) -> None:
     assert output.probabilities.shape == (400, 3)
     torch.testing.assert_close(output.probabilities.sum(1), torch.ones(400))
     assert (output.probabilities.argmax(1) == labels).float().mean() > 0.8
-    assert head.metrics["val_nll"] < 0.6
+    assert head.record["val_nll"] < 0.6
     noise = 20 * scale * torch.randn(400, 6, generator=torch.Generator().manual_seed(2))
     assert head(noise).epistemic.mean() > output.epistemic.mean()
     aleatoric, epistemic = head.split(z)

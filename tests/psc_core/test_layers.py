@@ -178,9 +178,9 @@ def test_concatenating_convolutions_stay_channels_first() -> None:
 def test_pattern_and_granularity_errors() -> None:
     net = FunctionalPool()
     example = torch.randn(1, 1, 8, 8)
-    assert [layer.index for layer in list_layers(net, example, pattern="^shared$")] == [1]
+    assert [layer.index for layer in select_layers(list_layers(net, example), "^shared$")] == [1]
     with pytest.raises(UsageError, match="no layer name matches"):
-        list_layers(net, example, pattern="layer9")
+        select_layers(list_layers(net, example), "layer9")
     with pytest.raises(UsageError, match="regular expression"):
         select_layers(list_layers(net, example), "(")
     with pytest.raises(UsageError, match="operations, blocks, all"):

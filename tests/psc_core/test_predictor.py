@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+import psc_core
 from psc_core import PRESETS, PSC, open_dataset
 from psc_core.errors import BundleError, ImageError, UsageError
 from psc_core.heads import entropy
+from psc_core.manifest import Policy
 from psc_core.pipeline import Outputs
 
 ALLOW = ("tests.tiny:network",)
@@ -46,13 +52,25 @@ def test_an_answer_does_not_depend_on_its_batch(psc: PSC, digits: torch.Tensor, 
     torch.testing.assert_close(torch.cat([p.log_density for p in parts]), whole.log_density, atol=1e-3, rtol=1e-5)
 
 
-def test_bytes_images_and_tensors_agree(psc: PSC, digits: torch.Tensor) -> None:
+def test_every_form_of_an_image_gives_the_same(psc: PSC, digits: torch.Tensor, tmp_path: Path) -> None:
     files = [png(image) for image in digits[:5]]
-    by_bytes = psc.predict(files)
-    by_image = psc.predict([Image.open(io.BytesIO(file)) for file in files])
-    by_tensor = psc.predict(digits[:5])
-    assert torch.equal(by_bytes.probabilities, by_tensor.probabilities)
-    assert torch.equal(by_image.log_density, by_tensor.log_density)
+    paths = [tmp_path / f"{index}.png" for index in range(5)]
+    for path, file in zip(paths, files, strict=True):
+        path.write_bytes(file)
+    grey = list(digits[:5, 0].numpy())
+    expected = psc.predict(digits[:5])
+    for images in (
+        files,
+        [Image.open(io.BytesIO(file)) for file in files],
+        paths,
+        [str(path) for path in paths],
+        grey,
+        [np.stack([array] * 3, axis=2) for array in grey],
+        [files[0], paths[1], grey[2], Image.fromarray(grey[3]), grey[4]],
+    ):
+        got = psc.predict(images)
+        assert torch.equal(got.probabilities, expected.probabilities)
+        assert torch.equal(got.log_density, expected.log_density)
 
 
 def test_the_fields_of_a_prediction_agree_with_each_other(psc: PSC, digits: torch.Tensor) -> None:
@@ -62,6 +80,13 @@ def test_the_fields_of_a_prediction_agree_with_each_other(psc: PSC, digits: torc
     assert torch.equal(prediction.ood_score, -prediction.log_density)
     assert torch.equal(prediction.is_ood, prediction.ood_p_value <= psc.alpha)
     assert prediction.labels == tuple(psc.classes[i] for i in prediction.class_index.tolist())
+    best = prediction.probabilities.max(1)
+    assert torch.equal(prediction.confidence, best.values)
+    threshold = float(psc.calibration.set_thresholds(psc.policy.coverage)[0])
+    assert prediction.prediction_set == tuple(
+        tuple(name for k, name in enumerate(psc.classes) if row[k] >= threshold or k == top)
+        for row, top in zip(prediction.probabilities.tolist(), best.indices.tolist(), strict=True)
+    )
     scores = psc.calibration.scores.double()
     expected = [(1 + int((scores >= float(s)).sum())) / (1 + len(scores)) for s in prediction.ood_score]
     torch.testing.assert_close(prediction.ood_p_value.double(), torch.tensor(expected).double(), atol=1e-6, rtol=0)
@@ -71,6 +96,23 @@ def test_a_network_of_a_second_sees_digits_and_doubts_shirts(psc: PSC, data_root
     shirts = open_dataset(f"fashion-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
     doubted = psc.predict(next(iter(shirts.batches(100))).images).is_ood.double().mean()
     assert float(doubted) > 2 * float(psc.predict(digits).is_ood.double().mean())
+
+
+def test_decisions_are_the_policys(psc: PSC, digits: torch.Tensor) -> None:
+    middle = float(psc.predict(digits).predictive_entropy.median())
+    prediction = dataclasses.replace(
+        psc, policy=Policy(alpha=0.5, ambiguity_threshold=middle, coverage=psc.policy.coverage)
+    ).predict(digits)
+    assert prediction.decision == tuple(
+        "abstain_ood" if p <= 0.5 else "abstain_ambiguous" if h > middle else "accept"
+        for p, h in zip(prediction.ood_p_value.tolist(), prediction.predictive_entropy.tolist(), strict=True)
+    )
+    assert len(set(prediction.decision)) == 3
+
+
+def test_a_model_shows_itself_in_one_line(psc: PSC) -> None:
+    assert len(repr(psc)) < 700
+    assert "tests.tiny" not in repr(psc)
 
 
 def test_nothing_to_predict(psc: PSC) -> None:
@@ -85,6 +127,20 @@ def test_wrong_input_is_refused(psc: PSC) -> None:
         psc.predict(torch.zeros(2, 3, 28, 28, dtype=torch.uint8))
     with pytest.raises(ImageError):
         psc.predict([b"nonsense"])
+    with pytest.raises(UsageError, match=r"missing\.png"):
+        psc.predict(["missing.png"])
+    with pytest.raises(UsageError, match="got an array of float64"):
+        psc.predict([np.zeros((28, 28))])
+    with pytest.raises(UsageError, match=r"got an array of uint8 \(28, 28, 2\)"):
+        psc.predict([np.zeros((28, 28, 2), np.uint8)])
+
+
+@pytest.mark.parametrize("image", [b"", "a.png", Path("a.png"), Image.new("L", (3, 3)), np.zeros((3, 3), np.uint8)])
+def test_a_single_image_is_asked_into_a_list(psc: PSC, image: Any) -> None:
+    with pytest.raises(UsageError, match="put it into a list"):
+        inspect.unwrap(PSC._read)(psc, image)  # As where the tests' type checks are not.
+    with pytest.raises(UsageError, match=r"expected paths, encoded .* got a int"):
+        inspect.unwrap(PSC._read_one)(psc, 1)
 
 
 def test_packing_is_a_round_trip() -> None:
@@ -104,6 +160,13 @@ def test_base_predictions_are_the_networks_own(tiny_job, digits: torch.Tensor, t
     torch.testing.assert_close(prediction.probabilities, expected, atol=1e-6, rtol=0)
     assert base.predictions == "base"
     assert bool(prediction.log_density.isfinite().all())
+
+
+def test_the_package_lists_its_names() -> None:
+    assert set(psc_core.__all__) == set(dir(psc_core)) == set(psc_core._HOMES)
+    assert all(getattr(psc_core, name) is not None for name in psc_core.__all__)
+    with pytest.raises(AttributeError, match="it has PRESETS, PSC"):
+        psc_core.nonsense  # noqa: B018
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from psc_core.errors import FitError
-from psc_core.projection import Projection, pooled_positions, pooled_side, reshape_features
+from psc_core.projection import Projection, pooled_positions, reshape_features
 from tests import reference_projection as reference
 
 
@@ -70,11 +72,13 @@ def test_pooling_is_the_mean_over_blocks() -> None:
     torch.testing.assert_close(pooled, expected)
 
 
-@given(st.integers(1, 2048), st.integers(1, 224), st.integers(1 << 14, 1 << 30))
-def test_pooled_sizes_fit_the_budget(channels: int, side: int, budget: int) -> None:
-    height, width = pooled_side(channels, side, side, budget)
-    assert channels * (height * width) ** 2 * 8 <= budget or height * width == 1
-    assert pooled_positions(channels, side * side, budget) == height * width
+@given(st.integers(1, 2048), st.integers(1, 224), st.integers(1 << 14, 1 << 30), st.booleans())
+def test_pooled_sizes_are_the_largest_halves_that_fit(channels: int, side: int, budget: int, square: bool) -> None:
+    assume(square or math.isqrt(side) ** 2 != side)
+    sides = [side >> k for k in range(side.bit_length())]
+    sizes = [length**2 for length in sides] if square else sides
+    fitting = [size for size in sizes if channels * size**2 * 8 <= budget]
+    assert pooled_positions(channels, sizes[0], budget) == max(fitting, default=1)
 
 
 def test_round_trip() -> None:
