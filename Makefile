@@ -42,7 +42,7 @@ RUN  ?= $(BIN)/python
 
 gpu: $(if $(filter $(BIN)/python,$(RUN)),$(VENV)/.bench)  ## on a CUDA machine: the gpu tests, or PART=device|serving|resnet18|sn|vgg16
 ifeq ($(PART),tests)
-	$(RUN) -m pytest -m gpu
+	$(RUN) -m pytest tests/gpu -m gpu
 else ifeq ($(PART),device)
 	$(RUN) -m benchmarks.device.run --device cuda
 else ifeq ($(PART),serving)

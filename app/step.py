@@ -12,6 +12,8 @@ uses a step.
 from __future__ import annotations
 
 import time
+import weakref
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
@@ -99,7 +101,7 @@ def make_step(
         usual_threads: PyTorch's choice; ``None`` asks it, which a quick step on the same thread has changed.
     """
     run: Network = cast(Network, _Compiled(network)) if compiled else network
-    if device.type == "cuda":
+    if device.type == "cuda" and network.concurrent:  # One cut by hooks may ask the host what to do next.
         return GraphStep(run, shape, max_batch=max_batch, device=device)
     return EagerStep(
         run,
@@ -127,12 +129,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+_MOST_SHAPES: Final = 1 << 16
+"""Compiled in one process: buckets of all models, and of every reload."""
+
+
 class _Compiled:
     """The network with its forward compiled, one graph per shape; ``explain`` stays as it is."""
 
     concurrent = False
 
     def __init__(self, network: Network) -> None:
+        dynamo = torch._dynamo.config  # Its limits, 8 and 256, are for what is compiled again by mistake.
+        dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _MOST_SHAPES
         self._forward = torch.compile(network, dynamic=False)
         self.explain = network.explain
 
@@ -219,6 +227,10 @@ class EagerStep:
             torch.cuda.empty_cache()
 
 
+_IDLE_STREAMS: Final[dict[torch.device, list[torch.cuda.Stream]]] = defaultdict(list)
+"""Of steps that are gone; CUDA hands out 32, and then those again that other models are using."""
+
+
 class GraphStep:
     """Replays captured CUDA graphs; see the module."""
 
@@ -227,12 +239,14 @@ class GraphStep:
 
     def __init__(self, network: Network, shape: tuple[int, int, int], *, max_batch: int, device: torch.device) -> None:
         self._network = network
-        self._device = device
         self._buckets = buckets_to(max_batch)
         self._hosts = [torch.zeros((max_batch, *shape), dtype=torch.uint8).pin_memory() for _ in range(2)]
         self._inputs: list[Images] = [host.numpy() for host in self._hosts]
         self._images = torch.zeros((max_batch, *shape), dtype=torch.uint8, device=device)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device = self._images.device  # With its index.
+        idle = _IDLE_STREAMS[self._device]
+        self._stream = idle.pop() if idle else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        weakref.finalize(self, idle.append, self._stream)
         self._events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._rows: list[Tensor] = []
@@ -308,5 +322,5 @@ def gpu_usage(device: torch.device) -> GpuUsage:
     memory = {"used": total - free, "total": total, "allocated": torch.cuda.memory_allocated(device)}
     try:
         return GpuUsage(memory, torch.cuda.utilization(device) / 100.0)
-    except (ModuleNotFoundError, RuntimeError):
+    except Exception:  # No bindings, no library, or a part of a GPU: NVML has errors of its own.
         return GpuUsage(memory, None)

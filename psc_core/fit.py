@@ -257,9 +257,8 @@ def fit_psc(
     pipeline = Pipeline(
         train.preprocess, backbone, project, fitted_density, fitted_head, torch.empty(0), compute.precision
     ).to(compute.device)
-    chosen, chosen_targets = predict_dataset(pipeline, choose, compute, "validation")
     if ood_score == "density+entropy":
-        pipeline.entropy_weight = entropy_weight(chosen)
+        pipeline.entropy_weight = entropy_weight(predict_dataset(pipeline, choose, compute, "validation")[0])
     outputs, targets = predict_dataset(pipeline, calibrate, compute, "calibration")
     calibration = fit_calibration(outputs.ood_score, outputs.predictive_entropy, outputs.probabilities, targets)
     calibration.set_thresholds(coverage)  # both refuse a rate that so few images cannot promise
@@ -270,12 +269,14 @@ def fit_psc(
     report = {
         "collapse": None if collapse_report is None else collapse_report.to_json(),
         "metrics": {
-            **_validation_metrics(chosen, chosen_targets),
+            **_validation_metrics(outputs, targets),
             "projection": _projection_metrics(projection.report),
         },
         "provenance": dict(provenance or {}),
     }
-    return PSC(pipeline, train.preprocess, train.classes, calibration, policy, tuple(candidate.layers), name, report)
+    psc = PSC(pipeline, train.preprocess, train.classes, calibration, policy, tuple(candidate.layers), name, report)
+    psc.probe()  # As every reader does: better refused now than after it was saved.
+    return psc
 
 
 def _check_own_output(backbone: Backbone, train: ImageDataset, compute: Compute) -> None:
@@ -392,6 +393,7 @@ def _check_classes(train: ImageDataset, val: ImageDataset) -> None:
 
 
 def _validation_metrics(outputs: Outputs, targets: Tensor) -> dict[str, Any]:
+    """Of the calibrating half, on which nothing that they measure was chosen."""
     probabilities = outputs.probabilities.double()
     confidence, predicted = probabilities.max(1)
     return {

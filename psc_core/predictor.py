@@ -258,6 +258,7 @@ class PSC:
 
         Raises:
             BundleError: The parts do not fit together, or give something not finite.
+            torch.OutOfMemoryError, torch.AcceleratorError, MemoryError: The device has no room for it, or is broken.
         """
         shape = (1, self.preprocess.channels, self.preprocess.height, self.preprocess.width)
         noise = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -269,6 +270,8 @@ class PSC:
                 inputs = images.float() * self.pipeline.scale + self.pipeline.shift
                 features, _ = self.pipeline.backbone(inputs)
                 fused = self.pipeline.features(inputs)[0]
+        except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
+            raise  # not the bundle's fault
         except Exception as error:  # as in load
             raise BundleError(f"the parts of {self.name!r} do not fit together: {error}") from error
         finite = all(bool(part.isfinite().all()) for part in (packed, *features))

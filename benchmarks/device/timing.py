@@ -62,6 +62,7 @@ def milliseconds(times: list[float]) -> float:
     return round(median(times) * 1e3, 4)
 
 
+@torch.inference_mode()
 def on_device(function: Callable[[], Any], device: torch.device, *, repeat: int = 20) -> tuple[Callable[[], None], int]:
     """A call that runs ``function`` on the device and waits, and how many times it runs it.
 
@@ -79,6 +80,7 @@ def on_device(function: Callable[[], Any], device: torch.device, *, repeat: int 
         for _ in range(repeat):
             function()
 
+    @torch.inference_mode()
     def run() -> None:
         graph.replay()
         torch.cuda.synchronize(device)

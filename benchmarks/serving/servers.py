@@ -73,7 +73,8 @@ class Server:
         clean = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("PSC_", "OMP_", "RAY_", "BENTOML_", "MOSEC_")) and name != "PYTHONPATH"
+            if not name.startswith(("PSC_", "OMP_", "RAY_", "BENTOML_", "MOSEC_"))
+            and not (name == "PYTHONPATH" and self.requirement)  # A peer has an environment of its own.
         }
         if self.ours:
             return clean

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.step import GraphStep, make_step
+from app import step as step_module
+from app.step import EagerStep, GraphStep, gpu_usage, make_step
 
 SHAPE = (1, 2, 2)
 BUCKETS = [1, 2, 4, 6]
@@ -21,7 +25,7 @@ BUCKETS = [1, 2, 4, 6]
 class Network:
     """Sum and maximum of each image; remembers its last call, which is what a capture records."""
 
-    concurrent = False
+    concurrent = True
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -36,6 +40,18 @@ class Network:
 
     def explain(self, images: Tensor, /) -> tuple[Tensor, dict[str, Tensor]]:
         return self(images), {"first": images[:, 0, 0, 0]}
+
+
+class Plain:
+    """A network that a compiler can follow."""
+
+    concurrent = True
+
+    def __call__(self, images: Tensor, /) -> Tensor:
+        return images.flatten(1).float()
+
+    def explain(self, images: Tensor, /) -> tuple[Tensor, dict[str, Tensor]]:
+        raise NotImplementedError
 
 
 class Cuda:
@@ -88,6 +104,7 @@ class Cuda:
         def on(_: Any) -> Iterator[None]:
             yield
 
+        patch.setattr(step_module, "_IDLE_STREAMS", defaultdict(list))
         for name, value in {
             "Stream": Stream,
             "Event": Event,
@@ -203,3 +220,34 @@ def test_a_cuda_device_gets_graphs(network: Network, cuda: Cuda, monkeypatch: py
     step = make_step(network, SHAPE, max_batch=6, device=torch.device("cuda"), compiled=False)
     assert isinstance(step, GraphStep)
     assert step.slots == 2
+    network.concurrent = False  # Cut by hooks: it may ask the host what to do next, which no graph can.
+    assert isinstance(make_step(network, SHAPE, max_batch=6, device=torch.device("cuda"), compiled=False), EagerStep)
+
+
+def test_streams_of_steps_that_are_gone_are_used_again(network: Network, cuda: Cuda) -> None:
+    first, second = (GraphStep(network, SHAPE, max_batch=6, device=torch.device("cpu")) for _ in range(2))
+    stream = first._stream
+    assert second._stream is not stream
+    del first
+    assert GraphStep(network, SHAPE, max_batch=6, device=torch.device("cpu"))._stream is stream
+
+
+def test_every_shape_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiled))
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        monkeypatch.setattr(torch._dynamo.config, name, getattr(torch._dynamo.config, name))  # As it was, afterwards.
+    make_step(Plain(), SHAPE, max_batch=1024, device=torch.device("cpu"), compiled=True).warm_up()
+    assert compiled.frame_count == 11
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError(), RuntimeError(), type("NVMLError", (Exception,), {})()])
+def test_without_nvml_there_is_no_utilisation(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(_: torch.device) -> float:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3, 10))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 5)
+    monkeypatch.setattr(torch.cuda, "utilization", fail)
+    usage = gpu_usage(torch.device("cuda"))
+    assert (usage.memory_bytes, usage.utilisation) == ({"used": 7, "total": 10, "allocated": 5}, None)

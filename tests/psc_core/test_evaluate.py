@@ -209,7 +209,7 @@ def test_data_that_does_not_belong_to_the_model_is_refused(psc: PSC) -> None:
     ):
         evaluate(psc, OUTSIDE, {})
     shuffled = dataset("shuffled", pixels(3, 0), torch.arange(3), CLASSES[::-1])
-    with pytest.raises(UsageError, match="the order"):
+    with pytest.raises(UsageError, match="another order"):
         evaluate(psc, shuffled, {})
     other = dataclasses.replace(inside(3, 0), preprocess=Preprocess("L", 2, 2, None, (0.1,), (0.25,)))
     with pytest.raises(UsageError, match=r"preprocess=psc\.preprocess"):

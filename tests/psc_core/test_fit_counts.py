@@ -59,7 +59,7 @@ def most(reads: Counter[int]) -> int:
 
 
 def test_a_fit_reads_the_training_images_four_times(data_root: Path) -> None:
-    """Collapse, moments, sizes, features; of the validation images the choosing half four times, the other once."""
+    """Collapse, moments, sizes, features; of the validation images the choosing half three times, the other once."""
     net = tiny.network().eval()
     (train, train_reads), (val, val_reads) = counted(data_root, "train"), counted(data_root, "val")
     candidate = measure_collapse(net, train, val).candidate("4")
@@ -71,7 +71,7 @@ def test_a_fit_reads_the_training_images_four_times(data_root: Path) -> None:
     train_reads.clear(), val_reads.clear()
     fit_psc(net, candidate, projection, train, val, options=OPTIONS)
     assert set(train_reads.values()) == {1}
-    assert sorted(Counter(val_reads.values()).items()) == [(1, len(val) - len(val) // 2), (2, len(val) // 2)]
+    assert set(val_reads.values()) == {1} and len(val_reads) == len(val)
 
 
 def test_column_ranges_change_nothing(data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from psc_core import PRESETS, PSC, open_dataset
 from psc_core.errors import BundleError, ImageError, UsageError
 from psc_core.heads import entropy
 from psc_core.manifest import Policy
-from psc_core.pipeline import Outputs
+from psc_core.pipeline import Outputs, Pipeline
 
 ALLOW = ("tests.tiny:network",)
 
@@ -133,6 +133,18 @@ def test_wrong_input_is_refused(psc: PSC) -> None:
         psc.predict([np.zeros((28, 28))])
     with pytest.raises(UsageError, match=r"got an array of uint8 \(28, 28, 2\)"):
         psc.predict([np.zeros((28, 28, 2), np.uint8)])
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError("full")])
+def test_a_device_without_room_is_no_fault_of_the_bundle(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Pipeline, "forward", fail)
+    with pytest.raises(type(error), match="full"):
+        PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
 
 
 @pytest.mark.parametrize("image", [b"", "a.png", Path("a.png"), Image.new("L", (3, 3)), np.zeros((3, 3), np.uint8)])
