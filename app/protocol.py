@@ -1,37 +1,64 @@
 """Uvicorn's HTTP protocol with limits: how long a request's head may be, and how long a client may keep us waiting.
 
-Uvicorn itself takes a head of any size at any pace, and buffers an answer for as long as nobody reads it.  And it sends
-the head of an answer apart from its body.
+Uvicorn itself takes a head of any size at any pace, waits for ever for a client that sends something else than a head,
+and keeps an answer for as long as nobody reads it.  It sends the head of an answer apart from its body.  And it takes a
+request that offers another protocol, such as the first of Java's client, for one without a body.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Final
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES: Final = 1 << 16
 """Longest request line with headers, bytes."""
 
 _MOST_HELD_BYTES: Final = 1 << 16
-_TOO_LONG_TEXT: Final = b"expected at most %d bytes of request line and headers, got more\n" % MAX_HEAD_BYTES
-_TOO_LONG: Final = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-type: text/plain\r\n"
-    b"content-length: %d\r\n\r\n%s" % (len(_TOO_LONG_TEXT), _TOO_LONG_TEXT)
+
+
+def _refusal(status: bytes, text: bytes) -> bytes:
+    return (
+        b"HTTP/1.1 %s\r\nconnection: close\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n\r\n%s"
+        % (status, len(text), text)
+    )
+
+
+_INVALID: Final = _refusal(b"400 Bad Request", b"Invalid HTTP request received.")
+_TOO_LONG: Final = _refusal(
+    b"431 Request Header Fields Too Large",
+    b"expected at most %d bytes of request line and headers, got more\n" % MAX_HEAD_BYTES,
 )
+
+
+class _HeadTooLong(Exception):
+    """A head that has come whole, and is longer than ``MAX_HEAD_BYTES``."""
+
+
+class _Tunnel(Exception):
+    """A CONNECT request: what follows its head is not HTTP."""
 
 
 class JoinedWrites:
     """A transport by which what is written in one turn of the event loop, such as head and body, goes in one piece.
 
     Two pieces are two system calls here, and two packets and two wake-ups there.
+
+    Args:
+        transport: Takes the pieces.
+        loop: Of the connection.
+        on_close: Called after :meth:`close`, when the transport may still have something to send.
     """
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, on_close: Callable[[], None]
+    ) -> None:
         self._transport = transport
         self._loop = loop
+        self._on_close = on_close
         self._written: list[bytes] = []
         self._size = 0
 
@@ -47,8 +74,11 @@ class JoinedWrites:
             self._send()
 
     def close(self) -> None:
+        if self._transport.is_closing():
+            return
         self._send()
         self._transport.close()
+        self._on_close()
 
     def get_write_buffer_size(self) -> int:
         return self._transport.get_write_buffer_size() + self._size
@@ -60,48 +90,141 @@ class JoinedWrites:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection.  A request that comes whole, on a connection that is in use, costs no timer."""
+    """One connection.  A request that comes whole, on a connection that is in use, costs no timer.
+
+    Whenever a connection is open, something ends it: the client's time is up (it owes us the rest of a head, or of a
+    body that nobody waits for any more), the application ends (it has the request), or the connection is idle for too
+    long.  Line ends between requests are no use of a connection.
+    """
 
     patience_s: ClassVar[float] = 60.0
-    """Seconds in which a head must be complete, and in which a client must take something of an answer."""
+    """Seconds in which a head must be complete, and so must a body whose request was answered before it came; and in
+    which a client must take something of an answer, also of one behind which the connection is closed."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.url = b""
         self._in_head = True
-        self._head_bytes = 0
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._read_bytes = 0
+        self._head_bytes = 0  # What has come of the head; while a read is parsed, at most.
+        self._head_again = b""
+        self._refused: bytes | None = None
+        self._client_timer: asyncio.TimerHandle | None = None
         self._answer_timer: asyncio.TimerHandle | None = None
         self._unread = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(JoinedWrites(transport, self.loop))  # type: ignore[arg-type]
-        self._head_timer = self.loop.call_later(self.patience_s, transport.close)
+        super().connection_made(JoinedWrites(transport, self.loop, self._watch_answer))  # type: ignore[arg-type]
+        self._watch_client()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end_head()
-        self._end_answer()
         super().connection_lost(exc)
+        self._end_client()
+        self._end_answer()
+
+    def eof_received(self) -> None:
+        self.transport.close()  # Or the loop closes it, past our limits.
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self.transport.write(_TOO_LONG)
-                self.transport.close()
-            elif self._head_timer is None:
-                self._head_timer = self.loop.call_later(self.patience_s, self.transport.close)
-        elif self._head_timer is not None:
-            self._end_head()
+        if self._refused is not None:
+            return
+        self._read_bytes = len(data)
+        self._head_bytes += self._read_bytes
+        try:
+            self._parse(data)
+        except httptools.HttpParserError as error:
+            if isinstance(error.__context__, _HeadTooLong):
+                self._refuse(_TOO_LONG)
+            else:
+                self.logger.warning("Invalid HTTP request received.")
+                self._refuse(_INVALID)
+        else:
+            if self._in_head:
+                self._check_head(data)
+
+    def _parse(self, data: bytes) -> None:
+        """Parse; an upgrade is not accepted: the head is read again without it, and what follows is HTTP as before."""
+        rest: bytes | memoryview = data
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = memoryview(rest)[upgrade.args[0] :]
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # As uvicorn's own.
+            self.parser.feed_data(self._head_again)
+
+    def _check_head(self, data: bytes) -> None:
+        """The head has not come whole."""
+        if self._head_bytes == self._read_bytes:  # It began in these data, maybe behind other requests and bodies.
+            line = self.parser.get_method() + b" " + self.url
+            self._head_bytes = len(data) - max(data.rfind(line), 0) if self.url else 1
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(_TOO_LONG)
+            return
+        self._unset_keepalive_if_required()
+        if self._client_timer is None:
+            self._watch_client()
 
     def on_message_begin(self) -> None:
         self._in_head = True
+        self._head_bytes = self._read_bytes
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._head_bytes = 0
+        if self._head_bytes > MAX_HEAD_BYTES and len(self._head(self.headers)) > MAX_HEAD_BYTES:
+            raise _HeadTooLong
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise _Tunnel
+            self._head_again = self._head(header for header in self.headers if header[0] != b"upgrade")
+            return
+        self._unset_keepalive_if_required()
+        if self._client_timer is not None:
+            self._end_client()
         super().on_headers_complete()
+        self._in_head = False
+
+    def on_message_complete(self) -> None:
+        if self._in_head:  # Which will be read again.
+            return
+        super().on_message_complete()
+        if self.cycle.response_complete:  # Nobody read this body, and the connection is idle from here on.
+            self.cycle.more_body = False
+            self._end_client()
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.cycle.response_complete:  # There is another, in the pipeline.
+            return
+        if self._refused is not None:
+            self.transport.write(self._refused)
+            self.transport.close()
+        elif self.cycle.more_body:
+            self._unset_keepalive_if_required()
+            self._watch_client()
+
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _head(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % header for header in headers]
+        return b"\r\n".join([*lines, b"", b""])
+
+    def _refuse(self, answer: bytes) -> None:
+        """Answer what cannot be read, after the answers to the requests before it, and end the connection."""
+        if self._in_head and self._answering():
+            self._refused = answer
+        else:
+            self.transport.write(answer)
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -109,10 +232,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self._watch_answer()
 
     def resume_writing(self) -> None:
-        self._end_answer()
+        if not self.transport.is_closing():
+            self._end_answer()
         super().resume_writing()
 
     def _watch_answer(self) -> None:
+        self._end_answer()
         self._unread = self.transport.get_write_buffer_size()
         self._answer_timer = self.loop.call_later(self.patience_s, self._check_answer)
 
@@ -122,10 +247,20 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self.transport.abort()
 
-    def _end_head(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _watch_client(self) -> None:
+        self._client_timer = self.loop.call_later(self.patience_s, self._check_client)
+
+    def _check_client(self) -> None:
+        self._client_timer = None
+        if self._answering():  # An earlier request; until it is done, we may not even read.
+            self._watch_client()
+        else:
+            self.transport.close()
+
+    def _end_client(self) -> None:
+        if self._client_timer is not None:
+            self._client_timer.cancel()
+            self._client_timer = None
 
     def _end_answer(self) -> None:
         if self._answer_timer is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -28,15 +30,34 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"x" * size})
 
 
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """The method and the body, in 0.2 s where the path is ``/slow``, and without the body where it is ``/early``."""
+    body = scope["method"].encode() + b" "
+    more = scope["path"] != "/early"
+    while more:
+        message = await receive()
+        body += message["body"]
+        more = message["more_body"]
+    if scope["path"] == "/slow":
+        await asyncio.sleep(0.2)
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
 @asynccontextmanager
-async def serving(patience_s: float) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, ServerState]]:
+async def serving(
+    patience_s: float, app: Any = answer, idle_s: float = 5.0
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, ServerState]]:
     """A client's connection to a server of that patience."""
     state = ServerState()
-    config = uvicorn.Config(answer, http=protocol(patience_s, lambda: None), log_config=None)
+    config = uvicorn.Config(app, http=protocol(patience_s, lambda: None), log_config=None)
+    config.timeout_keep_alive = idle_s  # type: ignore[assignment]
     server = await asyncio.get_running_loop().create_server(lambda: make(config, state), "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1 << 16)
     try:
-        yield reader, writer, state
+        async with asyncio.timeout(10.0):
+            yield reader, writer, state
     finally:
         writer.close()
         server.close()
@@ -54,6 +75,14 @@ async def response(reader: asyncio.StreamReader) -> bytes:
     head = await reader.readuntil(b"\r\n\r\n")
     size = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length"))
     return head.split(b"\r\n")[0] + b" " + await reader.readexactly(size)
+
+
+async def in_one_read(state: ServerState, data: bytes) -> None:
+    """The server's end of the only connection reads these data at once."""
+    while not state.connections:
+        await asyncio.sleep(0.001)
+    (connection,) = state.connections
+    connection.data_received(data)  # type: ignore[union-attr]
 
 
 async def test_requests_in_pieces_and_one_after_the_other() -> None:
@@ -92,7 +121,7 @@ class Transport:
 
 async def test_what_is_written_in_one_turn_goes_in_one_piece() -> None:
     below: Any = Transport()
-    transport = JoinedWrites(below, asyncio.get_running_loop())
+    transport = JoinedWrites(below, asyncio.get_running_loop(), lambda: None)
     for data in (b"head", b"body"):
         transport.write(data)
     assert not below.pieces
@@ -111,7 +140,7 @@ async def test_what_is_written_in_one_turn_goes_in_one_piece() -> None:
 
 async def test_much_that_is_written_in_one_turn_is_not_held_back() -> None:
     below: Any = Transport()
-    transport = JoinedWrites(below, asyncio.get_running_loop())
+    transport = JoinedWrites(below, asyncio.get_running_loop(), lambda: None)
     for _ in range(9):
         transport.write(b"x" * (1 << 15))
     assert [len(piece) for piece in below.pieces] == [1 << 16] * 4
@@ -171,3 +200,215 @@ async def test_an_answer_that_nobody_reads_is_dropped_and_a_slow_reader_is_not()
             got += len(await reader.read(1 << 20))
             await asyncio.sleep(0.02)
         assert state.connections
+
+
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
+"""What Java's client sends with its first request."""
+
+OFFERING = [
+    (b"POST / HTTP/1.1\r\nhost: a\r\n" + OFFER + b"content-length: 5\r\n\r\n12345", b"POST 12345"),
+    (b"GET / HTTP/1.1\r\n" + OFFER + b"\r\n", b"GET "),
+    (b"PUT / HTTP/1.1\r\n" + OFFER + b"transfer-encoding: chunked\r\n\r\n2\r\nab\r\n1\r\nc\r\n0\r\n\r\n", b"PUT abc"),
+    (REQUEST, b"GET "),
+    (b"GET / HTTP/1.1\r\nconnection: upgrade\r\nUPGRADE: websocket\r\n\r\n", b"GET "),
+    (b"POST / HTTP/1.1\r\nconnection: Upgrade, close\r\nupgrade: h2c\r\ncontent-length: 3\r\n\r\nxyz", b"POST xyz"),
+]
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1 << 16], ids=lambda size: f"pieces of {size}")
+async def test_an_offer_of_another_protocol_is_ignored(piece: int) -> None:
+    async with serving(5.0, echo) as (reader, _, state):
+        stream = b"".join(request for request, _ in OFFERING)
+        for begin in range(0, len(stream), piece):
+            await in_one_read(state, stream[begin : begin + piece])
+        for _, body in OFFERING:
+            assert await response(reader) == b"HTTP/1.1 200 OK " + body
+        assert await reader.read() == b""
+
+
+async def test_an_offer_of_another_protocol_whose_body_comes_later() -> None:
+    async with serving(5.0, echo) as (reader, writer, _):
+        for body in (b"12345", b""):
+            head = b"POST / HTTP/1.1\r\nhost: a\r\n" + OFFER + b"content-length: %d\r\n\r\n" % len(body)
+            writer.write(head)
+            await asyncio.sleep(0.05)
+            writer.write(body)
+            assert await response(reader) == b"HTTP/1.1 200 OK POST " + body
+
+
+async def test_an_offer_in_http_1_0() -> None:
+    async with serving(5.0, echo) as (reader, writer, _):
+        writer.write(b"POST / HTTP/1.0\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: 3\r\n\r\nxyz")
+        assert await response(reader) == b"HTTP/1.1 200 OK POST xyz"
+        assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("target", [b"a:443", b"/"])
+async def test_a_tunnel_is_refused(target: bytes) -> None:
+    async with serving(5.0, echo) as (reader, writer, _):
+        writer.write(b"CONNECT %s HTTP/1.1\r\nhost: a\r\n\r\n" % target + REQUEST)
+        assert await response(reader) == b"HTTP/1.1 400 Bad Request Invalid HTTP request received."
+        assert await reader.read() == b""
+
+
+@asynccontextmanager
+async def not_reading(patience_s: float, idle_s: float) -> AsyncIterator[tuple[socket.socket, ServerState]]:
+    """A client's connection which holds little between server and client."""
+    state = ServerState()
+    config = uvicorn.Config(answer, http=protocol(patience_s, lambda: None), log_config=None)
+    config.timeout_keep_alive = idle_s  # type: ignore[assignment]
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
+    server = await asyncio.get_running_loop().create_server(lambda: make(config, state), sock=listener)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+    client.connect(listener.getsockname())
+    client.setblocking(False)
+    try:
+        async with asyncio.timeout(10.0):
+            yield client, state
+    finally:
+        client.close()
+        server.close()
+        await asyncio.sleep(0.01)
+
+
+STUCK = b"GET /60000 HTTP/1.1\r\nhost: a\r\n\r\n"
+"""Its answer does not make the transport pause the writer."""
+
+
+@pytest.mark.parametrize("end", ["close", "idle", "half closed"])
+async def test_a_connection_that_closes_does_not_wait_for_a_client_that_does_not_read(end: str) -> None:
+    async with not_reading(0.2, 0.1 if end == "idle" else 5.0) as (client, state):
+        client.send(STUCK.replace(b"host: a", b"connection: close") if end == "close" else STUCK)
+        await asyncio.sleep(0.1)
+        (connection,) = state.connections
+        assert 0 < connection.transport.get_write_buffer_size() < 1 << 16
+        if end == "half closed":
+            client.shutdown(socket.SHUT_WR)
+        await asyncio.sleep(0.6)
+        assert not state.connections
+
+
+async def test_a_connection_that_closes_waits_for_a_client_that_reads_slowly() -> None:
+    async with not_reading(0.2, 5.0) as (client, _):
+        client.send(STUCK.replace(b"host: a", b"connection: close"))
+        received = b""
+        begun = time.monotonic()
+        while piece := await asyncio.get_running_loop().sock_recv(client, 1 << 12):
+            received += piece
+            await asyncio.sleep(0.05)
+        assert len(received.partition(b"\r\n\r\n")[2]) == 60000
+        assert time.monotonic() - begun > 0.4
+
+
+EARLY = b"POST /early HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n"
+
+
+@pytest.mark.parametrize("pause_s", [0.05, 5.0], ids=["drops", "nothing"])
+async def test_a_body_that_nobody_reads_must_come_in_time(pause_s: float) -> None:
+    async with serving(0.3, echo, idle_s=2.0) as (reader, writer, _):
+        writer.write(EARLY)
+        assert await response(reader) == b"HTTP/1.1 200 OK POST "
+        ended = asyncio.ensure_future(reader.read())
+        begun = time.monotonic()
+        while not ended.done() and time.monotonic() - begun < 1.0:
+            writer.write(b"a")
+            await asyncio.wait([ended], timeout=min(pause_s, 1.0))
+        assert ended.done()
+        assert time.monotonic() - begun > 0.2
+
+
+async def test_a_body_that_nobody_reads_ends_and_the_connection_is_idle() -> None:
+    async with serving(0.2, echo, idle_s=0.4) as (reader, writer, _):
+        writer.write(EARLY)
+        assert await response(reader) == b"HTTP/1.1 200 OK POST "
+        for piece in (b"a" * 50, b"a" * 50):
+            await asyncio.sleep(0.05)
+            writer.write(piece)
+        await asyncio.sleep(0.3)
+        writer.write(REQUEST)
+        assert await response(reader) == b"HTTP/1.1 200 OK GET "
+        begun = time.monotonic()
+        writer.write(EARLY + b"a" * 100)  # All of it is there before the answer.
+        assert await response(reader) == b"HTTP/1.1 200 OK POST "
+        assert await asyncio.wait_for(reader.read(), 2.0) == b""
+        assert time.monotonic() - begun > 0.3
+
+
+async def test_line_ends_between_requests_do_not_keep_a_connection() -> None:
+    async with serving(0.3, idle_s=0.3) as (reader, writer, _):
+        writer.write(REQUEST)
+        assert await response(reader) == b"HTTP/1.1 200 OK xx"
+        ended = asyncio.ensure_future(reader.read())
+        begun = time.monotonic()
+        while not ended.done() and time.monotonic() - begun < 1.0:
+            writer.write(b"\r\n")
+            await asyncio.wait([ended], timeout=0.05)
+        assert ended.done()
+
+
+@pytest.mark.parametrize("cut", [1, 3, 5, len(REQUEST) - 1])
+async def test_a_head_that_begins_behind_much_else_is_not_long(cut: int) -> None:
+    body = b"POST / HTTP" * (MAX_HEAD_BYTES // 4)
+    async with serving(5.0, echo) as (reader, _, state):
+        await in_one_read(state, b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(body) + body + REQUEST[:cut])
+        await in_one_read(state, REQUEST[cut:])
+        assert await response(reader) == b"HTTP/1.1 200 OK POST " + body
+        assert await response(reader) == b"HTTP/1.1 200 OK GET "
+    many = 1 + MAX_HEAD_BYTES // len(REQUEST)
+    async with serving(5.0, echo) as (reader, _, state):
+        await in_one_read(state, REQUEST * many + REQUEST[:cut])
+        await in_one_read(state, REQUEST[cut:])
+        for _ in range(many + 1):
+            assert await response(reader) == b"HTTP/1.1 200 OK GET "
+
+
+ENDLESS = {
+    "spaces": (b"GET ", b" " * 100),
+    "target": (b"GET ", b"/" * 100),
+    "header": (b"GET / HTTP/1.1\r\nhost: ", b"a" * 100),
+    "headers": (b"GET / HTTP/1.1\r\n", b"a: b\r\n" * 20),
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+async def test_an_endless_head_is_refused_and_the_answers_before_it_come(kind: str) -> None:
+    begin, piece = ENDLESS[kind]
+    async with serving(0.1, echo) as (reader, _, state):
+        await in_one_read(state, b"POST /slow HTTP/1.1\r\ncontent-length: 5\r\n\r\n12345" + REQUEST + begin)
+        for _ in range(2 + MAX_HEAD_BYTES // len(piece)):
+            await in_one_read(state, piece)
+        assert await response(reader) == b"HTTP/1.1 200 OK POST 12345"
+        assert await response(reader) == b"HTTP/1.1 200 OK GET "
+        assert (await response(reader)).startswith(b"HTTP/1.1 431 ")
+        assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("fields", [b"a: %b\r\n" % (b"b" * MAX_HEAD_BYTES), b"a: b\r\n" * 11000], ids=["one", "many"])
+async def test_a_long_head_that_comes_whole_is_refused(fields: bytes) -> None:
+    async with serving(5.0, echo) as (reader, _, state):
+        await in_one_read(state, REQUEST + REQUEST[:-2] + fields + b"\r\n" + REQUEST)
+        assert await response(reader) == b"HTTP/1.1 200 OK GET "
+        assert (await response(reader)).startswith(b"HTTP/1.1 431 ")
+        assert await reader.read() == b""
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [b"GET http://a HTTP/1.1\r\n\r\n", b"???\r\n\r\n", b"CONNECT / HTTP/1.1\r\n\r\n"],
+    ids=["no path", "no method", "a tunnel"],
+)
+async def test_the_answers_before_what_is_not_http_come(wrong: bytes) -> None:
+    async with serving(5.0, echo) as (reader, _, state):
+        await in_one_read(state, REQUEST + wrong)
+        assert await response(reader) == b"HTTP/1.1 200 OK GET "
+        assert (await response(reader)).startswith(b"HTTP/1.1 400 ")
+        assert await reader.read() == b""
+
+
+async def test_an_answer_is_not_lost_when_the_next_head_does_not_come() -> None:
+    async with serving(0.1, echo) as (reader, writer, _):
+        writer.write(REQUEST.replace(b"/", b"/slow", 1) + REQUEST[:20])
+        assert await response(reader) == b"HTTP/1.1 200 OK GET "
+        assert await asyncio.wait_for(reader.read(), 1.0) == b""
