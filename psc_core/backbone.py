@@ -26,6 +26,9 @@ from psc_core.tracing import HookedNetwork, cut_graph, plan_stop
 _TOLERANCE = 1e-5
 """Largest difference, relative to the largest value, between the traced and the original network."""
 
+_REPEATABLE = 1e-3
+"""Largest difference, relative to the largest value, between two passes of one image; kernels of GPUs may differ."""
+
 
 class Backbone(nn.Module):
     """A network cut after ``layers``.
@@ -122,7 +125,8 @@ def truncate(
             be traced is cut by hooks.
 
     Raises:
-        NetworkError: Unknown layer, or a network that cannot be traced and no example to fall back with.
+        NetworkError: Unknown layer, a network that cannot be traced and no example to fall back with, or one that
+            gives another output each time.
     """
     modules = dict(net.named_modules())
     for name in layers:
@@ -143,7 +147,9 @@ def truncate(
     if example is None:
         raise NetworkError(f"{reason}; pass an example input, so that it can be cut by hooks instead")
     stop, dropped = (None, []) if keep_output else plan_stop(net, layers, example)
-    return Backbone(net, layers, keep_output=keep_output, hooks={"stop": stop, "dropped": dropped})
+    backbone = Backbone(net, layers, keep_output=keep_output, hooks={"stop": stop, "dropped": dropped})
+    _check_repeatable(backbone, example)
+    return backbone
 
 
 @torch.inference_mode()
@@ -153,13 +159,26 @@ def _agrees(backbone: Backbone, net: nn.Module, example: Tensor) -> bool:
     for batch in (example, torch.cat([example, example.flip(-1), 0.5 * example])):
         try:
             traced = backbone.body(batch)
-        except (RuntimeError, ValueError, TypeError, AttributeError):
+        except Exception:
             return False
         for got, expected in zip(traced, reference(batch), strict=True):
             scale = float(expected.abs().max()) if expected.numel() else 0.0
             if got.shape != expected.shape or not torch.allclose(got, expected, rtol=0, atol=_TOLERANCE * scale):
                 return False
     return True
+
+
+@torch.inference_mode()
+def _check_repeatable(backbone: Backbone, example: Tensor) -> None:
+    """Refuse a network that draws at random: for one that agrees with its trace this is already known."""
+    for first, second in zip(backbone.body(example), backbone.body(example), strict=True):
+        scale = float(first.abs().max()) if first.numel() else 0.0
+        apart = float((first - second).abs().max()) if scale else 0.0
+        if apart > _REPEATABLE * scale:
+            raise NetworkError(
+                "expected a network that gives the same output for the same image, two passes differ by "
+                f"{apart / scale:.1%}; is dropout always on? F.dropout needs training=self.training"
+            )
 
 
 def rebuild_backbone(

@@ -38,7 +38,7 @@ from psc_core.backbone import Backbone, truncate
 from psc_core.data import ImageDataset
 from psc_core.density import DENSITIES, Density, fit_density
 from psc_core.density.gaussian import ClasswiseDensity
-from psc_core.errors import FitError, NetworkError
+from psc_core.errors import FitError, NetworkError, UsageError
 from psc_core.heads import entropy
 from psc_core.passes import Compute, passes
 from psc_core.preprocess import Preprocess
@@ -132,12 +132,20 @@ def fit_baselines(
         seed: Of the subset.
 
     Raises:
+        UsageError: The network gives another number of logits than ``train`` has classes.
         FitError: No class has two images, or features are not finite.
     """
     compute = replace(compute, precision="fp32")
     net.to(compute.device)
     example = train.preprocess.normalise(torch.tensor(train.image(0)[None], device=compute.device))
     backbone = truncate(net, [penultimate_layer], keep_output=True, example=example)
+    with torch.no_grad():
+        width = penultimate_and_logits(backbone, example)[1].shape[1]
+    if width != len(train.classes):
+        raise UsageError(
+            f"expected a network of {len(train.classes)} outputs, one for each class of {train.name}, got {width}; "
+            "use the data it was trained for, and a factory that reads num_classes"
+        )
     temperature = fit_temperature(*_validation_logits(backbone, val, compute))
     features, rows, row_labels = _training_features(backbone, train, compute, bank_images, seed)
     unit = functional.normalize(features)

@@ -56,7 +56,7 @@ class ImageTooLarge(ImageError):
 
 
 class UndecodableImage(ImageError):
-    """An image of a known format whose data is damaged."""
+    """An image of a known format whose data is damaged, or made to cost far more to decode than its pixels."""
 
 
 class DeviceError(PSCError):

@@ -174,12 +174,15 @@ def _pack_convolutions(net: fx.GraphModule, dtype: torch.dtype) -> None:
 def _take_sum(net: fx.GraphModule, node: fx.Node) -> fx.Node:
     """Let the packed convolution at ``node`` add the other summand of its only user, if that is a plain sum.
 
-    The convolution moves to where the sum was, so nothing in between may change its input in place.
+    The convolution moves to where the sum was, so nothing in between may change its input in place.  A sum in place
+    may change the convolution's own output, which nobody else reads, and no other tensor.
     """
     sum_ = _only_user(node)
     if sum_ is None or sum_.kwargs or len(sum_.args) != 2 or not _calls(sum_, _ADD_FUNCTIONS, _ADD_METHODS):
         return node
     others = [arg for arg in sum_.args if isinstance(arg, fx.Node) and arg is not node]
+    if sum_.args[0] is not node and _may_mutate(net, sum_):
+        return node
     between = node.next
     while between is not sum_ and not _may_mutate(net, between):
         between = between.next

@@ -2,12 +2,12 @@
 
 One decoder (Pillow) serves the fitter, the evaluator and the service, so calibrated thresholds hold for
 served images.  The header is parsed first: format, width and height; an image of more than ``max_pixels``
-is refused without decoding it (a "decompression bomb" costs its header only).
+is refused without decoding it (a "decompression bomb" costs its header only), and so is one that would cost far
+more than its pixels (:mod:`psc_core.image_limits`).
 """
 
 from __future__ import annotations
 
-import io
 import struct
 import zlib
 from typing import Final
@@ -15,13 +15,17 @@ from typing import Final
 import numpy as np
 from PIL import Image, ImageOps
 
-from psc_core.errors import ImageTooLarge, UndecodableImage, UnsupportedImage
+from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
+from psc_core.image_limits import MOST_EXIF, check, check_pixels, checked
 
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 """Formats that are read; anything else is :class:`UnsupportedImage`."""
 
 DEFAULT_MAX_PIXELS: Final = 50_000_000
 """Largest width × height that is decoded unless a caller sets another limit (pixels)."""
+
+_RUN_COST: Final = 50
+"""A pixel of a run-length BMP, which is decoded in Python, counts as so many."""
 
 _SIGNATURES: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF8", b"II*\0", b"MM\0*")
 """First bytes of the formats, to tell a damaged image from something else."""
@@ -51,14 +55,16 @@ def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
     Raises:
         UnsupportedImage: The bytes are none of :data:`FORMATS`.
         ImageTooLarge: The header promises more than ``max_pixels``.
-        UndecodableImage: The header is fine but the data is damaged or cut short.
+        UndecodableImage: The header is fine but the data is damaged or cut short, not finite, or would cost
+            far more to decode than its pixels.
     """
     plain = _plain_png(data, max_pixels)
     if plain is not None:
         return plain
-    _check_pixels(*_webp_size(data), max_pixels)
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(checked(data, max_pixels), formats=FORMATS)
+    except ImageError:
+        raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageTooLarge(f"expected at most {max_pixels} pixels; {error}; send a smaller image") from error
     except Exception as error:
@@ -70,38 +76,18 @@ def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
         raise UnsupportedImage(f"expected one of {', '.join(FORMATS)}, got {kind}") from error
     with image:
         width, height = image.size
-        _check_pixels(width, height, max_pixels)
+        runs = any(tile.codec_name == "bmp_rle" for tile in image.tile)
+        check_pixels(width, height, max_pixels // _RUN_COST if runs else max_pixels)
         try:
             image.load()
             return to_grey_or_rgb(image)
+        except ImageError:
+            raise
         except Exception as error:
             raise UndecodableImage(
                 f"expected a whole {image.format} image of {width}×{height}, its data is damaged or cut "
                 f"short ({type(error).__name__}); send the file again"
             ) from error
-
-
-def _check_pixels(width: int, height: int, max_pixels: int) -> None:
-    if width * height > max_pixels:
-        raise ImageTooLarge(
-            f"expected at most {max_pixels} pixels, the header says {width}×{height} = "
-            f"{width * height}; send a smaller image"
-        )
-
-
-def _webp_size(data: bytes) -> tuple[int, int]:
-    """Width and height of a WebP, (0, 0) for anything else: Pillow takes the memory of the canvas when it opens one."""
-    if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < 30:
-        return 0, 0
-    kind = data[12:16]
-    if kind == b"VP8X":
-        return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
-    if kind == b"VP8L":
-        bits = int.from_bytes(data[21:25], "little")
-        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
-    if kind == b"VP8 ":
-        return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
-    return 0, 0
 
 
 def _plain_png(data: bytes, max_pixels: int) -> Image.Image | None:
@@ -131,9 +117,13 @@ def _plain_png(data: bytes, max_pixels: int) -> Image.Image | None:
 
 def to_grey_or_rgb(image: Image.Image) -> Image.Image:
     """Any Pillow image as ``L`` or ``RGB`` with 8-bit samples: turned upright, what is transparent over black."""
+    exif = max(len(image.info.get("exif") or b""), len(image.info.get("Raw profile type exif") or "") // 2)
+    check("bytes of EXIF", MOST_EXIF, exif)
     image = ImageOps.exif_transpose(image)
     if image.mode in _WIDE_MODES:
         samples = np.asarray(image)
+        if image.mode == "F" and not np.isfinite([samples.min(initial=0.0), samples.max(initial=0.0)]).all():
+            raise UndecodableImage("expected finite samples, got NaN or infinity; replace them")
         scale = 255.0 if image.mode == "F" and samples.max(initial=0.0) <= 1.0 else 255.0 / 65535.0
         narrow = np.empty(samples.shape, np.uint8)
         rows = max(1, _BLOCK // max(1, samples.shape[1]))

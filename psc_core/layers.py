@@ -11,7 +11,7 @@ where the spatial axis is row-major: positions of a map, tokens of a transformer
 =============  =====================  ==========================================================
 kind           module output          canonical
 =============  =====================  ==========================================================
-``map``        (B, C, H, W)           (B, C, H·W)
+``map``        (B, C, H, W)           (B, C, H·W); (B, C, P) of one-dimensional layers as it is
 ``map_last``   (B, H, W, C)           (B, C, H·W), Swin and the linear layers of ConvNeXt
 ``tokens``     (B, T, C)              (B, C, T)
 ``vector``     (B, C)                 (B, C, 1)
@@ -84,28 +84,34 @@ def canonical(features: Float[Tensor, "batch ..."], kind: str) -> Float[Tensor, 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a module's weights say about the channel axis of its 4-D output.
+    """What a module's weights say about the channel axis of its output of three or four dimensions.
 
     Attributes:
         convolves: Holds a convolution or batch normalisation (channels first).
         widths: Output widths of its linear layers and layer normalisations (channels last).
         channels: Output channels of its convolutions.
+        lines: Holds a one-dimensional convolution or batch normalisation, or is such a pooling.
     """
 
     convolves: bool
     widths: frozenset[int]
     channels: frozenset[int]
+    lines: bool = False
 
     def kind(self, shape: Sequence[int]) -> str | None:
         """Kind of an output of this shape; ``None`` when it is no batch of features.
 
-        Convolutions keep channels first, linear layers last, unless only the other axis fits a width.
+        Convolutions keep channels first, linear layers last, unless only the other axis fits a width.  Three dimensions
+        are tokens except behind one-dimensional layers; one channel alone there (a sum of tokens, a gate) is a token.
         """
-        if len(shape) != 4:
-            return {2: "vector", 3: "tokens"}.get(len(shape))
+        if len(shape) not in (3, 4):
+            return "vector" if len(shape) == 2 else None
+        fits_first, fits_last = shape[1] in self.widths | self.channels, shape[-1] in self.widths
+        if len(shape) == 3:
+            first = not self.widths or (fits_first and not fits_last)
+            return "map" if self.lines and first and shape[1] > 1 else "tokens"
         if not self.widths:
             return "map"
-        fits_first, fits_last = shape[1] in self.widths | self.channels, shape[3] in self.widths
         if not self.convolves:
             return "map" if fits_first and not fits_last else "map_last"
         return "map_last" if fits_last and not fits_first and shape[2] != shape[3] else "map"
@@ -123,20 +129,35 @@ def layout_of(net: nn.Module, name: str) -> Layout:
 
 def _layout(module: nn.Module) -> Layout:
     if _is_pooling(module):
-        return Layout(True, frozenset(), frozenset())
+        return Layout(True, frozenset(), frozenset(), "Pool1d" in type(module).__name__)
     inside = list(module.modules())
     convolutions = [m for m in inside if isinstance(m, _ConvNd)]
     linears = [m for m in inside if isinstance(m, nn.Linear)]
-    # Exactly nn.LayerNorm: its channels-first subclasses permute inside.
-    norms = [m for m in inside if type(m) is nn.LayerNorm]
-    channels_first = bool(convolutions) or any(isinstance(m, _BatchNorm) for m in inside)
-    if len(inside) == 1 and isinstance(module, nn.LayerNorm) and not norms:
-        channels_first = True
     return Layout(
-        channels_first,
-        frozenset(m.out_features for m in linears) | frozenset(m.normalized_shape[-1] for m in norms),
+        bool(convolutions) or any(isinstance(m, _BatchNorm) for m in inside),
+        frozenset(m.out_features for m in linears) | {width for m in inside if (width := _normalised_width(m))},
         frozenset(m.out_channels for m in convolutions),
+        any(isinstance(m, nn.Conv1d | nn.ConvTranspose1d | nn.BatchNorm1d) for m in inside),
     )
+
+
+def _normalised_width(module: nn.Module) -> int | None:
+    """Width of the last axis, if that is what the module normalises: layer and RMS normalisation, timm's too.
+
+    One that reads channels first permutes inside.  Only such a one leaves the shape of a map of one position.
+    """
+    shape = getattr(module, "normalized_shape", ())
+    if not isinstance(shape, Sequence) or len(shape) != 1:
+        return None
+    width = int(shape[0])
+    if type(module) is nn.LayerNorm:
+        return width
+    probe = next(module.parameters(), torch.empty(0)).new_zeros(1, width, 1, 1)
+    try:
+        with torch.no_grad():
+            return None if module.forward(probe).shape == probe.shape else width
+    except Exception:
+        return width
 
 
 def _is_pooling(module: nn.Module) -> bool:
@@ -232,10 +253,10 @@ def _run(net: nn.Module, example: Tensor) -> _Run:
     handles = [module.register_forward_hook(partial(remember, name)) for name, module in net.named_modules() if name]
     try:
         logits = net.eval()(torch.cat([example, example]))
-    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+    except Exception as error:
         raise NetworkError(
-            f"{type(net).__name__} cannot run an input of shape {tuple(example.shape)}: {error}; check the preset, "
-            "the image size and the model arguments"
+            f"{type(net).__name__} cannot run an input of shape {tuple(example.shape)}: {type(error).__name__}: "
+            f"{error}; check the preset, the image size and the model arguments"
         ) from error
     finally:
         for handle in handles:

@@ -94,7 +94,7 @@ def load_network(
     """
     recipe = Recipe(spec, num_classes, dict(model_args or {}))
     source, separator, name = spec.partition(":")
-    if not separator or not name:
+    if not separator or not source or not name:
         raise NetworkError(f"expected torchvision:NAME, timm:NAME or package.module:factory, got {spec!r}")
     if recipe.is_factory:
         net = _from_factory(recipe, allow_factories)
@@ -263,12 +263,16 @@ def _from_timm(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn
 
 
 def _from_factory(recipe: Recipe, allow_factories: Collection[str]) -> nn.Module:
+    module, _, name = recipe.spec.partition(":")
+    if module.startswith(".") or module.endswith(".py") or "/" in module or "\\" in module:
+        raise NetworkError(
+            f"expected package.module:factory, not a path, got {recipe.spec!r}; give the name that Python imports it by"
+        )
     if recipe.spec not in allow_factories:
         raise NetworkError(
             f"the factory {recipe.spec} is not on the allow-list {sorted(allow_factories)}; importing it runs its "
             "code, so add it there only if you trust it"
         )
-    module, _, name = recipe.spec.partition(":")
     try:
         factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -352,8 +356,10 @@ def _count(what: str, keys: list[str]) -> str:
 
 
 def _prefix_hint(missing: list[str], unexpected: list[str]) -> str:
-    for key in unexpected[:1]:
-        for other in missing:
-            if key.endswith(f".{other}"):
-                return f"; its names carry the prefix {key.removesuffix(other)!r}: remove it"
+    """Which prefix would make a missing name of an unexpected one; batch counters are never missing."""
+    endings = tuple(f".{name}" for name in missing)
+    for key in unexpected:
+        if key.endswith(endings):
+            name = max((ending[1:] for ending in endings if key.endswith(ending)), key=len)
+            return f"; its names carry the prefix {key.removesuffix(name)!r}: remove it"
     return ""

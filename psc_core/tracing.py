@@ -125,7 +125,8 @@ def mutates(node: fx.Node, root: nn.Module) -> bool:
     if node.op == "call_module":
         return bool(getattr(root.get_submodule(str(node.target)), "inplace", False))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return bool(node.kwargs.get("inplace")) or name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+    named = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+    return named or bool(node.kwargs.get("inplace")) or node.kwargs.get("out") is not None
 
 
 # -- hooks ----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from psc_core import image_limits
 from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
 from psc_core.images import FORMATS, decode_image
 from psc_core.preprocess import PRESETS
@@ -138,3 +139,167 @@ def test_noise_behind_a_good_start(noise: bytes, kind: str, keep: int) -> None:
     except ImageError:
         return
     assert array.shape == (1, 28, 28)
+
+
+def jpeg_of(scans: int, *, between: bytes = b"") -> bytes:
+    """A JPEG whose last scan is repeated until it has so many, with something before each that is added."""
+    data = encoded(Image.linear_gradient("L").resize((64, 64)), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    return data[:-2] + (between + data[last:-2]) * (scans - data.count(b"\xff\xda")) + data[-2:]
+
+
+def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 bytes of an empty scan cost as much as a pass over all pixels."""
+    assert decode_image(jpeg_of(image_limits.MOST_SCANS)).size == (64, 64)
+    monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
+    with pytest.raises(UndecodableImage, match="at most 100 scans, got 101"):
+        decode_image(jpeg_of(image_limits.MOST_SCANS + 1))
+
+
+def test_scans_are_counted_where_libjpeg_begins_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill, stray, comment = b"\xff" * 9, b"\0\1\2", b"\xff\xfe\0\4\xff\xd9"
+    monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
+    for between in (fill, stray, comment, b"\xff\0", b"\xff\xd0"):
+        with pytest.raises(UndecodableImage, match="scans"):
+            decode_image(jpeg_of(image_limits.MOST_SCANS + 1, between=between))
+
+
+def test_what_only_looks_like_scans_is_not_counted() -> None:
+    """Thumbnails, colour profiles, and the film that a telephone puts behind a photograph."""
+    data, many = jpeg_of(9), b"\xff\xda" * 2000
+    comment = b"\xff\xfe" + struct.pack(">H", 2 + len(many)) + many
+    for other in (data[:2] + comment + data[2:], data + many, data + jpeg_of(90)):
+        assert decode_image(other).size == (64, 64)
+
+
+def test_a_header_is_not_read_a_byte_at_a_time() -> None:
+    """Pillow takes a microsecond for each of these, and sixteen times their memory."""
+    jpeg, gif, bare = (encoded(Image.new("L", (8, 8)), kind) for kind in ("JPEG", "GIF", "PNG"))
+    for middle in (b"\xff" * 20_000, b"\xff\xfe\0\2" * 20_000, b"\xff\xd8" * 20_000, b"\xff\xf0\xff\xff" * 20_000):
+        with pytest.raises(UndecodableImage, match="segments"):
+            decode_image(jpeg[:2] + middle + jpeg[2:])
+    for middle in (b"!\xfe\1a\0" * 9_000, b"\1" * 20_000):
+        with pytest.raises(UndecodableImage, match="pieces"):
+            decode_image(gif[: gif.index(b",")] + middle + gif[gif.index(b",") :])
+    for at in (33, -12):
+        with pytest.raises(UndecodableImage, match="chunks"):
+            decode_image(bare[:at] + chunk(b"abCd", b"") * 12_000 + bare[at:])
+
+
+def test_a_thousand_colour_profiles() -> None:
+    one = chunk(b"iCCP", b"k\0\0" + zlib.compress(bytes(1000)))
+    assert decode_image(png(28, 28, one, data=PIXELS)).size == (28, 28)
+    with pytest.raises(UndecodableImage, match="colour profiles"):
+        decode_image(png(28, 28, *[one] * 1000, data=PIXELS))
+
+
+def tiff(data: bytes, **tags: int | list[int]) -> bytes:
+    """A TIFF of 16 × 16 grey pixels with the data at its end; tags by number (``t256=…``), all as LONG."""
+    body = {256: [16], 257: [16], 258: [8], 259: [8], 262: [1], 277: [1]}
+    for name, value in tags.items():
+        body[int(name[1:])] = value if isinstance(value, list) else [value]
+    at = 8 + 2 + 12 * len(body) + 4
+    entries, behind = b"", b""
+    for tag, values in sorted(body.items()):
+        packed = struct.pack(f"<{len(values)}I", *values)
+        where = struct.pack("<I", at + len(behind)) if len(values) > 1 else packed
+        entries += struct.pack("<HHI", tag, 4, len(values)) + where
+        behind += packed if len(values) > 1 else b""
+    return b"II*\0\x08\0\0\0" + struct.pack("<H", len(body)) + entries + bytes(4) + behind + data
+
+
+def tiled(width: int, height: int, **tags: int | list[int]) -> bytes:
+    """A TIFF of one deflated tile."""
+    data = zlib.compress(bytes(min(width * height, 1 << 16)), 9)
+    where = len(tiff(b"", t322=0, t323=0, t324=0, t325=0, **tags))
+    return tiff(data, t322=width, t323=height, t324=where, t325=len(data), **tags)
+
+
+def test_a_tile_counts_as_the_pixels_that_libtiff_takes_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 16 × 16 image in one tile of 30000² took 860 MB."""
+    assert decode_image(tiled(16, 16)).size == (16, 16)
+    assert decode_image(tiled(256, 256), max_pixels=1 << 16).size == (16, 16)
+    monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
+    with pytest.raises(ImageTooLarge, match="256×256"):
+        decode_image(tiled(256, 256), max_pixels=(1 << 16) - 1)
+    for width, height in ((30_000, 30_000), (16, 1 << 31), (1 << 31, 16)):
+        with pytest.raises(ImageTooLarge, match="a tile has"):
+            decode_image(tiled(width, height))
+
+
+def test_tiles_that_overlap_the_image_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of a thousand columns in a tile of its own, a thousand times as long as the image."""
+    monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
+    with pytest.raises(ImageTooLarge, match="the tiles have"):
+        decode_image(tiled(1, MOST_PIXELS, t256=1000), max_pixels=MOST_PIXELS)
+
+
+@pytest.mark.parametrize("kind", [5, 17])
+def test_a_tile_whose_size_pillow_does_not_read(kind: int) -> None:
+    """libtiff takes other types of number than Pillow does."""
+    data = tiled(30_000, 30_000).replace(struct.pack("<HH", 322, 4), struct.pack("<HH", 322, kind))
+    with pytest.raises(UndecodableImage, match="tag 322"):
+        decode_image(data)
+
+
+def test_a_tiff_of_many_strips() -> None:
+    """Pillow makes an object of each."""
+    many = image_limits._MOST_VALUES + 1
+    for compression in (1, 8):
+        with pytest.raises(UndecodableImage, match="values of tag 273"):
+            decode_image(tiff(bytes(64), t256=1, t257=many, t259=compression, t273=[8] * many, t278=1))
+
+
+def test_strips_that_share_their_bytes() -> None:
+    """libtiff goes through them once for each strip."""
+    data = b"\x80" * 5_000
+    with pytest.raises(UndecodableImage, match="bytes of strips"):
+        decode_image(tiff(data, t257=500, t259=32773, t273=[8] * 500, t278=1, t279=[len(data)] * 500))
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("big", [True, False])
+def test_directories_of_either_order_and_size(order: str, big: bool) -> None:
+    tags = [(256, 3, 16), (257, 3, 16), (258, 3, 8), (259, 3, 1), (262, 3, 1), (273, 3, 0), (278, 3, 16), (279, 3, 256)]
+    tags += [(322, 4, 30_000), (323, 3, 30_000)]
+    form, value = ("HHQ", 8) if big else ("HHL", 4)
+    body = b"".join(
+        struct.pack(order + form, tag, kind, 1)
+        + struct.pack(order + ("H" if kind == 3 else "I"), n).ljust(value, b"\0")
+        for tag, kind, n in tags
+    )
+    head = (b"II" if order == "<" else b"MM") + struct.pack(order + "H", 43 if big else 42)
+    head += struct.pack(order + ("HHQQ" if big else "LH"), *((8, 0, 16, len(tags)) if big else (8, len(tags))))
+    with pytest.raises(ImageTooLarge if order == "<" or not big else UnsupportedImage):  # Pillow reads no big MM.
+        decode_image(head + body + bytes(512))
+
+
+def test_exif_of_many_megabytes() -> None:
+    """A fraction of eight bytes is an object of two hundred."""
+    many = (1 << 20) // 8
+    fractions = struct.pack("<HHHIII", 1, 0x112, 5, many, 26, 0) + struct.pack("<II", 1, 1) * many
+    exif = b"Exif\0\0II*\0\x08\0\0\0" + fractions
+    parts = [exif[:60_000], *[b"Exif\0\0" + exif[at : at + 60_000] for at in range(60_000, len(exif), 60_000)]]
+    jpeg = encoded(Image.new("L", (8, 8)), "JPEG")
+    middle = b"".join(b"\xff\xe1" + struct.pack(">H", 2 + len(part)) + part for part in parts)
+    text = chunk(b"tEXt", b"Raw profile type exif\0\nexif\n 9\n" + exif[6:].hex().encode())
+    for data in (
+        jpeg[:2] + middle + jpeg[2:],
+        encoded(Image.new("L", (8, 8)), exif=exif),
+        encoded(Image.new("RGB", (8, 8)), "WEBP", exif=exif),
+        png(28, 28, text, data=PIXELS),
+    ):
+        with pytest.raises(UndecodableImage, match="bytes of EXIF"):
+            decode_image(data)
+
+
+def test_a_run_length_bitmap_is_decoded_in_python_and_may_be_a_fiftieth_as_large() -> None:
+    def bmp(width: int, height: int) -> bytes:
+        runs, start = b"\1\1\0\0" * height + b"\0\1", 54 + 1024
+        head = struct.pack("<IHHI", start + len(runs), 0, 0, start)
+        head += struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, len(runs), 0, 0, 256, 0)
+        return b"BM" + head + bytes(1024) + runs
+
+    assert decode_image(bmp(100, 100), max_pixels=500_000).size == (100, 100)
+    with pytest.raises(ImageTooLarge, match="at most 10000 pixels"):
+        decode_image(bmp(101, 100), max_pixels=500_000)

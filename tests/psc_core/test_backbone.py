@@ -88,6 +88,7 @@ class Statements(nn.Module):
         x = self.first(x)
         self.act(x)
         x.mul_(2.0)
+        torch.clamp(x, max=0.5, out=x)
         x = self.second(x)
         x.add_(1.0)
         return self.head(x.mean((2, 3)))
@@ -279,6 +280,30 @@ def test_a_wrong_trace_is_found_out_by_the_example() -> None:
     backbone = truncate(net, ["first"], keep_output=True, example=example)
     assert backbone.method == "hooks"
     assert torch.equal(backbone(example)[1], net(example))
+
+
+class Dropping(nn.Module):
+    """Drops at random in evaluation mode too."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(64, 16), nn.Linear(16, 2)
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x.flatten(1))
+        return self.head(nn.functional.dropout(first, self.p))
+
+
+def test_a_network_that_gives_another_output_each_time_is_refused() -> None:
+    example = torch.randn(1, 1, 8, 8)
+    torch.manual_seed(0)
+    for cut in (["first", "head"], ["head:input"]):
+        with pytest.raises(NetworkError, match=r"the same output for the same image.*is dropout always on"):
+            truncate(Dropping(0.3), cut, keep_output=False, example=example)
+    with pytest.raises(NetworkError, match="the same output for the same image"):
+        truncate(Dropping(0.3), ["first"], keep_output=True, example=example)
+    assert truncate(Dropping(0.3), ["first"], keep_output=False, example=example).method == "graph"  # not yet dropped
 
 
 class Odd(nn.Module):

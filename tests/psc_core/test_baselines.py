@@ -19,7 +19,7 @@ from psc_core.baselines import (
     max_softmax_score,
 )
 from psc_core.data import ImageDataset, labelled
-from psc_core.errors import FitError, NetworkError
+from psc_core.errors import FitError, NetworkError, UsageError
 from psc_core.passes import Compute
 from psc_core.preprocess import Preprocess
 from psc_core.scores import auroc
@@ -170,6 +170,14 @@ def test_rare_classes_are_left_out_and_several_labels_count_as_rows() -> None:
     assert bool(fitted.score(next(val.batches(30)).images).scores["gda"].isfinite().all())
     with pytest.raises(FitError, match="at least two images"):
         fit_baselines(net, "pool", images(3, 1), val, compute=CPU)
+
+
+@pytest.mark.parametrize("width", [1, 7])
+def test_a_network_of_another_width_than_the_classes_is_refused(width: int) -> None:
+    net = trained()
+    net.fc = nn.Linear(32, width)
+    with pytest.raises(UsageError, match=rf"expected a network of 3 outputs, .* got {width}"):
+        fit_baselines(net.eval(), "pool", images(30, 1), images(30, 2), compute=CPU)
 
 
 def test_an_unknown_layer_is_named() -> None:

@@ -140,6 +140,29 @@ def added_in_place(net: Small, x: Tensor) -> Tensor:
     return b + a
 
 
+def written_over(net: Small, x: Tensor) -> Tensor:
+    a = net.first(x)
+    b = net.second(a)
+    return torch.mul(a, 2.0, out=a) + b
+
+
+def added_to_what_is_read(net: Small, x: Tensor) -> Tensor:
+    """The result of the sum is not read, what it changed is."""
+    a = net.first(x)
+    a.add_(net.second(F.relu(a)))
+    return net.third(a) + a
+
+
+def added_to_a_view(net: Small, x: Tensor) -> Tensor:
+    a = net.first(x)
+    return a.view(a.shape).add_(net.second(F.relu(a))) * a
+
+
+def added_to_the_convolution(net: Small, x: Tensor) -> Tensor:
+    a = net.norm(net.first(x))
+    return net.second(a).add_(a).relu_() + a
+
+
 def broadcast(net: Small, x: Tensor) -> Tensor:
     a = net.first(x)
     return F.relu(net.second(net.pool(a)) + a)
@@ -183,6 +206,10 @@ def two_summands(net: Small, x: Tensor) -> Tensor:
     [
         changed_between,
         added_in_place,
+        written_over,
+        added_to_what_is_read,
+        added_to_a_view,
+        added_to_the_convolution,
         broadcast,
         one_value_to_all,
         called_twice,
@@ -202,6 +229,13 @@ def test_what_is_fused(packed: bool) -> None:
     fused = check(unlike_new(Small(two_summands)), "third", torch.randn(2, 3, 8, 8))
     called = [type(fused.get_submodule(str(node.target))) for node in fused.graph.nodes if node.op == "call_module"]  # type: ignore[union-attr,operator]
     assert called == [PackedConvolution if packed else nn.Conv2d] * 4
+
+
+@packs
+def test_a_sum_in_place_is_fused_where_it_changes_the_convolutions_own_output() -> None:
+    for wire, sums in ((added_to_the_convolution, 0), (added_to_what_is_read, 1)):
+        fused = check(unlike_new(Small(wire)), "first", torch.randn(2, 3, 8, 8))
+        assert len(fused.graph.find_nodes(op="call_method", target="add_")) == sums  # type: ignore[union-attr,operator]
 
 
 def test_a_wanted_convolution_is_not_folded_into() -> None:

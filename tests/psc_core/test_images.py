@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from psc_core import images
+from psc_core import image_limits, images
 from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
 from psc_core.images import FORMATS, decode_image
 
@@ -50,6 +50,23 @@ def test_cmyk_jpeg_becomes_rgb() -> None:
 def test_sixteen_bit_samples_are_scaled_not_clipped() -> None:
     wide = Image.fromarray(GRADIENT.astype(np.uint16) * 257)
     assert np.array_equal(np.asarray(decode_image(encode(wide, "PNG"))), GRADIENT)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_samples_that_are_not_finite_are_refused(value: float) -> None:
+    """One NaN made the scale that of 16-bit samples, and everything black."""
+    samples = np.linspace(0.0, 1.0, 64, dtype=np.float32).reshape(8, 8)
+    assert np.asarray(decode_image(encode(Image.fromarray(samples), "TIFF"))).max() == 255
+    samples[3, 4] = value
+    with pytest.raises(UndecodableImage, match="finite samples"):
+        decode_image(encode(Image.fromarray(samples), "TIFF"))
+
+
+@pytest.mark.parametrize("compression", ["raw", "tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg", "group4"])
+@pytest.mark.parametrize("big", [True, False])
+def test_every_tiff_that_pillow_writes_is_read(compression: str, big: bool) -> None:
+    image = Image.fromarray(np.tile(GRADIENT, (9, 9))).convert("1" if compression == "group4" else "RGB")
+    assert decode_image(encode(image, "TIFF", compression=compression, big_tiff=big)).size == (288, 216)
 
 
 def test_alpha_is_blended_onto_black() -> None:
@@ -94,7 +111,7 @@ def test_a_large_webp_canvas_is_refused_before_pillow_takes_its_memory(
     image = Image.new("RGBA" if alpha else "RGB", (37, 21), (1, 2, 3, 4)[: 4 if alpha else 3])
     data = encode(image, "WEBP", lossless=lossless)
     assert decode_image(data).size == (37, 21)
-    assert images._webp_size(data) == (37, 21)
+    assert image_limits._webp_size(data) == (37, 21)
     monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
     with pytest.raises(ImageTooLarge, match="37×21"):
         decode_image(data, max_pixels=36 * 21)

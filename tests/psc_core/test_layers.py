@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from psc_core.backbone import truncate
 from psc_core.errors import NetworkError, UsageError
 from psc_core.layers import KINDS, LayerInfo, Layout, canonical, layout_of, list_layers, select_layers
 from psc_core.networks import load_network
@@ -104,6 +105,93 @@ def test_every_module_of_swin_gets_the_right_channel_axis() -> None:
     assert (found["permute"].kind, found["permute"].shape) == ("map", (768, 4))
 
 
+class Sequences(nn.Module):
+    """Tokens, then channels first: the end of Microsoft's Swin, and one-dimensional layers behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.norm = nn.Conv2d(1, 6, 4, 4), nn.LayerNorm(6)
+        self.line = nn.Sequential(nn.Conv1d(6, 5, 1), nn.BatchNorm1d(5), nn.ReLU(), nn.MaxPool1d(2))
+        self.avgpool, self.head = nn.AdaptiveAvgPool1d(1), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.patch(x).flatten(2).transpose(1, 2))
+        return self.head(self.avgpool(self.line(x.transpose(1, 2))).flatten(1))
+
+
+def test_one_dimensional_layers_are_channels_first() -> None:
+    net, example = Sequences(), torch.randn(1, 1, 16, 16)
+    found = by_name(list_layers(net, example, granularity="all"))
+    assert (found["norm"].kind, found["norm"].shape) == ("tokens", (6, 16))
+    for name in ("line.0", "line.1", "line.2"):
+        assert (found[name].kind, found[name].shape, found[name].grid) == ("map", (5, 16), (16,))
+    for name in ("line.3", "line"):
+        assert (found[name].kind, found[name].shape) == ("map", (5, 8))
+    assert (found["avgpool"].kind, found["avgpool"].shape) == ("map", (5, 1))
+    assert found["avgpool"].role == "penultimate"
+    (features,), _ = truncate(net, ["avgpool"], keep_output=False, example=example)(example)
+    assert features.shape == (1, 5, 1)
+
+
+def test_a_block_of_tokens_stays_one_around_convolutions() -> None:
+    """Patches ahead of a transformer, convolutions along its tokens, and a sum of tokens: CoaT's last layer."""
+    embedding = nn.Sequential(nn.Conv2d(3, 6, 4), nn.Flatten(2))
+    mixing = nn.Sequential(nn.Conv1d(9, 9, 1), nn.LayerNorm(6), nn.Linear(6, 6))
+    projected = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(16))
+    assert layout_of(embedding, "").kind((2, 16, 6)) == "tokens"
+    assert layout_of(mixing, "").kind((2, 9, 6)) == "tokens"
+    assert layout_of(projected, "").kind((2, 16, 9)) == "tokens"
+    assert layout_of(nn.Conv1d(3, 1, 1), "").kind((2, 1, 16)) == "tokens"
+    assert layout_of(nn.Sequential(nn.Linear(6, 6), nn.Conv1d(6, 9, 1)), "").kind((2, 9, 16)) == "map"
+
+
+class FirstNorm(nn.LayerNorm):
+    """Over the channels of a map (B, C, H, W), by turning it around."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class LastNorm(nn.LayerNorm):
+    """In float32, over the last axis."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.float()).to(input.dtype)
+
+
+@pytest.mark.parametrize(
+    ("norm", "kind"),
+    [
+        (nn.LayerNorm(6), "map_last"),
+        (LastNorm(6), "map_last"),
+        (nn.RMSNorm(6), "map_last"),
+        (FirstNorm(6), "map"),
+        (nn.LayerNorm((6, 4, 5)), "map"),
+    ],
+)
+def test_a_normalisation_is_read_along_the_axis_that_it_normalises(norm: nn.Module, kind: str) -> None:
+    shape = (2, 6, 4, 5) if kind == "map" else (2, 4, 5, 6)
+    assert norm(torch.zeros(shape)).shape == shape
+    assert layout_of(norm, "").kind(shape) == kind
+    assert layout_of(nn.Sequential(nn.Identity(), norm), "").kind(shape) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "kind", "shape"),
+    [
+        ("mambaout_femto", "stages.0.blocks.0.norm", "map_last", (48, 64)),
+        ("mambaout_femto", "stages.0.blocks.0", "map_last", (48, 64)),
+        ("convnext_atto", "stages.0.blocks.0.norm", "map", (40, 64)),
+        ("convnext_atto", "stages.1.downsample.0", "map", (40, 64)),
+    ],
+)
+def test_normalisations_of_timm(name: str, layer: str, kind: str, shape: tuple[int, int]) -> None:
+    pytest.importorskip("timm")
+    net = load_network(f"timm:{name}", num_classes=3)
+    found = by_name(list_layers(net, torch.randn(1, 3, 32, 32), granularity="all"))[layer]
+    assert (found.kind, found.shape) == (kind, shape)
+
+
 class FunctionalPool(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -185,6 +273,15 @@ def test_pattern_and_granularity_errors() -> None:
         select_layers(list_layers(net, example), "(")
     with pytest.raises(UsageError, match="operations, blocks, all"):
         list_layers(net, example, granularity="fine")
+
+
+def test_whatever_a_network_raises_is_told() -> None:
+    class Looks(FunctionalPool):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyError("stage5")
+
+    with pytest.raises(NetworkError, match=r"shape \(1, 1, 8, 8\): KeyError: 'stage5'"):
+        list_layers(Looks(), torch.randn(1, 1, 8, 8))
 
 
 def test_inputs_and_outputs_that_do_not_fit_say_so() -> None:

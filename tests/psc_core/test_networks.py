@@ -18,6 +18,10 @@ def tiny(num_classes: int, width: int = 4) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(16, width), nn.ReLU(), nn.Linear(width, num_classes))
 
 
+def normed(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, num_classes))
+
+
 def not_a_network(num_classes: int) -> int:
     return num_classes
 
@@ -64,6 +68,7 @@ def test_random_initialisation_follows_the_callers_seed() -> None:
     [
         ("resnet18", {}, "torchvision:NAME"),
         ("torchvision:", {}, "torchvision:NAME"),
+        (":net", {}, "torchvision:NAME"),
         ("torchvision:resnet19", {}, "did you mean resnet18"),
         ("torchvision:fasterrcnn_resnet50_fpn", {}, "classification network"),
         ("torchvision:resnet18", {"stem": "tiny"}, "stem=small"),
@@ -97,6 +102,12 @@ def test_a_factory_runs_only_when_allowed() -> None:
 def test_bad_factories_say_what_to_do(spec: str, model_args: dict[str, object], text: str) -> None:
     with pytest.raises(NetworkError, match=text):
         load_network(spec, num_classes=3, model_args=model_args, allow_factories=(spec,))
+
+
+@pytest.mark.parametrize("spec", ["./nets.py:build", "../nets:build", "nets.py:build", "/home/me/nets.py:build"])
+def test_a_path_is_no_module(spec: str) -> None:
+    with pytest.raises(NetworkError, match=r"expected package\.module:factory, not a path"):
+        load_network(spec, num_classes=3, allow_factories=(spec,))
 
 
 def test_timm_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +194,14 @@ def test_weights_that_do_not_fit_say_why(tmp_path: Path) -> None:
             load(save(path, bad))
     with pytest.raises(NetworkError, match=r"is for 3 classes .* the data has 10"):
         load(save(path, state), num_classes=10)
+
+
+def test_a_prefix_is_seen_behind_batch_counters(tmp_path: Path) -> None:
+    """Safetensors puts integers, the counters, first."""
+    path = save(tmp_path / "w.safetensors", {f"module.{key}": value for key, value in normed(3).state_dict().items()})
+    spec = f"{HERE}:normed"
+    with pytest.raises(NetworkError, match=r"prefix 'module\.': remove it"):
+        load_network(spec, weights=path, num_classes=3, allow_factories=(spec,))
 
 
 def test_files_that_are_no_weights_say_what_to_do(tmp_path: Path) -> None:

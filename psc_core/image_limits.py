@@ -1,0 +1,185 @@
+"""What an image file asks for, bounded before Pillow opens it, and without decoding anything.
+
+Pixels are the first limit.  Where a format lets a small file ask for more work than its pixels and its bytes, that is
+bounded too: scans of a JPEG, tiles and strips of a TIFF, the number of pieces a header is cut into, EXIF.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+from typing import Final
+
+import numpy as np
+
+from psc_core.errors import ImageTooLarge, UndecodableImage
+
+MOST_SCANS: Final = 100
+"""Scans of a JPEG that are decoded.  Each may cost a pass over all pixels and take some 80 bytes.  libjpeg writes 10
+(18 for CMYK); libtiff sets the same limit for JPEG within TIFF."""
+
+_MOST_PIECES: Final = 10_000
+"""Segments of a JPEG and bytes between those of its header, chunks of a PNG, blocks of a GIF: Pillow reads each in
+Python."""
+
+MOST_EXIF: Final = 1 << 20
+"""Bytes of EXIF: Pillow takes two hundred times as much to unpack them."""
+
+_MOST_PROFILES: Final = 16
+"""Colour profiles of a PNG: one of 1 kB may unpack to 1 MB."""
+
+_MOST_TAGS: Final = 4096
+"""Tags of a TIFF; libtiff sets the same limit."""
+
+_MOST_VALUES: Final = 3 << 16
+"""Values of a TIFF tag, such as where its strips begin: Pillow makes objects of them.  A 16-bit transfer function has
+so many."""
+
+_MOST_OVERLAP: Final = 10
+"""How often the strips of a TIFF may use the same bytes, on average."""
+
+_MARKER: Final = re.compile(rb"\xff[\xc0-\xc7\xc9-\xcf\xd9-\xef\xfe]")
+"""Starts a segment of a JPEG; among compressed pixels 0xFF is followed by 0 or by a restart's 0xD0 to 0xD7."""
+
+_SCAN, _END, _APP1 = 0xDA, 0xD9, 0xE1
+
+_SIDES: Final = (256, 257, 322, 323)
+"""TIFF tags: width and height, of the image and of a tile."""
+
+_STRIP_BYTES, _TILE_BYTES = 279, 325
+_CHECKED: Final = (*_SIDES, _STRIP_BYTES, _TILE_BYTES)
+_NUMBERS: Final = {3: "u2", 4: "u4", 16: "u8"}
+_TEXTS: Final = (1, 2, 7)
+"""Types of TIFF tags: numbers, and those that stay bytes."""
+
+_PNG_CHUNK: Final = struct.Struct(">I4s")
+
+
+def checked(data: bytes, max_pixels: int) -> io.BytesIO:
+    """The file, checked for what costs much when Pillow opens or loads it.
+
+    Raises:
+        ImageTooLarge: More than ``max_pixels``, where Pillow would take the memory before it can be asked.
+        UndecodableImage: It would cost far more to decode than its pixels.
+    """
+    check_pixels(*_webp_size(data), max_pixels)
+    if data.startswith(b"\xff\xd8\xff"):
+        _check_jpeg(data)
+    elif data.startswith(b"\x89PNG"):
+        _check_png(data)
+    elif data.startswith(b"GIF8"):
+        return _Reader(data)
+    elif data[:2] in (b"II", b"MM") and (42 in data[2:4] or 43 in data[2:4]):
+        _check_tiff(data, max_pixels)
+    return io.BytesIO(data)
+
+
+def check_pixels(width: int, height: int, max_pixels: int, what: str = "the header says") -> None:
+    """Raise :class:`ImageTooLarge` for more than ``max_pixels``."""
+    if width * height > max_pixels:
+        raise ImageTooLarge(
+            f"expected at most {max_pixels} pixels, {what} {width}×{height} = {width * height}; send a smaller image"
+        )
+
+
+def check(what: str, most: int, got: int) -> None:
+    """Raise :class:`UndecodableImage` for more than ``most``."""
+    if got > most:
+        raise UndecodableImage(f"expected at most {most} {what}, got {got} or more; save the image anew")
+
+
+class _Reader(io.BytesIO):
+    """A file of which Pillow, in Python, may read a reasonable number of pieces."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._most = _MOST_PIECES + len(data) // 32
+        self._reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._reads += 1
+        check("pieces in a file of this size", self._most, self._reads)
+        return super().read(size)
+
+
+def _check_png(data: bytes) -> None:
+    """Count the chunks of a PNG."""
+    at, most, chunks, profiles, kind = 8, _MOST_PIECES + len(data) // 128, 0, 0, b""
+    while kind != b"IEND" and at + 8 <= len(data):
+        length, kind = _PNG_CHUNK.unpack_from(data, at)
+        at += 12 + length
+        chunks += 1
+        profiles += kind == b"iCCP"
+        if chunks > most or profiles > _MOST_PROFILES:
+            check("colour profiles", _MOST_PROFILES, profiles)
+            check("chunks in a file of this size", most, chunks)
+
+
+def _check_jpeg(data: bytes) -> None:
+    """Walk the segments of a JPEG's first image as libjpeg does, without decoding."""
+    at, scans, segments, exif = 2, 0, 0, 0
+    while found := _MARKER.search(data, at):
+        segments += 1 if scans else 1 + found.start() - at
+        at = found.end()
+        kind = data[at - 1]
+        if kind == _END:
+            if scans:
+                return
+            continue
+        length = max(2, int.from_bytes(data[at : at + 2], "big"))
+        if kind == _SCAN:
+            scans += 1
+            check("scans", MOST_SCANS, scans)
+        elif kind == _APP1 and data.startswith(b"Exif\0\0", at + 2):
+            exif += length
+            check("bytes of EXIF", MOST_EXIF, exif)
+        if segments > _MOST_PIECES:
+            check("segments", _MOST_PIECES, segments)
+        at += length
+
+
+def _check_tiff(data: bytes, max_pixels: int) -> None:
+    """Check the first directory of a TIFF: pixels with those that tiles add, values, and bytes of all strips."""
+    order, big = "<" if data[:2] == b"II" else ">", data[2] == 43
+    (at,) = struct.unpack_from(order + ("Q" if big else "L"), data, 8 if big else 4)
+    (number,) = struct.unpack_from(order + ("Q" if big else "H"), data, at)
+    check("tags", _MOST_TAGS, number)
+    at += 8 if big else 2
+    entry = struct.Struct(order + ("HHQ8s" if big else "HHL4s"))
+    number = min(number, (len(data) - at) // entry.size)
+    found: dict[int, int] = {}
+    for tag, kind, count, value in entry.iter_unpack(data[at : at + number * entry.size]):
+        if kind not in _TEXTS:
+            check(f"values of tag {tag}", _MOST_VALUES, count)
+        if tag not in _CHECKED:
+            continue
+        if kind not in _NUMBERS or tag in found:
+            raise UndecodableImage(f"expected tag {tag} once and of whole numbers; save the image anew")
+        form = np.dtype(order + _NUMBERS[kind])
+        size = count * form.itemsize
+        start = int.from_bytes(value, "little" if order == "<" else "big")
+        stored = value[:size] if size <= len(value) else data[start : start + size]
+        found[tag] = int(np.frombuffer(stored, form, len(stored) // form.itemsize).sum(dtype=np.float64))
+    for tag in (_STRIP_BYTES, _TILE_BYTES):
+        check("bytes of strips", _MOST_OVERLAP * len(data), found.get(tag, 0))
+    width, height, tile_width, tile_height = (found.get(tag, 0) for tag in _SIDES)
+    if tile_width and tile_height:
+        check_pixels(tile_width, tile_height, max_pixels, "a tile has")
+        columns, rows = -(-width // tile_width), -(-height // tile_height)
+        check_pixels(columns * tile_width, rows * tile_height, 4 * max_pixels, "the tiles have")
+
+
+def _webp_size(data: bytes) -> tuple[int, int]:
+    """Width and height of a WebP, (0, 0) for anything else: Pillow takes the memory of the canvas when it opens one."""
+    if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < 30:
+        return 0, 0
+    kind = data[12:16]
+    if kind == b"VP8X":
+        return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
+    if kind == b"VP8L":
+        bits = int.from_bytes(data[21:25], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    if kind == b"VP8 ":
+        return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
+    return 0, 0
