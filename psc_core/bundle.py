@@ -12,6 +12,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from psc_core.manifest import (
     SCHEMA,
     FileEntry,
     Manifest,
+    check_text,
     first_fault,
     inside,
     manifest_digest,
@@ -66,10 +68,15 @@ def check_target(path: Path) -> None:
     """Refuse a place where a bundle cannot be written, before hours are spent on it.
 
     Raises:
-        BundleError: ``path`` is a file, holds files that are no bundle, or its parent cannot be written to.
+        BundleError: ``path`` is a file or a mount point, holds files that are no bundle, or its parent cannot be
+            written to.
     """
     if path.exists() and not path.is_dir():
         raise BundleError(f"expected {path} to be a directory or new, it is a file; choose another")
+    if path.is_mount():
+        raise BundleError(
+            f"expected {path} to be a directory that can be replaced, it is a mount point; choose a folder inside it"
+        )
     if path.exists() and any(path.iterdir()) and not (path / "manifest.json").exists():
         raise BundleError(f"expected {path} to be new, empty or a bundle, it holds other files; choose another")
     try:
@@ -93,12 +100,14 @@ def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapp
         The manifest as written.  Equal input gives equal bytes.
 
     Raises:
-        BundleError: ``path`` exists and is not a bundle.
+        BundleError: ``path`` exists and is not a bundle, or cannot be replaced.
+        ValueError: A number or text that no manifest may hold.
     """
     check_target(path)
     blobs = {f"{part}.safetensors": _serialise(tensors) for part, tensors in parts.items()}
     files = {name: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for name, blob in blobs.items()}
     body = json.loads(json.dumps({**fields, "schema_version": SCHEMA, "files": files}, allow_nan=False))
+    check_text(body)
     manifest = Manifest.model_validate({**body, "version": manifest_digest(body)})
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
@@ -125,7 +134,15 @@ def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapp
 
 
 def _serialise(tensors: Mapping[str, Tensor]) -> bytes:
-    return save_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())})
+    """The tensors as safetensors, which refuses memory that two of them share: one module may have two names."""
+    stored: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in sorted(tensors.items()):
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        stored[name] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    return save_tensors(stored)
 
 
 def _parse_manifest(path: Path) -> tuple[Manifest, str]:
@@ -135,8 +152,9 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
         raise BundleError(f"expected a bundle at {path}, it has no manifest.json; make one with psc-fit")
     text = _read_file(path, file.name, MAX_MANIFEST_BYTES)
     try:
-        body = json.loads(text, parse_constant=_no_constant)
+        body = json.loads(text.decode(), parse_constant=_no_constant, object_pairs_hook=_no_twins)
         too_deep = _deeper_than(body, MAX_DEPTH)
+        check_text(body)
     except RecursionError:
         too_deep = True
     except ValueError as error:
@@ -156,6 +174,14 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    body = dict(pairs)
+    if len(body) != len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the name {short(name)} twice in one object")
+    return body
 
 
 def _deeper_than(value: Any, levels: int) -> bool:

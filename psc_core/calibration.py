@@ -117,6 +117,8 @@ class Calibration:
                 "expected ascending finite float32 calibration scores of one length, got "
                 f"{[(str(part.dtype), tuple(part.shape)) for part in scores]}; fit it again"
             )
+        if tensors["num_classes"].dtype != torch.int64:
+            raise BundleError(f"expected int64 num_classes of the calibration, got {tensors['num_classes'].dtype}")
         if labels.dtype != torch.int64 or labels.min() < 0 or labels.max() >= classes:
             raise BundleError(
                 f"expected int64 calibration labels 0 … {classes - 1}, got {labels.dtype} "

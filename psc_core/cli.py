@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,7 +201,7 @@ def _run_stations(
 ) -> None:
     from psc_core import fit as station
     from psc_core.bundle import check_target
-    from psc_core.manifest import MAX_NAME
+    from psc_core.manifest import MAX_NAME, check_text
 
     check_target(args.out)
     if len(args.name) > MAX_NAME:
@@ -210,6 +211,11 @@ def _run_stations(
     say = print if first else _silent
     say(f"train: {train.name}, {len(train)} images, {len(train.classes)} classes; val: {val.name}, {len(val)} images")
     provenance = _provenance(args, train, val)
+    _check_apart(train, val, provenance)
+    try:
+        check_text({"name": args.name, **provenance})
+    except ValueError as error:
+        raise UsageError(f"expected names and flags in UTF-8, got {error}; change it") from error
     job = {
         **provenance,
         "settings": {key: getattr(args, key) for key in _SETTINGS if key not in _LATE_SETTINGS},
@@ -311,10 +317,24 @@ def _provenance(args: argparse.Namespace, train: ImageDataset, val: ImageDataset
         "model": args.model,
         "model_args": cli_options.key_values(args.model_arg),
         "weights_sha256": _file_digest(args.weights),
-        "train": {"name": Path(train.name).name, "images": len(train), "rows": train.rows, "sha256": train.digest()},
-        "val": {"name": Path(val.name).name, "images": len(val), "rows": val.rows, "sha256": val.digest()},
+        "train": _origin(train),
+        "val": _origin(val),
         "settings": {key: getattr(args, key) for key in _SETTINGS},
     }
+
+
+def _origin(data: ImageDataset) -> dict[str, Any]:
+    name = os.fsencode(Path(data.name).name).decode(errors="replace")
+    return {"name": name, "images": len(data), "rows": data.rows, "sha256": data.digest()}
+
+
+def _check_apart(train: ImageDataset, val: ImageDataset, provenance: Mapping[str, Any]) -> None:
+    """Refuse the training images as validation images; the digests of files know their names and sizes alone."""
+    if provenance["train"]["sha256"] == provenance["val"]["sha256"] and bool((train.image(0) == val.image(0)).all()):
+        raise UsageError(
+            f"expected --val to be images that the network was not trained on, {val.name} holds the same images as "
+            "--train: what is chosen and calibrated on them promises nothing about new ones; hold some images out"
+        )
 
 
 def _file_digest(path: Path) -> str:

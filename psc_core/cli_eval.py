@@ -95,30 +95,34 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:
+    from psc_core.backbone import example_input
     from psc_core.baselines import fit_baselines
-    from psc_core.candidate import CollapseReport
     from psc_core.data import open_dataset
     from psc_core.evaluate import check_classes
-    from psc_core.networks import load_network
+    from psc_core.layers import list_layers
+    from psc_core.networks import bounded_size, load_network, recipe_of
     from psc_core.passes import Compute
 
-    collapse, recipe = psc.report.get("collapse"), psc.report["provenance"]
-    if collapse is None or "model" not in recipe:
-        raise UsageError(f"{args.bundle} records no network; baselines need a bundle that psc-fit wrote")
     train = open_dataset(args.train, split="train", preprocess=psc.preprocess)
     val = open_dataset(args.val, split="val", preprocess=psc.preprocess)
     for data in (train, val):
         check_classes(psc, data)
-    net = load_network(
-        recipe["model"],
-        weights=args.weights,
-        num_classes=len(psc.classes),
-        model_args=recipe["model_args"],
-        allow_factories=args.allow_factories,
-    )
+    recipe = recipe_of(psc.pipeline.backbone)
+    with bounded_size(recipe):
+        net = load_network(
+            recipe.spec,
+            weights=args.weights,
+            num_classes=recipe.num_classes,
+            model_args=recipe.model_args,
+            allow_factories=args.allow_factories,
+        )
+    layers = list_layers(net, example_input(psc.preprocess))
+    penultimate = [layer.name for layer in layers if layer.role == "penultimate"]
+    if not penultimate:
+        raise UsageError(f"expected a network with a layer before its output for the baselines, {recipe.spec} has none")
     return fit_baselines(
         net,
-        CollapseReport.from_json(collapse).penultimate,
+        penultimate[0],
         train,
         val,
         compute=Compute(psc.device, psc.pipeline.precision, args.batch_images),

@@ -207,7 +207,8 @@ def open_dataset(spec: str, *, split: str, preprocess: Preprocess, labelled_imag
 
     Args:
         spec: Directory, built-in name with root, or factory; an optional ``#split`` wins over ``split``.
-        split: ``"train"``, ``"val"`` or ``"test"``; a directory is taken whole whatever the split.
+        split: ``"train"``, ``"val"`` or ``"test"``; a directory is taken whole whatever the split, but only for
+            ``"train"`` must each of its class folders hold images.
         preprocess: How its images are read.
         labelled_images: When false, a directory is one class: every image below it (out-of-distribution sets).
 
@@ -225,7 +226,7 @@ def open_dataset(spec: str, *, split: str, preprocess: Preprocess, labelled_imag
         return BUILT_IN[kind](Path(rest), split, preprocess)
     if separator and "/" not in kind and not Path(body).exists():
         return _from_factory(kind, rest, split, preprocess)
-    return image_folder(Path(body), preprocess, labelled_images=labelled_images)
+    return image_folder(Path(body), preprocess, labelled_images=labelled_images, empty_classes=split != "train")
 
 
 def by_class(dataset: ImageDataset) -> Tensor:
@@ -255,6 +256,8 @@ def split_validation(val: ImageDataset, seed: int = 0) -> tuple[ImageDataset, Im
 
 
 def _from_factory(module: str, name: str, split: str, preprocess: Preprocess) -> ImageDataset:
+    if not module or module.startswith("."):
+        raise DataError(f"expected package.module:factory, not a path, got {module}:{name}")
     try:
         factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -268,8 +271,13 @@ def _from_factory(module: str, name: str, split: str, preprocess: Preprocess) ->
     return dataset
 
 
-def image_folder(root: Path, preprocess: Preprocess, *, labelled_images: bool = True) -> ImageDataset:
-    """The ImageFolder layout: one directory a class, sorted by name; without labels, every image below ``root``."""
+def image_folder(
+    root: Path, preprocess: Preprocess, *, labelled_images: bool = True, empty_classes: bool = False
+) -> ImageDataset:
+    """The ImageFolder layout: one directory a class, sorted by name; without labels, every image below ``root``.
+
+    With ``empty_classes`` the folder of a class may be empty, as where a test set has no image of it.
+    """
     if not root.is_dir():
         raise DataError(f"expected a directory of images, {root} is not one")
     folders = sorted(entry for entry in root.iterdir() if entry.is_dir()) if labelled_images else [root]
@@ -277,13 +285,17 @@ def image_folder(root: Path, preprocess: Preprocess, *, labelled_images: bool = 
         raise DataError(f"expected one folder a class in {root}, it has none; lay images out as class/file.png")
     names: list[npt.NDArray[Any]] = []
     for label, folder in enumerate(folders):
+        if labelled_images and folder.name.encode(errors="replace").decode() != folder.name:
+            raise DataError(f"expected class folders named in UTF-8, {root} has {folder.name!r}; rename it")
         files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-        if not files:
+        if not files and not empty_classes:
             raise DataError(
                 f"class folder {label + 1} of {len(folders)}, {folder}, has no images "
                 f"({', '.join(SUFFIXES)}); add some or remove the folder"
             )
-        names.append(np.array([os.fsencode(path.relative_to(root)) for path in files]))
+        names.append(np.array([os.fsencode(path.relative_to(root)) for path in files], dtype=np.bytes_))
+    if not any(map(len, names)):
+        raise DataError(f"expected images ({', '.join(SUFFIXES)}) in {root}, it has none; add some")
     labels = torch.arange(len(folders)).repeat_interleave(torch.tensor([len(files) for files in names]))
     source = FileSource(root, np.concatenate(names))
     return labelled(str(root), [folder.name for folder in folders], source, labels, preprocess)

@@ -119,7 +119,8 @@ def check_classes(psc: PSC, data: ImageDataset) -> None:
                  if names]  # fmt: skip
         raise UsageError(
             f"expected the model's {len(psc.classes)} classes in {data.name}, got {len(data.classes)} "
-            f"({'; '.join(found) or 'in another order'}); use data of the classes it was fitted on"
+            f"({'; '.join(found) or 'in another order'}); use data of the classes "
+            "it was fitted on (an empty folder is enough for one without images)"
         )
 
 

@@ -382,7 +382,7 @@ def _check_classes(train: ImageDataset, val: ImageDataset) -> None:
         odd = sorted(set(train.classes) ^ set(val.classes))
         raise DataError(
             f"expected the same class folders for training and validation, they differ in {odd[:10]}; "
-            "make the folders match"
+            "make the folders match (one without images is enough for a class that validation lacks)"
         )
     if len(train.classes) < 2:
         raise DataError(f"expected at least two classes, got {list(train.classes)}; give a folder for each class")

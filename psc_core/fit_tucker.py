@@ -19,7 +19,7 @@ from psc_core.backbone import Backbone
 from psc_core.candidate import Candidate
 from psc_core.data import ImageDataset, by_class
 from psc_core.distributed import Reducer
-from psc_core.errors import UsageError
+from psc_core.errors import FitError, UsageError
 from psc_core.moments import channel_moments
 from psc_core.passes import Compute, FeatureStep, feature_step, passes
 from psc_core.projection import Projection, pooled_positions, reshape_features
@@ -94,6 +94,9 @@ def fit_tucker(
         max_memory_bytes: Budget of the covariance tensor (its correlation takes as much again), and of the class
             means of the scaled layer.
         reducer: Sums over processes.
+
+    Raises:
+        FitError: ``c_proj`` is more than the layer, or what is measured of it, has.
     """
     step = feature_step(backbone, compute.precision)
     shapes = _feature_shapes(train, compute, step)
@@ -109,6 +112,7 @@ def fit_tucker(
             f"{max_memory_bytes >> 20} MiB"
         )
     )
+    c_max, d_max = _largest(shapes[0][0], sum(positions), c_proj, d_proj)
     shard = reducer.shard(train)
 
     def features_of_rows() -> Iterator[Tensor]:
@@ -116,9 +120,6 @@ def fit_tucker(
             yield batch.rows(reshape_features(features, positions)).float()
 
     moments = channel_moments(features_of_rows(), all_reduce=reducer.sum_)
-    channels, d = moments.mean.shape
-    c_max = min(channels, max(c_proj or 0, MAX_CHANNEL_COMPONENTS))
-    d_max = min(d, max(d_proj or 0, MAX_COMPONENTS // c_max))
     a, b = tucker_factors(moments.correlation(), c_max, d_max)
     c_max, d_max = a.shape[1], b.shape[1]
     zeros, ones = torch.zeros(c_max * d_max), torch.ones(c_max * d_max)
@@ -141,6 +142,22 @@ def fit_tucker(
     return projection, ProjectionReport(
         choice, sized.scaled_nc1, sized.scaled_nc4, sized.nc1.cpu(), sized.nc4.cpu(), pooled
     )
+
+
+def _largest(channels: int, d: int, c_proj: int | None, d_proj: int | None) -> tuple[int, int]:
+    """Sizes of the largest projection that is measured: what is asked for, else what the limits above allow."""
+    c_max = min(channels, max(c_proj or 0, MAX_CHANNEL_COMPONENTS))
+    d_max = min(d, max(d_proj or 0, MAX_COMPONENTS // c_max, 1))
+    here, ever = (min(channels, n * (n + 1) // 2) for n in (d_max, d))  # see tucker_factors
+    if c_proj and c_proj > ever:
+        raise FitError(f"expected c_proj in 1…{ever} for this layer, got {c_proj}; give a smaller one or auto")
+    if c_proj and c_proj > here:
+        needed = next(n for n in range(d_max, d + 1) if n * (n + 1) // 2 >= c_proj)
+        raise FitError(
+            f"expected c_proj in 1…{here} beside {d_max} spatial components, got {c_proj}; give d_proj too, at "
+            f"least {needed}, or a smaller c_proj"
+        )
+    return c_max, d_max
 
 
 def _feature_shapes(train: ImageDataset, compute: Compute, step: FeatureStep) -> list[tuple[int, int]]:

@@ -142,6 +142,7 @@ def check_origin(preprocess: Mapping[str, Any], network: Mapping[str, Any]) -> N
         UsageError: A size or an argument is beyond its limit.
     """
     try:
+        check_text([preprocess, network])
         for model, section in ((_Preprocess, preprocess), (_Network, network)):
             model.model_validate(json.loads(json.dumps(section, allow_nan=False)))
     except ValidationError as error:
@@ -197,6 +198,19 @@ class Manifest(_Strict):
         if len(set(self.classes)) != classes:
             raise ValueError("expected class names that differ from each other")
         return self
+
+
+def check_text(body: object) -> None:
+    """Refuse text that JSON can escape and UTF-8 cannot hold: lone surrogates, as of a file's undecodable name.
+
+    Raises:
+        ValueError: There is some; the message shows where.
+    """
+    text = json.dumps(body, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text that UTF-8 cannot hold, {text[max(0, error.start - 40) : error.end]!r}") from error
 
 
 def manifest_digest(body: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from psc_core.bundle import read_manifest
+from psc_core.bundle import read_bundle
 from tests.conftest import SHIPPED_BUNDLE
 from tests.served import serve_shipped
 
@@ -26,7 +26,7 @@ expected-statuses = ["2xx", 400, 404, 408, 409, 413, 415, 422, 429]
 
 
 def test_every_answer_is_one_that_the_document_promises(tmp_path: Path) -> None:
-    manifest = read_manifest(SHIPPED_BUNDLE)
+    manifest = read_bundle(SHIPPED_BUNDLE).manifest
     configuration = tmp_path / "schemathesis.toml"
     configuration.write_text(CONFIGURATION.format(name=manifest.name, version=manifest.version))
     with serve_shipped("--admin-keys", "key-of-the-test") as url:

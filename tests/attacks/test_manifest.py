@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from psc_core import PSC
-from psc_core.bundle import MAX_MANIFEST_BYTES, read_bundle, read_manifest
+from psc_core.bundle import MAX_MANIFEST_BYTES, read_bundle
 from psc_core.errors import BundleError
 from tests.attacks import forge
 
@@ -66,6 +66,21 @@ def test_numbers_that_are_none(bundle: Path, number: str, field: str) -> None:
 def test_other_json_and_no_json(bundle: Path, content: bytes) -> None:
     (bundle / "manifest.json").write_bytes(content)
     assert "manifest" in refused(bundle)
+
+
+def test_a_name_given_twice(bundle: Path) -> None:
+    """Readers differ in which of the two they take."""
+    text = (bundle / "manifest.json").read_text()
+    for name, forged in (("name", '"name": "evil", "name":'), ("nll_nats", '"nll_nats": 0, "nll_nats":')):
+        (bundle / "manifest.json").write_text(text.replace(f'"{name}":', forged, 1))
+        assert f"{name!r} twice" in refused(bundle)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig"])
+def test_other_encodings(bundle: Path, encoding: str) -> None:
+    file = bundle / "manifest.json"
+    file.write_bytes(file.read_text().encode(encoding))
+    assert "expected JSON" in refused(bundle)
 
 
 WRONG: list[tuple[str, Any, str]] = [
@@ -131,6 +146,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("calibration.images", 0, "images"),
     ("collapse", [], "collapse"),
     ("metrics", None, "metrics"),
+    ("metrics", {"x": "\ud800"}, "metrics"),
+    ("provenance", {"\udfff": 1}, "provenance"),
+    ("collapse", {"notes": ["\ud800"]}, "notes"),
     ("files", [], "files"),
     ("files", {}, "files"),
 ]
@@ -182,7 +200,6 @@ def test_an_edited_manifest_is_noticed(bundle: Path) -> None:
     body = forge.read(bundle)
     body["policy"]["alpha"] = 0.5
     (bundle / "manifest.json").write_text(json.dumps(body))
-    read_manifest(bundle)
     with pytest.raises(BundleError, match="the manifest was edited"):
         read_bundle(bundle)
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load, save
 
 from psc_core import PSC
-from psc_core.bundle import read_bundle
+from psc_core.bundle import check_target, read_bundle, write_bundle
 from psc_core.errors import BundleError
 from psc_core.manifest import PARTS
 
@@ -181,3 +181,32 @@ def test_saving_again_keeps_what_else_lies_there(tiny_bundle: Path, tmp_path: Pa
     assert (out / "report" / "report.md").read_text() == "mine"
     assert (out / "net.safetensors").read_bytes() == b"mine too"
     assert [entry.name for entry in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_tensors_that_share_memory_are_kept_under_each_name(tiny_bundle: Path, tmp_path: Path) -> None:
+    """A network cut by hooks may hold one module under two names."""
+    bundle = read_bundle(tiny_bundle)
+    weight = bundle.parts["backbone"]["body.0.weight"]
+    parts = {**bundle.parts, "backbone": {**bundle.parts["backbone"], "body.a": weight, "body.b": weight[1:]}}
+    write_bundle(tmp_path / "tied", bundle.manifest.model_dump(exclude={"version", "files"}), parts)
+    again = read_bundle(tmp_path / "tied").parts["backbone"]
+    assert torch.equal(again["body.a"], weight) and torch.equal(again["body.0.weight"], weight)
+    assert torch.equal(again["body.b"], weight[1:])
+
+
+def test_text_that_no_reader_takes_is_not_written(tiny_bundle: Path, tmp_path: Path) -> None:
+    bundle = read_bundle(tiny_bundle)
+    fields = bundle.manifest.model_dump(exclude={"version", "files"})
+    with pytest.raises(ValueError, match="text that UTF-8 cannot hold"):
+        write_bundle(tmp_path / "b", {**fields, "provenance": {"train": "\udce9"}}, bundle.parts)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_mount_point_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be renamed, which is how a bundle is replaced."""
+    out = tmp_path / "mounted"
+    out.mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == out)
+    with pytest.raises(BundleError, match=r"is a mount point.*choose a folder inside it"):
+        check_target(out)
+    check_target(out / "bundle")

@@ -163,6 +163,12 @@ def test_bad_tensors_are_refused() -> None:
             Calibration.from_tensors(tensors)
 
 
+def test_the_number_of_classes_has_the_type_of_the_format() -> None:
+    tensors = calibrate().tensors()
+    with pytest.raises(BundleError, match=r"int64 num_classes .* got torch\.int32"):
+        Calibration.from_tensors({**tensors, "num_classes": tensors["num_classes"].int()})
+
+
 def test_scores_that_cannot_calibrate_are_refused() -> None:
     n, zeros = 5, torch.zeros(5)
     probabilities, labels = torch.full((n, 2), 0.5), torch.zeros(n, dtype=torch.int64)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from psc_core import cli, cli_eval
+from psc_core import cli, cli_eval, open_dataset
+from psc_core.data import image_folder
+from psc_core.preprocess import PRESETS
+from tests.attacks import forge
 
 
 def run(capsys: pytest.CaptureFixture[str], main, args: list[str]) -> tuple[int, str, str]:  # type: ignore[no-untyped-def]
@@ -97,6 +105,9 @@ def test_weights_that_do_not_fit(tiny_job, tmp_path: Path, capsys, change, messa
         ("--batch-images", "0", "positive integer"),
         ("--size", "-3", "positive integer"),
         ("--name", "n" * 201, "200 characters"),
+        ("--name", "\udce9", "UTF-8"),
+        ("--layers", "2|\udce9", "UTF-8"),
+        ("--model-arg", "name=\udce9", "UTF-8"),
         ("--max-memory", "lots", "512M"),
         ("--seed", str(1 << 64), "2**63"),
         ("--size", "2100", "input pixels"),
@@ -161,14 +172,19 @@ def test_evaluation_refuses_bad_flags(tiny_bundle: Path, data_root: Path, capsys
     assert "expected" in err
 
 
-def test_an_output_that_cannot_be_written_is_refused_first(tiny_job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_an_output_that_cannot_be_written_is_refused_first(  # type: ignore[no-untyped-def]
+    tiny_job, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("not a directory")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("years of work")
+    (tmp_path / "mounted").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "mounted")
     for out, message in (
         ("file", "it is a file"),
         ("file/bundle", "expected to write"),
         ("other", "holds other files"),
+        ("mounted", "choose a folder inside it"),
     ):
         code, printed, err = run(capsys, cli.main, [*tiny_job.args, "--out", str(tmp_path / out)])
         assert code == 2
@@ -195,3 +211,64 @@ def test_errors_of_the_system_end_with_one_line(tiny_bundle: Path, data_root: Pa
     assert (code, printed) == (2, "")
     assert "file" in err
     assert "Traceback" not in err
+
+
+def test_training_images_validate_nothing(tiny_job, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    same = f"mnist:{data_root}#train"
+    args = [*tiny_job.args, "--train", same, "--val", same, "--out", str(tmp_path / "b")]
+    code, printed, err = run(capsys, cli.main, args)
+    assert code == 2
+    assert "the same images as --train" in err
+    assert "layer" not in printed
+
+
+def write_bitmaps(root: Path, shade: int) -> Path:
+    """Files of one size, whatever they show."""
+    for name in "ab":
+        (root / name).mkdir(parents=True)
+        for i in range(2):
+            Image.fromarray(np.full((28, 28), shade + i, np.uint8)).save(root / name / f"{i}.bmp")
+    return root
+
+
+def test_other_images_of_the_same_names_and_sizes_may_validate(tiny_job, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    args = cli.parser().parse_args([*tiny_job.args, "--out", str(tmp_path / "b")])
+    train, val = (image_folder(write_bitmaps(tmp_path / str(n), n), PRESETS["mnist"]) for n in (10, 20))
+    provenance = cli._provenance(args, train, val)
+    assert provenance["train"]["sha256"] == provenance["val"]["sha256"]
+    cli._check_apart(train, val, provenance)
+
+
+def test_a_data_folder_may_have_any_name(tiny_job, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    args = cli.parser().parse_args([*tiny_job.args, "--out", str(tmp_path / "b")])
+    data = image_folder(write_bitmaps(tmp_path / os.fsdecode(b"caf\xe9"), 0), PRESETS["mnist"])
+    assert cli._provenance(args, data, data)["train"]["name"] == "caf\N{REPLACEMENT CHARACTER}"
+
+
+def test_baselines_need_nothing_that_is_information(  # type: ignore[no-untyped-def]
+    tiny_job, tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys
+) -> None:
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    forge.edit(bundle, lambda body: body.update(collapse={"layers": 5}, provenance={"model": 5}, metrics={}))
+    data = f"mnist:{data_root}"
+    words = ["--bundle", str(bundle), "--id", data, "--allow-factories", "tests.tiny:network", "--device", "cpu"]
+    weights = tiny_job.args[tiny_job.args.index("--weights") + 1]
+    code, out, err = run(capsys, cli_eval.main, [*words, "--weights", weights, "--train", data, "--val", data])
+    assert code == 0, err
+    assert "temperature" in out
+
+
+def test_a_test_set_may_lack_a_class(tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    for name in digits.classes:
+        (tmp_path / "test" / name).mkdir(parents=True)
+    kept = torch.nonzero(digits.first_labels() != 7)[:30, 0].tolist()
+    for index in kept:
+        pixels, label = digits.image(index)[0], int(digits.first_labels()[index])
+        Image.fromarray(pixels).save(tmp_path / "test" / str(label) / f"{index}.png")
+    words = ["--bundle", str(tiny_bundle), "--allow-factories", "tests.tiny:network", "--device", "cpu"]
+    code, _, err = run(
+        capsys, cli_eval.main, [*words, "--id", str(tmp_path / "test"), "--out", str(tmp_path / "report")]
+    )
+    assert code == 0, err
+    assert json.loads((tmp_path / "report" / "report.json").read_text())["images"] == 30

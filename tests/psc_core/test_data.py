@@ -139,6 +139,24 @@ def test_an_empty_class_folder_is_named(tmp_path: Path) -> None:
         image_folder(root, TINY)
 
 
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_a_class_may_lack_validation_and_test_images(tmp_path: Path, split: str) -> None:
+    """Its empty folder still says that it is one of the classes."""
+    root = write_folder(tmp_path, {"a": 2, "b": 0, "c": 1})
+    dataset = open_dataset(str(root), split=split, preprocess=TINY)
+    assert (dataset.classes, dataset.first_labels().tolist()) == (("a", "b", "c"), [0, 0, 2])
+    assert sum(len(batch.images) for batch in dataset.batches(2)) == 3
+    with pytest.raises(DataError, match=r"class folder 2 of 3, .*b, has no images"):
+        open_dataset(str(root), split="train", preprocess=TINY)
+
+
+def test_folders_without_any_image_are_named(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {"a": 0, "b": 0})
+    for labelled_images in (True, False):
+        with pytest.raises(DataError, match=r"expected images .* it has none"):
+            open_dataset(str(root), split="test", preprocess=TINY, labelled_images=labelled_images)
+
+
 def test_folders_that_are_not_there_or_flat(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not one"):
         image_folder(tmp_path / "none", TINY)
@@ -179,6 +197,19 @@ def test_file_names_of_any_bytes(tmp_path: Path) -> None:
     folder = image_folder(root, TINY)
     assert sum(len(batch.images) for batch in folder.batches(10)) == 3
     assert folder.digest()
+
+
+def test_class_names_are_utf_8(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / os.fsdecode(b"caf\xe9"), {"a": 1, os.fsdecode(b"chien\xe9"): 1})
+    with pytest.raises(DataError, match=r"UTF-8, .* 'chien\\udce9'; rename it"):
+        image_folder(root, TINY)
+    assert len(image_folder(root, TINY, labelled_images=False)) == 2
+
+
+@pytest.mark.parametrize("spec", [".x:make", "..x.y:make", ":make"])
+def test_paths_are_no_factories(spec: str) -> None:
+    with pytest.raises(DataError, match=r"expected package\.module:factory, not a path"):
+        open_dataset(spec, split="train", preprocess=TINY)
 
 
 @pytest.mark.parametrize("spec", ["nowhere.module:make", "psc_core.data:nothing"])
