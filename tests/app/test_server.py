@@ -291,7 +291,9 @@ def _children(pid: int) -> list[int]:
 
 
 def _sockets(pid: int) -> int:
-    return sum(str(each.readlink()).startswith("socket:") for each in Path(f"/proc/{pid}/fd").iterdir())
+    with contextlib.suppress(FileNotFoundError):  # It is gone.
+        return sum(str(each.readlink()).startswith("socket:") for each in Path(f"/proc/{pid}/fd").iterdir())
+    return 0
 
 
 def _alive(pid: int) -> bool:
