@@ -105,7 +105,7 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"expected to read the image {path}, {error.strerror}; mend or remove it") from error
+        raise DataError(f"expected to read the image {path}, {error.strerror}; repair or remove it") from error
 
 
 def _decode(data: bytes, name: str, preprocess: Preprocess) -> npt.NDArray[np.uint8]:

@@ -186,7 +186,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (root / "b" / "gone.png").symlink_to(tmp_path / "nowhere.png")
     folder = image_folder(root, TINY)
     for use in (lambda: list(folder.batches(10)), folder.digest):
-        with pytest.raises(DataError, match=r"gone\.png.*mend or remove"):
+        with pytest.raises(DataError, match=r"gone\.png.*repair or remove"):
             use()
 
 
