@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -195,6 +196,15 @@ def test_delay_holds_a_batch_back_until_it_is_full_or_old() -> None:
     assert batcher.take(2.0) is not None
 
 
+def test_a_request_that_is_cancelled_after_its_first_turn_does_not_end_the_delay_of_others() -> None:
+    batcher = make(batch=8, delay=1.0)
+    large = admit(batcher, 12)
+    assert batcher.take(0.0) is not None
+    batcher.cancel(large)
+    admit(batcher, 1)
+    assert batcher.due_in(0.0) == 1.0
+
+
 def test_full_asks_for_nothing_less_than_a_whole_batch() -> None:
     batcher = make(batch=4)
     admit(batcher, 3)
@@ -282,6 +292,27 @@ def test_drain_times_are_those_of_batches_of_about_the_size(steps: list[tuple[in
     assert batcher.drain_seconds(images) == pytest.approx(sum(map(of, sizes)) if found else 0.0)
 
 
+def test_a_batch_behind_another_is_timed_from_where_that_ended() -> None:
+    batcher = make(batch=4)
+    admit(batcher, 8)
+    first, second = batcher.take(0.0), batcher.take(0.0)
+    assert first is not None and second is not None
+    batcher.complete(first, now=1.0)
+    batcher.complete(second, now=2.0)
+    assert batcher.drain_seconds(4) == pytest.approx(1.0)
+
+
+def test_a_device_that_has_become_quicker_is_soon_trusted() -> None:
+    batcher, now = make(batch=4), 0.0
+    for seconds in [1.0] * 30 + [0.1] * 30:
+        admit(batcher, 4, now=now)
+        batch = batcher.take(now)
+        assert batch is not None
+        now += seconds
+        batcher.complete(batch, now=now)
+    assert batcher.drain_seconds(4) == pytest.approx(0.1, rel=0.02)
+
+
 def test_work_that_could_not_be_answered_in_time_is_refused_at_once() -> None:
     batcher = make(batch=10, queue=100)
     admit(batcher, 10, now=0.0)
@@ -306,6 +337,17 @@ def test_a_single_image_is_not_refused_for_a_large_request_that_it_overtakes() -
         batcher.reserve(2, now=1.0, deadline=3.0)
     single = admit(batcher, 1, now=1.0, deadline=3.0)
     assert single in [part.job for part in batcher.take(1.0).slices]  # type: ignore[union-attr]
+
+
+def test_requests_of_less_than_a_turn_count_as_the_images_they_have() -> None:
+    batcher = make(batch=64)
+    admit(batcher, 64)
+    batch = batcher.take(0.0)
+    assert batch is not None
+    batcher.complete(batch, now=6.4)
+    for _ in range(6):  # 0.6 s of images, though a turn of each is 48, 6.4 s.
+        admit(batcher, 1, now=6.4)
+    admit(batcher, 1, now=6.4, deadline=9.4)
 
 
 def test_closed_admits_nothing_and_finishes_the_rest() -> None:
@@ -341,11 +383,12 @@ def test_the_queue_wakes_a_blocked_taker_and_delivers_each_job_once() -> None:
                 taken.append(batch)
                 queue.call(lambda batcher, now, batch=batch: batcher.complete(batch, now=now))
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     jobs = [queue.reserve(3, deadline_s=10.0, lane="", payload=None) for _ in range(5)]
     queue.put(jobs)
-    while not queue.idle:
+    end = time.monotonic() + 5.0
+    while not queue.idle and time.monotonic() < end:
         thread.join(0.001)
     queue.stop()
     thread.join(5.0)

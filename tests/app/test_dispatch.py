@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 import pytest
 
-from app.dispatch import ENDED, READY, RELOAD, TAKEN, Channel, Dispatcher
+from app.dispatch import _AT_ONCE, ENDED, READY, RELOAD, TAKEN, Channel, Dispatcher
 from app.sockets import make_socket
 
 
@@ -145,6 +147,30 @@ def test_what_no_worker_can_take_now_is_kept_for_later(service: Service) -> None
         taken = [before + more for before, more in zip(taken, new, strict=True)]
     assert sum(taken) == 600
     assert min(taken) > 0
+
+
+def test_a_worker_that_takes_nothing_gets_only_so_many(service: Service) -> None:
+    service.worker()
+    service.turn()
+    service.connect(70)
+    service.turn()
+    assert service.receive(service.worker()) == [70 - _AT_ONCE]
+
+
+def test_a_channel_that_is_full_for_a_moment_is_used_again(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = service.worker()
+    service.turn()
+    send, failures = socket.send_fds, [OSError(errno.ENOBUFS, "full")]
+
+    def send_fds(*arguments: Any) -> int:
+        if failures:
+            raise failures.pop()
+        return send(*arguments)
+
+    monkeypatch.setattr(socket, "send_fds", send_fds)
+    service.connect(2)
+    assert service.receive(worker) == [2]
+    assert not failures
 
 
 def test_the_others_reload_too_and_one_that_starts_when_it_is_ready(service: Service) -> None:

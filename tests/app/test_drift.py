@@ -134,6 +134,20 @@ def test_the_window_counts_only_its_images() -> None:
     assert monitor.state.window_tail_probability == pytest.approx(1 - 0.95**4)
 
 
+def test_an_alpha_that_rounding_puts_below_a_p_value_still_flags_it() -> None:
+    monitor = DriftMonitor(99, 0.29)  # 0.29 × 100 < 29 in float64
+    monitor.update([0.29])
+    assert monitor.state.window_ood_rate == 1.0
+
+
+def test_a_p_value_below_the_smallest_of_the_calibration_counts_as_that() -> None:
+    tiny, smallest = DriftMonitor(9, 0.2), DriftMonitor(9, 0.2)
+    tiny.update([1e-9])
+    smallest.update([0.1])
+    assert tiny.state == smallest.state
+    assert tiny.state.window_ood_rate == 1.0
+
+
 @given(st.integers(0, 400), st.integers(0, 400), st.floats(0.001, 0.999))
 def test_binomial_tail_equals_scipy(successes: int, trials: int, probability: float) -> None:
     successes = min(successes, trials)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -219,6 +220,17 @@ async def test_out_of_memory_splits_the_batch_and_goes_on() -> None:
 
 
 @pytest.mark.usefixtures("anywhere")
+async def test_memory_is_given_back_before_the_halves_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    async with engine() as setup:
+        setup.network.memory = 2
+        monkeypatch.setattr(EagerStep, "release_memory", lambda self: seen.append(list(setup.network.sizes)))
+        await setup.arrays(*(pixels(k) for k in range(4)))
+        assert seen == [[4]]
+        assert setup.network.sizes == [4, 2, 2]
+
+
+@pytest.mark.usefixtures("anywhere")
 async def test_no_memory_even_for_one_image_fails_that_request_only() -> None:
     async with engine() as setup:
         setup.network.memory = 0
@@ -283,6 +295,16 @@ async def test_a_dead_device_fails_everything_and_is_reported_once() -> None:
             await setup.arrays(pixels(1))
 
 
+async def test_a_failed_engine_is_failed_after_it_was_closed_too() -> None:
+    async with engine() as setup:
+        setup.network.dead = True
+        with pytest.raises(DeviceError):
+            await setup.arrays(pixels(1))
+        await until(lambda: setup.failures)
+        await setup.engine.close(within_s=0)
+        assert setup.engine.phase is Phase.FAILED
+
+
 @pytest.mark.usefixtures("anywhere")
 async def test_a_device_dead_at_warm_up_never_becomes_ready() -> None:
     async with engine(start=False) as setup:
@@ -313,6 +335,21 @@ async def test_a_quick_step_does_not_change_what_the_next_one_may_use(monkeypatc
     finally:
         torch.set_num_threads(usual)
     assert network.threads[-1] == usual + 1
+
+
+class TimeAnImage(FakePipeline):
+    """A millisecond an image."""
+
+    def __call__(self, images: torch.Tensor, /) -> torch.Tensor:
+        time.sleep(0.001 * len(images))
+        return super().__call__(images)
+
+
+async def test_a_step_whose_full_batch_is_slow_is_not_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.step.QUICK_SECONDS", 0.008)
+    step = make_step(TimeAnImage(), (1, 8, 8), max_batch=8, device=torch.device("cpu"), compiled=False)
+    step.warm_up()
+    assert not step.quick
 
 
 async def test_every_bucket_is_warmed_up() -> None:

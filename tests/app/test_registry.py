@@ -111,6 +111,19 @@ async def test_any_failure_of_a_reload_is_cleaned_up_and_told() -> None:
         assert (await app.client.post("/predict", content=png(1), headers=PNG)).status_code == 200
 
 
+async def test_a_model_that_was_ready_before_another_of_its_reload_failed_is_closed() -> None:
+    async with running({"a": FakeModel("a1"), "b": FakeModel("b1")}, admin_keys="root") as app:
+        before = set(threading.enumerate())
+
+        def devices() -> list[str]:
+            new = (each.name for each in threading.enumerate() if each not in before)
+            return [name for name in new if name.startswith("psc-device")]
+
+        serve_next(app, FakeModel("a2"), BundleError("bad"))
+        assert (await app.client.post("/admin/reload", headers=ADMIN)).status_code == 422
+        await until(lambda: not devices(), 5)
+
+
 async def test_a_bundle_too_small_for_the_settings_is_a_bad_bundle() -> None:
     async with running(admin_keys="root", alpha=0.02) as app:
         few = FakeModel("v2")

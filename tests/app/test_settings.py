@@ -34,6 +34,7 @@ def test_settings_are_frozen() -> None:
         ({"PSC_PORT": "tcp://10.0.0.1:80"}, "enableServiceLinks"),
         ({"PSC_PORT": "x"}, "setting port"),
         ({"PSC_ALPHA": "2"}, "setting alpha"),
+        ({"PSC_ALPHA": "0"}, "setting alpha"),
         ({"PSC_DRAIN_SECONDS": "inf"}, "setting drain_seconds"),
         ({"PSC_DEVICE": "tpu"}, "setting device"),
         ({"PSC_MAX_QUEUE_IMAGES": "5"}, "never be admitted"),

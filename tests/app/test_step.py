@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app import step as step_module
-from app.step import EagerStep, GraphStep, gpu_usage, make_step
+from app.step import EagerStep, GraphStep, gpu_usage, is_out_of_memory, make_step
 
 SHAPE = (1, 2, 2)
 BUCKETS = [1, 2, 4, 6]
@@ -239,6 +239,13 @@ def test_every_shape_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch._dynamo.config, name, getattr(torch._dynamo.config, name))  # As it was, afterwards.
     make_step(Plain(), SHAPE, max_batch=1024, device=torch.device("cpu"), compiled=True).warm_up()
     assert compiled.frame_count == 11
+
+
+def test_a_host_without_room_is_out_of_memory() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("another"))
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError(), RuntimeError(), type("NVMLError", (Exception,), {})()])

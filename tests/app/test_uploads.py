@@ -127,15 +127,23 @@ def test_only_a_body_that_is_not_there_yet_is_asked_about() -> None:
     assert asked == [True]
 
 
-def test_the_bytes_of_a_raw_body_are_handed_on_as_they_came() -> None:
-    """Guards against a copy of every image between the socket and the decoder."""
-    body = b"image"
-
+def read_raw(body: bytes, media_type: bytes) -> Upload:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body}
 
-    (upload,) = asyncio.run(read_images([(b"content-type", b"image/png")], receive, LIMITS))
-    assert upload.data is body
+    (upload,) = asyncio.run(read_images([(b"content-type", media_type)], receive, LIMITS))
+    return upload
+
+
+def test_the_bytes_of_a_raw_body_are_handed_on_as_they_came() -> None:
+    """Guards against a copy of every image between the socket and the decoder."""
+    body = b"image"
+    assert read_raw(body, b"image/png").data is body
+
+
+@pytest.mark.parametrize("media_type", [b"Image/PNG", b"IMAGE/png; x=1"])
+def test_media_types_have_no_case(media_type: bytes) -> None:
+    assert read_raw(b"image", media_type).data == b"image"
 
 
 def test_no_timer_is_set_for_a_body_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

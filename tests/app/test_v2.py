@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.errors import MalformedRequest
 from app.routes import v2
 from app.routes.v2 import HEADER
 from app.v2_schemas import ErrorDocument, InferResponse, ModelMetadata
@@ -333,6 +334,12 @@ async def test_broken_bodies(service: Running, body: bytes, headers: dict[str, s
     response = await service.client.post("/v2/models/m/infer", content=body, headers=headers)
     assert response.status_code == status, response.text
     assert message in ErrorDocument.model_validate(response.json()).error
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "²", "٣"])
+def test_a_length_of_the_header_that_python_cannot_or_would_read_is_refused(length: str) -> None:
+    with pytest.raises(MalformedRequest, match=HEADER):
+        parse_request(b'{"inputs": []}', length, OUTPUTS)
 
 
 async def test_unknown_models_and_versions(service: Running) -> None:

@@ -67,7 +67,9 @@ def test_what_is_no_file_is_refused(bundle: Path, name: str, kind: str) -> None:
         file.symlink_to({"device": "/dev/zero", "loop": name, "dangling": "nowhere"}[kind])
     if name != "manifest.json":
         forge.edit(bundle, lambda body: body["files"][name].update(bytes=0))
-    with pytest.raises(BundleError):
+    reason = {"device": "link to elsewhere", "pipe": "regular file", "folder": "regular file"}.get(kind)
+    told = rf"{name}: expected .*{reason}" if reason else rf"{name}: cannot be read|it has no {name}"
+    with pytest.raises(BundleError, match=told):
         read_bundle(bundle)
 
 
@@ -121,11 +123,28 @@ def change_tensor(bundle: Path, part: str, change: Any) -> None:
     forge.replace_part(bundle, part, save(changed))
 
 
+OTHER_TYPE = {
+    "backbone": r"expected body\.\S+ of type torch\.float32, got ",
+    "projection": "expected float32 tensors of the projection",
+    "density": r"expected float32 tensors of 'pooled\+\+', got ",
+    "head": "expected float32 tensors of 'laplace', got ",
+    "calibration": "expected .* float32 calibration scores",
+}
+OTHER_SHAPE = {
+    "backbone": r"backbone: expected body\.\S+ of shape ",
+    "projection": r"expected projection\.mean of shape ",
+    "density": r"expected pooled\+\+\.\w+ with axes .* got shape ",
+    "head": r"expected laplace\.\w+ with axes .* got shape ",
+    "calibration": r"expected calibration\.scores of shape ",
+}
+
+
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.complex64], ids=str)
 def test_tensors_of_another_type_are_refused(bundle: Path, part: str, dtype: torch.dtype) -> None:
     change_tensor(bundle, part, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor.float())
-    with pytest.raises(BundleError):
+    told = rf"{part}\.safetensors: tensor .* torch\.complex64" if dtype.is_complex else OTHER_TYPE[part]
+    with pytest.raises(BundleError, match=told):
         PSC.load(bundle, device="cpu", allow_factories=forge.ALLOW)
 
 
@@ -133,7 +152,7 @@ def test_tensors_of_another_type_are_refused(bundle: Path, part: str, dtype: tor
 @pytest.mark.parametrize("shape", [(0,), (1,), (), (1, 1, 1, 1, 1)], ids=str)
 def test_tensors_of_another_shape_are_refused(bundle: Path, part: str, shape: tuple[int, ...]) -> None:
     change_tensor(bundle, part, lambda tensor: torch.zeros(shape, dtype=tensor.dtype))
-    with pytest.raises(BundleError):
+    with pytest.raises(BundleError, match=OTHER_SHAPE[part]):
         PSC.load(bundle, device="cpu", allow_factories=forge.ALLOW)
 
 

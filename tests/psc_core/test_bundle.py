@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from psc_core import PSC
 from psc_core.bundle import check_target, read_bundle, write_bundle
 from psc_core.errors import BundleError
 from psc_core.manifest import PARTS
+from tests.attacks import forge
 
 ALLOW = ("tests.tiny:network",)
 
@@ -39,20 +40,19 @@ def edit_manifest(bundle: Path, **changes: Any) -> None:
 
 def edit_part(bundle: Path, part: str, change: Any) -> None:
     """Change tensors and make the manifest agree, as somebody with the format's specification could."""
-    file = bundle / f"{part}.safetensors"
-    tensors = load(file.read_bytes())
+    tensors = load((bundle / f"{part}.safetensors").read_bytes())
     change(tensors)
-    blob = save(tensors)
-    file.write_bytes(blob)
-    files = json.loads((bundle / "manifest.json").read_text())["files"]
-    files[file.name] = {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()}
-    edit_manifest(bundle, files=files)
+    forge.replace_part(bundle, part, save(tensors))
 
 
 def test_a_bundle_is_safetensors_and_json_alone(tiny_bundle: Path) -> None:
     names = {file.name for file in tiny_bundle.iterdir()}
     assert names == {"manifest.json", "collapse.csv", *(f"{part}.safetensors" for part in PARTS)}
     assert set(read_bundle(tiny_bundle).parts) == set(PARTS)
+
+
+def test_a_bundle_may_be_read_by_other_users(tiny_bundle: Path) -> None:
+    assert stat.S_IMODE(tiny_bundle.stat().st_mode) == 0o755
 
 
 def test_saving_a_loaded_bundle_gives_the_same_bytes(tiny_bundle: Path, tmp_path: Path) -> None:
@@ -129,24 +129,42 @@ def test_numbers_that_are_not_finite_are_refused(bundle: Path, part: str) -> Non
         read_bundle(bundle)
 
 
+MISSING = {
+    "backbone": r"backbone does not fit the network: 1 missing \(body\.0\.bias\)",
+    "projection": "expected projection tensors .*'channel_factor'.* got ",
+    "density": r"expected tensors .*'basis'.* for 'pooled\+\+', got ",
+    "head": "expected tensors .*'bias'.* for 'laplace', got ",
+    "calibration": "expected calibration tensors .*'entropies'.* got ",
+}
+
+
 @pytest.mark.parametrize("part", PARTS)
-def test_missing_tensors_and_wrong_shapes_are_refused(bundle: Path, part: str) -> None:
+def test_missing_tensors_are_refused(bundle: Path, part: str) -> None:
     def drop(tensors: dict[str, torch.Tensor]) -> None:
-        del tensors[next(iter(tensors))]
+        del tensors[min(tensors)]
 
     edit_part(bundle, part, drop)
-    with pytest.raises(BundleError):
+    with pytest.raises(BundleError, match=MISSING[part]):
         PSC.load(bundle, device="cpu", allow_factories=ALLOW)
+
+
+GROWN = {
+    "backbone": r"backbone: expected body\.2\.weight of shape \(16, 8, 3, 3\), got \(32, 8, 3, 3\)",
+    "projection": r"expected projection\.\w+ of shape ",
+    "density": r"expected pooled\+\+\.\w+ with axes .* got shape ",
+    "head": r"expected laplace\.\w+ with axes .* got shape ",
+    "calibration": r"expected calibration\.\w+ of shape \(150,\), got \(300,\)",
+}
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_wrong_shapes_are_refused(bundle: Path, part: str) -> None:
     def grow(tensors: dict[str, torch.Tensor]) -> None:
-        name = max(tensors, key=lambda key: tensors[key].numel())
+        name = max(sorted(tensors), key=lambda key: tensors[key].numel())
         tensors[name] = torch.cat([tensors[name], tensors[name]])
 
     edit_part(bundle, part, grow)
-    with pytest.raises(BundleError):
+    with pytest.raises(BundleError, match=GROWN[part]):
         PSC.load(bundle, device="cpu", allow_factories=ALLOW)
 
 

@@ -64,6 +64,13 @@ def test_threshold_is_the_exact_form_of_the_p_value_rule(
         assert (score < threshold) == (naive.p_value(calibration, score) <= alpha)
 
 
+def test_an_alpha_that_rounding_puts_below_a_share_of_the_images_is_that_share() -> None:
+    fitted = from_scores([-float(score) for score in range(99)])
+    threshold = fitted.ood_score_threshold(0.29)  # 0.29 × 100 < 29 in float64
+    assert threshold == 70.0
+    assert fitted.p_values(torch.tensor([70.0, 71.0])).tolist() == pytest.approx([0.30, 0.29])
+
+
 def test_p_values_at_the_ends() -> None:
     scores = torch.tensor([1.0, 2.0, 3.0])
     asked = torch.tensor([math.inf, 3.5, 3.0, 1.0, -math.inf, math.nan])

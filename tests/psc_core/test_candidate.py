@@ -74,6 +74,11 @@ def test_nothing_passes_takes_the_least_collapsed_and_says_so() -> None:
     assert "no layer has NC1 > 0.2" in chosen.reason
 
 
+def test_of_layers_that_are_collapsed_alike_the_one_that_tells_classes_apart_is_taken() -> None:
+    chosen = report(("a", 4, 0.1, 0.9), ("b", 4, 0.1, 0.5), ("p", 8, 0.05, 0.9), ("o", 2, 0.1, 0.9)).candidate()
+    assert chosen.layers == ("a",)
+
+
 def test_a_pattern_limits_the_choice_but_not_the_penultimate_row() -> None:
     limited = report(("a", 4, 0.9, 0.5), ("b", 4, 0.6, 0.8), ("p", 8, 0.7, 0.99), ("o", 2, 0.1, 0.9), pattern="^a$")
     assert limited.candidate().layers == ("a",)

@@ -116,6 +116,21 @@ def test_validation_halves_are_disjoint_and_repeatable(data_root: Path) -> None:
     assert sum(len(group) for group in choose.groups.values()) == len(choose)
 
 
+def test_the_groups_of_a_half_are_its_own_images_of_those_groups(data_root: Path) -> None:
+    val = open_dataset(f"dirty-mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
+    choose, _ = split_validation(val, seed=3)
+    assert choose.groups.keys() == val.groups.keys()
+    for name, group in choose.groups.items():
+        assert len(group)
+        assert set(choose.indices[group].tolist()) <= set(val.indices[val.groups[name]].tolist())
+
+
+def test_another_seed_gives_other_halves(data_root: Path) -> None:
+    val = open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
+    one, other = (split_validation(val, seed=seed)[0] for seed in (3, 4))
+    assert not torch.equal(one.indices, other.indices)
+
+
 def write_folder(root: Path, counts: dict[str, int]) -> Path:
     for name, count in counts.items():
         (root / name).mkdir(parents=True)

@@ -143,6 +143,11 @@ def test_fewer_images_than_columns(kind: str) -> None:
         fit_density(z, labels, num_classes=3, kind=kind, pca=12)
 
 
+def test_there_are_no_more_components_than_images_beyond_one_a_class() -> None:
+    z = torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
+    assert fit_density(z, torch.arange(20) % 10, num_classes=10, kind="tied").record["components"] == 10
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 def test_identical_images_are_lifted_and_recorded(kind: str, scale: float) -> None:
@@ -198,6 +203,14 @@ def test_number_of_components_rule() -> None:
     z[:, 4] *= 1e-5  # 10⁻⁸ of the largest deviation: rounding
     with pytest.raises(FitError, match="≤ 4"):
         pca.fit_pca(z, kept=5, limit=9)
+
+
+def test_a_direction_that_hardly_varies_is_no_component() -> None:
+    z = torch.randn(500, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(500) % 2
+    fit_density(z * torch.tensor([1.0, 3e-5]), labels, num_classes=2, kind="tied", pca=2)
+    with pytest.raises(FitError, match="≤ 1"):
+        fit_density(z * torch.tensor([1.0, 3e-6]), labels, num_classes=2, kind="tied", pca=2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -173,6 +173,11 @@ def test_entropy_separates_marked_ambiguous_images(psc: PSC) -> None:
     assert ambiguity(values, {"clean": torch.arange(4), "ambiguous": torch.arange(0)}) == {}
 
 
+def test_only_names_that_begin_with_ambiguous_mark_ambiguous_images() -> None:
+    groups = {"unambiguous": torch.arange(2), "ambiguous-mnist": torch.arange(2, 4)}
+    assert ambiguity({"psc": torch.arange(4.0)}, groups) == {"psc": 1.0}
+
+
 def test_other_classifiers_stand_beside(psc: PSC) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -14,6 +14,7 @@ from psc_core.candidate import Candidate
 from psc_core.data import ImageDataset, split_validation
 from psc_core.errors import DataError, FitError, UsageError
 from psc_core.fit import OOD_SCORES, FittedProjection, entropy_weight
+from psc_core.heads import sngp, softmax
 from psc_core.pipeline import Outputs
 from psc_core.preprocess import PRESETS
 from psc_core.ranks import choose_ranks
@@ -83,6 +84,57 @@ def test_the_entropy_counts_as_much_as_the_density(
     torch.testing.assert_close(both.calibration.scores, told.ood_score.sort().values)
     n = len(images)  # of n calibration images themselves, the k-th strangest has the p-value (k + 1) / (n + 1)
     assert sorted((told.ood_p_value * (n + 1)).round().int().tolist()) == list(range(2, n + 2))
+
+
+def test_the_calibrating_half_chooses_nothing(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
+) -> None:
+    calibrates = torch.isin(val.indices, split_validation(val, OPTIONS.seed)[1].indices)
+    other = replace(val, labels=torch.where(calibrates, (val.labels + 1) % 10, val.labels))
+    collapse, other_collapse = (
+        measure_collapse(net, train, data, layers="^4$", options=OPTIONS) for data in (val, other)
+    )
+    assert collapse == other_collapse
+    candidate = collapse.candidate("4")
+    assert fit_projection(net, candidate, train, other, options=OPTIONS).report.choice == projection.report.choice
+    one, two = (
+        fit_psc(net, candidate, projection, train, data, head="duq", options=OPTIONS).pipeline for data in (val, other)
+    )
+    assert one.head is not None and two.head is not None
+    assert one.head.record == two.head.record
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, two.state_dict()[name]), name
+
+
+def test_the_seed_reaches_the_head(
+    net: torch.nn.Module,
+    train: ImageDataset,
+    val: ImageDataset,
+    projection: FittedProjection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sngp, "FEATURES", 8)
+    monkeypatch.setattr(softmax, "PRECISIONS", (1.0,))
+    candidate = Candidate(("4",), "")
+    one, two = (
+        fit_psc(
+            net, candidate, projection, train, val, head="sngp", options=replace(OPTIONS, seed=seed)
+        ).pipeline.state_dict()
+        for seed in (0, 1)
+    )
+    assert not torch.equal(one["head.phases"], two["head.phases"])  # The length-scale moves the frequencies alone.
+
+
+def test_the_risk_reaches_the_ambiguity_threshold(
+    net: torch.nn.Module,
+    train: ImageDataset,
+    val: ImageDataset,
+    projection: FittedProjection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("psc_core.fit.ambiguity_threshold", lambda *_, risk: risk)
+    psc = fit_psc(net, Candidate(("4",), ""), projection, train, val, head="duq", risk=0.3, options=OPTIONS)
+    assert psc.policy.ambiguity_threshold == 0.3
 
 
 def test_an_entropy_that_never_varies_does_not_count() -> None:

@@ -245,6 +245,12 @@ def test_a_wanted_convolution_is_not_folded_into() -> None:
     assert any(isinstance(module, nn.BatchNorm2d) for module in called)
 
 
+def test_a_normalisation_with_a_hook_is_not_folded() -> None:
+    net = unlike_new(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)))
+    net.get_submodule("1").register_forward_hook(lambda _module, _inputs, output: 2 * output + 1)
+    check(net, "2", torch.randn(2, 3, 8, 8))
+
+
 def test_padding_in_words_and_groups() -> None:
     words = nn.Conv2d(4, 4, 3, padding="same", groups=2)
     reflected = nn.Conv2d(4, 6, 3, groups=2, padding_mode="reflect", padding=1)

@@ -300,6 +300,13 @@ def test_temperature_undoes_what_was_done_to_the_logits(kind: str, monkeypatch: 
     assert served == pytest.approx(head.record["val_nll"], abs=1e-4)
 
 
+def test_a_column_that_varies_by_rounding_alone_is_constant() -> None:
+    z = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
+    z[:, 1] = 1e7 + torch.arange(200) % 2
+    scale = base.fit_standardisation(z).inverse_scale
+    assert scale[1] == scale[0]
+
+
 def test_random_features_approximate_the_rbf_kernel() -> None:
     random = torch.Generator().manual_seed(0)
     phi = torch.randn(20, 3, generator=random)
@@ -325,6 +332,15 @@ def test_sngp_variance_is_the_dense_posterior() -> None:
         torch.testing.assert_close(output.probabilities[i].double(), expected, rtol=1e-3, atol=1e-4)
 
 
+def test_sngp_takes_a_shorter_length_scale_for_classes_in_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(softmax, "PRECISIONS", (0.1,))
+    z = torch.rand(200, 1, generator=torch.Generator().manual_seed(0))
+    labels = (z[:, 0] * 6).long() % 2
+    head = fit_head(z, labels, z, labels, num_classes=2, kind="sngp")
+    median = torch.pdist(head.standardise(z)).median().item()
+    assert head.record["length_scale"] == pytest.approx(0.5 * median, rel=1e-4)
+
+
 def test_sngp_features_depend_on_the_seed_only() -> None:
     train, val = images(200, 4, 3), images(100, 4, 3, seed=1)
     one, same, other = (fit_head(*train, *val, num_classes=3, kind="sngp", seed=s) for s in (0, 0, 1))
@@ -348,6 +364,13 @@ def test_duq_kernels() -> None:
     embedded = head.standardise(z) @ head.embedding
     within = torch.stack([torch.cov(embedded[labels == k].T) for k in range(3)]).mean(0)
     torch.testing.assert_close(within, torch.eye(4), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize(("n", "shrunk"), [(62, False), (61, True)])
+def test_duq_shrinks_the_covariance_of_fewer_than_ten_rows_a_column(n: int, shrunk: bool) -> None:
+    z, labels = images(n, 6, 2)
+    head = fit_head(z, labels, z, labels, num_classes=2, kind="duq")
+    assert (head.record["shrinkage"] > 0) == shrunk
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -110,6 +110,17 @@ def test_decisions_are_the_policys(psc: PSC, digits: torch.Tensor) -> None:
     assert len(set(prediction.decision)) == 3
 
 
+def test_a_p_value_of_exactly_alpha_is_out_of_distribution(psc: PSC, digits: torch.Tensor) -> None:
+    p_value = float(psc.predict(digits[:1]).ood_p_value)
+    at, below = (
+        dataclasses.replace(psc, policy=psc.policy.model_copy(update={"alpha": alpha}))
+        for alpha in (p_value, p_value * (1 - 1e-6))
+    )
+    assert at.predict(digits[:1]).decision == ("abstain_ood",)
+    assert at.predict(digits[:1]).is_ood.tolist() == [True]
+    assert below.predict(digits[:1]).is_ood.tolist() == [False]
+
+
 def test_a_model_shows_itself_in_one_line(psc: PSC) -> None:
     assert len(repr(psc)) < 700
     assert "tests.tiny" not in repr(psc)
@@ -201,6 +212,15 @@ def test_a_network_that_gives_other_features_when_it_is_fused_is_refused(tiny_bu
             parameter.mul_(1.2)
     psc.pipeline._fused = (stale,)
     with pytest.raises(BundleError, match="same features in fewer operations"):
+        psc.probe()
+
+
+def test_features_that_are_not_finite_are_seen_behind_a_relu_that_hides_them(tiny_bundle: Path) -> None:
+    psc = PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
+    psc.pipeline.running()  # Packs the weights that are finite still.
+    with torch.no_grad():
+        next(psc.pipeline.backbone.parameters()).fill_(torch.nan)
+    with pytest.raises(BundleError, match="not finite"):
         psc.probe()
 
 

@@ -53,6 +53,11 @@ def test_the_smallest_size_that_keeps_both_numbers_is_chosen() -> None:
     assert choose_ranks(nc1, nc4, epsilon=0.2, reference_nc4=0.99, minimum=4).c_proj == 2
 
 
+def test_a_size_exactly_at_the_cutoff_does_not_pass() -> None:
+    nc1, nc4 = torch.tensor([[0.25, 0.3]]).double(), torch.tensor([[0.9, 0.9]])
+    assert choose_ranks(nc1, nc4, epsilon=0.25, reference_nc4=0.9).d_proj == 2
+
+
 def test_nothing_passing_takes_the_best_accuracy_and_says_so() -> None:
     nc1, nc4 = torch.full((2, 2), 0.5), torch.tensor([[0.1, 0.2], [0.3, 0.4]])
     choice = choose_ranks(nc1, nc4, epsilon=0.2, reference_nc4=0.9)
