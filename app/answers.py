@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from app.step import Rows
 from psc_core.pipeline import SCORES
-from psc_core.verdict import DECISIONS, FloatArray, Verdict
+from psc_core.verdict import DECISIONS, FloatArray, Rows, Verdict
 
 UNUSUAL_COMPONENTS: Final = 5
 """How many components an explanation names."""

@@ -26,8 +26,9 @@ import numpy.typing as npt
 
 from app.batching import Batch, Batcher, BatchQueue, Slice, State
 from app.errors import InferenceFailed
-from app.step import Images, Rows, Step, is_out_of_memory
+from app.step import Images, Step, is_out_of_memory
 from psc_core.errors import DeviceError
+from psc_core.verdict import Rows
 
 logger = logging.getLogger("psc.device")
 

@@ -28,10 +28,11 @@ from app.batching import Batch, Batcher, BatchQueue, Job, State
 from app.decoding import Decoder
 from app.device import EXPLAIN, Block, DeviceThread, Work
 from app.errors import ClientGone, ImageRefused, NotReady
-from app.step import Images, Rows, Step
+from app.step import Images, Step
 from app.uploads import Upload
 from app.watch import has_left
 from psc_core.errors import DeviceError
+from psc_core.verdict import Rows
 
 logger = logging.getLogger("psc.engine")
 

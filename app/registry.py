@@ -28,9 +28,9 @@ from app.errors import NotReady, ReloadRunning, UnattainableAlpha, UnknownModel
 from app.metrics import Metrics
 from app.model import Model, ModelPreprocess
 from app.settings import Settings
-from app.step import Rows, make_step
+from app.step import make_step
 from psc_core.errors import BundleError, DeviceError, PSCError, UsageError
-from psc_core.verdict import Verdict, judge
+from psc_core.verdict import Rows, Verdict, judge
 
 logger = logging.getLogger("psc.registry")
 

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from app.lanes import Lanes
+from psc_core.verdict import Rows
 
 Images = npt.NDArray[np.uint8]
-Rows = npt.NDArray[np.float32]
 
 QUICK_SECONDS: Final = 2e-3
 """A full batch below this is quicker than handing it to another thread.

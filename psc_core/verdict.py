@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from psc_core.pipeline import EPISTEMIC, LOG_DENSITY, OOD_P_VALUE, OOD_SCORE, PREDICTIVE_ENTROPY, SCORES
 
-Rows = npt.NDArray[np.float32]
 FloatArray = npt.NDArray[np.float32]
+Rows = FloatArray
 
 ACCEPT, ABSTAIN_AMBIGUOUS, ABSTAIN_OOD = range(3)
 DECISIONS: Final = ("accept", "abstain_ambiguous", "abstain_ood")

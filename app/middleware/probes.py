@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 _PATHS: Final = frozenset({"/healthz", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready"})
+_OF_MODEL: Final = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/ready")
 
 
 def is_probe(path: str) -> bool:
     """Whether the path is answered however busy the service is, and whatever the ``Host`` header says."""
-    return path in _PATHS or (path.startswith("/v2/models/") and path.endswith("/ready"))
+    return path in _PATHS or (path.endswith("/ready") and _OF_MODEL.fullmatch(path) is not None)

@@ -302,6 +302,19 @@ async def test_a_connection_that_closes_waits_for_a_client_that_reads_slowly() -
         assert time.monotonic() - begun > 0.4
 
 
+async def seconds_of_writing(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes, pause_s: float
+) -> float:
+    """How long the server takes these data again and again before it ends the connection, which it must within 1 s."""
+    ended = asyncio.ensure_future(reader.read())
+    begun = time.monotonic()
+    while not ended.done() and time.monotonic() - begun < 1.0:
+        writer.write(data)
+        await asyncio.wait([ended], timeout=min(pause_s, 1.0))
+    assert ended.done()
+    return time.monotonic() - begun
+
+
 EARLY = b"POST /early HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n"
 
 
@@ -310,13 +323,7 @@ async def test_a_body_that_nobody_reads_must_come_in_time(pause_s: float) -> Non
     async with serving(0.3, echo, idle_s=2.0) as (reader, writer, _):
         writer.write(EARLY)
         assert await response(reader) == b"HTTP/1.1 200 OK POST "
-        ended = asyncio.ensure_future(reader.read())
-        begun = time.monotonic()
-        while not ended.done() and time.monotonic() - begun < 1.0:
-            writer.write(b"a")
-            await asyncio.wait([ended], timeout=min(pause_s, 1.0))
-        assert ended.done()
-        assert time.monotonic() - begun > 0.2
+        assert await seconds_of_writing(reader, writer, b"a", pause_s) > 0.2
 
 
 async def test_a_body_that_nobody_reads_ends_and_the_connection_is_idle() -> None:
@@ -340,12 +347,7 @@ async def test_line_ends_between_requests_do_not_keep_a_connection() -> None:
     async with serving(0.3, idle_s=0.3) as (reader, writer, _):
         writer.write(REQUEST)
         assert await response(reader) == b"HTTP/1.1 200 OK xx"
-        ended = asyncio.ensure_future(reader.read())
-        begun = time.monotonic()
-        while not ended.done() and time.monotonic() - begun < 1.0:
-            writer.write(b"\r\n")
-            await asyncio.wait([ended], timeout=0.05)
-        assert ended.done()
+        await seconds_of_writing(reader, writer, b"\r\n", 0.05)
 
 
 @pytest.mark.parametrize("cut", [1, 3, 5, len(REQUEST) - 1])
