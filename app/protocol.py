@@ -1,6 +1,6 @@
 """Uvicorn's HTTP protocol with limits: how long a request's head may be, and how long a client may keep us waiting.
 
-Uvicorn itself takes a head of any size at any pace, waits for ever for a client that sends something else than a head,
+Uvicorn itself takes a head of any size at any pace and trailers of any size for more headers, waits for ever for a client that sends something else than a head,
 and keeps an answer for as long as nobody reads it.  It sends the head of an answer apart from its body.  And it takes a
 request that offers another protocol, such as the first of Java's client, for one without a body.
 """
@@ -15,7 +15,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES: Final = 1 << 16
-"""Longest request line with headers, bytes."""
+"""Longest request line with headers, and most of a body that is not its content, at a stretch; bytes."""
 
 _MOST_HELD_BYTES: Final = 1 << 16
 
@@ -106,7 +106,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.url = b""
         self._in_head = True
         self._read_bytes = 0
-        self._head_bytes = 0  # What has come of the head; while a read is parsed, at most.
+        self._head_bytes = 0  # What has come of the head, or since the last bytes of a body; while parsing, at most.
         self._head_again = b""
         self._refused: bytes | None = None
         self._client_timer: asyncio.TimerHandle | None = None
@@ -141,6 +141,8 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             if self._in_head:
                 self._check_head(data)
+            elif self._head_bytes > MAX_HEAD_BYTES:  # Endless trailers, or extensions of a chunk's size.
+                self._refuse(_TOO_LONG)
 
     def _parse(self, data: bytes) -> None:
         """Parse; an upgrade is not accepted: the head is read again without it, and what follows is HTTP as before."""
@@ -184,11 +186,17 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._client_timer is not None:
             self._end_client()
         super().on_headers_complete()
+        self.headers = []  # Of the trailers, which are not the request's.
         self._in_head = False
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._in_head:  # Which will be read again.
             return
+        self._head_bytes = 0
         super().on_message_complete()
         if self.cycle.response_complete:  # Nobody read this body, and the connection is idle from here on.
             self.cycle.more_body = False

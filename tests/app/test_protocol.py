@@ -414,3 +414,39 @@ async def test_an_answer_is_not_lost_when_the_next_head_does_not_come() -> None:
         writer.write(REQUEST.replace(b"/", b"/slow", 1) + REQUEST[:20])
         assert await response(reader) == b"HTTP/1.1 200 OK GET "
         assert await asyncio.wait_for(reader.read(), 1.0) == b""
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n"
+
+
+@pytest.mark.parametrize("rest", [b"0\r\nx: ", b"0\r\n", b"3;x="], ids=["value", "fields", "extension"])
+async def test_endless_bytes_of_a_body_that_are_not_its_content_are_refused(rest: bytes) -> None:
+    async with serving(5.0, echo) as (reader, writer, state):
+        more = b"a: b\r\n" * 1000 if rest == b"0\r\n" else b"a" * 6000
+        writer.write(CHUNKED + rest)
+        sent = 0
+        while state.connections or not sent:
+            writer.write(more)
+            sent += len(more)
+            await asyncio.sleep(0.001)
+        assert MAX_HEAD_BYTES < sent < 8 * MAX_HEAD_BYTES
+        assert (await reader.readline()).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_trailers_are_not_headers_and_small_chunks_are_content() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await echo(scope, receive, send)
+        seen.extend(scope["headers"])
+
+    async with serving(5.0, app) as (reader, writer, _):
+        writer.write(CHUNKED)
+        for _ in range(20):
+            writer.write(b"1;x=y\r\nd\r\n" * 1000)
+            await writer.drain()
+            await asyncio.sleep(0.001)
+        writer.write(b"0\r\nx-late: 1\r\n\r\n" + REQUEST)
+        assert await response(reader) == b"HTTP/1.1 200 OK POST abc" + b"d" * 20_000
+        assert await response(reader) == b"HTTP/1.1 200 OK GET "
+    assert seen == [(b"host", b"a"), (b"transfer-encoding", b"chunked"), (b"host", b"a")]
