@@ -5,7 +5,8 @@
 CIFAR-10 against Fashion-MNIST and MNIST with the networks of :mod:`.cifar10_uq`.  The rivals' output layers are
 ``psc_core``'s own, on the penultimate features, of the network trained as the method asks:
 
-* SNGP: spectral normalisation and the random-feature Gaussian process; OOD score is its epistemic part;
+* SNGP: spectral normalisation and the random-feature Gaussian process; OOD score is its authors', Dempster and
+  Shafer's ``K / (K + Σ exp μ)`` of the mean-field logits μ, and in a row of its own the variance of the process;
 * DDU: spectral normalisation and Gaussians a class; probabilities are the softmax;
 * DUQ: the radial-basis head on the plain network; its gradient penalty in training is left out, which the
   table says;
@@ -15,7 +16,8 @@ CIFAR-10 against Fashion-MNIST and MNIST with the networks of :mod:`.cifar10_uq`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -31,7 +33,8 @@ from psc_core import scores
 from psc_core.data import split_validation
 from psc_core.density import fit_density
 from psc_core.evaluate import score_images
-from psc_core.heads import fit_head
+from psc_core.heads import Head, fit_head
+from psc_core.heads.sngp import SngpHead, mean_field
 
 NAME = "methods_table"
 
@@ -39,6 +42,7 @@ OUTSIDE = ("fashion-mnist", "mnist")
 
 METHODS: Mapping[str, tuple[str, str, str]] = {
     "SNGP": ("spectral normalisation", "yes", "classification"),
+    "SNGP, its variance": ("spectral normalisation", "yes", "classification"),
     "DDU": ("spectral normalisation", "yes", "classification"),
     "DUQ": ("gradient penalty", "yes", "classification"),
     "DVE": ("skip connections", "no", "regression"),
@@ -71,10 +75,10 @@ def methods_of(run: Run, *, spectral_norm: bool) -> Json:
         trained = checkpoints.obtain(run, job)
         test = pairs(run, SETTINGS["cifar10"], trained, common.scale_of(run).test_images)["test"]
         if spectral_norm:
-            rows = {"SNGP": _head_row(run, trained, test, "sngp"), "DDU": _density_row(run, trained, test)}
+            rows = {**_sngp_rows(run, trained, test), "DDU": _density_row(run, trained, test)}
         else:
             rows = {
-                "DUQ": _head_row(run, trained, test, "duq"),
+                "DUQ": _duq_row(run, trained, test),
                 "PSC": _psc_row(run, trained, test, "gda"),
                 "PSC, pooled++": _psc_row(run, trained, test, "pooled++"),
             }
@@ -85,6 +89,7 @@ def methods_of(run: Run, *, spectral_norm: bool) -> Json:
         "fit_images": images,
         "test_images": common.scale_of(run).test_images,
         "head": "precision with a temperature that pays for itself",
+        **({"sngp": "Dempster-Shafer and variance"} if spectral_norm else {}),
     }
     return run.part("sn" if spectral_norm else "plain", settings, compute)
 
@@ -117,11 +122,10 @@ def _features(run: Run, trained: Trained, test: Pair) -> tuple[Penultimate, Penu
     )
 
 
-def _head_row(run: Run, trained: Trained, test: Pair, kind: str) -> Json:
-    """A head on the penultimate features: its probabilities, and its epistemic part as the OOD score."""
-    train, inside, outside = _features(run, trained, test)
+def _head(run: Run, trained: Trained, train: Penultimate, kind: str) -> Head:
+    """A head on the penultimate features."""
     val = fitting.penultimate_features(run, trained, split_validation(trained.val, run.seed)[0], rows=True)
-    head = fit_head(
+    return fit_head(
         train.features,
         train.labels,
         val.features,
@@ -131,9 +135,39 @@ def _head_row(run: Run, trained: Trained, test: Pair, kind: str) -> Json:
         seed=run.seed,
         device=run.device,
     )
-    known = head(inside.features.to(run.device))
-    unknown = {name: head(each.features.to(run.device)).epistemic.cpu() for name, each in outside.items()}
-    return _quality(run, known.probabilities.cpu(), inside.labels, known.epistemic.cpu(), unknown)
+
+
+@torch.inference_mode()
+def _duq_row(run: Run, trained: Trained, test: Pair) -> Json:
+    train, inside, outside = _features(run, trained, test)
+    head = _head(run, trained, train, "duq")
+    known, *unknown = (head(each.features.to(run.device)) for each in (inside, *outside.values()))
+    scored = {name: found.epistemic.cpu() for name, found in zip(outside, unknown, strict=True)}
+    return _quality(run, known.probabilities.cpu(), inside.labels, known.epistemic.cpu(), scored)
+
+
+@torch.inference_mode()
+def _sngp_rows(run: Run, trained: Trained, test: Pair) -> dict[str, Json]:
+    train, inside, outside = _features(run, trained, test)
+    head = _head(run, trained, train, "sngp")
+    assert isinstance(head, SngpHead)
+    known, *unknown = (head.logits(each.features.to(run.device)) for each in (inside, *outside.values()))
+    logits = mean_field(*known).cpu()
+
+    def row(score: Callable[[Tensor, Tensor], Tensor]) -> Json:
+        scored = {name: score(*found).cpu() for name, found in zip(outside, unknown, strict=True)}
+        return _quality(run, logits.softmax(1), inside.labels, score(*known).cpu(), scored)
+
+    return {
+        "SNGP": row(lambda mean, variance: dempster_shafer(mean_field(mean, variance))),
+        "SNGP, its variance": row(lambda _, variance: variance),
+    }
+
+
+def dempster_shafer(logits: Tensor) -> Tensor:
+    """``K / (K + Σ exp μ)`` of logits ``(n, K)``: the uncertainty by which SNGP's authors tell data sets apart."""
+    classes = logits.shape[1]
+    return torch.sigmoid(math.log(classes) - logits.double().logsumexp(1))
 
 
 def _density_row(run: Run, trained: Trained, test: Pair) -> Json:

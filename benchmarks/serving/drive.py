@@ -58,11 +58,11 @@ def drive(target: Target, phase: Phase) -> dict[str, Any]:
     after = resource.getrusage(resource.RUSAGE_SELF)
     loop.close()
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return summary(load, target.images, cpu_s)
+    return {**summary(load, target.images), "client_cpu_s": round(cpu_s, 3)}
 
 
-def summary(load: Load, images: int, cpu_s: float) -> dict[str, Any]:
-    """Rates, statuses and latencies of a phase, and what the client took for it."""
+def summary(load: Load, images: int = 1) -> dict[str, Any]:
+    """Rates, statuses and latencies of a phase whose requests carry so many images."""
     latencies = load.seconds()
     ended = max((answer.due + answer.seconds for answer in load.answers), default=load.ended)
     seconds = max(load.ended, ended) - load.began
@@ -72,7 +72,6 @@ def summary(load: Load, images: int, cpu_s: float) -> dict[str, Any]:
         "statuses": dict(sorted(load.statuses.items())),
         "requests_per_s": round(len(latencies) / seconds, 1),
         "images_per_s": round(images * len(latencies) / seconds, 1),
-        "client_cpu_s": round(cpu_s, 3),
         "histogram": histogram(1000 * value for value in latencies),
     }
     if latencies:

@@ -14,11 +14,7 @@ import asyncio
 import io
 import os
 import re
-import resource
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -28,11 +24,12 @@ from PIL import Image
 
 from benchmarks.runs import RESULTS, Json, environment, write_json, write_section
 from benchmarks.serving.client import Generator, Load
-from benchmarks.serving.report import back_to_normal, batches, requirements, section, summary
+from benchmarks.serving.drive import Target, summary
+from benchmarks.serving.processes import ROOT, Processes, free_port
+from benchmarks.serving.report import back_to_normal, batches, requirements, section
 from psc_core.data import open_dataset
 from psc_core.preprocess import PRESETS
 
-ROOT = Path(__file__).resolve().parents[2]
 CLIENTS, STEADY, OVERLOAD = 64, 0.7, 3.0
 LIGHT = 0.1
 """Share of the peak at which the service counts as unloaded."""
@@ -49,56 +46,19 @@ def digits(count: int) -> list[bytes]:
     return files
 
 
-class Service:
-    """``psc-serve`` with a bundle, on the CPU, in a process of its own, for as long as the ``with`` lasts."""
-
-    def __init__(self, bundle: Path) -> None:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "app.cli", "--bundle", str(bundle), "--port=0", "--device=cpu", "--log-level=error"],
-            cwd=ROOT,
-            env=clean,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stderr is not None
-        line = self._process.stderr.readline()
-        if "listening on" not in line:
-            raise SystemExit(f"expected psc-serve to listen, got {line!r}; run it by hand to see why")
-        self.port = int(line.rsplit(":", 1)[1])
-
-    def __enter__(self) -> Service:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    @property
-    def memory_mib(self) -> int:
-        """Resident memory now."""
-        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
-        return pages * resource.getpagesize() >> 20
+def start(bundle: Path, target: Target) -> Processes:
+    """``psc-serve`` with its default settings on the CPU, without what the environment says of them."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
+    words = ["--bundle", str(bundle), "--port", str(target.port), "--device", "cpu", "--log-level", "error"]
+    return Processes([sys.executable, "-m", "app.cli", *words], clean)
 
 
 class Bench:
     """Runs phases against a service and keeps what each one showed."""
 
-    def __init__(self, service: Service, generator: Generator) -> None:
-        self._service, self._generator = service, generator
+    def __init__(self, processes: Processes, generator: Generator) -> None:
+        self._processes, self._generator = processes, generator
         self.phases: dict[str, Json] = {}
-
-    async def ready(self) -> None:
-        """Wait until the models are loaded and warm."""
-        end = time.monotonic() + 120
-        while (await self._generator.get("/readyz"))[0] != 200:
-            if time.monotonic() > end:
-                raise SystemExit("expected psc-serve to be ready within 120 s; run it by hand to see why")
-            await asyncio.sleep(0.1)
 
     async def run(self, name: str, sending: Coroutine[Any, Any, Load]) -> Load:
         """One phase: its load, and meanwhile the service's own view of the queue and the batches."""
@@ -110,10 +70,10 @@ class Bench:
             deepest = max(deepest, (await self._metrics())["psc_queue_depth"])
         load, after = task.result(), await self._metrics()
         self.phases[name] = {
-            **summary(load),
+            **phase(load),
             "batches": batches(before, after),
             "most_queued_images": int(deepest),
-            "memory_mib": self._service.memory_mib,
+            "memory_mib": self._processes.memory_mib(),
         }
         print(f"  {self.phases[name]}", file=sys.stderr, flush=True)
         return load
@@ -123,14 +83,20 @@ class Bench:
         return {name: float(value) for name, value in re.findall(r"^(psc_\S+) (\S+)$", text, re.MULTILINE)}
 
 
-async def measure(service: Service, scale: float) -> tuple[dict[str, Json], Json]:
+def phase(load: Load) -> Json:
+    """What a phase showed, seen from the client."""
+    without = sum(answer.status == 429 and answer.retry_after is None for answer in load.answers)
+    sent_per_s = round(len(load.answers) / (load.ended - load.began), 1)
+    return {"sent_per_s": sent_per_s, "refusals_without_retry_after": without, **summary(load)}
+
+
+async def measure(processes: Processes, target: Target, scale: float) -> tuple[dict[str, Json], Json]:
     """All phases; their lengths are multiplied by ``scale``."""
-    generator = Generator("127.0.0.1", service.port, digits(256))
-    bench = Bench(service, generator)
-    await bench.ready()
+    generator = Generator("127.0.0.1", target.port, target.bodies)
+    bench = Bench(processes, generator)
     await generator.closed_loop(CLIENTS, 2.0)
     await bench.run("closed loop", generator.closed_loop(CLIENTS, 15.0 * scale))
-    peak = bench.phases["closed loop"]["answered_per_s"]
+    peak = bench.phases["closed loop"]["requests_per_s"]
     light = max(5.0, LIGHT * peak)
     await asyncio.sleep(1.0)
     await bench.run("unloaded", generator.open_loop(light, 10.0 * scale))
@@ -141,7 +107,7 @@ async def measure(service: Service, scale: float) -> tuple[dict[str, Json], Json
     await sent.wait()  # What is queued now is still to be answered while the light load begins.
     recovery = await generator.open_loop(light, 12.0)
     await task
-    bench.phases["recovery"] = summary(recovery)
+    bench.phases["recovery"] = phase(recovery)
     generator.close()
     normal_s = bench.phases["unloaded"]["p50_ms"] / 1000
     return bench.phases, {"peak_images_per_s": peak, "back_to_normal_s": back_to_normal(recovery, normal_s)}
@@ -155,8 +121,10 @@ def main() -> int:
     cli.add_argument("--out", type=Path, default=RESULTS)
     cli.add_argument("--note", default="", help="a sentence on the circumstances, kept with the results")
     args = cli.parse_args()
-    with Service(args.bundle) as service:
-        phases, found = asyncio.run(measure(service, args.scale))
+    target = Target(free_port(), "/predict", "image/png", digits(256))
+    with start(args.bundle, target) as processes:
+        processes.wait_until_it_answers(target)
+        phases, found = asyncio.run(measure(processes, target, args.scale))
     checks = requirements(phases, found)
     report: Json = {
         "bundle": args.bundle.name,

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from benchmarks.serving.client import CONNECTION_LOST, Alarm, Answer, Generator, Load
-from benchmarks.serving.report import back_to_normal, batches, summary
+from benchmarks.serving.load import phase
+from benchmarks.serving.report import back_to_normal, batches
 from tests.app.fakes import png
 from tests.app.live import live_server
 
@@ -34,13 +35,11 @@ def test_a_server_that_is_not_there_is_counted() -> None:
     assert load.statuses[CONNECTION_LOST] >= 1
 
 
-def test_summary_counts_by_status_and_takes_latencies_of_answers_only() -> None:
-    answers = [Answer(0.1 * k, 0.001 * (k + 1), 200, None) for k in range(10)]
-    refused = [Answer(0.5, 9.0, 429, "2"), Answer(0.6, 9.0, 429, None)]
-    found = summary(Load(0.0, 1.0, answers + refused))
-    assert found["statuses"] == {"200": 10, "429": 2}
+def test_refusals_that_name_no_time_are_counted_and_are_no_answers() -> None:
+    answers = [Answer(0.1 * k, 0.001, 200, None) for k in range(10)]
+    found = phase(Load(0.0, 2.0, [*answers, Answer(0.5, 9.0, 429, "2"), Answer(0.6, 0.1, 429, None)]))
     assert found["refusals_without_retry_after"] == 1
-    assert (found["p50_ms"], found["p99_ms"]) == (6.0, 10.0)
+    assert (found["sent_per_s"], found["requests"], found["p99_ms"]) == (6.0, 10, 1.0)
 
 
 @pytest.mark.parametrize(("slow_until", "expected"), [(0.0, 0.0), (2.5, 3.0), (9.9, 10.0)])
