@@ -81,16 +81,20 @@ class Run:
                 return dict(kept["result"])
         result = compute()
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(
-            file, {"key": key, "settings": dict(settings), "environment": environment(self.device), "result": result}
-        )
+        write_json(file, {"key": key, "settings": dict(settings), **self._origin(), "result": result})
         return result
 
     def finished(self) -> dict[str, Json]:
         """Results of all parts there are at this scale, by name: those of earlier runs too."""
+        return {name: part["result"] for name, part in self._parts().items()}
+
+    def _parts(self) -> dict[str, Json]:
         stem = f"{self.name}-{self.scale}-"
         files = sorted((self.out / "parts").glob(f"{stem}*.json"))
-        return {file.stem.removeprefix(stem): json.loads(file.read_text())["result"] for file in files}
+        return {file.stem.removeprefix(stem): json.loads(file.read_text()) for file in files}
+
+    def _origin(self) -> Json:
+        return {"command": self.command, "environment": environment(self.device)}
 
     def figure(self, name: str) -> Path:
         """File of a figure of this run."""
@@ -98,13 +102,15 @@ class Run:
         return self.out / f"{self.name}-{self.scale}-{name}.svg"
 
     def write(self, result: Json, fragment: Callable[[Json], str]) -> Json:
-        """Write result and Markdown fragment; returns the whole record."""
+        """Write result and Markdown fragment; returns the whole record.
+
+        The record says of every part how and where it was measured: earlier runs may have measured some.
+        """
+        origins = {name: {key: part[key] for key in ("command", "environment")} for name, part in self._parts().items()}
         record = {
             "name": self.name,
             "scale": self.scale,
-            "seed": self.seed,
-            "command": self.command,
-            "environment": environment(self.device),
+            "origins": origins or {"": self._origin()},
             "result": result,
         }
         self.out.mkdir(parents=True, exist_ok=True)
@@ -250,5 +256,9 @@ def where(environment: Json) -> str:
 
 
 def provenance(record: Json) -> str:
-    """One line under a table: command, scale and environment."""
-    return f"`{record['command']}` · scale {record['scale']}, seed {record['seed']} · {where(record['environment'])}"
+    """Lines under a table: its scale, and command and environment of the parts that were measured together."""
+    together: dict[str, list[str]] = {}
+    for name, origin in record["origins"].items():
+        together.setdefault(f"`{origin['command']}` · {where(origin['environment'])}", []).append(name)
+    lines = [f"- {': '.join(filter(None, [', '.join(names), how]))}" for how, names in together.items()]
+    return "\n".join([f"Measured at scale {record['scale']}:", "", *lines])

@@ -27,7 +27,8 @@ def test_runs_and_resumes(folder: Path, data_root: Path, name: str, module: str)
     first = main(options)
     files = {file.name for file in folder.glob(f"{name}-smoke*")}
     assert {f"{name}-smoke.json", f"{name}-smoke.md"} <= files
-    assert json.loads((folder / f"{name}-smoke.json").read_text())["environment"]["torch"]
+    origins = json.loads((folder / f"{name}-smoke.json").read_text())["origins"]
+    assert all(origin["environment"]["torch"] and "--scale smoke" in origin["command"] for origin in origins.values())
     shown = (folder / f"{name}-smoke.md").read_text()
     assert str(data_root) not in shown + json.dumps(first)
     for figure in (line for line in shown.splitlines() if line.startswith("![")):

@@ -54,6 +54,24 @@ def test_parts_are_computed_once_for_equal_settings(tmp_path: Path) -> None:
     assert kept["settings"] == {"x": 2}
 
 
+def test_a_table_says_of_each_part_how_it_was_measured_even_by_an_earlier_run(tmp_path: Path) -> None:
+    for seed, names in ((1, "ab"), (2, "bc")):
+        words = ["--scale", "smoke", "--data", "nowhere", "--out", str(tmp_path), "--seed", str(seed)]
+        run = runs.start("test", runs.parser("").parse_args(words))
+        for name in names:
+            run.part(name, {}, dict)
+        record = run.write({}, runs.provenance)
+    assert {name: origin["command"][-8:] for name, origin in record["origins"].items()} == {
+        "a": "--seed 1",
+        "b": "--seed 1",
+        "c": "--seed 2",
+    }
+    _, _, first, second = (tmp_path / "test-smoke.md").read_text().splitlines()
+    assert first.startswith("- a, b: `")
+    assert second.startswith("- c: `")
+    assert runs.where(record["origins"]["a"]["environment"]) in first
+
+
 def test_a_command_tells_what_was_measured_but_not_where(tmp_path: Path) -> None:
     cli = runs.parser("")
     cli.add_argument("--seeds", type=int, nargs="+")
