@@ -1,8 +1,9 @@
 """Uvicorn's HTTP protocol with limits: how long a request's head may be, and how long a client may keep us waiting.
 
-Uvicorn itself takes a head of any size at any pace and trailers of any size for more headers, waits for ever for a client that sends something else than a head,
-and keeps an answer for as long as nobody reads it.  It sends the head of an answer apart from its body.  And it takes a
-request that offers another protocol, such as the first of Java's client, for one without a body.
+Uvicorn itself takes a head of any size at any pace, takes trailers of any size for more headers, waits for ever for a
+client that sends something else than a head, and keeps an answer for as long as nobody reads it.  It sends the head of
+an answer apart from its body.  And it takes a request that offers another protocol, such as the first of Java's client,
+for one without a body.
 """
 
 from __future__ import annotations
