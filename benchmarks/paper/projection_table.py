@@ -3,15 +3,19 @@
     python -m benchmarks.paper.projection_table --scale cpu --data ROOT
 
 Rows "MNIST" use the networks of the DDU case study (trained on Dirty-MNIST), measured and projected on MNIST.
-``--checkpoint FILE`` takes the ResNet-18 from a file.
+``--checkpoint FILE`` takes the ResNet-18 from a file; ``--only resnet50 --network resnet50 --epochs 5`` runs the row's
+own network where the scale has another in its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import checkpoints, fitting, plots, runs
+from benchmarks.checkpoints import Job
+from benchmarks.networks import NETWORKS
 from benchmarks.paper import common
 from benchmarks.runs import Json, Run
 
@@ -38,20 +42,24 @@ def main(argv: list[str] | None = None) -> Json:
         action="append",
         help="one network; repeat for more",
     )
+    cli.add_argument("--network", choices=sorted(NETWORKS), help="of the one row of --only, not as the scale says")
     args = cli.parse_args(argv)
+    if args.network and len(args.only or ()) != 1:
+        cli.error("--network goes with exactly one --only")
     run = runs.start(NAME, args)
     for network, data in PAPER:
         if network in (args.only or [network]):
-            measured(run, network, data, args.checkpoint if network == "resnet18" else None)
+            job = common.job(run, network, TRAINED_ON[data])
+            job = replace(job, network=args.network or job.network)
+            measured(run, f"{network}-{data}", job, data, args.checkpoint if network == "resnet18" else None)
     rows = run.finished()
     if "resnet18-mnist" in rows:
         draw(run, rows["resnet18-mnist"])
     return run.write({"rows": rows}, fragment)
 
 
-def measured(run: Run, network: str, data: str, checkpoint: Path | None) -> Json:
+def measured(run: Run, name: str, job: Job, data: str, checkpoint: Path | None) -> Json:
     """One row: candidate and projection of one network."""
-    job = common.job(run, network, TRAINED_ON[data])
     images = common.scale_of(run).fit_images
     settings = {
         "job": job.name,
@@ -86,7 +94,7 @@ def measured(run: Run, network: str, data: str, checkpoint: Path | None) -> Json
             "fit_images": images,
         }
 
-    return run.part(f"{network}-{data}", settings, compute)
+    return run.part(name, settings, compute)
 
 
 def draw(run: Run, found: Json) -> None:
@@ -109,7 +117,8 @@ def fragment(record: Json) -> str:
             lines.append([f"{network}, {data}", "not run", theirs[0], "not run", theirs[1], "—"])
             continue
         numbers = [f"{found[key][-1]:.3f} → {found[f'projected_{key}']:.3f}" for key in ("nc1", "nc4")]
-        what = f"{found['trained']}; {found['layer']}, {found['c_proj']} × {found['d_proj']}"
+        images = f"{found['fit_images']:,}" if found["fit_images"] else "all"
+        what = f"{found['trained']}; {found['layer']}, {found['c_proj']} × {found['d_proj']}; {images} images"
         lines.append(
             [
                 f"{network}, {data}",
@@ -124,9 +133,8 @@ def fragment(record: Json) -> str:
     parts = ["### Projection keeps NC1 and NC4", runs.markdown_table(header, lines)]
     if "resnet18-mnist" in rows:
         parts.append(f"![NC1 and NC4 for c_proj and d_proj]({record['name']}-{record['scale']}-sizes.svg)")
-    images = next(iter(rows.values()))["fit_images"] or "all"
     parts += [
-        f'Fitted on {images} training images; "scaled" is the unprojected layer after the first scaling.',
+        "On so many training images as the last column says; scaled: the unprojected layer after the first scaling.",
         runs.provenance(record),
     ]
     return "\n\n".join(parts) + "\n"
