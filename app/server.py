@@ -51,6 +51,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=settings.access_log,  # What they change, the client's address, is only logged.
                 backlog=BACKLOG,
                 timeout_keep_alive=settings.keep_alive_seconds,
                 ssl_certfile=_text(settings.tls_certificate) if tls else None,

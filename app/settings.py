@@ -158,7 +158,11 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe log line that is written."
     )
-    access_log: bool = Field(default=False, description="One log line for each request.")
+    access_log: bool = Field(
+        default=False,
+        description="One log line for each request. The client is the one that a proxy on this machine, or on an "
+        "address in `FORWARDED_ALLOW_IPS`, names in `X-Forwarded-For`.",
+    )
     otel: bool = Field(default=False, description="Export traces with OpenTelemetry (extra `psc[otel]`).")
     drift_window: int = Field(
         default=1000, ge=1, le=1_000_000, description="Images in the window of `psc_drift_window_ood_rate`."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -123,6 +124,17 @@ def test_sigterm_ends_within_drain_seconds_even_when_the_device_hangs() -> None:
         began = time.monotonic()
         assert server.end() == 0, server.errors
         assert time.monotonic() - began < 5
+
+
+def test_the_access_log_has_the_client_that_a_proxy_names() -> None:
+    with serving("--access-log") as server:
+        for headers in ({}, {"x-forwarded-for": "203.0.113.9"}):
+            assert httpx.get(server.url + "/healthz", headers=headers).status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        server.end()
+    lines = [json.loads(line) for line in server.errors.splitlines()]
+    logged = [line["client"] for line in lines if line["message"] == "request" and line["path"] == "/healthz"]
+    assert logged == ["127.0.0.1", "203.0.113.9"]
 
 
 def test_a_client_that_hangs_up_has_its_work_dropped() -> None:
