@@ -34,6 +34,7 @@ from benchmarks.runs import RESULTS, Json, environment, write_json
 from benchmarks.serving import ceilings, environments
 from benchmarks.serving.adapters.settings import COUNTS, FACTORY
 from benchmarks.serving.drive import Phase, Target, drive
+from benchmarks.serving.gpu import GpuUse
 from benchmarks.serving.histogram import FIRST_MS, PER_DECADE
 from benchmarks.serving.load import digits
 from benchmarks.serving.overhead import make_bundle
@@ -72,7 +73,9 @@ class Client:
     def send(self, processes: Processes, target: Target, phase: Phase, counts: Path) -> Json:
         """One phase, and what the server took for it."""
         cpu_s, steps, images = processes.cpu_s(), *counted(counts)
-        found: Json = self._pool.submit(drive, target, phase).result()
+        with GpuUse() as gpu:
+            found: Json = self._pool.submit(drive, target, phase).result()
+        found |= gpu.found
         found["server_cpu_s"] = round(processes.cpu_s() - cpu_s, 3)
         found["memory_mib"] = processes.memory_mib()
         now_steps, now_images = counted(counts)

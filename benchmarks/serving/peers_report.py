@@ -169,7 +169,9 @@ def section(record: Json) -> str:
 
 def _table(record: Json, network: str) -> str:
     many = network == COMPUTE
+    on_gpu = record["device"] != "cpu"
     header = ["server", "images/s", "psc ÷ it", "p50", "p99", "mean batch", "server CPU", "client CPU"]
+    header += ["GPU busy"] if on_gpu else []
     header += ["unloaded p50", "p99 at 70 %", "÷ unloaded p50"]
     header += [f"images/s, {record['many']['images']} a request"] if many else []
     servers = record["servers"][network]
@@ -190,6 +192,7 @@ def _table(record: Json, network: str) -> str:
                 f"{statistics.median(_cpu_ms(turn['closed'], side) for turn in found['rounds']):.2f} ms"
                 for side in ("server", "client")
             ),
+            *([_gpu(found)] if on_gpu else []),
             f"{_middle(found, 'unloaded', 'p50_ms'):,.1f} ms",
             f"{_middle(found, 'steady', 'p99_ms'):,.1f} ms" + _refused(found, "steady"),
             str(tail(found)),
@@ -202,6 +205,11 @@ def _table(record: Json, network: str) -> str:
 def _cpu_ms(phase: Json, side: str) -> float:
     """Of a request."""
     return 1000 * float(phase[f"{side}_cpu_s"]) / max(1, phase["requests"])
+
+
+def _gpu(found: Json) -> str:
+    shares = [turn["closed"]["gpu_utilisation"] for turn in found["rounds"] if "gpu_utilisation" in turn["closed"]]
+    return f"{statistics.median(shares):.0%}" if shares else ""
 
 
 def _refused(found: Json, phase: str) -> str:

@@ -14,12 +14,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from benchmarks.runs import environment
+from benchmarks.runs import Json, environment
 from benchmarks.serving import environments, peers, servers
 from benchmarks.serving.adapters.settings import COUNTS
 from benchmarks.serving.ceilings import best_images_per_s, images_per_s, least_tail_ms
 from benchmarks.serving.client import Answer, Load
 from benchmarks.serving.drive import summary
+from benchmarks.serving.gpu import GpuUse
 from benchmarks.serving.histogram import PER_DECADE, bin_of, histogram, lower_edge, quantile, survival
 from benchmarks.serving.overhead import make_bundle
 from benchmarks.serving.peers_report import Ratio, targets, times, write_report
@@ -342,9 +343,43 @@ def test_the_section_tells_of_failures(tmp_path: Path) -> None:
     assert "| did not run: loading failed |" in text
     assert "Ray Serve | did not run" in text and "did not run: no haproxy" in text
     assert (tmp_path / "serving-peers.svg").stat().st_size > 1000
+    for turn, share in zip(one["servers"][COMPUTE]["psc"]["rounds"], (0.62, 0.72), strict=True):
+        turn["closed"]["gpu_utilisation"] = share
     write_report({**one, "device": "cuda"}, tmp_path)
-    assert "## Serving against peers, cuda\n" in (tmp_path / "README.md").read_text()
+    assert "GPU busy" not in text
+    text = (tmp_path / "README.md").read_text()
+    assert "## Serving against peers, cuda\n" in text
+    assert "| 67% |" in text
     assert (tmp_path / "serving-peers-cuda.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (["40, 1000", "60, 3000", "50, 2"], {"gpu_utilisation": 0.5, "gpu_memory_mib": 3000}),
+        (["[N/A], 1000"], {}),
+        ([], {}),
+    ],
+)
+def test_gpu_use_is_what_nvidia_smi_says_meanwhile(
+    lines: list[str], found: Json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "nvidia-smi"
+    says = [f"echo '{line}'" for line in lines]
+    script.write_text("\n".join(["#!/bin/sh", *says, f"touch {tmp_path}/told", "exec sleep 60"]))
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with GpuUse() as gpu:
+        while not (tmp_path / "told").exists():
+            time.sleep(0.01)
+    assert gpu.found == found
+
+
+def test_gpu_use_is_nothing_where_there_is_no_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with GpuUse() as gpu:
+        pass
+    assert gpu.found == {}
 
 
 @pytest.fixture(scope="module")
