@@ -32,6 +32,9 @@ SCALES = ("smoke", "cpu", "full")
 RESULTS = Path(__file__).parent / "results"
 """Where results that are kept lie."""
 
+BUNDLE = Path(__file__).resolve().parents[1] / "artifacts" / "dirty-mnist-resnet18"
+"""What the repository ships."""
+
 Json = dict[str, Any]
 
 

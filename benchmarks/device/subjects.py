@@ -9,11 +9,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.runs import BUNDLE
 from psc_core.backbone import truncate
 from psc_core.density import restore_density
 from psc_core.density.gaussian import ClasswiseDensity, Density, TiedDensity
@@ -28,7 +28,6 @@ from psc_core.preprocess import PRESETS, Preprocess
 from psc_core.projection import Projection
 from psc_core.tracing import cut_graph
 
-BUNDLE = Path(__file__).resolve().parents[2] / "artifacts" / "dirty-mnist-resnet18"
 MEMBERS = 5
 """Networks of the ensemble."""
 SAMPLES = 10

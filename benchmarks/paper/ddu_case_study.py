@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks import checkpoints, fitting, plots, runs
 from benchmarks.checkpoints import Trained
 from benchmarks.paper import common
-from benchmarks.runs import Json, Run
+from benchmarks.runs import BUNDLE, Json, Run
 from psc_core import scores
 from psc_core.baselines import Baselines
 from psc_core.candidate import CollapseReport
@@ -56,8 +56,6 @@ DENSITY, COLLAPSE_ON = "gda", "mnist"
 
 ROWS = ("resnet18", "sn", "vgg16", "shipped")
 """What ``--only`` may name."""
-
-SHIPPED = Path(__file__).resolve().parents[2] / "artifacts" / "dirty-mnist-resnet18"
 
 GROUPS = {"mnist": "in-distribution", "ambiguous-mnist": "ambiguous"}
 """What the parts of Dirty-MNIST are called in figures."""
@@ -142,30 +140,31 @@ def another_psc(run: Run, network: str, density: str, collapse_on: str) -> dict[
     def compute() -> Json:
         trained = checkpoints.obtain(run, job)
         psc = fitted_psc(run, trained, density, collapse_on)
-        inside, outside = test_sets(run, trained.test)
-        batch = fitting.compute_of(run).batch_images
-        scored = [score_images(psc, data, batch_images=batch) for data in (inside, outside)]
-        found = [{"ood": each.ood["psc"], "entropy": each.entropy["psc"]} for each in scored]
-        about = {"trained": job.describe(), "fit_images": images, "layer": psc.layer}
-        return {", ".join([f"{network}+PSC", *changes]): {**about, **row(inside, *found)}}
+        about = {"trained": job.describe(), "fit_images": images}
+        return {", ".join([f"{network}+PSC", *changes]): {**about, **psc_row(run, psc, trained.test)}}
 
     return run.part("-".join([network, *changes]).replace(" ", "-"), settings, compute)
 
 
 def shipped(run: Run) -> dict[str, Json]:
     """The row of the bundle that the repository ships."""
-    psc = PSC.load(SHIPPED, device=run.device)
+    psc = PSC.load(BUNDLE, device=run.device)
 
     def compute() -> Json:
         test = open_dataset(run.spec("dirty-mnist"), split="test", preprocess=psc.preprocess)
-        inside, outside = test_sets(run, test)
-        batch = fitting.compute_of(run).batch_images
-        scored = [score_images(psc, data, batch_images=batch) for data in (inside, outside)]
-        found = [{"ood": each.ood["psc"], "entropy": each.entropy["psc"]} for each in scored]
-        about = {"trained": "resnet18, 4 epochs, batch 128, seed 0", "bundle": psc.version, "layer": psc.layer}
-        return {"resnet18+PSC, shipped": {**about, **row(inside, *found)}}
+        about = {"trained": "resnet18, 4 epochs, batch 128, seed 0", "bundle": psc.version}
+        return {"resnet18+PSC, shipped": {**about, **psc_row(run, psc, test)}}
 
     return run.part("shipped", {"bundle": psc.version, "test_images": common.scale_of(run).test_images}, compute)
+
+
+def psc_row(run: Run, psc: PSC, test: ImageDataset) -> Json:
+    """Layer and scores of a PSC without its base network."""
+    inside, outside = test_sets(run, test)
+    batch = fitting.compute_of(run).batch_images
+    scored = [score_images(psc, data, batch_images=batch) for data in (inside, outside)]
+    found = [{"ood": each.ood["psc"], "entropy": each.entropy["psc"]} for each in scored]
+    return {"layer": psc.layer, **row(inside, *found)}
 
 
 def fitted_psc(run: Run, trained: Trained, density: str, collapse_on: str) -> PSC:

@@ -89,7 +89,6 @@ def methods_of(run: Run, *, spectral_norm: bool) -> Json:
         "fit_images": images,
         "test_images": common.scale_of(run).test_images,
         "head": "precision with a temperature that pays for itself",
-        **({"sngp": "Dempster-Shafer and variance"} if spectral_norm else {}),
     }
     return run.part("sn" if spectral_norm else "plain", settings, compute)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from benchmarks.runs import RESULTS, Json, environment, write_json, write_section
+from benchmarks.runs import BUNDLE, RESULTS, Json, environment, write_json, write_section
 from benchmarks.serving.client import Generator, Load
 from benchmarks.serving.drive import Target, summary
 from benchmarks.serving.processes import ROOT, Processes, free_port
@@ -116,7 +116,7 @@ async def measure(processes: Processes, target: Target, scale: float) -> tuple[d
 def main() -> int:
     """Measure, print and write; 1 when a requirement is not met."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--bundle", type=Path, default=ROOT / "artifacts" / "dirty-mnist-resnet18")
+    cli.add_argument("--bundle", type=Path, default=BUNDLE)
     cli.add_argument("--scale", type=float, default=1.0, help="multiplies the lengths of the phases")
     cli.add_argument("--out", type=Path, default=RESULTS)
     cli.add_argument("--note", default="", help="a sentence on the circumstances, kept with the results")

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.runs import RESULTS, Json, environment, write_json
+from benchmarks.runs import BUNDLE, RESULTS, Json, environment, write_json
 from benchmarks.serving import ceilings, environments
 from benchmarks.serving.adapters.settings import COUNTS, FACTORY
 from benchmarks.serving.drive import Phase, Target, drive
@@ -343,7 +343,7 @@ def main() -> int:
     tiny = environments.HOME / OVERHEAD
     bundles = {
         OVERHEAD: tiny if (tiny / "manifest.json").exists() else make_bundle(tiny),
-        COMPUTE: ROOT / "artifacts" / "dirty-mnist-resnet18",
+        COMPUTE: BUNDLE,
     }
     args.out.mkdir(parents=True, exist_ok=True)
     images = digits(256)
