@@ -133,12 +133,7 @@ class Pipeline(nn.Module):
         return self.backbone.method == "graph"
 
     def running(self) -> Backbone:
-        """What computes the features: the backbone with fewer operations, made at the first call on a device.
-
-        A compiler that cannot see into packed weights gets the backbone itself, and fuses on its own.
-        """
-        if torch.compiler.is_compiling() and self.scale.device.type == "cpu":
-            return self.backbone
+        """What computes the features: the backbone with fewer operations, made at the first call on a device."""
         if not self._fused:
             self._fused = (self.backbone.fused(self.precision),)
         return self._fused[0]
@@ -149,7 +144,7 @@ class Pipeline(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_fused": ()}  # packed weights can neither be copied nor sent
+        return {**self.__dict__, "_fused": ()}  # a copy makes its own
 
     def features(
         self, inputs: Float[Tensor, "batch channels height width"]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_convolution_pointwise", "_cdist_forward")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_cdist_forward")
 """Operations that are a matrix product or a convolution."""
 
 SYNCHRONISING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "unique", "_unique2")
@@ -54,6 +53,6 @@ class Counts(TorchDispatchMode):
         return out
 
 
-def _memory(tensor: Tensor) -> object:
-    """What tells two tensors' memory apart; oneDNN's opaque tensors have none that can be asked for."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+def _memory(tensor: Tensor) -> int:
+    """What tells two tensors' memory apart."""
+    return tensor.untyped_storage().data_ptr()

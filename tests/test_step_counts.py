@@ -17,36 +17,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from app.step import EagerStep
 from benchmarks.device.subjects import random_density, random_head
-from psc_core import PSC, fusion
-from psc_core.fusion import can_pack
+from psc_core import PSC
 from psc_core.pipeline import Pipeline
 from tests.counting import SYNCHRONISING, Counts
 
 IMAGE = 28 * 28
 BATCH = 8
 
-BUDGETS = {
-    # operations, products among them, fresh tensors, their bytes an image
-    "packed": (53, 23, 48, 1_836_064),
-    "folded": (72, 23, 54, 2_538_528),
-}
-"""Of the shipped bundle; ``folded`` is what runs where oneDNN cannot pack, and on CUDA."""
+BUDGET = (72, 23, 54, 2_538_528)
+"""Of the shipped bundle: operations, products among them, fresh tensors, their bytes an image."""
 
 TAIL = {"projection": (4, 2), "density": (6, 2), "head": (17, 3)}
 """Operations, and products among them."""
 
 
-@pytest.fixture(
-    params=["folded", pytest.param("packed", marks=pytest.mark.skipif(not can_pack(torch.float32), reason="no oneDNN"))]
-)
-def step_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "folded":
-        monkeypatch.setattr(fusion, "can_pack", lambda dtype: False)
-    return str(request.param)
-
-
 @pytest.fixture
-def pipeline(step_kind: str, shipped_bundle: Path) -> Pipeline:
+def pipeline(shipped_bundle: Path) -> Pipeline:
     return PSC.load(shipped_bundle, device="cpu").pipeline
 
 
@@ -64,8 +50,8 @@ def within(got: int, budget: int, what: str) -> None:
     assert got <= budget, f"a step takes {got} {what}, its budget is {budget}: see the module on raising it"
 
 
-def test_the_step_stays_in_its_budget(pipeline: Pipeline, step_kind: str) -> None:
-    operations, products, fresh, bytes_ = BUDGETS[step_kind]
+def test_the_step_stays_in_its_budget(pipeline: Pipeline) -> None:
+    operations, products, fresh, bytes_ = BUDGET
     for count in (1, BATCH):
         counts = counts_of(pipeline, images(count))
         within(counts.kernels.total(), operations, f"operations {dict(counts.kernels)}")

@@ -207,7 +207,7 @@ class Measurement:
     def cell(self, variants: Mapping[str, Any], work: Json, precision: str, mode: str, bucket: int) -> Json:
         """One row of the table."""
         images = self.images(bucket)
-        if mode == "compiled" and self.device.type == "cpu":  # the compiler fuses; it cannot see into packed weights
+        if mode == "compiled" and self.device.type == "cpu":  # the compiler folds by itself
             variants = {**variants, "plain_fused": variants["plain"]}
         calls = {
             name: partial(call, step_of(net, self.shape, bucket, self.device, mode), images.numpy())

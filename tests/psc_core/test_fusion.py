@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,21 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 
-from psc_core import PRESETS, PSC, fusion, open_dataset
+from psc_core import PRESETS, PSC, open_dataset
 from psc_core.backbone import truncate
-from psc_core.fusion import PackedConvolution, can_pack, fuse
+from psc_core.fusion import fuse
 from psc_core.pipeline import Outputs
 from psc_core.tracing import cut_graph
-
-packs = pytest.mark.skipif(not can_pack(torch.float32), reason="needs oneDNN on an x86 CPU")
-
-
-@pytest.fixture(params=[pytest.param(True, marks=packs), False], ids=["packed", "folded"])
-def packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """With and without oneDNN's packed convolutions."""
-    if not request.param:
-        monkeypatch.setattr(fusion, "can_pack", lambda dtype: False)
-    yield request.param
 
 
 def unlike_new(net: nn.Module) -> nn.Module:
@@ -72,7 +62,6 @@ def normalised(how: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("how", ["spectral", "weight", "pruned"])
-@pytest.mark.usefixtures("packed")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_weights_that_hooks_make_in_every_call(how: str) -> None:
     torch.manual_seed(0)
@@ -101,7 +90,6 @@ def test_weights_that_hooks_make_in_every_call(how: str) -> None:
         ("googlenet", "inception4a"),
     ],
 )
-@pytest.mark.usefixtures("packed")
 def test_networks_of_torchvision(name: str, layer: str) -> None:
     more = {"init_weights": False} if name == "googlenet" else {}
     net = unlike_new(torchvision.models.get_model(name, weights=None, num_classes=5, **more))
@@ -220,22 +208,14 @@ def two_summands(net: Small, x: Tensor) -> Tensor:
         two_summands,
     ],
 )
-@pytest.mark.usefixtures("packed")
 def test_wirings_that_invite_mistakes(wire: Callable[[Small, Tensor], Tensor]) -> None:
     check(unlike_new(Small(wire)), "first", torch.randn(3, 3, 9, 7))
 
 
-def test_what_is_fused(packed: bool) -> None:
+def test_what_is_fused() -> None:
     fused = check(unlike_new(Small(two_summands)), "third", torch.randn(2, 3, 8, 8))
     called = [type(fused.get_submodule(str(node.target))) for node in fused.graph.nodes if node.op == "call_module"]  # type: ignore[union-attr,operator]
-    assert called == [PackedConvolution if packed else nn.Conv2d] * 4
-
-
-@packs
-def test_a_sum_in_place_is_fused_where_it_changes_the_convolutions_own_output() -> None:
-    for wire, sums in ((added_to_the_convolution, 0), (added_to_what_is_read, 1)):
-        fused = check(unlike_new(Small(wire)), "first", torch.randn(2, 3, 8, 8))
-        assert len(fused.graph.find_nodes(op="call_method", target="add_")) == sums  # type: ignore[union-attr,operator]
+    assert called == [nn.Conv2d] * 4
 
 
 def test_a_wanted_convolution_is_not_folded_into() -> None:
@@ -263,7 +243,7 @@ def test_a_hooked_network_is_returned_as_it_is() -> None:
     assert fuse(net, precision="fp32") is net
 
 
-def test_bf16_weights_are_rounded_once_and_agree_with_autocast(packed: bool) -> None:
+def test_bf16_weights_are_rounded_once_and_agree_with_autocast() -> None:
     net = unlike_new(torchvision.models.resnet18(weights=None, num_classes=5))
     backbone = truncate(net, ["layer4.0.downsample.0"], keep_output=False)
     fused = backbone.fused("bf16")
