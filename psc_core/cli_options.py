@@ -56,7 +56,12 @@ def add_preprocess_flags(cli: argparse.ArgumentParser) -> None:
         default="imagenet",
         help="input size, colour mode and statistics (default: imagenet)",
     )
-    group.add_argument("--size", type=positive, help="square input size in pixels, instead of the preset's")
+    group.add_argument(
+        "--size",
+        type=positive,
+        help="resize images to N × N pixels and crop nothing, instead of the preset's size",
+        metavar="N",
+    )
     group.add_argument("--mean", type=float, nargs="+", help="per-channel mean on [0, 1], instead of the preset's")
     group.add_argument("--std", type=float, nargs="+", help="per-channel standard deviation, instead of the preset's")
 

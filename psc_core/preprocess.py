@@ -8,7 +8,7 @@ smallest thing that can cross to the device; the device half scales to [0, 1] an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -139,6 +139,5 @@ PRESETS: Mapping[str, Preprocess] = {
 
 
 def replace_size(preset: Preprocess, size: int) -> Preprocess:
-    """``preset`` with a square input of ``size`` pixels, resize in proportion."""
-    resize = None if preset.resize is None else max(size, round(size * preset.resize / preset.height))
-    return Preprocess(preset.mode, size, size, resize, preset.mean, preset.std)
+    """``preset`` for inputs of ``size`` × ``size`` pixels: images are resized to that, and nothing is cropped."""
+    return replace(preset, height=size, width=size, resize=None)

@@ -53,9 +53,12 @@ def test_json_round_trip(name: str) -> None:
     assert Preprocess.from_json(PRESETS[name].to_json()) == PRESETS[name]
 
 
-def test_replace_size_keeps_the_resize_ratio() -> None:
+def test_a_size_means_that_size_and_no_crop() -> None:
     resized = replace_size(PRESETS["imagenet"], 64)
-    assert (resized.height, resized.width, resized.resize) == (64, 64, 73)
+    assert (resized.height, resized.width, resized.resize) == (64, 64, None)
+    gradient = np.repeat(np.linspace(0, 255, 64).astype(np.uint8)[None], 64, 0)
+    kept = resized.from_image(Image.fromarray(np.stack([gradient] * 3, 2)))
+    assert (kept[0] == gradient).all()
 
 
 @pytest.mark.parametrize(
