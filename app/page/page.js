@@ -147,7 +147,7 @@ function show(card, answer) {
   find("classes").replaceChildren(...classBars(said));
   find("entropy").textContent = `${number(said.predictive_entropy)} of ${number(Math.log(said.probabilities.length))} nats`;
   find("p-value").textContent = `${number(said.ood_p_value)} (α = ${answer.policy.alpha})`;
-  find("density").textContent = `${number(said.log_density)} nats`;
+  find("ood-score").textContent = `${number(said.ood_score)} nats`;
   find("set").textContent = said.prediction_set.join(", ") || "none of the classes";
   find("details").hidden = false;
   if (model !== null && model.version === answer.model.version) {

@@ -154,6 +154,11 @@ def test_chosen_images_are_judged(page: Driver, files: dict[str, Path]) -> None:
     assert widths()[2] < 2
     histogram = strange.find_element("css selector", ".histogram")
     assert len(histogram.find_elements("css selector", ".bin")) == 40
+    here, threshold = (
+        float(histogram.find_element("css selector", name).get_attribute("x1")) for name in (".here", ".threshold")
+    )
+    assert here > threshold, "the legend says that OOD images lie right of the dashed line"
+    assert "right of the dashed line" in text(page, "dl")
     assert "99 calibration images" in histogram.get_attribute("aria-label")
     assert clear.find_element("css selector", "img").get_property("naturalWidth") == 8
     assert errors(page) == []
