@@ -24,6 +24,10 @@ NOT_SETTINGS: Final = frozenset({"PSC_DATA", "PSC_CONFIG"})
 NOT_SETTINGS_PREFIX: Final = "PSC_CLIENT_"
 """Variables of the client, which may share an environment with the service."""
 
+SERVICE_LINK: Final = re.compile(r"PSC_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+"""Variables that Kubernetes makes for a service named ``psc…``, and Docker for a link; their URLs are values like
+``tcp://…``."""
+
 SMALLEST_ALPHA: Final = 1e-9
 """Below this no calibration set could promise anything."""
 
@@ -168,7 +172,10 @@ class Settings(BaseSettings):
         default=1000, ge=1, le=1_000_000, description="Images in the window of `psc_drift_window_ood_rate`."
     )
     drift_false_alarm: float = Field(
-        default=0.01, gt=0, lt=1, description="Bound on the probability of a false drift alarm, ever."
+        default=0.01,
+        gt=0,
+        lt=1,
+        description="Bound on the probability of a false drift alarm, ever.",
     )
 
     @field_validator(
@@ -280,14 +287,11 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     for variable, value in environment.items():
         if not variable.startswith(ENV_PREFIX) or variable in NOT_SETTINGS:
             continue
-        if variable.startswith(NOT_SETTINGS_PREFIX):
+        if variable.startswith(NOT_SETTINGS_PREFIX) or SERVICE_LINK.fullmatch(variable) or "://" in value:
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
-        if name not in Settings.model_fields or value.startswith("tcp://"):
-            raise UsageError(
-                f"unknown setting {variable} in the environment; `psc-serve --help` lists them "
-                "(variables that Kubernetes makes for a service named psc: set enableServiceLinks: false)"
-            )
+        if name not in Settings.model_fields:
+            raise UsageError(f"unknown setting {variable} in the environment; `psc-serve --help` lists them")
         if value:
             values[name] = value
     return values

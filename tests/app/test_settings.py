@@ -31,7 +31,6 @@ def test_settings_are_frozen() -> None:
     ("environment", "message"),
     [
         ({"PSC_PROT": "1"}, "unknown setting PSC_PROT"),
-        ({"PSC_PORT": "tcp://10.0.0.1:80"}, "enableServiceLinks"),
         ({"PSC_PORT": "x"}, "setting port"),
         ({"PSC_ALPHA": "2"}, "setting alpha"),
         ({"PSC_ALPHA": "0"}, "setting alpha"),
@@ -53,6 +52,20 @@ def test_settings_are_frozen() -> None:
 def test_what_cannot_be_used_is_refused(environment: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load_settings(environment=environment)
+
+
+def test_variables_that_kubernetes_makes_are_ignored() -> None:
+    made = {
+        "SERVICE_HOST": "10.0.0.1",
+        "SERVICE_PORT": "8000",
+        "SERVICE_PORT_HTTP": "8000",
+        "PORT": "tcp://10.0.0.1:8000",
+    }
+    made |= {"PORT_8000_TCP": "tcp://10.0.0.1:8000", "PORT_8000_TCP_PROTO": "tcp", "PORT_8000_TCP_ADDR": "10.0.0.1"}
+    environment = {
+        f"{prefix}_{name}": value for prefix in ("PSC", "PSC_DIGITS_PREDICTOR") for name, value in made.items()
+    }
+    assert load_settings(environment=environment) == load_settings(environment={})
 
 
 def test_hosts_that_starlette_takes_are_taken() -> None:

@@ -161,7 +161,7 @@ def test_kubernetes_environment_is_accepted() -> None:
     spec = documents()["Deployment"]["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     load_settings(environment={row["name"]: row["value"] for row in container["env"]})
-    assert spec["enableServiceLinks"] is False, "PSC_PORT=tcp://… would be refused"
+    assert spec["enableServiceLinks"] is False
 
 
 def test_kubernetes_runs_locked_down_and_waits_for_the_drain() -> None:
