@@ -175,7 +175,7 @@ class Settings(BaseSettings):
         default=0.01,
         gt=0,
         lt=1,
-        description="Bound on the probability of a false drift alarm, ever.",
+        description="Bound on the probability of a false drift alarm in the life of one process.",
     )
 
     @field_validator(
