@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from psc_core.pipeline import SCORES
-from psc_core.verdict import DECISIONS, FloatArray, Rows, Verdict
+from psc_core.model.decision import DECISIONS, FloatArray, Rows, Verdict
+from psc_core.model.pipeline import SCORES
 
 UNUSUAL_COMPONENTS: Final = 5
 """How many components an explanation names."""
@@ -44,7 +44,7 @@ def predictions_json(
     costs five times as much.
 
     Args:
-        rows: (n, SCORES + K) packed ``psc_core.pipeline.Outputs``, finite.
+        rows: (n, SCORES + K) packed ``psc_core.model.pipeline.Outputs``, finite.
         verdict: Of these rows.
         labels: K labels as JSON.
         top_k: Give the ``top`` most probable classes in order instead of all ``probabilities``.

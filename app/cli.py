@@ -20,7 +20,7 @@ from app.logs import configure_logs
 from app.settings import Settings, default_text, load_settings
 from app.sockets import make_socket
 from app.supervisor import Supervisor, child_command
-from psc_core.allocator import keep_freed_memory
+from psc_core.compute.allocator import keep_freed_memory
 from psc_core.errors import PSCError, UsageError
 from psc_core.version import __version__
 

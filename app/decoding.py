@@ -28,7 +28,7 @@ TURN_SECONDS: Final = 0.002
 
 
 class ImagePreprocess(Protocol):
-    """What decoding needs of ``psc_core.preprocess.Preprocess``."""
+    """What decoding needs of ``psc_core.images.preprocess.Preprocess``."""
 
     @property
     def channels(self) -> int: ...

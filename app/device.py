@@ -28,7 +28,7 @@ from app.batching import Batch, Batcher, BatchQueue, Slice, State
 from app.errors import InferenceFailed
 from app.step import Images, Step, is_out_of_memory
 from psc_core.errors import DeviceError
-from psc_core.verdict import Rows
+from psc_core.model.decision import Rows
 
 logger = logging.getLogger("psc.device")
 

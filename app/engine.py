@@ -32,7 +32,7 @@ from app.step import Images, Step
 from app.uploads import Upload
 from app.watch import has_left
 from psc_core.errors import DeviceError
-from psc_core.verdict import Rows
+from psc_core.model.decision import Rows
 
 logger = logging.getLogger("psc.engine")
 

@@ -84,7 +84,7 @@ def create_app(settings: Settings, models: Mapping[str, Model] | None = None) ->
 
 
 def _load(settings: Settings, path: Path) -> Model:
-    from psc_core.predictor import PSC
+    from psc_core.model.predictor import PSC
 
     return PSC.load(path, device=settings.device, allow_factories=settings.allow_factories)
 

@@ -20,8 +20,8 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from app.answers import Policy
-from psc_core.pipeline import LOG_DENSITY, OOD_P_VALUE, PREDICTIVE_ENTROPY, SCORES
-from psc_core.verdict import ABSTAIN_AMBIGUOUS, ABSTAIN_OOD, Rows, decide
+from psc_core.model.decision import ABSTAIN_AMBIGUOUS, ABSTAIN_OOD, Rows, decide
+from psc_core.model.pipeline import LOG_DENSITY, OOD_P_VALUE, PREDICTIVE_ENTROPY, SCORES
 
 _SECONDS: Final = (
     1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,

@@ -30,7 +30,7 @@ from app.model import Model, ModelPreprocess
 from app.settings import Settings
 from app.step import make_step
 from psc_core.errors import BundleError, DeviceError, PSCError, UsageError
-from psc_core.verdict import Rows, Verdict, judge
+from psc_core.model.decision import Rows, Verdict, judge
 
 logger = logging.getLogger("psc.registry")
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from app.lanes import Lanes
-from psc_core.verdict import Rows
+from psc_core.model.decision import Rows
 
 Images = npt.NDArray[np.uint8]
 
@@ -37,7 +37,7 @@ willing: the dozens of operations of a small network then take several times as 
 
 
 class Network(Protocol):
-    """What a step needs of ``psc_core.pipeline.Pipeline``."""
+    """What a step needs of ``psc_core.model.pipeline.Pipeline``."""
 
     @property
     def concurrent(self) -> bool:

@@ -16,9 +16,9 @@ from torch import nn
 from benchmarks import runs, train
 from benchmarks.networks import NETWORKS
 from benchmarks.runs import Run
-from psc_core.data import ImageDataset, open_dataset
-from psc_core.networks import load_weights, read_tensors
-from psc_core.preprocess import PRESETS, Preprocess
+from psc_core.data.dataset import ImageDataset, open_dataset
+from psc_core.images.preprocess import PRESETS, Preprocess
+from psc_core.network.load import load_weights, read_tensors
 
 SPECTRAL_NORM = 3.0
 """The paper's coefficient."""

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from psc_core.data import ImageDataset, open_dataset
+from psc_core.data.dataset import ImageDataset, open_dataset
 from psc_core.errors import DataError
-from psc_core.preprocess import Preprocess
+from psc_core.images.preprocess import Preprocess
 
 KNOWN_CLASSES = (
     (0, 1, 2, 4, 5, 9),

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from benchmarks.checkpoints import Trained
 from benchmarks.data import random_images
 from benchmarks.runs import Run
-from psc_core import fit
-from psc_core.backbone import example_input, truncate
-from psc_core.baselines import Baselines, fit_baselines, penultimate_and_logits
-from psc_core.candidate import Candidate, CollapseReport
-from psc_core.data import ImageDataset, open_dataset
-from psc_core.fit import FitOptions, FittedProjection
-from psc_core.layers import list_layers
-from psc_core.passes import Compute, passes
-from psc_core.predictor import PSC
-from psc_core.stations import StationStore
+from psc_core.collapse.report import Candidate, CollapseReport
+from psc_core.compute.passes import Compute, passes
+from psc_core.data.dataset import ImageDataset, open_dataset
+from psc_core.evaluation.baselines import Baselines, fit_baselines, penultimate_and_logits
+from psc_core.fitting import stages as fit
+from psc_core.fitting.checkpoint import StationStore
+from psc_core.fitting.stages import FitOptions, FittedProjection
+from psc_core.model.predictor import PSC
+from psc_core.network.backbone import example_input, truncate
+from psc_core.network.layers import list_layers
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def penultimate_features(run: Run, trained: Trained, data: ImageDataset, *, rows
     for (h, f), batch in passes(
         data, compute_of(run), f"features of {data.name}", lambda x: penultimate_and_logits(backbone, x)
     ):
-        features.append((batch.rows(h) if rows else h).cpu())
-        logits.append((batch.rows(f) if rows else f).cpu())
+        features.append((batch.per_example(h) if rows else h).cpu())
+        logits.append((batch.per_example(f) if rows else f).cpu())
         labels.append(batch.labels if rows else torch.empty(0, dtype=torch.int64))
     return Penultimate(torch.cat(features), torch.cat(logits), torch.cat(labels) if rows else data.first_labels())

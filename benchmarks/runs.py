@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.data import ROOT_VARIABLE
-from psc_core.device import resolve_device
+from psc_core.compute.device import resolve_device
 from psc_core.version import __version__
 
 SCALES = ("smoke", "cpu", "full")

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.networks import NETWORKS, bound_spectral_norm, fold_spectral_norm
-from psc_core.data import ImageDataset, open_dataset
-from psc_core.preprocess import PRESETS
-from psc_core.progress import track
+from psc_core.compute.progress import track
+from psc_core.data.dataset import ImageDataset, open_dataset
+from psc_core.images.preprocess import PRESETS
 
 
 def load_images(dataset: ImageDataset) -> Tensor:
@@ -58,7 +58,7 @@ def right(net: nn.Module, dataset: ImageDataset, device: torch.device) -> Tensor
     found = []
     for batch in dataset.batches(512):
         logits = net(dataset.preprocess.normalise(batch.images.to(device)))
-        firsts = batch.labels[torch.searchsorted(batch.owner, torch.arange(len(batch.images)))]
+        firsts = batch.labels[torch.searchsorted(batch.image_index, torch.arange(len(batch.images)))]
         found.append((logits.argmax(1).cpu() == firsts).double())
     return torch.cat(found)
 
@@ -79,7 +79,7 @@ def train(args: argparse.Namespace) -> dict[str, object]:
     test = open_dataset(args.data, split="test", preprocess=preprocess)
     images = load_images(data).to(device)
     counts = data.offsets[1:] - data.offsets[:-1]
-    owner = torch.arange(len(data)).repeat_interleave(counts)
+    image_index = torch.arange(len(data)).repeat_interleave(counts)
 
     net = NETWORKS[args.network](len(data.classes), preprocess.channels)
     if args.spectral_norm:
@@ -95,7 +95,7 @@ def train(args: argparse.Namespace) -> dict[str, object]:
         nesterov=args.schedule == "one-cycle",
     )
     step_model: nn.Module = torch.compile(net) if args.compile else net  # type: ignore[assignment]
-    per_epoch = -(-data.rows // args.batch)
+    per_epoch = -(-data.examples // args.batch)
     steps = args.epochs * per_epoch
     args.out.parent.mkdir(parents=True, exist_ok=True)
     checkpoint = args.out.with_suffix(".partial.pt")
@@ -109,11 +109,11 @@ def train(args: argparse.Namespace) -> dict[str, object]:
     began = time.perf_counter()
     for epoch in range(start, args.epochs):
         net.train()
-        order = torch.randperm(data.rows, generator=generator)
+        order = torch.randperm(data.examples, generator=generator)
         total = torch.zeros((), device=device)
         for batch in track(range(per_epoch), total=per_epoch, description=f"epoch {epoch + 1}/{args.epochs}"):
             rows = order[batch * args.batch : (batch + 1) * args.batch]
-            picked = images[owner[rows].to(device)]
+            picked = images[image_index[rows].to(device)]
             if args.augment:
                 picked = augment(picked, generator)
             for group in optimizer.param_groups:

@@ -9,27 +9,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from psc_core.data import ImageDataset, open_dataset
-    from psc_core.fit import FitOptions, fit_projection, fit_psc, measure_collapse
-    from psc_core.networks import load_network
-    from psc_core.predictor import PSC
-    from psc_core.preprocess import PRESETS, Preprocess
-    from psc_core.types import Prediction
+    from psc_core.data.dataset import ImageDataset, open_dataset
+    from psc_core.fitting.stages import FitOptions, fit_projection, fit_psc, measure_collapse
+    from psc_core.images.preprocess import PRESETS, Preprocess
+    from psc_core.model.prediction import Prediction
+    from psc_core.model.predictor import PSC
+    from psc_core.network.load import load_network
     from psc_core.version import __version__
 
-_HOMES = {
-    "PRESETS": "preprocess",
-    "PSC": "predictor",
-    "FitOptions": "fit",
-    "ImageDataset": "data",
-    "Prediction": "types",
-    "Preprocess": "preprocess",
+_MODULES = {
+    "PRESETS": "images.preprocess",
+    "PSC": "model.predictor",
+    "FitOptions": "fitting.stages",
+    "ImageDataset": "data.dataset",
+    "Prediction": "model.prediction",
+    "Preprocess": "images.preprocess",
     "__version__": "version",
-    "fit_projection": "fit",
-    "fit_psc": "fit",
-    "load_network": "networks",
-    "measure_collapse": "fit",
-    "open_dataset": "data",
+    "fit_projection": "fitting.stages",
+    "fit_psc": "fitting.stages",
+    "load_network": "network.load",
+    "measure_collapse": "fitting.stages",
+    "open_dataset": "data.dataset",
 }
 
 __all__ = [
@@ -49,9 +49,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'psc_core' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"psc_core.{_HOMES[name]}"), name)
+    return getattr(import_module(f"psc_core.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -57,8 +57,8 @@ def tiny_job(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> TinyJ
     """A small network trained on real digits and its command line for ``psc-fit``, once a test process."""
     from safetensors.torch import save_file
 
-    from psc_core.data import open_dataset
-    from psc_core.preprocess import PRESETS
+    from psc_core.data.dataset import open_dataset
+    from psc_core.images.preprocess import PRESETS
     from tests import tiny
 
     folder = tmp_path_factory.mktemp("tiny")
@@ -88,7 +88,7 @@ def tiny_job(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> TinyJ
 @pytest.fixture(scope="session")
 def tiny_bundle(tiny_job: TinyJob) -> Path:
     """The bundle that ``psc-fit`` makes of :func:`tiny_job`."""
-    from psc_core.cli import main
+    from psc_core.cli.fit import main
 
     out = tiny_job.folder / "bundle"
     assert main([*tiny_job.args, "--out", str(out)]) == 0

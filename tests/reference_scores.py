@@ -1,4 +1,4 @@
-"""Naive float64 twins of ``psc_core.scores`` and ``psc_core.baselines``: loops over pairs, groups and thresholds."""
+"""Naive float64 twins of metrics and baselines: loops over pairs, groups and thresholds."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from psc_core import PSC, open_dataset
 from tests.conftest import ROOT, SHIPPED_BUNDLE
-from tests.psc_core.test_images import png_header_of
+from tests.psc_core.images.test_decode import png_header_of
 from tests.served import serve_shipped
 
 EXAMPLES = ROOT / "artifacts" / "examples"
@@ -95,7 +95,7 @@ def test_the_bundle_is_small_and_says_how_it_was_made(psc: PSC) -> None:
 
 @pytest.mark.data
 def test_the_numbers_the_readme_reports(psc: PSC, full_data: Path) -> None:
-    from psc_core.evaluate import evaluate
+    from psc_core.evaluation.evaluate import evaluate
 
     digits = open_dataset(f"dirty-mnist:{full_data}", split="test", preprocess=psc.preprocess)
     clothes = open_dataset(f"fashion-mnist:{full_data}", split="test", preprocess=psc.preprocess)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from app.step import EagerStep
 from benchmarks.device.subjects import random_density, random_head
 from psc_core import PSC
-from psc_core.pipeline import Pipeline
+from psc_core.model.pipeline import Pipeline
 from tests.counting import SYNCHRONISING, Counts
 
 IMAGE = 28 * 28

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from psc_core.data import ImageDataset
+from psc_core.data.dataset import ImageDataset
 
 
 def network(num_classes: int = 10, in_channels: int = 1) -> nn.Module:
@@ -27,11 +27,11 @@ def train(dataset: ImageDataset, epochs: int = 6, seed: int = 0) -> nn.Module:
     """Train :func:`network` on ``dataset`` in a second or two."""
     torch.manual_seed(seed)
     net = network(len(dataset.classes), dataset.preprocess.channels)
-    batches = [(dataset.preprocess.normalise(b.images), b.labels, b.owner) for b in dataset.batches(64)]
+    batches = [(dataset.preprocess.normalise(b.images), b.labels, b.image_index) for b in dataset.batches(64)]
     optimizer = torch.optim.Adam(net.parameters(), 3e-3)
     for _ in range(epochs):
-        for images, labels, owner in batches:
+        for images, labels, image_index in batches:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(net(images)[owner], labels).backward()
+            nn.functional.cross_entropy(net(images)[image_index], labels).backward()
             optimizer.step()
     return net.eval()

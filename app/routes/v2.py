@@ -45,7 +45,7 @@ from app.v2_tensors import (
     images_of,
     parse_request,
 )
-from psc_core.verdict import Verdict
+from psc_core.model.decision import Verdict
 from psc_core.version import __version__
 
 HEADER: Final = "Inference-Header-Content-Length"

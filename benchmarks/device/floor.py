@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from psc_core.pipeline import Pipeline
+from psc_core.model.pipeline import Pipeline
 
 
 class Traffic(TorchDispatchMode):

@@ -45,9 +45,9 @@ from benchmarks.device.subjects import (
 )
 from benchmarks.device.timing import bandwidth, milliseconds, on_device, peak, ratio, take_turns
 from benchmarks.runs import RESULTS, Json, environment
-from psc_core.allocator import keep_freed_memory
-from psc_core.device import resolve_device
-from psc_core.pipeline import Pipeline
+from psc_core.compute.allocator import keep_freed_memory
+from psc_core.compute.device import resolve_device
+from psc_core.model.pipeline import Pipeline
 
 PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16")}
 MODES = {"cpu": ("eager",), "cuda": ("graph", "eager")}

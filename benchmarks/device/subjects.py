@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.runs import BUNDLE
-from psc_core.backbone import truncate
 from psc_core.density import restore_density
 from psc_core.density.gaussian import ClasswiseDensity, Density, TiedDensity
-from psc_core.fusion import fuse
 from psc_core.heads import entropy
 from psc_core.heads.laplace import LaplaceHead
-from psc_core.layers import list_layers
-from psc_core.networks import load_network
-from psc_core.pipeline import Pipeline
-from psc_core.predictor import PSC
-from psc_core.preprocess import PRESETS, Preprocess
-from psc_core.projection import Projection
-from psc_core.tracing import cut_graph
+from psc_core.images.preprocess import PRESETS, Preprocess
+from psc_core.model.pipeline import Pipeline
+from psc_core.model.predictor import PSC
+from psc_core.network.backbone import truncate
+from psc_core.network.cut import cut_graph
+from psc_core.network.fuse import fuse
+from psc_core.network.layers import list_layers
+from psc_core.network.load import load_network
+from psc_core.projection.module import Projection
 
 MEMBERS = 5
 """Networks of the ensemble."""
@@ -201,8 +201,8 @@ def with_dropout(net: nn.Module, stages: tuple[str, ...]) -> nn.Module:
     twin = copy.deepcopy(net)
     for name in stages:
         parent, _, attribute = name.rpartition(".")
-        owner = twin.get_submodule(parent)
-        setattr(owner, attribute, nn.Sequential(owner.get_submodule(attribute), nn.Dropout(0.1)))
+        image_index = twin.get_submodule(parent)
+        setattr(image_index, attribute, nn.Sequential(image_index.get_submodule(attribute), nn.Dropout(0.1)))
     return twin
 
 

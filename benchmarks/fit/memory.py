@@ -29,10 +29,10 @@ from safetensors.torch import save_file
 
 from benchmarks.networks import NETWORKS
 from benchmarks.runs import RESULTS, environment, where, write_section
-from psc_core.data import ImageDataset, open_dataset
-from psc_core.networks import load_network
-from psc_core.passes import Compute
-from psc_core.preprocess import PRESETS, Preprocess
+from psc_core.compute.passes import Compute
+from psc_core.data.dataset import ImageDataset, open_dataset
+from psc_core.images.preprocess import PRESETS, Preprocess
+from psc_core.network.load import load_network
 
 LIMIT_MIB = 4096
 """What fitting 50,000 images must stay below."""
@@ -140,7 +140,7 @@ def measure(args: argparse.Namespace, count: int, weights: Path, out: Path) -> d
         [
             sys.executable,
             "-m",
-            "psc_core.cli",
+            "psc_core.cli.fit",
             "--model",
             f"benchmarks.networks:{args.network}",
             "--weights",

@@ -29,11 +29,11 @@ from torch import nn
 
 from benchmarks.fit.memory import run
 from benchmarks.runs import RESULTS, environment, where, write_section
-from psc_core.data import ImageDataset, labelled
-from psc_core.fit import FitOptions, fit_projection, fit_psc, measure_collapse
-from psc_core.passes import Compute
-from psc_core.preprocess import PRESETS
-from psc_core.sources import ArraySource
+from psc_core.compute.passes import Compute
+from psc_core.data.dataset import ImageDataset, labelled
+from psc_core.data.sources import ArraySource
+from psc_core.fitting.stages import FitOptions, fit_projection, fit_psc, measure_collapse
+from psc_core.images.preprocess import PRESETS
 
 FILE = RESULTS / "fit-scaling.json"
 TARGET = 3 * 1.2

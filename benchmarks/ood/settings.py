@@ -14,7 +14,7 @@ from benchmarks.checkpoints import Job, Trained
 from benchmarks.data import KNOWN_CLASSES, random_images
 from benchmarks.paper import common
 from benchmarks.runs import Run
-from psc_core.data import ImageDataset, open_dataset, split_validation
+from psc_core.data.dataset import ImageDataset, open_dataset, split_validation
 
 
 @dataclass(frozen=True)

@@ -29,14 +29,14 @@ from benchmarks.checkpoints import Trained
 from benchmarks.fitting import Stations
 from benchmarks.ood.detector import Detector, Score, Spaces, memory_bytes, scored
 from benchmarks.runs import Run
-from psc_core.backbone import Backbone, example_input, truncate
-from psc_core.baselines import full_density, knn_score, max_softmax_score
-from psc_core.data import ImageDataset
+from psc_core.compute.passes import passes
+from psc_core.data.dataset import ImageDataset
 from psc_core.density import DENSITIES, Density, fit_density
+from psc_core.evaluation.baselines import full_density, knn_score, max_softmax_score
 from psc_core.heads import HEADS, entropy, fit_head
-from psc_core.passes import passes
-from psc_core.projection import Projection
-from psc_core.temperature import fit_temperature
+from psc_core.heads.temperature import fit_temperature
+from psc_core.network.backbone import Backbone, example_input, truncate
+from psc_core.projection.module import Projection
 
 DEFAULT = "pooled-operations gda++ all"
 """What ``psc-fit`` does when it is not told otherwise: ``--density pooled++``."""
@@ -102,7 +102,7 @@ def spaces_of(run: Run, extract: Extractor, data: ImageDataset, *, rows: bool) -
     parts: dict[str, list[Tensor]] = {}
     for found, batch in passes(data, fitting.compute_of(run), f"features of {data.name}", extract):
         for name, values in found.items():
-            parts.setdefault(name, []).append((batch.rows(values) if rows else values).cpu())
+            parts.setdefault(name, []).append((batch.per_example(values) if rows else values).cpu())
     joined = {name: torch.cat(values) for name, values in parts.items()}
     labels = data.labels if rows else data.first_labels()
     return Spaces(joined.pop("penultimate"), joined.pop("logits"), labels, joined)
@@ -185,7 +185,7 @@ def _by_head(score: Callable[[Tensor], Tensor], space: str, run: Run) -> Score:
 
 
 def fit_own_baselines(train: Spaces, val: Spaces) -> list[Detector]:
-    """The scores of :mod:`psc_core.baselines` that are not densities of this module already."""
+    """The scores of :mod:`psc_core.evaluation.baselines` that are not densities of this module already."""
     temperature = fit_temperature(val.logits, val.labels)
     bank = F.normalize(train.features)
     scores: dict[str, Score] = {

@@ -30,12 +30,12 @@ from benchmarks.checkpoints import Job, Trained
 from benchmarks.data import random_images
 from benchmarks.paper import common
 from benchmarks.runs import Json, Run
-from psc_core import scores
-from psc_core.data import ImageDataset
+from psc_core.compute.passes import track_images
+from psc_core.data.dataset import ImageDataset
 from psc_core.heads import Head, HeadOutput, fit_head
-from psc_core.passes import track_images
-from psc_core.predictor import PSC
-from psc_core.temperature import fit_temperature
+from psc_core.heads.temperature import fit_temperature
+from psc_core.metrics import scores
+from psc_core.model.predictor import PSC
 
 NAME = "cifar10_uq"
 
@@ -147,7 +147,7 @@ def images_of(run: Run, trained: Trained, psc: PSC, data: ImageDataset, *, logit
     """What the classifiers of the table see of a data set."""
     z, labels = [], []
     for batch in track_images(data, fitting.compute_of(run), f"z of {data.name}"):
-        z.append(batch.rows(psc.pipeline.embed(batch.images.to(run.device)).z).cpu())
+        z.append(batch.per_example(psc.pipeline.embed(batch.images.to(run.device)).z).cpu())
         labels.append(batch.labels)
     own = fitting.penultimate_features(run, trained, data, rows=True).logits if logits else torch.empty(0)
     return Images(torch.cat(z), torch.cat(labels), own)

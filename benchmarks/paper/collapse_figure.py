@@ -17,7 +17,7 @@ from benchmarks.data import random_images
 from benchmarks.networks import NETWORKS
 from benchmarks.paper import common
 from benchmarks.runs import Json, Run
-from psc_core.candidate import CollapseReport
+from psc_core.collapse.report import CollapseReport
 
 NAME = "collapse_figure"
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from benchmarks.checkpoints import SPECTRAL_NORM, Job
 from benchmarks.data import random_images
 from benchmarks.runs import Run
-from psc_core.data import ImageDataset
+from psc_core.data.dataset import ImageDataset
 
 
 @dataclass(frozen=True)

@@ -29,15 +29,15 @@ from benchmarks import checkpoints, fitting, plots, runs
 from benchmarks.checkpoints import Trained
 from benchmarks.paper import common
 from benchmarks.runs import BUNDLE, Json, Run
-from psc_core import scores
-from psc_core.baselines import Baselines
-from psc_core.candidate import CollapseReport
-from psc_core.data import ImageDataset, open_dataset
+from psc_core.collapse.report import CollapseReport
+from psc_core.compute.passes import track_images
+from psc_core.data.dataset import ImageDataset, open_dataset
 from psc_core.density import DENSITIES
-from psc_core.evaluate import score_images
+from psc_core.evaluation.baselines import Baselines
+from psc_core.evaluation.evaluate import score_images
 from psc_core.heads import entropy
-from psc_core.passes import track_images
-from psc_core.predictor import PSC
+from psc_core.metrics import scores
+from psc_core.model.predictor import PSC
 
 NAME = "ddu_case_study"
 

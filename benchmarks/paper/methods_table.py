@@ -29,12 +29,12 @@ from benchmarks.fitting import Penultimate
 from benchmarks.ood.settings import SETTINGS, Pair, pairs
 from benchmarks.paper import common
 from benchmarks.runs import Json, Run
-from psc_core import scores
-from psc_core.data import split_validation
+from psc_core.data.dataset import split_validation
 from psc_core.density import fit_density
-from psc_core.evaluate import score_images
+from psc_core.evaluation.evaluate import score_images
 from psc_core.heads import Head, fit_head
 from psc_core.heads.sngp import SngpHead, mean_field
+from psc_core.metrics import scores
 
 NAME = "methods_table"
 

@@ -30,8 +30,8 @@ def bare_step(bundle: Path, seconds: float, device: str) -> dict[str, Any]:
 
     from app.step import make_step
     from benchmarks.serving.adapters.settings import FACTORY, MAX_BATCH
-    from psc_core.allocator import keep_freed_memory
-    from psc_core.predictor import PSC
+    from psc_core.compute.allocator import keep_freed_memory
+    from psc_core.model.predictor import PSC
 
     keep_freed_memory()
     psc = PSC.load(bundle, device=device, allow_factories=[FACTORY])
@@ -105,7 +105,7 @@ def decode_only(bundle: Path, images: Sequence[bytes], seconds: float) -> float:
     from app.settings import Settings
     from app.uploads import Upload
     from benchmarks.serving.adapters.settings import FACTORY
-    from psc_core.predictor import PSC
+    from psc_core.model.predictor import PSC
 
     settings = Settings()
     preprocess = PSC.load(bundle, device="cpu", allow_factories=[FACTORY]).preprocess

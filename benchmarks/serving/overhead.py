@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from psc_core.cli import main as psc_fit
-from psc_core.data import open_dataset
-from psc_core.preprocess import PRESETS
+from psc_core.cli.fit import main as psc_fit
+from psc_core.data.dataset import open_dataset
+from psc_core.images.preprocess import PRESETS
 
 FACTORY = "benchmarks.serving.overhead:network"
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data"

@@ -41,7 +41,7 @@ from benchmarks.serving.overhead import make_bundle
 from benchmarks.serving.peers_report import draw, name_of, targets, write_report
 from benchmarks.serving.processes import ROOT, DidNotStart, Processes, free_port
 from benchmarks.serving.servers import BY_NAME, COMPUTE, OVERHEAD, SERVERS, Server, answer_of
-from psc_core.predictor import PSC
+from psc_core.model.predictor import PSC
 
 CLIENTS, STEADY, MANY, MANY_CLIENTS = 64, 0.7, 32, 4
 FIRST_WARM_UP_SECONDS, WARM_UP_SECONDS = 1.5, 0.3

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from psc_core.bundle.module import restore
 from psc_core.density.fit import DENSITIES, fit_density, kind_of
 from psc_core.density.gaussian import Density, DensityExplanation, DensityOutput
-from psc_core.fitted import restore
 
 __all__ = ["DENSITIES", "Density", "DensityExplanation", "DensityOutput", "fit_density", "kind_of", "restore_density"]
 

@@ -30,7 +30,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core import linalg
+from psc_core.bundle.module import Record
 from psc_core.density.gaussian import (
     LOG_2_PI,
     ClasswiseDensity,
@@ -42,8 +42,8 @@ from psc_core.density.gaussian import (
 )
 from psc_core.density.pca import PCA, fit_pca
 from psc_core.errors import UsageError
-from psc_core.fitted import Record, check_features
-from psc_core.rows import Rows, as_rows
+from psc_core.numerics import linalg
+from psc_core.numerics.matrix import FeatureMatrix, as_matrix, check_features
 
 DENSITIES: Final[Mapping[str, type[Density]]] = {
     density.kind: density
@@ -66,7 +66,7 @@ def kind_of(name: str) -> type[Density]:
 
 
 def fit_density(
-    z: Float[Tensor, "n dim"] | Rows,
+    z: Float[Tensor, "n dim"] | FeatureMatrix,
     labels: Int[Tensor, " n"],
     *,
     num_classes: int,
@@ -98,7 +98,7 @@ def fit_density(
     family = kind_of(kind)
     names = tuple(class_names) if class_names is not None else tuple(map(str, range(num_classes)))
     counts = check_features(z, labels, class_names=names, least=2)
-    z = as_rows(z)
+    z = as_matrix(z)
     if family.unit_length:
         z = z.map(functional.normalize, z.shape[1], z.dtype)
     classwise = issubclass(family, ClasswiseDensity)
@@ -151,7 +151,7 @@ class _Pooled(NamedTuple):
     shrinkage: float
 
 
-def _pool(x: Rows, rows_of_class: Sequence[Int[Tensor, " _"]]) -> _Pooled:
+def _pool(x: FeatureMatrix, rows_of_class: Sequence[Int[Tensor, " _"]]) -> _Pooled:
     means = torch.stack([linalg.mean_of_rows(x.take(rows)) for rows in rows_of_class])
     scatter = means.new_zeros(x.shape[1], x.shape[1])
     for rows, mean in zip(rows_of_class, means, strict=True):
@@ -161,7 +161,9 @@ def _pool(x: Rows, rows_of_class: Sequence[Int[Tensor, " _"]]) -> _Pooled:
     return _Pooled(means, linalg.inverse_root(covariance, scale=1.0), shrinkage)
 
 
-def _class_covariances(w: Rows, rows_of_class: Sequence[Int[Tensor, " _"]]) -> tuple[Tensor, Tensor, Tensor, Record]:
+def _class_covariances(
+    w: FeatureMatrix, rows_of_class: Sequence[Int[Tensor, " _"]]
+) -> tuple[Tensor, Tensor, Tensor, Record]:
     """Whiteners (K, P, P), offsets (K, P) and log-determinants (K,); float64 for one class at a time."""
     classes, kept = len(rows_of_class), w.shape[1]
     whiteners = torch.empty(classes, kept, kept, device=w.device)

@@ -31,7 +31,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.fitted import Fitted
+from psc_core.bundle.module import Fitted
 
 SERVE_ELEMENTS: Final = 1 << 26
 """Largest B × K × P block of whitened differences (256 MiB); larger batches are cut into pieces."""

@@ -21,9 +21,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core import linalg
 from psc_core.errors import FitError
-from psc_core.rows import Rows
+from psc_core.numerics import linalg
+from psc_core.numerics.matrix import FeatureMatrix
 
 EXPLAINED_VARIANCE: Final = 0.99
 """Fraction of the variance that the automatic choice keeps."""
@@ -52,14 +52,14 @@ class PCA(NamedTuple):
         """``U diag(λ^(−1/2))``: takes z − mean to coordinates of unit variance."""
         return self.components * self.variances.rsqrt()
 
-    def whiten(self, z: Rows) -> Rows:
+    def whiten(self, z: FeatureMatrix) -> FeatureMatrix:
         """``(z − mean) @ whitening`` in float64, (n, kept), computed when it is read."""
         whitening = self.whitening
         return z.map(lambda part: (part.double() - self.mean) @ whitening, whitening.shape[1], torch.float64)
 
 
 def fit_pca(
-    z: Float[Tensor, "n dim"] | Rows, *, kept: int | None, limit: int, least_variance: float | None = None
+    z: Float[Tensor, "n dim"] | FeatureMatrix, *, kept: int | None, limit: int, least_variance: float | None = None
 ) -> PCA:
     """Fit the projection.
 

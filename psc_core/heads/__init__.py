@@ -13,13 +13,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from psc_core.bundle.module import restore
 from psc_core.errors import UsageError
-from psc_core.fitted import check_features, restore
 from psc_core.heads.base import Head, HeadData, HeadOutput, Split, entropy, fit_standardisation, in_memory
 from psc_core.heads.duq import DuqHead, fit_duq
 from psc_core.heads.laplace import LaplaceHead, MonteCarlo, fit_laplace
 from psc_core.heads.sngp import SngpHead, fit_sngp
-from psc_core.rows import Rows
+from psc_core.numerics.matrix import FeatureMatrix, check_features
 
 __all__ = [
     "HEADS",
@@ -44,7 +44,7 @@ _FITS: Final[Mapping[str, Callable[[HeadData], Head]]] = {
 
 
 def fit_head(
-    z_train: Float[Tensor, "n dim"] | Rows,
+    z_train: Float[Tensor, "n dim"] | FeatureMatrix,
     y_train: Int[Tensor, " n"],
     z_val: Float[Tensor, "m dim"],
     y_val: Int[Tensor, " m"],

@@ -20,11 +20,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core import linalg
+from psc_core.bundle.module import Fitted
 from psc_core.errors import FitError
-from psc_core.fitted import Fitted
-from psc_core.rows import Rows, as_rows, blocks
-from psc_core.temperature import fit_temperature
+from psc_core.heads.temperature import fit_temperature
+from psc_core.numerics import linalg
+from psc_core.numerics.matrix import FeatureMatrix, as_matrix, blocks
 
 CONSTANT_COLUMN: Final = 1e-6
 """Standard deviation, relative to the largest, below which a column counts as constant."""
@@ -87,16 +87,16 @@ class Standardisation(NamedTuple):
     center: Float[Tensor, " dim"]
     inverse_scale: Float[Tensor, " dim"]
 
-    def __call__(self, z: Float[Tensor, "n dim"] | Rows) -> Rows:
+    def __call__(self, z: Float[Tensor, "n dim"] | FeatureMatrix) -> FeatureMatrix:
         """φ as float64, computed when it is read: in memory it would grow with the images."""
-        return as_rows(z).map(
+        return as_matrix(z).map(
             lambda part: part.to(torch.float64, copy=True).sub_(self.center).mul_(self.inverse_scale),
             z.shape[1],
             torch.float64,
         )
 
 
-def in_memory(rows: Rows) -> Float[Tensor, "n dim"]:
+def in_memory(rows: FeatureMatrix) -> Float[Tensor, "n dim"]:
     """All rows as one float32 tensor."""
     whole = torch.empty(rows.shape, device=rows.device)
     for chunk, block in blocks(rows):
@@ -108,7 +108,7 @@ def in_memory(rows: Rows) -> Float[Tensor, "n dim"]:
 class HeadData:
     """Standardised features that a head is fitted to (train, float64) and chooses its numbers by (val, float32)."""
 
-    train: Rows
+    train: FeatureMatrix
     train_labels: Int[Tensor, " n"]
     val: Float[Tensor, "m dim"]
     val_labels: Int[Tensor, " m"]
@@ -122,7 +122,7 @@ class HeadData:
         return dict(self.standardisation._asdict())
 
 
-def fit_standardisation(z: Float[Tensor, "n dim"] | Rows) -> Standardisation:
+def fit_standardisation(z: Float[Tensor, "n dim"] | FeatureMatrix) -> Standardisation:
     """Column means and deviations.
 
     Raises:

@@ -21,9 +21,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from psc_core import linalg
 from psc_core.heads.base import Head, HeadData, HeadOutput, Split, entropy, nll
-from psc_core.rows import Rows, blocks
+from psc_core.numerics import linalg
+from psc_core.numerics.matrix import FeatureMatrix, blocks
 
 LENGTH_SCALES: Final = tuple(10.0 ** (k / 8) for k in range(-16, 17))
 """σ tried: 10⁻² … 10², eight to a decade; a training image is about √D from its centroid."""
@@ -110,7 +110,7 @@ def kernel_loss(log_kernels: Float[Tensor, "n classes"], labels: Int[Tensor, " n
 
 
 def _whiten(
-    phi: Float[Tensor, "n dim"] | Rows, labels: Int[Tensor, " n"], num_classes: int
+    phi: Float[Tensor, "n dim"] | FeatureMatrix, labels: Int[Tensor, " n"], num_classes: int
 ) -> tuple[Float[Tensor, "classes dim"], Float[Tensor, "dim dim"], float]:
     """Class means, the inverse root of the pooled within-class covariance, and its OAS intensity."""
     n, dim = phi.shape

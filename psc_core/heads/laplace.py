@@ -43,10 +43,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from psc_core import linalg
 from psc_core.heads.base import Head, HeadData, HeadOutput, Split, choose_posterior, entropy
 from psc_core.heads.softmax import SoftmaxFit, choose_softmax
-from psc_core.rows import Rows, blocks
+from psc_core.numerics import linalg
+from psc_core.numerics.matrix import FeatureMatrix, blocks
 
 PRECISIONS: Final = tuple(10.0 ** (k / 4) for k in range(-16, 17))
 """Prior precisions τ tried for the posterior: 10⁻⁴ … 10⁴, four to a decade."""
@@ -254,7 +254,7 @@ def _val_logits(softmax: SoftmaxFit, kfac: Kfac, val: Float[Tensor, "m dim"]) ->
 def fit_kfac(
     weight: Float[Tensor, "classes dim"],
     bias: Float[Tensor, " classes"],
-    phi: Float[Tensor, "n dim"] | Rows,
+    phi: Float[Tensor, "n dim"] | FeatureMatrix,
     labels: Int[Tensor, " n"],
 ) -> Kfac:
     """KFAC posterior of a linear layer by laplace-torch, in float64.
@@ -286,7 +286,7 @@ def fit_kfac(
 class _Chunks:
     """The part of a ``DataLoader`` that laplace-torch uses: batches, and ``dataset`` for its length."""
 
-    def __init__(self, phi: Tensor | Rows, labels: Tensor) -> None:
+    def __init__(self, phi: Tensor | FeatureMatrix, labels: Tensor) -> None:
         self.dataset = phi
         self.labels = labels
 

@@ -27,7 +27,6 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core import linalg
 from psc_core.heads.base import (
     Head,
     HeadData,
@@ -38,7 +37,8 @@ from psc_core.heads.base import (
     in_memory,
 )
 from psc_core.heads.softmax import SoftmaxFit, choose_softmax
-from psc_core.rows import Rows, blocks
+from psc_core.numerics import linalg
+from psc_core.numerics.matrix import FeatureMatrix, blocks
 
 FEATURES: Final = 1024
 """M."""
@@ -161,7 +161,9 @@ def _choose_length_scale(data: HeadData, omega: Tensor, phases: Tensor) -> float
     return min((factor * median for factor in LENGTH_SCALE_FACTORS), key=val_nll)
 
 
-def _information(psi: Float[Tensor, "n features"] | Rows, softmax: SoftmaxFit) -> Float[Tensor, "features features"]:
+def _information(
+    psi: Float[Tensor, "n features"] | FeatureMatrix, softmax: SoftmaxFit
+) -> Float[Tensor, "features features"]:
     """``Σ_i p_i (1 − p_i) ψ_i ψ_iᵀ`` with p_i the largest class probability, float64."""
     total = torch.zeros(psi.shape[1], psi.shape[1], dtype=torch.float64, device=psi.device)
     for _, block in blocks(psi):

@@ -33,9 +33,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core import linalg
 from psc_core.heads.base import nll
-from psc_core.rows import Rows, as_rows, blocks
+from psc_core.numerics import linalg
+from psc_core.numerics.matrix import FeatureMatrix, as_matrix, blocks
 
 PRECISIONS: Final = (1e4, 1e3, 1e2, 1e1, 1e0, 1e-1, 1e-2)
 """Prior precisions tried, strong to weak, for features of unit variance."""
@@ -53,7 +53,7 @@ PAIRS: Final = 20
 """Steps and gradients that L-BFGS remembers."""
 
 CURVATURE_ROWS: Final = 8192
-"""Rows that A and B are measured on, unless the columns ask for more."""
+"""FeatureMatrix that A and B are measured on, unless the columns ask for more."""
 
 CURVATURE_ROWS_PER_COLUMN: Final = 4
 
@@ -61,7 +61,7 @@ MOST_EXACT: Final = 2048
 """Weights and biases up to which the curvature is taken as it is (32 MiB), not as a Kronecker product."""
 
 FEWEST_EXACT: Final = 4
-"""Rows, for each that the curvature is measured on, from which that saves more than it costs."""
+"""FeatureMatrix, for each that the curvature is measured on, from which that saves more than it costs."""
 
 
 class SoftmaxFit(NamedTuple):
@@ -85,7 +85,7 @@ class SoftmaxFit(NamedTuple):
 
 
 def choose_softmax(
-    train: Float[Tensor, "n dim"] | Rows,
+    train: Float[Tensor, "n dim"] | FeatureMatrix,
     train_labels: Int[Tensor, " n"],
     val: Float[Tensor, "m dim"],
     val_labels: Int[Tensor, " m"],
@@ -147,21 +147,21 @@ Variables = KroneckerVariables | ExactVariables
 
 
 def variables_at(
-    theta: Float[Tensor, "classes columns"], features: Float[Tensor, "n dim"] | Rows, *, precision: float
+    theta: Float[Tensor, "classes columns"], features: Float[Tensor, "n dim"] | FeatureMatrix, *, precision: float
 ) -> Variables:
     """The variables of the module's text for fits that start at ``theta``, float64."""
     n = len(features)
     count = min(n, max(CURVATURE_ROWS, CURVATURE_ROWS_PER_COLUMN * theta.shape[1]))
     # one row of each of as many equal parts, at random: rows may come in order, or again and again
     share = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    sample = as_rows(features).take(((torch.arange(count) + share) * (n / count)).long().to(features.device))
+    sample = as_matrix(features).take(((torch.arange(count) + share) * (n / count)).long().to(features.device))
     if theta.numel() <= MOST_EXACT and n >= FEWEST_EXACT * count:
         return ExactVariables(_curvature(theta, sample, precision / n))
     return _kronecker(theta, sample, precision / n)
 
 
 def _blocks(
-    theta: Float[Tensor, "classes columns"], sample: Rows, columns: int
+    theta: Float[Tensor, "classes columns"], sample: FeatureMatrix, columns: int
 ) -> Iterator[tuple[Float[Tensor, "m columns"], Float[Tensor, "m classes"]]]:
     """φ̃ and p of the rows, a block at a time."""
     for _, block in blocks(sample, columns=columns):
@@ -169,7 +169,7 @@ def _blocks(
         yield rows, (rows @ theta.T).softmax(dim=1)
 
 
-def _kronecker(theta: Float[Tensor, "classes columns"], sample: Rows, ridge: float) -> KroneckerVariables:
+def _kronecker(theta: Float[Tensor, "classes columns"], sample: FeatureMatrix, ridge: float) -> KroneckerVariables:
     classes, columns = theta.shape
     inputs, outputs = theta.new_zeros(columns, columns), theta.new_zeros(classes, classes)
     for rows, p in _blocks(theta, sample, columns + classes):
@@ -179,7 +179,9 @@ def _kronecker(theta: Float[Tensor, "classes columns"], sample: Rows, ridge: flo
     return KroneckerVariables(b.vectors, a.vectors, (torch.outer(b.values, a.values) + ridge).sqrt())
 
 
-def _curvature(theta: Float[Tensor, "classes columns"], sample: Rows, ridge: float) -> Float[Tensor, "weights weights"]:
+def _curvature(
+    theta: Float[Tensor, "classes columns"], sample: FeatureMatrix, ridge: float
+) -> Float[Tensor, "weights weights"]:
     """Cholesky factor of the curvature with ``ridge`` on its diagonal."""
     classes, columns = theta.shape
     total = theta.new_zeros(classes, columns, classes * columns)
@@ -195,7 +197,7 @@ def _curvature(theta: Float[Tensor, "classes columns"], sample: Rows, ridge: flo
 
 
 def fit_softmax(
-    features: Float[Tensor, "n dim"] | Rows,
+    features: Float[Tensor, "n dim"] | FeatureMatrix,
     labels: Int[Tensor, " n"],
     *,
     precision: float,
@@ -234,7 +236,7 @@ def fit_softmax(
 
 def objective(
     theta: Float[Tensor, "classes columns"],
-    features: Float[Tensor, "n dim"] | Rows,
+    features: Float[Tensor, "n dim"] | FeatureMatrix,
     labels: Int[Tensor, " n"],
     *,
     precision: float,

@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from psc_core.calibration import Calibration
-from psc_core.pipeline import Outputs
-from psc_core.preprocess import Preprocess
+from psc_core.calibration.conformal import Calibration
+from psc_core.images.preprocess import Preprocess
+from psc_core.model.pipeline import Outputs
 
 CLASSES = ("dark", "middle", "bright")
 PREPROCESS = Preprocess("L", 8, 8, None, (0.5,), (0.5,))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from app.answers import Policy, predictions_json
-from psc_core.pipeline import SCORES
-from psc_core.verdict import DECISIONS, Verdict, decide, judge
+from psc_core.model.decision import DECISIONS, Verdict, decide, judge
+from psc_core.model.pipeline import SCORES
 
 CLASSES = ('a "quoted" label', "ä", "2")
 LABELS = [json.dumps(name).encode() for name in CLASSES]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from app.lanes import IMAGES_A_LANE, Lanes
-from psc_core.predictor import PSC
+from psc_core.model.predictor import PSC
 
 
 def sums(images: Tensor) -> Tensor:

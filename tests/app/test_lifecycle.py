@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from psc_core.manifest import manifest_digest
+from psc_core.bundle.manifest import manifest_digest
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 
 ADMIN = {"x-api-key": "root"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from app.schemas import PredictResponse, ProblemDocument
-from psc_core.pipeline import SCORES
+from psc_core.model.pipeline import SCORES
 from tests.app.fakes import CLASSES, NOT_FINITE, POISON, FakeModel, FakePipeline, pixels, png, rows_of
 from tests.app.support import PNG, Running, running, until
 

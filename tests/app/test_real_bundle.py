@@ -22,8 +22,8 @@ from app.main import create_app
 from app.schemas import PredictResponse
 from app.settings import load_settings
 from psc_core import PSC
-from psc_core.data import open_dataset
-from psc_core.preprocess import PRESETS
+from psc_core.data.dataset import open_dataset
+from psc_core.images.preprocess import PRESETS
 from tests.app.support import until
 
 ALLOW = "tests.tiny:network"

@@ -22,8 +22,8 @@ from app.routes.v2 import HEADER
 from app.v2_schemas import ErrorDocument, InferResponse, ModelMetadata
 from app.v2_tensors import OutputTensor, build_response, images_of, parse_request
 from psc_core.errors import PSCError
-from psc_core.pipeline import SCORES
-from psc_core.preprocess import Preprocess
+from psc_core.images.preprocess import Preprocess
+from psc_core.model.pipeline import SCORES
 from tests.app.fakes import CLASSES, POISON, FakeModel, pixels, png, rows_of
 from tests.app.live import live_server
 from tests.app.support import Running, running, serve_next

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save
 
 from psc_core import PSC
-from psc_core.bundle import read_bundle
+from psc_core.bundle.io import read_bundle
+from psc_core.bundle.manifest import PARTS
 from psc_core.errors import BundleError
-from psc_core.manifest import PARTS
 from tests.attacks import forge
 
 needs_unix = pytest.mark.skipif(sys.platform == "win32", reason="no such files")

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from psc_core import PSC
+from psc_core.bundle.manifest import PARTS
 from psc_core.errors import PSCError
-from psc_core.manifest import PARTS
 from tests.attacks import forge
 
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

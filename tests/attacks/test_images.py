@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from psc_core import image_limits
 from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
-from psc_core.images import FORMATS, decode_image
-from psc_core.preprocess import PRESETS
+from psc_core.images import limits as image_limits
+from psc_core.images.decode import FORMATS, decode_image
+from psc_core.images.preprocess import PRESETS
 
 MOST_PIXELS = 1 << 20
 

@@ -41,7 +41,7 @@ def refused(bundle: Path, **network: Any) -> str:
 @pytest.mark.parametrize(
     "spec",
     [
-        "os:system", "builtins:exec", "pickle:loads", "subprocess:Popen", "psc_core.networks:load_network",
+        "os:system", "builtins:exec", "pickle:loads", "subprocess:Popen", "psc_core.network.load:load_network",
         "tests.tiny:train", "tests.tiny:network ", "tests.tiny.network", "torch.hub:load", "", ":", "a:", ":b",
     ],
 )  # fmt: skip

@@ -7,9 +7,9 @@ import torch
 
 from benchmarks import data
 from benchmarks.checkpoints import Job
-from psc_core.data import open_dataset
+from psc_core.data.dataset import open_dataset
 from psc_core.errors import DataError
-from psc_core.preprocess import PRESETS
+from psc_core.images.preprocess import PRESETS
 
 
 @pytest.fixture

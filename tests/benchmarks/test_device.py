@@ -14,8 +14,8 @@ from benchmarks.device import floor, report, run
 from benchmarks.device.subjects import SUBJECTS, Plain, Subject, as_it_is, dropping, fused, with_dropout
 from benchmarks.device.timing import ratio, take_turns
 from benchmarks.runs import environment
-from psc_core.pipeline import Outputs
-from psc_core.preprocess import PRESETS
+from psc_core.images.preprocess import PRESETS
+from psc_core.model.pipeline import Outputs
 
 CPU = torch.device("cpu")
 TINY = Subject(

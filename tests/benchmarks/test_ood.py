@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.ood import variants
 from benchmarks.ood.detector import Detector, Score, Spaces
-from psc_core.baselines import full_density
+from psc_core.evaluation.baselines import full_density
 
 SPACE = "psc-operations"
 

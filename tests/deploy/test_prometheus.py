@@ -22,8 +22,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from psc_core.data import open_dataset
-from psc_core.preprocess import PRESETS
+from psc_core.data.dataset import open_dataset
+from psc_core.images.preprocess import PRESETS
 from tests.deploy.test_files import expressions, rules
 from tests.deploy.tools import DEPLOY, ROOT, program
 

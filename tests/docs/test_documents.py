@@ -12,8 +12,8 @@ import pytest
 
 from app.cli import parser as serve_parser
 from app.client_cli import parser as predict_parser
-from psc_core.cli import parser as fit_parser
-from psc_core.cli_eval import parser as eval_parser
+from psc_core.cli.evaluate import parser as eval_parser
+from psc_core.cli.fit import parser as fit_parser
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()

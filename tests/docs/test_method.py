@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from psc_core import idx
-from psc_core.networks import load_network
+from psc_core.data import formats as idx
+from psc_core.network.load import load_network
 from tests.conftest import ROOT
 
 PAGE = ROOT / "docs" / "method.md"
@@ -54,7 +54,7 @@ def test_every_name_exists(name: str) -> None:
 
 
 def test_flags_exist() -> None:
-    from psc_core.cli import parser
+    from psc_core.cli.fit import parser
 
     known = set(re.findall(r"--[a-z][a-z-]+", parser().format_help()))
     named = set(re.findall(r"`(--[a-z][a-z-]+)", PAGE.read_text()))

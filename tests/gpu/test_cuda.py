@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from psc_core import PRESETS, PSC, open_dataset
-from psc_core.cli import main
-from psc_core.pipeline import Outputs
+from psc_core.cli.fit import main
+from psc_core.model.pipeline import Outputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

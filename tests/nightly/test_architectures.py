@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from psc_core import cli
-from psc_core.data import open_dataset
-from psc_core.networks import load_network
-from psc_core.pipeline import Outputs
-from psc_core.predictor import PSC
-from psc_core.preprocess import PRESETS, replace_size
+from psc_core.cli import fit as cli
+from psc_core.data.dataset import open_dataset
+from psc_core.images.preprocess import PRESETS, replace_size
+from psc_core.model.pipeline import Outputs
+from psc_core.model.predictor import PSC
+from psc_core.network.load import load_network
 
 CLASSES = 10
 PER_CLASS = {"train": 6, "val": 5, "test": 2}

@@ -14,7 +14,7 @@ from app.server import Server
 from app.settings import load_settings
 from app.sockets import make_socket
 from benchmarks.serving.adapters.settings import FACTORY, port
-from psc_core.predictor import PSC
+from psc_core.model.predictor import PSC
 
 
 class Instant(nn.Module):

@@ -18,8 +18,8 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_png
 
 from benchmarks.serving.adapters.settings import COUNTS, FACTORY, MAX_BATCH, option
-from psc_core.pipeline import SCORES
-from psc_core.predictor import PSC
+from psc_core.model.pipeline import SCORES
+from psc_core.model.predictor import PSC
 
 
 class Judge:

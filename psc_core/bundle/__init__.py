@@ -1,0 +1,1 @@
+"""The files of a fitted model: manifest, tensors, verification."""

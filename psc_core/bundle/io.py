@@ -1,0 +1,264 @@
+"""The bundle: a directory of ``manifest.json`` and safetensors files; ``docs/bundle-format.md`` specifies it.
+
+Reading verifies, in this order and before anything is used: the manifest's size, schema and agreement with
+itself, every file's place, length and SHA-256, every tensor's type and finiteness, the manifest's own digest.
+Nothing is unpickled, no code runs, and no size that a bundle claims is allocated before it is seen to be real.
+Writing goes to a temporary directory that replaces the target in one rename, so a bundle is whole or absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from psc_core.bundle.manifest import (
+    PARTS,
+    SCHEMA,
+    FileEntry,
+    Manifest,
+    check_text,
+    first_fault,
+    inside,
+    manifest_digest,
+    short,
+)
+from psc_core.errors import BundleError
+
+MAX_MANIFEST_BYTES: Final = 16 << 20
+"""Largest manifest; one of 100,000 classes and 1,000 layers has about 4 MiB."""
+
+MAX_DEPTH: Final = 32
+"""Deepest nesting of lists and objects in a manifest."""
+
+MAX_AXES: Final = 8
+"""Most axes of a tensor."""
+
+_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16,
+                  torch.int8, torch.uint8, torch.bool)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A verified bundle in memory.
+
+    Attributes:
+        manifest: The checked manifest.
+        parts: Tensors of each part, by name.
+    """
+
+    manifest: Manifest
+    parts: Mapping[str, Mapping[str, Tensor]]
+
+
+def check_target(path: Path) -> None:
+    """Refuse a place where a bundle cannot be written, before hours are spent on it.
+
+    Raises:
+        BundleError: ``path`` is a file or a mount point, holds files that are no bundle, or its parent cannot be
+            written to.
+    """
+    if path.exists() and not path.is_dir():
+        raise BundleError(f"expected {path} to be a directory or new, it is a file; choose another")
+    if path.is_mount():
+        raise BundleError(
+            f"expected {path} to be a directory that can be replaced, it is a mount point; choose a folder inside it"
+        )
+    if path.exists() and any(path.iterdir()) and not (path / "manifest.json").exists():
+        raise BundleError(f"expected {path} to be new, empty or a bundle, it holds other files; choose another")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise BundleError(f"expected to write to {path.parent}, {error.strerror}; choose another place") from error
+
+
+def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapping[str, Tensor]]) -> Manifest:
+    """Write ``parts`` and a manifest of ``fields`` to the directory ``path``, replacing a bundle there.
+
+    Other files and folders in it stay.
+
+    Args:
+        path: Directory to write.
+        fields: The manifest without ``version`` and ``files``, which are computed here.
+        parts: Tensors by part name, a subset of :data:`PARTS`.
+
+    Returns:
+        The manifest as written.  Equal input gives equal bytes.
+
+    Raises:
+        BundleError: ``path`` exists and is not a bundle, or cannot be replaced.
+        ValueError: A number or text that no manifest may hold.
+    """
+    check_target(path)
+    blobs = {f"{part}.safetensors": _serialise(tensors) for part, tensors in parts.items()}
+    files = {name: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for name, blob in blobs.items()}
+    body = json.loads(json.dumps({**fields, "schema_version": SCHEMA, "files": files}, allow_nan=False))
+    check_text(body)
+    manifest = Manifest.model_validate({**body, "version": manifest_digest(body)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        for name, blob in blobs.items():
+            (scratch / name).write_bytes(blob)
+        (scratch / "manifest.json").write_text(json.dumps(manifest.model_dump(mode="json"), indent=1) + "\n")
+        scratch.chmod(0o755)
+        if path.exists():
+            retired = path.with_name(f"{scratch.name}.old")
+            path.rename(retired)
+            scratch.rename(path)
+            ours = {"manifest.json", *(f"{part}.safetensors" for part in PARTS)}
+            for kept in retired.iterdir():
+                if kept.name not in ours:
+                    kept.rename(path / kept.name)
+            shutil.rmtree(retired)
+        else:
+            scratch.rename(path)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    return manifest
+
+
+def _serialise(tensors: Mapping[str, Tensor]) -> bytes:
+    """The tensors as safetensors, which refuses memory that two of them share: one module may have two names."""
+    stored: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in sorted(tensors.items()):
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        stored[name] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    return save_tensors(stored)
+
+
+def _parse_manifest(path: Path) -> tuple[Manifest, str]:
+    """The manifest, and the version that its content has."""
+    file = path / "manifest.json"
+    if not file.exists():
+        raise BundleError(f"expected a bundle at {path}, it has no manifest.json; make one with psc-fit")
+    text = _read_file(path, file.name, MAX_MANIFEST_BYTES)
+    try:
+        body = json.loads(text.decode(), parse_constant=_no_constant, object_pairs_hook=_no_twins)
+        too_deep = _deeper_than(body, MAX_DEPTH)
+        check_text(body)
+    except RecursionError:
+        too_deep = True
+    except ValueError as error:
+        raise BundleError(f"{file}: expected JSON, {error}; fit the bundle again or restore it") from error
+    if too_deep:
+        raise BundleError(f"{file}: expected at most {MAX_DEPTH} levels of nesting; fit the bundle again")
+    if isinstance(body, dict) and body.get("schema_version") != SCHEMA:
+        raise BundleError(
+            f"{file}: expected schema_version {SCHEMA}, got {short(body.get('schema_version'))}; use "
+            "the release that wrote it or fit again"
+        )
+    try:
+        return Manifest.model_validate(body), manifest_digest(body)
+    except ValidationError as error:
+        raise BundleError(f"{file}: {first_fault(error)}; fit the bundle again") from error
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    body = dict(pairs)
+    if len(body) != len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the name {short(name)} twice in one object")
+    return body
+
+
+def _deeper_than(value: Any, levels: int) -> bool:
+    return any(levels == 0 or _deeper_than(item, levels - 1) for item in inside(value))
+
+
+def read_bundle(path: Path) -> Bundle:
+    """Read and verify a whole bundle.
+
+    Raises:
+        BundleError: Anything that is missing, extra, altered, damaged or not finite, by name.
+    """
+    manifest, version = _parse_manifest(path)
+    parts = {name.removesuffix(".safetensors"): _read_part(path, name, entry) for name, entry in manifest.files.items()}
+    if manifest.version != version:
+        raise BundleError(
+            f"{path}: expected version {version}, the digest of manifest.json, it says "
+            f"{manifest.version}; the manifest was edited, copy the bundle again"
+        )
+    return Bundle(manifest, parts)
+
+
+def _read_file(folder: Path, name: str, most: int) -> bytes:
+    """The content of a regular file of at most ``most`` bytes that lies inside ``folder``."""
+    file = folder / name
+    try:
+        if not file.resolve(strict=True).is_relative_to(folder.resolve(strict=True)):
+            raise BundleError(f"{file}: expected a file of the bundle, it is a link to elsewhere; put a copy there")
+        if not file.is_file():  # neither a device nor a pipe, which have no end
+            raise BundleError(f"{file}: expected a regular file; copy the bundle again")
+        size = file.stat().st_size
+        if size > most:
+            raise BundleError(f"{file}: expected at most {most} bytes, got {size}; copy the bundle again")
+        with file.open("rb") as stream:
+            return stream.read(size)
+    except (OSError, RuntimeError, MemoryError) as error:
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise BundleError(f"{file}: cannot be read ({reason}); copy the bundle again") from error
+
+
+def check_shapes(part: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check the names and shapes of one part against what the manifest promises, before any of it is used.
+
+    Raises:
+        BundleError: A tensor is missing, unexpected or of another shape.
+    """
+    if set(tensors) != set(shapes):
+        raise BundleError(f"expected {part} tensors {sorted(shapes)}, got {short(sorted(tensors))}; fit it again")
+    for name, shape in shapes.items():
+        if tuple(tensors[name].shape) != shape:
+            raise BundleError(
+                f"expected {part}.{name} of shape {shape}, got {tuple(tensors[name].shape)}; the bundle "
+                "is inconsistent, fit it again"
+            )
+
+
+def _read_part(folder: Path, name: str, entry: FileEntry) -> dict[str, Tensor]:
+    file = folder / name
+    blob = _read_file(folder, name, entry.bytes)
+    if len(blob) != entry.bytes:
+        raise BundleError(f"{file}: expected {entry.bytes} bytes, got {len(blob)}; copy the bundle again")
+    digest = hashlib.sha256(blob).hexdigest()
+    if digest != entry.sha256:
+        raise BundleError(
+            f"{file}: expected SHA-256 {entry.sha256[:12]}…, got {digest[:12]}…; the file was altered "
+            "or damaged, copy the bundle again"
+        )
+    try:
+        tensors: dict[str, Tensor] = load_tensors(blob)
+    except (SafetensorError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise BundleError(f"{file}: expected safetensors, {error}") from error
+    for key, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES or tensor.ndim > MAX_AXES:
+            raise BundleError(
+                f"{file}: tensor {short(key)} has the type {tensor.dtype} and {tensor.ndim} axes, which "
+                "no bundle holds; fit it again"
+            )
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise BundleError(f"{file}: tensor {short(key)} has NaN or infinite values; fit the bundle again")
+    return tensors

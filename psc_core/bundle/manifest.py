@@ -1,0 +1,246 @@
+"""``manifest.json`` as a schema: what each field may hold, and what two fields must agree on.
+
+``docs/bundle-format.md`` specifies it; :mod:`psc_core.bundle.io` reads and writes the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from psc_core.errors import UsageError
+
+SCHEMA: Final = 1
+"""Version of the bundle format; a reader refuses any other."""
+
+PARTS = ("backbone", "projection", "density", "head", "calibration")
+"""Tensor files a bundle may have; ``head`` is absent for base predictions."""
+
+MAX_PART_BYTES: Final = 16 << 30
+"""Largest tensor file."""
+
+MAX_NAME: Final = 200
+"""Longest model name, characters."""
+
+MAX_INPUT_PIXELS: Final = 1 << 22
+"""Largest network input, height × width."""
+
+MAX_ARGUMENT: Final = 1 << 16
+"""Largest magnitude of a number among a network's model arguments: sizes and counts."""
+
+_Size = Annotated[int, Field(ge=1, le=1 << 31)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+
+
+class FileEntry(_Strict):
+    """Length and digest of one file."""
+
+    bytes: int = Field(ge=0, le=MAX_PART_BYTES)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+class Policy(_Strict):
+    """Default decision thresholds.
+
+    Attributes:
+        alpha: An image is OOD when its p-value is at most this.
+        ambiguity_threshold: An image is ambiguous when its predictive entropy (nats) exceeds this.
+        coverage: Nominal coverage of the prediction sets.
+    """
+
+    alpha: float = Field(gt=0, lt=1)
+    ambiguity_threshold: float = Field(ge=0)
+    coverage: float = Field(gt=0, lt=1)
+
+
+class _Preprocess(_Strict):
+    mode: Literal["L", "RGB"]
+    height: _Size
+    width: _Size
+    resize: Annotated[int, Field(ge=1, le=8192)] | None
+    mean: list[float]
+    std: list[Annotated[float, Field(gt=0)]]
+
+    @model_validator(mode="after")
+    def _fits(self) -> _Preprocess:
+        if self.height * self.width > MAX_INPUT_PIXELS:
+            raise ValueError(f"expected at most {MAX_INPUT_PIXELS} input pixels, got {self.height}×{self.width}")
+        return self
+
+
+class _Network(_Strict):
+    spec: str
+    num_classes: _Size
+    model_args: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _modest(self) -> _Network:
+        if any(isinstance(value, int | float) and abs(value) > MAX_ARGUMENT for value in leaves(self.model_args)):
+            raise ValueError(f"expected model_args of numbers up to {MAX_ARGUMENT}, got {short(self.model_args)}")
+        return self
+
+
+class _Hooks(_Strict):
+    stop: str | None
+    dropped: list[str]
+
+
+class _Backbone(_Strict):
+    network: _Network
+    layers: list[str]
+    keep_output: bool
+    hooks: _Hooks | None
+
+
+class _Projection(_Strict):
+    method: Literal["tucker"]
+    positions: list[_Size]
+    channels: _Size
+    c_proj: _Size
+    d_proj: _Size
+
+
+class _Fitted(_Strict):
+    kind: str
+    sizes: dict[str, _Size]
+    record: dict[str, float | int]
+
+
+class _Calibration(_Strict):
+    images: _Size
+    entropy_weight: float = Field(default=0.0, ge=0)
+
+
+def _section(model: type[BaseModel]) -> Any:
+    """An object that ``model`` accepts, kept as it was written."""
+
+    def check(value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            model.model_validate(value)
+        except ValidationError as error:
+            raise ValueError(first_fault(error)) from error
+        return value
+
+    return AfterValidator(check)
+
+
+def check_origin(preprocess: Mapping[str, Any], network: Mapping[str, Any]) -> None:
+    """Refuse, before anything is fitted, what no manifest could say of the input or the network.
+
+    Args:
+        preprocess: ``Preprocess.to_json()``.
+        network: ``Recipe.to_json()``.
+
+    Raises:
+        UsageError: A size or an argument is beyond its limit.
+    """
+    try:
+        check_text([preprocess, network])
+        for model, section in ((_Preprocess, preprocess), (_Network, network)):
+            model.model_validate(json.loads(json.dumps(section, allow_nan=False)))
+    except ValidationError as error:
+        raise UsageError(first_fault(error)) from error
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"expected numbers and text that JSON can hold: {error}") from error
+
+
+class Manifest(_Strict):
+    """``manifest.json``; every field is described in ``docs/bundle-format.md``."""
+
+    model_config = ConfigDict(strict=False)  # JSON's lists are tuples here
+
+    schema_version: Literal[1] = SCHEMA
+    name: str = Field(min_length=1, max_length=MAX_NAME)
+    version: str = Field(pattern="^[0-9a-f]{12}$")
+    classes: tuple[str, ...] = Field(min_length=2)
+    preprocess: Annotated[dict[str, Any], _section(_Preprocess)]
+    precision: Literal["fp32", "bf16"]
+    predictions: Literal["psc", "base"]
+    layers: tuple[str, ...] = Field(min_length=1)
+    policy: Policy
+    backbone: Annotated[dict[str, Any], _section(_Backbone)]
+    projection: Annotated[dict[str, Any], _section(_Projection)]
+    density: Annotated[dict[str, Any], _section(_Fitted)]
+    head: Annotated[dict[str, Any], _section(_Fitted)] | None
+    calibration: Annotated[dict[str, Any], _section(_Calibration)]
+    collapse: dict[str, Any] | None
+    metrics: dict[str, Any]
+    provenance: dict[str, Any]
+    files: dict[str, FileEntry]
+
+    @model_validator(mode="after")
+    def _check_agreement(self) -> Manifest:
+        """What two fields say of the same thing must be the same."""
+        head, classes = self.head, len(self.classes)
+        dim = self.projection["c_proj"] * self.projection["d_proj"]
+        needed = {f"{part}.safetensors" for part in PARTS if part != "head" or head is not None}
+        agreements: tuple[tuple[str, Any, Any], ...] = (
+            ("files", sorted(needed), sorted(self.files)),
+            ("predictions", "base" if head is None else "psc", self.predictions),
+            ("backbone.keep_output", head is None, self.backbone["keep_output"]),
+            ("backbone.layers", list(self.layers), self.backbone["layers"]),
+            ("backbone.network.num_classes", classes, self.backbone["network"]["num_classes"]),
+            ("projection.positions (their number)", len(self.layers), len(self.projection["positions"])),
+            ("density.sizes.classes", classes, self.density["sizes"].get("classes")),
+            ("head.sizes.classes", classes, classes if head is None else head["sizes"].get("classes")),
+            ("head.sizes.dim", dim, dim if head is None else head["sizes"].get("dim")),
+        )
+        for where, expected, got in agreements:
+            if expected != got:
+                raise ValueError(f"expected {where} to be {short(expected)}, got {short(got)}")
+        if len(set(self.classes)) != classes:
+            raise ValueError("expected class names that differ from each other")
+        return self
+
+
+def check_text(body: object) -> None:
+    """Refuse text that JSON can escape and UTF-8 cannot hold: lone surrogates, as of a file's undecodable name.
+
+    Raises:
+        ValueError: There is some; the message shows where.
+    """
+    text = json.dumps(body, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text that UTF-8 cannot hold, {text[max(0, error.start - 40) : error.end]!r}") from error
+
+
+def manifest_digest(body: Mapping[str, Any]) -> str:
+    """``version`` of a manifest: 12 hexadecimal digits over every other field."""
+    others = {key: value for key, value in body.items() if key != "version"}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def first_fault(error: ValidationError) -> str:
+    """The first thing wrong, with its field, in one line."""
+    first = error.errors(include_input=False)[0]
+    where = ".".join(str(step) for step in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    return f"field {where!r}: {message}" if where else message
+
+
+def short(value: object) -> str:
+    """``repr`` of at most 200 characters, for messages."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def inside(value: Any) -> Iterable[Any]:
+    """What a JSON list or object holds; nothing for any other value."""
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def leaves(value: Any) -> Iterable[Any]:
+    """The values of a JSON document that are no list or object."""
+    if not isinstance(value, dict | list):
+        yield value
+    for item in inside(value):
+        yield from leaves(item)

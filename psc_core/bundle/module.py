@@ -1,0 +1,106 @@
+"""A fitted model as named tensors of declared shapes: what densities and heads have in common.
+
+A :class:`Fitted` module has no parameters and no structure beyond its buffers, so that
+``config()`` (JSON) and ``state_dict()`` (tensors) are the whole of it and
+``from_config(config, state)`` restores it without running code from a file.
+
+Each subclass declares a ``kind`` and a ``layout``: tensor name → axis names.  An axis name stands for one
+size throughout a model; sizes are in the config, and restoring checks every tensor against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from psc_core.errors import BundleError
+
+Record = dict[str, float | int]
+"""What a fit decided and measured, by name; numbers only."""
+
+AnyFitted = TypeVar("AnyFitted", bound="Fitted")
+
+
+class Fitted(nn.Module):
+    """Base of densities and heads.
+
+    Args:
+        tensors: One float tensor for each name of ``layout``; stored as float32 buffers.
+        record: What the fit decided (chosen sizes, precisions, validation numbers).
+
+    Raises:
+        BundleError: A tensor is missing, unexpected, of another rank or size, or not finite.
+    """
+
+    kind: ClassVar[str]
+    layout: ClassVar[Mapping[str, tuple[str, ...]]]
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, record: Mapping[str, float | int]) -> None:
+        super().__init__()
+        self.record: Record = dict(record)
+        self.sizes = _bind_axes(self.kind, self.layout, tensors)
+        for name in self.layout:
+            self.register_buffer(name, tensors[name].detach().float().contiguous())
+
+    def config(self) -> dict[str, Any]:
+        """Kind, axis sizes and record, as JSON types; with ``state_dict()`` all that restoring needs."""
+        return {"kind": self.kind, "sizes": dict(self.sizes), "record": dict(self.record)}
+
+    @classmethod
+    def from_config(cls: type[AnyFitted], config: Mapping[str, Any], state: Mapping[str, Tensor]) -> AnyFitted:
+        """Inverse of :meth:`config` and ``state_dict()``.
+
+        Raises:
+            BundleError: The tensors do not fit the layout or the sizes that the config promises.
+        """
+        missing = {"kind", "sizes", "record"} - set(config)
+        if missing or config["kind"] != cls.kind:
+            raise BundleError(
+                f"expected a config of kind {cls.kind!r} with sizes and record, got "
+                f"{dict(config)}; fit the bundle again"
+            )
+        other = {name: str(tensor.dtype) for name, tensor in state.items() if tensor.dtype != torch.float32}
+        if other:
+            raise BundleError(f"expected float32 tensors of {cls.kind!r}, got {other}; fit the bundle again")
+        model = cls(state, record=config["record"])
+        if model.sizes != config["sizes"]:
+            raise BundleError(
+                f"expected tensors of {cls.kind!r} with sizes {config['sizes']}, got "
+                f"{model.sizes}; the bundle is inconsistent, fit it again"
+            )
+        return model
+
+
+def restore(kinds: Mapping[str, type[AnyFitted]], config: Mapping[str, Any], state: Mapping[str, Tensor]) -> AnyFitted:
+    """Restore the model whose kind the config names.
+
+    Raises:
+        BundleError: An unknown kind, or as :meth:`Fitted.from_config`.
+    """
+    kind = config.get("kind")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise BundleError(f"expected kind one of {sorted(kinds)}, got {kind!r}; use a newer version of psc")
+    return kinds[kind].from_config(config, state)
+
+
+def _bind_axes(kind: str, layout: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Check tensors against a layout and return the size of each axis."""
+    if set(tensors) != set(layout):
+        raise BundleError(
+            f"expected tensors {sorted(layout)} for {kind!r}, got {sorted(tensors)}; fit the bundle again"
+        )
+    sizes: dict[str, int] = {}
+    for name, axes in layout.items():
+        shape = tuple(tensors[name].shape)
+        expected = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes, shape, strict=False))
+        if len(shape) != len(axes) or shape != expected:
+            raise BundleError(
+                f"expected {kind}.{name} with axes {axes} and the sizes {sizes}, got shape {shape}; "
+                "fit the bundle again"
+            )
+        if not tensors[name].isfinite().all():
+            raise BundleError(f"expected finite numbers in {kind}.{name}, got NaN or ∞; fit the bundle again")
+    return sizes

@@ -1,0 +1,1 @@
+"""Conformal p-values, prediction sets and thresholds from held-out images."""

@@ -1,0 +1,247 @@
+"""From scores to decisions with stated error rates, by ranks among calibration images.
+
+The calibration images took no part in any choice, and their scores come through the pipeline that serves, so
+calibration and future in-distribution scores are exchangeable and, with n calibration images,
+
+* p-value: ``(1 + #{calibration OOD scores ≥ this one}) / (n + 1)``; calling an image out-of-distribution
+  when its p-value is at most α is a false alarm for at most α of ordinary images (Vovk et al. 2005);
+* the smallest p-value is ``1 / (n + 1)``: a smaller α could never raise an alarm and is refused;
+* prediction set with coverage 1 − α: the classes whose probability is at least the k-th largest
+  calibration probability of a true label, ``k = ⌈(n + 1)(1 − α)⌉`` (score ``1 − p_y``: Sadinle et al. 2019).
+  It holds the true label with probability ≥ 1 − α, over all images (marginal) or over the images of each
+  class (Mondrian).  The most probable class is always in the set, which can only raise coverage;
+* entropy threshold: the k-th smallest calibration entropy, ``k = ⌈(n + 1) q⌉``: at least a fraction q of
+  ordinary images stays at or under it.
+
+Everything compares float32 scores with float32 scores as they were produced; nothing is rounded between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from psc_core.errors import BundleError, FitError, UsageError
+
+_ROUNDING: Final = 1e-9
+"""Added before ⌊ ⌋ and taken before ⌈ ⌉, so that 0.29 × 100 counts as 29."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Scores of n calibration images, float32.
+
+    Attributes:
+        scores: OOD scores, ascending, nats (:class:`psc_core.model.pipeline.Outputs`).
+        entropies: Predictive entropies, ascending, nats.
+        label_probabilities: Probability given to the true label, ascending.
+        labels: The true label of each entry of ``label_probabilities``.
+        num_classes: K.
+    """
+
+    scores: Float[Tensor, " n"]
+    entropies: Float[Tensor, " n"]
+    label_probabilities: Float[Tensor, " n"]
+    labels: Int[Tensor, " n"]
+    num_classes: int
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def p_values(self, ood_score: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+        """p-value of each image: :func:`conformal_p_values`."""
+        return conformal_p_values(self.scores, ood_score)
+
+    def ood_score_threshold(self, alpha: float) -> float:
+        """The OOD score (nats) above which an image's p-value is at most α.
+
+        ``p ≤ α ⇔ OOD score > threshold``, exactly; compare with this rather than p with α where the
+        rounding of p matters.
+
+        Raises:
+            UsageError: ``alpha`` is not in (0, 1) or below ``1 / (n + 1)``.
+        """
+        rank = self._check_alpha(alpha)
+        return self.scores[len(self) - rank].item()
+
+    def set_thresholds(self, coverage: float, *, per_class: bool = False) -> Float[Tensor, " classes"]:
+        """The smallest probability with which each class is in a prediction set (:mod:`psc_core.model.decision`).
+
+        With ``per_class``, a class with fewer than ``coverage / (1 − coverage)`` calibration images gets 0,
+        so it is in every set: nothing less would keep the promise for it.
+
+        Raises:
+            UsageError: ``coverage`` is not in (0, 1), or (marginal) n is too small for it.
+        """
+        if not per_class:
+            rank = self._upper_rank(coverage, "coverage")
+            return self.label_probabilities[len(self) - rank].expand(self.num_classes).clone()
+        _check_fraction(coverage, "coverage")
+        thresholds = torch.zeros(self.num_classes, device=self.labels.device)
+        for k in range(self.num_classes):
+            own = self.label_probabilities[self.labels == k]
+            rank = _ceil((len(own) + 1) * coverage)
+            if rank <= len(own):
+                thresholds[k] = own[len(own) - rank]
+        return thresholds
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The scores by name, for a safetensors file; OOD scores negated, so that those of a density are log p(z)."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)} | {"scores": -self.scores.flip(0)}
+        return named | {"num_classes": torch.tensor(self.num_classes)}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
+        """Inverse of :meth:`tensors`.
+
+        Raises:
+            BundleError: A missing tensor, another type or length, scores not ascending or not finite.
+        """
+        expected = {field.name for field in fields(cls)}
+        if set(tensors) != expected:
+            raise BundleError(f"expected calibration tensors {sorted(expected)}, got {sorted(tensors)}")
+        scores = [tensors[name] for name in ("scores", "entropies", "label_probabilities")]
+        labels, classes = tensors["labels"], int(tensors["num_classes"])
+        whole = all(
+            part.dtype == torch.float32 and part.ndim == 1 and part.isfinite().all()
+            and (part.diff() >= 0).all() for part in scores
+        )  # fmt: skip
+        if not whole or len({len(part) for part in [*scores, labels]}) != 1 or len(labels) == 0:
+            raise BundleError(
+                "expected ascending finite float32 calibration scores of one length, got "
+                f"{[(str(part.dtype), tuple(part.shape)) for part in scores]}; fit it again"
+            )
+        if tensors["num_classes"].dtype != torch.int64:
+            raise BundleError(f"expected int64 num_classes of the calibration, got {tensors['num_classes'].dtype}")
+        if labels.dtype != torch.int64 or labels.min() < 0 or labels.max() >= classes:
+            raise BundleError(
+                f"expected int64 calibration labels 0 … {classes - 1}, got {labels.dtype} "
+                f"{int(labels.min())} … {int(labels.max())}; fit it again"
+            )
+        return cls(-scores[0].flip(0), scores[1], scores[2], labels, classes)
+
+    def _check_alpha(self, alpha: float) -> int:
+        """``⌊α (n + 1)⌋``, at least 1 and (for α within rounding of 1) at most n."""
+        _check_fraction(alpha, "alpha")
+        rank = math.floor(alpha * (len(self) + 1) + _ROUNDING)
+        if rank < 1:
+            raise UsageError(
+                f"expected alpha ≥ 1/(n + 1) = {1 / (len(self) + 1):.3g} with n = {len(self)} calibration "
+                f"images, got {alpha:g}: the smallest p-value is 1/(n + 1), so no image could ever be called "
+                f"out-of-distribution; raise alpha or calibrate with at least {_ceil(1 / max(alpha, 1e-300)) - 1} "
+                "images"
+            )
+        return min(rank, len(self))
+
+    def _upper_rank(self, fraction: float, name: str) -> int:
+        """``⌈(n + 1) fraction⌉``, at most n."""
+        _check_fraction(fraction, name)
+        rank = _ceil((len(self) + 1) * fraction)
+        if rank > len(self):
+            needed = _ceil(fraction / (1 - fraction))
+            raise UsageError(
+                f"expected {name} ≤ n/(n + 1) with n = {len(self)} calibration images, got "
+                f"{fraction:g}; lower it or calibrate with at least {needed} images"
+            )
+        return rank
+
+
+def fit_calibration(
+    ood_score: Float[Tensor, " n"],
+    entropy: Float[Tensor, " n"],
+    probabilities: Float[Tensor, "n classes"],
+    labels: Int[Tensor, " n"],
+) -> Calibration:
+    """Keep the scores of calibration images, as the served pipeline gave them.
+
+    Args:
+        ood_score: Nats, higher is more out-of-distribution.
+        entropy: Predictive entropies, nats.
+        probabilities: Of each class.
+        labels: One true label for each image.  An image with several labels counts once, with any of them:
+            repeated rows would make n, and with it every promise, too large.
+
+    Raises:
+        FitError: No images, lengths that differ, labels out of range, or scores that are not finite.
+    """
+    lengths = {len(ood_score), len(entropy), len(probabilities), len(labels)}
+    if len(lengths) != 1 or len(labels) == 0:
+        raise FitError(
+            f"expected scores of the same calibration images, at least one, got {sorted(lengths)} "
+            "rows; give one label for each image"
+        )
+    classes = probabilities.shape[1]
+    if labels.min() < 0 or labels.max() >= classes:
+        raise FitError(
+            f"expected calibration labels 0 … {classes - 1}, got {int(labels.min())} … "
+            f"{int(labels.max())}; check the classes of the calibration images"
+        )
+    given = probabilities.gather(1, labels[:, None])[:, 0].float()
+    for name, scores in (("OOD scores", ood_score), ("entropies", entropy), ("probabilities", given)):
+        if not scores.isfinite().all():
+            raise FitError(
+                f"expected finite {name} of calibration images, got "
+                f"{int((~scores.isfinite()).sum())} that are not; check the precision"
+            )
+    order = given.argsort(stable=True)
+    return Calibration(
+        scores=ood_score.float().sort().values,
+        entropies=entropy.float().sort().values,
+        label_probabilities=given[order],
+        labels=labels[order],
+        num_classes=classes,
+    )
+
+
+def ambiguity_threshold(
+    entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, risk: float, quantile: float = 0.95
+) -> float:
+    """The predictive entropy (nats) over which a calibration image counts as ambiguous.
+
+    The largest entropy h such that the images of entropy at most h are wrong at a rate of at most ``risk``,
+    counted as (errors + 1) / (images + 1); but never above the ``quantile`` of all entropies, so that even a
+    classifier that is right throughout abstains on its least certain images.  Where no h keeps the risk, the
+    quantile alone decides.
+
+    Args:
+        entropy: Of calibration images.
+        correct: Whether the most probable class was the label.
+        risk: Error rate among accepted images, in (0, 1).
+        quantile: In (0, 1).
+    """
+    _check_fraction(risk, "risk")
+    _check_fraction(quantile, "quantile")
+    ascending, order = entropy.double().sort(stable=True)
+    wrong = (~correct)[order].double().cumsum(0)
+    rates = (wrong + 1) / (torch.arange(1, len(entropy) + 1, device=entropy.device) + 1)
+    # An entropy is a threshold only with all images that share it.
+    last = torch.cat([ascending[1:] > ascending[:-1], torch.ones(1, dtype=torch.bool, device=entropy.device)])
+    kept = ((rates <= risk) & last).nonzero()[:, 0]
+    limit = float(ascending[min(len(entropy), _ceil((len(entropy) + 1) * quantile)) - 1])
+    return min(limit, float(ascending[kept[-1]])) if len(kept) else limit
+
+
+def conformal_p_values(ascending: Float[Tensor, " n"], ood_score: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+    """``(1 + #{calibration ≥ this}) / (n + 1)``, float32, by binary search; the least possible for NaN.
+
+    Args:
+        ascending: OOD scores of the calibration images, sorted.
+        ood_score: Of the images asked about, the same float type.
+    """
+    count = len(ascending) + 1
+    return (count - torch.searchsorted(ascending, ood_score)) / count  # which counts NaN above everything
+
+
+def _check_fraction(value: float, name: str) -> None:
+    if not 0.0 < value < 1.0:
+        raise UsageError(f"expected {name} between 0 and 1, got {value}; 0.05 means five in a hundred")
+
+
+def _ceil(value: float) -> int:
+    return math.ceil(value - _ROUNDING)

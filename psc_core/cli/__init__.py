@@ -1,0 +1,1 @@
+"""The command lines ``psc-fit`` and ``psc-eval``."""

@@ -1,0 +1,138 @@
+"""``psc-eval``: measure a bundle on test images, beside the detectors people use instead."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from psc_core.cli import options as cli_options
+from psc_core.errors import UsageError
+from psc_core.version import __version__
+
+if TYPE_CHECKING:
+    from psc_core.data.dataset import ImageDataset
+    from psc_core.evaluation.baselines import Baselines
+    from psc_core.model.predictor import PSC
+
+_EXAMPLE = """example:
+  psc-eval --bundle bundle --id images/test --ood textures=images/textures --out report
+  psc-eval … --weights net.safetensors --train images/train --val images/val    (baselines beside PSC)
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``psc-eval``."""
+    cli = argparse.ArgumentParser(
+        prog="psc-eval",
+        description="Accuracy, calibration, OOD detection and promised rates of a bundle.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    cli.add_argument("--version", action="version", version=f"psc {__version__}")
+    cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="from psc-fit")
+    cli.add_argument("--id", required=True, metavar="DIR", help="labelled in-distribution test images")
+    cli.add_argument(
+        "--ood", action="append", default=[], metavar="NAME=DIR", help="out-of-distribution images; repeat for more"
+    )
+    beside = cli.add_argument_group("baselines (all three or none)")
+    beside.add_argument("--weights", type=Path, metavar="FILE", help="the whole network's state dict, .safetensors")
+    beside.add_argument("--train", metavar="DIR", help="training images")
+    beside.add_argument("--val", metavar="DIR", help="validation images")
+    cli.add_argument(
+        "--allow-factories",
+        action="extend",
+        type=cli_options.by_commas,
+        default=[],
+        metavar="SPEC[,SPEC]",
+        help="network factories package.module:factory that the bundle may import",
+    )
+    cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    cli.add_argument(
+        "--batch-images",
+        type=cli_options.positive,
+        default=256,
+        help="images sent through the network at once (default: 256)",
+    )
+    cli.add_argument("--out", type=Path, metavar="DIR", help="write report.json and report.md here")
+    return cli
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Measure and print."""
+    from psc_core.data.dataset import open_dataset
+    from psc_core.evaluation.evaluate import evaluate as measure
+    from psc_core.evaluation.report import to_markdown, to_text
+    from psc_core.model.predictor import PSC
+
+    given = [value is not None for value in (args.weights, args.train, args.val)]
+    if any(given) and not all(given):
+        raise UsageError("expected --weights, --train and --val together, or none of them")
+    psc = PSC.load(args.bundle, device=args.device, allow_factories=args.allow_factories)
+    id_data = open_dataset(args.id, split="test", preprocess=psc.preprocess)
+    ood: dict[str, ImageDataset] = {}
+    for name, spec in (_named(text) for text in args.ood):
+        if name in ood:
+            raise UsageError(f"expected names that differ from each other, got --ood {name}=… twice")
+        ood[name] = open_dataset(spec, split="test", preprocess=psc.preprocess, labelled_images=False)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+    report = measure(psc, id_data, ood, _baselines(args, psc) if all(given) else None, batch_images=args.batch_images)
+    print(to_text(report))
+    if args.out:
+        (args.out / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
+        (args.out / "report.md").write_text(to_markdown(report))
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, separator, spec = text.partition("=")
+    if not separator or not name or not spec:
+        raise UsageError(f"expected --ood NAME=DIR, got {text!r}")
+    return name, spec
+
+
+def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:
+    from psc_core.compute.passes import Compute
+    from psc_core.data.dataset import open_dataset
+    from psc_core.evaluation.baselines import fit_baselines
+    from psc_core.evaluation.evaluate import check_classes
+    from psc_core.network.backbone import example_input
+    from psc_core.network.layers import list_layers
+    from psc_core.network.load import bounded_size, load_network, recipe_of
+
+    train = open_dataset(args.train, split="train", preprocess=psc.preprocess)
+    val = open_dataset(args.val, split="val", preprocess=psc.preprocess)
+    for data in (train, val):
+        check_classes(psc, data)
+    recipe = recipe_of(psc.pipeline.backbone)
+    with bounded_size(recipe):
+        net = load_network(
+            recipe.spec,
+            weights=args.weights,
+            num_classes=recipe.num_classes,
+            model_args=recipe.model_args,
+            allow_factories=args.allow_factories,
+        )
+    layers = list_layers(net, example_input(psc.preprocess))
+    penultimate = [layer.name for layer in layers if layer.role == "penultimate"]
+    if not penultimate:
+        raise UsageError(f"expected a network with a layer before its output for the baselines, {recipe.spec} has none")
+    return fit_baselines(
+        net,
+        penultimate[0],
+        train,
+        val,
+        compute=Compute(psc.device, psc.pipeline.precision, args.batch_images),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of ``psc-eval``."""
+    return cli_options.run(evaluate, parser(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""What the command lines share: flags, how errors end a program, and how specs are parsed."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from psc_core.compute.allocator import keep_freed_memory
+from psc_core.errors import PSCError, UsageError
+from psc_core.images.preprocess import PRESETS, Preprocess, replace_size
+
+EXIT_OK, EXIT_USAGE = 0, 2  # Python itself ends a traceback with 1.
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+    """Parse, run, and turn errors into exit codes: 0 done, 2 bad usage or input (one line), 1 a bug."""
+    args = cli.parse_args(argv)
+    keep_freed_memory()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack some of the tables' characters
+    sys.path.append(str(Path.cwd()))  # where package.module:factory specs are looked up last
+    try:
+        main(args)
+    except PSCError as error:
+        print(f"{cli.prog}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except OSError as error:  # a full disk, a folder that may not be written to
+        print(f"{cli.prog}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        print(f"{cli.prog}: interrupted", file=sys.stderr)
+        return 130
+    return EXIT_OK
+
+
+def by_commas(text: str) -> list[str]:
+    """The parts of ``a,b``; for flags with ``action="extend"``."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def add_preprocess_flags(cli: argparse.ArgumentParser) -> None:
+    """Flags that :func:`preprocess_from` reads."""
+    group = cli.add_argument_group("preprocessing")
+    group.add_argument(
+        "--preset",
+        choices=sorted(PRESETS),
+        default="imagenet",
+        help="input size, colour mode and statistics (default: imagenet)",
+    )
+    group.add_argument(
+        "--size",
+        type=positive,
+        help="resize images to N × N pixels and crop nothing, instead of the preset's size",
+        metavar="N",
+    )
+    group.add_argument("--mean", type=float, nargs="+", help="per-channel mean on [0, 1], instead of the preset's")
+    group.add_argument("--std", type=float, nargs="+", help="per-channel standard deviation, instead of the preset's")
+
+
+def preprocess_from(args: argparse.Namespace) -> Preprocess:
+    """The preprocessing that the flags describe."""
+    preprocess = PRESETS[args.preset]
+    if args.size:
+        preprocess = replace_size(preprocess, args.size)
+    if args.mean:
+        preprocess = replace(preprocess, mean=tuple(args.mean))
+    if args.std:
+        preprocess = replace(preprocess, std=tuple(args.std))
+    return preprocess
+
+
+def key_values(pairs: Sequence[str]) -> dict[str, Any]:
+    """``["a=1", "b=x"]`` → ``{"a": 1, "b": "x"}``: values are JSON where they parse, text elsewhere."""
+    result: dict[str, Any] = {}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator or not key:
+            raise UsageError(f"expected key=value, got {pair!r}")
+        try:
+            result[key] = json.loads(value)
+        except ValueError:
+            result[key] = value
+    return result
+
+
+def positive_or_auto(text: str) -> int | None:
+    """``"auto"`` → None, else a positive integer (argparse type)."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer or auto, got {text!r}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A positive integer (argparse type)."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """A seed (argparse type)."""
+    if not text.isdecimal() or int(text) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2**63 - 1, got {text!r}")
+    return int(text)
+
+
+def byte_count(text: str) -> int:
+    """``"512M"``, ``"2G"`` or a number of bytes (argparse type)."""
+    match = re.fullmatch(r"(\d+)([kmg]?)i?b?", text.strip().lower())
+    if not match or int(match[1]) < 1:
+        raise argparse.ArgumentTypeError(f"expected a size such as 512M or 2G, got {text!r}")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def open_unit_interval(text: str) -> float:
+    """A number strictly between 0 and 1 (argparse type)."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number between 0 and 1, got {text!r}")
+    return value

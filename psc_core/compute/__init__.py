@@ -1,0 +1,1 @@
+"""Devices, processes, progress, and the one loop over a data set."""

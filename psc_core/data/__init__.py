@@ -1,0 +1,1 @@
+"""Labelled images as one streaming interface, whatever they are stored in."""

@@ -1,0 +1,115 @@
+"""Where stored images come from: an array, encoded files in memory, or files on disk; one random access for all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from psc_core.errors import DataError, ImageError
+from psc_core.images.preprocess import Preprocess
+
+
+@runtime_checkable
+class ImageSource(Protocol):
+    """Random access to stored images: an array, encoded bytes, or files."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
+        """Image ``index`` as ``uint8 (channels, height, width)``."""
+
+    def fingerprint(self, index: int) -> bytes:
+        """Bytes that identify the stored image, for :meth:`ImageDataset.digest`."""
+
+
+@dataclass(frozen=True)
+class ArraySource:
+    """Grey images held as one ``uint8 (n, height, width)`` array."""
+
+    images: npt.NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
+        return preprocess.from_image(Image.fromarray(self.images[index]))
+
+    def fits(self, preprocess: Preprocess) -> bool:
+        """Whether ``preprocess`` leaves these images as they are, so that they need not be read one by one."""
+        size = (preprocess.height, preprocess.width)
+        return preprocess.mode == "L" and preprocess.resize is None and self.images.shape[1:] == size
+
+    def fingerprint(self, index: int) -> bytes:
+        return bytes(self.images[index].data)
+
+
+@dataclass(frozen=True)
+class EncodedSource:
+    """Encoded image files held in memory, with a name each for messages."""
+
+    names: Sequence[str]
+    files: Sequence[bytes]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
+        return _decode(self.files[index], self.names[index], preprocess)
+
+    def fingerprint(self, index: int) -> bytes:
+        return self.files[index]
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """Encoded image files on disk, read when needed; identified by path below ``root`` and size.
+
+    Attributes:
+        root: Their folder.
+        names: ``bytes (n,)``, encoded paths below ``root``; one array, because a ``Path`` each takes ten times as much.
+    """
+
+    root: Path
+    names: npt.NDArray[Any]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def path(self, index: int) -> Path:
+        """Of image ``index``."""
+        return self.root / os.fsdecode(self.names[index])
+
+    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
+        path = self.path(index)
+        with _readable(path):
+            data = path.read_bytes()
+        return _decode(data, str(path), preprocess)
+
+    def fingerprint(self, index: int) -> bytes:
+        path = self.path(index)
+        with _readable(path):
+            size = path.stat().st_size
+        return os.fsencode(path.relative_to(self.root).as_posix()) + f"\0{size}\n".encode()
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"expected to read the image {path}, {error.strerror}; repair or remove it") from error
+
+
+def _decode(data: bytes, name: str, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
+    try:
+        return preprocess.from_bytes(data)
+    except ImageError as error:
+        raise DataError(f"{name}: {error}") from error

@@ -1,0 +1,1 @@
+"""A fitted model on test images, beside other detectors."""

@@ -1,0 +1,258 @@
+"""What people use instead of PSC, from one forward pass of the same network.
+
+Every score is higher for images less like the training data.  Symbols: ``f_c`` logits, ``p = softmax(f)``,
+``h`` the penultimate features (averaged over positions where the layer has any).
+
+===================  =================================================================================
+``max-softmax``      1 − max_c p_c (Hendrycks & Gimpel 2017)
+``entropy``          −Σ_c p_c log p_c, nats
+``energy``           −log Σ_c exp f_c (Liu et al. 2020)
+``temperature``      max-softmax of f / T, T by validation NLL (Guo et al. 2017)
+``gda``              −log p(h), one Gaussian a class: DDU without spectral normalisation (Mukhoti et al. 2023)
+``knn``              distance to the k-th nearest h / ‖h‖ in the training data (Sun et al. 2022)
+``mahalanobis++``    least Mahalanobis distance of h / ‖h‖, tied covariance (Müller & Hein 2025)
+===================  =================================================================================
+
+``gda`` and ``mahalanobis++`` keep every component that the features have: what tells OOD images apart may
+lie in directions with next to no variance.  Softmax scores are computed from logits in float64, where a
+confident network does not saturate.
+
+Memory: features of a seeded random subset of the training images, at most :data:`BANK_BYTES` and
+``bank_images``; everything else streams.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, NamedTuple
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor, nn
+from torch.nn import functional
+
+from psc_core.compute.passes import Compute, passes
+from psc_core.data.dataset import ImageDataset
+from psc_core.density import DENSITIES, Density, fit_density
+from psc_core.density.gaussian import ClasswiseDensity
+from psc_core.errors import FitError, NetworkError, UsageError
+from psc_core.heads import entropy
+from psc_core.heads.temperature import fit_temperature
+from psc_core.images.preprocess import Preprocess
+from psc_core.network.backbone import Backbone, truncate
+from psc_core.numerics import linalg
+
+DETECTORS: Final = ("max-softmax", "entropy", "energy", "temperature", "gda", "knn", "mahalanobis++")
+"""Scores of :meth:`Baselines.score`, in the order reports print them."""
+
+NEIGHBOURS: Final = 50
+"""k of ``knn``, OpenOOD's choice for CIFAR-10."""
+
+BANK_BYTES: Final = 1 << 28
+"""Largest bank of training features, bytes of float32."""
+
+BANK_CHUNK: Final = 8192
+"""Bank rows that one block of similarities covers."""
+
+GAUSSIAN_ELEMENTS: Final = 1 << 28
+"""Largest K × P × P of the class-wise Gaussians (1 GiB of float32); P is reduced for many classes."""
+
+
+class BaselineOutputs(NamedTuple):
+    """What the baselines say of a batch.
+
+    Attributes:
+        scores: (B,) float64 for each of :data:`DETECTORS`.
+        probabilities: (B, K) float64, ``"base"`` and ``"temperature"``.
+    """
+
+    scores: dict[str, Tensor]
+    probabilities: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """Fitted detectors around one network.
+
+    Attributes:
+        backbone: The whole network, giving penultimate features and logits.
+        preprocess: Of the data it was fitted on.
+        temperature: T.
+        gda: Density of h.
+        mahalanobis: Tied density of h / ‖h‖.
+        bank: ``(images, dim)`` unit-length training features.
+    """
+
+    backbone: Backbone
+    preprocess: Preprocess
+    temperature: float
+    gda: Density
+    mahalanobis: Density
+    bank: Float[Tensor, "images dim"]
+
+    @torch.no_grad()
+    def score(self, images: UInt8[Tensor, "batch channels height width"]) -> BaselineOutputs:
+        """All scores and probabilities of a batch, on the device of ``images``."""
+        features, logits = penultimate_and_logits(self.backbone, self.preprocess.normalise(images))
+        tempered = logits / self.temperature
+        unit = functional.normalize(features)
+        scores = {
+            "max-softmax": max_softmax_score(logits),
+            "entropy": entropy(logits.softmax(1)),
+            "energy": -logits.logsumexp(1),
+            "temperature": max_softmax_score(tempered),
+            "gda": -self.gda(features).log_density.double(),
+            "knn": knn_score(unit, self.bank).double(),
+            "mahalanobis++": self.mahalanobis.explain(unit).class_distances.amin(1).double(),
+        }
+        return BaselineOutputs(scores, {"base": logits.softmax(1), "temperature": tempered.softmax(1)})
+
+
+def fit_baselines(
+    net: nn.Module,
+    penultimate_layer: str,
+    train: ImageDataset,
+    val: ImageDataset,
+    *,
+    compute: Compute,
+    bank_images: int = 50_000,
+    seed: int = 0,
+) -> Baselines:
+    """Fit every detector: one pass over (a subset of) ``train``, one over ``val``.
+
+    Args:
+        net: The classifier, logits out; moved to the device.
+        penultimate_layer: Module whose output the last linear layer reads.
+        train: Features of the Gaussians and of the nearest-neighbour bank.
+        val: Chooses the temperature.
+        compute: Device and batch size; baselines always run in float32.
+        bank_images: Most training images whose features are kept.
+        seed: Of the subset.
+
+    Raises:
+        UsageError: The network gives another number of logits than ``train`` has classes.
+        FitError: No class has two images, or features are not finite.
+    """
+    compute = replace(compute, precision="fp32")
+    net.to(compute.device)
+    example = train.preprocess.normalise(torch.tensor(train.image(0)[None], device=compute.device))
+    backbone = truncate(net, [penultimate_layer], keep_output=True, example=example)
+    with torch.no_grad():
+        width = penultimate_and_logits(backbone, example)[1].shape[1]
+    if width != len(train.classes):
+        raise UsageError(
+            f"expected a network of {len(train.classes)} outputs, one for each class of {train.name}, got {width}; "
+            "use the data it was trained for, and a factory that reads num_classes"
+        )
+    temperature = fit_temperature(*_validation_logits(backbone, val, compute))
+    features, rows, row_labels = _training_features(backbone, train, compute, bank_images, seed)
+    unit = functional.normalize(features)
+    return Baselines(
+        backbone,
+        train.preprocess,
+        temperature,
+        gda=_usable_density(features, rows, row_labels, kind="gda"),
+        mahalanobis=_usable_density(unit, rows, row_labels, kind="tied"),
+        bank=unit,
+    )
+
+
+def full_density(z: Float[Tensor, "n dim"], labels: Int[Tensor, " n"], *, num_classes: int, kind: str) -> Density:
+    """A density with all the components that the features have and memory allows.
+
+    Args:
+        z: Features.
+        labels: Class index of each row, at least two of every class.
+        num_classes: K.
+        kind: One of :data:`psc_core.density.DENSITIES`.
+
+    Raises:
+        FitError: As :func:`psc_core.density.fit_density`.
+    """
+    seen = functional.normalize(z) if DENSITIES[kind].unit_length else z
+    mean = linalg.mean_of_rows(seen)
+    variances = linalg.eigh(linalg.scatter_about(seen, mean) / (len(seen) - 1)).values
+    # stricter than the density's own rank, which an explicit number of components must not exceed
+    noise = max(1e-9 * float(variances[0]), (10 * torch.finfo(z.dtype).eps * float(mean.norm())) ** 2)
+    components = max(1, int((variances > noise).sum()))
+    if issubclass(DENSITIES[kind], ClasswiseDensity):
+        components = min(components, max(1, math.isqrt(GAUSSIAN_ELEMENTS // num_classes)))
+    return fit_density(z, labels, num_classes=num_classes, kind=kind, pca=components)
+
+
+def penultimate_and_logits(
+    backbone: Backbone, images: Float[Tensor, "batch channels height width"]
+) -> tuple[Float[Tensor, "batch dim"], Float[Tensor, "batch classes"]]:
+    """Features averaged over positions (float32) and logits (float64) of standardised images."""
+    (features,), logits = backbone(images)
+    if logits is None:
+        raise NetworkError("expected a backbone that keeps the network's output; truncate with keep_output=True")
+    return features.float().mean(2), logits.double()
+
+
+# Pure scores ----------------------------------------------------------------------------------------------
+
+
+def max_softmax_score(logits: Float[Tensor, "batch classes"]) -> Float[Tensor, " batch"]:
+    """1 − max p as −expm1(max f − logsumexp f), exact for p near one."""
+    return -(logits.amax(1) - logits.logsumexp(1)).expm1()
+
+
+def knn_score(
+    unit: Float[Tensor, "batch dim"], bank: Float[Tensor, "images dim"], *, neighbours: int = NEIGHBOURS
+) -> Float[Tensor, " batch"]:
+    """Euclidean distance to the k-th nearest row of ``bank``; rows of both have unit length, k ≤ len(bank).
+
+    ``√(2 − 2 cos)``, the bank in blocks of :data:`BANK_CHUNK` rows with the k largest cosines carried along.
+    """
+    k = min(neighbours, len(bank))
+    best = unit.new_empty(len(unit), 0)
+    for block in torch.split(bank, BANK_CHUNK):
+        candidates = torch.cat([best, unit @ block.T], dim=1)
+        best = candidates.topk(min(k, candidates.shape[1]), dim=1).values
+    return (2 - 2 * best[:, -1]).clamp_min(0).sqrt()
+
+
+# Passes over data -----------------------------------------------------------------------------------------
+
+
+def _validation_logits(
+    backbone: Backbone, val: ImageDataset, compute: Compute
+) -> tuple[Float[Tensor, "rows classes"], Int[Tensor, " rows"]]:
+    logits, labels = [], []
+    step = partial(penultimate_and_logits, backbone)
+    for (_, output), batch in passes(val, compute, "baselines: temperature", step):
+        logits.append(batch.per_example(output).float().cpu())
+        labels.append(batch.labels)
+    return torch.cat(logits), torch.cat(labels)
+
+
+def _training_features(
+    backbone: Backbone, train: ImageDataset, compute: Compute, bank_images: int, seed: int
+) -> tuple[Float[Tensor, "images dim"], Int[Tensor, " rows"], Int[Tensor, " rows"]]:
+    """Features of a random subset; for each of its (image, label) rows the image's position and the label."""
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
+    subset = train.subset(order[:bank_images])
+    kept, owners, labels = [], [], []
+    images = 0
+    step = partial(penultimate_and_logits, backbone)
+    for (features, _), batch in passes(subset, compute, "baselines: features", step):
+        kept.append(features)
+        owners.append(batch.image_index + images)
+        labels.append(batch.labels)
+        images += len(features)
+        if images * features.shape[1] * features.element_size() >= BANK_BYTES:
+            break
+    return torch.cat(kept), torch.cat(owners).to(compute.device), torch.cat(labels).to(compute.device)
+
+
+def _usable_density(features: Tensor, rows: Tensor, labels: Tensor, *, kind: str) -> Density:
+    """:func:`full_density` of the classes that have two rows in the subset: no covariance can be had from fewer."""
+    usable = labels.bincount() >= 2
+    if not bool(usable.any()):
+        raise FitError("expected a class with at least two images for the baselines, none has; fit on more images")
+    keep = usable[labels]
+    names = (usable.cumsum(0) - 1)[labels[keep]]
+    return full_density(features[rows[keep]], names, num_classes=int(usable.sum()), kind=kind)

@@ -1,0 +1,257 @@
+"""Evaluate a PSC through its served path, beside the detectors people use instead.
+
+One pass over each data set.  What survives a batch is a handful of float64 numbers an image (scores) and a
+(image, label) row (losses); no features, no probabilities.
+
+Several labels an image: accuracy, likelihood and selective metrics count (image, label) rows; OOD scores,
+false alarms and prediction sets count images, a set being judged by the first label as in calibration.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from psc_core.compute.passes import Compute, track_images
+from psc_core.data.dataset import Batch, ImageDataset
+from psc_core.errors import UsageError
+from psc_core.evaluation.baselines import Baselines
+from psc_core.evaluation.report import HEADLINE, Classification, EvaluationReport, RealisedRate, Separation
+from psc_core.heads import entropy
+from psc_core.metrics import intervals, scores
+from psc_core.model.pipeline import Outputs
+from psc_core.model.predictor import PSC
+
+LEVEL = 0.99
+"""Probability of the intervals around realised rates."""
+
+AMBIGUOUS_PREFIX = "ambiguous"
+"""Groups of a data set whose name starts like this hold ambiguous images; all other groups are clean."""
+
+
+@dataclass(frozen=True)
+class RowLosses:
+    """One classifier's losses, one entry a (image, label) row."""
+
+    nll: Float[Tensor, " rows"]
+    brier: Float[Tensor, " rows"]
+    confidence: Float[Tensor, " rows"]
+    correct: Bool[Tensor, " rows"]
+
+
+@dataclass(frozen=True)
+class ScoredImages:
+    """What one pass leaves, on the CPU, in the order of the data set.
+
+    Attributes:
+        ood: By score name, ``float64 (n,)``, higher is more OOD.
+        alarm: ``bool (n,)`` p-value ≤ α.
+        p_value: ``float32 (n,)``.
+        entropy: By classifier, ``float64 (n,)`` nats.
+        set_size: ``int64 (n,)`` classes in the prediction set.
+        covered: ``bool (n,)`` the first label is in the set; empty for data of other classes.
+        losses: By classifier; empty for data of other classes.
+    """
+
+    ood: Mapping[str, Tensor]
+    alarm: Tensor
+    p_value: Tensor
+    entropy: Mapping[str, Tensor]
+    set_size: Tensor
+    covered: Tensor
+    losses: Mapping[str, RowLosses]
+
+
+def evaluate(
+    psc: PSC,
+    id_data: ImageDataset,
+    ood: Mapping[str, ImageDataset],
+    baselines: Baselines | None = None,
+    *,
+    batch_images: int = 256,
+) -> EvaluationReport:
+    """Measure everything; see :class:`psc_core.evaluation.report.EvaluationReport`.
+
+    Args:
+        psc: The fitted model, with its own α and coverage.
+        id_data: Labelled in-distribution test images, none of them used to fit or calibrate.
+        ood: Out-of-distribution images by name; labels are ignored.
+        baselines: Detectors from the same network, or None to look at PSC alone.
+        batch_images: Images a batch at most.
+
+    Raises:
+        UsageError: Data read through another preprocessing, or of other classes, than the model's.
+    """
+    check_classes(psc, id_data)
+    inside = score_images(psc, id_data, baselines, batch_images=batch_images)
+    outside = {name: score_images(psc, data, baselines, batch_images=batch_images) for name, data in ood.items()}
+    calibration_images = len(psc.calibration)
+    return EvaluationReport(
+        model={"name": psc.name, "version": psc.version, "layer": psc.layer},
+        id_name=id_data.name,
+        images=len(id_data),
+        rows=id_data.examples,
+        classification={name: classification(losses) for name, losses in inside.losses.items()},
+        ood_images={name: len(scored.alarm) for name, scored in outside.items()},
+        separation={name: separation(inside.ood, scored.ood) for name, scored in outside.items()},
+        flagged={name: float(scored.alarm.double().mean()) for name, scored in outside.items()},
+        false_alarms=realised_rate(inside.alarm, psc.alpha, calibration_images),
+        misses=realised_rate(~inside.covered, 1 - psc.policy.coverage, calibration_images),
+        mean_set_size=float(inside.set_size.double().mean()),
+        ambiguity=ambiguity(inside.entropy, id_data.groups),
+    )
+
+
+def check_classes(psc: PSC, data: ImageDataset) -> None:
+    """Refuse data of other classes than the model's.
+
+    Raises:
+        UsageError: They differ; the message says in what.
+    """
+    if data.classes != psc.classes:
+        theirs, ours = set(data.classes), set(psc.classes)
+        found = [f"{title}: {_some(names)}" for title, names in (("missing", ours - theirs), ("unknown", theirs - ours))
+                 if names]  # fmt: skip
+        raise UsageError(
+            f"expected the model's {len(psc.classes)} classes in {data.name}, got {len(data.classes)} "
+            f"({'; '.join(found) or 'in another order'}); use data of the classes "
+            "it was fitted on (an empty folder is enough for one without images)"
+        )
+
+
+def _some(names: set[str]) -> str:
+    return ", ".join(sorted(names)[:5]) + (", …" if len(names) > 5 else "")
+
+
+def score_images(
+    psc: PSC, data: ImageDataset, baselines: Baselines | None = None, *, batch_images: int = 256
+) -> ScoredImages:
+    """One pass of ``data`` through the served pipeline and the baselines."""
+    if data.preprocess != psc.preprocess:
+        raise UsageError(
+            f"expected {data.name} to be read through the model's preprocessing {psc.preprocess}, got "
+            f"{data.preprocess}; open it with preprocess=psc.preprocess"
+        )
+    ood, entropies = defaultdict[str, list[Tensor]](list), defaultdict[str, list[Tensor]](list)
+    losses = defaultdict[str, list[RowLosses]](list)
+    alarm: list[Tensor] = []
+    p_value: list[Tensor] = []
+    set_size: list[Tensor] = []
+    covered: list[Tensor] = []
+    labelled = data.classes == psc.classes
+    with torch.inference_mode():
+        for batch in track_images(data, Compute(psc.device, batch_images=batch_images), f"evaluating {data.name}"):
+            images = batch.images.to(psc.device)
+            packed = psc.pipeline(images).cpu()
+            outputs, verdict = Outputs.unpack(packed), psc.judge(packed.numpy())
+            batch_scores = {HEADLINE: outputs.ood_score, f"{HEADLINE}-entropy": outputs.predictive_entropy}
+            if psc.predictions == HEADLINE:
+                batch_scores[f"{HEADLINE}-epistemic"] = outputs.epistemic
+            probabilities = {HEADLINE: outputs.probabilities}
+            if baselines is not None:
+                rivals = baselines.score(images)
+                batch_scores |= rivals.scores
+                probabilities |= rivals.probabilities
+            for name, values in batch_scores.items():
+                ood[name].append(values.double().cpu())
+            for name, p in probabilities.items():
+                entropies[name].append(entropy(p.double()).cpu())
+                if labelled:
+                    losses[name].append(row_losses(p.cpu(), batch))
+            sets = torch.from_numpy(verdict.prediction_set)
+            alarm.append(torch.from_numpy(verdict.is_ood))
+            p_value.append(outputs.ood_p_value)
+            set_size.append(sets.sum(1))
+            if labelled:
+                covered.append(sets.gather(1, _first_labels(batch)[:, None]).squeeze(1))
+    return ScoredImages(
+        ood={name: torch.cat(parts) for name, parts in ood.items()},
+        alarm=torch.cat(alarm),
+        p_value=torch.cat(p_value),
+        entropy={name: torch.cat(parts) for name, parts in entropies.items()},
+        set_size=torch.cat(set_size),
+        covered=torch.cat(covered) if covered else torch.empty(0, dtype=torch.bool),
+        losses={name: _joined(parts) for name, parts in losses.items()},
+    )
+
+
+def row_losses(probabilities: Float[Tensor, "batch classes"], batch: Batch) -> RowLosses:
+    """Losses of a batch's (image, label) rows."""
+    p, labels = batch.per_example(probabilities), batch.labels
+    confidence, predicted = p.double().max(1)
+    return RowLosses(scores.label_nll(p, labels), scores.label_brier(p, labels), confidence, predicted == labels)
+
+
+def _joined(parts: list[RowLosses]) -> RowLosses:
+    return RowLosses(
+        torch.cat([part.nll for part in parts]),
+        torch.cat([part.brier for part in parts]),
+        torch.cat([part.confidence for part in parts]),
+        torch.cat([part.correct for part in parts]),
+    )
+
+
+def _first_labels(batch: Batch) -> Tensor:
+    first = torch.searchsorted(batch.image_index, torch.arange(len(batch.images)))
+    return batch.labels[first]
+
+
+def classification(losses: RowLosses) -> Classification:
+    """Summary of one classifier's rows."""
+    judged = losses.confidence, losses.correct
+    return Classification(
+        accuracy=float(losses.correct.double().mean()),
+        nll=float(losses.nll.mean()),
+        brier=float(losses.brier.mean()),
+        ece=scores.ece(*judged),
+        adaptive_ece=scores.adaptive_ece(*judged),
+        aurc=scores.aurc(*judged),
+        augrc=scores.augrc(*judged),
+        coverage_at_risk_1_percent=scores.coverage_at_risk(*judged, 0.01),
+        coverage_at_risk_5_percent=scores.coverage_at_risk(*judged, 0.05),
+    )
+
+
+def separation(inside: Mapping[str, Tensor], outside: Mapping[str, Tensor]) -> dict[str, Separation]:
+    """Every score's separation of the two sets of images, and PSC's lead over it."""
+    return {
+        name: Separation(
+            auroc=scores.auroc(inside[name], outside[name]),
+            aupr_in=scores.aupr_in(inside[name], outside[name]),
+            aupr_out=scores.aupr_out(inside[name], outside[name]),
+            fpr95=scores.fpr95(inside[name], outside[name]),
+            lead=scores.auroc_difference(inside[HEADLINE], outside[HEADLINE], inside[name], outside[name]),
+        )
+        for name in inside
+    }
+
+
+def realised_rate(happened: Bool[Tensor, " n"], promised: float, calibration_images: int) -> RealisedRate:
+    """How often something happened against how often calibration promised it would."""
+    count, images = int(happened.sum()), len(happened)
+    return RealisedRate(
+        promised=promised,
+        count=count,
+        images=images,
+        level=LEVEL,
+        interval=intervals.binomial_interval(count, images, level=LEVEL),
+        acceptance=intervals.binomial_acceptance(images, promised, level=LEVEL),
+        calibrated_acceptance=intervals.beta_binomial_acceptance(images, promised, calibration_images, level=LEVEL),
+    )
+
+
+def ambiguity(entropies: Mapping[str, Tensor], groups: Mapping[str, Tensor]) -> dict[str, float]:
+    """AUROC of each classifier's entropy, ambiguous against clean images; empty without both kinds of group."""
+    ambiguous = [positions for name, positions in groups.items() if name.startswith(AMBIGUOUS_PREFIX)]
+    clean = [positions for name, positions in groups.items() if not name.startswith(AMBIGUOUS_PREFIX)]
+    if not ambiguous or not clean:
+        return {}
+    inside, outside = torch.cat(clean), torch.cat(ambiguous)
+    if min(len(inside), len(outside)) == 0:
+        return {}
+    return {name: scores.auroc(values[inside], values[outside]) for name, values in entropies.items()}

@@ -1,0 +1,1 @@
+"""From a trained network to a fitted model, stage by stage."""

@@ -1,0 +1,146 @@
+"""Bytes → decoded image, with every limit checked before a pixel is decoded.
+
+One decoder (Pillow) serves the fitter, the evaluator and the service, so calibrated thresholds hold for
+served images.  The header is parsed first: format, width and height; an image of more than ``max_pixels``
+is refused without decoding it (a "decompression bomb" costs its header only), and so is one that would cost far
+more than its pixels (:mod:`psc_core.images.limits`).
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Final
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
+from psc_core.images.limits import MOST_EXIF, check, check_pixels, checked
+
+FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+"""Formats that are read; anything else is :class:`UnsupportedImage`."""
+
+DEFAULT_MAX_PIXELS: Final = 50_000_000
+"""Largest width × height that is decoded unless a caller sets another limit (pixels)."""
+
+_RUN_COST: Final = 50
+"""A pixel of a run-length BMP, which is decoded in Python, counts as so many."""
+
+_SIGNATURES: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF8", b"II*\0", b"MM\0*")
+"""First bytes of the formats, to tell a damaged image from something else."""
+
+_PNG_START: Final = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
+_PNG_HEADER: Final = struct.Struct(">16xIIBBBBBI")
+_PNG_CHUNK: Final = struct.Struct(">I4s")
+_PNG_MODES: Final = {0: "L", 2: "RGB"}
+
+_BLOCK: Final = 1 << 18
+"""Samples that are float64 at once."""
+
+_WIDE_MODES: Final = frozenset({"I;16", "I;16B", "I;16L", "I;16N", "I", "F"})
+
+
+def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
+    """Decode the first frame of an encoded image, upright.
+
+    Args:
+        data: The encoded file.
+        max_pixels: Largest width × height accepted, in pixels.
+
+    Returns:
+        An image of mode ``"L"`` or ``"RGB"``: EXIF orientation applied, alpha blended onto black, palette
+        and CMYK converted, 16-bit samples scaled to 8 bits.
+
+    Raises:
+        UnsupportedImage: The bytes are none of :data:`FORMATS`.
+        ImageTooLarge: The header promises more than ``max_pixels``.
+        UndecodableImage: The header is fine but the data is damaged or cut short, not finite, or would cost
+            far more to decode than its pixels.
+    """
+    plain = _plain_png(data, max_pixels)
+    if plain is not None:
+        return plain
+    try:
+        image = Image.open(checked(data, max_pixels), formats=FORMATS)
+    except ImageError:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ImageTooLarge(f"expected at most {max_pixels} pixels; {error}; send a smaller image") from error
+    except Exception as error:
+        if data.startswith(_SIGNATURES) or data[8:12] == b"WEBP":
+            raise UndecodableImage(
+                "expected a whole image, its header is damaged or cut short; send the file again"
+            ) from error
+        kind = "an empty body" if not data else f"{len(data)} bytes that are none of them"
+        raise UnsupportedImage(f"expected one of {', '.join(FORMATS)}, got {kind}") from error
+    with image:
+        width, height = image.size
+        runs = any(tile.codec_name == "bmp_rle" for tile in image.tile)
+        check_pixels(width, height, max_pixels // _RUN_COST if runs else max_pixels)
+        try:
+            image.load()
+            return to_grey_or_rgb(image)
+        except ImageError:
+            raise
+        except Exception as error:
+            raise UndecodableImage(
+                f"expected a whole {image.format} image of {width}×{height}, its data is damaged or cut "
+                f"short ({type(error).__name__}); send the file again"
+            ) from error
+
+
+def _plain_png(data: bytes, max_pixels: int) -> Image.Image | None:
+    """A whole PNG of 8-bit grey or RGB, not interlaced, with nothing beside its pixels; ``None`` for every other file.
+
+    Pillow's decoder without Pillow's file handling, which costs a small image three times as much as its pixels.
+    """
+    if not data.startswith(_PNG_START) or len(data) < 33:
+        return None
+    width, height, depth, kind, compression, filters, interlaced, checksum = _PNG_HEADER.unpack_from(data)
+    mode = _PNG_MODES.get(kind)
+    if mode is None or depth != 8 or compression or filters or interlaced or checksum != zlib.crc32(data[12:29]):
+        return None
+    if not 0 < width * height <= max_pixels:
+        return None
+    pieces, at = [], 33
+    try:
+        while (chunk := _PNG_CHUNK.unpack_from(data, at))[1] == b"IDAT":
+            at += 12 + chunk[0]
+            pieces.append(data[at - chunk[0] - 4 : at - 4])
+        if chunk != (0, b"IEND"):
+            return None
+        return Image.frombytes(mode, (width, height), b"".join(pieces), "zip", mode, 0)
+    except (struct.error, ValueError):
+        return None
+
+
+def to_grey_or_rgb(image: Image.Image) -> Image.Image:
+    """Any Pillow image as ``L`` or ``RGB`` with 8-bit samples: turned upright, what is transparent over black."""
+    exif = max(len(image.info.get("exif") or b""), len(image.info.get("Raw profile type exif") or "") // 2)
+    check("bytes of EXIF", MOST_EXIF, exif)
+    image = ImageOps.exif_transpose(image)
+    if image.mode in _WIDE_MODES:
+        samples = np.asarray(image)
+        if image.mode == "F" and not np.isfinite([samples.min(initial=0.0), samples.max(initial=0.0)]).all():
+            raise UndecodableImage("expected finite samples, got NaN or infinity; replace them")
+        scale = 255.0 if image.mode == "F" and samples.max(initial=0.0) <= 1.0 else 255.0 / 65535.0
+        narrow = np.empty(samples.shape, np.uint8)
+        rows = max(1, _BLOCK // max(1, samples.shape[1]))
+        for start in range(0, len(samples), rows):
+            part = slice(start, start + rows)
+            narrow[part] = np.clip(np.rint(samples[part] * np.float64(scale)), 0, 255)
+        return Image.fromarray(narrow)
+    if image.mode in ("1", "L", "RGB") and "transparency" not in image.info:
+        return image.convert("L") if image.mode == "1" else image
+    if image.mode in ("LA", "La"):
+        grey, alpha = image.convert("LA").split()
+        black = Image.new("L", image.size, 0)
+        black.paste(grey, mask=alpha)
+        return black
+    if image.mode in ("RGBA", "RGBa", "PA") or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        canvas = Image.new("RGB", image.size, (0, 0, 0))
+        canvas.paste(rgba, mask=rgba.getchannel("A"))
+        return canvas
+    return image.convert("RGB")

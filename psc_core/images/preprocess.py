@@ -1,0 +1,143 @@
+"""Decoded image → network input, in two halves that meet at a fixed-size ``uint8`` array.
+
+The host half (decode, colour mode, resize, centre crop) gives ``uint8 (channels, height, width)``, the
+smallest thing that can cross to the device; the device half scales to [0, 1] and standardises,
+``(x / 255 − mean) / std``.  Fitter, evaluator and service run both halves of this one class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float, UInt8
+from PIL import Image
+from torch import Tensor
+
+from psc_core.errors import UsageError
+from psc_core.images.decode import DEFAULT_MAX_PIXELS, decode_image
+
+_CHANNELS = {"L": 1, "RGB": 3}
+
+_LONGEST = 8
+"""Longer side, in shorter sides, beyond which the ends are cut off before resizing."""
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """How an image becomes a network input.
+
+    Attributes:
+        mode: ``"L"`` (one grey channel) or ``"RGB"``.
+        height: Height of the network input, pixels.
+        width: Width of the network input, pixels.
+        resize: Length of the shorter side before the centre crop, pixels; ``None`` resizes straight to
+            ``height × width`` (and does nothing when the size already fits).
+        mean: Per-channel mean on the [0, 1] scale.
+        std: Per-channel standard deviation on the [0, 1] scale.
+    """
+
+    mode: str
+    height: int
+    width: int
+    resize: int | None
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if self.mode not in _CHANNELS:
+            raise UsageError(f"expected mode one of {sorted(_CHANNELS)}, got {self.mode!r}")
+        if len(self.mean) != self.channels or len(self.std) != self.channels:
+            raise UsageError(
+                f"expected {self.channels} means and stds for mode {self.mode}, got "
+                f"{len(self.mean)} and {len(self.std)}"
+            )
+        if min(self.std) <= 0:
+            raise UsageError(f"expected positive stds, got {self.std}")
+        if not all(bool(part.isfinite().all()) for part in self.scale_and_shift()):
+            raise UsageError(f"expected stds and means that give finite inputs, got {self.std} and {self.mean}")
+        if min(self.height, self.width) < 1:
+            raise UsageError(f"expected a positive size, got {self.height}×{self.width}")
+        if self.resize is not None and self.resize < max(self.height, self.width):
+            raise UsageError(f"expected resize ≥ the crop {self.height}×{self.width}, got {self.resize}")
+
+    @property
+    def channels(self) -> int:
+        """Number of input channels."""
+        return _CHANNELS[self.mode]
+
+    def from_bytes(self, data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> npt.NDArray[np.uint8]:
+        """Decode and fit an encoded image; see :func:`psc_core.images.decode.decode_image` for the errors.
+
+        Returns:
+            ``uint8`` array of shape (channels, height, width).
+        """
+        return self.from_image(decode_image(data, max_pixels=max_pixels))
+
+    def from_image(self, image: Image.Image) -> npt.NDArray[np.uint8]:
+        """Convert, resize (bilinear, antialiased) and centre-crop to ``uint8 (channels, height, width)``."""
+        if image.mode != self.mode:
+            image = image.convert(self.mode)
+        if self.resize is None:
+            if image.size != (self.width, self.height):
+                image = image.resize((self.width, self.height), Image.Resampling.BILINEAR)
+        else:
+            image = _resize_shorter_side(image, self.resize)
+            left, top = (image.width - self.width) // 2, (image.height - self.height) // 2
+            image = image.crop((left, top, left + self.width, top + self.height))
+        pixels = np.frombuffer(image.tobytes(), np.uint8).reshape(self.height, self.width, self.channels)
+        return np.array(pixels.transpose(2, 0, 1), order="C")  # a copy: bytes are read-only
+
+    def scale_and_shift(self) -> tuple[Float[Tensor, "channels 1 1"], Float[Tensor, "channels 1 1"]]:
+        """The device half as x · scale + shift."""
+        scale = torch.tensor([1.0 / (255.0 * s) for s in self.std])
+        shift = torch.tensor([-m / s for m, s in zip(self.mean, self.std, strict=True)])
+        return scale[:, None, None], shift[:, None, None]
+
+    def normalise(
+        self, images: UInt8[Tensor, "batch channels height width"]
+    ) -> Float[Tensor, "batch channels height width"]:
+        """Device half: ``uint8`` to standardised ``float32``."""
+        scale, shift = self.scale_and_shift()
+        return images.float() * scale.to(images.device) + shift.to(images.device)
+
+    def to_json(self) -> dict[str, Any]:
+        """The attributes as JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Preprocess:
+        """Inverse of :meth:`to_json`."""
+        fields = dict(data)
+        return cls(**{**fields, "mean": tuple(fields["mean"]), "std": tuple(fields["std"])})
+
+
+def _resize_shorter_side(image: Image.Image, length: int) -> Image.Image:
+    # The centre crop lies within the middle square; more than that of a long image would cost gigabytes to resize.
+    width, height = (min(side, _LONGEST * min(image.size)) for side in image.size)
+    if (width, height) != image.size:
+        left, top = (image.width - width) // 2, (image.height - height) // 2
+        image = image.crop((left, top, left + width, top + height))
+    if min(width, height) == length:
+        return image
+    scale = length / min(width, height)
+    size = (max(length, round(width * scale)), max(length, round(height * scale)))
+    return image.resize(size, Image.Resampling.BILINEAR)
+
+
+PRESETS: Mapping[str, Preprocess] = {
+    "mnist": Preprocess("L", 28, 28, None, (0.1307,), (0.3081,)),
+    "fashion-mnist": Preprocess("L", 28, 28, None, (0.2860,), (0.3530,)),
+    "cifar10": Preprocess("RGB", 32, 32, None, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "imagenet": Preprocess("RGB", 224, 224, 256, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
+"""Named preprocessing for ``--preset``; sizes and statistics can be overridden on the command line."""
+
+
+def replace_size(preset: Preprocess, size: int) -> Preprocess:
+    """``preset`` for inputs of ``size`` × ``size`` pixels: images are resized to that, and nothing is cropped."""
+    return replace(preset, height=size, width=size, resize=None)

@@ -1,0 +1,1 @@
+"""Metrics of classifiers and detectors, with intervals."""

@@ -1,0 +1,1 @@
+"""The fitted model: pixels to outputs, outputs to decisions, save and load."""

@@ -1,0 +1,1 @@
+"""Loading a trained network, naming its layers, and cutting it after some of them."""

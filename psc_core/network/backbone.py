@@ -1,0 +1,227 @@
+"""The part of a network up to its chosen layers, as one module that can be rebuilt from a bundle.
+
+``truncate`` cuts; :meth:`Backbone.spec` and the state dict are what a bundle stores; ``rebuild_backbone``
+builds the network again, cuts it at the same place and loads the state, so weights behind the cut are never
+stored, and no code is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from psc_core.errors import BundleError, NetworkError
+from psc_core.images.preprocess import Preprocess
+from psc_core.network.cut import HookedNetwork, cut_graph, plan_stop
+from psc_core.network.fuse import fuse, images_format
+from psc_core.network.layers import INPUT, canonical, layout_of
+from psc_core.network.load import Recipe, bounded_size, copy_recipe, load_network, load_weights, recipe_of
+
+FeatureStep = Callable[[Tensor], list[Tensor]]
+
+_TOLERANCE = 1e-5
+"""Largest difference, relative to the largest value, between the traced and the original network."""
+
+_REPEATABLE = 1e-3
+"""Largest difference, relative to the largest value, between two passes of one image; kernels of GPUs may differ."""
+
+
+class Backbone(nn.Module):
+    """A network cut after ``layers``.
+
+    Attributes:
+        layers: Names of the layers, in the order their features are returned.
+        keep_output: Whether the logits are computed too.
+        method: ``"graph"`` (compiles, thread-safe) or ``"hooks"`` (one thread at a time, do not compile).
+        memory_format: How images should lie in memory; others are rearranged.
+    """
+
+    def __init__(
+        self, net: nn.Module, layers: Sequence[str], *, keep_output: bool, hooks: Mapping[str, Any] | None
+    ) -> None:
+        """Cut ``net``: by graph, or by hooks where ``hooks`` says where to stop and what to drop."""
+        super().__init__()
+        self.layers = tuple(layers)
+        self.keep_output = keep_output
+        self.method = "graph" if hooks is None else "hooks"
+        self.memory_format = torch.contiguous_format
+        self.body: nn.Module
+        if hooks is None:
+            self.body = cut_graph(net, layers, keep_output=keep_output)
+        else:
+            self.body = HookedNetwork(net, layers, keep_output=keep_output, **hooks)
+        self._hooks = hooks
+        copy_recipe(net, self)
+        self._layouts = [layout_of(net, name) for name in layers]
+        self.eval()
+
+    def forward(
+        self, x: Float[Tensor, "batch channels height width"]
+    ) -> tuple[list[Float[Tensor, "batch _ _"]], Float[Tensor, "batch classes"] | None]:
+        """Canonical features (batch, channels, spatial) a layer, and the logits when they are kept."""
+        outputs = self.body(x.contiguous(memory_format=self.memory_format))
+        features = []
+        for name, layout, output in zip(self.layers, self._layouts, outputs, strict=False):
+            kind = layout.kind(output.shape)
+            if kind is None:
+                raise NetworkError(
+                    f"expected {name} to give a map, tokens or a vector, got the shape {tuple(output.shape)}"
+                )
+            features.append(canonical(output, kind))
+        return features, outputs[-1] if self.keep_output else None
+
+    def fused(self, precision: str) -> Backbone:
+        """What runs in this one's place, with fewer operations: the same features up to rounding.
+
+        A copy, made for the device that the weights are on; it cannot be stored.  See :mod:`psc_core.network.fuse`.
+
+        Args:
+            precision: ``"fp32"``, or ``"bf16"`` when it will run under bfloat16 autocast.
+        """
+        twin = copy.copy(self)
+        twin.memory_format = images_format(self.body, precision)
+        twin._modules = {"body": fuse(self.body, precision=precision)}
+        return twin
+
+    def spec(self) -> dict[str, Any]:
+        """What :func:`rebuild_backbone` needs beside the state dict, as JSON types.
+
+        Raises:
+            NetworkError: The network did not come from ``load_network``.
+        """
+        return {
+            "network": recipe_of(self).to_json(),
+            "layers": list(self.layers),
+            "keep_output": self.keep_output,
+            "hooks": None if self._hooks is None else dict(self._hooks),
+        }
+
+
+def example_input(preprocess: Preprocess) -> Float[Tensor, "1 channels height width"]:
+    """A standardised image of noise, the same every time, where no real one is at hand."""
+    size = (1, preprocess.channels, preprocess.height, preprocess.width)
+    noise = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return preprocess.normalise(noise)
+
+
+def truncate(
+    net: nn.Module,
+    layers: Sequence[str],
+    *,
+    keep_output: bool,
+    example: Float[Tensor, "1 channels height width"] | None = None,
+) -> Backbone:
+    """Cut ``net`` after ``layers``; weights are shared with it, not copied.
+
+    Args:
+        net: A classifier.
+        layers: Layer names, see :func:`psc_core.network.layers.list_layers`.
+        keep_output: Also return the logits, from the same forward pass.
+        example: One input.  With it the traced network is checked against the original, and one that cannot
+            be traced is cut by hooks.
+
+    Raises:
+        NetworkError: Unknown layer, a network that cannot be traced and no example to fall back with, or one that
+            gives another output each time.
+    """
+    modules = dict(net.named_modules())
+    for name in layers:
+        if name.removesuffix(INPUT) not in modules or not name:
+            near = ", ".join(get_close_matches(name, list(modules), n=3)) or "list_layers shows them"
+            raise NetworkError(f"{type(net).__name__} has no layer {name!r}; close names: {near}")
+    if len(set(layers)) != len(layers) or not layers:
+        raise NetworkError(f"expected at least one layer, each once, got {list(layers)}")
+    if example is not None:
+        example = example.to(next(net.parameters(), example).device)
+    try:
+        backbone = Backbone(net, layers, keep_output=keep_output, hooks=None)
+        if example is None or _agrees(backbone, net, example):
+            return backbone
+        reason = "its traced graph gives other values"
+    except NetworkError as error:
+        reason = str(error)
+    if example is None:
+        raise NetworkError(f"{reason}; pass an example input, so that it can be cut by hooks instead")
+    stop, dropped = (None, []) if keep_output else plan_stop(net, layers, example)
+    backbone = Backbone(net, layers, keep_output=keep_output, hooks={"stop": stop, "dropped": dropped})
+    _check_repeatable(backbone, example)
+    return backbone
+
+
+@torch.inference_mode()
+def _agrees(backbone: Backbone, net: nn.Module, example: Tensor) -> bool:
+    """Whether traced and original network give the same values on a batch of one and of three."""
+    reference = HookedNetwork(net, backbone.layers, keep_output=backbone.keep_output, stop=None, dropped=())
+    for batch in (example, torch.cat([example, example.flip(-1), 0.5 * example])):
+        try:
+            traced = backbone.body(batch)
+        except Exception:
+            return False
+        for got, expected in zip(traced, reference(batch), strict=True):
+            scale = float(expected.abs().max()) if expected.numel() else 0.0
+            if got.shape != expected.shape or not torch.allclose(got, expected, rtol=0, atol=_TOLERANCE * scale):
+                return False
+    return True
+
+
+@torch.inference_mode()
+def _check_repeatable(backbone: Backbone, example: Tensor) -> None:
+    """Refuse a network that draws at random: for one that agrees with its trace this is already known."""
+    for first, second in zip(backbone.body(example), backbone.body(example), strict=True):
+        scale = float(first.abs().max()) if first.numel() else 0.0
+        apart = float((first - second).abs().max()) if scale else 0.0
+        if apart > _REPEATABLE * scale:
+            raise NetworkError(
+                "expected a network that gives the same output for the same image, two passes differ by "
+                f"{apart / scale:.1%}; is dropout always on? F.dropout needs training=self.training"
+            )
+
+
+def rebuild_backbone(
+    spec: Mapping[str, Any], state: Mapping[str, Tensor], allow_factories: Collection[str] = ()
+) -> Backbone:
+    """Restore a backbone from :meth:`Backbone.spec` and its state dict; global random state is left alone.
+
+    Raises:
+        BundleError: The network's factory is not on the allow-list, or the state's types are not the network's.
+        NetworkError: The network cannot be built or cut any more, is absurdly large, or the state does not fit it.
+    """
+    recipe = Recipe.from_json(spec["network"])
+    if recipe.is_factory and recipe.spec not in allow_factories:
+        raise BundleError(
+            f"the bundle's network comes from the factory {recipe.spec}, which the allow-list "
+            f"{sorted(allow_factories)} does not name; loading would run its code, so add it only if you trust it"
+        )
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), bounded_size(recipe):
+        net = load_network(
+            recipe.spec,
+            num_classes=recipe.num_classes,
+            model_args=recipe.model_args,
+            allow_factories=allow_factories,
+        )
+    backbone = Backbone(net, spec["layers"], keep_output=bool(spec["keep_output"]), hooks=spec["hooks"])
+    for key, tensor in backbone.state_dict().items():
+        if key in state and state[key].dtype != tensor.dtype:
+            raise BundleError(f"expected {key} of type {tensor.dtype}, got {state[key].dtype}; fit the bundle again")
+    load_weights(backbone, state, num_classes=recipe.num_classes, origin="the bundle's backbone")
+    return backbone
+
+
+def feature_step(backbone: Backbone, precision: str | None = None) -> FeatureStep:
+    """Features alone, for a backbone that may also give logits; as they are served when a ``precision`` is given.
+
+    Fusing saves nothing where every layer is wanted, and rounds otherwise.
+    """
+    running = backbone if precision is None else backbone.fused(precision)
+
+    def step(images: Tensor) -> list[Tensor]:
+        features: list[Tensor] = running(images)[0]
+        return features
+
+    return step

@@ -1,0 +1,146 @@
+"""The same network with fewer operations: what a truncated network is turned into before it runs.
+
+Two rewrites of a traced graph, each only where it changes nothing but rounding:
+
+* batch normalisation behind a convolution is folded into its weights (in float64, then rounded once);
+* convolution weights are laid out channels-last where that is faster, and for bfloat16 the weights of convolutions
+  and linear layers are rounded once, not by autocast in every step.
+
+The original module is left as it is: it is what a bundle stores, and what is fitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
+
+from psc_core.network.cut import share
+
+
+def fuse(body: nn.Module, *, precision: str) -> nn.Module:
+    """A copy of ``body`` for the device that its weights are on, in fewer and faster operations.
+
+    Args:
+        body: A traced network (``fx.GraphModule``) in evaluation mode; any other module is returned as it is.
+        precision: ``"fp32"``, or ``"bf16"`` when it will run under bfloat16 autocast.
+    """
+    if not isinstance(body, fx.GraphModule):
+        return body
+    twin = cast(fx.GraphModule, share(body))
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    with torch.inference_mode(False), torch.no_grad():
+        _fold_batch_norm(twin)
+        _copy_weights(twin, dtype, images_format(body, precision))
+    twin.graph.lint()
+    twin.recompile()
+    return twin
+
+
+def images_format(body: nn.Module, precision: str) -> torch.memory_format:
+    """How images should lie in memory for what :func:`fuse` makes of ``body``.
+
+    Channels-last is what oneDNN's kernels and CUDA's tensor cores read; float32 on CUDA does not use those.
+    """
+    on_cpu = all(parameter.device.type == "cpu" for parameter in body.parameters())
+    traced = isinstance(body, fx.GraphModule)
+    return torch.channels_last if traced and (on_cpu or precision == "bf16") else torch.contiguous_format
+
+
+# -- rewrites -------------------------------------------------------------------------------------------------
+
+
+def _fold_batch_norm(net: fx.GraphModule) -> None:
+    for node, convolution in list(_convolutions(net)):
+        norm_node = _only_user(node)
+        if norm_node is None or norm_node.op != "call_module" or len(norm_node.args) != 1 or norm_node.kwargs:
+            continue
+        norm = net.get_submodule(str(norm_node.target))
+        if type(norm) is not nn.BatchNorm2d or norm.running_mean is None or norm.running_var is None or _hooked(norm):
+            continue
+        parts = (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
+        wide = [part.detach().double() if isinstance(part, Tensor) else part for part in parts]
+        bias = None if convolution.bias is None else convolution.bias.detach().double()
+        weight, shift = fuse_conv_bn_weights(convolution.weight.detach().double(), bias, *wide)  # type: ignore[arg-type]
+        _set(net, node, _convolution_like(convolution, weight.float(), shift.float()))
+        norm_node.replace_all_uses_with(node)
+        net.graph.erase_node(norm_node)
+
+
+def _copy_weights(net: fx.GraphModule, dtype: torch.dtype, memory_format: torch.memory_format) -> None:
+    """Weights of the type and in the order that will run; the originals, which are shared, stay as they are."""
+    for node, convolution in list(_convolutions(net)):
+        weight = convolution.weight.detach().to(dtype).contiguous(memory_format=memory_format)
+        bias = None if convolution.bias is None else convolution.bias.detach().to(dtype)
+        _set(net, node, _convolution_like(convolution, weight, bias))
+    for node in _called_once(net):
+        module = net.get_submodule(str(node.target))
+        if type(module) is nn.Linear and not _hooked(module) and module.weight.dtype == torch.float32 != dtype:
+            rounded = nn.Linear(module.in_features, module.out_features, module.bias is not None, "meta")
+            rounded.weight = nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
+            if module.bias is not None:
+                rounded.bias = nn.Parameter(module.bias.detach().to(dtype), requires_grad=False)
+            _set(net, node, rounded.eval())
+
+
+# -- questions about a graph ----------------------------------------------------------------------------------
+
+
+def _called_once(net: fx.GraphModule) -> list[fx.Node]:
+    """Calls of modules that are called nowhere else, by that or another name."""
+    nodes = [node for node in net.graph.nodes if node.op == "call_module"]
+    modules = [id(net.get_submodule(str(node.target))) for node in nodes]
+    return [node for node, module in zip(nodes, modules, strict=True) if modules.count(module) == 1]
+
+
+def _convolutions(net: fx.GraphModule) -> Iterator[tuple[fx.Node, nn.Conv2d]]:
+    """Plain 2-D convolutions with float32 weights and numeric zero padding, and where they are called.
+
+    None with hooks: old-style spectral and weight normalisation and pruning are hooks that make the weight anew in
+    every call, and until the first one it holds anything.
+    """
+    for node in _called_once(net):
+        module = net.get_submodule(str(node.target))
+        if type(module) is not nn.Conv2d or _hooked(module) or len(node.args) != 1 or node.kwargs:
+            continue
+        plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+        if plain and module.weight.dtype == torch.float32:
+            yield node, module
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+# -- edits ----------------------------------------------------------------------------------------------------
+
+
+def _set(net: fx.GraphModule, node: fx.Node, module: nn.Module) -> None:
+    parent, _, attribute = str(node.target).rpartition(".")
+    setattr(net.get_submodule(parent), attribute, module)
+
+
+def _convolution_like(convolution: nn.Conv2d, weight: Tensor, bias: Tensor | None) -> nn.Conv2d:
+    """The same convolution with other weights."""
+    twin = nn.Conv2d(
+        convolution.in_channels,
+        convolution.out_channels,
+        convolution.kernel_size,  # type: ignore[arg-type]
+        convolution.stride,  # type: ignore[arg-type]
+        convolution.padding,  # type: ignore[arg-type]
+        convolution.dilation,  # type: ignore[arg-type]
+        convolution.groups,
+        bias is not None,
+        device="meta",
+    )
+    twin.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        twin.bias = nn.Parameter(bias, requires_grad=False)
+    return twin.eval()

@@ -1,0 +1,1 @@
+"""Float64 algebra on feature matrices that need not fit in memory."""

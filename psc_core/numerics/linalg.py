@@ -1,0 +1,124 @@
+"""Symmetric eigenproblems and covariances in float64: the algebra every fitted model shares.
+
+Symbols: ``n`` rows, ``d`` columns of a feature matrix; ``C`` a ``d × d`` covariance; ``λ, U`` its
+eigenvalues and eigenvectors, ``C = U diag(λ) Uᵀ``.
+
+Everything here runs in float64.  Covariances are sums of centred outer products over row chunks (two
+passes, mean first), so a feature matrix is never copied whole to float64 and nothing cancels.  Singular
+covariances are repaired by lifting small eigenvalues to a floor relative to a named scale; how far is
+returned, so that a caller can record it.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from psc_core.numerics.matrix import FeatureMatrix, blocks
+
+EIGENVALUE_FLOOR: Final = 1e-6
+"""Smallest eigenvalue kept, relative to the scale of the matrix: standard deviations 1,000 times smaller
+than typical are below what float32 features and a float32 server can resolve."""
+
+
+class Eigen(NamedTuple):
+    """``C = vectors @ diag(values) @ vectors.T``, values descending."""
+
+    values: Float[Tensor, " d"]
+    vectors: Float[Tensor, "d d"]
+
+
+class InverseRoot(NamedTuple):
+    """``root = C^(−1/2)`` (symmetric) after lifting eigenvalues to a floor.
+
+    Attributes:
+        root: Symmetric matrix with ``root @ C @ root = I``.
+        log_det: ``log det C`` of the lifted matrix.
+        lifted: Number of eigenvalues that were below the floor.
+        lift: The largest amount added to an eigenvalue (0 when none was lifted).
+    """
+
+    root: Float[Tensor, "d d"]
+    log_det: float
+    lifted: int
+    lift: float
+
+
+def fix_signs(vectors: Float[Tensor, "d k"]) -> Float[Tensor, "d k"]:
+    """Make the entry of largest magnitude in each column positive, so that a fit is reproducible."""
+    if vectors.numel() == 0:
+        return vectors
+    largest = vectors.gather(0, vectors.abs().argmax(dim=0, keepdim=True))
+    return vectors * torch.where(largest < 0, -1.0, 1.0).to(vectors.dtype)
+
+
+def eigh(matrix: Float[Tensor, "d d"]) -> Eigen:
+    """Eigendecomposition of a symmetric positive semi-definite matrix in float64.
+
+    The matrix is symmetrised first; where the device's solver fails (CUDA's has, on low-rank input) the
+    CPU's is used.  Values come back descending with round-off below zero clamped, on the input's device.
+    """
+    symmetric = 0.5 * (matrix.double() + matrix.double().T)
+    try:
+        values, vectors = torch.linalg.eigh(symmetric)
+    except RuntimeError:
+        values, vectors = (part.to(matrix.device) for part in torch.linalg.eigh(symmetric.cpu()))
+    return Eigen(values.flip(0).clamp(min=0.0), fix_signs(vectors.flip(1)))
+
+
+def inverse_root(matrix: Float[Tensor, "d d"], *, scale: float, floor: float = EIGENVALUE_FLOOR) -> InverseRoot:
+    """Symmetric inverse square root of a covariance, eigenvalues lifted to ``floor * scale``.
+
+    Args:
+        matrix: Symmetric positive semi-definite.
+        scale: The size of an ordinary eigenvalue, in the matrix's units; must be positive.
+        floor: Smallest eigenvalue kept, as a fraction of ``scale``.
+    """
+    values, vectors = eigh(matrix)
+    lifted = values.clamp(min=floor * scale)
+    root = (vectors * lifted.rsqrt()) @ vectors.T
+    lift = lifted - values
+    return InverseRoot(root, lifted.log().sum().item(), int((lift > 0).sum()), lift.max().item())
+
+
+def mean_of_rows(rows: Float[Tensor, "n d"] | FeatureMatrix) -> Float[Tensor, " d"]:
+    """Mean over rows in float64, chunk by chunk."""
+    total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+    for _, block in blocks(rows):
+        total += block.double().sum(0)
+    return total / len(rows)
+
+
+def scatter_about(rows: Float[Tensor, "n d"] | FeatureMatrix, mean: Float[Tensor, " d"]) -> Float[Tensor, "d d"]:
+    """``Σ_i (x_i − mean)(x_i − mean)ᵀ`` in float64, chunk by chunk."""
+    total = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=rows.device)
+    for _, block in blocks(rows):
+        centred = block.double() - mean
+        total += centred.T @ centred
+    return total
+
+
+def oas_shrinkage(covariance: Float[Tensor, "d d"], samples: int) -> tuple[Float[Tensor, "d d"], float]:
+    """Oracle-approximating shrinkage towards ``(tr C / d) I``.
+
+    ``ρ = min(1, ((1 − 2/d) tr C² + tr² C) / ((m + 1 − 2/d)(tr C² − tr² C / d)))`` and
+    ``C ← (1 − ρ) C + ρ (tr C / d) I``; Chen, Wiesel, Eldar & Hero 2010, equation 23.
+
+    Args:
+        covariance: Sample covariance.
+        samples: ``m``, its degrees of freedom.
+
+    Returns:
+        The shrunk covariance and ``ρ`` in [0, 1] (1 when ``C`` is a multiple of the identity or zero).
+    """
+    d = covariance.shape[0]
+    trace = covariance.trace()
+    trace_of_square = covariance.square().sum()
+    spread = (samples + 1 - 2 / d) * (trace_of_square - trace.square() / d)
+    pull = (1 - 2 / d) * trace_of_square + trace.square()
+    rho = 1.0 if spread <= 0 else min(1.0, (pull / spread).item())
+    target = (trace / d) * torch.eye(d, dtype=covariance.dtype, device=covariance.device)
+    return (1 - rho) * covariance + rho * target, rho

@@ -1,0 +1,192 @@
+"""Feature rows that need not be in memory: read a block at a time, from a tensor or from a scratch file.
+
+Everything that is fitted to z reads it through :class:`FeatureMatrix`, in blocks, so memory does not grow with the
+number of rows.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from psc_core.errors import FitError
+
+CHUNK_ELEMENTS: Final = 1 << 18
+"""FeatureMatrix × columns of one float64 chunk (2 MiB): it stays in a core's cache."""
+
+Read = Callable[[slice | Tensor], Tensor]
+Transfer = Callable[[int, list[memoryview], int], int]
+"""``os.preadv`` or ``os.pwritev``: file, buffers, where in the file; bytes done."""
+
+
+class FeatureMatrix:
+    """``n`` rows of ``d`` columns; indexing with a slice or ``int64`` positions gives a tensor.
+
+    Attributes:
+        shape: ``(n, d)``.
+        widest: Columns of the widest rows that reading goes through, which bounds a block.
+        dtype: Of the rows.
+        device: Where the rows come to.
+    """
+
+    def __init__(
+        self, read: Read, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device, widest: int = 0
+    ) -> None:
+        self._read = read
+        self.shape = shape
+        self.widest = max(widest, shape[1])
+        self.dtype = dtype
+        self.device = device
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: slice | Tensor) -> Tensor:
+        return self._read(index)
+
+    def map(self, function: Callable[[Tensor], Tensor], columns: int, dtype: torch.dtype) -> FeatureMatrix:
+        """``function`` of each block, computed when it is read."""
+        read = self._read
+        shape = (len(self), columns)
+        return FeatureMatrix(lambda at: function(read(at)), shape, dtype=dtype, device=self.device, widest=self.widest)
+
+    def take(self, positions: Int[Tensor, " m"]) -> FeatureMatrix:
+        """The rows at ``positions``, in that order."""
+        read = self._read
+        shape = (len(positions), self.shape[1])
+        return FeatureMatrix(
+            lambda at: read(positions[at]), shape, dtype=self.dtype, device=self.device, widest=self.widest
+        )
+
+    def to(self, device: torch.device | str) -> FeatureMatrix:
+        """The same rows, brought to ``device`` when they are read."""
+        read, target = self._read, torch.device(device)
+        return FeatureMatrix(
+            lambda at: read(at).to(target), self.shape, dtype=self.dtype, device=target, widest=self.widest
+        )
+
+
+def as_matrix(rows: Float[Tensor, "n d"] | FeatureMatrix) -> FeatureMatrix:
+    """A tensor as rows, without a copy."""
+    if isinstance(rows, FeatureMatrix):
+        return rows
+    return FeatureMatrix(rows.__getitem__, (rows.shape[0], rows.shape[1]), dtype=rows.dtype, device=rows.device)
+
+
+def chunk_rows(rows: int, columns: int) -> Iterator[slice]:
+    """Slices of at most :data:`CHUNK_ELEMENTS` ``// columns`` rows that cover ``rows``."""
+    step = max(1, CHUNK_ELEMENTS // max(1, columns))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def blocks(
+    rows: Float[Tensor, "n d"] | FeatureMatrix, *, columns: int = 0
+) -> Iterator[tuple[slice, Float[Tensor, "m d"]]]:
+    """``rows`` a chunk at a time, and where each chunk is; ``columns`` when more than theirs are computed from them."""
+    rows = as_matrix(rows)
+    for chunk in chunk_rows(len(rows), max(columns, rows.widest)):
+        yield chunk, rows[chunk]
+
+
+class FeatureFile(FeatureMatrix):
+    """FeatureMatrix in a file, ``float32``, on the CPU; only what is being read or written is in memory.
+
+    Plain reads and writes, not a mapping: mapped pages count as this process's memory until they are given back,
+    and a full disk is an ``OSError`` here, where writing through a mapping ends the process.
+
+    Args:
+        file: Created, or overwritten.
+        shape: ``(n, d)``.
+    """
+
+    def __init__(self, file: Path, shape: tuple[int, int]) -> None:
+        super().__init__(self._copy, shape, dtype=torch.float32, device=torch.device("cpu"))
+        self._path = file
+        self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        weakref.finalize(self, os.close, self._file)
+        os.ftruncate(self._file, 4 * shape[0] * shape[1])
+
+    def _copy(self, index: slice | Tensor) -> Tensor:
+        first, counts = self._runs(index)
+        values = torch.empty(sum(counts), self.shape[1])
+        self._transfer(os.preadv, values, first, counts)
+        return values
+
+    def write(self, index: slice | Tensor, values: Float[Tensor, "m d"]) -> None:
+        """Set the rows at ``index``."""
+        self._transfer(os.pwritev, values.float().contiguous(), *self._runs(index))
+
+    def _runs(self, index: slice | Tensor) -> tuple[list[int], list[int]]:
+        """Where each run of neighbouring rows starts, and how many they are."""
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step == 1:
+                return [start], [max(0, stop - start)]
+        positions = torch.arange(start, stop, step) if isinstance(index, slice) else index
+        if len(positions) == 0:
+            return [], []
+        starts = functional.pad(torch.nonzero(positions.diff() != 1)[:, 0] + 1, (1, 0))
+        counts = functional.pad(starts, (0, 1), value=len(positions)).diff()
+        return positions[starts].tolist(), counts.tolist()
+
+    def _transfer(self, call: Transfer, values: Tensor, first: list[int], counts: list[int]) -> None:
+        row_bytes = 4 * self.shape[1]
+        view, at = values.view(torch.uint8).flatten().numpy().data, 0
+        for start, count in zip(first, counts, strict=True):
+            end, offset = at + count * row_bytes, start * row_bytes
+            while at < end:
+                done = call(self._file, [view[at:end]], offset)
+                if done == 0:
+                    raise OSError(f"expected {end - at} more bytes in {self._path}, it ends; was it changed meanwhile?")
+                at, offset = at + done, offset + done
+
+
+def check_features(
+    z: Float[Tensor, "n dim"] | FeatureMatrix,
+    labels: Int[Tensor, " n"],
+    *,
+    class_names: tuple[str, ...],
+    least: int,
+) -> Int[Tensor, " classes"]:
+    """Refuse features from which nothing can be fitted, and count the rows of each class.
+
+    Args:
+        z: Features, one row for each (image, label) pair.
+        labels: Class index of each row.
+        class_names: Names for messages; its length is the number of classes.
+        least: FeatureMatrix that every class must have.
+
+    Raises:
+        FitError: A wrong shape, a label out of range, NaN or ∞, or a class with fewer than ``least`` rows.
+    """
+    if len(z.shape) != 2 or labels.shape != z.shape[:1] or not z.dtype.is_floating_point or z.shape[1] == 0:
+        raise FitError(
+            f"expected float features (n, dim) and n labels, got {z.dtype} {tuple(z.shape)} and {tuple(labels.shape)}"
+        )
+    if len(z) == 0:
+        raise FitError("expected at least one row of features, got none; give a non-empty data set")
+    classes = len(class_names)
+    if labels.min() < 0 or labels.max() >= classes:
+        raise FitError(
+            f"expected labels 0 … {classes - 1}, got {int(labels.min())} … {int(labels.max())}; "
+            "check the number of classes"
+        )
+    if not all(bool(block.isfinite().all()) for _, block in blocks(z)):
+        raise FitError("expected finite features, got NaN or ∞; check the network's weights and precision")
+    counts = torch.bincount(labels, minlength=classes)
+    short = [f"{class_names[i]!r} ({int(counts[i])})" for i in (counts < least).nonzero()[:, 0].tolist()]
+    if short:
+        shown = ", ".join(short[:10]) + (f" and {len(short) - 10} more" if len(short) > 10 else "")
+        raise FitError(
+            f"expected at least {least} image{'s' * (least > 1)} of every class, got {shown}; "
+            "add images or leave the class out"
+        )
+    return counts

@@ -1,0 +1,1 @@
+"""Features of the candidate layer to the feature vector z."""

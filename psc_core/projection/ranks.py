@@ -1,0 +1,125 @@
+"""NC1 and NC4 of every (c_proj, d_proj) from one pass over the largest projection.
+
+With Z (B, c_max, d_max) the largest projection, a smaller one keeps its leading block, so
+
+    NC1(c, d) = Σ_{i<c, j<d} w_ij / Σ_{i<c, j<d} t_ij
+    NC4(c, d) = accuracy of  argmin_k Σ_{i<c, j<d} (z_ij − μ_kij)²
+
+where w and t are the within-class and total scatter of one coordinate (:mod:`psc_core.numerics.scatter`).
+Two cumulative sums replace the sweep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from psc_core.errors import FitError
+from psc_core.numerics.matrix import chunk_rows
+
+
+def nc1_prefixes(
+    within: Float[Tensor, "c_max d_max"], total: Float[Tensor, "c_max d_max"]
+) -> Float[Tensor, "c_max d_max"]:
+    """NC1 of every leading block; entry [c − 1, d − 1] is that of (c, d)."""
+    return within.cumsum(0).cumsum(1) / total.cumsum(0).cumsum(1).clamp_min(torch.finfo(torch.float64).tiny)
+
+
+def nearest_mean_hits(
+    z: Float[Tensor, "rows c_max d_max"], means: Float[Tensor, "classes c_max d_max"], labels: Int[Tensor, "rows"]
+) -> Int[Tensor, "c_max d_max"]:
+    """How many rows each leading block classifies rightly by its nearest class mean."""
+    z, means = z.double(), means.double()
+    hits = torch.zeros(z.shape[1:], dtype=torch.int64, device=z.device)
+    for chunk in chunk_rows(len(z), means.numel()):
+        distances = (z[chunk, None] - means).square_().cumsum(2).cumsum(3)
+        hits += (distances.argmin(1) == labels[chunk, None, None]).sum(0)
+    return hits
+
+
+@dataclass(frozen=True)
+class RankChoice:
+    """The chosen projection sizes with what they cost.
+
+    Attributes:
+        c_proj: Channel components kept.
+        d_proj: Spatial components kept.
+        nc1: NC1 of the projected features.
+        nc4: NC4 of the projected features.
+        warning: What is unusual about the choice, empty when nothing is.
+    """
+
+    c_proj: int
+    d_proj: int
+    nc1: float
+    nc4: float
+    warning: str
+
+
+def choose_ranks(
+    nc1: Float[Tensor, "c_max d_max"],
+    nc4: Float[Tensor, "c_max d_max"],
+    *,
+    epsilon: float,
+    reference_nc4: float,
+    tolerance: float = 0.01,
+    c_proj: int | None = None,
+    d_proj: int | None = None,
+    minimum: int = 1,
+) -> RankChoice:
+    """Smallest c·d with NC1 > ε and NC4 ≥ ``reference_nc4 − tolerance`` (ties: the higher NC4).
+
+    When no size satisfies both, the size with the best NC4 among those with NC1 > ε (or among all) is
+    taken and the warning says so.
+
+    Args:
+        nc1: Of every leading block.
+        nc4: Of every leading block.
+        epsilon: Collapse cut-off.
+        reference_nc4: NC4 of the scaled, unprojected layer.
+        tolerance: NC4 given up at most.
+        c_proj: Fixes the number of channel components.
+        d_proj: Fixes the number of spatial components.
+        minimum: Smallest c·d considered (or the largest there is, if that is smaller).
+
+    Raises:
+        FitError: A fixed size is larger than what was measured.
+    """
+    c_max, d_max = nc1.shape
+    for name, value, limit in (("c_proj", c_proj, c_max), ("d_proj", d_proj, d_max)):
+        if value is not None and not 1 <= value <= limit:
+            raise FitError(f"expected {name} in 1…{limit} for this layer, got {value}; give a smaller one or auto")
+    c = torch.arange(1, c_max + 1)[:, None].expand(c_max, d_max)
+    d = torch.arange(1, d_max + 1)[None, :].expand(c_max, d_max)
+    size = (c * d).double()
+    nc1, nc4 = nc1.cpu().double(), nc4.cpu().double()
+    allowed = torch.ones_like(nc1, dtype=torch.bool)
+    if c_proj is not None:
+        allowed &= c == c_proj
+    if d_proj is not None:
+        allowed &= d == d_proj
+    allowed &= size >= min(minimum, int(size[allowed].max()))
+    kept = allowed & (nc1 > epsilon) & (nc4 >= reference_nc4 - tolerance)
+    warning = ""
+    if bool(kept.any()):
+        cost = size - nc4  # NC4 < 1 breaks ties between equal sizes only
+        pick = int(torch.where(kept, cost, torch.inf).argmin())
+    else:
+        uncollapsed = allowed & (nc1 > epsilon)
+        pool = uncollapsed if bool(uncollapsed.any()) else allowed
+        pick = int(torch.where(pool, nc4 - 1e-9 * size, -torch.inf).argmax())
+        if c_proj is None or d_proj is None:
+            warning = (
+                f"no projection of at most {c_max}×{d_max} keeps NC1 > {epsilon} and NC4 within {tolerance} "
+                f"of {reference_nc4:.3f}: took the best NC4"
+            )
+    row, column = divmod(pick, d_max)
+    lost = reference_nc4 - float(nc4[row, column])
+    if lost > 5 * tolerance:
+        warning = (warning + "; " if warning else "") + (
+            f"the projection gives up {lost:.3f} of NC4: a sign of a wrong candidate layer or too small ranks"
+        )
+    return RankChoice(row + 1, column + 1, float(nc1[row, column]), float(nc4[row, column]), warning)

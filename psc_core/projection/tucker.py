@@ -1,0 +1,66 @@
+"""Tucker factors of the correlation tensor (paper, "Processing intermediates").
+
+    R ≈ G ×₁ A ×₂ B ×₃ B        R (C, d, d), A (C, c_max), B (d, d_max)
+
+R is symmetric in its last two modes, so one spatial factor serves both.  Any smaller projection keeps
+leading columns, Z = A[:, :c]ᵀ X B[:, :d'], so :mod:`psc_core.projection.ranks` chooses the sizes in one pass.
+"""
+
+from __future__ import annotations
+
+import tensorly
+import torch
+from jaxtyping import Float
+from tensorly.decomposition import tucker
+from torch import Tensor
+
+from psc_core.numerics import linalg
+
+ITERATIONS = 10
+"""Higher-order orthogonal iterations at most; the truncated HOSVD they start from is already near."""
+
+
+def tucker_factors(
+    correlation: Float[Tensor, "channels positions positions"], c_max: int, d_max: int
+) -> tuple[Float[Tensor, "channels c_max"], Float[Tensor, "positions d_max"]]:
+    """Leading factors of the channel and the spatial mode, by tensorly's HOOI in float64.
+
+    The sign of every column is fixed (largest entry positive), so equal input gives equal factors.
+
+    Args:
+        correlation: (C, d, d), symmetric in its last two modes.
+        c_max: Columns of A at most; also at most C and the d_max (d_max + 1) / 2 that symmetric slices span.
+        d_max: Columns of B at most; also at most d.
+    """
+    channels, positions, _ = correlation.shape
+    d_max = min(d_max, positions)
+    c_max = min(c_max, channels, d_max * (d_max + 1) // 2)
+    if channels == 1:
+        # One channel: the decomposition is the eigendecomposition of one symmetric matrix.
+        values, vectors = torch.linalg.eigh(correlation[0].double().cpu())
+        leading = vectors[:, values.abs().argsort(descending=True, stable=True)[:d_max]]
+        return correlation.new_ones(1, 1).double(), linalg.fix_signs(leading).to(correlation.device)
+    tensor = correlation.double().cpu()
+    with tensorly.backend_context("pytorch", local_threadsafe=True):
+        _, factors = tucker(
+            tensor,
+            rank=[c_max, d_max, d_max],
+            n_iter_max=ITERATIONS,
+            tol=1e-6,
+            init=_truncated_hosvd(tensor, c_max, d_max),
+        )
+    a, b = (linalg.fix_signs(factor).to(correlation.device) for factor in factors[:2])
+    return a, b
+
+
+def _truncated_hosvd(tensor: Tensor, c_max: int, d_max: int) -> tuple[Tensor, list[Tensor]]:
+    """Where the iterations start: leading eigenvectors of each unfolding's Gram matrix.
+
+    tensorly's own start takes the SVDs of three matrices as large as the tensor: slower, and twice the memory.
+    """
+    channel = tensor.flatten(1) @ tensor.flatten(1).T
+    spatial = torch.zeros_like(tensor[0])
+    for part in tensor:
+        spatial.addmm_(part, part)
+    a, b = (linalg.eigh(gram).vectors[:, :n] for gram, n in ((channel, c_max), (spatial, d_max)))
+    return tensor.new_zeros(c_max, d_max, d_max), [a, b, b]

@@ -1,0 +1,231 @@
+"""``docs/bundle-format.md`` against the code: a reader written from it agrees, and it names what bundles hold."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from psc_core import PRESETS, PSC, open_dataset
+from psc_core.bundle.io import MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES
+from psc_core.bundle.manifest import MAX_ARGUMENT, MAX_INPUT_PIXELS, PARTS, Manifest
+from psc_core.density import DENSITIES
+from psc_core.heads import HEADS, sngp
+from psc_core.model.decision import DECISIONS
+from psc_core.model.pipeline import Outputs
+from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS
+from tests.conftest import TinyJob
+from tests.second_reader import Refused, SecondReader, parse_safetensors
+
+ALLOW = ("tests.tiny:network",)
+DOCUMENT = Path(__file__).parents[3] / "docs" / "bundle-format.md"
+TEXT = DOCUMENT.read_text()
+WORDS = frozenset(re.findall(r"`([^`]+)`", TEXT))
+
+JOBS: dict[str, tuple[str, ...]] = {
+    "tied-sngp": ("--density", "tied", "--head", "sngp"),
+    "gda++-duq": ("--density", "gda++", "--head", "duq", "--no-second-scaling"),
+    "rmd-base": ("--density", "rmd", "--predictions", "base"),
+    "gda-laplace": ("--density", "gda", "--ood-score", "density+entropy"),
+    "vector": ("--layer", "6", "--head", "duq"),
+    "pooled": (
+        "--layer",
+        "0",
+        "--c-proj",
+        "4",
+        "--d-proj",
+        "4",
+        "--max-memory",
+        "160k",
+        "--head",
+        "duq",
+        "--density",
+        "gda",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def bundles(tiny_job: TinyJob, tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every density, head and kind of layer, in few fits; with 32 random features instead of 1,024."""
+    from psc_core.cli.fit import main
+
+    folder = tmp_path_factory.mktemp("formats")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sngp, "FEATURES", 32)
+        patch.setattr(sngp, "LENGTH_SCALE_FACTORS", (1.0,))
+        for name, flags in JOBS.items():
+            assert main([*tiny_job.args, *flags, "--out", str(folder / name)]) == 0
+    return {"pooled++-laplace": tiny_bundle, **{name: folder / name for name in JOBS}}
+
+
+@pytest.fixture(scope="module")
+def images(data_root: Path) -> torch.Tensor:
+    """Digits, garments and noise."""
+    parts = [
+        next(iter(open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"]).batches(24))).images
+        for name in ("mnist", "fashion-mnist")
+    ]
+    noise = torch.randint(0, 256, (8, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return torch.cat([*parts, noise, torch.zeros_like(noise[:1])])
+
+
+@pytest.mark.parametrize("name", ["pooled++-laplace", *JOBS])
+def test_a_second_reader_gives_the_same_answers(bundles: dict[str, Path], images: torch.Tensor, name: str) -> None:
+    psc, reader = PSC.load(bundles[name], device="cpu", allow_factories=ALLOW), SecondReader(bundles[name])
+    with torch.inference_mode():
+        inputs = images.float() * psc.pipeline.scale + psc.pipeline.shift
+        features, logits = psc.pipeline.running()(inputs)
+        z = psc.pipeline.embed(images).z
+        ours = Outputs.unpack(psc.pipeline(images))
+    np.testing.assert_allclose(reader.standardise(images.numpy()), inputs.numpy(), rtol=1e-5, atol=1e-6)
+    theirs = reader.answer([f.numpy() for f in features], None if logits is None else logits.double().numpy())
+
+    digits = slice(0, 24)
+    np.testing.assert_allclose(theirs.z, z.numpy(), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(theirs.log_density, ours.log_density.numpy(), rtol=1e-4, atol=1e-3)
+    for got, expected in ((theirs.probabilities, ours.probabilities), (theirs.entropy, ours.predictive_entropy),
+                          (theirs.epistemic, ours.epistemic)):  # fmt: skip
+        np.testing.assert_allclose(got[digits], expected[digits].numpy(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(got, expected.numpy(), rtol=1e-2, atol=1e-4)
+    rank = 1.01 / (len(psc.calibration) + 1)
+    assert np.abs(theirs.p_value - ours.ood_p_value.numpy()).max() <= rank
+    np.testing.assert_array_equal(theirs.is_ood, psc.predict(images).is_ood.numpy())
+    verdict = psc.judge(ours.pack().numpy())
+    edge = np.abs(theirs.probabilities - reader.set_threshold()) < 1e-4
+    assert (theirs.prediction_set == verdict.prediction_set)[~edge].all()
+    far = np.abs(theirs.entropy - psc.policy.ambiguity_threshold) > 1e-4
+    ours_decided = np.array([DECISIONS[code] for code in verdict.decision])
+    assert (np.array(theirs.decision) == ours_decided)[far].all()
+    assert {"accept", "abstain_ood"} <= set(theirs.decision)
+
+
+def test_the_fits_show_every_kind(bundles: dict[str, Path]) -> None:
+    manifests = [json.loads((path / "manifest.json").read_text()) for path in bundles.values()]
+    assert {m["density"]["kind"] for m in manifests} == set(DENSITIES)
+    assert {m["head"]["kind"] for m in manifests if m["head"]} == set(HEADS)
+    assert manifests[5]["projection"]["channels"] == 1
+    assert manifests[6]["projection"]["positions"] < [196]
+
+
+def test_the_second_reader_is_independent() -> None:
+    code = "import sys, tests.second_reader; print({'torch', 'psc_core', 'safetensors'} & set(sys.modules))"
+    root = DOCUMENT.parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_second_reader_parses_safetensors(bundles: dict[str, Path]) -> None:
+    for file in bundles["rmd-base"].glob("*.safetensors"):
+        expected, got = load_file(file), parse_safetensors(file.read_bytes())
+        assert set(got) == set(expected)
+        assert all(np.array_equal(got[name], expected[name].numpy()) for name in got)
+
+
+def test_the_second_reader_refuses_what_was_altered(bundles: dict[str, Path], tmp_path: Path) -> None:
+    body = json.loads((bundles["rmd-base"] / "manifest.json").read_text())
+    body["policy"]["alpha"] = 0.5
+    (tmp_path / "manifest.json").write_text(json.dumps(body))
+    with pytest.raises(Refused):
+        SecondReader(tmp_path)
+
+
+# -- the document's vocabulary ------------------------------------------------------------------------------------
+
+FREE = ("backbone.network.model_args", "density.record", "head.record", "density.sizes", "head.sizes", "collapse",
+        "metrics", "provenance", "files")  # fmt: skip
+"""Sections whose names are documented in prose, or are the writer's own."""
+
+
+def fields(value: Any, at: str = "") -> Iterator[str]:
+    """Dotted names of the fields of a manifest."""
+    if not isinstance(value, dict) or at in FREE:
+        return
+    for key, inside in value.items():
+        yield (name := f"{at}.{key}" if at else key)
+        yield from fields(inside, name)
+
+
+def deep_names(value: Any) -> Iterator[str]:
+    """Every name below a section."""
+    if isinstance(value, list):
+        for item in value[:1]:
+            yield from deep_names(item)
+    if isinstance(value, dict):
+        for key, inside in value.items():
+            yield key
+            yield from deep_names(inside)
+
+
+def test_every_field_of_real_manifests_is_documented(bundles: dict[str, Path]) -> None:
+    for path in bundles.values():
+        body = json.loads((path / "manifest.json").read_text())
+        assert [name for name in fields(body) if name not in WORDS] == []
+        assert {*body["files"]} <= WORDS
+        assert {key for entry in body["files"].values() for key in entry} <= WORDS
+        assert {key for part in ("density", "head") for key in (body[part] or {}).get("sizes", {})} <= WORDS
+        body["provenance"].pop("settings"), body["provenance"].pop("model_args")
+        assert [f for part in ("metrics", "provenance") for f in deep_names(body[part]) if f not in WORDS] == []
+        layer_names = set(body["collapse"].pop("layers")[0])
+        assert layer_names <= WORDS
+        assert {f"collapse.{name}" for name in body["collapse"]} <= WORDS
+
+
+def test_no_field_is_documented_that_does_not_exist(bundles: dict[str, Path]) -> None:
+    real = {name for path in bundles.values() for name in fields(json.loads((path / "manifest.json").read_text()))}
+    real |= {"collapse.layers", *(f"collapse.{n}" for n in ("epsilon", "granularity", "pattern", "train_rows",
+                                                            "val_rows", "notes"))}  # fmt: skip
+    real |= {"backbone.hooks.stop", "backbone.hooks.dropped"}
+    sections = "|".join(Manifest.model_fields)
+    dotted = {word for word in WORDS if re.fullmatch(rf"({sections})\.[a-z_.]+", word) and not word.endswith(".json")}
+    assert dotted - real == {"collapse.csv", *(f"{part}.safetensors" for part in PARTS)}
+    top = re.findall(r"^\| `([a-z_]+)` \| (?:integer|text|list of text|object|object or null) \|", TEXT, re.M)
+    assert set(top) == set(Manifest.model_fields)
+
+
+def documented_tensors(heading: str) -> set[tuple[str, str]]:
+    """(name, kinds) of the tensor table under a heading; kinds is empty where the table has no such column."""
+    section = TEXT.split(f"\n### {heading}\n")[1].split("\n### ")[0]
+    table = section.split("| tensor |")[1].split("\n\n")[0].splitlines()
+    with_kinds = "kinds" in table[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+    return {(row[0].strip("`"), kind) for row in rows for kind in (row[2].split(", ") if with_kinds else [""])}
+
+
+@pytest.mark.parametrize(("heading", "kinds"), [("Density", DENSITIES), ("Head", HEADS)])
+def test_tensor_tables_are_the_layouts(heading: str, kinds: dict[str, Any]) -> None:
+    real = {(name, kind) for kind, family in kinds.items() for name in family.layout}
+    said = {(name, each) for name, kind in documented_tensors(heading) for each in (kinds if kind == "all" else [kind])}
+    assert said == real
+
+
+@pytest.mark.parametrize(("heading", "part"), [("Projection", "projection"), ("Calibration", "calibration")])
+def test_tensor_tables_are_the_files(bundles: dict[str, Path], heading: str, part: str) -> None:
+    for path in bundles.values():
+        with safe_open(path / f"{part}.safetensors", "numpy") as file:
+            assert {(name, "") for name in file.keys()} == documented_tensors(heading)  # noqa: SIM118
+
+
+def test_backbone_tensors_carry_the_documented_prefix(bundles: dict[str, Path]) -> None:
+    for path in bundles.values():
+        with safe_open(path / "backbone.safetensors", "numpy") as file:
+            assert all(name.startswith("body.") for name in file.keys())  # noqa: SIM118
+
+
+def test_limits_are_as_documented() -> None:
+    assert MAX_MANIFEST_BYTES == 16 << 20 and "at most 16 MiB" in TEXT
+    assert MAX_DEPTH == 32 and "at most 32 levels" in TEXT
+    assert MAX_INPUT_PIXELS == 1 << 22 and "≤ 2²²" in TEXT
+    assert MAX_ARGUMENT == 1 << 16 and "at most 2¹⁶ in magnitude" in TEXT
+    assert MAX_AXES == 8 and "more than 8 axes" in TEXT
+    assert (MAX_WEIGHTS, MAX_MODULES) == (1 << 31, 1 << 15) and "2³¹ weights, 2¹⁵ modules" in TEXT

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor, nn
+
+from psc_core.collapse import measure as collapse
+from psc_core.collapse.measure import measure_collapse
+from psc_core.data.dataset import ImageDataset, labelled
+from psc_core.data.sources import ArraySource
+from psc_core.errors import FitError, UsageError
+from psc_core.images.preprocess import Preprocess
+from psc_core.network.layers import canonical, list_layers
+from tests import reference_collapse as reference
+
+PLAIN = Preprocess("L", 6, 6, None, (0.0,), (1.0,))
+
+
+def images(seed: int, count: int, labels: Tensor | None = None, classes: int = 3) -> ImageDataset:
+    """Noise with a class-dependent corner."""
+    random = np.random.default_rng(seed)
+    labels = torch.arange(count) % classes if labels is None else labels
+    pixels = random.integers(0, 200, (count, 6, 6), dtype=np.uint8)
+    first = labels if labels.ndim == 1 else labels[:, 0]
+    pixels[:, :2, :2] += (25 * first.numpy()[:, None, None]).astype(np.uint8)
+    return labelled("noise", [str(c) for c in range(classes)], ArraySource(pixels), labels, PLAIN)
+
+
+class Net(nn.Module):
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.relu = nn.ReLU(inplace=True)
+        self.pool = nn.MaxPool2d(2)
+        self.hidden = nn.Linear(16, 5)
+        self.out = nn.Linear(5, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(self.relu(self.conv(x)))
+        return self.out(torch.relu_(self.hidden(x.flatten(1))))
+
+
+@torch.inference_mode()
+def rows_of(net: nn.Module, name: str, data: ImageDataset) -> tuple[npt.NDArray[np.float64], list[int]]:
+    """Features of every row of one layer, by a plain hook on the whole network."""
+    caught: list[Tensor] = []
+    input_of = name.endswith(":input")
+    module = net.get_submodule(name.removesuffix(":input"))
+    handle = module.register_forward_hook(lambda _m, args, out: caught.append((args[0] if input_of else out).clone()))
+    labels: list[int] = []
+    rows = []
+    for index in range(len(data)):
+        net(PLAIN.normalise(torch.tensor(data.image(index))[None]))
+        own = data.labels[data.offsets[index] : data.offsets[index + 1]].tolist()
+        labels += own
+        rows += [caught[-1].double().flatten().numpy()] * len(own)
+    handle.remove()
+    return np.stack(rows), labels
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_every_layer_equals_the_naive_twin(several: bool) -> None:
+    net = Net().eval()
+    labels = torch.randint(0, 3, (40, 4), generator=torch.Generator().manual_seed(0)) if several else None
+    train, val = images(0, 40, labels), images(1, 21)
+    report = measure_collapse(net, train, val, batch_images=16)
+    assert [layer.name for layer in report.layers] == ["conv", "pool", "hidden", "out:input", "out"]
+    assert (report.train_rows, report.val_rows) == (160 if several else 40, 21)
+    for layer in report.layers:
+        rows, row_labels = rows_of(net, layer.name, train)
+        val_rows, val_labels = rows_of(net, layer.name, val)
+        assert layer.nc1 == pytest.approx(reference.nc1(rows, row_labels, 3), rel=1e-6)
+        assert layer.nc4 == reference.nc4(rows, row_labels, val_rows, val_labels, 3)
+
+
+def test_each_pair_of_a_validation_image_and_a_label_counts() -> None:
+    net = Net().eval()
+    val = images(1, 20, torch.stack([torch.arange(20) % 3, (torch.arange(20) + 1) % 3], dim=1))
+    report = measure_collapse(net, images(0, 40), val, batch_images=7)
+    rows, labels = rows_of(net, "pool", images(0, 40))
+    val_rows, val_labels = rows_of(net, "pool", val)
+    assert report.layer("pool").nc4 == reference.nc4(rows, labels, val_rows, val_labels, 3) <= 0.5
+
+
+class Flat(nn.Module):
+    """The linear toy: features are a linear map of the pixels."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.feature = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        self.feature.weight = nn.Parameter(weight)
+        self.out = nn.Linear(weight.shape[0], 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.feature(x.flatten(1)))
+
+
+def test_linear_toy_against_closed_form() -> None:
+    """Pixels x = a·(2y − 1) ± s on independent axes; for h = W x
+
+    Tr Σ_W = Σ_d s_d² ‖w_d‖²,   Tr Σ_T = Tr Σ_W + ‖W a‖²,   NC4 = 1 while every s keeps its side.
+    """
+    a, s = np.array([20.0, 10.0, 0.0]), np.array([4.0, 0.0, 8.0])
+    signs = np.array([(y, i, j, k) for y in (-1, 1) for i in (-1, 1) for j in (-1, 1) for k in (-1, 1)])
+    pixels = (100 + signs[:, :1] * a + signs[:, 1:] * s).astype(np.uint8).reshape(-1, 1, 3)
+    labels = torch.from_numpy((signs[:, 0] + 1) // 2)
+    preprocess = Preprocess("L", 1, 3, None, (0.0,), (1.0,))
+    data = labelled("toy", ["minus", "plus"], ArraySource(pixels), labels, preprocess)
+    weight = torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0]])
+    report = measure_collapse(Flat(weight), data, data)
+    w = weight.double().numpy()
+    within = float((s**2 * (w**2).sum(axis=0)).sum())
+    between = float(((w @ a) ** 2).sum())
+    assert report.layer("feature").nc1 == pytest.approx(within / (within + between), rel=1e-6)
+    assert report.layer("feature").nc4 == 1.0
+    assert report.penultimate == "feature"
+
+
+@pytest.mark.parametrize("budget", [1, 900, 2500, 5000])
+def test_groups_and_column_ranges_change_nothing(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collapse, "MIN_COLUMNS", 7)
+    net, train, val = Net(), images(0, 40), images(1, 21, torch.randint(0, 3, (21, 2)))
+    whole = measure_collapse(net, train, val, batch_images=8)
+    parts = measure_collapse(net, train, val, batch_images=8, max_memory_bytes=budget)
+    assert len(collapse._groups(list_layers(net, torch.zeros(1, 1, 6, 6)), 3, 8, budget)) > 1
+    for one, other in zip(whole.layers, parts.layers, strict=True):
+        assert other.nc1 == pytest.approx(one.nc1, rel=1e-6) and other.nc4 == one.nc4
+
+
+def test_groups_fit_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collapse, "MIN_COLUMNS", 1)
+    layers = list_layers(Net(), torch.zeros(1, 1, 6, 6))
+    groups = collapse._groups(layers, classes=10, batch_images=8, budget=6000)
+    assert [[(part.layer.name, part.start, part.stop) for part in group] for group in groups] == [
+        [("conv", 0, 49)],
+        [("conv", 49, 64)],
+        [("pool", 0, 16), ("hidden", 0, 5), ("out:input", 0, 5), ("out", 0, 3)],
+    ]
+    for group in groups:
+        assert sum(4 * 8 * math.prod(part.layer.shape) + 8 * 10 * (part.stop - part.start) for part in group) <= 6000
+
+
+def test_a_wide_layer_of_many_classes_runs_in_column_ranges() -> None:
+    """200 classes × 20,000 columns against a budget of 8 MiB, a quarter of the class means."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Conv2d(1, 1250, 3)
+            self.head = nn.Linear(1250, 200)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.wide(x).mean((2, 3)))
+
+    torch.manual_seed(0)
+    train, val = images(0, 400, classes=200, labels=torch.arange(400) % 200), images(1, 50, classes=200)
+    few = measure_collapse(Wide(), train, val, layers="wide", max_memory_bytes=8 << 20, batch_images=50)
+    torch.manual_seed(0)
+    whole = measure_collapse(Wide(), train, val, layers="wide", batch_images=50)
+    assert few.layer("wide").nc1 == pytest.approx(whole.layer("wide").nc1, rel=1e-9)
+    assert few.layer("wide").nc4 == whole.layer("wide").nc4
+
+
+def test_pattern_measures_its_matches_and_the_penultimate_layer() -> None:
+    report = measure_collapse(Net(), images(0, 40), images(1, 21), layers="conv|hidden")
+    assert [layer.name for layer in report.layers] == ["conv", "hidden", "out:input"]
+    assert report.candidate().layers[0] in ("conv", "hidden")
+
+
+def test_a_missing_class_is_named() -> None:
+    labels = torch.arange(40) % 2
+    with pytest.raises(FitError, match="all 3 classes, '2' has none"):
+        measure_collapse(Net(), images(0, 40, labels), images(1, 21))
+
+
+def test_a_class_of_one_image_is_noted() -> None:
+    labels = torch.cat([torch.arange(39) % 2, torch.tensor([2])])
+    report = measure_collapse(Net(), images(0, 40, labels), images(1, 21))
+    assert report.notes == ("one training image only for '2': no within-class variability, which lowers NC1",)
+    assert "note: one training image only" in report.table()
+
+
+def test_other_classes_in_validation_are_refused() -> None:
+    with pytest.raises(FitError, match="the same classes"):
+        measure_collapse(Net(), images(0, 40), images(1, 21, classes=4))
+
+
+def test_features_that_are_not_finite_name_the_layer() -> None:
+    net = Net()
+    with torch.no_grad():
+        net.hidden.bias[0] = torch.inf
+    with pytest.raises(FitError, match="finite features, layer hidden gives"):
+        measure_collapse(net, images(0, 40), images(1, 21))
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1.0, -1.0])
+def test_epsilon_is_a_share(epsilon: float) -> None:
+    with pytest.raises(UsageError, match="between 0 and 1"):
+        measure_collapse(Net(), images(0, 40), images(1, 21), epsilon=epsilon)
+
+
+def test_features_are_what_the_backbone_serves() -> None:
+    """The in-place activation behind a layer does not reach its measurement."""
+    net = Net().eval()
+    rows, labels = rows_of(net, "conv", images(0, 40))
+    assert rows.min() < 0
+    report = measure_collapse(net, images(0, 40), images(1, 21))
+    assert report.layer("conv").nc1 == pytest.approx(reference.nc1(rows, labels, 3), rel=1e-6)
+    assert canonical(torch.zeros(1, 4, 4, 4), report.layer("conv").kind).shape[1:] == report.layer("conv").shape

@@ -1,0 +1,185 @@
+"""Baseline detectors: pure scores against loops, and the whole on a small network."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from psc_core.compute.passes import Compute
+from psc_core.data.dataset import ImageDataset, labelled
+from psc_core.data.sources import ArraySource
+from psc_core.errors import FitError, NetworkError, UsageError
+from psc_core.evaluation import baselines as module
+from psc_core.evaluation.baselines import (
+    DETECTORS,
+    Baselines,
+    fit_baselines,
+    knn_score,
+    max_softmax_score,
+)
+from psc_core.images.preprocess import Preprocess
+from psc_core.metrics.scores import auroc
+from tests import reference_scores as naive
+
+CPU = Compute(torch.device("cpu"), batch_images=32)
+PREPROCESS = Preprocess("L", 6, 6, None, (0.5,), (0.25,))
+
+
+class SmallNet(nn.Module):
+    """One convolution, average pooling, one linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, 3, padding=1)
+        self.relu = nn.ReLU()
+        self.pool = nn.AdaptiveAvgPool2d(2)
+        self.fc = nn.Linear(32, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc(self.pool(self.relu(self.conv(x))).flatten(1))
+        return out
+
+
+def images(count: int, seed: int, *, classes: int = 3, noise: bool = False) -> ImageDataset:
+    """A bright row for class 0, column for 1, corner for 2; or uniform noise."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256 if noise else 60, (count, 6, 6), generator=generator)
+    labels = torch.arange(count) % classes
+    if not noise:
+        pixels[labels == 0, 2] += 150
+        pixels[labels == 1, :, 3] += 150
+        pixels[labels == 2, :3, :3] += 150
+    source = ArraySource(pixels.to(torch.uint8).numpy())
+    return labelled("toy", ["row", "column", "corner"], source, labels, PREPROCESS)
+
+
+def trained() -> SmallNet:
+    """Trained for a moment, so that features separate the classes."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = SmallNet()
+        data = next(images(150, 1).batches(150))
+        x = PREPROCESS.normalise(data.images)
+        optimiser = torch.optim.Adam(net.parameters(), 0.02)
+        for _ in range(40):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(net(x), data.labels).backward()
+            optimiser.step()
+    return net.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def fitted() -> Baselines:
+    return fit_baselines(trained(), "pool", images(180, 1), images(60, 2), compute=CPU)
+
+
+ROWS = st.lists(st.lists(st.floats(-60, 60), min_size=3, max_size=3), min_size=1, max_size=12)
+
+
+@given(ROWS)
+def test_max_softmax_equals_loop(rows: list[list[float]]) -> None:
+    expected = [1 - max(naive.softmax(row)) for row in rows]
+    assert max_softmax_score(torch.tensor(rows, dtype=torch.float64)).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_max_softmax_does_not_saturate() -> None:
+    score = max_softmax_score(torch.tensor([[80.0, 0.0], [90.0, 0.0]], dtype=torch.float64))
+    assert score.tolist() == pytest.approx([math.exp(-80), math.exp(-90)])
+
+
+@given(st.integers(1, 30), st.integers(1, 6), st.integers(1, 40), st.integers(0, 3))
+def test_knn_equals_loop_whatever_the_blocks(bank: int, queries: int, neighbours: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = nn.functional.normalize(torch.randn(bank + queries, 3, generator=generator, dtype=torch.float64))
+    chunk, module.BANK_CHUNK = module.BANK_CHUNK, 4  # type: ignore[misc]
+    try:
+        got = knn_score(rows[bank:], rows[:bank], neighbours=neighbours)
+    finally:
+        module.BANK_CHUNK = chunk  # type: ignore[misc]
+    expected = [naive.knn_distance(row, rows[:bank].tolist(), neighbours) for row in rows[bank:].tolist()]
+    assert got.tolist() == pytest.approx(expected, abs=1e-7)
+
+
+def test_every_detector_gives_one_finite_score_an_image(fitted: Baselines) -> None:
+    out = fitted.score(next(images(7, 3).batches(7)).images)
+    assert tuple(out.scores) == DETECTORS
+    for values in out.scores.values():
+        assert values.shape == (7,) and values.dtype == torch.float64 and bool(values.isfinite().all())
+    for p in out.probabilities.values():
+        assert torch.allclose(p.sum(1), torch.ones(7, dtype=torch.float64))
+
+
+def test_logit_scores_are_those_of_the_network(fitted: Baselines) -> None:
+    batch = next(images(9, 3).batches(9))
+    logits = trained()(PREPROCESS.normalise(batch.images)).double()
+    out = fitted.score(batch.images)
+    rows = [naive.softmax(row) for row in logits.tolist()]
+    assert out.probabilities["base"].flatten().tolist() == pytest.approx([p for row in rows for p in row], abs=1e-6)
+    assert out.scores["max-softmax"].tolist() == pytest.approx([1 - max(p) for p in rows], abs=1e-6)
+    entropies = [-sum(p * math.log(p) for p in row if p > 0) for row in rows]
+    assert out.scores["entropy"].tolist() == pytest.approx(entropies, abs=1e-5)
+    assert torch.allclose(out.scores["energy"], -logits.logsumexp(1), atol=1e-5)
+
+
+def test_mahalanobis_equals_the_dense_formula(fitted: Baselines) -> None:
+    net, train = trained(), next(images(180, 1).batches(180))
+    query = next(images(8, 4).batches(8)).images
+
+    def unit_features(x: torch.Tensor) -> torch.Tensor:
+        features = net.pool(net.relu(net.conv(PREPROCESS.normalise(x)))).flatten(2).mean(2)
+        return nn.functional.normalize(features.double())
+
+    known, asked = unit_features(train.images), unit_features(query)
+    means = torch.stack([known[train.labels == c].mean(0) for c in range(3)])
+    centred = known - means[train.labels]
+    precision = torch.linalg.pinv(centred.T @ centred / (len(known) - 3))
+    gap = asked[:, None] - means
+    expected = torch.einsum("bki,ij,bkj->bk", gap, precision, gap).amin(1).sqrt()
+    assert torch.allclose(fitted.score(query).scores["mahalanobis++"], expected, rtol=2e-2)
+
+
+def test_noise_is_told_from_training_images(fitted: Baselines) -> None:
+    inside = fitted.score(next(images(90, 5).batches(90)).images).scores
+    outside = fitted.score(next(images(90, 6, noise=True).batches(90)).images).scores
+    for name in ("gda", "knn", "mahalanobis++"):
+        assert auroc(inside[name], outside[name]) > 0.9, name
+
+
+def test_a_subset_bounds_the_bank_and_a_seed_fixes_it() -> None:
+    net, train, val = trained(), images(120, 1), images(30, 2)
+    first = fit_baselines(net, "pool", train, val, compute=CPU, bank_images=60)
+    again = fit_baselines(net, "pool", train, val, compute=CPU, bank_images=60)
+    other = fit_baselines(net, "pool", train, val, compute=CPU, bank_images=60, seed=1)
+    assert first.bank.shape == (60, 8)
+    assert torch.equal(first.bank, again.bank) and not torch.equal(first.bank, other.bank)
+    assert torch.allclose(first.bank.norm(dim=1), torch.ones(60))
+
+
+def test_rare_classes_are_left_out_and_several_labels_count_as_rows() -> None:
+    net, val = trained(), images(30, 2)
+    base = images(120, 1)
+    several = labelled("several", base.classes, base.source, torch.stack([base.labels, base.labels], 1), PREPROCESS)
+    assert fit_baselines(net, "pool", several, val, compute=CPU).bank.shape == (120, 8)
+    rare = labelled("rare", base.classes, base.source, torch.tensor([2] + [i % 2 for i in range(119)]), PREPROCESS)
+    fitted = fit_baselines(net, "pool", rare, val, compute=CPU)
+    assert bool(fitted.score(next(val.batches(30)).images).scores["gda"].isfinite().all())
+    with pytest.raises(FitError, match="at least two images"):
+        fit_baselines(net, "pool", images(3, 1), val, compute=CPU)
+
+
+@pytest.mark.parametrize("width", [1, 7])
+def test_a_network_of_another_width_than_the_classes_is_refused(width: int) -> None:
+    net = trained()
+    net.fc = nn.Linear(32, width)
+    with pytest.raises(UsageError, match=rf"expected a network of 3 outputs, .* got {width}"):
+        fit_baselines(net.eval(), "pool", images(30, 1), images(30, 2), compute=CPU)
+
+
+def test_an_unknown_layer_is_named() -> None:
+    with pytest.raises(NetworkError, match="no layer 'avgpool'"):
+        fit_baselines(trained(), "avgpool", images(30, 1), images(30, 2), compute=CPU)

@@ -1,0 +1,184 @@
+"""Reproducible fits: equal jobs give equal bundles, and an interrupted job goes on from its stations."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from psc_core.bundle import io as bundle
+from psc_core.cli import fit as cli
+from psc_core.compute.distributed import Reducer
+from psc_core.fitting import stages as fit
+from psc_core.fitting.checkpoint import StationStore
+from tests.conftest import ROOT, TinyJob
+
+STATIONS = ("measure_collapse", "fit_projection", "fit_psc")
+NAME = ("--name", "digits")
+
+
+def version(folder: Path) -> str:
+    return bundle.read_bundle(folder).manifest.version
+
+
+def arguments(job: TinyJob, out: Path, *more: str) -> list[str]:
+    return [*job.args, *NAME, "--out", str(out), *more]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Version of the bundle that one uninterrupted run writes."""
+    out = tmp_path_factory.mktemp("uninterrupted") / "bundle"
+    assert cli.main(arguments(tiny_job, out)) == 0
+    return version(out)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the stations that were run, in order."""
+    ran: list[str] = []
+
+    def recorded(name: str, station: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            ran.append(name)
+            return station(*args, **kwargs)
+
+        return run
+
+    for name in STATIONS:
+        monkeypatch.setattr(fit, name, recorded(name, getattr(fit, name)))
+    return ran
+
+
+def interrupt(job: TinyJob, out: Path, station: str, more: Sequence[str] = ()) -> None:
+    """Run the job until ``station`` begins, and interrupt it there."""
+
+    def killed(*_: Any, **__: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit, station, killed)
+        assert cli.main(arguments(job, out, *more)) == 130
+    assert not out.exists()
+
+
+def kept(out: Path) -> set[str]:
+    return {file.name for folder in out.parent.glob(".*.stations") for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("head", ["laplace", "sngp", "duq"])
+def test_equal_jobs_give_equal_bytes(
+    tiny_job: TinyJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str
+) -> None:
+    monkeypatch.setattr("psc_core.heads.sngp.FEATURES", 64)
+    first, second = tmp_path / "first", tmp_path / "second"
+    for out in (first, second):
+        assert cli.main(arguments(tiny_job, out, "--head", head)) == 0
+    files = sorted(file.name for file in first.iterdir())
+    assert files == sorted(file.name for file in second.iterdir())
+    for name in files:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def test_another_interpreter_gives_the_same_version(tiny_job: TinyJob, tmp_path: Path, uninterrupted: str) -> None:
+    program = "import sys, torch; torch.set_num_threads(1); from psc_core.cli.fit import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments(tiny_job, tmp_path / "bundle")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert version(tmp_path / "bundle") == uninterrupted
+
+
+def test_another_seed_gives_another_version(tiny_job: TinyJob, tmp_path: Path, uninterrupted: str) -> None:
+    assert cli.main(arguments(tiny_job, tmp_path / "bundle", "--seed", "1")) == 0
+    assert version(tmp_path / "bundle") != uninterrupted
+
+
+@pytest.mark.parametrize(
+    ("station", "files", "left"),
+    [
+        ("measure_collapse", set(), ["measure_collapse", "fit_projection", "fit_psc"]),
+        ("fit_projection", {"job.txt", "collapse.json"}, ["fit_projection", "fit_psc"]),
+        ("fit_psc", {"job.txt", "collapse.json", "projection.json", "projection.safetensors"}, ["fit_psc"]),
+    ],
+)
+def test_an_interrupted_fit_goes_on_to_the_same_bundle(
+    tiny_job: TinyJob,
+    tmp_path: Path,
+    uninterrupted: str,
+    calls: list[str],
+    station: str,
+    files: set[str],
+    left: list[str],
+) -> None:
+    out = tmp_path / "bundle"
+    interrupt(tiny_job, out, station)
+    assert kept(out) == files
+    calls.clear()
+    assert cli.main(arguments(tiny_job, out)) == 0
+    assert calls == left
+    assert version(out) == uninterrupted
+    assert kept(out) == set()
+
+
+@pytest.mark.parametrize("change", [("--seed", "1"), ("--mean", "0.2"), ("--epsilon", "0.3"), ("--fresh",)])
+def test_another_job_starts_from_the_beginning(
+    tiny_job: TinyJob, tmp_path: Path, calls: list[str], change: tuple[str, ...]
+) -> None:
+    out = tmp_path / "bundle"
+    interrupt(tiny_job, out, "fit_psc")
+    calls.clear()
+    assert cli.main(arguments(tiny_job, out, *change)) == 0
+    assert calls == list(STATIONS)
+
+
+@pytest.mark.parametrize("change", [("--head", "duq"), ("--alpha", "0.1"), ("--predictions", "base")])
+def test_what_the_stations_do_not_read_may_change(
+    tiny_job: TinyJob, tmp_path: Path, calls: list[str], change: tuple[str, ...]
+) -> None:
+    out = tmp_path / "bundle"
+    assert cli.main(arguments(tiny_job, out, "--pca", "9999")) == 2
+    calls.clear()
+    assert cli.main(arguments(tiny_job, out, *change)) == 0
+    assert calls == ["fit_psc"]
+
+
+def test_half_a_station_counts_as_none(tiny_job: TinyJob, tmp_path: Path, uninterrupted: str, calls: list[str]) -> None:
+    out = tmp_path / "bundle"
+    interrupt(tiny_job, out, "fit_psc")
+    folder = next(tmp_path.glob(".*.stations"))
+    (folder / "projection.json").rename(folder / "projection.json.part")
+    calls.clear()
+    assert cli.main(arguments(tiny_job, out)) == 0
+    assert calls == ["fit_projection", "fit_psc"]
+    assert version(out) == uninterrupted
+
+
+class Peer:
+    """One of two processes; the other one has ``others`` of what is summed."""
+
+    world = 2
+
+    def __init__(self, others: float) -> None:
+        self.others = others
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.add_(self.others)
+
+
+def test_processes_use_a_station_together_or_not_at_all() -> None:
+    assert StationStore.agreed("kept", Reducer()) == "kept"
+    assert StationStore.agreed(None, Reducer()) is None
+    assert StationStore.agreed("kept", Peer(1.0)) == "kept"
+    assert StationStore.agreed("kept", Peer(0.0)) is None
+    assert StationStore.agreed(None, Peer(1.0)) is None

@@ -1,0 +1,165 @@
+"""What a fit costs, counted: passes over the images, and float64 entries alive at once.  No clock is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from psc_core.collapse.measure import measure_collapse
+from psc_core.compute.passes import CPU_IMAGES, Compute
+from psc_core.data.dataset import ImageDataset, open_dataset
+from psc_core.data.sources import ImageSource
+from psc_core.fitting.stages import FitOptions, fit_projection, fit_psc
+from psc_core.heads import softmax
+from psc_core.images.preprocess import PRESETS, Preprocess
+from psc_core.numerics.scatter import ClassScatter, class_rows
+from psc_core.projection import fit as fit_tucker
+from tests import tiny
+
+OPTIONS = FitOptions(device="cpu")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A source that counts how often each image is read."""
+
+    inner: ImageSource
+    reads: Counter[int] = field(default_factory=Counter)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
+        self.reads[index] += 1
+        return self.inner.read(index, preprocess)
+
+    def fingerprint(self, index: int) -> bytes:
+        return self.inner.fingerprint(index)
+
+
+def counted(data_root: Path, split: str) -> tuple[ImageDataset, Counter[int]]:
+    dataset = open_dataset(f"mnist:{data_root}", split=split, preprocess=PRESETS["mnist"])
+    source = Counted(dataset.source)
+    return replace(dataset, source=source), source.reads
+
+
+def most(reads: Counter[int]) -> int:
+    """Reads of an ordinary image: the first one also serves as an example."""
+    return reads.most_common()[len(reads) // 2][1]
+
+
+def test_a_fit_reads_the_training_images_four_times(data_root: Path) -> None:
+    """Collapse, moments, sizes, features; of the validation images the choosing half three times, the other once."""
+    net = tiny.network().eval()
+    (train, train_reads), (val, val_reads) = counted(data_root, "train"), counted(data_root, "val")
+    candidate = measure_collapse(net, train, val).candidate("4")
+    assert (most(train_reads), set(val_reads.values())) == (1, {1})
+    train_reads.clear(), val_reads.clear()
+    projection = fit_projection(net, candidate, train, val, minimum_dim=8, options=OPTIONS)
+    assert most(train_reads) == 2
+    assert set(val_reads.values()) == {1} and len(val_reads) == len(val) // 2
+    train_reads.clear(), val_reads.clear()
+    fit_psc(net, candidate, projection, train, val, options=OPTIONS)
+    assert set(train_reads.values()) == {1}
+    assert set(val_reads.values()) == {1} and len(val_reads) == len(val)
+
+
+def test_column_ranges_change_nothing(data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Class means beyond the budget are taken a range of columns at a time, in passes of their own."""
+    net = tiny.network().eval()
+    (train, reads), (val, _) = counted(data_root, "train"), counted(data_root, "val")
+    candidate = measure_collapse(net, train, val, layers="^4$").candidate("4")
+    whole = fit_projection(net, candidate, train, val, minimum_dim=8, options=OPTIONS).report
+    monkeypatch.setattr(fit_tucker, "MIN_COLUMNS", 100)
+    monkeypatch.setattr(fit_tucker, "pooled_positions", lambda channels, positions, budget: positions)
+    reads.clear()
+    few = replace(OPTIONS, max_memory_bytes=8 * 10 * 100)
+    parts = fit_projection(net, candidate, train, val, minimum_dim=8, options=few).report
+    assert most(reads) == 1 + 3, "16 channels × 16 positions in ranges of 100 columns"
+    assert parts.scaled_nc1 == pytest.approx(whole.scaled_nc1, rel=1e-9)
+    assert parts.scaled_nc4 == whole.scaled_nc4
+    assert torch.equal(parts.nc1, whole.nc1) and torch.equal(parts.nc4, whole.nc4)
+
+
+def test_a_cpu_takes_few_images_at_once() -> None:
+    assert Compute(torch.device("cpu"), batch_images=10_000).images == CPU_IMAGES
+    assert Compute(torch.device("cpu"), batch_images=3).images == 3
+    assert Compute(torch.device("cuda"), batch_images=256).images == 256
+
+
+class FirstConvolution(TorchDispatchMode):
+    """Images that went through the convolution of the only input channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "conv" in str(func) and args[1].shape[1] == 1:
+            self.images += len(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_layer_is_measured_from_one_forward_an_image(data_root: Path) -> None:
+    (train, _), (val, _) = counted(data_root, "train"), counted(data_root, "val")
+    net = tiny.network().eval()
+    with FirstConvolution() as seen:
+        measure_collapse(net, train, val)
+    examples = seen.images - len(train) - len(val)
+    assert 0 < examples <= 16
+
+
+class Float64Entries(TorchDispatchMode):
+    """The largest float64 tensor that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in _tensors(out):
+            if tensor.dtype == torch.float64:
+                self.largest = max(self.largest, tensor.numel())
+        return out
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+def test_no_float64_copy_of_a_batch_is_made() -> None:
+    images, dim, classes = 64, 50_000, 2
+    features = torch.randn(images, dim)
+    sums = ClassScatter(classes, dim)
+    rows = class_rows(torch.arange(images) * classes // images, torch.arange(images))
+    with Float64Entries() as seen:
+        sums.add(features, rows)
+    assert classes * dim <= seen.largest <= 1 << 17
+    assert seen.largest < features.numel() / 20
+
+
+@pytest.mark.parametrize(("images", "most"), [(2000, 140), (40_000, 60)])
+def test_a_head_reads_the_rows_so_often(images: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations of the whole path of prior precisions; fewer where the curvature is measured as it is."""
+    random = torch.Generator().manual_seed(0)
+    labels = torch.arange(images) % 5
+    z = torch.randn(5, 12, generator=random)[labels] + torch.randn(images, 12, generator=random)
+    calls, objective = [], softmax.objective
+    monkeypatch.setattr(softmax, "objective", lambda *args, **named: calls.append(1) or objective(*args, **named))
+    softmax.choose_softmax(z, labels, z[:500], labels[:500], num_classes=5)
+    assert len(calls) <= most

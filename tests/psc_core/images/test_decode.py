@@ -1,0 +1,203 @@
+"""Bytes to images: every format, every colour mode, every limit."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
+from psc_core.images import decode as images
+from psc_core.images import limits as image_limits
+from psc_core.images.decode import FORMATS, decode_image
+
+GRADIENT = np.add.outer(np.arange(24), np.arange(32)).astype(np.uint8) * 4
+
+
+def encode(image: Image.Image, kind: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_format_is_read(kind: str) -> None:
+    image = Image.fromarray(np.stack([GRADIENT, GRADIENT.copy(), GRADIENT[::-1]], axis=2))
+    decoded = decode_image(encode(image, kind))
+    assert decoded.size == (32, 24)
+    if kind in ("PNG", "BMP", "TIFF"):
+        assert np.array_equal(np.asarray(decoded.convert("RGB")), np.asarray(image))
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [("L", "L"), ("1", "L"), ("LA", "L"), ("P", "RGB"), ("RGBA", "RGB"), ("RGB", "RGB")],
+)
+def test_every_png_mode_becomes_grey_or_rgb(mode: str, expected: str) -> None:
+    decoded = decode_image(encode(Image.fromarray(GRADIENT).convert(mode), "PNG"))
+    assert decoded.mode == expected
+
+
+def test_cmyk_jpeg_becomes_rgb() -> None:
+    assert decode_image(encode(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG")).mode == "RGB"
+
+
+def test_sixteen_bit_samples_are_scaled_not_clipped() -> None:
+    wide = Image.fromarray(GRADIENT.astype(np.uint16) * 257)
+    assert np.array_equal(np.asarray(decode_image(encode(wide, "PNG"))), GRADIENT)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_samples_that_are_not_finite_are_refused(value: float) -> None:
+    """One NaN made the scale that of 16-bit samples, and everything black."""
+    samples = np.linspace(0.0, 1.0, 64, dtype=np.float32).reshape(8, 8)
+    assert np.asarray(decode_image(encode(Image.fromarray(samples), "TIFF"))).max() == 255
+    samples[3, 4] = value
+    with pytest.raises(UndecodableImage, match="finite samples"):
+        decode_image(encode(Image.fromarray(samples), "TIFF"))
+
+
+@pytest.mark.parametrize("compression", ["raw", "tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg", "group4"])
+@pytest.mark.parametrize("big", [True, False])
+def test_every_tiff_that_pillow_writes_is_read(compression: str, big: bool) -> None:
+    image = Image.fromarray(np.tile(GRADIENT, (9, 9))).convert("1" if compression == "group4" else "RGB")
+    assert decode_image(encode(image, "TIFF", compression=compression, big_tiff=big)).size == (288, 216)
+
+
+def test_alpha_is_blended_onto_black() -> None:
+    half = Image.new("RGBA", (4, 4), (200, 100, 50, 0))
+    assert np.asarray(decode_image(encode(half, "PNG"))).max() == 0
+
+
+def test_exif_orientation_is_applied() -> None:
+    image = Image.fromarray(GRADIENT)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotate 270° counter-clockwise to stand upright
+    assert decode_image(encode(image, "JPEG", exif=exif)).size == (24, 32)
+
+
+def test_first_frame_of_an_animation() -> None:
+    frames = [Image.new("L", (8, 8), value) for value in (10, 200)]
+    data = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert abs(int(np.asarray(decode_image(data).convert("L"))[0, 0]) - 10) <= 1
+
+
+def png_header_of(width: int, height: int) -> bytes:
+    """A PNG whose header promises width × height and whose data is empty."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("side", [10_000, 20_000, 100_000])
+def test_a_large_header_is_refused_before_decoding(side: int) -> None:
+    with pytest.raises(ImageTooLarge, match="pixels"):
+        decode_image(png_header_of(side, side))
+
+
+@pytest.mark.parametrize("lossless", [True, False])
+@pytest.mark.parametrize("alpha", [True, False])
+def test_a_large_webp_canvas_is_refused_before_pillow_takes_its_memory(
+    lossless: bool, alpha: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = Image.new("RGBA" if alpha else "RGB", (37, 21), (1, 2, 3, 4)[: 4 if alpha else 3])
+    data = encode(image, "WEBP", lossless=lossless)
+    assert decode_image(data).size == (37, 21)
+    assert image_limits._webp_size(data) == (37, 21)
+    monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
+    with pytest.raises(ImageTooLarge, match="37×21"):
+        decode_image(data, max_pixels=36 * 21)
+
+
+def test_a_transparent_colour_of_an_rgb_png_is_blended_too() -> None:
+    clear = Image.new("RGB", (4, 4), (255, 255, 255))
+    assert np.asarray(decode_image(encode(clear, "PNG", transparency=(255, 255, 255)))).max() == 0
+
+
+def test_wide_samples_are_converted_a_few_rows_at_a_time() -> None:
+    rows = 2 * images._BLOCK // 8 + 3
+    wide = Image.fromarray((np.arange(rows * 8) % 256).astype(np.uint16).reshape(rows, 8) * 257)
+    found = np.asarray(images.to_grey_or_rgb(wide))
+    assert np.array_equal(found.ravel(), np.arange(rows * 8) % 256)
+
+
+def test_the_pixel_limit_is_inclusive() -> None:
+    data = encode(Image.fromarray(GRADIENT), "PNG")
+    assert decode_image(data, max_pixels=24 * 32).size == (32, 24)
+    with pytest.raises(ImageTooLarge):
+        decode_image(data, max_pixels=24 * 32 - 1)
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", b"\x00" * 1000, b"<svg/>", b"%PDF-1.7", b"\xff\xd8"])
+def test_other_bytes_are_unsupported(data: bytes) -> None:
+    with pytest.raises(UnsupportedImage, match="expected one of JPEG"):
+        decode_image(data)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_a_truncated_file_is_undecodable(kind: str) -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3)).astype(np.uint8))
+    data = encode(noise, kind)
+    for part in (0.5, 0.01):
+        with pytest.raises(UndecodableImage):
+            decode_image(data[: max(12, int(len(data) * part))])
+
+
+@given(st.binary(max_size=300), st.sampled_from(FORMATS), st.integers(0, 200))
+def test_damaged_bytes_give_an_image_or_an_image_error(noise: bytes, kind: str, at: int) -> None:
+    data = bytearray(encode(Image.fromarray(GRADIENT), kind))
+    data[at : at + len(noise)] = noise
+    try:
+        image = decode_image(bytes(data), max_pixels=1 << 16)
+    except ImageError:
+        return
+    assert image.mode in ("L", "RGB")
+
+
+@given(
+    pixels=st.integers(1, 9).flatmap(
+        lambda width: st.tuples(st.just(width), st.integers(1, 9), st.sampled_from(["L", "RGB"]), st.randoms())
+    ),
+    level=st.integers(0, 9),
+    cut=st.one_of(st.none(), st.tuples(st.integers(0, 400), st.integers(0, 255))),
+)
+def test_plain_pngs_are_read_as_pillow_reads_them(
+    pixels: tuple[int, int, str, object], level: int, cut: tuple[int, int] | None
+) -> None:
+    width, height, mode, random = pixels
+    samples = random.randbytes(width * height * len(mode))  # type: ignore[attr-defined]
+    data = bytearray(encode(Image.frombytes(mode, (width, height), samples), "PNG", compress_level=level))
+    if cut is None:
+        fast = images._plain_png(bytes(data), 100)
+        assert fast is not None
+        assert (fast.mode, fast.size, fast.tobytes()) == (mode, (width, height), samples)
+        return
+    position, value = cut
+    data[position % len(data)] = value
+    fast = images._plain_png(bytes(data), 100)
+    if fast is not None:
+        with Image.open(io.BytesIO(bytes(data))) as whole:
+            assert (whole.mode, whole.size, whole.tobytes()) == (fast.mode, fast.size, fast.tobytes())
+
+
+def test_what_is_not_a_plain_png_goes_to_pillow() -> None:
+    grey = Image.fromarray(GRADIENT)
+    for other in (
+        encode(grey, "JPEG"),
+        encode(grey.convert("P"), "PNG"),
+        encode(grey.convert("RGBA"), "PNG"),
+        encode(grey, "PNG", dpi=(72, 72)),
+        encode(grey, "PNG")[:-20],
+        b"",
+    ):
+        assert images._plain_png(other, 10**6) is None
+    assert images._plain_png(encode(grey, "PNG"), GRADIENT.size - 1) is None

@@ -1,0 +1,77 @@
+"""The host half is a fixed-size array; the device half is (x / 255 − mean) / std."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from psc_core.errors import UsageError
+from psc_core.images.preprocess import PRESETS, Preprocess, replace_size
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+@given(width=st.integers(1, 400), height=st.integers(1, 400), grey=st.booleans())
+def test_any_image_becomes_the_input_size(name: str, width: int, height: int, grey: bool) -> None:
+    preprocess = PRESETS[name]
+    array = preprocess.from_image(Image.new("L" if grey else "RGB", (width, height), 128 if grey else (128,) * 3))
+    assert array.shape == (preprocess.channels, preprocess.height, preprocess.width)
+    assert array.dtype == np.uint8
+    assert (array == 128).all()
+
+
+def test_an_image_of_the_input_size_is_unchanged() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (28, 28)).astype(np.uint8)
+    assert np.array_equal(PRESETS["mnist"].from_image(Image.fromarray(pixels))[0], pixels)
+
+
+def test_bytes_and_image_agree() -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (300, 260, 3)).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    preprocess = PRESETS["imagenet"]
+    assert np.array_equal(preprocess.from_bytes(buffer.getvalue()), preprocess.from_image(Image.fromarray(pixels)))
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_normalise_is_the_float64_formula(name: str) -> None:
+    preprocess = PRESETS[name]
+    images = torch.randint(0, 256, (3, preprocess.channels, 5, 4), dtype=torch.uint8)
+    mean = torch.tensor(preprocess.mean, dtype=torch.float64)[:, None, None]
+    std = torch.tensor(preprocess.std, dtype=torch.float64)[:, None, None]
+    expected = (images.double() / 255 - mean) / std
+    torch.testing.assert_close(preprocess.normalise(images).double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_json_round_trip(name: str) -> None:
+    assert Preprocess.from_json(PRESETS[name].to_json()) == PRESETS[name]
+
+
+def test_a_size_means_that_size_and_no_crop() -> None:
+    resized = replace_size(PRESETS["imagenet"], 64)
+    assert (resized.height, resized.width, resized.resize) == (64, 64, None)
+    gradient = np.repeat(np.linspace(0, 255, 64).astype(np.uint8)[None], 64, 0)
+    kept = resized.from_image(Image.fromarray(np.stack([gradient] * 3, 2)))
+    assert (kept[0] == gradient).all()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mode": "CMYK"},
+        {"mean": (0.5, 0.5)},
+        {"std": (0.0,)},
+        {"height": 0},
+        {"resize": 10},
+    ],
+)
+def test_impossible_settings_are_refused(fields: dict[str, object]) -> None:
+    good = {"mode": "L", "height": 28, "width": 28, "resize": None, "mean": (0.1,), "std": (0.3,)}
+    with pytest.raises(UsageError, match="expected"):
+        Preprocess(**{**good, **fields})

@@ -1,0 +1,413 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from psc_core.errors import BundleError, NetworkError
+from psc_core.images.preprocess import PRESETS
+from psc_core.network.backbone import Backbone, example_input, rebuild_backbone, truncate
+from psc_core.network.cut import HookedNetwork, cut_graph
+from psc_core.network.layers import INPUT, canonical, list_layers
+from psc_core.network.load import load_network
+
+HERE = __name__
+
+
+# -- factories ------------------------------------------------------------------------------------------------
+
+
+def mlp(num_classes: int) -> nn.Module:
+    """Every activation works in place, on the very tensors that are wanted."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(64, 12),
+        nn.ReLU(inplace=True),
+        nn.Linear(12, 8),
+        nn.ReLU(inplace=True),
+        nn.Linear(8, num_classes),
+    )
+
+
+class EarlyExit(nn.Module):
+    """Control flow on data: cannot be traced."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3, padding=1)
+        self.bright = nn.Conv2d(4, 4, 3, padding=1)
+        self.dark = nn.Conv2d(4, 4, 1)
+        self.late = nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(inplace=True))
+        self.head = nn.Linear(6, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu_(self.stem(x))
+        x = self.bright(x) if float(x.detach().mean()) > 10 else self.dark(x)
+        return self.head(self.late(x).mean((2, 3)))
+
+
+def early_exit(num_classes: int) -> nn.Module:
+    return EarlyExit(num_classes)
+
+
+class Loop(nn.Module):
+    """Calls one module as often as the data say."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.step = nn.Conv2d(1, 1, 3, padding=1)
+        self.head = nn.Linear(64, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2 if float(x.sum()) < 1e9 else 1):
+            x = self.step(x)
+        return self.head(x.flatten(1))
+
+
+def loop(num_classes: int) -> nn.Module:
+    return Loop(num_classes)
+
+
+class Statements(nn.Module):
+    """In-place calls whose results nobody reads."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 3, 3)
+        self.act = nn.ReLU(inplace=True)
+        self.second = nn.Conv2d(3, 3, 3)
+        self.head = nn.Linear(3, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.act(x)
+        x.mul_(2.0)
+        torch.clamp(x, max=0.5, out=x)
+        x = self.second(x)
+        x.add_(1.0)
+        return self.head(x.mean((2, 3)))
+
+
+def statements(num_classes: int) -> nn.Module:
+    return Statements(num_classes)
+
+
+FACTORIES = tuple(f"{HERE}:{name}" for name in ("mlp", "early_exit", "loop", "statements"))
+
+CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "resnet18": ("torchvision:resnet18", {"stem": "small"}, (3, 16, 16)),
+    "vgg11": ("torchvision:vgg11", {"stem": "small"}, (3, 28, 28)),
+    "vgg11_bn": ("torchvision:vgg11_bn", {"stem": "small"}, (3, 28, 28)),
+    "convnext_tiny": ("torchvision:convnext_tiny", {}, (3, 32, 32)),
+    "vit_b_16": ("torchvision:vit_b_16", {"image_size": 32}, (3, 32, 32)),
+    "swin_t": ("torchvision:swin_t", {}, (3, 32, 32)),
+    "densenet121": ("torchvision:densenet121", {}, (3, 32, 32)),
+    "mlp": (FACTORIES[0], {}, (1, 8, 8)),
+    "early_exit": (FACTORIES[1], {}, (1, 8, 8)),
+    "loop": (FACTORIES[2], {}, (1, 8, 8)),
+    "statements": (FACTORIES[3], {}, (1, 8, 8)),
+}
+
+
+def build(name: str) -> tuple[nn.Module, Tensor]:
+    spec, model_args, shape = CASES[name]
+    torch.manual_seed(0)
+    net = load_network(spec, num_classes=5, model_args=model_args, allow_factories=FACTORIES)
+    return net, torch.randn(3, *shape)
+
+
+@torch.inference_mode()
+def hooked(net: nn.Module, layers: Sequence[str], x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Independent reference: hooks on the whole network."""
+    values: dict[str, Tensor] = {}
+    handles = []
+    for name in layers:
+        module = net.get_submodule(name.removesuffix(INPUT))
+        if name.endswith(INPUT):
+            handles.append(
+                module.register_forward_pre_hook(lambda _m, args, name=name: values.__setitem__(name, args[0].clone()))
+            )
+        else:
+            handles.append(
+                module.register_forward_hook(lambda _m, _args, out, name=name: values.__setitem__(name, out.clone()))
+            )
+    logits = net(x)
+    for handle in handles:
+        handle.remove()
+    return values, logits
+
+
+def parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_every_layer_and_the_logits_equal_hooks_on_the_whole_network(name: str) -> None:
+    net, x = build(name)
+    infos = list_layers(net, x[:1])
+    layers = [info.name for info in infos]
+    values, logits = hooked(net, layers, x)
+    backbone = truncate(net, layers, keep_output=True, example=x[:1])
+    assert backbone.method == ("hooks" if name in ("early_exit", "loop") else "graph")
+    features, out = backbone(x)
+    assert out is not None and torch.equal(out, logits)
+    for info, feature in zip(infos, features, strict=True):
+        assert feature.shape == (3, *info.shape)
+        assert torch.equal(feature, canonical(values[info.name], info.kind)), info.name
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_a_layer_cut_alone_equals_hooks_and_survives_the_bundle(name: str) -> None:
+    net, x = build(name)
+    infos = list_layers(net, x[:1])
+    info = infos[(len(infos) - 1) // 2]
+    expected = canonical(hooked(net, [info.name], x)[0][info.name], info.kind)
+    backbone = truncate(net, [info.name], keep_output=False, example=x[:1])
+    (feature,), logits = backbone(x)
+    assert logits is None and torch.equal(feature, expected)
+    for batch in (x[:1], torch.cat([x, x])):
+        assert torch.allclose(backbone(batch)[0][0][:1], expected[:1], rtol=1e-4, atol=1e-5)
+    if name != "loop":
+        assert parameters(backbone) < parameters(net)
+
+    before = torch.get_rng_state()
+    spec = json.loads(json.dumps(backbone.spec()))
+    twin = rebuild_backbone(spec, backbone.state_dict(), FACTORIES)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert twin.method == backbone.method and torch.equal(twin(x)[0][0], expected)
+    assert twin.state_dict().keys() == backbone.state_dict().keys()
+
+
+def test_only_needed_parameters_are_kept() -> None:
+    net, _ = build("resnet18")
+    backbone = truncate(net, ["layer2.0.conv1"], keep_output=False)
+    wanted = [net.conv1, net.bn1, net.layer1, net.layer2[0].conv1]
+    assert parameters(backbone) == sum(parameters(module) for module in wanted)
+    assert {p.data_ptr() for p in backbone.parameters()} <= {p.data_ptr() for p in net.parameters()}
+
+
+def test_hooks_drop_what_comes_later_but_not_the_branch_not_taken() -> None:
+    net, x = build("early_exit")
+    backbone = truncate(net, ["dark"], keep_output=False, example=x[:1])
+    kept = {key.split(".")[2] for key in backbone.state_dict()}
+    assert kept == {"stem", "bright", "dark"}
+    assert backbone.spec()["hooks"] == {"stop": "dark", "dropped": ["late", "head"]}
+    with torch.no_grad(), pytest.raises(NetworkError, match="this input needs late, which was dropped"):
+        backbone(x + 1e4)
+    whole = truncate(net, ["dark"], keep_output=True, example=x[:1])
+    with torch.no_grad(), pytest.raises(NetworkError, match="does not reach layer dark"):
+        whole(x + 1e4)
+
+
+def test_a_module_called_again_is_never_stopped_early() -> None:
+    net, x = build("loop")
+    backbone = truncate(net, ["step"], keep_output=False, example=x[:1])
+    assert backbone.spec()["hooks"] == {"stop": None, "dropped": []}
+    with torch.no_grad():
+        assert torch.equal(backbone(x)[0][0], net.step(net.step(x)).flatten(2))
+
+
+def test_cutting_leaves_the_network_alone() -> None:
+    for name in ("vgg11", "early_exit"):
+        net, x = build(name)
+        keys, logits = list(net.state_dict()), net(x)
+        truncate(net, [list_layers(net, x[:1])[0].name], keep_output=False, example=x[:1])
+        assert list(net.state_dict()) == keys and torch.equal(net(x), logits)
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+
+
+@pytest.mark.parametrize("name", ["resnet18", "convnext_tiny", "vit_b_16", "swin_t"])
+@torch.inference_mode()
+def test_the_graph_compiles_and_reads_channels_last(name: str) -> None:
+    net, x = build(name)
+    layers = [info.name for info in list_layers(net, x[:1])]
+    backbone = truncate(net, [layers[2], layers[-3]], keep_output=True)
+    expected = backbone.body(x)
+    compiled = torch.compile(backbone.body, backend="eager", fullgraph=True, dynamic=False)
+    for got, value in zip(compiled(x), expected, strict=True):
+        assert torch.allclose(got, value, rtol=1e-4, atol=1e-5)
+    last = backbone.to(memory_format=torch.channels_last)(x.contiguous(memory_format=torch.channels_last))
+    for got, value in zip([*last[0], last[1]], [*backbone(x)[0], expected[-1]], strict=True):
+        assert got is not None and torch.allclose(got, value, rtol=1e-3, atol=1e-4)
+
+
+def test_two_layers_come_in_the_order_asked_for() -> None:
+    net, x = build("mlp")
+    forward = truncate(net, ["1", "3"], keep_output=False)(x)[0]
+    backward = truncate(net, ["3", "1"], keep_output=False)(x)[0]
+    assert [f.shape[1] for f in forward] == [12, 8]
+    assert torch.equal(forward[0], backward[1]) and torch.equal(forward[1], backward[0])
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [(["layer5.0"], "close names"), ([""], "no layer ''"), ([], "at least one"), (["conv1", "conv1"], "each once")],
+)
+def test_unusable_layers_say_what_to_do(layers: list[str], text: str) -> None:
+    with pytest.raises(NetworkError, match=text):
+        truncate(build("resnet18")[0], layers, keep_output=False)
+
+
+def test_an_untraceable_network_needs_an_example() -> None:
+    with pytest.raises(NetworkError, match=r"cannot be traced.*pass an example"):
+        truncate(build("early_exit")[0], ["dark"], keep_output=False)
+
+
+class Baked(nn.Module):
+    """Traces without an error into a graph that is wrong: a tensor is no Tensor while tracing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Any) -> Tensor:
+        x = self.first(x.flatten(1))
+        return self.head(2 * x if isinstance(x, Tensor) else x)
+
+
+def test_a_wrong_trace_is_found_out_by_the_example() -> None:
+    net, example = Baked().eval(), torch.randn(1, 1, 2, 2)
+    assert truncate(net, ["first"], keep_output=True).method == "graph"
+    backbone = truncate(net, ["first"], keep_output=True, example=example)
+    assert backbone.method == "hooks"
+    assert torch.equal(backbone(example)[1], net(example))
+
+
+class Dropping(nn.Module):
+    """Drops at random in evaluation mode too."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(64, 16), nn.Linear(16, 2)
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x.flatten(1))
+        return self.head(nn.functional.dropout(first, self.p))
+
+
+def test_a_network_that_gives_another_output_each_time_is_refused() -> None:
+    example = torch.randn(1, 1, 8, 8)
+    torch.manual_seed(0)
+    for cut in (["first", "head"], ["head:input"]):
+        with pytest.raises(NetworkError, match=r"the same output for the same image.*is dropout always on"):
+            truncate(Dropping(0.3), cut, keep_output=False, example=example)
+    with pytest.raises(NetworkError, match="the same output for the same image"):
+        truncate(Dropping(0.3), ["first"], keep_output=True, example=example)
+    assert truncate(Dropping(0.3), ["first"], keep_output=False, example=example).method == "graph"  # not yet dropped
+
+
+class Odd(nn.Module):
+    """Its inner layer gives five dimensions, its output is a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cube = nn.Unflatten(1, (1, 2, 2, 1))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.cube(x.flatten(1)).flatten(1)}
+
+
+def test_layers_and_outputs_of_no_known_form_say_so() -> None:
+    x = torch.randn(1, 1, 2, 2)
+    with pytest.raises(NetworkError, match="a map, tokens or a vector"):
+        truncate(Odd(), ["cube"], keep_output=False)(x)
+    with pytest.raises(NetworkError, match="logits only"):
+        truncate(Odd(), ["cube"], keep_output=True, example=x)(x)
+
+
+def test_a_network_built_by_hand_has_no_spec() -> None:
+    with pytest.raises(NetworkError, match="built by hand"):
+        truncate(Baked(), ["first"], keep_output=False).spec()
+
+
+def test_a_network_that_cannot_be_copied_says_so() -> None:
+    net = Baked()
+    net.cache = net.first(torch.randn(1, 4))  # not a leaf: deepcopy refuses
+    with pytest.raises(NetworkError, match=r"cannot: .*non-leaf"):
+        truncate(net, ["first"], keep_output=False)
+
+
+def rebuilt(spec: dict[str, Any], state: dict[str, Tensor], allow: Sequence[str] = FACTORIES) -> Backbone:
+    return rebuild_backbone(spec, state, allow)
+
+
+def test_bundles_that_do_not_fit_are_refused() -> None:
+    net, _ = build("mlp")
+    backbone = truncate(net, ["3"], keep_output=False)
+    spec, state = backbone.spec(), backbone.state_dict()
+    with pytest.raises(BundleError, match="allow-list"):
+        rebuilt(spec, state, ())
+    with pytest.raises(NetworkError, match="1 missing"):
+        rebuilt(spec, dict(list(state.items())[1:]))
+    with pytest.raises(NetworkError, match="1 unexpected"):
+        rebuilt(spec, {**state, "more": torch.zeros(1)})
+    with pytest.raises(NetworkError, match="finite"):
+        rebuilt(spec, {key: torch.full_like(value, torch.inf) for key, value in state.items()})
+
+
+def test_the_hooked_network_refuses_what_is_no_tensor() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x
+
+    net = nn.Sequential(Pair())
+    with pytest.raises(NetworkError, match="to be a tensor, got tuple"):
+        HookedNetwork(net, ["0"], keep_output=False, stop=None, dropped=())(torch.zeros(1, 1, 1, 1))
+
+
+def test_example_input_is_reproducible_and_standardised() -> None:
+    example = example_input(PRESETS["cifar10"])
+    assert example.shape == (1, 3, 32, 32) and example.dtype == torch.float32
+    assert torch.equal(example, example_input(PRESETS["cifar10"]))
+    assert abs(float(example.mean())) < 0.5
+
+
+# -- threads --------------------------------------------------------------------------------------------------
+
+
+class Meanwhile(nn.Module):
+    """Runs a function on another thread each time its forward pass is entered."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.run = function
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Meanwhile:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        thread = threading.Thread(target=self.run)
+        thread.start()
+        thread.join(0.5)
+        return self.second(self.first(x))
+
+
+def test_a_network_that_runs_while_another_is_traced_gives_its_own_answer() -> None:
+    served, x, answers = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2), []
+    cut_graph(Meanwhile(lambda: answers.append(served(x))), ["first"], keep_output=False)
+    assert len(answers) == 1
+    assert torch.equal(answers[0], served(x))
+
+
+def test_traces_on_two_threads_leave_torch_as_it_was() -> None:
+    call, outer_is_done, cut = nn.Module.__call__, threading.Event(), []
+    inner = Meanwhile(lambda: outer_is_done.wait(60))
+    outer = Meanwhile(lambda: cut.append(cut_graph(inner, ["first"], keep_output=False)))
+    cut_graph(outer, ["first"], keep_output=False)
+    outer_is_done.set()
+    end = time.monotonic() + 60
+    while not cut and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(cut) == 1
+    assert nn.Module.__call__ is call

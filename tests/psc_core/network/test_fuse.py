@@ -1,0 +1,299 @@
+"""A fused network gives the features of the original, and leaves the original alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import prune
+
+from psc_core import PRESETS, PSC, open_dataset
+from psc_core.model.pipeline import Outputs
+from psc_core.network.backbone import truncate
+from psc_core.network.cut import cut_graph
+from psc_core.network.fuse import fuse
+
+
+def unlike_new(net: nn.Module) -> nn.Module:
+    """Statistics and scales that a trained network could have."""
+    torch.manual_seed(0)
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d) and module.running_mean is not None:
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 1.5)  # type: ignore[union-attr]
+            if module.affine:
+                nn.init.uniform_(module.weight, 0.5, 1.5)
+                nn.init.normal_(module.bias, 0, 0.1)
+    return net.eval()
+
+
+def check(net: nn.Module, layer: str, x: Tensor, *, keep_output: bool = True, tolerance: float = 1e-5) -> nn.Module:
+    """Compare, at this batch and at one image; returns the fused network."""
+    body = cut_graph(net, [layer], keep_output=keep_output)
+    state = {key: value.clone() for key, value in body.state_dict().items()}
+    fused = fuse(body, precision="fp32")
+    with torch.inference_mode():
+        for images in (x, x[:1]):
+            before = body(images)
+            for expected, got in zip(before, fused(images.contiguous(memory_format=torch.channels_last)), strict=True):
+                torch.testing.assert_close(got, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+            for expected, again in zip(before, body(images), strict=True):
+                assert torch.equal(again, expected)
+    assert all(torch.equal(value, state[key]) for key, value in body.state_dict().items())
+    return fused
+
+
+def normalised(how: str) -> nn.Module:
+    """A network whose weights are made by hooks in every call."""
+    normalise: Callable[[nn.Module], nn.Module] = {
+        "spectral": nn.utils.spectral_norm,
+        "weight": nn.utils.weight_norm,
+        "pruned": lambda module: prune.random_unstructured(module, "weight", 0.5),
+    }[how]
+    layers = [normalise(nn.Conv2d(3, 8, 3, padding=1)), nn.BatchNorm2d(8), nn.ReLU(), normalise(nn.Conv2d(8, 8, 3))]
+    return nn.Sequential(*layers, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), normalise(nn.Linear(8, 4)))
+
+
+@pytest.mark.parametrize("how", ["spectral", "weight", "pruned"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_weights_that_hooks_make_in_every_call(how: str) -> None:
+    torch.manual_seed(0)
+    trained = unlike_new(normalised(how))
+    x = torch.randn(3, 3, 8, 8)
+    trained(x)
+    with torch.no_grad():
+        fresh = normalised(how).eval()
+    fresh.load_state_dict(trained.state_dict())  # "weight" itself still is what the constructor left
+    fused = fuse(cut_graph(fresh, ["4"], keep_output=True), precision="fp32")
+    with torch.inference_mode():
+        torch.testing.assert_close(fused(x)[-1], trained(x))
+    check(fresh, "4", x)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("resnet18", "layer4.0.downsample.0"),
+        ("resnet18", "layer3.1"),
+        ("vgg11_bn", "features.18"),
+        ("mobilenet_v2", "features.15"),
+        ("shufflenet_v2_x0_5", "stage3"),
+        ("efficientnet_b0", "features.6"),
+        ("densenet121", "features.denseblock2"),
+        ("googlenet", "inception4a"),
+    ],
+)
+def test_networks_of_torchvision(name: str, layer: str) -> None:
+    more = {"init_weights": False} if name == "googlenet" else {}
+    net = unlike_new(torchvision.models.get_model(name, weights=None, num_classes=5, **more))
+    check(net, layer, torch.randn(2, 3, 48, 48), keep_output=name != "vgg11_bn")
+
+
+class Small(nn.Module):
+    """Three convolutions, put together in a way that the test gives."""
+
+    def __init__(self, wire: Callable[[Small, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.Conv2d(4, 4, 3, padding=1)
+        self.third = nn.Conv2d(4, 4, 1)
+        self.norm, self.free = nn.BatchNorm2d(4), nn.BatchNorm2d(4, track_running_stats=False)
+        self.relu, self.pool = nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1)
+        self.end = nn.Conv2d(4, 2, 1)
+        self.wire = wire
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.end(self.wire(self, x)).flatten(2).mean(2)
+        return y
+
+
+def changed_between(net: Small, x: Tensor) -> Tensor:
+    """The second convolution's input changes before its output is added to it."""
+    a = net.first(x)
+    b = net.second(a)
+    a = net.relu(a)
+    return a + b
+
+
+def added_in_place(net: Small, x: Tensor) -> Tensor:
+    a = net.first(x)
+    b = net.second(a)
+    a += 1.0
+    return b + a
+
+
+def written_over(net: Small, x: Tensor) -> Tensor:
+    a = net.first(x)
+    b = net.second(a)
+    return torch.mul(a, 2.0, out=a) + b
+
+
+def added_to_what_is_read(net: Small, x: Tensor) -> Tensor:
+    """The result of the sum is not read, what it changed is."""
+    a = net.first(x)
+    a.add_(net.second(F.relu(a)))
+    return net.third(a) + a
+
+
+def added_to_a_view(net: Small, x: Tensor) -> Tensor:
+    a = net.first(x)
+    return a.view(a.shape).add_(net.second(F.relu(a))) * a
+
+
+def added_to_the_convolution(net: Small, x: Tensor) -> Tensor:
+    a = net.norm(net.first(x))
+    return net.second(a).add_(a).relu_() + a
+
+
+def broadcast(net: Small, x: Tensor) -> Tensor:
+    a = net.first(x)
+    return F.relu(net.second(net.pool(a)) + a)
+
+
+def one_value_to_all(net: Small, x: Tensor) -> Tensor:
+    a = net.first(x)
+    return torch.relu(net.second(a) + net.pool(a))
+
+
+def called_twice(net: Small, x: Tensor) -> Tensor:
+    a = net.norm(net.second(net.norm(net.first(x))))
+    return net.norm(net.second(a))
+
+
+def with_itself(net: Small, x: Tensor) -> Tensor:
+    a = net.second(net.first(x))
+    return a + a
+
+
+def scalar(net: Small, x: Tensor) -> Tensor:
+    return (net.second(net.first(x)) + 1.0).relu()
+
+
+def no_statistics(net: Small, x: Tensor) -> Tensor:
+    return net.relu(net.free(net.first(x)))
+
+
+def scaled_sum(net: Small, x: Tensor) -> Tensor:
+    a = net.first(x)
+    return torch.add(net.second(a), net.third(a), alpha=2)
+
+
+def two_summands(net: Small, x: Tensor) -> Tensor:
+    a = net.norm(net.first(x))
+    return F.relu(net.second(a).add(net.third(a)), inplace=True) + a
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        changed_between,
+        added_in_place,
+        written_over,
+        added_to_what_is_read,
+        added_to_a_view,
+        added_to_the_convolution,
+        broadcast,
+        one_value_to_all,
+        called_twice,
+        with_itself,
+        scalar,
+        no_statistics,
+        scaled_sum,
+        two_summands,
+    ],
+)
+def test_wirings_that_invite_mistakes(wire: Callable[[Small, Tensor], Tensor]) -> None:
+    check(unlike_new(Small(wire)), "first", torch.randn(3, 3, 9, 7))
+
+
+def test_what_is_fused() -> None:
+    fused = check(unlike_new(Small(two_summands)), "third", torch.randn(2, 3, 8, 8))
+    called = [type(fused.get_submodule(str(node.target))) for node in fused.graph.nodes if node.op == "call_module"]  # type: ignore[union-attr,operator]
+    assert called == [nn.Conv2d] * 4
+
+
+def test_a_wanted_convolution_is_not_folded_into() -> None:
+    net = unlike_new(Small(two_summands))
+    fused = check(net, "first", torch.randn(2, 3, 8, 8))
+    called = [fused.get_submodule(str(node.target)) for node in fused.graph.nodes if node.op == "call_module"]  # type: ignore[union-attr,operator]
+    assert any(isinstance(module, nn.BatchNorm2d) for module in called)
+
+
+def test_a_normalisation_with_a_hook_is_not_folded() -> None:
+    net = unlike_new(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)))
+    net.get_submodule("1").register_forward_hook(lambda _module, _inputs, output: 2 * output + 1)
+    check(net, "2", torch.randn(2, 3, 8, 8))
+
+
+def test_padding_in_words_and_groups() -> None:
+    words = nn.Conv2d(4, 4, 3, padding="same", groups=2)
+    reflected = nn.Conv2d(4, 6, 3, groups=2, padding_mode="reflect", padding=1)
+    net = nn.Sequential(words, nn.BatchNorm2d(4), nn.ReLU(), reflected, nn.Flatten())
+    check(unlike_new(net), "2", torch.randn(2, 4, 6, 6))
+
+
+def test_a_hooked_network_is_returned_as_it_is() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 1, 1))
+    assert fuse(net, precision="fp32") is net
+
+
+def test_bf16_weights_are_rounded_once_and_agree_with_autocast() -> None:
+    net = unlike_new(torchvision.models.resnet18(weights=None, num_classes=5))
+    backbone = truncate(net, ["layer4.0.downsample.0"], keep_output=False)
+    fused = backbone.fused("bf16")
+    assert not [p for p in fused.parameters() if p.ndim == 4 and p.dtype != torch.bfloat16]
+    x = torch.randn(2, 3, 64, 64)
+    with torch.inference_mode():
+        exact = backbone(x)[0][0]
+        with torch.autocast("cpu", torch.bfloat16):
+            cast, got = backbone(x)[0][0].float(), fused(x)[0][0].float()
+    scale = float(exact.abs().max())
+    assert float((got - exact).abs().max()) < 1.5 * float((cast - exact).abs().max()) < 0.03 * scale
+
+
+@pytest.fixture(scope="module")
+def psc(shipped_bundle: Path) -> PSC:
+    return PSC.load(shipped_bundle, device="cpu")
+
+
+def images(data_root: Path, name: str) -> Tensor:
+    return next(
+        iter(open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"]).batches(200))
+    ).images
+
+
+@pytest.mark.parametrize("name", ["mnist", "ambiguous-mnist", "fashion-mnist"])
+def test_the_shipped_bundle_answers_as_unfused(psc: PSC, data_root: Path, name: str) -> None:
+    plain = copy.deepcopy(psc.pipeline)
+    plain.running = lambda: plain.backbone  # type: ignore[method-assign]
+    with torch.inference_mode():
+        got, expected = (Outputs.unpack(p(images(data_root, name))) for p in (psc.pipeline, plain))
+    torch.testing.assert_close(got.probabilities, expected.probabilities, atol=1e-5, rtol=0)
+    torch.testing.assert_close(got.epistemic, expected.epistemic, atol=1e-5, rtol=0)
+    torch.testing.assert_close(got.log_density, expected.log_density, atol=1e-2, rtol=1e-5)
+    assert float((got.ood_p_value - expected.ood_p_value).abs().max()) <= 2 / (1 + len(psc.calibration))
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
+def test_bf16_decides_like_fp32(psc: PSC, data_root: Path, name: str) -> None:
+    half = copy.deepcopy(psc.pipeline)
+    half.precision = "bf16"
+    with torch.inference_mode():
+        exact, got = (Outputs.unpack(p(images(data_root, name))) for p in (psc.pipeline, half))
+    assert float((exact.probabilities - got.probabilities).abs().max()) < 0.05
+    assert float((exact.probabilities.argmax(1) != got.probabilities.argmax(1)).double().mean()) <= 0.01
+    assert float(((exact.ood_p_value <= psc.alpha) != (got.ood_p_value <= psc.alpha)).double().mean()) <= 0.01
+
+
+def test_a_pipeline_that_ran_is_stored_and_copied_as_before(psc: PSC, tmp_path: Path) -> None:
+    fresh = PSC.load(psc.save(tmp_path / "again") and tmp_path / "again", device="cpu")
+    assert fresh.version == psc.version
+    buffer = io.BytesIO()
+    torch.save(copy.deepcopy(psc.pipeline).state_dict(), buffer)
+    assert buffer.tell() > 10_000_000

@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from psc_core.errors import NetworkError, UsageError
+from psc_core.network.backbone import truncate
+from psc_core.network.layers import KINDS, LayerInfo, Layout, canonical, layout_of, list_layers, select_layers
+from psc_core.network.load import load_network
+
+
+def network(name: str, **model_args: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return load_network(f"torchvision:{name}", num_classes=10, model_args=model_args)
+
+
+def by_name(layers: list[LayerInfo]) -> dict[str, LayerInfo]:
+    return {layer.name: layer for layer in layers}
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+def test_canonical_equals_the_index_by_index_definition(batch: int, channels: int, height: int, width: int) -> None:
+    grid = torch.arange(batch * channels * height * width, dtype=torch.float32).reshape(batch, channels, height, width)
+    wanted = torch.empty(batch, channels, height * width)
+    for r in range(height):
+        for c in range(width):
+            wanted[:, :, r * width + c] = grid[:, :, r, c]
+    assert torch.equal(canonical(grid, "map"), wanted)
+    assert torch.equal(canonical(grid.permute(0, 2, 3, 1), "map_last"), wanted)
+    assert torch.equal(canonical(wanted.transpose(1, 2), "tokens"), wanted)
+    assert torch.equal(canonical(wanted[:, :, 0], "vector"), wanted[:, :, :1])
+
+
+def test_canonical_refuses_an_unknown_kind() -> None:
+    with pytest.raises(UsageError, match="map_last"):
+        canonical(torch.zeros(1, 2), "cube")
+
+
+def test_operations_of_a_residual_network_are_the_papers() -> None:
+    net = network("resnet18", stem="small", in_channels=1)
+    layers = list_layers(net, torch.randn(1, 1, 28, 28))
+    names = [layer.name for layer in layers]
+    assert names[:3] == ["conv1", "layer1.0.conv1", "layer1.0.conv2"]
+    assert len([name for name in names if "conv" in name]) == 17
+    assert len([name for name in names if "downsample" in name]) == 3
+    assert names[-2:] == ["avgpool", "fc"]
+    assert [layer.index for layer in layers] == list(range(22))
+    found = by_name(layers)
+    assert (found["layer3.0.conv1"].kind, found["layer3.0.conv1"].shape) == ("map", (256, 49))
+    assert found["layer3.0.conv1"].grid == (7, 7)
+    assert [layer.role for layer in layers[-3:]] == ["hidden", "penultimate", "output"]
+
+
+def test_plain_network_lists_convolutions_and_poolings() -> None:
+    net = network("vgg11_bn", stem="small")
+    layers = list_layers(net, torch.randn(1, 3, 32, 32))
+    assert [layer.name for layer in layers[:4]] == ["features.0", "features.3", "features.4", "features.7"]
+    assert layers[1].shape == (64, 256)
+    with pytest.raises(NetworkError, match="no layers of granularity 'blocks'"):
+        list_layers(net, torch.randn(1, 3, 32, 32), granularity="blocks")
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "size", "blocks", "layer", "kind", "shape"),
+    [
+        ("convnext_tiny", {}, 32, 18, "features.1.0", "map", (96, 64)),
+        ("vit_b_16", {"image_size": 32}, 32, 12, "encoder.layers.encoder_layer_3", "tokens", (768, 5)),
+        ("swin_t", {}, 32, 12, "features.1.1", "map_last", (96, 64)),
+        ("resnet18", {}, 64, 8, "layer2.0", "map", (128, 64)),
+        ("mobilenet_v2", {}, 32, 17, "features.2", "map", (24, 64)),
+    ],
+)
+def test_blocks(
+    name: str, args: dict[str, Any], size: int, blocks: int, layer: str, kind: str, shape: tuple[int, int]
+) -> None:
+    layers = list_layers(network(name, **args), torch.randn(1, 3, size, size), granularity="blocks")
+    assert len([entry for entry in layers if entry.role == "hidden"]) == blocks
+    assert (by_name(layers)[layer].kind, by_name(layers)[layer].shape) == (kind, shape)
+    assert layers[-1].role == "penultimate"
+
+
+def test_attention_blocks_stand_for_their_inside() -> None:
+    names = [layer.name for layer in list_layers(network("vit_b_16", image_size=32), torch.randn(1, 3, 32, 32))]
+    assert names[:2] == ["conv_proj", "encoder.layers.encoder_layer_0"]
+    assert names[-2:] == ["heads.head:input", "heads.head"]
+    assert not [name for name in names if "mlp" in name]
+
+
+def test_linear_layers_on_maps_are_channels_last() -> None:
+    found = by_name(list_layers(network("convnext_tiny"), torch.randn(1, 3, 32, 32)))
+    assert (found["features.1.0.block.0"].kind, found["features.1.0.block.0"].shape) == ("map", (96, 64))
+    assert (found["features.1.0.block.3"].kind, found["features.1.0.block.3"].shape) == ("map_last", (384, 64))
+
+
+def test_every_module_of_swin_gets_the_right_channel_axis() -> None:
+    found = by_name(list_layers(network("swin_t"), torch.randn(1, 3, 64, 64), granularity="all"))
+    assert found["features.0.0"].shape == (96, 256)
+    assert (found["features.0"].kind, found["features.0"].shape) == ("map_last", (96, 256))
+    assert (found["features.1.0.mlp.1"].kind, found["features.1.0.mlp.1"].shape) == ("map_last", (384, 256))
+    assert (found["permute"].kind, found["permute"].shape) == ("map", (768, 4))
+
+
+class Sequences(nn.Module):
+    """Tokens, then channels first: the end of Microsoft's Swin, and one-dimensional layers behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.norm = nn.Conv2d(1, 6, 4, 4), nn.LayerNorm(6)
+        self.line = nn.Sequential(nn.Conv1d(6, 5, 1), nn.BatchNorm1d(5), nn.ReLU(), nn.MaxPool1d(2))
+        self.avgpool, self.head = nn.AdaptiveAvgPool1d(1), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.patch(x).flatten(2).transpose(1, 2))
+        return self.head(self.avgpool(self.line(x.transpose(1, 2))).flatten(1))
+
+
+def test_one_dimensional_layers_are_channels_first() -> None:
+    net, example = Sequences(), torch.randn(1, 1, 16, 16)
+    found = by_name(list_layers(net, example, granularity="all"))
+    assert (found["norm"].kind, found["norm"].shape) == ("tokens", (6, 16))
+    for name in ("line.0", "line.1", "line.2"):
+        assert (found[name].kind, found[name].shape, found[name].grid) == ("map", (5, 16), (16,))
+    for name in ("line.3", "line"):
+        assert (found[name].kind, found[name].shape) == ("map", (5, 8))
+    assert (found["avgpool"].kind, found["avgpool"].shape) == ("map", (5, 1))
+    assert found["avgpool"].role == "penultimate"
+    (features,), _ = truncate(net, ["avgpool"], keep_output=False, example=example)(example)
+    assert features.shape == (1, 5, 1)
+
+
+def test_a_block_of_tokens_stays_one_around_convolutions() -> None:
+    """Patches ahead of a transformer, convolutions along its tokens, and a sum of tokens: CoaT's last layer."""
+    embedding = nn.Sequential(nn.Conv2d(3, 6, 4), nn.Flatten(2))
+    mixing = nn.Sequential(nn.Conv1d(9, 9, 1), nn.LayerNorm(6), nn.Linear(6, 6))
+    projected = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(16))
+    assert layout_of(embedding, "").kind((2, 16, 6)) == "tokens"
+    assert layout_of(mixing, "").kind((2, 9, 6)) == "tokens"
+    assert layout_of(projected, "").kind((2, 16, 9)) == "tokens"
+    assert layout_of(nn.Conv1d(3, 1, 1), "").kind((2, 1, 16)) == "tokens"
+    assert layout_of(nn.Sequential(nn.Linear(6, 6), nn.Conv1d(6, 9, 1)), "").kind((2, 9, 16)) == "map"
+
+
+class FirstNorm(nn.LayerNorm):
+    """Over the channels of a map (B, C, H, W), by turning it around."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class LastNorm(nn.LayerNorm):
+    """In float32, over the last axis."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.float()).to(input.dtype)
+
+
+@pytest.mark.parametrize(
+    ("norm", "kind"),
+    [
+        (nn.LayerNorm(6), "map_last"),
+        (LastNorm(6), "map_last"),
+        (nn.RMSNorm(6), "map_last"),
+        (FirstNorm(6), "map"),
+        (nn.LayerNorm((6, 4, 5)), "map"),
+    ],
+)
+def test_a_normalisation_is_read_along_the_axis_that_it_normalises(norm: nn.Module, kind: str) -> None:
+    shape = (2, 6, 4, 5) if kind == "map" else (2, 4, 5, 6)
+    assert norm(torch.zeros(shape)).shape == shape
+    assert layout_of(norm, "").kind(shape) == kind
+    assert layout_of(nn.Sequential(nn.Identity(), norm), "").kind(shape) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "kind", "shape"),
+    [
+        ("mambaout_femto", "stages.0.blocks.0.norm", "map_last", (48, 64)),
+        ("mambaout_femto", "stages.0.blocks.0", "map_last", (48, 64)),
+        ("convnext_atto", "stages.0.blocks.0.norm", "map", (40, 64)),
+        ("convnext_atto", "stages.1.downsample.0", "map", (40, 64)),
+    ],
+)
+def test_normalisations_of_timm(name: str, layer: str, kind: str, shape: tuple[int, int]) -> None:
+    pytest.importorskip("timm")
+    net = load_network(f"timm:{name}", num_classes=3)
+    found = by_name(list_layers(net, torch.randn(1, 3, 32, 32), granularity="all"))[layer]
+    assert (found.kind, found.shape) == (kind, shape)
+
+
+class FunctionalPool(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3)
+        self.shared = nn.Conv2d(3, 3, 3, padding=1)
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.shared(self.shared(self.conv(x)).relu())
+        return self.head(x.mean((2, 3)))
+
+
+def test_what_the_output_layer_reads_is_listed_when_no_module_gives_it() -> None:
+    layers = list_layers(FunctionalPool(), torch.randn(1, 1, 8, 8))
+    assert [layer.name for layer in layers] == ["conv", "shared", "head:input", "head"]
+    assert (layers[2].role, layers[2].shape) == ("penultimate", (3, 1))
+
+
+def test_a_module_is_listed_at_its_last_call() -> None:
+    class Again(FunctionalPool):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.shared(self.conv(x))
+            return self.head(self.shared(x).mean((2, 3)))
+
+    net = nn.Sequential(nn.Identity(), Again())
+    assert [layer.name for layer in list_layers(net, torch.randn(1, 1, 8, 8))][:2] == ["1.conv", "1.shared"]
+
+
+def test_outputs_without_a_batch_axis_are_no_layers() -> None:
+    class Windowed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.table = nn.Linear(2, 2)
+            self.head = nn.Linear(16, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            windows = self.inner(x.flatten(1).reshape(-1, 4))
+            return self.head(windows.reshape(len(x), 16)) + self.table(torch.ones(1, 2))
+
+    assert [layer.name for layer in list_layers(Windowed(), torch.randn(1, 1, 4, 4))] == ["head:input", "head"]
+
+
+def test_a_linear_classifier_has_its_input_as_penultimate_layer() -> None:
+    layers = list_layers(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), torch.randn(1, 1, 2, 2))
+    assert [(layer.name, layer.role) for layer in layers] == [("1:input", "penultimate"), ("1", "output")]
+
+
+@given(st.lists(st.integers(1, 9), min_size=4, max_size=4))
+def test_layout_always_gives_a_kind_of_a_map(shape: list[int]) -> None:
+    for convolves in (False, True):
+        for widths in (frozenset[int](), frozenset({3, 5})):
+            assert Layout(convolves, widths, frozenset({2})).kind(shape) in KINDS[:2]
+
+
+def test_layout_by_rank() -> None:
+    layout = Layout(True, frozenset(), frozenset())
+    assert [layout.kind(shape) for shape in ((2, 3), (2, 3, 4), (2,), (2, 3, 4, 5, 6))] == [
+        "vector",
+        "tokens",
+        None,
+        None,
+    ]
+
+
+def test_concatenating_convolutions_stay_channels_first() -> None:
+    """A dense block's 256 channels are no convolution's width, its 32-pixel rows are."""
+    net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32))
+    assert layout_of(net, "").kind((2, 256, 24, 32)) == "map"
+
+
+def test_pattern_and_granularity_errors() -> None:
+    net = FunctionalPool()
+    example = torch.randn(1, 1, 8, 8)
+    assert [layer.index for layer in select_layers(list_layers(net, example), "^shared$")] == [1]
+    with pytest.raises(UsageError, match="no layer name matches"):
+        select_layers(list_layers(net, example), "layer9")
+    with pytest.raises(UsageError, match="regular expression"):
+        select_layers(list_layers(net, example), "(")
+    with pytest.raises(UsageError, match="operations, blocks, all"):
+        list_layers(net, example, granularity="fine")
+
+
+def test_whatever_a_network_raises_is_told() -> None:
+    class Looks(FunctionalPool):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyError("stage5")
+
+    with pytest.raises(NetworkError, match=r"shape \(1, 1, 8, 8\): KeyError: 'stage5'"):
+        list_layers(Looks(), torch.randn(1, 1, 8, 8))
+
+
+def test_inputs_and_outputs_that_do_not_fit_say_so() -> None:
+    with pytest.raises(NetworkError, match=r"cannot run an input of shape \(1, 3, 8, 8\)"):
+        list_layers(FunctionalPool(), torch.randn(1, 3, 8, 8))
+    with pytest.raises(NetworkError, match="returns logits"):
+        list_layers(nn.Sequential(nn.Conv2d(1, 2, 1)), torch.randn(1, 1, 8, 8))

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from psc_core.numerics import linalg
+from psc_core.numerics import matrix as rows
+from psc_core.numerics.matrix import chunk_rows
+
+SEEDS = st.integers(0, 2**16)
+
+
+def covariance(rows: int, columns: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    x = scale * torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x.T @ x / rows
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 12), SEEDS)
+def test_eigh_rebuilds_the_matrix_with_descending_values(rows: int, columns: int, seed: int) -> None:
+    c = covariance(rows, columns, seed)
+    values, vectors = linalg.eigh(c)
+    assert torch.all(values.diff() <= 0)
+    assert torch.all(values >= 0)
+    torch.testing.assert_close((vectors * values) @ vectors.T, c)
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    assert torch.all(largest > 0)
+
+
+def test_eigh_uses_the_cpu_where_the_device_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = torch.linalg.eigh, []
+
+    def flaky(matrix: torch.Tensor) -> object:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.linalg.LinAlgError("no convergence")
+        return real(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", flaky)
+    c = covariance(9, 4, 0)
+    values, vectors = linalg.eigh(c)
+    torch.testing.assert_close((vectors * values) @ vectors.T, c)
+    assert len(calls) == 2
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 8), SEEDS, st.sampled_from([1e-6, 1.0, 1e6]))
+def test_inverse_root_of_a_regular_matrix_changes_nothing(columns: int, seed: int, scale: float) -> None:
+    c = covariance(20 * columns, columns, seed, scale)
+    inverse = linalg.inverse_root(c, scale=scale**2)
+    torch.testing.assert_close(inverse.root @ c @ inverse.root, torch.eye(columns, dtype=torch.float64))
+    torch.testing.assert_close(inverse.root, inverse.root.T)
+    assert inverse.log_det == pytest.approx(torch.logdet(c).item(), rel=1e-9)
+    assert (inverse.lifted, inverse.lift) == (0, 0.0)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_inverse_root_lifts_to_a_bound_relative_to_the_scale(scale: float) -> None:
+    inverse = linalg.inverse_root(scale * torch.diag(torch.tensor([4.0, 0.0, 1e-9])), scale=scale)
+    assert inverse.lifted == 2
+    assert inverse.lift == pytest.approx(1e-6 * scale)
+    expected = torch.tensor([0.5, 1e3, 1e3], dtype=torch.float64) / scale**0.5
+    torch.testing.assert_close(inverse.root.diag(), expected, rtol=1e-6, atol=0)
+
+
+def test_chunked_sums_equal_whole_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = 1e6 + torch.randn(101, 7, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(rows, "CHUNK_ELEMENTS", 50)
+    assert [s.stop - s.start for s in chunk_rows(16, 7)] == [7, 7, 2]
+    mean = linalg.mean_of_rows(x)
+    torch.testing.assert_close(mean, x.double().mean(0))
+    torch.testing.assert_close(linalg.scatter_about(x, mean), 100 * torch.cov(x.double().T))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 10), st.integers(1, 30), SEEDS, st.sampled_from([1e-6, 1.0, 1e6]))
+def test_oas_keeps_the_trace_and_never_worsens_the_condition(columns: int, rows: int, seed: int, scale: float) -> None:
+    c = covariance(rows, columns, seed, scale)
+    shrunk, rho = linalg.oas_shrinkage(c, rows)
+    assert 0 <= rho <= 1
+    assert shrunk.trace().item() == pytest.approx(c.trace().item(), rel=1e-9)
+    before, after = linalg.eigh(c).values, linalg.eigh(shrunk).values
+    assert after[-1] >= before[-1] - 1e-9 * before[0]
+    assert after[0] <= before[0] * (1 + 1e-9)
+
+
+def test_oas_by_hand() -> None:
+    c = torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64))
+    shrunk, rho = linalg.oas_shrinkage(c, 15)
+    assert rho == pytest.approx(16 / (15 * 2))  # (0 · 10 + 16) / ((15 + 1 − 1)(10 − 8))
+    torch.testing.assert_close(shrunk, (1 - rho) * c + rho * 2 * torch.eye(2, dtype=torch.float64))
+    same, whole = linalg.oas_shrinkage(torch.eye(3, dtype=torch.float64), 5)
+    assert whole == 1.0
+    torch.testing.assert_close(same, torch.eye(3, dtype=torch.float64))
+    assert linalg.oas_shrinkage(torch.zeros(3, 3, dtype=torch.float64), 5)[1] == 1.0

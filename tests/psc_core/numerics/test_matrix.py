@@ -1,0 +1,92 @@
+"""FeatureMatrix in a file are the rows in memory, for everything that is fitted to them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from psc_core.density import DENSITIES, fit_density
+from psc_core.heads import HEADS, fit_head, sngp
+from psc_core.numerics import matrix as rows
+from psc_core.numerics.matrix import FeatureFile, as_matrix, blocks
+
+
+def sample(n: int = 240, dim: int = 5, classes: int = 3) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    labels = torch.arange(n) % classes
+    return torch.randn(n, dim, generator=random) + torch.randn(classes, dim, generator=random)[labels], labels
+
+
+def in_file(values: Tensor, folder: Path) -> FeatureFile:
+    """Written in two parts, the second before the first."""
+    rows = FeatureFile(folder / "rows", (values.shape[0], values.shape[1]))
+    half = len(values) // 2
+    rows.write(torch.arange(half, len(values)), values[half:])
+    rows.write(slice(0, half), values[:half])
+    return rows
+
+
+def test_reading_gives_what_was_written(tmp_path: Path) -> None:
+    values, _ = sample()
+    rows = in_file(values, tmp_path)
+    assert rows.shape == tuple(values.shape) and len(rows) == len(values)
+    assert torch.equal(rows[:], values)
+    assert torch.equal(rows[::7], values[::7])
+    picked = torch.tensor([5, 1, 1, 200])
+    assert torch.equal(rows.take(picked)[1:], values[picked[1:]])
+    doubled = rows.map(lambda part: 2 * part.double(), 5, torch.float64)
+    assert torch.equal(doubled.take(picked)[torch.tensor([0])], 2 * values[5:6].double())
+
+
+def test_what_was_read_stays_when_the_file_changes(tmp_path: Path) -> None:
+    values, _ = sample()
+    rows = in_file(values, tmp_path)
+    block = rows[3:9]
+    rows.write(slice(3, 9), torch.zeros(6, 5))
+    assert torch.equal(block, values[3:9])
+
+
+def test_a_file_that_was_cut_short_is_an_error(tmp_path: Path) -> None:
+    values, _ = sample()
+    rows = in_file(values, tmp_path)
+    os.truncate(tmp_path / "rows", 100)
+    with pytest.raises(OSError, match="expected 4700 more bytes"):
+        rows[:]
+
+
+def test_no_rows_at_all(tmp_path: Path) -> None:
+    assert FeatureFile(tmp_path / "rows", (0, 4))[:].shape == (0, 4)
+
+
+def test_blocks_are_bounded_by_the_widest_rows_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "CHUNK_ELEMENTS", 50)
+    wide = as_matrix(torch.zeros(30, 10))
+    narrow = wide.map(lambda part: part[:, :1], 1, torch.float32)
+    assert [len(block) for _, block in blocks(narrow)] == [5] * 6
+
+
+@pytest.mark.parametrize("kind", sorted(DENSITIES))
+def test_a_density_of_rows_in_a_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values, labels = sample()
+    expected = fit_density(values, labels, num_classes=3, kind=kind)
+    monkeypatch.setattr(rows, "CHUNK_ELEMENTS", 100)
+    got = fit_density(in_file(values, tmp_path), labels, num_classes=3, kind=kind)
+    torch.testing.assert_close(got(values).log_density, expected(values).log_density, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", sorted(HEADS))
+def test_a_head_of_more_rows_than_it_keeps_in_memory(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sngp, "FEATURES", 32)
+    values, labels = sample()
+    val = values[:60], labels[:60]
+    expected = fit_head(values, labels, *val, num_classes=3, kind=kind)
+    monkeypatch.setattr(rows, "CHUNK_ELEMENTS", 2000)
+    monkeypatch.setattr(sngp, "IN_MEMORY_BYTES", 0)
+    got = fit_head(in_file(values, tmp_path), labels, *val, num_classes=3, kind=kind)
+    torch.testing.assert_close(got(values).probabilities, expected(values).probabilities, rtol=0, atol=1e-5)

@@ -1,0 +1,48 @@
+"""Sizes that a projection may be given, and what the refusal of the others says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from psc_core import FitOptions, fit_projection, open_dataset
+from psc_core.collapse.report import Candidate
+from psc_core.data.dataset import ImageDataset
+from psc_core.errors import FitError
+from psc_core.images.preprocess import PRESETS
+from psc_core.projection import fit as fit_tucker
+from tests import tiny
+
+CANDIDATE = Candidate(("2",), "16 channels, 7 × 7 positions")
+OPTIONS = FitOptions(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def net() -> torch.nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return tiny.network().eval()
+
+
+@pytest.fixture(scope="module")
+def train(data_root: Path) -> ImageDataset:
+    return open_dataset(f"mnist:{data_root}", split="train", preprocess=PRESETS["mnist"]).subset(torch.arange(200))
+
+
+@pytest.mark.parametrize(("components", "limit"), [(64, 10), (8, 1)])
+def test_a_limit_that_d_proj_lifts_says_so(
+    net: torch.nn.Module, train: ImageDataset, monkeypatch: pytest.MonkeyPatch, components: int, limit: int
+) -> None:
+    """d components span d (d + 1) / 2 channel components; as many as fit are measured, unless more are asked for."""
+    monkeypatch.setattr(fit_tucker, "MAX_COMPONENTS", components)
+    with pytest.raises(FitError, match=rf"c_proj in 1…{limit} .* got 16; give d_proj too, at least 6"):
+        fit_projection(net, CANDIDATE, train, c_proj=16, options=OPTIONS)
+    fitted = fit_projection(net, CANDIDATE, train, c_proj=16, d_proj=6, options=OPTIONS)
+    assert (fitted.report.choice.c_proj, fitted.report.choice.d_proj) == (16, 6)
+
+
+def test_a_limit_of_the_layer_is_named(net: torch.nn.Module, train: ImageDataset) -> None:
+    with pytest.raises(FitError, match=r"c_proj in 1…16 for this layer, got 17"):
+        fit_projection(net, CANDIDATE, train, c_proj=17, d_proj=6, options=OPTIONS)

@@ -1,0 +1,75 @@
+"""Sizes from one pass equal the brute-force sweep over every size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psc_core.errors import FitError
+from psc_core.numerics.scatter import ClassScatter, class_rows
+from psc_core.projection.ranks import choose_ranks, nc1_prefixes, nearest_mean_hits
+from tests import reference_projection as reference
+
+
+def sample(n: int, classes: int, c: int, d: int, seed: int, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.cat([torch.arange(classes), torch.randint(0, classes, (n,), generator=generator)])
+    means = torch.randn(classes, c, d, generator=generator, dtype=torch.float64)
+    z = means[labels] + torch.randn(len(labels), c, d, generator=generator, dtype=torch.float64) + 100.0
+    return z * scale, labels
+
+
+@given(
+    n=st.integers(2, 30),
+    classes=st.integers(2, 4),
+    c=st.integers(1, 4),
+    d=st.integers(1, 4),
+    size=st.integers(1, 20),
+    seed=st.integers(0, 99),
+    scale=st.sampled_from([1e-6, 1.0, 1e6]),
+)
+def test_prefix_sums_equal_the_sweep(n: int, classes: int, c: int, d: int, size: int, seed: int, scale: float) -> None:
+    z, labels = sample(n, classes, c, d, seed, scale)
+    scatter = ClassScatter(classes, c * d, by_column=True)
+    for part, own in zip(z.flatten(1).split(size), labels.split(size), strict=True):
+        scatter.add(part, class_rows(own, torch.arange(len(own))))
+    nc1 = nc1_prefixes(scatter.within.view(c, d), scatter.total().view(c, d))
+    means = scatter.means.view(classes, c, d)
+    hits = nearest_mean_hits(z, means, labels)
+    for i in range(1, c + 1):
+        for j in range(1, d + 1):
+            assert float(nc1[i - 1, j - 1]) == pytest.approx(reference.nc1(z[:, :i, :j], labels), rel=1e-8)
+            expected = reference.nc4(z[:, :i, :j], labels, means[:, :i, :j])
+            assert int(hits[i - 1, j - 1]) / len(z) == pytest.approx(expected)
+
+
+def test_the_smallest_size_that_keeps_both_numbers_is_chosen() -> None:
+    nc1 = torch.tensor([[0.1, 0.3, 0.3], [0.3, 0.3, 0.3]])
+    nc4 = torch.tensor([[0.99, 0.80, 0.985], [0.80, 0.99, 0.99]])
+    choice = choose_ranks(nc1, nc4, epsilon=0.2, reference_nc4=0.99)
+    assert (choice.c_proj, choice.d_proj, choice.warning) == (1, 3, "")
+    assert choose_ranks(nc1, nc4, epsilon=0.2, reference_nc4=0.99, minimum=4).c_proj == 2
+
+
+def test_a_size_exactly_at_the_cutoff_does_not_pass() -> None:
+    nc1, nc4 = torch.tensor([[0.25, 0.3]]).double(), torch.tensor([[0.9, 0.9]])
+    assert choose_ranks(nc1, nc4, epsilon=0.25, reference_nc4=0.9).d_proj == 2
+
+
+def test_nothing_passing_takes_the_best_accuracy_and_says_so() -> None:
+    nc1, nc4 = torch.full((2, 2), 0.5), torch.tensor([[0.1, 0.2], [0.3, 0.4]])
+    choice = choose_ranks(nc1, nc4, epsilon=0.2, reference_nc4=0.9)
+    assert (choice.c_proj, choice.d_proj) == (2, 2)
+    assert "took the best NC4" in choice.warning
+    assert "gives up 0.500" in choice.warning
+
+
+def test_fixed_sizes_are_kept_and_checked() -> None:
+    nc1, nc4 = torch.full((3, 4), 0.5), torch.full((3, 4), 0.9)
+    choice = choose_ranks(nc1, nc4, epsilon=0.2, reference_nc4=0.9, c_proj=2, d_proj=3, minimum=100)
+    assert (choice.c_proj, choice.d_proj) == (2, 3)
+    assert choose_ranks(nc1, nc4, epsilon=0.2, reference_nc4=0.9, c_proj=3).c_proj == 3
+    with pytest.raises(FitError, match=r"c_proj in 1…3"):
+        choose_ranks(nc1, nc4, epsilon=0.2, reference_nc4=0.9, c_proj=4)

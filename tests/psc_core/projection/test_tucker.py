@@ -1,0 +1,48 @@
+"""Factors: orthonormal, ordered, repeatable, and exact where the tensor has low rank."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psc_core.projection.tucker import tucker_factors
+
+
+def correlation_of(channels: int, d: int, rank_c: int, rank_d: int, seed: int) -> torch.Tensor:
+    """Symmetric slices that span rank_c channel and rank_d spatial directions."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(channels, rank_c, generator=generator, dtype=torch.float64)
+    basis = torch.randn(rank_c, d, rank_d, generator=generator, dtype=torch.float64)
+    shared = torch.linalg.qr(torch.randn(d, rank_d, generator=generator, dtype=torch.float64))[0]
+    core = torch.einsum("rdk,rek->rde", basis, basis)
+    return torch.einsum("cr,rde->cde", weights, shared @ (shared.T @ core @ shared) @ shared.T)
+
+
+@given(st.integers(2, 6), st.integers(2, 6), st.integers(0, 50))
+def test_factors_are_orthonormal_and_repeatable(channels: int, d: int, seed: int) -> None:
+    tensor = correlation_of(channels, d, min(3, channels), d, seed)
+    a, b = tucker_factors(tensor, channels, d)
+    torch.testing.assert_close(a.T @ a, torch.eye(a.shape[1], dtype=torch.float64), atol=1e-8, rtol=0)
+    torch.testing.assert_close(b.T @ b, torch.eye(b.shape[1], dtype=torch.float64), atol=1e-8, rtol=0)
+    again = tucker_factors(tensor.clone(), channels, d)
+    assert torch.equal(a, again[0])
+    assert torch.equal(b, again[1])
+
+
+def test_a_low_rank_tensor_is_rebuilt_exactly() -> None:
+    tensor = correlation_of(8, 9, 2, 3, seed=1)
+    a, b = tucker_factors(tensor, 2, 3)
+    core = torch.einsum("cde,cp,dq,er->pqr", tensor, a, b, b)
+    rebuilt = torch.einsum("pqr,cp,dq,er->cde", core, a, b, b)
+    torch.testing.assert_close(rebuilt, tensor, atol=1e-9, rtol=1e-9)
+
+
+def test_one_channel_is_an_eigendecomposition() -> None:
+    x = torch.randn(200, 6, dtype=torch.float64) @ torch.randn(6, 6, dtype=torch.float64)
+    matrix = torch.corrcoef(x.T)
+    a, b = tucker_factors(matrix[None], 5, 3)
+    values, vectors = torch.linalg.eigh(matrix)
+    assert a.shape == (1, 1)
+    leading = vectors[:, values.argsort(descending=True)[:3]]
+    torch.testing.assert_close((b.T @ leading).abs(), torch.eye(3, dtype=torch.float64), atol=1e-8, rtol=0)
