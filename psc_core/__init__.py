@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from psc_core.data.dataset import ImageDataset, open_dataset
+    from psc_core.data.dataset import ImageDataset
+    from psc_core.data.spec import open_dataset
     from psc_core.fitting.stages import FitOptions, fit_projection, fit_psc, measure_collapse
     from psc_core.images.preprocess import PRESETS, Preprocess
     from psc_core.model.prediction import Prediction
@@ -29,7 +30,7 @@ _MODULES = {
     "fit_psc": "fitting.stages",
     "load_network": "network.load",
     "measure_collapse": "fitting.stages",
-    "open_dataset": "data.dataset",
+    "open_dataset": "data.spec",
 }
 
 __all__ = [

@@ -57,7 +57,7 @@ def tiny_job(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> TinyJ
     """A small network trained on real digits and its command line for ``psc-fit``, once a test process."""
     from safetensors.torch import save_file
 
-    from psc_core.data.dataset import open_dataset
+    from psc_core.data.spec import open_dataset
     from psc_core.images.preprocess import PRESETS
     from tests import tiny
 

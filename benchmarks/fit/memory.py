@@ -30,7 +30,8 @@ from safetensors.torch import save_file
 from benchmarks.networks import NETWORKS
 from benchmarks.runs import RESULTS, environment, where, write_section
 from psc_core.compute.passes import Compute
-from psc_core.data.dataset import ImageDataset, open_dataset
+from psc_core.data.dataset import ImageDataset
+from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.network.load import load_network
 

@@ -31,7 +31,8 @@ from benchmarks.paper import common
 from benchmarks.runs import BUNDLE, Json, Run
 from psc_core.collapse.report import CollapseReport
 from psc_core.compute.passes import track_images
-from psc_core.data.dataset import ImageDataset, open_dataset
+from psc_core.data.dataset import ImageDataset
+from psc_core.data.spec import open_dataset
 from psc_core.density import DENSITIES
 from psc_core.evaluation.baselines import Baselines
 from psc_core.evaluation.evaluate import score_images

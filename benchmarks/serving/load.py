@@ -27,7 +27,7 @@ from benchmarks.serving.client import Generator, Load
 from benchmarks.serving.drive import Target, summary
 from benchmarks.serving.processes import ROOT, Processes, free_port
 from benchmarks.serving.report import back_to_normal, batches, requirements, section
-from psc_core.data.dataset import open_dataset
+from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
 
 CLIENTS, STEADY, OVERLOAD = 64, 0.7, 3.0

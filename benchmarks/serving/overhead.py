@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from psc_core.cli.fit import main as psc_fit
-from psc_core.data.dataset import open_dataset
+from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
 
 FACTORY = "benchmarks.serving.overhead:network"

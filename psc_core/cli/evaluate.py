@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Measure and print."""
-    from psc_core.data.dataset import open_dataset
+    from psc_core.data.spec import open_dataset
     from psc_core.evaluation.evaluate import evaluate as measure
     from psc_core.evaluation.report import to_markdown, to_text
     from psc_core.model.predictor import PSC
@@ -96,7 +96,7 @@ def _named(text: str) -> tuple[str, str]:
 
 def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:
     from psc_core.compute.passes import Compute
-    from psc_core.data.dataset import open_dataset
+    from psc_core.data.spec import open_dataset
     from psc_core.evaluation.baselines import fit_baselines
     from psc_core.evaluation.evaluate import check_classes
     from psc_core.network.backbone import example_input

@@ -173,7 +173,7 @@ def fit(args: argparse.Namespace) -> None:
     from psc_core.bundle.manifest import check_origin
     from psc_core.compute.device import resolve_device
     from psc_core.compute.distributed import Reducer
-    from psc_core.data.dataset import open_dataset  # torch is imported behind --help and usage errors
+    from psc_core.data.spec import open_dataset  # torch is imported behind --help and usage errors
     from psc_core.fitting.stages import FitOptions
     from psc_core.network.load import Recipe, load_network
 

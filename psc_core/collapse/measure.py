@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from psc_core.collapse.report import EPSILON, CollapseReport, LayerCollapse
+from psc_core.collapse.candidate import EPSILON, LayerCollapse
+from psc_core.collapse.report import CollapseReport
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import Batch, ImageDataset, by_class

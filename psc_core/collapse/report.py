@@ -1,66 +1,16 @@
-"""Every layer's collapse in one table, and the rule that picks the candidate layer(s) from it.
-
-The rule (paper, section 4.1): among the layers whose features still vary within a class, NC1 > ε, take the one
-whose nearest class mean is most often right, the highest NC4; the deepest of equals.  When NC1 of that layer or
-of the next one is within :data:`NEAR` of ε and both have as many channels, take both: the layers before and
-after collapse.  The logits are measured but never chosen.
-"""
+"""The collapse of every layer in one report: as text, CSV and JSON."""
 
 from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from typing import Any, Final
+from typing import Any
 
+from psc_core.collapse.candidate import Candidate, LayerCollapse, choose_candidate, describe
 from psc_core.errors import UsageError
-
-EPSILON: Final = 0.2
-"""Neural collapse cutoff ε on NC1, the paper's."""
-
-NEAR: Final = 0.05
-"""How close to ε NC1 must be for two layers to be combined."""
-
-
-@dataclass(frozen=True)
-class LayerCollapse:
-    """Collapse measured after one layer.
-
-    Attributes:
-        name: Layer name.
-        index: Position in execution order.
-        kind: ``map``, ``map_last``, ``tokens`` or ``vector``.
-        shape: Canonical (channels, spatial).
-        grid: The spatial axis unrolled.
-        role: ``hidden``, ``penultimate`` or ``output``.
-        nc1: Tr(Σ_W)/Tr(Σ_T) on the training rows: 1 no class structure, 0 collapsed.
-        nc4: Share of the validation rows whose nearest class mean is their label.
-    """
-
-    name: str
-    index: int
-    kind: str
-    shape: tuple[int, int]
-    grid: tuple[int, ...]
-    role: str
-    nc1: float
-    nc4: float
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """The layer(s) a PSC reads.
-
-    Attributes:
-        layers: One or two layer names, in execution order.
-        reason: Why these, one sentence with the numbers.
-    """
-
-    layers: tuple[str, ...]
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -110,36 +60,12 @@ class CollapseReport:
             UsageError: ``layer`` was not measured, or the pattern leaves no layer to choose from.
         """
         if layer is not None:
-            return Candidate((layer,), f"{_numbers(self.layer(layer))}, named by the caller")
-        matcher = re.compile(self.pattern or "")
-        eligible = [entry for entry in self.layers if entry.role != "output" and matcher.search(entry.name)]
-        if not eligible:
-            raise UsageError(f"expected a layer before the output, {self.pattern!r} leaves none; widen the pattern")
-        passing = [entry for entry in eligible if entry.nc1 > self.epsilon]
-        if not passing:
-            least = max(eligible, key=lambda entry: (entry.nc1, entry.nc4, entry.index))
-            return Candidate(
-                (least.name,),
-                f"no layer has NC1 > {self.epsilon:g}, all have collapsed; took the least collapsed one, "
-                f"{_numbers(least)}: expect OOD detection no better than at the penultimate layer",
-            )
-        best = max(passing, key=lambda entry: (entry.nc4, entry.index))
-        reason = f"{_numbers(best)}, has the highest NC4 of the {len(passing)} layers with NC1 > {self.epsilon:g}"
-        following = next((entry for entry in eligible if entry.index > best.index), None)
-        if following is None or following.shape[0] != best.shape[0] or not (self._near(best) or self._near(following)):
-            return Candidate((best.name,), reason)
-        return Candidate(
-            (best.name, following.name),
-            f"{reason}; the next layer, {_numbers(following)}, joins it: NC1 is within {NEAR:g} of {self.epsilon:g} "
-            f"and both have {best.shape[0]} channels",
-        )
+            return Candidate((layer,), f"{describe(self.layer(layer))}, named by the caller")
+        return choose_candidate(self.layers, epsilon=self.epsilon, pattern=self.pattern)
 
     def nc4_of(self, candidate: Candidate) -> float:
         """NC4 of the candidate's layer; the better one of two."""
         return max(self.layer(name).nc4 for name in candidate.layers)
-
-    def _near(self, entry: LayerCollapse) -> bool:
-        return abs(entry.nc1 - self.epsilon) <= NEAR + 1e-12
 
     # -- forms --------------------------------------------------------------------------------------------
 
@@ -157,7 +83,7 @@ class CollapseReport:
             lines.append("  ".join([line, *marks]))
         lines.append(f"candidate: {chosen.reason}")
         if self.penultimate not in chosen.layers:
-            lines.append(f"penultimate: {_numbers(self.layer(self.penultimate))}, for comparison (DDU)")
+            lines.append(f"penultimate: {describe(self.layer(self.penultimate))}, for comparison (DDU)")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_csv(self) -> str:
@@ -181,7 +107,3 @@ class CollapseReport:
             for entry in data["layers"]
         )
         return cls(**{**data, "layers": layers, "notes": tuple(data["notes"])})
-
-
-def _numbers(entry: LayerCollapse) -> str:
-    return f"{entry.name} (NC1 {entry.nc1:.4f}, NC4 {entry.nc4:.4f})"

@@ -1,29 +1,16 @@
-"""Labelled images as one streaming interface, whatever they are stored in.
+"""Labelled images, streamed in batches.
 
-A data set is named by a *spec*:
-
-* ``DIR``: the ImageFolder layout, ``class/file.png``;
-* ``mnist:ROOT``, ``fashion-mnist:ROOT``, ``ambiguous-mnist:ROOT``, ``dirty-mnist:ROOT``, ``cifar10:ROOT``:
-  built-in readers of the IDX files or of the CIFAR-10 archive of JPEGs below ``ROOT``;
-* ``package.module:factory``: a function ``factory(split=…, preprocess=…) -> ImageDataset``.
-
-``#train``, ``#val`` or ``#test`` behind a built-in spec picks the split by hand; else the caller's role does.
-The validation split of a built-in set is held out of its training images at fixed positions.
-
-Labels: an image may carry several (Dirty-MNIST gives each ambiguous image ten).  Each (image, label) pair is
-one *row* of training data; the image itself is decoded and sent through the network once.
+A *labelled example* is one (image, label) pair.  An image may carry several labels (Dirty-MNIST gives each ambiguous
+image ten); it is decoded and sent through the network once, whatever their number.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,15 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.data import formats as idx
-from psc_core.data.sources import ArraySource, EncodedSource, FileSource, ImageSource
+from psc_core.data.sources import ArraySource, ImageSource
 from psc_core.errors import DataError
 from psc_core.images.preprocess import Preprocess
-
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-"""File names an ImageFolder directory is searched for."""
-
-SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True)
@@ -202,33 +183,6 @@ def concatenate(name: str, parts: Sequence[ImageDataset]) -> ImageDataset:
     )
 
 
-def open_dataset(spec: str, *, split: str, preprocess: Preprocess, labelled_images: bool = True) -> ImageDataset:
-    """Open the data set that ``spec`` names (see the module docstring).
-
-    Args:
-        spec: Directory, built-in name with root, or factory; an optional ``#split`` wins over ``split``.
-        split: ``"train"``, ``"val"`` or ``"test"``; a directory is taken whole whatever the split, but only for
-            ``"train"`` must each of its class folders hold images.
-        preprocess: How its images are read.
-        labelled_images: When false, a directory is one class: every image below it (out-of-distribution sets).
-
-    Raises:
-        DataError: The spec, the directory or its layout is not usable; the message says what was expected.
-    """
-    body, mark, chosen = spec.rpartition("#")
-    if not mark or Path(spec).is_dir():
-        body, chosen = spec, ""
-    split = chosen or split
-    if split not in SPLITS:
-        raise DataError(f"expected a split of {', '.join(SPLITS)} behind '#', got {split!r} in {spec!r}")
-    kind, separator, rest = body.partition(":")
-    if separator and kind in BUILT_IN:
-        return BUILT_IN[kind](Path(rest), split, preprocess)
-    if separator and "/" not in kind and not Path(body).exists():
-        return _from_factory(kind, rest, split, preprocess)
-    return image_folder(Path(body), preprocess, labelled_images=labelled_images, empty_classes=split != "train")
-
-
 def by_class(dataset: ImageDataset) -> Tensor:
     """``int64 (n,)`` positions of the images, those of one class (their first label) after another."""
     return stable_order(dataset.first_labels())
@@ -237,125 +191,3 @@ def by_class(dataset: ImageDataset) -> Tensor:
 def stable_order(labels: Tensor) -> Tensor:
     """``int64 (n,)`` positions that sort ``labels``, with 4 bytes an entry beside them (torch's sort takes 32)."""
     return torch.from_numpy(np.argsort(labels.numpy(), kind="stable"))
-
-
-def split_validation(val: ImageDataset, seed: int = 0) -> tuple[ImageDataset, ImageDataset]:
-    """Two random halves of the validation images: one chooses, the other only calibrates.
-
-    Layer, ranks, prior precision and temperature are chosen on the first; p-values, thresholds and prediction sets come
-    from the second, which nothing was chosen on, so their stated rates hold.
-
-    Raises:
-        DataError: Fewer than two images.
-    """
-    if len(val) < 2:
-        raise DataError(f"{val.name}: expected at least two validation images to split, got {len(val)}")
-    order = torch.randperm(len(val), generator=torch.Generator().manual_seed(seed))
-    half = len(val) // 2
-    return val.subset(order[:half].sort().values), val.subset(order[half:].sort().values)
-
-
-def _from_factory(module: str, name: str, split: str, preprocess: Preprocess) -> ImageDataset:
-    if not module or module.startswith("."):
-        raise DataError(f"expected package.module:factory, not a path, got {module}:{name}")
-    try:
-        factory = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise DataError(
-            f"expected a directory, one of {', '.join(f'{k}:ROOT' for k in BUILT_IN)}, or "
-            f"package.module:factory; {module}:{name} cannot be imported ({error})"
-        ) from error
-    dataset = factory(split=split, preprocess=preprocess)
-    if not isinstance(dataset, ImageDataset):
-        raise DataError(f"expected {module}:{name} to return an ImageDataset, got {type(dataset).__name__}")
-    return dataset
-
-
-def image_folder(
-    root: Path, preprocess: Preprocess, *, labelled_images: bool = True, empty_classes: bool = False
-) -> ImageDataset:
-    """The ImageFolder layout: one directory a class, sorted by name; without labels, every image below ``root``.
-
-    With ``empty_classes`` the folder of a class may be empty, as where a test set has no image of it.
-    """
-    if not root.is_dir():
-        raise DataError(f"expected a directory of images, {root} is not one")
-    folders = sorted(entry for entry in root.iterdir() if entry.is_dir()) if labelled_images else [root]
-    if not folders:
-        raise DataError(f"expected one folder a class in {root}, it has none; lay images out as class/file.png")
-    names: list[npt.NDArray[Any]] = []
-    for label, folder in enumerate(folders):
-        if labelled_images and folder.name.encode(errors="replace").decode() != folder.name:
-            raise DataError(f"expected class folders named in UTF-8, {root} has {folder.name!r}; rename it")
-        files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-        if not files and not empty_classes:
-            raise DataError(
-                f"class folder {label + 1} of {len(folders)}, {folder}, has no images "
-                f"({', '.join(SUFFIXES)}); add some or remove the folder"
-            )
-        names.append(np.array([os.fsencode(path.relative_to(root)) for path in files], dtype=np.bytes_))
-    if not any(map(len, names)):
-        raise DataError(f"expected images ({', '.join(SUFFIXES)}) in {root}, it has none; add some")
-    labels = torch.arange(len(folders)).repeat_interleave(torch.tensor([len(files) for files in names]))
-    source = FileSource(root, np.concatenate(names))
-    return labelled(str(root), [folder.name for folder in folders], source, labels, preprocess)
-
-
-def _held_out(dataset: ImageDataset, split: str, every: int) -> ImageDataset:
-    """Every ``every``-th training image is for validation."""
-    position = torch.arange(len(dataset))
-    is_val = position % every == every - 1
-    return dataset.subset(position[is_val if split == "val" else ~is_val])
-
-
-_DIGITS = tuple("0123456789")
-_FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
-
-
-def _idx_pair(root: Path, folder: str, split: str) -> tuple[ArraySource, Tensor]:
-    stem = root / folder / "raw" / ("t10k" if split == "test" else "train")
-    images = idx.read(Path(f"{stem}-images-idx3-ubyte"), ndim=3)
-    label_file = f"{stem}-labels-idx{2 if folder == 'AmbiguousMNIST' else 1}-ubyte"
-    return ArraySource(images), torch.from_numpy(idx.read(Path(label_file)).astype(np.int64))
-
-
-def _mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
-    whole = labelled("mnist", _DIGITS, *_idx_pair(root, "MNIST", split), preprocess)
-    return whole if split == "test" else _held_out(whole, split, every=12)
-
-
-def _fashion_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
-    whole = labelled("fashion-mnist", _FASHION, *_idx_pair(root, "FashionMNIST", split), preprocess)
-    return whole if split == "test" else _held_out(whole, split, every=12)
-
-
-def _ambiguous_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
-    source, labels = _idx_pair(root, "AmbiguousMNIST", split)
-    whole = labelled("ambiguous-mnist", _DIGITS, source, labels if split == "train" else labels[:, 0], preprocess)
-    return whole if split == "test" else _held_out(whole, split, every=2)
-
-
-def _dirty_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
-    """MNIST and Ambiguous-MNIST; validation holds 5,000 and 3,000 images, the test sets' own proportion.
-
-    For training an ambiguous image is ten rows, one a label; elsewhere it counts once, with its first label.
-    """
-    return concatenate("dirty-mnist", [_mnist(root, split, preprocess), _ambiguous_mnist(root, split, preprocess)])
-
-
-def _cifar10(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
-    names, files = idx.read_tar(root / "cifar10-jpeg.tar.gz", f"cifar10/{'test' if split == 'test' else 'train'}/")
-    classes = sorted({name.split("/")[-2] for name in names})
-    labels = torch.tensor([classes.index(name.split("/")[-2]) for name in names])
-    whole = labelled("cifar10", classes, EncodedSource(names, files), labels, preprocess)
-    return whole if split == "test" else _held_out(whole, split, every=10)
-
-
-BUILT_IN: Mapping[str, Callable[[Path, str, Preprocess], ImageDataset]] = {
-    "mnist": _mnist,
-    "fashion-mnist": _fashion_mnist,
-    "ambiguous-mnist": _ambiguous_mnist,
-    "dirty-mnist": _dirty_mnist,
-    "cifar10": _cifar10,
-}
-"""Readers by the name in front of the colon."""

@@ -14,7 +14,7 @@ from psc_core.errors import DataError
 _UNSIGNED_BYTE = 0x08
 
 
-def read(path: Path, *, ndim: int | None = None) -> npt.NDArray[np.uint8]:
+def read_idx(path: Path, *, ndim: int | None = None) -> npt.NDArray[np.uint8]:
     """Read an IDX file of unsigned bytes, plain or with ``.gz`` behind its name.
 
     The header is two zero bytes, the type code, the number of axes, then each length as big-endian uint32.

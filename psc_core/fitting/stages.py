@@ -5,7 +5,7 @@
     projection = fit_projection(net, candidate, train, method="tucker")
     psc        = fit_psc(net, candidate, projection, train, val, head="laplace")
 
-The validation images are split once (:func:`psc_core.data.dataset.split_validation`, same seed at every station):
+The validation images are split once (:func:`psc_core.data.splits.split_validation`, same seed at every station):
 one half chooses the layer, the sizes, the prior precision and the temperature, the other half only calibrates.
 """
 
@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from psc_core.bundle.manifest import Policy
 from psc_core.calibration.conformal import Calibration, ambiguity_threshold, fit_calibration
 from psc_core.collapse import measure as collapse
-from psc_core.collapse.report import EPSILON, Candidate, CollapseReport
+from psc_core.collapse.candidate import EPSILON, Candidate
+from psc_core.collapse.report import CollapseReport
 from psc_core.compute.device import resolve_device
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes, track_images
-from psc_core.data.dataset import ImageDataset, split_validation, stable_order
+from psc_core.data.dataset import ImageDataset, stable_order
+from psc_core.data.splits import split_validation
 from psc_core.density import fit_density, kind_of
 from psc_core.errors import DataError, UsageError
 from psc_core.heads import fit_head

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from psc_core.network.cut import share
+from psc_core.network.graph import share
 
 
 def fuse(body: nn.Module, *, precision: str) -> nn.Module:

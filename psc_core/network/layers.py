@@ -1,21 +1,8 @@
-"""The layers of a network in execution order, and the one shape every layer's output is brought to.
+"""The layers of a network in execution order.
 
 A *layer* is a module, its value the output of its last call, measured after it.  The one exception is
 ``NAME:input``, what the output layer NAME reads, listed where no module's output is exactly that (a class token,
-functional pooling), because it is the penultimate layer other work measures.  Outputs become
-
-    canonical features: (batch, channels, spatial)
-
-where the spatial axis is row-major: positions of a map, tokens of a transformer, one for a vector.
-
-=============  =====================  ==========================================================
-kind           module output          canonical
-=============  =====================  ==========================================================
-``map``        (B, C, H, W)           (B, C, H·W); (B, C, P) of one-dimensional layers as it is
-``map_last``   (B, H, W, C)           (B, C, H·W), Swin and the linear layers of ConvNeXt
-``tokens``     (B, T, C)              (B, C, T)
-``vector``     (B, C)                 (B, C, 1)
-=============  =====================  ==========================================================
+functional pooling), because it is the penultimate layer other work measures.
 
 Granularity: ``operations`` lists every convolution, pooling and linear layer, the paper's; where a block holds
 attention, the block's output stands for what is inside it.  ``blocks`` lists residual, ConvNeXt, transformer
@@ -33,16 +20,12 @@ from typing import Any, Final
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from psc_core.errors import NetworkError, UsageError
+from psc_core.network.layout import INPUT, canonical_shape, is_pooling, layout_of
 
-KINDS: Final = ("map", "map_last", "tokens", "vector")
 GRANULARITIES: Final = ("operations", "blocks", "all")
-
-INPUT: Final = ":input"
-"""Behind a module's name: its input in place of its output."""
 
 
 @dataclass(frozen=True)
@@ -64,107 +47,6 @@ class LayerInfo:
     shape: tuple[int, int]
     grid: tuple[int, ...]
     role: str = "hidden"
-
-
-def canonical(features: Float[Tensor, "batch ..."], kind: str) -> Float[Tensor, "batch channels spatial"]:
-    """Bring a layer's output of the given kind to (batch, channels, spatial); see the module docstring."""
-    if kind == "map":
-        return features.flatten(2)
-    if kind == "map_last":
-        return features.flatten(1, 2).transpose(1, 2)
-    if kind == "tokens":
-        return features.transpose(1, 2)
-    if kind == "vector":
-        return features.unsqueeze(2)
-    raise UsageError(f"expected a layer kind of {', '.join(KINDS)}, got {kind!r}")
-
-
-# -- which axis holds the channels ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What a module's weights say about the channel axis of its output of three or four dimensions.
-
-    Attributes:
-        convolves: Holds a convolution or batch normalisation (channels first).
-        widths: Output widths of its linear layers and layer normalisations (channels last).
-        channels: Output channels of its convolutions.
-        lines: Holds a one-dimensional convolution or batch normalisation, or is such a pooling.
-    """
-
-    convolves: bool
-    widths: frozenset[int]
-    channels: frozenset[int]
-    lines: bool = False
-
-    def kind(self, shape: Sequence[int]) -> str | None:
-        """Kind of an output of this shape; ``None`` when it is no batch of features.
-
-        Convolutions keep channels first, linear layers last, unless only the other axis fits a width.  Three dimensions
-        are tokens except behind one-dimensional layers; one channel alone there (a sum of tokens, a gate) is a token.
-        """
-        if len(shape) not in (3, 4):
-            return "vector" if len(shape) == 2 else None
-        fits_first, fits_last = shape[1] in self.widths | self.channels, shape[-1] in self.widths
-        if len(shape) == 3:
-            first = not self.widths or (fits_first and not fits_last)
-            return "map" if self.lines and first and shape[1] > 1 else "tokens"
-        if not self.widths:
-            return "map"
-        if not self.convolves:
-            return "map" if fits_first and not fits_last else "map_last"
-        return "map_last" if fits_last and not fits_first and shape[2] != shape[3] else "map"
-
-
-def layout_of(net: nn.Module, name: str) -> Layout:
-    """Layout of layer ``name``; a module without weights takes that of the nearest module around it."""
-    module = net.get_submodule(name.removesuffix(INPUT))
-    if name.endswith(INPUT):
-        return Layout(False, frozenset({int(getattr(module, "in_features", 0))}), frozenset())
-    if not name or _is_pooling(module) or next(module.parameters(), None) is not None:
-        return _layout(module)
-    return layout_of(net, name.rpartition(".")[0])
-
-
-def _layout(module: nn.Module) -> Layout:
-    if _is_pooling(module):
-        return Layout(True, frozenset(), frozenset(), "Pool1d" in type(module).__name__)
-    inside = list(module.modules())
-    convolutions = [m for m in inside if isinstance(m, _ConvNd)]
-    linears = [m for m in inside if isinstance(m, nn.Linear)]
-    return Layout(
-        bool(convolutions) or any(isinstance(m, _BatchNorm) for m in inside),
-        frozenset(m.out_features for m in linears) | {width for m in inside if (width := _normalised_width(m))},
-        frozenset(m.out_channels for m in convolutions),
-        any(isinstance(m, nn.Conv1d | nn.ConvTranspose1d | nn.BatchNorm1d) for m in inside),
-    )
-
-
-def _normalised_width(module: nn.Module) -> int | None:
-    """Width of the last axis, if that is what the module normalises: layer and RMS normalisation, timm's too.
-
-    One that reads channels first permutes inside.  Only such a one leaves the shape of a map of one position.
-    """
-    shape = getattr(module, "normalized_shape", ())
-    if not isinstance(shape, Sequence) or len(shape) != 1:
-        return None
-    width = int(shape[0])
-    if type(module) is nn.LayerNorm:
-        return width
-    probe = next(module.parameters(), torch.empty(0)).new_zeros(1, width, 1, 1)
-    try:
-        with torch.no_grad():
-            return None if module.forward(probe).shape == probe.shape else width
-    except Exception:
-        return width
-
-
-def _is_pooling(module: nn.Module) -> bool:
-    return "Pool" in type(module).__name__ and next(module.children(), None) is None
-
-
-# -- listing --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -211,7 +93,7 @@ def list_layers(
     for name, shape in run.shapes.items():
         kind = layout_of(net, name).kind(shape) if name in chosen else None
         if kind is not None:
-            layers.append(LayerInfo(name, 0, kind, *_canonical_shape(shape, kind)))
+            layers.append(LayerInfo(name, 0, kind, *canonical_shape(shape, kind)))
     if not layers:
         raise NetworkError(f"{type(net).__name__} has no layers of granularity {granularity!r}; use another one")
     return [replace(layer, index=i) for i, layer in enumerate(_with_roles(net, layers, run))]
@@ -271,16 +153,6 @@ def _run(net: nn.Module, example: Tensor) -> _Run:
     return run
 
 
-def _canonical_shape(shape: tuple[int, ...], kind: str) -> tuple[tuple[int, int], tuple[int, ...]]:
-    channels, grid = {
-        "map": (shape[1], shape[2:]),
-        "map_last": (shape[-1], shape[1:-1]),
-        "tokens": (shape[-1], shape[1:-1]),
-        "vector": (shape[-1], (1,)),
-    }[kind]
-    return (channels, int(torch.Size(grid).numel())), grid
-
-
 def _with_roles(net: nn.Module, layers: list[LayerInfo], run: _Run) -> list[LayerInfo]:
     """Mark the output layer (the last with weights, as wide as the logits) and the one it reads."""
     weighted = [i for i, layer in enumerate(layers) if isinstance(net.get_submodule(layer.name), _WEIGHTED)]
@@ -299,7 +171,7 @@ _WEIGHTED = (_ConvNd, nn.Linear)
 
 
 def _operations(net: nn.Module) -> set[str]:
-    operations = {name for name, m in net.named_modules() if isinstance(m, _WEIGHTED) or _is_pooling(m)}
+    operations = {name for name, m in net.named_modules() if isinstance(m, _WEIGHTED) or is_pooling(m)}
     attending = [name for name in _blocks(net) if _attends(net.get_submodule(name))]
     inside = {name for name in operations if any(name.startswith(f"{block}.") for block in attending)}
     return (operations - inside) | set(attending)

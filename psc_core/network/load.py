@@ -14,22 +14,18 @@ A loaded network remembers its :class:`Recipe`, so that a bundle can rebuild it.
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import safetensors.torch
 import torch
-import torchvision
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
+from psc_core.network.builders import BUILDERS, from_factory
+from psc_core.network.weights import load_weights, read_tensors
 
 _RECIPE = "psc_recipe"
 """Attribute of a loaded network that holds its :class:`Recipe`."""
@@ -37,6 +33,7 @@ _RECIPE = "psc_recipe"
 
 MAX_WEIGHTS: Final = 1 << 31
 """Most weights of a network that a bundle may name (8 GiB of float32)."""
+
 
 MAX_MODULES: Final = 1 << 15
 """Most modules of a network that a bundle may name."""
@@ -59,7 +56,7 @@ class Recipe:
     @property
     def is_factory(self) -> bool:
         """Whether building imports code other than torchvision's or timm's."""
-        return self.spec.partition(":")[0] not in _BUILDERS
+        return self.spec.partition(":")[0] not in BUILDERS
 
     def to_json(self) -> dict[str, Any]:
         """The attributes as JSON types."""
@@ -97,9 +94,9 @@ def load_network(
     if not separator or not source or not name:
         raise NetworkError(f"expected torchvision:NAME, timm:NAME or package.module:factory, got {spec!r}")
     if recipe.is_factory:
-        net = _from_factory(recipe, allow_factories)
+        net = from_factory(spec, num_classes, recipe.model_args, allow_factories)
     else:
-        net = _BUILDERS[source](name, num_classes, recipe.model_args)
+        net = BUILDERS[source](name, num_classes, recipe.model_args)
     if weights is not None:
         load_weights(net, read_tensors(Path(weights)), num_classes=num_classes, origin=str(weights))
     setattr(net, _RECIPE, recipe)
@@ -174,192 +171,3 @@ def _counting() -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-# -- builders -------------------------------------------------------------------------------------------------
-
-
-def _from_torchvision(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
-    known = torchvision.models.list_models(module=torchvision.models)
-    if name not in known:
-        raise NetworkError(f"expected a classification network of torchvision, got {name!r}; {_near(name, known)}")
-    args = dict(model_args)
-    stem, in_channels = args.pop("stem", None), args.pop("in_channels", None)
-    if stem not in (None, "small"):
-        raise NetworkError(f"expected model argument stem=small or none, got {stem!r}")
-    try:
-        net: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **args)
-    except (TypeError, ValueError) as error:
-        raise NetworkError(f"torchvision:{name} refuses the model arguments {args}: {error}") from error
-    if stem == "small":
-        _small_stem(net, name, num_classes)
-    if in_channels is not None:
-        if not isinstance(in_channels, int) or in_channels < 1:
-            raise NetworkError(f"expected model argument in_channels to be a positive integer, got {in_channels!r}")
-        _set_in_channels(net, in_channels)
-    return net
-
-
-def _small_stem(net: nn.Module, name: str, num_classes: int) -> None:
-    if isinstance(net, torchvision.models.ResNet):
-        net.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
-        net.maxpool = nn.Identity()
-    elif isinstance(net, torchvision.models.VGG):
-        # 28 pixels survive four of the five halvings: 28 → 14 → 7 → 3 → 1.
-        net.features[-1] = nn.Identity()
-        net.avgpool = nn.AdaptiveAvgPool2d(1)
-        net.classifier = nn.Linear(512, num_classes)
-    else:
-        raise NetworkError(f"expected a ResNet or VGG for stem=small, got torchvision:{name}; drop the argument")
-
-
-def _set_in_channels(net: nn.Module, in_channels: int) -> None:
-    """Replace the first convolution by one that reads ``in_channels`` channels."""
-    for name, module in net.named_modules():
-        if isinstance(module, nn.Conv2d):
-            if module.in_channels == in_channels:
-                return
-            parent, _, attribute = name.rpartition(".")
-            first = nn.Conv2d(
-                in_channels,
-                module.out_channels,
-                kernel_size=module.kernel_size,  # type: ignore[arg-type]
-                stride=module.stride,  # type: ignore[arg-type]
-                padding=module.padding,  # type: ignore[arg-type]
-                bias=module.bias is not None,
-            )
-            setattr(net.get_submodule(parent), attribute, first)
-            return
-    raise NetworkError("expected a network that starts with a convolution for in_channels, found none")
-
-
-_TIMM_FILES: Final = frozenset(
-    {"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
-)
-"""Arguments of timm that load (and may unpickle or download) something."""
-
-
-def _from_timm(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
-    try:
-        timm = importlib.import_module("timm")
-    except ImportError as error:
-        raise NetworkError(f"timm:{name} needs timm, which is not installed; pip install 'psc[timm]'") from error
-    args = dict(model_args)
-    forbidden = sorted(_TIMM_FILES & set(args))
-    if forbidden:
-        raise NetworkError(
-            f"expected model arguments that shape the network, {', '.join(forbidden)} would read files "
-            "or the network; give weights as a safetensors file"
-        )
-    if "in_channels" in args:
-        args["in_chans"] = args.pop("in_channels")
-    if not timm.is_model(name):
-        raise NetworkError(f"expected a network of timm, got {name!r}; {_near(name, timm.list_models())}")
-    try:
-        net: nn.Module = timm.create_model(name, pretrained=False, num_classes=num_classes, **args)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise NetworkError(f"timm:{name} refuses the model arguments {args}: {error}") from error
-    return net
-
-
-def _from_factory(recipe: Recipe, allow_factories: Collection[str]) -> nn.Module:
-    module, _, name = recipe.spec.partition(":")
-    if module.startswith(".") or module.endswith(".py") or "/" in module or "\\" in module:
-        raise NetworkError(
-            f"expected package.module:factory, not a path, got {recipe.spec!r}; give the name that Python imports it by"
-        )
-    if recipe.spec not in allow_factories:
-        raise NetworkError(
-            f"the factory {recipe.spec} is not on the allow-list {sorted(allow_factories)}; importing it runs its "
-            "code, so add it there only if you trust it"
-        )
-    try:
-        factory = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise NetworkError(f"expected an importable package.module:factory, {recipe.spec} is not: {error}") from error
-    try:
-        inspect.signature(factory).bind(num_classes=recipe.num_classes, **recipe.model_args)
-    except (TypeError, ValueError) as error:
-        given = ", ".join(["num_classes", *recipe.model_args])
-        raise NetworkError(f"expected {recipe.spec} to take the arguments ({given}): {error}") from error
-    net = factory(num_classes=recipe.num_classes, **recipe.model_args)
-    if not isinstance(net, nn.Module):
-        raise NetworkError(f"expected {recipe.spec} to return an nn.Module, got {type(net).__name__}")
-    return net
-
-
-_BUILDERS: Mapping[str, Callable[[str, int, Mapping[str, Any]], nn.Module]] = {
-    "torchvision": _from_torchvision,
-    "timm": _from_timm,
-}
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=3)
-    return f"did you mean {', '.join(close)}?" if close else "see its documentation for the names"
-
-
-# -- weights --------------------------------------------------------------------------------------------------
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, on the CPU.
-
-    Raises:
-        NetworkError: No such file, or not a safetensors file.
-    """
-    if not path.is_file():
-        raise NetworkError(f"expected a safetensors file of weights, there is no file {path}")
-    try:
-        return safetensors.torch.load_file(path)
-    except (SafetensorError, ValueError) as error:
-        raise NetworkError(
-            f"expected a safetensors file, {path} is not one ({error}); convert a PyTorch checkpoint with "
-            "safetensors.torch.save_file(net.state_dict(), FILE)"
-        ) from error
-
-
-def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, num_classes: int, origin: str) -> None:
-    """Copy ``state`` into ``net``, every tensor accounted for.
-
-    Batch counters (``num_batches_tracked``) may be absent: evaluation never reads them.
-
-    Raises:
-        NetworkError: Missing, unexpected, wrongly shaped or non-finite tensors; ``origin`` names the source.
-    """
-    wanted = net.state_dict()
-    missing = [key for key in wanted if key not in state and not key.endswith("num_batches_tracked")]
-    unexpected = [key for key in state if key not in wanted]
-    if missing or unexpected:
-        raise NetworkError(
-            f"{origin} does not fit the network: {_count('missing', missing)}, {_count('unexpected', unexpected)}; "
-            "check the model name and its arguments" + _prefix_hint(missing, unexpected)
-        )
-    for key, tensor in state.items():
-        expected, got = tuple(wanted[key].shape), tuple(tensor.shape)
-        if expected != got:
-            if expected and got and expected[0] == num_classes and expected[1:] == got[1:]:
-                raise NetworkError(
-                    f"{origin} is for {got[0]} classes ({key} is {got}), the data has {num_classes}; use the data "
-                    "the network was trained for"
-                )
-            raise NetworkError(f"{origin}: expected {key} of shape {expected}, got {got}; check the model arguments")
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise NetworkError(f"{origin}: expected finite weights, {key} holds NaN or infinity; train it again")
-    wanted.update(state)  # keeps the versions that some modules ask for
-    net.load_state_dict(wanted)
-
-
-def _count(what: str, keys: list[str]) -> str:
-    shown = ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
-    return f"{len(keys)} {what}" + (f" ({shown})" if keys else "")
-
-
-def _prefix_hint(missing: list[str], unexpected: list[str]) -> str:
-    """Which prefix would make a missing name of an unexpected one; batch counters are never missing."""
-    endings = tuple(f".{name}" for name in missing)
-    for key in unexpected:
-        if key.endswith(endings):
-            name = max((ending[1:] for ending in endings if key.endswith(ending)), key=len)
-            return f"; its names carry the prefix {key.removesuffix(name)!r}: remove it"
-    return ""

@@ -22,7 +22,7 @@ from app.main import create_app
 from app.schemas import PredictResponse
 from app.settings import load_settings
 from psc_core import PSC
-from psc_core.data.dataset import open_dataset
+from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
 from tests.app.support import until
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import data
 from benchmarks.checkpoints import Job
-from psc_core.data.dataset import open_dataset
+from psc_core.data.spec import open_dataset
 from psc_core.errors import DataError
 from psc_core.images.preprocess import PRESETS
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from psc_core.data import formats as idx
+from psc_core.data.formats import read_idx
 from psc_core.network.load import load_network
 from tests.conftest import ROOT
 
@@ -86,7 +86,7 @@ def workplace(tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch) 
                 handle = tar.extractfile(member)
                 if len(list(folder.iterdir())) < count and not taken.exists() and handle is not None:
                     (folder / taken.name).write_bytes(handle.read())
-    shirts = idx.read(data_root / "FashionMNIST" / "raw" / "t10k-images-idx3-ubyte", ndim=3)
+    shirts = read_idx(data_root / "FashionMNIST" / "raw" / "t10k-images-idx3-ubyte", ndim=3)
     (tmp_path / "images" / "new").mkdir()
     for number in range(12):
         Image.fromarray(shirts[number]).save(tmp_path / "images" / "new" / f"{number:02}.png")

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from psc_core.cli import fit as cli
-from psc_core.data.dataset import open_dataset
+from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS, replace_size
 from psc_core.model.pipeline import Outputs
 from psc_core.model.predictor import PSC

@@ -14,7 +14,8 @@ from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import ArraySource
 from psc_core.errors import FitError, UsageError
 from psc_core.images.preprocess import Preprocess
-from psc_core.network.layers import canonical, list_layers
+from psc_core.network.layers import list_layers
+from psc_core.network.layout import canonical
 from tests import reference_collapse as reference
 
 PLAIN = Preprocess("L", 6, 6, None, (0.0,), (1.0,))

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from psc_core.collapse.report import CollapseReport, LayerCollapse
+from psc_core.collapse.candidate import LayerCollapse
+from psc_core.collapse.report import CollapseReport
 from psc_core.errors import UsageError
 
 

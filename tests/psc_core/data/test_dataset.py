@@ -13,9 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from psc_core.data import formats as idx
-from psc_core.data.dataset import ImageDataset, by_class, image_folder, labelled, open_dataset, split_validation
+from psc_core.data.dataset import ImageDataset, by_class, labelled
+from psc_core.data.folder import image_folder
+from psc_core.data.formats import read_idx, read_tar
 from psc_core.data.sources import ArraySource, FileSource
+from psc_core.data.spec import open_dataset
+from psc_core.data.splits import split_validation
 from psc_core.errors import DataError
 from psc_core.images.preprocess import PRESETS, Preprocess
 
@@ -97,7 +100,7 @@ def test_dirty_mnist_gives_ambiguous_images_ten_training_rows(data_root: Path) -
     dirty = open_dataset(f"dirty-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
     clean, ambiguous = dirty.groups["mnist"], dirty.groups["ambiguous-mnist"]
     assert (len(clean), len(ambiguous), dirty.examples) == (800, 300, 1100)
-    raw = idx.read(data_root / "AmbiguousMNIST/raw/t10k-images-idx3-ubyte")
+    raw = read_idx(data_root / "AmbiguousMNIST/raw/t10k-images-idx3-ubyte")
     assert np.array_equal(dirty.image(int(ambiguous[7]))[0], raw[7])
 
 
@@ -227,7 +230,7 @@ def test_paths_are_no_factories(spec: str) -> None:
         open_dataset(spec, split="train", preprocess=TINY)
 
 
-@pytest.mark.parametrize("spec", ["nowhere.module:make", "psc_core.data.dataset:nothing"])
+@pytest.mark.parametrize("spec", ["nowhere.module:make", "psc_core.data.spec:nothing"])
 def test_unknown_factories_are_refused(spec: str) -> None:
     with pytest.raises(DataError, match="cannot be imported"):
         open_dataset(spec, split="train", preprocess=TINY)
@@ -244,15 +247,15 @@ def test_labels_out_of_range_are_refused() -> None:
 def test_a_damaged_idx_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.gz").write_bytes(gzip.compress(content))
     with pytest.raises(DataError, match="x: expected"):
-        idx.read(tmp_path / "x")
+        read_idx(tmp_path / "x")
 
 
 def test_a_truncated_gzip_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.gz").write_bytes(gzip.compress(b"\x00\x00\x08\x01\x00\x00\x00\x05hello")[:-9])
     with pytest.raises(DataError, match="expected an IDX file"):
-        idx.read(tmp_path / "x")
+        read_idx(tmp_path / "x")
 
 
 def test_an_archive_without_images_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="tar archive"):
-        idx.read_tar(tmp_path / "none.tar.gz", "x/")
+        read_tar(tmp_path / "none.tar.gz", "x/")

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from psc_core.collapse.measure import measure_collapse
 from psc_core.compute.passes import CPU_IMAGES, Compute
-from psc_core.data.dataset import ImageDataset, open_dataset
+from psc_core.data.dataset import ImageDataset
 from psc_core.data.sources import ImageSource
+from psc_core.data.spec import open_dataset
 from psc_core.fitting.stages import FitOptions, fit_projection, fit_psc
 from psc_core.heads import softmax
 from psc_core.images.preprocess import PRESETS, Preprocess

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from psc_core.cli import fit as cli
-from psc_core.data.dataset import open_dataset
+from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
 from psc_core.model.predictor import PSC
 from psc_core.projection import fit as fit_tucker

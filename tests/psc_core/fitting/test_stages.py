@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from psc_core import FitOptions, fit_projection, fit_psc, load_network, measure_collapse, open_dataset
-from psc_core.collapse.report import Candidate
-from psc_core.data.dataset import ImageDataset, split_validation
+from psc_core.collapse.candidate import Candidate
+from psc_core.data.dataset import ImageDataset
+from psc_core.data.splits import split_validation
 from psc_core.errors import DataError, FitError, UsageError
 from psc_core.fitting.stages import OOD_SCORES, FittedProjection, entropy_weight
 from psc_core.heads import sngp, softmax

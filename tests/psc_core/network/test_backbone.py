@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from psc_core.errors import BundleError, NetworkError
 from psc_core.images.preprocess import PRESETS
 from psc_core.network.backbone import Backbone, example_input, rebuild_backbone, truncate
-from psc_core.network.cut import HookedNetwork, cut_graph
-from psc_core.network.layers import INPUT, canonical, list_layers
+from psc_core.network.graph import cut_graph
+from psc_core.network.hooks import HookedNetwork
+from psc_core.network.layers import list_layers
+from psc_core.network.layout import INPUT, canonical
 from psc_core.network.load import load_network
 
 HERE = __name__

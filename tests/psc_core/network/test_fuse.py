@@ -17,8 +17,8 @@ from torch.nn.utils import prune
 from psc_core import PRESETS, PSC, open_dataset
 from psc_core.model.pipeline import Outputs
 from psc_core.network.backbone import truncate
-from psc_core.network.cut import cut_graph
 from psc_core.network.fuse import fuse
+from psc_core.network.graph import cut_graph
 
 
 def unlike_new(net: nn.Module) -> nn.Module:

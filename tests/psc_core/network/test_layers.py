@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, UsageError
 from psc_core.network.backbone import truncate
-from psc_core.network.layers import KINDS, LayerInfo, Layout, canonical, layout_of, list_layers, select_layers
+from psc_core.network.layers import LayerInfo, list_layers, select_layers
+from psc_core.network.layout import KINDS, Layout, canonical, layout_of
 from psc_core.network.load import load_network
 
 

@@ -1,0 +1,102 @@
+"""The rule that picks the candidate layer(s) from the collapse measured after every layer.
+
+Paper, section 4.1: among the layers whose features still vary within a class, NC1 > ε, take the one
+whose nearest class mean is most often right, the highest NC4; the deepest of equals.  When NC1 of that layer or
+of the next one is within :data:`NEAR` of ε and both have as many channels, take both: the layers before and
+after collapse.  The logits are measured but never chosen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from psc_core.errors import UsageError
+
+EPSILON: Final = 0.2
+"""Neural collapse cutoff ε on NC1, the paper's."""
+
+
+NEAR: Final = 0.05
+"""How close to ε NC1 must be for two layers to be combined."""
+
+
+@dataclass(frozen=True)
+class LayerCollapse:
+    """Collapse measured after one layer.
+
+    Attributes:
+        name: Layer name.
+        index: Position in execution order.
+        kind: ``map``, ``map_last``, ``tokens`` or ``vector``.
+        shape: Canonical (channels, spatial).
+        grid: The spatial axis unrolled.
+        role: ``hidden``, ``penultimate`` or ``output``.
+        nc1: Tr(Σ_W)/Tr(Σ_T) on the training rows: 1 no class structure, 0 collapsed.
+        nc4: Share of the validation rows whose nearest class mean is their label.
+    """
+
+    name: str
+    index: int
+    kind: str
+    shape: tuple[int, int]
+    grid: tuple[int, ...]
+    role: str
+    nc1: float
+    nc4: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The layer(s) a PSC reads.
+
+    Attributes:
+        layers: One or two layer names, in execution order.
+        reason: Why these, one sentence with the numbers.
+    """
+
+    layers: tuple[str, ...]
+    reason: str
+
+
+def choose_candidate(layers: Sequence[LayerCollapse], *, epsilon: float, pattern: str | None = None) -> Candidate:
+    """Choose among ``layers``, given in execution order, by the module's rule.
+
+    Args:
+        layers: What was measured after each layer.
+        epsilon: Neural collapse cutoff ε on NC1.
+        pattern: Regular expression the candidate's name must match; ``None`` for any.
+
+    Raises:
+        UsageError: The pattern leaves no layer to choose from.
+    """
+    matcher = re.compile(pattern or "")
+    eligible = [entry for entry in layers if entry.role != "output" and matcher.search(entry.name)]
+    if not eligible:
+        raise UsageError(f"expected a layer before the output, {pattern!r} leaves none; widen the pattern")
+    passing = [entry for entry in eligible if entry.nc1 > epsilon]
+    if not passing:
+        highest = max(eligible, key=lambda entry: (entry.nc1, entry.nc4, entry.index))
+        return Candidate(
+            (highest.name,),
+            f"no layer has NC1 > {epsilon:g}, all have collapsed; took the least collapsed one, "
+            f"{describe(highest)}: expect OOD detection no better than at the penultimate layer",
+        )
+    best = max(passing, key=lambda entry: (entry.nc4, entry.index))
+    reason = f"{describe(best)}, has the highest NC4 of the {len(passing)} layers with NC1 > {epsilon:g}"
+    following = next((entry for entry in eligible if entry.index > best.index), None)
+    if following is None or following.shape[0] != best.shape[0]:
+        return Candidate((best.name,), reason)
+    if all(abs(entry.nc1 - epsilon) > NEAR + 1e-12 for entry in (best, following)):
+        return Candidate((best.name,), reason)
+    return Candidate(
+        (best.name, following.name),
+        f"{reason}; the next layer, {describe(following)}, joins it: NC1 is within {NEAR:g} of {epsilon:g} "
+        f"and both have {best.shape[0]} channels",
+    )
+
+
+def describe(entry: LayerCollapse) -> str:
+    return f"{entry.name} (NC1 {entry.nc1:.4f}, NC4 {entry.nc4:.4f})"

@@ -1,0 +1,136 @@
+"""Untrained networks by name: torchvision's, timm's, and those of a factory that the caller allows."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Final
+
+import torchvision
+from torch import nn
+
+from psc_core.errors import NetworkError
+
+
+def from_torchvision(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
+    known = torchvision.models.list_models(module=torchvision.models)
+    if name not in known:
+        raise NetworkError(f"expected a classification network of torchvision, got {name!r}; {_near(name, known)}")
+    args = dict(model_args)
+    stem, in_channels = args.pop("stem", None), args.pop("in_channels", None)
+    if stem not in (None, "small"):
+        raise NetworkError(f"expected model argument stem=small or none, got {stem!r}")
+    try:
+        net: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **args)
+    except (TypeError, ValueError) as error:
+        raise NetworkError(f"torchvision:{name} refuses the model arguments {args}: {error}") from error
+    if stem == "small":
+        _small_stem(net, name, num_classes)
+    if in_channels is not None:
+        if not isinstance(in_channels, int) or in_channels < 1:
+            raise NetworkError(f"expected model argument in_channels to be a positive integer, got {in_channels!r}")
+        _set_in_channels(net, in_channels)
+    return net
+
+
+def _small_stem(net: nn.Module, name: str, num_classes: int) -> None:
+    if isinstance(net, torchvision.models.ResNet):
+        net.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
+        net.maxpool = nn.Identity()
+    elif isinstance(net, torchvision.models.VGG):
+        # 28 pixels survive four of the five halvings: 28 → 14 → 7 → 3 → 1.
+        net.features[-1] = nn.Identity()
+        net.avgpool = nn.AdaptiveAvgPool2d(1)
+        net.classifier = nn.Linear(512, num_classes)
+    else:
+        raise NetworkError(f"expected a ResNet or VGG for stem=small, got torchvision:{name}; drop the argument")
+
+
+def _set_in_channels(net: nn.Module, in_channels: int) -> None:
+    """Replace the first convolution by one that reads ``in_channels`` channels."""
+    for name, module in net.named_modules():
+        if isinstance(module, nn.Conv2d):
+            if module.in_channels == in_channels:
+                return
+            parent, _, attribute = name.rpartition(".")
+            first = nn.Conv2d(
+                in_channels,
+                module.out_channels,
+                kernel_size=module.kernel_size,  # type: ignore[arg-type]
+                stride=module.stride,  # type: ignore[arg-type]
+                padding=module.padding,  # type: ignore[arg-type]
+                bias=module.bias is not None,
+            )
+            setattr(net.get_submodule(parent), attribute, first)
+            return
+    raise NetworkError("expected a network that starts with a convolution for in_channels, found none")
+
+
+_TIMM_FILES: Final = frozenset(
+    {"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
+)
+"""Arguments of timm that load (and may unpickle or download) something."""
+
+
+def from_timm(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
+    try:
+        timm = importlib.import_module("timm")
+    except ImportError as error:
+        raise NetworkError(f"timm:{name} needs timm, which is not installed; pip install 'psc[timm]'") from error
+    args = dict(model_args)
+    forbidden = sorted(_TIMM_FILES & set(args))
+    if forbidden:
+        raise NetworkError(
+            f"expected model arguments that shape the network, {', '.join(forbidden)} would read files "
+            "or the network; give weights as a safetensors file"
+        )
+    if "in_channels" in args:
+        args["in_chans"] = args.pop("in_channels")
+    if not timm.is_model(name):
+        raise NetworkError(f"expected a network of timm, got {name!r}; {_near(name, timm.list_models())}")
+    try:
+        net: nn.Module = timm.create_model(name, pretrained=False, num_classes=num_classes, **args)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise NetworkError(f"timm:{name} refuses the model arguments {args}: {error}") from error
+    return net
+
+
+def from_factory(
+    spec: str, num_classes: int, model_args: Mapping[str, Any], allow_factories: Collection[str]
+) -> nn.Module:
+    module, _, name = spec.partition(":")
+    if module.startswith(".") or module.endswith(".py") or "/" in module or "\\" in module:
+        raise NetworkError(
+            f"expected package.module:factory, not a path, got {spec!r}; give the name that Python imports it by"
+        )
+    if spec not in allow_factories:
+        raise NetworkError(
+            f"the factory {spec} is not on the allow-list {sorted(allow_factories)}; importing it runs its "
+            "code, so add it there only if you trust it"
+        )
+    try:
+        factory = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise NetworkError(f"expected an importable package.module:factory, {spec} is not: {error}") from error
+    try:
+        inspect.signature(factory).bind(num_classes=num_classes, **model_args)
+    except (TypeError, ValueError) as error:
+        given = ", ".join(["num_classes", *model_args])
+        raise NetworkError(f"expected {spec} to take the arguments ({given}): {error}") from error
+    net = factory(num_classes=num_classes, **model_args)
+    if not isinstance(net, nn.Module):
+        raise NetworkError(f"expected {spec} to return an nn.Module, got {type(net).__name__}")
+    return net
+
+
+BUILDERS: Mapping[str, Callable[[str, int, Mapping[str, Any]], nn.Module]] = {
+    "torchvision": from_torchvision,
+    "timm": from_timm,
+}
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=3)
+    return f"did you mean {', '.join(close)}?" if close else "see its documentation for the names"

@@ -1,0 +1,140 @@
+"""Which axis of a layer's output holds the channels, and the one shape that every output is brought to.
+
+    canonical features: (batch, channels, spatial)
+
+The spatial axis is row-major: positions of a map, tokens of a transformer, one for a vector.
+
+=============  =====================  ==========================================================
+kind           module output          canonical
+=============  =====================  ==========================================================
+``map``        (B, C, H, W)           (B, C, H·W); (B, C, P) of one-dimensional layers as it is
+``map_last``   (B, H, W, C)           (B, C, H·W), Swin and the linear layers of ConvNeXt
+``tokens``     (B, T, C)              (B, C, T)
+``vector``     (B, C)                 (B, C, 1)
+=============  =====================  ==========================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from psc_core.errors import UsageError
+
+KINDS: Final = ("map", "map_last", "tokens", "vector")
+
+
+INPUT: Final = ":input"
+"""Behind a module's name: its input in place of its output."""
+
+
+def canonical(features: Float[Tensor, "batch ..."], kind: str) -> Float[Tensor, "batch channels spatial"]:
+    """Bring a layer's output of the given kind to (batch, channels, spatial); see the module docstring."""
+    if kind == "map":
+        return features.flatten(2)
+    if kind == "map_last":
+        return features.flatten(1, 2).transpose(1, 2)
+    if kind == "tokens":
+        return features.transpose(1, 2)
+    if kind == "vector":
+        return features.unsqueeze(2)
+    raise UsageError(f"expected a layer kind of {', '.join(KINDS)}, got {kind!r}")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a module's weights say about the channel axis of its output of three or four dimensions.
+
+    Attributes:
+        convolves: Holds a convolution or batch normalisation (channels first).
+        widths: Output widths of its linear layers and layer normalisations (channels last).
+        channels: Output channels of its convolutions.
+        lines: Holds a one-dimensional convolution or batch normalisation, or is such a pooling.
+    """
+
+    convolves: bool
+    widths: frozenset[int]
+    channels: frozenset[int]
+    lines: bool = False
+
+    def kind(self, shape: Sequence[int]) -> str | None:
+        """Kind of an output of this shape; ``None`` when it is no batch of features.
+
+        Convolutions keep channels first, linear layers last, unless only the other axis fits a width.  Three dimensions
+        are tokens except behind one-dimensional layers; one channel alone there (a sum of tokens, a gate) is a token.
+        """
+        if len(shape) not in (3, 4):
+            return "vector" if len(shape) == 2 else None
+        fits_first, fits_last = shape[1] in self.widths | self.channels, shape[-1] in self.widths
+        if len(shape) == 3:
+            first = not self.widths or (fits_first and not fits_last)
+            return "map" if self.lines and first and shape[1] > 1 else "tokens"
+        if not self.widths:
+            return "map"
+        if not self.convolves:
+            return "map" if fits_first and not fits_last else "map_last"
+        return "map_last" if fits_last and not fits_first and shape[2] != shape[3] else "map"
+
+
+def layout_of(net: nn.Module, name: str) -> Layout:
+    """Layout of layer ``name``; a module without weights takes that of the nearest module around it."""
+    module = net.get_submodule(name.removesuffix(INPUT))
+    if name.endswith(INPUT):
+        return Layout(False, frozenset({int(getattr(module, "in_features", 0))}), frozenset())
+    if not name or is_pooling(module) or next(module.parameters(), None) is not None:
+        return _layout(module)
+    return layout_of(net, name.rpartition(".")[0])
+
+
+def _layout(module: nn.Module) -> Layout:
+    if is_pooling(module):
+        return Layout(True, frozenset(), frozenset(), "Pool1d" in type(module).__name__)
+    inside = list(module.modules())
+    convolutions = [m for m in inside if isinstance(m, _ConvNd)]
+    linears = [m for m in inside if isinstance(m, nn.Linear)]
+    return Layout(
+        bool(convolutions) or any(isinstance(m, _BatchNorm) for m in inside),
+        frozenset(m.out_features for m in linears) | {width for m in inside if (width := _normalised_width(m))},
+        frozenset(m.out_channels for m in convolutions),
+        any(isinstance(m, nn.Conv1d | nn.ConvTranspose1d | nn.BatchNorm1d) for m in inside),
+    )
+
+
+def _normalised_width(module: nn.Module) -> int | None:
+    """Width of the last axis, if that is what the module normalises: layer and RMS normalisation, timm's too.
+
+    One that reads channels first permutes inside.  Only such a one leaves the shape of a map of one position.
+    """
+    shape = getattr(module, "normalized_shape", ())
+    if not isinstance(shape, Sequence) or len(shape) != 1:
+        return None
+    width = int(shape[0])
+    if type(module) is nn.LayerNorm:
+        return width
+    probe = next(module.parameters(), torch.empty(0)).new_zeros(1, width, 1, 1)
+    try:
+        with torch.no_grad():
+            return None if module.forward(probe).shape == probe.shape else width
+    except Exception:
+        return width
+
+
+def is_pooling(module: nn.Module) -> bool:
+    return "Pool" in type(module).__name__ and next(module.children(), None) is None
+
+
+def canonical_shape(shape: tuple[int, ...], kind: str) -> tuple[tuple[int, int], tuple[int, ...]]:
+    channels, grid = {
+        "map": (shape[1], shape[2:]),
+        "map_last": (shape[-1], shape[1:-1]),
+        "tokens": (shape[-1], shape[1:-1]),
+        "vector": (shape[-1], (1,)),
+    }[kind]
+    return (channels, int(torch.Size(grid).numel())), grid
