@@ -1,47 +1,39 @@
-"""Progress of long work: one rewritten line on a terminal, plain log lines elsewhere."""
+"""Progress of a long loop on stderr: a bar on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Final, TypeVar
+
+from tqdm import tqdm
 
 Item = TypeVar("Item")
 
-_BAR = 28
+LOG_SECONDS: Final = 30.0
+"""Shortest time between two lines in a log."""
 
 
-def track(items: Iterable[Item], *, total: int | None, description: str) -> Iterator[Item]:
-    """Yield ``items``, reporting on stderr how many of ``total`` are done, the rate and the time left.
+def track(items: Iterable[Item], *, total: int, description: str) -> Iterator[Item]:
+    """Yield ``items`` and report how many of ``total`` are done, how fast, and the time left.
 
-    A terminal gets a bar a few times a second; a file or pipe gets one line at the end and one every
-    30 seconds, so logs stay readable.
+    A file or pipe gets one line at the end and at most one every :data:`LOG_SECONDS`, without carriage returns.
     """
-    terminal = sys.stderr.isatty()
-    pause = 0.2 if terminal else 30.0
+    if sys.stderr.isatty():
+        yield from tqdm(items, desc=description, total=total, dynamic_ncols=True)
+        return
     began = last = time.monotonic()
     done = 0
-    for item in items:
+    for done, item in enumerate(items, 1):
         yield item
-        done += 1
-        now = time.monotonic()
-        if now - last >= pause:
+        if (now := time.monotonic()) - last >= LOG_SECONDS and done < total:
             last = now
-            _write(description, done, total, now - began, terminal)
-    _write(description, done, total, time.monotonic() - began, terminal)
-    if terminal:
-        sys.stderr.write("\n")
+            _log(description, done, total, now - began)
+    _log(description, done, total, time.monotonic() - began)
 
 
-def _write(description: str, done: int, total: int | None, elapsed: float, terminal: bool) -> None:
-    rate = done / elapsed if elapsed > 0 else 0.0
-    if total:
-        left = f", {(total - done) / rate:.0f} s left" if rate and done < total else ""
-        filled = _BAR * done // total
-        bar = f" [{'█' * filled}{'·' * (_BAR - filled)}]" if terminal else ""
-        text = f"{description}{bar} {done}/{total} ({rate:.1f}/s, {elapsed:.0f} s{left})"
-    else:
-        text = f"{description} {done} ({rate:.1f}/s, {elapsed:.0f} s)"
-    sys.stderr.write(f"\r\x1b[K{text}" if terminal else f"{text}\n")
-    sys.stderr.flush()
+def _log(description: str, done: int, total: int, seconds: float) -> None:
+    left = f", {seconds * (total - done) / done:.0f} s left" if 0 < done < total else ""
+    rate = done / max(seconds, 1e-9)
+    print(f"{description} {done}/{total} ({rate:.1f}/s, {seconds:.0f} s{left})", file=sys.stderr, flush=True)
