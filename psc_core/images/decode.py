@@ -8,8 +8,6 @@ more than its pixels (:mod:`psc_core.images.limits`).
 
 from __future__ import annotations
 
-import struct
-import zlib
 from typing import Final
 
 import numpy as np
@@ -29,11 +27,6 @@ _RUN_COST: Final = 50
 
 _SIGNATURES: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF8", b"II*\0", b"MM\0*")
 """First bytes of the formats, to tell a damaged image from something else."""
-
-_PNG_START: Final = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
-_PNG_HEADER: Final = struct.Struct(">16xIIBBBBBI")
-_PNG_CHUNK: Final = struct.Struct(">I4s")
-_PNG_MODES: Final = {0: "L", 2: "RGB"}
 
 _BLOCK: Final = 1 << 18
 """Samples that are float64 at once."""
@@ -58,9 +51,6 @@ def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
         UndecodableImage: The header is fine but the data is damaged or cut short, not finite, or would cost
             far more to decode than its pixels.
     """
-    plain = _plain_png(data, max_pixels)
-    if plain is not None:
-        return plain
     try:
         image = Image.open(checked(data, max_pixels), formats=FORMATS)
     except ImageError:
@@ -88,31 +78,6 @@ def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
                 f"expected a whole {image.format} image of {width}×{height}, its data is damaged or cut "
                 f"short ({type(error).__name__}); send the file again"
             ) from error
-
-
-def _plain_png(data: bytes, max_pixels: int) -> Image.Image | None:
-    """A whole PNG of 8-bit grey or RGB, not interlaced, with nothing beside its pixels; ``None`` for every other file.
-
-    Pillow's decoder without Pillow's file handling, which costs a small image three times as much as its pixels.
-    """
-    if not data.startswith(_PNG_START) or len(data) < 33:
-        return None
-    width, height, depth, kind, compression, filters, interlaced, checksum = _PNG_HEADER.unpack_from(data)
-    mode = _PNG_MODES.get(kind)
-    if mode is None or depth != 8 or compression or filters or interlaced or checksum != zlib.crc32(data[12:29]):
-        return None
-    if not 0 < width * height <= max_pixels:
-        return None
-    pieces, at = [], 33
-    try:
-        while (chunk := _PNG_CHUNK.unpack_from(data, at))[1] == b"IDAT":
-            at += 12 + chunk[0]
-            pieces.append(data[at - chunk[0] - 4 : at - 4])
-        if chunk != (0, b"IEND"):
-            return None
-        return Image.frombytes(mode, (width, height), b"".join(pieces), "zip", mode, 0)
-    except (struct.error, ValueError):
-        return None
 
 
 def to_grey_or_rgb(image: Image.Image) -> Image.Image:
