@@ -31,10 +31,12 @@ from benchmarks.ood.detector import Detector, Score, Spaces, memory_bytes, score
 from benchmarks.runs import Run
 from psc_core.compute.passes import passes
 from psc_core.data.dataset import ImageDataset
-from psc_core.density import DENSITIES, Density, fit_density
+from psc_core.density import DENSITIES, Density
+from psc_core.density.fit.density import fit_density
 from psc_core.evaluation.baselines import full_density, knn_score, max_softmax_score
-from psc_core.heads import HEADS, entropy, fit_head
-from psc_core.heads.temperature import fit_temperature
+from psc_core.heads import HEADS, entropy
+from psc_core.heads.fit.head import fit_head
+from psc_core.heads.fit.temperature import fit_temperature
 from psc_core.network.backbone import Backbone, example_input, truncate
 from psc_core.projection.module import Projection
 

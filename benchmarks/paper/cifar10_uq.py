@@ -32,8 +32,9 @@ from benchmarks.paper import common
 from benchmarks.runs import Json, Run
 from psc_core.compute.passes import track_images
 from psc_core.data.dataset import ImageDataset
-from psc_core.heads import Head, HeadOutput, fit_head
-from psc_core.heads.temperature import fit_temperature
+from psc_core.heads import Head, HeadOutput
+from psc_core.heads.fit.head import fit_head
+from psc_core.heads.fit.temperature import fit_temperature
 from psc_core.metrics import scores
 from psc_core.model.predictor import PSC
 

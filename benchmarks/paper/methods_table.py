@@ -30,9 +30,10 @@ from benchmarks.ood.settings import SETTINGS, Pair, pairs
 from benchmarks.paper import common
 from benchmarks.runs import Json, Run
 from psc_core.data.splits import split_validation
-from psc_core.density import fit_density
+from psc_core.density.fit.density import fit_density
 from psc_core.evaluation.evaluate import score_images
-from psc_core.heads import Head, fit_head
+from psc_core.heads import Head
+from psc_core.heads.fit.head import fit_head
 from psc_core.heads.sngp import SngpHead, mean_field
 from psc_core.metrics import scores
 

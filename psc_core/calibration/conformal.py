@@ -24,12 +24,12 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from psc_core.errors import BundleError, FitError, UsageError
+from psc_core.errors import BundleError, UsageError
 
-_ROUNDING: Final = 1e-9
+ROUNDING: Final = 1e-9
 """Added before ⌊ ⌋ and taken before ⌈ ⌉, so that 0.29 × 100 counts as 29."""
 
 
@@ -82,11 +82,11 @@ class Calibration:
         if not per_class:
             rank = self._upper_rank(coverage, "coverage")
             return self.label_probabilities[len(self) - rank].expand(self.num_classes).clone()
-        _check_fraction(coverage, "coverage")
+        check_fraction(coverage, "coverage")
         thresholds = torch.zeros(self.num_classes, device=self.labels.device)
         for k in range(self.num_classes):
             own = self.label_probabilities[self.labels == k]
-            rank = _ceil((len(own) + 1) * coverage)
+            rank = ceil((len(own) + 1) * coverage)
             if rank <= len(own):
                 thresholds[k] = own[len(own) - rank]
         return thresholds
@@ -128,103 +128,28 @@ class Calibration:
 
     def _check_alpha(self, alpha: float) -> int:
         """``⌊α (n + 1)⌋``, at least 1 and (for α within rounding of 1) at most n."""
-        _check_fraction(alpha, "alpha")
-        rank = math.floor(alpha * (len(self) + 1) + _ROUNDING)
+        check_fraction(alpha, "alpha")
+        rank = math.floor(alpha * (len(self) + 1) + ROUNDING)
         if rank < 1:
             raise UsageError(
                 f"expected alpha ≥ 1/(n + 1) = {1 / (len(self) + 1):.3g} with n = {len(self)} calibration "
                 f"images, got {alpha:g}: the smallest p-value is 1/(n + 1), so no image could ever be called "
-                f"out-of-distribution; raise alpha or calibrate with at least {_ceil(1 / max(alpha, 1e-300)) - 1} "
+                f"out-of-distribution; raise alpha or calibrate with at least {ceil(1 / max(alpha, 1e-300)) - 1} "
                 "images"
             )
         return min(rank, len(self))
 
     def _upper_rank(self, fraction: float, name: str) -> int:
         """``⌈(n + 1) fraction⌉``, at most n."""
-        _check_fraction(fraction, name)
-        rank = _ceil((len(self) + 1) * fraction)
+        check_fraction(fraction, name)
+        rank = ceil((len(self) + 1) * fraction)
         if rank > len(self):
-            needed = _ceil(fraction / (1 - fraction))
+            needed = ceil(fraction / (1 - fraction))
             raise UsageError(
                 f"expected {name} ≤ n/(n + 1) with n = {len(self)} calibration images, got "
                 f"{fraction:g}; lower it or calibrate with at least {needed} images"
             )
         return rank
-
-
-def fit_calibration(
-    ood_score: Float[Tensor, " n"],
-    entropy: Float[Tensor, " n"],
-    probabilities: Float[Tensor, "n classes"],
-    labels: Int[Tensor, " n"],
-) -> Calibration:
-    """Keep the scores of calibration images, as the served pipeline gave them.
-
-    Args:
-        ood_score: Nats, higher is more out-of-distribution.
-        entropy: Predictive entropies, nats.
-        probabilities: Of each class.
-        labels: One true label for each image.  An image with several labels counts once, with any of them:
-            repeated rows would make n, and with it every promise, too large.
-
-    Raises:
-        FitError: No images, lengths that differ, labels out of range, or scores that are not finite.
-    """
-    lengths = {len(ood_score), len(entropy), len(probabilities), len(labels)}
-    if len(lengths) != 1 or len(labels) == 0:
-        raise FitError(
-            f"expected scores of the same calibration images, at least one, got {sorted(lengths)} "
-            "rows; give one label for each image"
-        )
-    classes = probabilities.shape[1]
-    if labels.min() < 0 or labels.max() >= classes:
-        raise FitError(
-            f"expected calibration labels 0 … {classes - 1}, got {int(labels.min())} … "
-            f"{int(labels.max())}; check the classes of the calibration images"
-        )
-    given = probabilities.gather(1, labels[:, None])[:, 0].float()
-    for name, scores in (("OOD scores", ood_score), ("entropies", entropy), ("probabilities", given)):
-        if not scores.isfinite().all():
-            raise FitError(
-                f"expected finite {name} of calibration images, got "
-                f"{int((~scores.isfinite()).sum())} that are not; check the precision"
-            )
-    order = given.argsort(stable=True)
-    return Calibration(
-        scores=ood_score.float().sort().values,
-        entropies=entropy.float().sort().values,
-        label_probabilities=given[order],
-        labels=labels[order],
-        num_classes=classes,
-    )
-
-
-def ambiguity_threshold(
-    entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, risk: float, quantile: float = 0.95
-) -> float:
-    """The predictive entropy (nats) over which a calibration image counts as ambiguous.
-
-    The largest entropy h such that the images of entropy at most h are wrong at a rate of at most ``risk``,
-    counted as (errors + 1) / (images + 1); but never above the ``quantile`` of all entropies, so that even a
-    classifier that is right throughout abstains on its least certain images.  Where no h keeps the risk, the
-    quantile alone decides.
-
-    Args:
-        entropy: Of calibration images.
-        correct: Whether the most probable class was the label.
-        risk: Error rate among accepted images, in (0, 1).
-        quantile: In (0, 1).
-    """
-    _check_fraction(risk, "risk")
-    _check_fraction(quantile, "quantile")
-    ascending, order = entropy.double().sort(stable=True)
-    wrong = (~correct)[order].double().cumsum(0)
-    rates = (wrong + 1) / (torch.arange(1, len(entropy) + 1, device=entropy.device) + 1)
-    # An entropy is a threshold only with all images that share it.
-    last = torch.cat([ascending[1:] > ascending[:-1], torch.ones(1, dtype=torch.bool, device=entropy.device)])
-    kept = ((rates <= risk) & last).nonzero()[:, 0]
-    limit = float(ascending[min(len(entropy), _ceil((len(entropy) + 1) * quantile)) - 1])
-    return min(limit, float(ascending[kept[-1]])) if len(kept) else limit
 
 
 def conformal_p_values(ascending: Float[Tensor, " n"], ood_score: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
@@ -238,10 +163,10 @@ def conformal_p_values(ascending: Float[Tensor, " n"], ood_score: Float[Tensor, 
     return (count - torch.searchsorted(ascending, ood_score)) / count  # which counts NaN above everything
 
 
-def _check_fraction(value: float, name: str) -> None:
+def check_fraction(value: float, name: str) -> None:
     if not 0.0 < value < 1.0:
         raise UsageError(f"expected {name} between 0 and 1, got {value}; 0.05 means five in a hundred")
 
 
-def _ceil(value: float) -> int:
-    return math.ceil(value - _ROUNDING)
+def ceil(value: float) -> int:
+    return math.ceil(value - ROUNDING)

@@ -1,21 +1,41 @@
-"""Feature densities: how ordinary is z?  One interface, five kinds (see :mod:`.gaussian`).
+"""Feature densities: how usual is z?  One interface (:mod:`.base`), five kinds (:mod:`.gaussian`).
 
-``fit_density`` fits one (:mod:`.fit`), ``restore_density`` rebuilds one from a bundle.  To add a kind:
-subclass :class:`Density` with its ``layout``, fit it in :mod:`.fit`, and list it in ``DENSITIES``.
+``restore_density`` rebuilds one from a bundle, :func:`psc_core.density.fit.density.fit_density` fits one.
+To add a kind: subclass :class:`Density` with its ``layout``, list it in ``DENSITIES``, fit it in :mod:`.fit.density`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
 from psc_core.bundle.module import restore
-from psc_core.density.fit import DENSITIES, fit_density, kind_of
-from psc_core.density.gaussian import Density, DensityExplanation, DensityOutput
+from psc_core.density.base import Density, DensityExplanation, DensityOutput
+from psc_core.density.gaussian import (
+    ClasswiseDensity,
+    PooledDensity,
+    RelativeDensity,
+    TiedDensity,
+    UnitLengthDensity,
+)
+from psc_core.errors import UsageError
 
-__all__ = ["DENSITIES", "Density", "DensityExplanation", "DensityOutput", "fit_density", "kind_of", "restore_density"]
+__all__ = ["DENSITIES", "Density", "DensityExplanation", "DensityOutput", "kind_of", "restore_density"]
+
+DENSITIES: Final[Mapping[str, type[Density]]] = {
+    density.kind: density
+    for density in (ClasswiseDensity, TiedDensity, UnitLengthDensity, PooledDensity, RelativeDensity)
+}
+"""Densities by kind."""
+
+
+def kind_of(name: str) -> type[Density]:
+    """The density of a name; raises :class:`UsageError` for one that is not in :data:`DENSITIES`."""
+    if name not in DENSITIES:
+        raise UsageError(f"expected a density of {', '.join(DENSITIES)}, got {name!r}")
+    return DENSITIES[name]
 
 
 def restore_density(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Density:

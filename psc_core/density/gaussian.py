@@ -23,96 +23,17 @@ Shapes: B images, K classes, D = dim of z, P = kept components.
 
 from __future__ import annotations
 
-import math
-from typing import ClassVar, Final, Literal, NamedTuple
+from typing import ClassVar, Final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.bundle.module import Fitted
+from psc_core.density.base import Density
 
 SERVE_ELEMENTS: Final = 1 << 26
 """Largest B × K × P block of whitened differences (256 MiB); larger batches are cut into pieces."""
-
-
-class DensityOutput(NamedTuple):
-    """What a density says of a batch.
-
-    Attributes:
-        log_density: ``log p`` of each image, nats.
-        class_log_joint: ``log π_k + log N(y; μ_k, Σ_k)``, nats; ``log_density`` is its logsumexp.
-    """
-
-    log_density: Float[Tensor, " batch"]
-    class_log_joint: Float[Tensor, "batch classes"]
-
-
-class DensityExplanation(NamedTuple):
-    """Why a density says so.
-
-    Attributes:
-        class_distances: Mahalanobis distance to each class (standard deviations).
-        nearest_class: The class at the smallest distance.
-        component_deviation: Whitened difference from that class along each kept component; its Euclidean
-            norm is the distance.
-    """
-
-    class_distances: Float[Tensor, "batch classes"]
-    nearest_class: Int[Tensor, " batch"]
-    component_deviation: Float[Tensor, "batch kept"]
-
-
-class Density(Fitted):
-    """What every density does: ``mean`` (D,), ``basis`` (D, P), ``constants`` (K,) as in the text above."""
-
-    reads: ClassVar[Literal["z", "pooled"]] = "z"
-    """What is its z: the projected features, or the layer's features averaged over positions."""
-
-    unit_length: ClassVar[bool] = False
-    """Whether z is divided by its Euclidean norm first."""
-
-    least_variance: ClassVar[float | None] = None
-    """Least variance of an automatically kept component, relative to the largest; ``None`` keeps 99 % of it all."""
-
-    most_components: ClassVar[int | None] = None
-    """Most components that are kept automatically, whatever the memory; ``None`` for no such bound."""
-
-    mean: Tensor
-    basis: Tensor
-    constants: Tensor
-
-    def coordinates(self, z: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch kept"]:
-        """w, in which pooled within-class deviations have unit variance."""
-        if self.unit_length:
-            z = functional.normalize(z)
-        return (z - self.mean) @ self.basis
-
-    def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
-        """Mahalanobis distance to every class."""
-        raise NotImplementedError
-
-    def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
-        """Whitened difference of each row from the mean of the class named for it."""
-        raise NotImplementedError
-
-    def forward(self, z: Float[Tensor, "batch dim"]) -> DensityOutput:
-        """Log-densities of a batch of feature vectors."""
-        joint = self.class_log_joint(self.coordinates(z))
-        return DensityOutput(joint.logsumexp(dim=1), joint)
-
-    def class_log_joint(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
-        """``log π_k + log N_k``, nats."""
-        distances = self.class_distances(w)
-        return torch.addcmul(self.constants, distances, distances, value=-0.5)
-
-    def explain(self, z: Float[Tensor, "batch dim"]) -> DensityExplanation:
-        """Which class is near, how far it is, and along which components."""
-        w = self.coordinates(z)
-        distances = self.class_distances(w)
-        nearest = distances.argmin(dim=1)
-        return DensityExplanation(distances, nearest, self.deviation(w, nearest))
 
 
 class ClasswiseDensity(Density):
@@ -197,6 +118,3 @@ class RelativeDensity(TiedDensity):
         background = self.background_constant - 0.5 * (wide @ self.background.double()).square().sum(dim=1)
         distances = torch.cdist(wide, self.centres.double(), compute_mode="donot_use_mm_for_euclid_dist").square()
         return (self.constants - 0.5 * distances - background[:, None]).to(w.dtype)
-
-
-LOG_2_PI: Final = math.log(2 * math.pi)

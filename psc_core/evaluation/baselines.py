@@ -35,11 +35,12 @@ from torch.nn import functional
 
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset
-from psc_core.density import DENSITIES, Density, fit_density
+from psc_core.density import DENSITIES, Density
+from psc_core.density.fit.density import fit_density
 from psc_core.density.gaussian import ClasswiseDensity
 from psc_core.errors import FitError, NetworkError, UsageError
 from psc_core.heads import entropy
-from psc_core.heads.temperature import fit_temperature
+from psc_core.heads.fit.temperature import fit_temperature
 from psc_core.images.preprocess import Preprocess
 from psc_core.network.backbone import Backbone, truncate
 from psc_core.numerics import linalg
@@ -169,7 +170,7 @@ def full_density(z: Float[Tensor, "n dim"], labels: Int[Tensor, " n"], *, num_cl
         kind: One of :data:`psc_core.density.DENSITIES`.
 
     Raises:
-        FitError: As :func:`psc_core.density.fit_density`.
+        FitError: As :func:`psc_core.density.fit.density.fit_density`.
     """
     seen = functional.normalize(z) if DENSITIES[kind].unit_length else z
     mean = linalg.mean_of_rows(seen)

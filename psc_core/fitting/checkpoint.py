@@ -71,9 +71,9 @@ class StationStore:
         from safetensors.torch import load
 
         from psc_core.fitting.stages import FittedProjection
-        from psc_core.projection.fit import ProjectionReport
+        from psc_core.projection.fit.projection import ProjectionReport
+        from psc_core.projection.fit.ranks import RankChoice
         from psc_core.projection.module import Projection
-        from psc_core.projection.ranks import RankChoice
 
         file, notes = self.folder / "projection.safetensors", self.folder / "projection.json"
         if not file.exists() or not notes.exists():

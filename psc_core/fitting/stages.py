@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from psc_core.bundle.manifest import Policy
-from psc_core.calibration.conformal import Calibration, ambiguity_threshold, fit_calibration
+from psc_core.calibration.conformal import Calibration
+from psc_core.calibration.fit import ambiguity_threshold, fit_calibration
 from psc_core.collapse import measure as collapse
 from psc_core.collapse.candidate import EPSILON, Candidate
 from psc_core.collapse.report import CollapseReport
@@ -30,15 +31,16 @@ from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes, track_images
 from psc_core.data.dataset import ImageDataset, stable_order
 from psc_core.data.splits import split_validation
-from psc_core.density import fit_density, kind_of
+from psc_core.density import kind_of
+from psc_core.density.fit.density import fit_density
 from psc_core.errors import DataError, UsageError
-from psc_core.heads import fit_head
+from psc_core.heads.fit.head import fit_head
 from psc_core.metrics import scores
 from psc_core.model.pipeline import PRECISIONS, Outputs, Pipeline, pool
 from psc_core.model.predictor import PSC
 from psc_core.network.backbone import Backbone, example_input, feature_step, truncate
 from psc_core.numerics.matrix import FeatureFile, FeatureMatrix, blocks
-from psc_core.projection.fit import ProjectionReport, fit_tucker
+from psc_core.projection.fit.projection import ProjectionReport, fit_tucker
 from psc_core.projection.module import Projection
 
 OOD_SCORES = ("density", "density+entropy")

@@ -34,22 +34,15 @@ counts it, which flattens probabilities and would inflate the mutual information
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Final, NamedTuple
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from jaxtyping import Float
+from torch import Tensor
 from torch.nn import functional
 
-from psc_core.heads.base import Head, HeadData, HeadOutput, Split, choose_posterior, entropy
-from psc_core.heads.softmax import SoftmaxFit, choose_softmax
-from psc_core.numerics import linalg
-from psc_core.numerics.matrix import FeatureMatrix, blocks
-
-PRECISIONS: Final = tuple(10.0 ** (k / 4) for k in range(-16, 17))
-"""Prior precisions τ tried for the posterior: 10⁻⁴ … 10⁴, four to a decade."""
+from psc_core.heads.base import Head, HeadOutput, Split, entropy
 
 
 class MonteCarlo(NamedTuple):
@@ -66,20 +59,6 @@ class MonteCarlo(NamedTuple):
     predictive_entropy: Float[Tensor, " batch"]
     aleatoric: Float[Tensor, " batch"]
     mutual_information: Float[Tensor, " batch"]
-
-
-class Kfac(NamedTuple):
-    """Eigendecompositions of the factors A (inputs) and B (outputs), float64."""
-
-    input_values: Float[Tensor, " dim"]
-    input_vectors: Float[Tensor, "dim dim"]
-    output_values: Float[Tensor, " classes"]
-    output_vectors: Float[Tensor, "classes classes"]
-
-    def spectra(self, precision: float) -> tuple[Float[Tensor, "dim classes"], Float[Tensor, " classes"]]:
-        """``1 / (λ_Ai λ_Bj + τ)`` and ``1 / (λ_Bj + τ)``."""
-        weights = torch.outer(self.input_values, self.output_values) + precision
-        return weights.reciprocal(), (self.output_values + precision).reciprocal()
 
 
 class LaplaceHead(Head):
@@ -197,120 +176,3 @@ class LaplaceHead(Head):
         minus_delta = torch.addcmul(squares, vectors, vectors).clamp_(max=0.0).mul_(v).sum(dim=1)
         total = entropy(p)
         return total, (minus_delta / total.clamp(min=torch.finfo(total.dtype).tiny)).exp_()
-
-
-def probit(
-    mean: Float[Tensor, "batch classes"],
-    v: Float[Tensor, "batch classes"],
-    output_vectors: Float[Tensor, "classes classes"],
-) -> Float[Tensor, "batch classes"]:
-    """``μ_c / √(1 + π s_c² / 8)`` with ``s_c² = Σ_j (output_vectors)²_cj v_j``."""
-    variance = v @ output_vectors.square().T
-    return mean * (1.0 + (math.pi / 8.0) * variance).rsqrt()
-
-
-def fit_laplace(data: HeadData) -> LaplaceHead:
-    """Maximum a posteriori weights, their posterior, and τ and temperature by validation NLL of the probit predictive.
-
-    Both are chosen after the weights, as laplace-torch's grid search does; the rule is :func:`.base.choose_posterior`.
-    """
-    softmax = choose_softmax(data.train, data.train_labels, data.val, data.val_labels, num_classes=data.num_classes)
-    kfac = fit_kfac(softmax.weight, softmax.bias, data.train, data.train_labels)
-    choice = choose_posterior(_val_logits(softmax, kfac, data.val), data.val_labels, PRECISIONS)
-    weight_spectrum, bias_spectrum = kfac.spectra(choice.precision)
-    return LaplaceHead(
-        {
-            **data.shared_tensors,
-            "weight": softmax.weight / choice.temperature,
-            "bias": softmax.bias / choice.temperature,
-            "input_vectors": kfac.input_vectors,
-            "output_vectors": kfac.output_vectors,
-            "weight_spectrum": weight_spectrum,
-            "bias_spectrum": bias_spectrum,
-        },
-        record={
-            "map_precision": softmax.precision,
-            "map_val_nll": softmax.val_nll,
-            "prior_precision": choice.precision,
-            "temperature": choice.temperature,
-            "val_nll": choice.val_nll,
-        },
-    )
-
-
-def _val_logits(softmax: SoftmaxFit, kfac: Kfac, val: Float[Tensor, "m dim"]) -> Callable[[float], Tensor]:
-    """Probit logits of the validation rows as a function of τ."""
-    mean = functional.linear(val, softmax.weight.to(val.dtype), softmax.bias.to(val.dtype))
-    squares = (val @ kfac.input_vectors.to(val.dtype)).square()
-    output_vectors = kfac.output_vectors.to(val.dtype)
-
-    def logits_with(precision: float) -> Tensor:
-        weights, biases = (part.to(val.dtype) for part in kfac.spectra(precision))
-        return probit(mean, squares @ weights + biases, output_vectors)
-
-    return logits_with
-
-
-def fit_kfac(
-    weight: Float[Tensor, "classes dim"],
-    bias: Float[Tensor, " classes"],
-    phi: Float[Tensor, "n dim"] | FeatureMatrix,
-    labels: Int[Tensor, " n"],
-) -> Kfac:
-    """KFAC posterior of a linear layer by laplace-torch, in float64.
-
-    laplace-torch's own curvature back ends get B by one backward pass for each class; the back end given to
-    it here (:func:`_linear_softmax_backend`) sums the outer products, and agrees with them to rounding.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its optional back ends warn when imported
-        from laplace import Laplace
-
-    layer = nn.Linear(weight.shape[1], weight.shape[0], device=phi.device, dtype=torch.float64)
-    with torch.no_grad():
-        layer.weight.copy_(weight)
-        layer.bias.copy_(bias)
-    posterior: Any = Laplace(
-        layer,
-        "classification",
-        subset_of_weights="all",
-        hessian_structure="kron",
-        backend=_linear_softmax_backend(),
-    )
-    posterior.fit(_Chunks(phi, labels))
-    output_values, input_values = posterior.H.eigenvalues[0]
-    output_vectors, input_vectors = posterior.H.eigenvectors[0]
-    return Kfac(input_values, linalg.fix_signs(input_vectors), output_values, linalg.fix_signs(output_vectors))
-
-
-class _Chunks:
-    """The part of a ``DataLoader`` that laplace-torch uses: batches, and ``dataset`` for its length."""
-
-    def __init__(self, phi: Tensor | FeatureMatrix, labels: Tensor) -> None:
-        self.dataset = phi
-        self.labels = labels
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for chunk, block in blocks(self.dataset):
-            yield block.double(), self.labels[chunk]
-
-
-def _linear_softmax_backend() -> Any:
-    """A laplace-torch curvature back end for one linear layer under the softmax likelihood.
-
-    A class made in a function because laplace-torch, its base, is imported only when something is fitted.
-    """
-    from laplace.curvature import GGNInterface
-    from laplace.utils import Kron
-
-    class LinearSoftmax(GGNInterface):  # type: ignore[misc, unused-ignore]
-        @torch.no_grad()
-        def kron(self, x: Any, y: Tensor, N: int, **_: Any) -> tuple[Tensor, Any]:
-            """This batch's share of A and B."""
-            logits = self.model(x)
-            p = logits.softmax(dim=1)
-            outputs = p.sum(0).diag() - p.T @ p
-            factors: Any = [[outputs, x.T @ x / N], [outputs.clone()]]
-            return self.lossfunc(logits, y), Kron(factors)
-
-    return LinearSoftmax

@@ -19,44 +19,14 @@ at most 2 M / τ far from them.  Aleatoric: the entropy of ``softmax(μ)``, nats
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import ClassVar, Final
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.heads.base import (
-    Head,
-    HeadData,
-    HeadOutput,
-    Split,
-    choose_posterior,
-    entropy,
-    in_memory,
-)
-from psc_core.heads.softmax import SoftmaxFit, choose_softmax
-from psc_core.numerics import linalg
-from psc_core.numerics.matrix import FeatureMatrix, blocks
-
-FEATURES: Final = 1024
-"""M."""
-
-LENGTH_SCALE_FACTORS: Final = (0.5, 1.0, 2.0)
-"""Length-scales tried, times the median distance."""
-
-PRECISIONS: Final = tuple(10.0 ** (k / 4) for k in range(-8, 25))
-"""Prior precisions τ tried for the covariance: 10⁻² … 10⁶, four to a decade."""
-
-LENGTH_SCALE_ROWS: Final = 10_000
-"""Training rows that the length-scale is chosen on."""
-
-IN_MEMORY_BYTES: Final = 1 << 28
-"""ψ that is kept in memory at most; more is computed again in each iteration."""
-
-MEDIAN_ROWS: Final = 1_000
-"""Training rows that the median distance is measured on."""
+from psc_core.heads.base import Head, HeadOutput, Split, entropy
 
 
 class SngpHead(Head):
@@ -108,79 +78,3 @@ def random_features(
 def mean_field(mean: Float[Tensor, "n classes"], variance: Float[Tensor, " n"]) -> Float[Tensor, "n classes"]:
     """``μ / √(1 + π s² / 8)``."""
     return mean * (1.0 + (math.pi / 8.0) * variance[:, None]).rsqrt()
-
-
-def fit_sngp(data: HeadData) -> SngpHead:
-    """Length-scale, weights, covariance and its precision."""
-    generator = torch.Generator().manual_seed(data.seed)
-    omega = torch.randn(data.train.shape[1], FEATURES, generator=generator).to(data.train.device)
-    phases = (2 * math.pi * torch.rand(FEATURES, generator=generator)).to(data.train.device)
-    length_scale = _choose_length_scale(data, omega, phases)
-    frequencies = omega / length_scale
-    lazy = data.train.map(lambda rows: random_features(rows.float(), frequencies, phases), FEATURES, torch.float32)
-    psi = in_memory(lazy) if 4 * len(lazy) * FEATURES <= IN_MEMORY_BYTES else lazy
-    psi_val = random_features(data.val, frequencies, phases)
-    softmax = choose_softmax(psi, data.train_labels, psi_val, data.val_labels, num_classes=data.num_classes)
-
-    covariance = linalg.eigh(_information(psi, softmax))
-    choice = choose_posterior(_val_logits(psi_val, softmax, covariance), data.val_labels, PRECISIONS)
-    return SngpHead(
-        {
-            **data.shared_tensors,
-            "frequencies": frequencies,
-            "phases": phases,
-            "weight": softmax.weight / choice.temperature,
-            "bias": softmax.bias / choice.temperature,
-            "covariance_root": covariance.vectors * (covariance.values + choice.precision).rsqrt(),
-        },
-        record={
-            "length_scale": length_scale,
-            "map_precision": softmax.precision,
-            "map_val_nll": softmax.val_nll,
-            "prior_precision": choice.precision,
-            "temperature": choice.temperature,
-            "val_nll": choice.val_nll,
-        },
-    )
-
-
-def _choose_length_scale(data: HeadData, omega: Tensor, phases: Tensor) -> float:
-    """The multiple of the median distance whose weights have the smallest validation NLL."""
-    few = data.train[:: math.ceil(len(data.train) / MEDIAN_ROWS)].float()
-    distances = torch.pdist(few)
-    apart = distances[distances > 0]
-    median = apart.median().item() if len(apart) else math.sqrt(2 * few.shape[1])
-    every = math.ceil(len(data.train) / LENGTH_SCALE_ROWS)
-    sample, labels = data.train[::every].float(), data.train_labels[::every]
-
-    def val_nll(length_scale: float) -> float:
-        psi, psi_val = (random_features(phi, omega / length_scale, phases) for phi in (sample, data.val))
-        fit = choose_softmax(psi, labels, psi_val, data.val_labels, num_classes=data.num_classes, finish=False)
-        return fit.val_nll
-
-    return min((factor * median for factor in LENGTH_SCALE_FACTORS), key=val_nll)
-
-
-def _information(
-    psi: Float[Tensor, "n features"] | FeatureMatrix, softmax: SoftmaxFit
-) -> Float[Tensor, "features features"]:
-    """``Σ_i p_i (1 − p_i) ψ_i ψ_iᵀ`` with p_i the largest class probability, float64."""
-    total = torch.zeros(psi.shape[1], psi.shape[1], dtype=torch.float64, device=psi.device)
-    for _, block in blocks(psi):
-        rows = block.double()
-        largest = functional.linear(rows, softmax.weight, softmax.bias).softmax(dim=1).amax(dim=1)
-        total += rows.T @ (rows * (largest * (1 - largest))[:, None])
-    return total
-
-
-def _val_logits(
-    psi: Float[Tensor, "m features"], softmax: SoftmaxFit, covariance: linalg.Eigen
-) -> Callable[[float], Tensor]:
-    """Mean-field logits of the validation rows as a function of τ."""
-    mean = functional.linear(psi, softmax.weight.to(psi.dtype), softmax.bias.to(psi.dtype))
-    squares = (psi @ covariance.vectors.to(psi.dtype)).square()
-
-    def logits_with(precision: float) -> Tensor:
-        return mean_field(mean, squares @ (covariance.values + precision).reciprocal().to(psi.dtype))
-
-    return logits_with

@@ -24,19 +24,6 @@ from torch.nn import functional as F
 from psc_core.errors import FitError
 
 
-def pooled_positions(channels: int, positions: int, budget_bytes: int) -> int:
-    """Number of positions d′ kept of a layer, so that its C·d′² float64 covariance fits ``budget_bytes``.
-
-    Halved as often as needed: a square map along both sides, else along its one.
-    """
-    side = round(positions**0.5)
-    square = side * side == positions
-    while channels * positions**2 * 8 > budget_bytes and positions > 1:
-        side //= 2
-        positions = side * side if square else positions // 2
-    return positions
-
-
 class Projection(nn.Module):
     """Algorithm 1 as one module.
 

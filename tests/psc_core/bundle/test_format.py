@@ -20,7 +20,8 @@ from psc_core import PRESETS, PSC, open_dataset
 from psc_core.bundle.io import MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES
 from psc_core.bundle.manifest import MAX_ARGUMENT, MAX_INPUT_PIXELS, PARTS, Manifest
 from psc_core.density import DENSITIES
-from psc_core.heads import HEADS, sngp
+from psc_core.heads import HEADS
+from psc_core.heads.fit import sngp
 from psc_core.model.decision import DECISIONS
 from psc_core.model.pipeline import Outputs
 from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS

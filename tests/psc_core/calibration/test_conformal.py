@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psc_core.calibration.conformal import Calibration, ambiguity_threshold, conformal_p_values, fit_calibration
+from psc_core.calibration.conformal import Calibration, conformal_p_values
+from psc_core.calibration.fit import ambiguity_threshold, fit_calibration
 from psc_core.errors import BundleError, FitError, UsageError
 from psc_core.model.decision import judge
 from psc_core.model.pipeline import SCORES as COLUMNS

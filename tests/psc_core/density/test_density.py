@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psc_core.density import DENSITIES, Density, fit_density, gaussian, pca, restore_density
-from psc_core.density import fit as fitting
+from psc_core.density import DENSITIES, Density, gaussian, restore_density
+from psc_core.density.fit import density as fitting
+from psc_core.density.fit import pca
+from psc_core.density.fit.density import fit_density
 from psc_core.errors import BundleError, FitError, UsageError
 from psc_core.metrics import scores
 from tests import reference_density as naive

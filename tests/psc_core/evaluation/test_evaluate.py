@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from psc_core.bundle.manifest import Policy
-from psc_core.calibration.conformal import fit_calibration
+from psc_core.calibration.fit import fit_calibration
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import ArraySource

@@ -21,10 +21,10 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.sources import ImageSource
 from psc_core.data.spec import open_dataset
 from psc_core.fitting.stages import FitOptions, fit_projection, fit_psc
-from psc_core.heads import softmax
+from psc_core.heads.fit import softmax
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.numerics.scatter import ClassScatter, class_rows
-from psc_core.projection import fit as fit_tucker
+from psc_core.projection.fit import projection as fit_tucker
 from tests import tiny
 
 OPTIONS = FitOptions(device="cpu")

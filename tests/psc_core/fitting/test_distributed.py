@@ -20,7 +20,7 @@ from psc_core.cli import fit as cli
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
 from psc_core.model.predictor import PSC
-from psc_core.projection import fit as fit_tucker
+from psc_core.projection.fit import projection as fit_tucker
 from tests.conftest import ROOT, TinyJob
 from tests.tiny import network
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import ArraySource
 from psc_core.fitting.stages import FitOptions, fit_projection, fit_psc, measure_collapse
-from psc_core.heads import softmax
+from psc_core.heads.fit import softmax
 from psc_core.images.preprocess import PRESETS
 from psc_core.numerics import matrix as rows
 

@@ -15,10 +15,10 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.splits import split_validation
 from psc_core.errors import DataError, FitError, UsageError
 from psc_core.fitting.stages import OOD_SCORES, FittedProjection, entropy_weight
-from psc_core.heads import sngp, softmax
+from psc_core.heads.fit import sngp, softmax
 from psc_core.images.preprocess import PRESETS
 from psc_core.model.pipeline import Outputs
-from psc_core.projection.ranks import choose_ranks
+from psc_core.projection.fit.ranks import choose_ranks
 from tests.conftest import TinyJob
 
 FACTORY = "tests.tiny:network"

@@ -16,8 +16,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from psc_core.errors import BundleError, FitError, UsageError
-from psc_core.heads import HEADS, Head, LaplaceHead, base, duq, entropy, fit_head, laplace, restore_head, sngp, softmax
-from psc_core.heads.temperature import fit_temperature
+from psc_core.heads import HEADS, Head, LaplaceHead, duq, entropy, restore_head, sngp
+from psc_core.heads.fit import duq as duq_fit
+from psc_core.heads.fit import laplace, posterior, softmax
+from psc_core.heads.fit import sngp as sngp_fit
+from psc_core.heads.fit.data import fit_standardisation
+from psc_core.heads.fit.head import fit_head
+from psc_core.heads.fit.kfac import fit_kfac
+from psc_core.heads.fit.posterior import PRIOR_IMAGES, choose_posterior
+from psc_core.heads.fit.temperature import fit_temperature
 from tests import reference_heads as naive
 
 KINDS = sorted(HEADS)
@@ -34,7 +41,7 @@ def images(n: int, dim: int, classes: int, *, seed: int = 0, scale: float = 1.0)
 
 @pytest.fixture(autouse=True)
 def few_features(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sngp, "FEATURES", 64)
+    monkeypatch.setattr(sngp_fit, "FEATURES", 64)
     yield
 
 
@@ -128,7 +135,7 @@ def test_softmax_path_takes_the_best_validation_nll() -> None:
     start = torch.zeros(3, 31, dtype=torch.float64)
     for precision in softmax.PRECISIONS:
         weight, bias = softmax.fit_softmax(z, y, precision=precision, start=start)
-        nll = base.nll(z_val @ weight.float().T + bias.float(), y_val).mean().item()
+        nll = posterior.nll(z_val @ weight.float().T + bias.float(), y_val).mean().item()
         assert chosen.val_nll <= nll + 1e-4
 
 
@@ -140,7 +147,7 @@ def test_laplace_is_the_dense_posterior(dim: int, classes: int, seed: int, sprea
     weight = torch.randn(classes, dim, generator=random, dtype=torch.float64)
     bias = torch.randn(classes, generator=random, dtype=torch.float64)
     labels = torch.randint(0, classes, (30,), generator=random)
-    kfac = laplace.fit_kfac(weight, bias, phi, labels)
+    kfac = fit_kfac(weight, bias, phi, labels)
     spectra = kfac.spectra(0.7)
     head = LaplaceHead(
         {
@@ -178,7 +185,7 @@ def test_our_curvature_is_laplace_torchs() -> None:
     head = fit(dim=7, classes=4)
     assert isinstance(head, LaplaceHead)
     posterior, phi = torch_laplace(head, z, labels)
-    kfac = laplace.fit_kfac(*maximum(head), phi, labels)
+    kfac = fit_kfac(*maximum(head), phi, labels)
     for values, vectors, factor in (
         (kfac.input_values, kfac.input_vectors, posterior.H_facs.kfacs[0][1]),
         (kfac.output_values, kfac.output_vectors, posterior.H_facs.kfacs[0][0]),
@@ -260,13 +267,13 @@ def test_posterior_rule() -> None:
     def logits_with(precision: float) -> Tensor:
         return (honest + spoilt[precision] * noise) / 2
 
-    choice = base.choose_posterior(logits_with, labels, tuple(spoilt))
+    choice = choose_posterior(logits_with, labels, tuple(spoilt))
     assert choice.precision == 1.0
     assert choice.temperature == pytest.approx(0.5, abs=0.03)
-    best = fit_temperature(logits_with(1.0), labels, prior_images=base.PRIOR_IMAGES)
+    best = fit_temperature(logits_with(1.0), labels, prior_images=PRIOR_IMAGES)
     assert choice.temperature == pytest.approx(best, rel=1e-9)
-    assert choice.val_nll == pytest.approx(base.nll(logits_with(1.0) / best, labels).mean().item())
-    flattened = base.choose_posterior(lambda precision: honest * precision / (1 + precision), labels, (1.0, 1000.0))
+    assert choice.val_nll == pytest.approx(posterior.nll(logits_with(1.0) / best, labels).mean().item())
+    flattened = choose_posterior(lambda precision: honest * precision / (1 + precision), labels, (1.0, 1000.0))
     assert flattened[:2] == (1000.0, 1.0)
 
 
@@ -277,11 +284,11 @@ def test_a_temperature_within_its_error_is_not_taken() -> None:
     for _ in range(40):
         honest = 3 * torch.randn(500, 3, generator=random, dtype=torch.float64)
         labels = torch.multinomial(honest.softmax(1), 1, generator=random).squeeze(1)
-        choice = base.choose_posterior(lambda _, logits=honest: logits, labels, (1.0,))
+        choice = choose_posterior(lambda _, logits=honest: logits, labels, (1.0,))
         ones += choice.temperature == 1.0
-        best.append(fit_temperature(honest, labels, prior_images=base.PRIOR_IMAGES))
-        assert choice.val_nll == pytest.approx(base.nll(honest / choice.temperature, labels).mean().item())
-        assert base.choose_posterior(lambda _, logits=honest: 2 * logits, labels, (1.0,)).temperature > 1.5
+        best.append(fit_temperature(honest, labels, prior_images=PRIOR_IMAGES))
+        assert choice.val_nll == pytest.approx(posterior.nll(honest / choice.temperature, labels).mean().item())
+        assert choose_posterior(lambda _, logits=honest: 2 * logits, labels, (1.0,)).temperature > 1.5
     assert 36 <= ones < 40
     assert min(best) < 0.95 and max(best) > 1.05
 
@@ -289,21 +296,21 @@ def test_a_temperature_within_its_error_is_not_taken() -> None:
 @pytest.mark.parametrize("kind", ["laplace", "sngp"])
 def test_temperature_undoes_what_was_done_to_the_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that a strong prior keeps far too small are served larger."""
-    module = {"laplace": laplace, "sngp": sngp}[kind]
+    module = {"laplace": laplace, "sngp": sngp_fit}[kind]
     monkeypatch.setattr(softmax, "PRECISIONS", (1e3,))
     monkeypatch.setattr(module, "PRECISIONS", (1e6,))
     head = fit(kind)
     assert head.record["temperature"] < 0.6
     assert head.record["val_nll"] < 0.8 * head.record["map_val_nll"]
     z, labels = images(150, 6, 3, seed=1)
-    served = base.nll(head(z).probabilities.log(), labels).mean().item()
+    served = posterior.nll(head(z).probabilities.log(), labels).mean().item()
     assert served == pytest.approx(head.record["val_nll"], abs=1e-4)
 
 
 def test_a_column_that_varies_by_rounding_alone_is_constant() -> None:
     z = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
     z[:, 1] = 1e7 + torch.arange(200) % 2
-    scale = base.fit_standardisation(z).inverse_scale
+    scale = fit_standardisation(z).inverse_scale
     assert scale[1] == scale[0]
 
 
@@ -359,7 +366,7 @@ def test_duq_kernels() -> None:
         assert output.epistemic[i].item() == pytest.approx(1 - k.max().item(), abs=1e-4)
         expected = (powers / powers.sum()).float()
         torch.testing.assert_close(output.probabilities[i], expected, rtol=1e-3, atol=1e-4)
-    loss = duq.kernel_loss(torch.tensor([[0.9, 0.2]]).log(), torch.tensor([0]))
+    loss = duq_fit.kernel_loss(torch.tensor([[0.9, 0.2]]).log(), torch.tensor([0]))
     assert loss == pytest.approx(-math.log(0.9) - math.log(0.8))
     embedded = head.standardise(z) @ head.embedding
     within = torch.stack([torch.cov(embedded[labels == k].T) for k in range(3)]).mean(0)

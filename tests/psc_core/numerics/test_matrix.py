@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from psc_core.density import DENSITIES, fit_density
-from psc_core.heads import HEADS, fit_head, sngp
+from psc_core.density import DENSITIES
+from psc_core.density.fit.density import fit_density
+from psc_core.heads import HEADS
+from psc_core.heads.fit import sngp
+from psc_core.heads.fit.head import fit_head
 from psc_core.numerics import matrix as rows
 from psc_core.numerics.matrix import FeatureFile, as_matrix, blocks
 

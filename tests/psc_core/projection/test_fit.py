@@ -12,7 +12,7 @@ from psc_core.collapse.candidate import Candidate
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import FitError
 from psc_core.images.preprocess import PRESETS
-from psc_core.projection import fit as fit_tucker
+from psc_core.projection.fit import projection as fit_tucker
 from tests import tiny
 
 CANDIDATE = Candidate(("2",), "16 channels, 7 × 7 positions")

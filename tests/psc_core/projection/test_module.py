@@ -10,7 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from psc_core.errors import FitError
-from psc_core.projection.module import Projection, pooled_positions, reshape_features
+from psc_core.projection.fit.projection import pooled_positions
+from psc_core.projection.module import Projection, reshape_features
 from tests import reference_projection as reference
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from psc_core.errors import FitError
-from psc_core.projection.moments import DEAD_UNIT, channel_moments
+from psc_core.projection.fit.moments import DEAD_UNIT, channel_moments
 from tests import reference_projection as reference
 
 

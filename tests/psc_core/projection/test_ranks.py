@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from psc_core.errors import FitError
 from psc_core.numerics.scatter import ClassScatter, class_rows
-from psc_core.projection.ranks import choose_ranks, nc1_prefixes, nearest_mean_hits
+from psc_core.projection.fit.ranks import choose_ranks, nc1_prefixes, nearest_mean_hits
 from tests import reference_projection as reference
 
 

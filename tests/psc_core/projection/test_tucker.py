@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.projection.tucker import tucker_factors
+from psc_core.projection.fit.tucker import tucker_factors
 
 
 def correlation_of(channels: int, d: int, rank_c: int, rank_d: int, seed: int) -> torch.Tensor:

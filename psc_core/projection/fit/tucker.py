@@ -3,7 +3,7 @@
     R ≈ G ×₁ A ×₂ B ×₃ B        R (C, d, d), A (C, c_max), B (d, d_max)
 
 R is symmetric in its last two modes, so one spatial factor serves both.  Any smaller projection keeps
-leading columns, Z = A[:, :c]ᵀ X B[:, :d'], so :mod:`psc_core.projection.ranks` chooses the sizes in one pass.
+leading columns, Z = A[:, :c]ᵀ X B[:, :d'], so :mod:`psc_core.projection.fit.ranks` chooses the sizes in one pass.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fitting a density to z: PCA, class moments, shrinkage where images are few; all in float64.
 
-Three coordinate systems, each one matrix product from the last (:mod:`.gaussian` serves the third):
+Three coordinate systems, each one matrix product from the last (:mod:`psc_core.density.gaussian` serves the third):
 
     ``y = (z − mean) U``            principal components, orthonormal
     ``x = y diag(λ^(−1/2))``        unit total variance in every component
@@ -22,7 +22,7 @@ What was done is in the record of the fit.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -31,38 +31,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.bundle.module import Record
-from psc_core.density.gaussian import (
-    LOG_2_PI,
-    ClasswiseDensity,
-    Density,
-    PooledDensity,
-    RelativeDensity,
-    TiedDensity,
-    UnitLengthDensity,
-)
-from psc_core.density.pca import PCA, fit_pca
-from psc_core.errors import UsageError
+from psc_core.density import kind_of
+from psc_core.density.base import Density
+from psc_core.density.fit.pca import PCA, fit_pca
+from psc_core.density.gaussian import ClasswiseDensity, RelativeDensity
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import FeatureMatrix, as_matrix, check_features
-
-DENSITIES: Final[Mapping[str, type[Density]]] = {
-    density.kind: density
-    for density in (ClasswiseDensity, TiedDensity, UnitLengthDensity, PooledDensity, RelativeDensity)
-}
-"""Densities by kind."""
 
 IMAGES_PER_COMPONENT: Final = 10
 """Images for each component below which a covariance is shrunk."""
 
 WHITENER_ELEMENTS: Final = 1 << 26
 """Largest K × P × P that the automatic choice of P leads to (256 MiB of float32)."""
-
-
-def kind_of(name: str) -> type[Density]:
-    """The density of a name; raises :class:`UsageError` for one that is not in :data:`DENSITIES`."""
-    if name not in DENSITIES:
-        raise UsageError(f"expected a density of {', '.join(DENSITIES)}, got {name!r}")
-    return DENSITIES[name]
 
 
 def fit_density(
@@ -81,7 +61,7 @@ def fit_density(
             labels is repeated, once for each.
         labels: Class index of each row.
         num_classes: K.
-        kind: One of :data:`DENSITIES`.
+        kind: One of :data:`psc_core.density.DENSITIES`.
         pca: Principal components to keep; ``None`` chooses (see :mod:`.pca`) with the limit that the images beyond
             one a class outnumber components, and, with a covariance for each class, that K · P² stays under
             :data:`WHITENER_ELEMENTS`.  Covariances of fewer images than that asks for are shrunk.
@@ -140,7 +120,7 @@ def fit_density(
 
 def _volume(projection: PCA) -> float:
     """``P log 2π + log det`` of the total covariance: −2 × the log-density at its centre."""
-    return len(projection.variances) * LOG_2_PI + projection.variances.log().sum().item()
+    return len(projection.variances) * math.log(2 * math.pi) + projection.variances.log().sum().item()
 
 
 class _Pooled(NamedTuple):

@@ -33,7 +33,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.heads.base import nll
+from psc_core.heads.fit.posterior import nll
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import FeatureMatrix, as_matrix, blocks
 

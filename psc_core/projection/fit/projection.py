@@ -21,10 +21,10 @@ from psc_core.data.dataset import ImageDataset, by_class
 from psc_core.errors import FitError, UsageError
 from psc_core.network.backbone import Backbone, FeatureStep, feature_step
 from psc_core.numerics.scatter import MIN_COLUMNS, Centroids, ClassScatter, between_scatter, class_rows, variability
-from psc_core.projection.module import Projection, pooled_positions, reshape_features
-from psc_core.projection.moments import channel_moments
-from psc_core.projection.ranks import RankChoice, choose_ranks, nc1_prefixes, nearest_mean_hits
-from psc_core.projection.tucker import tucker_factors
+from psc_core.projection.fit.moments import channel_moments
+from psc_core.projection.fit.ranks import RankChoice, choose_ranks, nc1_prefixes, nearest_mean_hits
+from psc_core.projection.fit.tucker import tucker_factors
+from psc_core.projection.module import Projection, reshape_features
 
 MAX_CHANNEL_COMPONENTS = 64
 MAX_COMPONENTS = 2048
@@ -139,6 +139,19 @@ def fit_tucker(
     return projection, ProjectionReport(
         choice, sized.scaled_nc1, sized.scaled_nc4, sized.nc1.cpu(), sized.nc4.cpu(), pooled
     )
+
+
+def pooled_positions(channels: int, positions: int, budget_bytes: int) -> int:
+    """Number of positions d′ kept of a layer, so that its C·d′² float64 covariance fits ``budget_bytes``.
+
+    Halved as often as needed: a square map along both sides, else along its one.
+    """
+    side = round(positions**0.5)
+    square = side * side == positions
+    while channels * positions**2 * 8 > budget_bytes and positions > 1:
+        side //= 2
+        positions = side * side if square else positions // 2
+    return positions
 
 
 def _largest(channels: int, d: int, c_proj: int | None, d_proj: int | None) -> tuple[int, int]:

@@ -1,0 +1,1 @@
+"""Fitting a density; nothing here is imported to serve one."""

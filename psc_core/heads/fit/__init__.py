@@ -1,0 +1,1 @@
+"""Fitting a head; nothing here is imported to serve one."""

@@ -1,0 +1,74 @@
+"""Fit a head of any kind: check the features, standardise them, hand them to the kind's own fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from psc_core.errors import UsageError
+from psc_core.heads.base import Head
+from psc_core.heads.fit.data import HeadData, fit_standardisation, in_memory
+from psc_core.heads.fit.duq import fit_duq
+from psc_core.heads.fit.laplace import fit_laplace
+from psc_core.heads.fit.sngp import fit_sngp
+from psc_core.numerics.matrix import FeatureMatrix, check_features
+
+FITS: Final[Mapping[str, Callable[[HeadData], Head]]] = {
+    "laplace": fit_laplace,
+    "sngp": fit_sngp,
+    "duq": fit_duq,
+}
+"""Fit of each kind of :data:`psc_core.heads.HEADS`."""
+
+
+def fit_head(
+    z_train: Float[Tensor, "n dim"] | FeatureMatrix,
+    y_train: Int[Tensor, " n"],
+    z_val: Float[Tensor, "m dim"],
+    y_val: Int[Tensor, " m"],
+    *,
+    num_classes: int,
+    kind: str = "laplace",
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    class_names: Sequence[str] | None = None,
+) -> Head:
+    """Fit a head to training features; every free number is chosen by validation NLL.
+
+    Args:
+        z_train: Features, any float type, read in blocks; an image with several labels is repeated, once for each.
+        y_train: Class index of each row.
+        z_val: Features that choose.
+        y_val: Class index of each row.
+        num_classes: K.
+        kind: One of :data:`psc_core.heads.HEADS`.
+        seed: Of random features; the other heads use no random numbers.
+        device: Where to fit, and where the head is returned.
+        class_names: Names for messages.
+
+    Raises:
+        UsageError: An unknown kind.
+        FitError: Features that are not finite or all equal, or a class without a training row.
+    """
+    if kind not in FITS:
+        raise UsageError(f"expected a head of {', '.join(FITS)}, got {kind!r}")
+    names = tuple(class_names) if class_names is not None else tuple(map(str, range(num_classes)))
+    train = z_train.to(device)
+    train_labels, val, val_labels = (part.to(device) for part in (y_train, z_val, y_val))
+    check_features(train, train_labels, class_names=names, least=1)
+    check_features(val, val_labels, class_names=names, least=0)
+    standardisation = fit_standardisation(train)
+    data = HeadData(
+        train=standardisation(train),
+        train_labels=train_labels,
+        val=in_memory(standardisation(val)),
+        val_labels=val_labels,
+        num_classes=num_classes,
+        seed=seed,
+        standardisation=standardisation,
+    )
+    return FITS[kind](data).to(device)

@@ -1,0 +1,93 @@
+"""The KFAC posterior of a linear layer under the softmax likelihood, by laplace-torch (symbols: heads/laplace.py)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from psc_core.numerics import linalg
+from psc_core.numerics.matrix import FeatureMatrix, blocks
+
+
+class Kfac(NamedTuple):
+    """Eigendecompositions of the factors A (inputs) and B (outputs), float64."""
+
+    input_values: Float[Tensor, " dim"]
+    input_vectors: Float[Tensor, "dim dim"]
+    output_values: Float[Tensor, " classes"]
+    output_vectors: Float[Tensor, "classes classes"]
+
+    def spectra(self, precision: float) -> tuple[Float[Tensor, "dim classes"], Float[Tensor, " classes"]]:
+        """``1 / (λ_Ai λ_Bj + τ)`` and ``1 / (λ_Bj + τ)``."""
+        weights = torch.outer(self.input_values, self.output_values) + precision
+        return weights.reciprocal(), (self.output_values + precision).reciprocal()
+
+
+def fit_kfac(
+    weight: Float[Tensor, "classes dim"],
+    bias: Float[Tensor, " classes"],
+    phi: Float[Tensor, "n dim"] | FeatureMatrix,
+    labels: Int[Tensor, " n"],
+) -> Kfac:
+    """KFAC posterior of a linear layer by laplace-torch, in float64.
+
+    laplace-torch's own curvature back ends get B by one backward pass for each class; the back end given to
+    it here (:func:`_linear_softmax_backend`) sums the outer products, and agrees with them to rounding.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its optional back ends warn when imported
+        from laplace import Laplace
+
+    layer = nn.Linear(weight.shape[1], weight.shape[0], device=phi.device, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        layer.bias.copy_(bias)
+    posterior: Any = Laplace(
+        layer,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure="kron",
+        backend=_linear_softmax_backend(),
+    )
+    posterior.fit(_Chunks(phi, labels))
+    output_values, input_values = posterior.H.eigenvalues[0]
+    output_vectors, input_vectors = posterior.H.eigenvectors[0]
+    return Kfac(input_values, linalg.fix_signs(input_vectors), output_values, linalg.fix_signs(output_vectors))
+
+
+class _Chunks:
+    """The part of a ``DataLoader`` that laplace-torch uses: batches, and ``dataset`` for its length."""
+
+    def __init__(self, phi: Tensor | FeatureMatrix, labels: Tensor) -> None:
+        self.dataset = phi
+        self.labels = labels
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for chunk, block in blocks(self.dataset):
+            yield block.double(), self.labels[chunk]
+
+
+def _linear_softmax_backend() -> Any:
+    """A laplace-torch curvature back end for one linear layer under the softmax likelihood.
+
+    A class made in a function because laplace-torch, its base, is imported only when something is fitted.
+    """
+    from laplace.curvature import GGNInterface
+    from laplace.utils import Kron
+
+    class LinearSoftmax(GGNInterface):  # type: ignore[misc, unused-ignore]
+        @torch.no_grad()
+        def kron(self, x: Any, y: Tensor, N: int, **_: Any) -> tuple[Tensor, Any]:
+            """This batch's share of A and B."""
+            logits = self.model(x)
+            p = logits.softmax(dim=1)
+            outputs = p.sum(0).diag() - p.T @ p
+            factors: Any = [[outputs, x.T @ x / N], [outputs.clone()]]
+            return self.lossfunc(logits, y), Kron(factors)
+
+    return LinearSoftmax

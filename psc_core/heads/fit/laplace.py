@@ -1,0 +1,72 @@
+"""Fit :class:`psc_core.heads.laplace.LaplaceHead`: weights, then their KFAC posterior, then τ and a temperature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from psc_core.heads.fit.data import HeadData
+from psc_core.heads.fit.kfac import Kfac, fit_kfac
+from psc_core.heads.fit.posterior import choose_posterior
+from psc_core.heads.fit.softmax import SoftmaxFit, choose_softmax
+from psc_core.heads.laplace import LaplaceHead
+
+PRECISIONS: Final = tuple(10.0 ** (k / 4) for k in range(-16, 17))
+"""Prior precisions τ tried for the posterior: 10⁻⁴ … 10⁴, four to a decade."""
+
+
+def probit(
+    mean: Float[Tensor, "batch classes"],
+    v: Float[Tensor, "batch classes"],
+    output_vectors: Float[Tensor, "classes classes"],
+) -> Float[Tensor, "batch classes"]:
+    """``μ_c / √(1 + π s_c² / 8)`` with ``s_c² = Σ_j (output_vectors)²_cj v_j``."""
+    variance = v @ output_vectors.square().T
+    return mean * (1.0 + (math.pi / 8.0) * variance).rsqrt()
+
+
+def fit_laplace(data: HeadData) -> LaplaceHead:
+    """Maximum a posteriori weights, their posterior, and τ and temperature by validation NLL of the probit predictive.
+
+    Both are chosen after the weights, as laplace-torch's grid search does; the rule is :func:`.base.choose_posterior`.
+    """
+    softmax = choose_softmax(data.train, data.train_labels, data.val, data.val_labels, num_classes=data.num_classes)
+    kfac = fit_kfac(softmax.weight, softmax.bias, data.train, data.train_labels)
+    choice = choose_posterior(_val_logits(softmax, kfac, data.val), data.val_labels, PRECISIONS)
+    weight_spectrum, bias_spectrum = kfac.spectra(choice.precision)
+    return LaplaceHead(
+        {
+            **data.shared_tensors,
+            "weight": softmax.weight / choice.temperature,
+            "bias": softmax.bias / choice.temperature,
+            "input_vectors": kfac.input_vectors,
+            "output_vectors": kfac.output_vectors,
+            "weight_spectrum": weight_spectrum,
+            "bias_spectrum": bias_spectrum,
+        },
+        record={
+            "map_precision": softmax.precision,
+            "map_val_nll": softmax.val_nll,
+            "prior_precision": choice.precision,
+            "temperature": choice.temperature,
+            "val_nll": choice.val_nll,
+        },
+    )
+
+
+def _val_logits(softmax: SoftmaxFit, kfac: Kfac, val: Float[Tensor, "m dim"]) -> Callable[[float], Tensor]:
+    """Probit logits of the validation rows as a function of τ."""
+    mean = functional.linear(val, softmax.weight.to(val.dtype), softmax.bias.to(val.dtype))
+    squares = (val @ kfac.input_vectors.to(val.dtype)).square()
+    output_vectors = kfac.output_vectors.to(val.dtype)
+
+    def logits_with(precision: float) -> Tensor:
+        weights, biases = (part.to(val.dtype) for part in kfac.spectra(precision))
+        return probit(mean, squares @ weights + biases, output_vectors)
+
+    return logits_with

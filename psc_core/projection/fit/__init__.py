@@ -1,0 +1,1 @@
+"""Fitting a projection; nothing here is imported to serve one."""
