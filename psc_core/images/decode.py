@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
-from psc_core.images.limits import MOST_EXIF, check, check_pixels, checked
+from psc_core.images.limits import MAXIMUM_EXIF, check, check_pixels, checked
 
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 """Formats that are read; anything else is :class:`UnsupportedImage`."""
@@ -83,7 +83,7 @@ def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
 def to_grey_or_rgb(image: Image.Image) -> Image.Image:
     """Any Pillow image as ``L`` or ``RGB`` with 8-bit samples: turned upright, what is transparent over black."""
     exif = max(len(image.info.get("exif") or b""), len(image.info.get("Raw profile type exif") or "") // 2)
-    check("bytes of EXIF", MOST_EXIF, exif)
+    check("bytes of EXIF", MAXIMUM_EXIF, exif)
     image = ImageOps.exif_transpose(image)
     if image.mode in _WIDE_MODES:
         samples = np.asarray(image)

@@ -15,28 +15,28 @@ import numpy as np
 
 from psc_core.errors import ImageTooLarge, UndecodableImage
 
-MOST_SCANS: Final = 100
+MAXIMUM_SCANS: Final = 100
 """Scans of a JPEG that are decoded.  Each may cost a pass over all pixels and take some 80 bytes.  libjpeg writes 10
 (18 for CMYK); libtiff sets the same limit for JPEG within TIFF."""
 
-_MOST_PIECES: Final = 10_000
+_MAXIMUM_PIECES: Final = 10_000
 """Segments of a JPEG and bytes between those of its header, chunks of a PNG, blocks of a GIF: Pillow reads each in
 Python."""
 
-MOST_EXIF: Final = 1 << 20
+MAXIMUM_EXIF: Final = 1 << 20
 """Bytes of EXIF: Pillow takes two hundred times as much to unpack them."""
 
-_MOST_PROFILES: Final = 16
+_MAXIMUM_PROFILES: Final = 16
 """Colour profiles of a PNG: one of 1 kB may unpack to 1 MB."""
 
-_MOST_TAGS: Final = 4096
+_MAXIMUM_TAGS: Final = 4096
 """Tags of a TIFF; libtiff sets the same limit."""
 
-_MOST_VALUES: Final = 3 << 16
+_MAXIMUM_VALUES: Final = 3 << 16
 """Values of a TIFF tag, such as where its strips begin: Pillow makes objects of them.  A 16-bit transfer function has
 so many."""
 
-_MOST_OVERLAP: Final = 10
+_MAXIMUM_OVERLAP: Final = 10
 """How often the strips of a TIFF may use the same bytes, on average."""
 
 _MARKER: Final = re.compile(rb"\xff[\xc0-\xc7\xc9-\xcf\xd9-\xef\xfe]")
@@ -94,7 +94,7 @@ class _Reader(io.BytesIO):
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
-        self._most = _MOST_PIECES + len(data) // 32
+        self._most = _MAXIMUM_PIECES + len(data) // 32
         self._reads = 0
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -105,14 +105,14 @@ class _Reader(io.BytesIO):
 
 def _check_png(data: bytes) -> None:
     """Count the chunks of a PNG."""
-    at, most, chunks, profiles, kind = 8, _MOST_PIECES + len(data) // 128, 0, 0, b""
+    at, most, chunks, profiles, kind = 8, _MAXIMUM_PIECES + len(data) // 128, 0, 0, b""
     while kind != b"IEND" and at + 8 <= len(data):
         length, kind = _PNG_CHUNK.unpack_from(data, at)
         at += 12 + length
         chunks += 1
         profiles += kind == b"iCCP"
-        if chunks > most or profiles > _MOST_PROFILES:
-            check("colour profiles", _MOST_PROFILES, profiles)
+        if chunks > most or profiles > _MAXIMUM_PROFILES:
+            check("colour profiles", _MAXIMUM_PROFILES, profiles)
             check("chunks in a file of this size", most, chunks)
 
 
@@ -130,12 +130,12 @@ def _check_jpeg(data: bytes) -> None:
         length = max(2, int.from_bytes(data[at : at + 2], "big"))
         if kind == _SCAN:
             scans += 1
-            check("scans", MOST_SCANS, scans)
+            check("scans", MAXIMUM_SCANS, scans)
         elif kind == _APP1 and data.startswith(b"Exif\0\0", at + 2):
             exif += length
-            check("bytes of EXIF", MOST_EXIF, exif)
-        if segments > _MOST_PIECES:
-            check("segments", _MOST_PIECES, segments)
+            check("bytes of EXIF", MAXIMUM_EXIF, exif)
+        if segments > _MAXIMUM_PIECES:
+            check("segments", _MAXIMUM_PIECES, segments)
         at += length
 
 
@@ -144,14 +144,14 @@ def _check_tiff(data: bytes, max_pixels: int) -> None:
     order, big = "<" if data[:2] == b"II" else ">", data[2] == 43
     (at,) = struct.unpack_from(order + ("Q" if big else "L"), data, 8 if big else 4)
     (number,) = struct.unpack_from(order + ("Q" if big else "H"), data, at)
-    check("tags", _MOST_TAGS, number)
+    check("tags", _MAXIMUM_TAGS, number)
     at += 8 if big else 2
     entry = struct.Struct(order + ("HHQ8s" if big else "HHL4s"))
     number = min(number, (len(data) - at) // entry.size)
     found: dict[int, int] = {}
     for tag, kind, count, value in entry.iter_unpack(data[at : at + number * entry.size]):
         if kind not in _TEXTS:
-            check(f"values of tag {tag}", _MOST_VALUES, count)
+            check(f"values of tag {tag}", _MAXIMUM_VALUES, count)
         if tag not in _CHECKED:
             continue
         if kind not in _NUMBERS or tag in found:
@@ -162,7 +162,7 @@ def _check_tiff(data: bytes, max_pixels: int) -> None:
         stored = value[:size] if size <= len(value) else data[start : start + size]
         found[tag] = int(np.frombuffer(stored, form, len(stored) // form.itemsize).sum(dtype=np.float64))
     for tag in (_STRIP_BYTES, _TILE_BYTES):
-        check("bytes of strips", _MOST_OVERLAP * len(data), found.get(tag, 0))
+        check("bytes of strips", _MAXIMUM_OVERLAP * len(data), found.get(tag, 0))
     width, height, tile_width, tile_height = (found.get(tag, 0) for tag in _SIDES)
     if tile_width and tile_height:
         check_pixels(tile_width, tile_height, max_pixels, "a tile has")
