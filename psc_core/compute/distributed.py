@@ -75,7 +75,7 @@ class Reducer:
             return dataset
         return dataset.subset(torch.arange(self.rank, len(dataset), self.world))
 
-    def shard_rows(self, dataset: ImageDataset) -> Int[Tensor, " rows"]:
+    def shard_examples(self, dataset: ImageDataset) -> Int[Tensor, " rows"]:
         """Where the rows of :meth:`shard` are among the rows of ``dataset``."""
         image = torch.arange(len(dataset)).repeat_interleave(dataset.offsets.diff())
         return torch.nonzero(image % self.world == self.rank).flatten()

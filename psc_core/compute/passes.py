@@ -14,7 +14,7 @@ from psc_core.data.dataset import Batch, ImageDataset
 
 Value = TypeVar("Value")
 
-CPU_IMAGES = 64
+MAXIMUM_CPU_BATCH = 64
 """Images sent through a network at once on a CPU at most: of more, activations leave the cache, and allocating
 them costs more than the network (a Wide-ResNet took twice as long an image at 256)."""
 
@@ -34,9 +34,9 @@ class Compute:
     batch_images: int = 256
 
     @property
-    def images(self) -> int:
-        """Images a batch: on a CPU at most :data:`CPU_IMAGES`."""
-        return min(self.batch_images, CPU_IMAGES) if self.device.type == "cpu" else self.batch_images
+    def batch_size(self) -> int:
+        """Images a batch: on a CPU at most :data:`MAXIMUM_CPU_BATCH`."""
+        return min(self.batch_images, MAXIMUM_CPU_BATCH) if self.device.type == "cpu" else self.batch_images
 
 
 def passes(
@@ -70,5 +70,5 @@ def track_images(
     dataset: ImageDataset, compute: Compute, description: str, order: Tensor | None = None
 ) -> Iterator[Batch]:
     """The batches of ``dataset`` with a progress line that counts batches."""
-    batches = dataset.batches(compute.images, order=order)
-    return track(batches, total=dataset.batch_count(compute.images), description=description)
+    batches = dataset.batches(compute.batch_size, order=order)
+    return track(batches, total=dataset.batch_count(compute.batch_size), description=description)

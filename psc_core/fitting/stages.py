@@ -119,7 +119,7 @@ def measure_collapse(
         max_memory_bytes=options.max_memory_bytes,
         device=compute.device,
         batch_images=compute.batch_images,
-        reduce=options.reducer,
+        reducer=options.reducer,
     )
 
 
@@ -336,7 +336,7 @@ def embed(
     where = torch.empty_like(dataset.labels)
     where[stable_order(dataset.labels)] = torch.arange(len(where))
     if reducer.world > 1:
-        where = where[reducer.shard_rows(dataset)]
+        where = where[reducer.shard_examples(dataset)]
     at = 0
     for features, batch in passes(reducer.shard(dataset), compute, "features", step):
         read = [projection(features), *([pool(features)] if pooled else [])]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from psc_core.network.graph import share
+from psc_core.network.graph import shared_copy
 
 
 def fuse(body: nn.Module, *, precision: str) -> nn.Module:
@@ -30,7 +30,7 @@ def fuse(body: nn.Module, *, precision: str) -> nn.Module:
     """
     if not isinstance(body, fx.GraphModule):
         return body
-    twin = cast(fx.GraphModule, share(body))
+    twin = cast(fx.GraphModule, shared_copy(body))
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     with torch.inference_mode(False), torch.no_grad():
         _fold_batch_norm(twin)

@@ -22,7 +22,7 @@ from psc_core.errors import NetworkError
 from psc_core.network.layout import INPUT
 
 
-def share(net: nn.Module) -> nn.Module:
+def shared_copy(net: nn.Module) -> nn.Module:
     """A copy of the module tree, in evaluation mode, that shares every parameter and buffer with ``net``."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in chain(net.parameters(), net.buffers())}
     try:
@@ -82,7 +82,7 @@ def cut_graph(net: nn.Module, layers: Sequence[str], *, keep_output: bool) -> fx
     Raises:
         NetworkError: The forward pass cannot be traced, or a layer lies inside a module traced as one operation.
     """
-    root = share(net)
+    root = shared_copy(net)
     tracer = _Recorder(set(layers))
     try:
         with _one_trace:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from psc_core.errors import NetworkError
-from psc_core.network.graph import share
+from psc_core.network.graph import shared_copy
 from psc_core.network.layout import INPUT
 
 
@@ -45,7 +45,7 @@ class HookedNetwork(nn.Module):
     ) -> None:
         """Store a copy of ``net`` without the modules named in ``dropped``; see :func:`plan_stop`."""
         super().__init__()
-        self.net = share(net)
+        self.net = shared_copy(net)
         self.layers = tuple(layers)
         self.keep_output = keep_output
         self.stop = stop
@@ -104,7 +104,7 @@ def plan_stop(net: nn.Module, layers: Sequence[str], example: Tensor) -> tuple[s
     def enter(name: str, *_: Any) -> None:
         entered.append((len(events), name))
 
-    twin = share(net)
+    twin = shared_copy(net)
     for name, module in twin.named_modules():
         module.register_forward_pre_hook(partial(enter, name))
     for name in layers:

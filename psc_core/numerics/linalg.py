@@ -5,8 +5,8 @@ eigenvalues and eigenvectors, ``C = U diag(λ) Uᵀ``.
 
 Everything here runs in float64.  Covariances are sums of centred outer products over row chunks (two
 passes, mean first), so a feature matrix is never copied whole to float64 and nothing cancels.  Singular
-covariances are repaired by lifting small eigenvalues to a floor relative to a named scale; how far is
-returned, so that a caller can record it.
+covariances are repaired by clamping small eigenvalues to a floor relative to a named scale; how many and by how
+much is returned, so that a caller can record it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Eigen(NamedTuple):
 
 
 class InverseRoot(NamedTuple):
-    """``root = C^(−1/2)`` (symmetric) after lifting eigenvalues to a floor.
+    """``root = C^(−1/2)`` (symmetric) with eigenvalues clamped to a floor.
 
     Attributes:
         root: Symmetric matrix with ``root @ C @ root = I``.
-        log_det: ``log det C`` of the lifted matrix.
-        lifted: Number of eigenvalues that were below the floor.
-        lift: The largest amount added to an eigenvalue (0 when none was lifted).
+        log_det: ``log det C`` of the clamped matrix.
+        n_clamped: Number of eigenvalues below the floor.
+        largest_increase: Largest amount added to an eigenvalue (0 when none was clamped).
     """
 
     root: Float[Tensor, "d d"]
     log_det: float
-    lifted: int
-    lift: float
+    n_clamped: int
+    largest_increase: float
 
 
 def fix_signs(vectors: Float[Tensor, "d k"]) -> Float[Tensor, "d k"]:
@@ -70,18 +70,18 @@ def eigh(matrix: Float[Tensor, "d d"]) -> Eigen:
 
 
 def inverse_root(matrix: Float[Tensor, "d d"], *, scale: float, floor: float = EIGENVALUE_FLOOR) -> InverseRoot:
-    """Symmetric inverse square root of a covariance, eigenvalues lifted to ``floor * scale``.
+    """Symmetric inverse square root of a covariance, with eigenvalues clamped to at least ``floor * scale``.
 
     Args:
         matrix: Symmetric positive semi-definite.
-        scale: The size of an ordinary eigenvalue, in the matrix's units; must be positive.
+        scale: A typical eigenvalue, in the matrix's units; must be positive.
         floor: Smallest eigenvalue kept, as a fraction of ``scale``.
     """
     values, vectors = eigh(matrix)
-    lifted = values.clamp(min=floor * scale)
-    root = (vectors * lifted.rsqrt()) @ vectors.T
-    lift = lifted - values
-    return InverseRoot(root, lifted.log().sum().item(), int((lift > 0).sum()), lift.max().item())
+    clamped = values.clamp(min=floor * scale)
+    root = (vectors * clamped.rsqrt()) @ vectors.T
+    increase = clamped - values
+    return InverseRoot(root, clamped.log().sum().item(), int((increase > 0).sum()), increase.max().item())
 
 
 def mean_of_rows(rows: Float[Tensor, "n d"] | FeatureMatrix) -> Float[Tensor, " d"]:

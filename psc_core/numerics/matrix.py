@@ -154,7 +154,7 @@ def check_features(
     labels: Int[Tensor, " n"],
     *,
     class_names: tuple[str, ...],
-    least: int,
+    minimum: int,
 ) -> Int[Tensor, " classes"]:
     """Refuse features from which nothing can be fitted, and count the rows of each class.
 
@@ -162,10 +162,10 @@ def check_features(
         z: Features, one row for each (image, label) pair.
         labels: Class index of each row.
         class_names: Names for messages; its length is the number of classes.
-        least: FeatureMatrix that every class must have.
+        minimum: Labelled examples that every class must have.
 
     Raises:
-        FitError: A wrong shape, a label out of range, NaN or ∞, or a class with fewer than ``least`` rows.
+        FitError: A wrong shape, a label out of range, NaN or ∞, or a class with fewer than ``minimum`` rows.
     """
     if len(z.shape) != 2 or labels.shape != z.shape[:1] or not z.dtype.is_floating_point or z.shape[1] == 0:
         raise FitError(
@@ -182,11 +182,11 @@ def check_features(
     if not all(bool(block.isfinite().all()) for _, block in blocks(z)):
         raise FitError("expected finite features, got NaN or ∞; check the network's weights and precision")
     counts = torch.bincount(labels, minlength=classes)
-    short = [f"{class_names[i]!r} ({int(counts[i])})" for i in (counts < least).nonzero()[:, 0].tolist()]
+    short = [f"{class_names[i]!r} ({int(counts[i])})" for i in (counts < minimum).nonzero()[:, 0].tolist()]
     if short:
         shown = ", ".join(short[:10]) + (f" and {len(short) - 10} more" if len(short) > 10 else "")
         raise FitError(
-            f"expected at least {least} image{'s' * (least > 1)} of every class, got {shown}; "
+            f"expected at least {minimum} image{'s' * (minimum > 1)} of every class, got {shown}; "
             "add images or leave the class out"
         )
     return counts

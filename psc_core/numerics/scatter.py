@@ -45,7 +45,7 @@ _ROUNDING = 1e-28
 """Scatter below this share of Σ n_c‖μ_c‖² is float64 rounding of a constant."""
 
 
-class ClassRows(NamedTuple):
+class ClassPairs(NamedTuple):
     """The rows of a batch as distinct (image, class) pairs.
 
     Attributes:
@@ -65,9 +65,9 @@ class ClassRows(NamedTuple):
     root_weights: Float[Tensor, " pairs"] | None
 
 
-def class_rows(
+def class_pairs(
     labels: Int[Tensor, " rows"], image_index: Int[Tensor, " rows"], device: torch.device | str = "cpu"
-) -> ClassRows:
+) -> ClassPairs:
     """Pairs of the rows ``(image_index[m], labels[m])`` of one batch; ``image_index`` ascending; on the CPU."""
     alone = len(image_index) == 0 or (
         int(image_index[-1]) == len(image_index) - 1 and bool((image_index.diff() == 1).all())
@@ -79,7 +79,7 @@ def class_rows(
     present, position = torch.unique(labels, return_inverse=True)
     indicator = torch.zeros(len(present), len(labels), dtype=torch.float64)
     indicator[position, torch.arange(len(labels))] = weights
-    return ClassRows(
+    return ClassPairs(
         None if alone else image_index.to(device),
         present.to(device),
         position.to(device),
@@ -103,7 +103,7 @@ class ClassScatter:
         self.means = torch.zeros(classes, dim, dtype=torch.float64, device=device)
         self.within = torch.zeros((dim,) if by_column else (), dtype=torch.float64, device=device)
 
-    def add(self, features: Float[Tensor, "images dim"], rows: ClassRows) -> None:
+    def add(self, features: Float[Tensor, "images dim"], rows: ClassPairs) -> None:
         """Merge one batch of at least one image; no float64 copy of it is made."""
         pairs, by_column = rows.indicator.shape[1], self.within.ndim == 1
         batch_means = self.means.new_empty(len(rows.present), features.shape[1])
@@ -126,7 +126,7 @@ class ClassScatter:
         self.within += scatter
         self._merge(batch_means, rows)
 
-    def _merge(self, batch_means: Float[Tensor, "present dim"], rows: ClassRows) -> None:
+    def _merge(self, batch_means: Float[Tensor, "present dim"], rows: ClassPairs) -> None:
         """Merge the batch's class means, its own scatter being added already."""
         self.counts.index_add_(0, rows.present, rows.counts)
         share = (rows.counts / self.counts.index_select(0, rows.present))[:, None]
@@ -170,7 +170,7 @@ def between_scatter(
     return between, level
 
 
-def variability(within: float, between: float, level: float) -> float:
+def nc1_from_scatter(within: float, between: float, level: float) -> float:
     """NC1 = within / (within + between); 0 for features that never vary, which have fully collapsed."""
     total = within + between
     return within / total if total > _ROUNDING * level else 0.0

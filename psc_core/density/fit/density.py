@@ -77,7 +77,7 @@ def fit_density(
     """
     family = kind_of(kind)
     names = tuple(class_names) if class_names is not None else tuple(map(str, range(num_classes)))
-    counts = check_features(z, labels, class_names=names, least=2)
+    counts = check_features(z, labels, class_names=names, minimum=2)
     z = as_matrix(z)
     if family.unit_length:
         z = z.map(functional.normalize, z.shape[1], z.dtype)
@@ -97,8 +97,8 @@ def fit_density(
         "components": len(projection.variances),
         "explained_variance": projection.explained,
         "pooled_shrinkage": pooled.shrinkage,
-        "lifted_eigenvalues": pooled.inverse.lifted,
-        "largest_lift": pooled.inverse.lift,
+        "lifted_eigenvalues": pooled.inverse.n_clamped,
+        "largest_lift": pooled.inverse.largest_increase,
     }
     constants = (counts / len(z)).double().log() - 0.5 * _volume(projection) - 0.5 * pooled.inverse.log_det
     if classwise:
@@ -157,7 +157,7 @@ def _class_covariances(
         inverse = linalg.inverse_root(covariance, scale=1.0)
         whiteners[k], offsets[k], log_dets[k] = inverse.root, -inverse.root @ mean, inverse.log_det
         intensities.append(intensity)
-        lifted, largest_lift = lifted + inverse.lifted, max(largest_lift, inverse.lift)
+        lifted, largest_lift = lifted + inverse.n_clamped, max(largest_lift, inverse.largest_increase)
     record: Record = {
         "shrunk_classes": sum(intensity > 0 for intensity in intensities),
         "mean_shrinkage": sum(intensities) / classes,

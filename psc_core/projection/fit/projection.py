@@ -20,7 +20,14 @@ from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset, by_class
 from psc_core.errors import FitError, UsageError
 from psc_core.network.backbone import Backbone, FeatureStep, feature_step
-from psc_core.numerics.scatter import MIN_COLUMNS, Centroids, ClassScatter, between_scatter, class_rows, variability
+from psc_core.numerics.scatter import (
+    MIN_COLUMNS,
+    Centroids,
+    ClassScatter,
+    between_scatter,
+    class_pairs,
+    nc1_from_scatter,
+)
 from psc_core.projection.fit.moments import channel_moments
 from psc_core.projection.fit.ranks import RankChoice, choose_ranks, nc1_prefixes, nearest_mean_hits
 from psc_core.projection.fit.tucker import tucker_factors
@@ -214,7 +221,7 @@ def _measure_sizes(
         first, last = columns.start == 0, columns.stop == width
         scaled = ClassScatter(classes, columns.stop - columns.start, device)
         for features, batch in passes(train, compute, "class statistics", step, order=order):
-            rows = class_rows(batch.labels, batch.image_index, device)
+            rows = class_pairs(batch.labels, batch.image_index, device)
             x = largest.scaled(features)
             scaled.add(x.flatten(1)[:, columns], rows)
             if first:
@@ -241,4 +248,4 @@ def _measure_sizes(
                 hits += nearest_mean_hits(batch.per_example(z), means, labels)
     nc1 = nc1_prefixes(block.within.view(c_max, d_max), block.total().view(c_max, d_max))
     scaled_nc4 = int(scaled_hits) / choose.examples
-    return _Sized(variability(within, between, level), scaled_nc4, nc1, hits.double() / choose.examples, block)
+    return _Sized(nc1_from_scatter(within, between, level), scaled_nc4, nc1, hits.double() / choose.examples, block)

@@ -187,7 +187,7 @@ def test_a_class_of_one_image_is_noted() -> None:
 
 
 def test_other_classes_in_validation_are_refused() -> None:
-    with pytest.raises(FitError, match="the same classes"):
+    with pytest.raises(FitError, match="of the same classes"):
         measure_collapse(Net(), images(0, 40), images(1, 21, classes=4))
 
 

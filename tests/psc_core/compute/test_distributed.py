@@ -26,7 +26,7 @@ reducer = Reducer.start()
 labels = torch.randint(0, 3, (41, 2), generator=torch.Generator().manual_seed(0))
 reports = [
     measure_collapse(
-        Net(), images(0, 41, labels), images(1, 21), batch_images=8, reduce=reducer, max_memory_bytes=budget
+        Net(), images(0, 41, labels), images(1, 21), batch_images=8, reducer=reducer, max_memory_bytes=budget
     )
     for budget in (1 << 30, 900)
 ]
@@ -85,10 +85,10 @@ def test_shards_are_a_partition_of_the_rows() -> None:
     data = images(0, 11, torch.randint(0, 3, (11, 2)))
     shards = [Reducer(rank, 3) for rank in range(3)]
     assert sum(len(reducer.shard(data)) for reducer in shards) == 11
-    rows = torch.cat([reducer.shard_rows(data) for reducer in shards])
+    rows = torch.cat([reducer.shard_examples(data) for reducer in shards])
     assert sorted(rows.tolist()) == list(range(22))
     for reducer in shards:
-        assert torch.equal(reducer.shard(data).labels, data.labels[reducer.shard_rows(data)])
+        assert torch.equal(reducer.shard(data).labels, data.labels[reducer.shard_examples(data)])
 
 
 def test_a_process_without_images_takes_part() -> None:
@@ -107,7 +107,7 @@ def test_alone_nothing_is_sharded_or_summed() -> None:
     data = images(0, 5)
     alone = Reducer()
     assert alone.shard(data) is data
-    assert torch.equal(alone.shard_rows(data), torch.arange(5))
+    assert torch.equal(alone.shard_examples(data), torch.arange(5))
     assert alone.sum_(torch.ones(1)).item() == 1.0
 
 

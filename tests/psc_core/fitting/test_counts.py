@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from psc_core.collapse.measure import measure_collapse
-from psc_core.compute.passes import CPU_IMAGES, Compute
+from psc_core.compute.passes import MAXIMUM_CPU_BATCH, Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.sources import ImageSource
 from psc_core.data.spec import open_dataset
 from psc_core.fitting.stages import FitOptions, fit_projection, fit_psc
 from psc_core.heads.fit import softmax
 from psc_core.images.preprocess import PRESETS, Preprocess
-from psc_core.numerics.scatter import ClassScatter, class_rows
+from psc_core.numerics.scatter import ClassScatter, class_pairs
 from psc_core.projection.fit import projection as fit_tucker
 from tests import tiny
 
@@ -93,7 +93,7 @@ def test_column_ranges_change_nothing(data_root: Path, monkeypatch: pytest.Monke
 
 
 def test_a_cpu_takes_few_images_at_once() -> None:
-    assert Compute(torch.device("cpu"), batch_images=10_000).images == CPU_IMAGES
+    assert Compute(torch.device("cpu"), batch_images=10_000).batch_size == MAXIMUM_CPU_BATCH
     assert Compute(torch.device("cpu"), batch_images=3).images == 3
     assert Compute(torch.device("cuda"), batch_images=256).images == 256
 
@@ -147,7 +147,7 @@ def test_no_float64_copy_of_a_batch_is_made() -> None:
     images, dim, classes = 64, 50_000, 2
     features = torch.randn(images, dim)
     sums = ClassScatter(classes, dim)
-    rows = class_rows(torch.arange(images) * classes // images, torch.arange(images))
+    rows = class_pairs(torch.arange(images) * classes // images, torch.arange(images))
     with Float64Entries() as seen:
         sums.add(features, rows)
     assert classes * dim <= seen.largest <= 1 << 17

@@ -53,14 +53,14 @@ def test_inverse_root_of_a_regular_matrix_changes_nothing(columns: int, seed: in
     torch.testing.assert_close(inverse.root @ c @ inverse.root, torch.eye(columns, dtype=torch.float64))
     torch.testing.assert_close(inverse.root, inverse.root.T)
     assert inverse.log_det == pytest.approx(torch.logdet(c).item(), rel=1e-9)
-    assert (inverse.lifted, inverse.lift) == (0, 0.0)
+    assert (inverse.n_clamped, inverse.largest_increase) == (0, 0.0)
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
 def test_inverse_root_lifts_to_a_bound_relative_to_the_scale(scale: float) -> None:
     inverse = linalg.inverse_root(scale * torch.diag(torch.tensor([4.0, 0.0, 1e-9])), scale=scale)
-    assert inverse.lifted == 2
-    assert inverse.lift == pytest.approx(1e-6 * scale)
+    assert inverse.n_clamped == 2
+    assert inverse.largest_increase == pytest.approx(1e-6 * scale)
     expected = torch.tensor([0.5, 1e3, 1e3], dtype=torch.float64) / scale**0.5
     torch.testing.assert_close(inverse.root.diag(), expected, rtol=1e-6, atol=0)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from psc_core.numerics import scatter
-from psc_core.numerics.scatter import Centroids, ClassScatter, between_scatter, class_rows, variability
+from psc_core.numerics.scatter import Centroids, ClassScatter, between_scatter, class_pairs, nc1_from_scatter
 from tests import reference_collapse as reference
 
 SEEDS = st.integers(0, 2**31)
@@ -34,7 +34,7 @@ def stream(
     """Add batches of ``batch`` images; of the batches only ``part``."""
     for start in range(0, len(features), batch)[part]:
         rows = (image_index >= start) & (image_index < start + batch)
-        into.add(features[start : start + batch], class_rows(labels[rows], image_index[rows] - start))
+        into.add(features[start : start + batch], class_pairs(labels[rows], image_index[rows] - start))
 
 
 def measure(
@@ -45,7 +45,7 @@ def measure(
     stream(sums, features, labels, image_index, batch)
     assert torch.equal(sums.counts, torch.bincount(labels, minlength=classes).double())
     between, level = between_scatter(sums.means, sums.counts)
-    nc1 = variability(float(sums.within), float(between), float(level))
+    nc1 = nc1_from_scatter(float(sums.within), float(between), float(level))
     return nc1, float(sums.within + between), sums.means
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psc_core.errors import FitError
-from psc_core.numerics.scatter import ClassScatter, class_rows
+from psc_core.numerics.scatter import ClassScatter, class_pairs
 from psc_core.projection.fit.ranks import choose_ranks, nc1_prefixes, nearest_mean_hits
 from tests import reference_projection as reference
 
@@ -34,7 +34,7 @@ def test_prefix_sums_equal_the_sweep(n: int, classes: int, c: int, d: int, size:
     z, labels = sample(n, classes, c, d, seed, scale)
     scatter = ClassScatter(classes, c * d, by_column=True)
     for part, own in zip(z.flatten(1).split(size), labels.split(size), strict=True):
-        scatter.add(part, class_rows(own, torch.arange(len(own))))
+        scatter.add(part, class_pairs(own, torch.arange(len(own))))
     nc1 = nc1_prefixes(scatter.within.view(c, d), scatter.total().view(c, d))
     means = scatter.means.view(classes, c, d)
     hits = nearest_mean_hits(z, means, labels)
