@@ -111,3 +111,22 @@ def tempered_nll(logits: Sequence[Sequence[float]], labels: Sequence[int], tempe
         top = max(scaled)
         total += top + math.log(sum(math.exp(f - top) for f in scaled)) - scaled[label]
     return total / len(labels)
+
+
+def log_beta(a: float, b: float) -> float:
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+
+
+def log_ways(n: int, k: int) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+
+
+def binomial_mass(trials: int, rate: float) -> list[float]:
+    """P(X = k) for k = 0 … trials and 0 < rate < 1."""
+    success, failure = math.log(rate), math.log1p(-rate)
+    return [math.exp(log_ways(trials, k) + k * success + (trials - k) * failure) for k in range(trials + 1)]
+
+
+def beta_binomial_mass(trials: int, a: float, b: float) -> list[float]:
+    """P(X = k) for k = 0 … trials of a count whose rate is Beta(a, b)."""
+    return [math.exp(log_ways(trials, k) + log_beta(k + a, trials - k + b) - log_beta(a, b)) for k in range(trials + 1)]
