@@ -126,7 +126,7 @@ def jpeg() -> bytes:
     ("body", "status", "words"),
     [
         (b"hello", 415, "expected one of JPEG"),
-        (jpeg()[:600], 422, "cut short"),
+        (jpeg()[:600], 422, "truncated"),
         (png_header_of(10_000, 10_000), 413, "10000×10000"),
         (b"", 400, "image"),
     ],

@@ -1,1 +1,1 @@
-"""Encoded bytes to a fixed-size ``uint8`` array: limits, decoding, preprocessing."""
+"""Encoded images to fixed-size ``uint8`` arrays: limits, decoding, preprocessing."""

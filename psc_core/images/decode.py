@@ -1,9 +1,8 @@
-"""Bytes → decoded image, with every limit checked before a pixel is decoded.
+"""Decode an image file, checking every limit before any pixel is decoded.
 
-One decoder (Pillow) serves the fitter, the evaluator and the service, so calibrated thresholds hold for
-served images.  The header is parsed first: format, width and height; an image of more than ``max_pixels``
-is refused without decoding it (a "decompression bomb" costs its header only), and so is one that would cost far
-more than its pixels (:mod:`psc_core.images.limits`).
+Fitting, evaluation and the service share this one decoder (Pillow), so calibrated thresholds hold for served images.
+The header is parsed first.  An image of more than ``max_pixels`` is rejected without decoding it, so a decompression
+bomb costs only its header; so is a file that would cost far more than its pixels (:mod:`psc_core.images.limits`).
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
-from psc_core.images.limits import MAXIMUM_EXIF, check, check_pixels, checked
+from psc_core.images.limits import MAXIMUM_EXIF_BYTES, check_count, check_file, check_pixels
 
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
-"""Formats that are read; anything else is :class:`UnsupportedImage`."""
+"""Supported formats; anything else is :class:`UnsupportedImage`."""
 
 DEFAULT_MAX_PIXELS: Final = 50_000_000
-"""Largest width × height that is decoded unless a caller sets another limit (pixels)."""
+"""Maximum width × height, in pixels, unless the caller sets another limit."""
 
-_RUN_COST: Final = 50
-"""A pixel of a run-length BMP, which is decoded in Python, counts as so many."""
+_RUN_LENGTH_COST: Final = 50
+"""Pillow decodes a run-length encoded BMP in Python, so each of its pixels counts as this many."""
 
 _SIGNATURES: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF8", b"II*\0", b"MM\0*")
-"""First bytes of the formats, to tell a damaged image from something else."""
+"""First bytes of the formats, to tell a damaged image from another kind of file."""
 
 _BLOCK: Final = 1 << 18
-"""Samples that are float64 at once."""
+"""Maximum number of samples converted to float64 at a time."""
 
 _WIDE_MODES: Final = frozenset({"I;16", "I;16B", "I;16L", "I;16N", "I", "F"})
 
@@ -39,35 +38,33 @@ def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
 
     Args:
         data: The encoded file.
-        max_pixels: Largest width × height accepted, in pixels.
+        max_pixels: Maximum width × height, in pixels.
 
     Returns:
-        An image of mode ``"L"`` or ``"RGB"``: EXIF orientation applied, alpha blended onto black, palette
-        and CMYK converted, 16-bit samples scaled to 8 bits.
+        An image of mode ``"L"`` or ``"RGB"``, with EXIF orientation applied, alpha blended onto black, palette
+        and CMYK converted, and 16-bit samples scaled to 8 bits.
 
     Raises:
-        UnsupportedImage: The bytes are none of :data:`FORMATS`.
-        ImageTooLarge: The header promises more than ``max_pixels``.
-        UndecodableImage: The header is fine but the data is damaged or cut short, not finite, or would cost
-            far more to decode than its pixels.
+        UnsupportedImage: The file is in none of :data:`FORMATS`.
+        ImageTooLarge: The header declares more than ``max_pixels``.
+        UndecodableImage: The file is damaged or truncated, has non-finite samples, or would cost far more to decode
+            than its pixels.
     """
     try:
-        image = Image.open(checked(data, max_pixels), formats=FORMATS)
+        image = Image.open(check_file(data, max_pixels), formats=FORMATS)
     except ImageError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ImageTooLarge(f"expected at most {max_pixels} pixels; {error}; send a smaller image") from error
+        raise ImageTooLarge(f"image is larger than {max_pixels} pixels ({error}); send a smaller image") from error
     except Exception as error:
         if data.startswith(_SIGNATURES) or data[8:12] == b"WEBP":
-            raise UndecodableImage(
-                "expected a whole image, its header is damaged or cut short; send the file again"
-            ) from error
-        kind = "an empty body" if not data else f"{len(data)} bytes that are none of them"
+            raise UndecodableImage("image header is damaged or truncated; send the file again") from error
+        kind = f"{len(data)} bytes of another format" if data else "no data"
         raise UnsupportedImage(f"expected one of {', '.join(FORMATS)}, got {kind}") from error
     with image:
         width, height = image.size
-        runs = any(tile.codec_name == "bmp_rle" for tile in image.tile)
-        check_pixels(width, height, max_pixels // _RUN_COST if runs else max_pixels)
+        run_length = any(tile.codec_name == "bmp_rle" for tile in image.tile)
+        check_pixels(width, height, max_pixels // _RUN_LENGTH_COST if run_length else max_pixels)
         try:
             image.load()
             return to_grey_or_rgb(image)
@@ -75,15 +72,19 @@ def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
             raise
         except Exception as error:
             raise UndecodableImage(
-                f"expected a whole {image.format} image of {width}×{height}, its data is damaged or cut "
-                f"short ({type(error).__name__}); send the file again"
+                f"data of this {width}×{height} {image.format} image is damaged or truncated "
+                f"({type(error).__name__}); send the file again"
             ) from error
 
 
 def to_grey_or_rgb(image: Image.Image) -> Image.Image:
-    """Any Pillow image as ``L`` or ``RGB`` with 8-bit samples: turned upright, what is transparent over black."""
+    """Convert any Pillow image to ``L`` or ``RGB`` with 8-bit samples, upright, with alpha blended onto black.
+
+    Raises:
+        UndecodableImage: Too much EXIF, or non-finite samples.
+    """
     exif = max(len(image.info.get("exif") or b""), len(image.info.get("Raw profile type exif") or "") // 2)
-    check("bytes of EXIF", MAXIMUM_EXIF, exif)
+    check_count("bytes of EXIF", MAXIMUM_EXIF_BYTES, exif)
     image = ImageOps.exif_transpose(image)
     if image.mode in _WIDE_MODES:
         samples = np.asarray(image)

@@ -1,7 +1,7 @@
-"""What an image file asks for, bounded before Pillow opens it, and without decoding anything.
+"""Limits on an image file, checked before Pillow opens it and without decoding anything.
 
-Pixels are the first limit.  Where a format lets a small file ask for more work than its pixels and its bytes, that is
-bounded too: scans of a JPEG, tiles and strips of a TIFF, the number of pieces a header is cut into, EXIF.
+The first limit is the number of pixels.  Where a format lets a small file demand far more work than its pixels and
+bytes, that is limited too: scans of a JPEG, tiles and strips of a TIFF, segments of a header, EXIF.
 """
 
 from __future__ import annotations
@@ -16,52 +16,52 @@ import numpy as np
 from psc_core.errors import ImageTooLarge, UndecodableImage
 
 MAXIMUM_SCANS: Final = 100
-"""Scans of a JPEG that are decoded.  Each may cost a pass over all pixels and take some 80 bytes.  libjpeg writes 10
-(18 for CMYK); libtiff sets the same limit for JPEG within TIFF."""
+"""Scans of a JPEG.  A scan of 80 bytes may cost a pass over all pixels.  libjpeg writes 10 (18 for CMYK); libtiff sets
+the same limit for JPEG in TIFF."""
 
 _MAXIMUM_PIECES: Final = 10_000
-"""Segments of a JPEG and bytes between those of its header, chunks of a PNG, blocks of a GIF: Pillow reads each in
+"""Segments of a JPEG and bytes between them in its header, chunks of a PNG, blocks of a GIF: Pillow reads each in
 Python."""
 
-MAXIMUM_EXIF: Final = 1 << 20
-"""Bytes of EXIF: Pillow takes two hundred times as much to unpack them."""
+MAXIMUM_EXIF_BYTES: Final = 1 << 20
+"""Bytes of EXIF: Pillow needs two hundred times as much memory to unpack them."""
 
 _MAXIMUM_PROFILES: Final = 16
-"""Colour profiles of a PNG: one of 1 kB may unpack to 1 MB."""
+"""Colour profiles of a PNG: 1 kB may unpack to 1 MB."""
 
 _MAXIMUM_TAGS: Final = 4096
 """Tags of a TIFF; libtiff sets the same limit."""
 
 _MAXIMUM_VALUES: Final = 3 << 16
-"""Values of a TIFF tag, such as where its strips begin: Pillow makes objects of them.  A 16-bit transfer function has
-so many."""
+"""Values of a TIFF tag, such as strip offsets: Pillow makes an object of each.  A 16-bit transfer function has this
+many."""
 
 _MAXIMUM_OVERLAP: Final = 10
-"""How often the strips of a TIFF may use the same bytes, on average."""
+"""How many times the strips of a TIFF may cover its bytes, on average."""
 
 _MARKER: Final = re.compile(rb"\xff[\xc0-\xc7\xc9-\xcf\xd9-\xef\xfe]")
-"""Starts a segment of a JPEG; among compressed pixels 0xFF is followed by 0 or by a restart's 0xD0 to 0xD7."""
+"""Start of a JPEG segment; in compressed pixels 0xFF is followed by 0 or by a restart marker, 0xD0 to 0xD7."""
 
 _SCAN, _END, _APP1 = 0xDA, 0xD9, 0xE1
 
 _SIDES: Final = (256, 257, 322, 323)
-"""TIFF tags: width and height, of the image and of a tile."""
+"""TIFF tags: width and height of the image, width and height of a tile."""
 
 _STRIP_BYTES, _TILE_BYTES = 279, 325
 _CHECKED: Final = (*_SIDES, _STRIP_BYTES, _TILE_BYTES)
 _NUMBERS: Final = {3: "u2", 4: "u4", 16: "u8"}
 _TEXTS: Final = (1, 2, 7)
-"""Types of TIFF tags: numbers, and those that stay bytes."""
+"""Types of TIFF tags that stay bytes; :data:`_NUMBERS` are the others that matter here."""
 
 _PNG_CHUNK: Final = struct.Struct(">I4s")
 
 
-def checked(data: bytes, max_pixels: int) -> io.BytesIO:
-    """The file, checked for what costs much when Pillow opens or loads it.
+def check_file(data: bytes, max_pixels: int) -> io.BytesIO:
+    """Check what would be expensive when Pillow opens or loads the file, and return the file for Pillow to read.
 
     Raises:
-        ImageTooLarge: More than ``max_pixels``, where Pillow would take the memory before it can be asked.
-        UndecodableImage: It would cost far more to decode than its pixels.
+        ImageTooLarge: More than ``max_pixels``, in a format whose memory Pillow allocates when it opens the file.
+        UndecodableImage: The file would cost far more to decode than its pixels.
     """
     check_pixels(*_webp_size(data), max_pixels)
     if data.startswith(b"\xff\xd8\xff"):
@@ -75,7 +75,7 @@ def checked(data: bytes, max_pixels: int) -> io.BytesIO:
     return io.BytesIO(data)
 
 
-def check_pixels(width: int, height: int, max_pixels: int, what: str = "the header says") -> None:
+def check_pixels(width: int, height: int, max_pixels: int, what: str = "the header declares") -> None:
     """Raise :class:`ImageTooLarge` for more than ``max_pixels``."""
     if width * height > max_pixels:
         raise ImageTooLarge(
@@ -83,41 +83,41 @@ def check_pixels(width: int, height: int, max_pixels: int, what: str = "the head
         )
 
 
-def check(what: str, most: int, got: int) -> None:
-    """Raise :class:`UndecodableImage` for more than ``most``."""
-    if got > most:
-        raise UndecodableImage(f"expected at most {most} {what}, got {got} or more; save the image anew")
+def check_count(what: str, maximum: int, got: int) -> None:
+    """Raise :class:`UndecodableImage` for more than ``maximum``."""
+    if got > maximum:
+        raise UndecodableImage(f"expected at most {maximum} {what}, got {got} or more; save the image again")
 
 
 class _Reader(io.BytesIO):
-    """A file of which Pillow, in Python, may read a reasonable number of pieces."""
+    """A file that Pillow may read in a limited number of pieces."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
-        self._most = _MAXIMUM_PIECES + len(data) // 32
+        self._maximum = _MAXIMUM_PIECES + len(data) // 32
         self._reads = 0
 
     def read(self, size: int | None = -1, /) -> bytes:
         self._reads += 1
-        check("pieces in a file of this size", self._most, self._reads)
+        check_count("pieces in a file of this size", self._maximum, self._reads)
         return super().read(size)
 
 
 def _check_png(data: bytes) -> None:
-    """Count the chunks of a PNG."""
-    at, most, chunks, profiles, kind = 8, _MAXIMUM_PIECES + len(data) // 128, 0, 0, b""
+    """Limit the chunks of a PNG."""
+    at, maximum, chunks, profiles, kind = 8, _MAXIMUM_PIECES + len(data) // 128, 0, 0, b""
     while kind != b"IEND" and at + 8 <= len(data):
         length, kind = _PNG_CHUNK.unpack_from(data, at)
         at += 12 + length
         chunks += 1
         profiles += kind == b"iCCP"
-        if chunks > most or profiles > _MAXIMUM_PROFILES:
-            check("colour profiles", _MAXIMUM_PROFILES, profiles)
-            check("chunks in a file of this size", most, chunks)
+        if chunks > maximum or profiles > _MAXIMUM_PROFILES:
+            check_count("colour profiles", _MAXIMUM_PROFILES, profiles)
+            check_count("chunks in a file of this size", maximum, chunks)
 
 
 def _check_jpeg(data: bytes) -> None:
-    """Walk the segments of a JPEG's first image as libjpeg does, without decoding."""
+    """Limit the scans and segments of a JPEG's first image, walking them as libjpeg does."""
     at, scans, segments, exif = 2, 0, 0, 0
     while found := _MARKER.search(data, at):
         segments += 1 if scans else 1 + found.start() - at
@@ -130,39 +130,39 @@ def _check_jpeg(data: bytes) -> None:
         length = max(2, int.from_bytes(data[at : at + 2], "big"))
         if kind == _SCAN:
             scans += 1
-            check("scans", MAXIMUM_SCANS, scans)
+            check_count("scans", MAXIMUM_SCANS, scans)
         elif kind == _APP1 and data.startswith(b"Exif\0\0", at + 2):
             exif += length
-            check("bytes of EXIF", MAXIMUM_EXIF, exif)
+            check_count("bytes of EXIF", MAXIMUM_EXIF_BYTES, exif)
         if segments > _MAXIMUM_PIECES:
-            check("segments", _MAXIMUM_PIECES, segments)
+            check_count("segments", _MAXIMUM_PIECES, segments)
         at += length
 
 
 def _check_tiff(data: bytes, max_pixels: int) -> None:
-    """Check the first directory of a TIFF: pixels with those that tiles add, values, and bytes of all strips."""
+    """Limit what the first directory of a TIFF declares: pixels including tile padding, values, bytes of all strips."""
     order, big = "<" if data[:2] == b"II" else ">", data[2] == 43
     (at,) = struct.unpack_from(order + ("Q" if big else "L"), data, 8 if big else 4)
     (number,) = struct.unpack_from(order + ("Q" if big else "H"), data, at)
-    check("tags", _MAXIMUM_TAGS, number)
+    check_count("tags", _MAXIMUM_TAGS, number)
     at += 8 if big else 2
     entry = struct.Struct(order + ("HHQ8s" if big else "HHL4s"))
     number = min(number, (len(data) - at) // entry.size)
     found: dict[int, int] = {}
     for tag, kind, count, value in entry.iter_unpack(data[at : at + number * entry.size]):
         if kind not in _TEXTS:
-            check(f"values of tag {tag}", _MAXIMUM_VALUES, count)
+            check_count(f"values of tag {tag}", _MAXIMUM_VALUES, count)
         if tag not in _CHECKED:
             continue
         if kind not in _NUMBERS or tag in found:
-            raise UndecodableImage(f"expected tag {tag} once and of whole numbers; save the image anew")
+            raise UndecodableImage(f"expected tag {tag} once, as integers; save the image again")
         form = np.dtype(order + _NUMBERS[kind])
         size = count * form.itemsize
         start = int.from_bytes(value, "little" if order == "<" else "big")
         stored = value[:size] if size <= len(value) else data[start : start + size]
         found[tag] = int(np.frombuffer(stored, form, len(stored) // form.itemsize).sum(dtype=np.float64))
     for tag in (_STRIP_BYTES, _TILE_BYTES):
-        check("bytes of strips", _MAXIMUM_OVERLAP * len(data), found.get(tag, 0))
+        check_count("bytes of strips", _MAXIMUM_OVERLAP * len(data), found.get(tag, 0))
     width, height, tile_width, tile_height = (found.get(tag, 0) for tag in _SIDES)
     if tile_width and tile_height:
         check_pixels(tile_width, tile_height, max_pixels, "a tile has")
@@ -171,7 +171,7 @@ def _check_tiff(data: bytes, max_pixels: int) -> None:
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """Width and height of a WebP, (0, 0) for anything else: Pillow takes the memory of the canvas when it opens one."""
+    """Width and height of a WebP, whose canvas Pillow allocates when it opens one; (0, 0) for any other file."""
     if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < 30:
         return 0, 0
     kind = data[12:16]

@@ -1,8 +1,8 @@
-"""Decoded image → network input, in two halves that meet at a fixed-size ``uint8`` array.
+"""From a decoded image to the network input, in two halves that meet at a fixed-size ``uint8`` array.
 
-The host half (decode, colour mode, resize, centre crop) gives ``uint8 (channels, height, width)``, the
-smallest thing that can cross to the device; the device half scales to [0, 1] and standardises,
-``(x / 255 − mean) / std``.  Fitter, evaluator and service run both halves of this one class.
+The host half (colour mode, resize, centre crop) gives ``uint8 (channels, height, width)``, the smallest array that can
+be copied to the device.  The device half scales to [0, 1] and standardises: ``(x / 255 − mean) / std``.  Fitting,
+evaluation and the service use both halves of this one class.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ from psc_core.images.decode import DEFAULT_MAX_PIXELS, decode_image
 
 _CHANNELS = {"L": 1, "RGB": 3}
 
-_LONGEST = 8
-"""Longer side, in shorter sides, beyond which the ends are cut off before resizing."""
+_MAXIMUM_ASPECT = 8
+"""An image longer than this many times its shorter side is cropped to it before resizing."""
 
 
 @dataclass(frozen=True)
 class Preprocess:
     """How an image becomes a network input.
 
+    Raises:
+        UsageError: Settings that give no valid input.
+
     Attributes:
         mode: ``"L"`` (one grey channel) or ``"RGB"``.
         height: Height of the network input, pixels.
         width: Width of the network input, pixels.
-        resize: Length of the shorter side before the centre crop, pixels; ``None`` resizes straight to
-            ``height × width`` (and does nothing when the size already fits).
+        resize: Length of the shorter side before the centre crop, pixels; ``None`` resizes directly to
+            ``height × width``, without a crop.
         mean: Per-channel mean on the [0, 1] scale.
         std: Per-channel standard deviation on the [0, 1] scale.
     """
@@ -59,7 +62,7 @@ class Preprocess:
         if min(self.std) <= 0:
             raise UsageError(f"expected positive stds, got {self.std}")
         if not all(bool(part.isfinite().all()) for part in self.scale_and_shift()):
-            raise UsageError(f"expected stds and means that give finite inputs, got {self.std} and {self.mean}")
+            raise UsageError(f"expected means and stds that give finite inputs, got {self.mean} and {self.std}")
         if min(self.height, self.width) < 1:
             raise UsageError(f"expected a positive size, got {self.height}×{self.width}")
         if self.resize is not None and self.resize < max(self.height, self.width):
@@ -71,7 +74,7 @@ class Preprocess:
         return _CHANNELS[self.mode]
 
     def from_bytes(self, data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> npt.NDArray[np.uint8]:
-        """Decode and fit an encoded image; see :func:`psc_core.images.decode.decode_image` for the errors.
+        """Decode, resize and crop an encoded image; see :func:`psc_core.images.decode.decode_image` for the errors.
 
         Returns:
             ``uint8`` array of shape (channels, height, width).
@@ -93,7 +96,7 @@ class Preprocess:
         return np.array(pixels.transpose(2, 0, 1), order="C")  # a copy: bytes are read-only
 
     def scale_and_shift(self) -> tuple[Float[Tensor, "channels 1 1"], Float[Tensor, "channels 1 1"]]:
-        """The device half as x · scale + shift."""
+        """``float32`` scale and shift such that the device half is x · scale + shift."""
         scale = torch.tensor([1.0 / (255.0 * s) for s in self.std])
         shift = torch.tensor([-m / s for m, s in zip(self.mean, self.std, strict=True)])
         return scale[:, None, None], shift[:, None, None]
@@ -101,7 +104,7 @@ class Preprocess:
     def normalise(
         self, images: UInt8[Tensor, "batch channels height width"]
     ) -> Float[Tensor, "batch channels height width"]:
-        """Device half: ``uint8`` to standardised ``float32``."""
+        """Device half: ``uint8`` to standardised ``float32``, on the device of ``images``."""
         scale, shift = self.scale_and_shift()
         return images.float() * scale.to(images.device) + shift.to(images.device)
 
@@ -117,8 +120,8 @@ class Preprocess:
 
 
 def _resize_shorter_side(image: Image.Image, length: int) -> Image.Image:
-    # The centre crop lies within the middle square; more than that of a long image would cost gigabytes to resize.
-    width, height = (min(side, _LONGEST * min(image.size)) for side in image.size)
+    # The centre crop lies in the middle square; resizing all of a very long image would take gigabytes.
+    width, height = (min(side, _MAXIMUM_ASPECT * min(image.size)) for side in image.size)
     if (width, height) != image.size:
         left, top = (image.width - width) // 2, (image.height - height) // 2
         image = image.crop((left, top, left + width, top + height))
@@ -135,9 +138,9 @@ PRESETS: Mapping[str, Preprocess] = {
     "cifar10": Preprocess("RGB", 32, 32, None, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "imagenet": Preprocess("RGB", 224, 224, 256, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
-"""Named preprocessing for ``--preset``; sizes and statistics can be overridden on the command line."""
+"""Presets by name; the command line can override size and statistics."""
 
 
 def replace_size(preset: Preprocess, size: int) -> Preprocess:
-    """``preset`` for inputs of ``size`` × ``size`` pixels: images are resized to that, and nothing is cropped."""
+    """``preset`` with images resized to ``size`` × ``size`` pixels, without a crop."""
     return replace(preset, height=size, width=size, resize=None)
