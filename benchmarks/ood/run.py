@@ -26,7 +26,7 @@ from benchmarks.ood.variants import Extractor
 from benchmarks.paper import common
 from benchmarks.runs import Json, Run
 from psc_core.data.splits import split_validation
-from psc_core.metrics import scores
+from psc_core.metrics import ranking
 from psc_core.network.backbone import Backbone, example_input, truncate
 
 NAME = "ood"
@@ -142,7 +142,7 @@ def score_pair(run: Run, extract: Extractor, fitted: list[Detector], pair: Pair)
         separated = {}
         for name, images in outside.items():
             unknown = scored(detector, images)
-            separated[name] = {"auroc": scores.auroc(known, unknown), "fpr95": scores.fpr95(known, unknown)}
+            separated[name] = {"auroc": ranking.auroc(known, unknown), "fpr95": ranking.fpr95(known, unknown)}
         found[detector.name] = {"outside": separated, "seconds_per_image": seconds / len(known)}
     return found
 

@@ -35,7 +35,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.heads import Head, HeadOutput
 from psc_core.heads.fit.head import fit_head
 from psc_core.heads.fit.temperature import fit_temperature
-from psc_core.metrics import scores
+from psc_core.metrics import classification
 from psc_core.model.predictor import PSC
 
 NAME = "cifar10_uq"
@@ -199,15 +199,15 @@ def ece_when_calibrated(probabilities: Tensor, seed: int, draws: int = 100) -> f
     source = torch.Generator().manual_seed(seed)
     confidence, predicted = probabilities.max(1)
     drawn = [torch.multinomial(probabilities, 1, generator=source)[:, 0] for _ in range(draws)]
-    return statistics.mean(scores.ece(confidence, predicted == labels) for labels in drawn)
+    return statistics.mean(classification.ece(confidence, predicted == labels) for labels in drawn)
 
 
 def _quality(probabilities: Tensor, labels: Tensor) -> Json:
     confidence, predicted = probabilities.max(1)
     return {
-        "accuracy": scores.accuracy(probabilities, labels),
-        "nll": scores.nll(probabilities, labels),
-        "ece": scores.ece(confidence, predicted == labels),
+        "accuracy": classification.accuracy(probabilities, labels),
+        "nll": classification.nll(probabilities, labels),
+        "ece": classification.ece(confidence, predicted == labels),
     }
 
 

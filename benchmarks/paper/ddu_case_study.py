@@ -37,7 +37,7 @@ from psc_core.density import DENSITIES
 from psc_core.evaluation.baselines import Baselines
 from psc_core.evaluation.evaluate import score_images
 from psc_core.heads import entropy
-from psc_core.metrics import scores
+from psc_core.metrics import ranking
 from psc_core.model.predictor import PSC
 
 NAME = "ddu_case_study"
@@ -224,9 +224,9 @@ def row(data: ImageDataset, inside: Scored, outside: Scored) -> Json:
 
     clean, ambiguous = (inside["entropy"][where] for where in groups.values())
     return {
-        "auroc_ood": scores.auroc(inside["ood"], outside["ood"]),
-        "fpr95_ood": scores.fpr95(inside["ood"], outside["ood"]),
-        "auroc_ambiguous": scores.auroc(clean, ambiguous),
+        "auroc_ood": ranking.auroc(inside["ood"], outside["ood"]),
+        "fpr95_ood": ranking.fpr95(inside["ood"], outside["ood"]),
+        "auroc_ambiguous": ranking.auroc(clean, ambiguous),
         "test_images": {"in": len(inside["ood"]), "out": len(outside["ood"])},
         "log_density": plots.histograms(split("ood", -1.0)),
         "entropy": plots.histograms(split("entropy", 1.0)),

@@ -35,7 +35,7 @@ from psc_core.evaluation.evaluate import score_images
 from psc_core.heads import Head
 from psc_core.heads.fit.head import fit_head
 from psc_core.heads.sngp import SngpHead, mean_field
-from psc_core.metrics import scores
+from psc_core.metrics import classification, ranking
 
 NAME = "methods_table"
 
@@ -107,8 +107,8 @@ def _psc_row(run: Run, trained: Trained, test: Pair, density: str) -> Json:
         "fit_images": images,
         "accuracy": float(losses.correct.double().mean()),
         "nll": float(losses.nll.mean()),
-        "ece": scores.ece(losses.confidence, losses.correct),
-        "auroc": {name: scores.auroc(known.ood["psc"], found) for name, found in unknown.items()},
+        "ece": classification.ece(losses.confidence, losses.correct),
+        "auroc": {name: ranking.auroc(known.ood["psc"], found) for name, found in unknown.items()},
     }
 
 
@@ -184,10 +184,10 @@ def _quality(run: Run, probabilities: Tensor, labels: Tensor, known: Tensor, unk
     confidence, predicted = probabilities.double().max(1)
     return {
         "fit_images": common.scale_of(run).fit_images,
-        "accuracy": scores.accuracy(probabilities, labels),
-        "nll": scores.nll(probabilities, labels),
-        "ece": scores.ece(confidence, torch.eq(predicted, labels)),
-        "auroc": {name: scores.auroc(known, found) for name, found in unknown.items()},
+        "accuracy": classification.accuracy(probabilities, labels),
+        "nll": classification.nll(probabilities, labels),
+        "ece": classification.ece(confidence, torch.eq(predicted, labels)),
+        "auroc": {name: ranking.auroc(known, found) for name, found in unknown.items()},
     }
 
 

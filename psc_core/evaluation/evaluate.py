@@ -23,7 +23,8 @@ from psc_core.errors import UsageError
 from psc_core.evaluation.baselines import Baselines
 from psc_core.evaluation.report import HEADLINE, Classification, EvaluationReport, RealisedRate, Separation
 from psc_core.heads import entropy
-from psc_core.metrics import intervals, scores
+from psc_core.metrics import intervals, ranking, selective
+from psc_core.metrics.classification import adaptive_ece, ece, label_brier, label_nll
 from psc_core.model.pipeline import Outputs
 from psc_core.model.predictor import PSC
 
@@ -184,7 +185,7 @@ def row_losses(probabilities: Float[Tensor, "batch classes"], batch: Batch) -> R
     """Losses of a batch's (image, label) rows."""
     p, labels = batch.per_example(probabilities), batch.labels
     confidence, predicted = p.double().max(1)
-    return RowLosses(scores.label_nll(p, labels), scores.label_brier(p, labels), confidence, predicted == labels)
+    return RowLosses(label_nll(p, labels), label_brier(p, labels), confidence, predicted == labels)
 
 
 def _joined(parts: list[RowLosses]) -> RowLosses:
@@ -208,12 +209,12 @@ def classification(losses: RowLosses) -> Classification:
         accuracy=float(losses.correct.double().mean()),
         nll=float(losses.nll.mean()),
         brier=float(losses.brier.mean()),
-        ece=scores.ece(*judged),
-        adaptive_ece=scores.adaptive_ece(*judged),
-        aurc=scores.aurc(*judged),
-        augrc=scores.augrc(*judged),
-        coverage_at_risk_1_percent=scores.coverage_at_risk(*judged, 0.01),
-        coverage_at_risk_5_percent=scores.coverage_at_risk(*judged, 0.05),
+        ece=ece(*judged),
+        adaptive_ece=adaptive_ece(*judged),
+        aurc=selective.aurc(*judged),
+        augrc=selective.augrc(*judged),
+        coverage_at_risk_1_percent=selective.coverage_at_risk(*judged, 0.01),
+        coverage_at_risk_5_percent=selective.coverage_at_risk(*judged, 0.05),
     )
 
 
@@ -221,11 +222,11 @@ def separation(inside: Mapping[str, Tensor], outside: Mapping[str, Tensor]) -> d
     """Every score's separation of the two sets of images, and PSC's lead over it."""
     return {
         name: Separation(
-            auroc=scores.auroc(inside[name], outside[name]),
-            aupr_in=scores.aupr_in(inside[name], outside[name]),
-            aupr_out=scores.aupr_out(inside[name], outside[name]),
-            fpr95=scores.fpr95(inside[name], outside[name]),
-            lead=scores.auroc_difference(inside[HEADLINE], outside[HEADLINE], inside[name], outside[name]),
+            auroc=ranking.auroc(inside[name], outside[name]),
+            aupr_in=ranking.aupr_in(inside[name], outside[name]),
+            aupr_out=ranking.aupr_out(inside[name], outside[name]),
+            fpr95=ranking.fpr95(inside[name], outside[name]),
+            lead=ranking.auroc_difference(inside[HEADLINE], outside[HEADLINE], inside[name], outside[name]),
         )
         for name in inside
     }
@@ -254,4 +255,4 @@ def ambiguity(entropies: Mapping[str, Tensor], groups: Mapping[str, Tensor]) -> 
     inside, outside = torch.cat(clean), torch.cat(ambiguous)
     if min(len(inside), len(outside)) == 0:
         return {}
-    return {name: scores.auroc(values[inside], values[outside]) for name, values in entropies.items()}
+    return {name: ranking.auroc(values[inside], values[outside]) for name, values in entropies.items()}

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from psc_core.metrics.intervals import CountInterval, RateInterval
-from psc_core.metrics.scores import Difference
+from psc_core.metrics.ranking import Difference
 
 HEADLINE: Final = "psc"
 """The score that the service alarms on, and the classifier that it serves."""

@@ -35,7 +35,7 @@ from psc_core.density import kind_of
 from psc_core.density.fit.density import fit_density
 from psc_core.errors import DataError, UsageError
 from psc_core.heads.fit.head import fit_head
-from psc_core.metrics import scores
+from psc_core.metrics import classification
 from psc_core.model.pipeline import PRECISIONS, Outputs, Pipeline, pool
 from psc_core.model.predictor import PSC
 from psc_core.network.backbone import Backbone, example_input, feature_step, truncate
@@ -402,9 +402,9 @@ def _validation_metrics(outputs: Outputs, targets: Tensor) -> dict[str, Any]:
     confidence, predicted = probabilities.max(1)
     return {
         "validation_images": len(targets),
-        "accuracy": scores.accuracy(probabilities, targets),
-        "nll_nats": scores.nll(probabilities, targets),
-        "ece": scores.ece(confidence, predicted == targets),
+        "accuracy": classification.accuracy(probabilities, targets),
+        "nll_nats": classification.nll(probabilities, targets),
+        "ece": classification.ece(confidence, predicted == targets),
         "mean_entropy_nats": float(outputs.predictive_entropy.double().mean()),
     }
 

@@ -14,7 +14,7 @@ from psc_core.density.fit import density as fitting
 from psc_core.density.fit import pca
 from psc_core.density.fit.density import fit_density
 from psc_core.errors import BundleError, FitError, UsageError
-from psc_core.metrics import scores
+from psc_core.metrics import ranking
 from tests import reference_density as naive
 
 KINDS = sorted(DENSITIES)
@@ -74,7 +74,7 @@ def test_many_classes_of_few_images_keep_the_directions_that_tell(kind: str) -> 
     inside = means[labels] + 0.5 * torch.randn(500, 48, generator=random)
     outside = torch.randn(500, 48, generator=random)
     model = fit_density(z, labels, num_classes=100, kind=kind)
-    found = scores.auroc(-model(inside).log_density, -model(outside).log_density)
+    found = ranking.auroc(-model(inside).log_density, -model(outside).log_density)
     assert found > 0.99  # with as many components as a class has images beyond one, 4, it is 0.51 to 0.56
 
 

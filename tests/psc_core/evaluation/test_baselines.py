@@ -23,7 +23,7 @@ from psc_core.evaluation.baselines import (
     max_softmax_score,
 )
 from psc_core.images.preprocess import Preprocess
-from psc_core.metrics.scores import auroc
+from psc_core.metrics.ranking import auroc
 from tests import reference_scores as naive
 
 CPU = Compute(torch.device("cpu"), batch_images=32)

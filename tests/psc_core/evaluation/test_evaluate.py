@@ -19,7 +19,7 @@ from psc_core.evaluation.baselines import fit_baselines
 from psc_core.evaluation.evaluate import ambiguity, evaluate, realised_rate, score_images
 from psc_core.heads import entropy
 from psc_core.images.preprocess import Preprocess
-from psc_core.metrics import scores
+from psc_core.metrics import classification
 from psc_core.model.pipeline import Outputs, Pipeline
 from psc_core.model.predictor import PSC
 from tests import reference_scores as naive
@@ -102,7 +102,7 @@ def test_every_number_equals_a_loop(psc: PSC) -> None:
 
     quality = report.classification["psc"]
     assert quality.accuracy == pytest.approx(sum(correct) / 120)
-    assert quality.nll == pytest.approx(naive.nll(p.tolist(), y.tolist(), scores.LOG_FLOOR))
+    assert quality.nll == pytest.approx(naive.nll(p.tolist(), y.tolist(), classification.LOG_FLOOR))
     assert quality.brier == pytest.approx(naive.brier(p.tolist(), y.tolist()))
     assert quality.ece == pytest.approx(naive.ece(confidence, correct, 15))
     assert quality.adaptive_ece == pytest.approx(naive.adaptive_ece(confidence, correct, 15))
@@ -155,7 +155,7 @@ def test_images_with_several_labels_count_rows_for_losses_and_images_for_rates(p
     rows = p.repeat_interleave(2, 0).tolist()
     assert (report.images, report.rows, report.false_alarms.images) == (30, 60, 30)
     assert report.classification["psc"].nll == pytest.approx(
-        naive.nll(rows, labels.flatten().tolist(), scores.LOG_FLOOR)
+        naive.nll(rows, labels.flatten().tolist(), classification.LOG_FLOOR)
     )
     sets = naive_sets(psc.calibration.set_thresholds(0.9), p.float())
     assert report.misses.count == sum(not sets[m, m % 3] for m in range(30))

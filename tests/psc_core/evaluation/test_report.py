@@ -19,7 +19,7 @@ from psc_core.evaluation.report import (
     to_text,
 )
 from psc_core.metrics.intervals import CountInterval, RateInterval
-from psc_core.metrics.scores import Difference
+from psc_core.metrics.ranking import Difference
 
 
 def separation(auroc: float, lead: float, error: float) -> Separation:
