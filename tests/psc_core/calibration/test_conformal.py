@@ -14,7 +14,7 @@ from psc_core.calibration.fit import ambiguity_threshold, fit_calibration
 from psc_core.errors import BundleError, FitError, UsageError
 from psc_core.model.decision import judge
 from psc_core.model.pipeline import SCORES as COLUMNS
-from tests import reference_calibration as naive
+from tests.reference import calibration as naive
 
 FEW_VALUES = st.sampled_from([-3.0, -1.5, 0.0, 0.125, 2.0])
 FLOATS = st.one_of(FEW_VALUES, st.floats(-1e6, 1e6, width=32))

@@ -16,7 +16,7 @@ from psc_core.errors import FitError, UsageError
 from psc_core.images.preprocess import Preprocess
 from psc_core.network.layers import list_layers
 from psc_core.network.layout import canonical
-from tests import reference_collapse as reference
+from tests.reference import collapse as reference
 
 PLAIN = Preprocess("L", 6, 6, None, (0.0,), (1.0,))
 
@@ -65,7 +65,7 @@ def rows_of(net: nn.Module, name: str, data: ImageDataset) -> tuple[npt.NDArray[
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_every_layer_equals_the_naive_twin(several: bool) -> None:
+def test_every_layer_equals_naive_loop(several: bool) -> None:
     net = Net().eval()
     labels = torch.randint(0, 3, (40, 4), generator=torch.Generator().manual_seed(0)) if several else None
     train, val = images(0, 40, labels), images(1, 21)
@@ -79,7 +79,7 @@ def test_every_layer_equals_the_naive_twin(several: bool) -> None:
         assert layer.nc4 == reference.nc4(rows, row_labels, val_rows, val_labels, 3)
 
 
-def test_each_pair_of_a_validation_image_and_a_label_counts() -> None:
+def test_each_validation_label_counts() -> None:
     net = Net().eval()
     val = images(1, 20, torch.stack([torch.arange(20) % 3, (torch.arange(20) + 1) % 3], dim=1))
     report = measure_collapse(net, images(0, 40), val, batch_images=7)
@@ -101,7 +101,7 @@ class Flat(nn.Module):
         return self.out(self.feature(x.flatten(1)))
 
 
-def test_linear_toy_against_closed_form() -> None:
+def test_linear_toy_equals_closed_form() -> None:
     """Pixels x = a·(2y − 1) ± s on independent axes; for h = W x
 
     Tr Σ_W = Σ_d s_d² ‖w_d‖²,   Tr Σ_T = Tr Σ_W + ‖W a‖²,   NC4 = 1 while every s keeps its side.
@@ -146,7 +146,7 @@ def test_groups_fit_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sum(4 * 8 * math.prod(part.layer.shape) + 8 * 10 * (part.stop - part.start) for part in group) <= 6000
 
 
-def test_a_wide_layer_of_many_classes_runs_in_column_ranges() -> None:
+def test_wide_layer_runs_in_column_ranges() -> None:
     """200 classes × 20,000 columns against a budget of 8 MiB, a quarter of the class means."""
 
     class Wide(nn.Module):
@@ -167,31 +167,31 @@ def test_a_wide_layer_of_many_classes_runs_in_column_ranges() -> None:
     assert few.layer("wide").nc4 == whole.layer("wide").nc4
 
 
-def test_pattern_measures_its_matches_and_the_penultimate_layer() -> None:
+def test_pattern_always_includes_penultimate_layer() -> None:
     report = measure_collapse(Net(), images(0, 40), images(1, 21), layers="conv|hidden")
     assert [layer.name for layer in report.layers] == ["conv", "hidden", "out:input"]
     assert report.candidate().layers[0] in ("conv", "hidden")
 
 
-def test_a_missing_class_is_named() -> None:
+def test_rejects_class_without_training_images() -> None:
     labels = torch.arange(40) % 2
     with pytest.raises(FitError, match="all 3 classes, '2' has none"):
         measure_collapse(Net(), images(0, 40, labels), images(1, 21))
 
 
-def test_a_class_of_one_image_is_noted() -> None:
+def test_notes_class_of_one_image() -> None:
     labels = torch.cat([torch.arange(39) % 2, torch.tensor([2])])
     report = measure_collapse(Net(), images(0, 40, labels), images(1, 21))
     assert report.notes == ("one training image only for '2': no within-class variability, which lowers NC1",)
     assert "note: one training image only" in report.table()
 
 
-def test_other_classes_in_validation_are_refused() -> None:
+def test_rejects_different_validation_classes() -> None:
     with pytest.raises(FitError, match="of the same classes"):
         measure_collapse(Net(), images(0, 40), images(1, 21, classes=4))
 
 
-def test_features_that_are_not_finite_name_the_layer() -> None:
+def test_non_finite_features_name_layer() -> None:
     net = Net()
     with torch.no_grad():
         net.hidden.bias[0] = torch.inf
@@ -200,12 +200,12 @@ def test_features_that_are_not_finite_name_the_layer() -> None:
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1.0, -1.0])
-def test_epsilon_is_a_share(epsilon: float) -> None:
+def test_rejects_epsilon_outside_unit_interval(epsilon: float) -> None:
     with pytest.raises(UsageError, match="between 0 and 1"):
         measure_collapse(Net(), images(0, 40), images(1, 21), epsilon=epsilon)
 
 
-def test_features_are_what_the_backbone_serves() -> None:
+def test_in_place_activation_does_not_reach_its_layer() -> None:
     """The in-place activation behind a layer does not reach its measurement."""
     net = Net().eval()
     rows, labels = rows_of(net, "conv", images(0, 40))

@@ -15,7 +15,7 @@ from psc_core.density.fit import pca
 from psc_core.density.fit.density import fit_density
 from psc_core.errors import BundleError, FitError, UsageError
 from psc_core.metrics import ranking
-from tests import reference_density as naive
+from tests.reference import density as naive
 
 KINDS = sorted(DENSITIES)
 SCALES = st.sampled_from([1e-6, 1.0, 1e6])

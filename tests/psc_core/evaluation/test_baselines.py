@@ -24,7 +24,7 @@ from psc_core.evaluation.baselines import (
 )
 from psc_core.images.preprocess import Preprocess
 from psc_core.metrics.ranking import auroc
-from tests import reference_scores as naive
+from tests.reference import metrics as naive
 
 CPU = Compute(torch.device("cpu"), batch_images=32)
 PREPROCESS = Preprocess("L", 6, 6, None, (0.5,), (0.25,))

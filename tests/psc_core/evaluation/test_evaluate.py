@@ -22,7 +22,7 @@ from psc_core.images.preprocess import Preprocess
 from psc_core.metrics import classification
 from psc_core.model.pipeline import Outputs, Pipeline
 from psc_core.model.predictor import PSC
-from tests import reference_scores as naive
+from tests.reference import metrics as naive
 
 
 def naive_sets(thresholds: Tensor, probabilities: Tensor) -> Tensor:

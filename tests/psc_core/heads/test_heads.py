@@ -25,7 +25,7 @@ from psc_core.heads.fit.head import fit_head
 from psc_core.heads.fit.kfac import fit_kfac
 from psc_core.heads.fit.posterior import PRIOR_IMAGES, choose_posterior
 from psc_core.heads.fit.temperature import fit_temperature
-from tests import reference_heads as naive
+from tests.reference import heads as naive
 
 KINDS = sorted(HEADS)
 SEEDS = st.integers(0, 2**16)

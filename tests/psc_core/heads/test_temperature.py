@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import optimize
 
 from psc_core.heads.fit.temperature import TEMPERATURES, fit_temperature
-from tests import reference_scores as naive
+from tests.reference import metrics as naive
 
 ROWS = st.lists(st.lists(st.floats(-60, 60), min_size=3, max_size=3), min_size=1, max_size=12)
 

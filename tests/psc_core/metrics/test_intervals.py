@@ -15,7 +15,7 @@ from psc_core.metrics.intervals import (
     binomial_acceptance,
     binomial_interval,
 )
-from tests import reference_scores as naive
+from tests.reference import metrics as naive
 
 LEVELS = st.sampled_from([0.5, 0.9, 0.99])
 

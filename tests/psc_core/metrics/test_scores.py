@@ -12,7 +12,7 @@ from sklearn import metrics as sklearn_metrics
 
 from psc_core.errors import UsageError
 from psc_core.metrics import classification, inputs, ranking, selective
-from tests import reference_scores as naive
+from tests.reference import metrics as naive
 
 LEVELS = st.sampled_from([0.0, 0.1, 1 / 3, 0.5, 2 / 3, 0.9, 1.0])
 """Few distinct values, so ties, all-equal inputs and the ends of [0, 1] are common."""

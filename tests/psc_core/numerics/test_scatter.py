@@ -11,7 +11,7 @@ from torch import Tensor
 
 from psc_core.numerics import scatter
 from psc_core.numerics.scatter import Centroids, ClassScatter, between_scatter, class_pairs, nc1_from_scatter
-from tests import reference_collapse as reference
+from tests.reference import collapse as reference
 
 SEEDS = st.integers(0, 2**31)
 
@@ -54,7 +54,7 @@ def centroid_scores(features: Tensor, means: Tensor) -> Tensor:
 
 
 @given(SEEDS, st.integers(1, 12), st.integers(1, 7), st.integers(1, 4), st.integers(1, 3), st.integers(1, 13))
-def test_streaming_equals_the_naive_twin(
+def test_streaming_equals_naive_loop(
     seed: int, more: int, dim: int, classes: int, labels_each: int, batch: int
 ) -> None:
     images = classes + more
@@ -68,7 +68,9 @@ def test_streaming_equals_the_naive_twin(
 
 
 @given(SEEDS, st.integers(1, 12), st.integers(1, 7), st.integers(1, 4), st.integers(1, 3), st.integers(1, 13))
-def test_every_column_is_measured(seed: int, more: int, dim: int, classes: int, labels_each: int, batch: int) -> None:
+def test_by_column_equals_naive_loop(
+    seed: int, more: int, dim: int, classes: int, labels_each: int, batch: int
+) -> None:
     features, labels, image_index = draw(seed, classes + more, dim, classes, labels_each)
     sums = ClassScatter(classes, dim, by_column=True)
     stream(sums, features, labels, image_index, batch)
@@ -84,7 +86,7 @@ def test_every_column_is_measured(seed: int, more: int, dim: int, classes: int, 
 
 
 @given(SEEDS, st.integers(2, 12), st.integers(1, 3))
-def test_merged_processes_equal_one(seed: int, images: int, labels_each: int) -> None:
+def test_merged_processes_equal_one_process(seed: int, images: int, labels_each: int) -> None:
     """Two processes, one of which may have no rows of a class, or none at all."""
     features, labels, image_index = draw(seed, images, 5, 3, labels_each)
     whole = ClassScatter(3, 5, by_column=True)
@@ -114,7 +116,7 @@ def test_merged_processes_equal_one(seed: int, images: int, labels_each: int) ->
         torch.testing.assert_close(part.within, whole.within, rtol=1e-8, atol=1e-8)
 
 
-def test_a_batch_is_left_as_it_was() -> None:
+def test_input_is_not_modified() -> None:
     features, labels, image_index = draw(0, 9, 4, 3)
     features = features.double()
     before = features.clone()
@@ -127,7 +129,7 @@ def test_a_batch_is_left_as_it_was() -> None:
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 @pytest.mark.parametrize("offset", [0.0, 1e4])
 @pytest.mark.parametrize("spread", [1.0, 1e-2])
-def test_no_digits_are_lost_to_scale_offset_or_collapse(scale: float, offset: float, spread: float) -> None:
+def test_precision_survives_scale_offset_and_collapse(scale: float, offset: float, spread: float) -> None:
     """|mean|/std = 1e4, and clusters a hundred times tighter than they are apart."""
     random = torch.Generator().manual_seed(1)
     labels = torch.arange(400) % 4
@@ -138,7 +140,7 @@ def test_no_digits_are_lost_to_scale_offset_or_collapse(scale: float, offset: fl
 
 
 @given(SEEDS, st.integers(1, 6), st.integers(1, 5), st.sampled_from([1e-6, 1.0, 1e6]), st.sampled_from([0.0, 1e4]))
-def test_scores_rank_classes_as_distances_do(seed: int, dim: int, classes: int, scale: float, offset: float) -> None:
+def test_scores_rank_classes_like_distances(seed: int, dim: int, classes: int, scale: float, offset: float) -> None:
     features, labels, _ = draw(seed, 3 * classes, dim, classes)
     features = (scale * (features + offset)).float()
     means = torch.from_numpy(reference.class_means(features.double().numpy(), labels.tolist(), classes))
@@ -167,19 +169,19 @@ def test_hand_computed_scatter() -> None:
     assert nc1 == pytest.approx((1 + 1 + 4 + 0 + 4) / 161.25)
 
 
-def test_features_that_never_vary_have_collapsed() -> None:
+def test_constant_features_have_collapsed() -> None:
     features = torch.full((30, 5), 0.1)
     assert measure(features, torch.arange(30) % 3, torch.arange(30), 3, 7)[0] == 0.0
     assert measure(torch.zeros(6, 2), torch.arange(6) % 3, torch.arange(6), 3, 4)[0] == 0.0
 
 
-def test_duplicates_of_one_image_a_class_have_no_within_scatter() -> None:
+def test_duplicates_have_no_within_scatter() -> None:
     base = torch.randn(3, 8)
     nc1, total, _ = measure(base.repeat(5, 1), torch.arange(3).repeat(5), torch.arange(15), 3, 4)
     assert total > 0 and nc1 < 1e-28
 
 
-def test_one_dead_unit_beside_a_live_one_changes_nothing() -> None:
+def test_dead_unit_changes_nothing() -> None:
     features, labels, image_index = draw(4, 24, 3, 2)
     dead = torch.cat([features, torch.full((24, 1), 7.0)], dim=1)
     assert measure(dead, labels, image_index, 2, 5)[0] == pytest.approx(
@@ -187,7 +189,7 @@ def test_one_dead_unit_beside_a_live_one_changes_nothing() -> None:
     )
 
 
-def test_nan_is_not_hidden() -> None:
+def test_nan_propagates() -> None:
     features = torch.ones(4, 2)
     features[1, 1] = torch.nan
     assert np.isnan(measure(features, torch.arange(4) % 2, torch.arange(4), 2, 4)[1])

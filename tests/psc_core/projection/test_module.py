@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from psc_core.errors import FitError
 from psc_core.projection.fit.projection import pooled_positions
 from psc_core.projection.module import Projection, reshape_features
-from tests import reference_projection as reference
+from tests.reference import projection as reference
 
 
 def random_projection(channels: int, d: int, c_proj: int, d_proj: int, seed: int = 0) -> Projection:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from psc_core.errors import FitError
 from psc_core.projection.fit.moments import DEAD_UNIT, channel_moments
-from tests import reference_projection as reference
+from tests.reference import projection as reference
 
 
 def stream(x: Tensor, size: int) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from psc_core.errors import FitError
 from psc_core.numerics.scatter import ClassScatter, class_pairs
 from psc_core.projection.fit.ranks import choose_ranks, nc1_prefixes, nearest_mean_hits
-from tests import reference_projection as reference
+from tests.reference import projection as reference
 
 
 def sample(n: int, classes: int, c: int, d: int, seed: int, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
