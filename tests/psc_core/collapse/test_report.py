@@ -23,72 +23,7 @@ def report(*rows: tuple[str, int, float, float], pattern: str | None = None, out
     return CollapseReport(layers, 0.2, "operations", pattern, 100, 50)
 
 
-def test_highest_nc4_above_the_cutoff() -> None:
-    chosen = report(
-        ("a", 4, 0.9, 0.5), ("b", 4, 0.6, 0.8), ("c", 8, 0.4, 0.7), ("p", 8, 0.1, 0.99), ("o", 2, 0.9, 1.0)
-    ).candidate()
-    assert chosen.layers == ("b",)
-    assert "b (NC1 0.6000, NC4 0.8000), has the highest NC4 of the 3 layers with NC1 > 0.2" in chosen.reason
-
-
-def test_the_deepest_of_equals() -> None:
-    assert report(
-        ("a", 4, 0.9, 0.8), ("b", 4, 0.6, 0.8), ("c", 4, 0.5, 0.7), ("p", 8, 0.1, 0.9), ("o", 2, 0.1, 0.9)
-    ).candidate().layers == ("b",)
-
-
-def test_exactly_the_cutoff_does_not_pass() -> None:
-    assert report(("a", 4, 0.5, 0.3), ("p", 8, 0.2, 0.9), ("o", 2, 0.1, 0.9)).candidate().layers == ("a",)
-
-
-@pytest.mark.parametrize(
-    ("chosen_nc1", "next_nc1", "next_channels", "layers"),
-    [
-        (0.25, 0.01, 4, ("b", "c")),  # the chosen one is near
-        (0.60, 0.15, 4, ("b", "c")),  # the next one is near
-        (0.60, 0.14, 4, ("b",)),
-        (0.26, 0.14, 4, ("b",)),
-        (0.21, 0.19, 8, ("b",)),  # other channel counts cannot be concatenated
-    ],
-)
-def test_two_layers_near_the_cutoff(
-    chosen_nc1: float, next_nc1: float, next_channels: int, layers: tuple[str, ...]
-) -> None:
-    chosen = report(
-        ("a", 4, 0.9, 0.5),
-        ("b", 4, chosen_nc1, 0.9),
-        ("c", next_channels, next_nc1, 0.95),
-        ("p", 8, 0.1, 0.9),
-        ("o", 2, 0.1, 0.9),
-    ).candidate()
-    assert chosen.layers == layers
-    assert ("joins it" in chosen.reason) == (len(layers) == 2)
-
-
-def test_the_output_never_joins_or_is_chosen() -> None:
-    assert report(("a", 4, 0.5, 0.3), ("p", 2, 0.21, 0.9), ("o", 2, 0.2, 1.0)).candidate().layers == ("p",)
-
-
-def test_nothing_passes_takes_the_least_collapsed_and_says_so() -> None:
-    chosen = report(("a", 4, 0.19, 0.3), ("p", 8, 0.1, 0.9), ("o", 2, 0.9, 0.9)).candidate()
-    assert chosen.layers == ("a",)
-    assert "no layer has NC1 > 0.2" in chosen.reason
-
-
-def test_of_layers_that_are_collapsed_alike_the_one_that_tells_classes_apart_is_taken() -> None:
-    chosen = report(("a", 4, 0.1, 0.9), ("b", 4, 0.1, 0.5), ("p", 8, 0.05, 0.9), ("o", 2, 0.1, 0.9)).candidate()
-    assert chosen.layers == ("a",)
-
-
-def test_a_pattern_limits_the_choice_but_not_the_penultimate_row() -> None:
-    limited = report(("a", 4, 0.9, 0.5), ("b", 4, 0.6, 0.8), ("p", 8, 0.7, 0.99), ("o", 2, 0.1, 0.9), pattern="^a$")
-    assert limited.candidate().layers == ("a",)
-    assert limited.penultimate == "p"
-    with pytest.raises(UsageError, match="leaves none"):
-        replace(limited, pattern="^o$").candidate()
-
-
-def test_naming_a_layer() -> None:
+def test_caller_can_name_layer() -> None:
     table = report(("a", 4, 0.9, 0.5), ("bb", 4, 0.6, 0.8), ("p", 8, 0.1, 0.99), ("o", 2, 0.1, 0.9))
     chosen = table.candidate("p")
     assert chosen.layers == ("p",) and "named by the caller" in chosen.reason
@@ -97,7 +32,7 @@ def test_naming_a_layer() -> None:
         table.candidate("b")
 
 
-def test_the_table_marks_and_explains() -> None:
+def test_table_marks_candidate_and_explains() -> None:
     measured = replace(
         report(("a", 4, 0.9, 0.5), ("layer1.conv", 4, 0.6, 0.8), ("p", 8, 0.1, 0.99), ("o", 2, 0.1, 0.9)),
         notes=("one training image only for 'x'",),
@@ -113,7 +48,7 @@ def test_the_table_marks_and_explains() -> None:
     assert named[3].endswith("◀ candidate  penultimate") and not any(line.startswith("penultimate:") for line in named)
 
 
-def test_json_and_csv() -> None:
+def test_json_and_csv_round_trip() -> None:
     measured = report(("a", 4, 0.9, 0.5), ("p", 8, 0.1, 0.99), output=False)
     assert CollapseReport.from_json(json.loads(json.dumps(measured.to_json()))) == measured
     rows = list(csv.DictReader(measured.to_csv().splitlines()))

@@ -35,7 +35,7 @@ print(found[0])
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 @pytest.mark.parametrize("mebibytes", [48, 96])  # glibc's arenas of threads hold blocks below 64 MiB
-def test_large_tensors_are_faulted_in_once(mebibytes: int) -> None:
+def test_large_tensors_fault_in_once(mebibytes: int) -> None:
     def faults(how: str) -> int:
         command = [sys.executable, "-c", STEPS, how, str(mebibytes)]
         return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

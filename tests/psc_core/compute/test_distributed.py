@@ -68,7 +68,7 @@ def run_two() -> list[dict[str, Any]]:
     return answers
 
 
-def test_two_processes_measure_what_one_does() -> None:
+def test_two_processes_equal_one() -> None:
     """In one group of layers and in column ranges."""
     labels = torch.randint(0, 3, (41, 2), generator=torch.Generator().manual_seed(0))
     alone = measure_collapse(Net(), images(0, 41, labels), images(1, 21), batch_images=8)
@@ -81,7 +81,7 @@ def test_two_processes_measure_what_one_does() -> None:
             assert measured["nc1"] == pytest.approx(layer.nc1, rel=1e-8) and measured["nc4"] == layer.nc4
 
 
-def test_shards_are_a_partition_of_the_rows() -> None:
+def test_shards_partition_labelled_examples() -> None:
     data = images(0, 11, torch.randint(0, 3, (11, 2)))
     shards = [Reducer(rank, 3) for rank in range(3)]
     assert sum(len(reducer.shard(data)) for reducer in shards) == 11
@@ -91,11 +91,11 @@ def test_shards_are_a_partition_of_the_rows() -> None:
         assert torch.equal(reducer.shard(data).labels, data.labels[reducer.shard_examples(data)])
 
 
-def test_a_process_without_images_takes_part() -> None:
+def test_shard_may_be_empty() -> None:
     assert len(Reducer(2, 3).shard(images(0, 40).subset(torch.arange(2)))) == 0
 
 
-def test_fewer_images_than_processes_are_refused_by_each() -> None:
+def test_rejects_fewer_images_than_processes() -> None:
     few = images(0, 40).subset(torch.arange(2))
     Reducer(1, 2).require(few)
     for rank in range(3):
@@ -103,7 +103,7 @@ def test_fewer_images_than_processes_are_refused_by_each() -> None:
             fit.measure_collapse(Net(), few, few, options=fit.FitOptions(device="cpu", reducer=Reducer(rank, 3)))
 
 
-def test_alone_nothing_is_sharded_or_summed() -> None:
+def test_single_process_neither_shards_nor_sums() -> None:
     data = images(0, 5)
     alone = Reducer()
     assert alone.shard(data) is data
@@ -111,7 +111,7 @@ def test_alone_nothing_is_sharded_or_summed() -> None:
     assert alone.sum_(torch.ones(1)).item() == 1.0
 
 
-def test_start_needs_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_requires_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UsageError, match="torchrun"):
         Reducer.start()

@@ -27,7 +27,7 @@ def encode(image: Image.Image, kind: str, **options: object) -> bytes:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_every_format_is_read(kind: str) -> None:
+def test_reads_every_format(kind: str) -> None:
     image = Image.fromarray(np.stack([GRADIENT, GRADIENT.copy(), GRADIENT[::-1]], axis=2))
     decoded = decode_image(encode(image, kind))
     assert decoded.size == (32, 24)
@@ -54,7 +54,7 @@ def test_sixteen_bit_samples_are_scaled_not_clipped() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_samples_that_are_not_finite_are_refused(value: float) -> None:
+def test_rejects_non_finite_samples(value: float) -> None:
     """One NaN made the scale that of 16-bit samples, and everything black."""
     samples = np.linspace(0.0, 1.0, 64, dtype=np.float32).reshape(8, 8)
     assert np.asarray(decode_image(encode(Image.fromarray(samples), "TIFF"))).max() == 255
@@ -65,7 +65,7 @@ def test_samples_that_are_not_finite_are_refused(value: float) -> None:
 
 @pytest.mark.parametrize("compression", ["raw", "tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg", "group4"])
 @pytest.mark.parametrize("big", [True, False])
-def test_every_tiff_that_pillow_writes_is_read(compression: str, big: bool) -> None:
+def test_reads_every_tiff_of_pillow(compression: str, big: bool) -> None:
     image = Image.fromarray(np.tile(GRADIENT, (9, 9))).convert("1" if compression == "group4" else "RGB")
     assert decode_image(encode(image, "TIFF", compression=compression, big_tiff=big)).size == (288, 216)
 
@@ -82,7 +82,7 @@ def test_exif_orientation_is_applied() -> None:
     assert decode_image(encode(image, "JPEG", exif=exif)).size == (24, 32)
 
 
-def test_first_frame_of_an_animation() -> None:
+def test_animation_gives_first_frame() -> None:
     frames = [Image.new("L", (8, 8), value) for value in (10, 200)]
     data = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
     assert abs(int(np.asarray(decode_image(data).convert("L"))[0, 0]) - 10) <= 1
@@ -99,14 +99,14 @@ def png_header_of(width: int, height: int) -> bytes:
 
 
 @pytest.mark.parametrize("side", [10_000, 20_000, 100_000])
-def test_a_large_header_is_refused_before_decoding(side: int) -> None:
+def test_rejects_large_header_before_decoding(side: int) -> None:
     with pytest.raises(ImageTooLarge, match="pixels"):
         decode_image(png_header_of(side, side))
 
 
 @pytest.mark.parametrize("lossless", [True, False])
 @pytest.mark.parametrize("alpha", [True, False])
-def test_a_large_webp_canvas_is_refused_before_pillow_takes_its_memory(
+def test_rejects_large_webp_before_pillow_opens_it(
     lossless: bool, alpha: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = Image.new("RGBA" if alpha else "RGB", (37, 21), (1, 2, 3, 4)[: 4 if alpha else 3])
@@ -118,19 +118,19 @@ def test_a_large_webp_canvas_is_refused_before_pillow_takes_its_memory(
         decode_image(data, max_pixels=36 * 21)
 
 
-def test_a_transparent_colour_of_an_rgb_png_is_blended_too() -> None:
+def test_transparent_colour_of_rgb_png_is_blended() -> None:
     clear = Image.new("RGB", (4, 4), (255, 255, 255))
     assert np.asarray(decode_image(encode(clear, "PNG", transparency=(255, 255, 255)))).max() == 0
 
 
-def test_wide_samples_are_converted_a_few_rows_at_a_time() -> None:
+def test_wide_samples_are_converted_in_blocks() -> None:
     rows = 2 * images._BLOCK // 8 + 3
     wide = Image.fromarray((np.arange(rows * 8) % 256).astype(np.uint16).reshape(rows, 8) * 257)
     found = np.asarray(images.to_grey_or_rgb(wide))
     assert np.array_equal(found.ravel(), np.arange(rows * 8) % 256)
 
 
-def test_the_pixel_limit_is_inclusive() -> None:
+def test_pixel_limit_is_inclusive() -> None:
     data = encode(Image.fromarray(GRADIENT), "PNG")
     assert decode_image(data, max_pixels=24 * 32).size == (32, 24)
     with pytest.raises(ImageTooLarge):
@@ -144,7 +144,7 @@ def test_other_bytes_are_unsupported(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
-def test_a_truncated_file_is_undecodable(kind: str) -> None:
+def test_truncated_file_is_undecodable(kind: str) -> None:
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3)).astype(np.uint8))
     data = encode(noise, kind)
     for part in (0.5, 0.01):
@@ -153,7 +153,7 @@ def test_a_truncated_file_is_undecodable(kind: str) -> None:
 
 
 @given(st.binary(max_size=300), st.sampled_from(FORMATS), st.integers(0, 200))
-def test_damaged_bytes_give_an_image_or_an_image_error(noise: bytes, kind: str, at: int) -> None:
+def test_damaged_bytes_give_image_or_image_error(noise: bytes, kind: str, at: int) -> None:
     data = bytearray(encode(Image.fromarray(GRADIENT), kind))
     data[at : at + len(noise)] = noise
     try:

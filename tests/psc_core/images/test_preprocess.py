@@ -17,7 +17,7 @@ from psc_core.images.preprocess import PRESETS, Preprocess, replace_size
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 @given(width=st.integers(1, 400), height=st.integers(1, 400), grey=st.booleans())
-def test_any_image_becomes_the_input_size(name: str, width: int, height: int, grey: bool) -> None:
+def test_any_image_becomes_input_size(name: str, width: int, height: int, grey: bool) -> None:
     preprocess = PRESETS[name]
     array = preprocess.from_image(Image.new("L" if grey else "RGB", (width, height), 128 if grey else (128,) * 3))
     assert array.shape == (preprocess.channels, preprocess.height, preprocess.width)
@@ -25,7 +25,7 @@ def test_any_image_becomes_the_input_size(name: str, width: int, height: int, gr
     assert (array == 128).all()
 
 
-def test_an_image_of_the_input_size_is_unchanged() -> None:
+def test_image_of_input_size_is_unchanged() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (28, 28)).astype(np.uint8)
     assert np.array_equal(PRESETS["mnist"].from_image(Image.fromarray(pixels))[0], pixels)
 
@@ -39,7 +39,7 @@ def test_bytes_and_image_agree() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_normalise_is_the_float64_formula(name: str) -> None:
+def test_normalise_equals_float64_formula(name: str) -> None:
     preprocess = PRESETS[name]
     images = torch.randint(0, 256, (3, preprocess.channels, 5, 4), dtype=torch.uint8)
     mean = torch.tensor(preprocess.mean, dtype=torch.float64)[:, None, None]
@@ -53,7 +53,7 @@ def test_json_round_trip(name: str) -> None:
     assert Preprocess.from_json(PRESETS[name].to_json()) == PRESETS[name]
 
 
-def test_a_size_means_that_size_and_no_crop() -> None:
+def test_replace_size_does_not_crop() -> None:
     resized = replace_size(PRESETS["imagenet"], 64)
     assert (resized.height, resized.width, resized.resize) == (64, 64, None)
     gradient = np.repeat(np.linspace(0, 255, 64).astype(np.uint8)[None], 64, 0)
@@ -71,7 +71,7 @@ def test_a_size_means_that_size_and_no_crop() -> None:
         {"resize": 10},
     ],
 )
-def test_impossible_settings_are_refused(fields: dict[str, object]) -> None:
+def test_rejects_invalid_settings(fields: dict[str, object]) -> None:
     good = {"mode": "L", "height": 28, "width": 28, "resize": None, "mean": (0.1,), "std": (0.3,)}
     with pytest.raises(UsageError, match="expected"):
         Preprocess(**{**good, **fields})

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,16 +11,11 @@ from torch import Tensor, nn
 from psc_core.errors import BundleError, NetworkError
 from psc_core.images.preprocess import PRESETS
 from psc_core.network.backbone import Backbone, example_input, rebuild_backbone, truncate
-from psc_core.network.graph import cut_graph
-from psc_core.network.hooks import HookedNetwork
 from psc_core.network.layers import list_layers
 from psc_core.network.layout import INPUT, canonical
 from psc_core.network.load import load_network
 
 HERE = __name__
-
-
-# -- factories ------------------------------------------------------------------------------------------------
 
 
 def mlp(num_classes: int) -> nn.Module:
@@ -102,6 +95,7 @@ def statements(num_classes: int) -> nn.Module:
 
 FACTORIES = tuple(f"{HERE}:{name}" for name in ("mlp", "early_exit", "loop", "statements"))
 
+
 CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "resnet18": ("torchvision:resnet18", {"stem": "small"}, (3, 16, 16)),
     "vgg11": ("torchvision:vgg11", {"stem": "small"}, (3, 28, 28)),
@@ -151,7 +145,7 @@ def parameters(module: nn.Module) -> int:
 
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
-def test_every_layer_and_the_logits_equal_hooks_on_the_whole_network(name: str) -> None:
+def test_all_layers_and_logits_equal_hooks(name: str) -> None:
     net, x = build(name)
     infos = list_layers(net, x[:1])
     layers = [info.name for info in infos]
@@ -167,7 +161,7 @@ def test_every_layer_and_the_logits_equal_hooks_on_the_whole_network(name: str) 
 
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
-def test_a_layer_cut_alone_equals_hooks_and_survives_the_bundle(name: str) -> None:
+def test_single_layer_equals_hooks_and_survives_bundle(name: str) -> None:
     net, x = build(name)
     infos = list_layers(net, x[:1])
     info = infos[(len(infos) - 1) // 2]
@@ -188,7 +182,7 @@ def test_a_layer_cut_alone_equals_hooks_and_survives_the_bundle(name: str) -> No
     assert twin.state_dict().keys() == backbone.state_dict().keys()
 
 
-def test_only_needed_parameters_are_kept() -> None:
+def test_keeps_only_needed_parameters() -> None:
     net, _ = build("resnet18")
     backbone = truncate(net, ["layer2.0.conv1"], keep_output=False)
     wanted = [net.conv1, net.bn1, net.layer1, net.layer2[0].conv1]
@@ -196,7 +190,7 @@ def test_only_needed_parameters_are_kept() -> None:
     assert {p.data_ptr() for p in backbone.parameters()} <= {p.data_ptr() for p in net.parameters()}
 
 
-def test_hooks_drop_what_comes_later_but_not_the_branch_not_taken() -> None:
+def test_hooks_drop_later_modules_but_keep_branches() -> None:
     net, x = build("early_exit")
     backbone = truncate(net, ["dark"], keep_output=False, example=x[:1])
     kept = {key.split(".")[2] for key in backbone.state_dict()}
@@ -209,7 +203,7 @@ def test_hooks_drop_what_comes_later_but_not_the_branch_not_taken() -> None:
         whole(x + 1e4)
 
 
-def test_a_module_called_again_is_never_stopped_early() -> None:
+def test_repeated_module_is_not_stopped_early() -> None:
     net, x = build("loop")
     backbone = truncate(net, ["step"], keep_output=False, example=x[:1])
     assert backbone.spec()["hooks"] == {"stop": None, "dropped": []}
@@ -217,7 +211,7 @@ def test_a_module_called_again_is_never_stopped_early() -> None:
         assert torch.equal(backbone(x)[0][0], net.step(net.step(x)).flatten(2))
 
 
-def test_cutting_leaves_the_network_alone() -> None:
+def test_cutting_does_not_change_network() -> None:
     for name in ("vgg11", "early_exit"):
         net, x = build(name)
         keys, logits = list(net.state_dict()), net(x)
@@ -228,7 +222,7 @@ def test_cutting_leaves_the_network_alone() -> None:
 
 @pytest.mark.parametrize("name", ["resnet18", "convnext_tiny", "vit_b_16", "swin_t"])
 @torch.inference_mode()
-def test_the_graph_compiles_and_reads_channels_last(name: str) -> None:
+def test_graph_compiles_and_reads_channels_last(name: str) -> None:
     net, x = build(name)
     layers = [info.name for info in list_layers(net, x[:1])]
     backbone = truncate(net, [layers[2], layers[-3]], keep_output=True)
@@ -241,7 +235,7 @@ def test_the_graph_compiles_and_reads_channels_last(name: str) -> None:
         assert got is not None and torch.allclose(got, value, rtol=1e-3, atol=1e-4)
 
 
-def test_two_layers_come_in_the_order_asked_for() -> None:
+def test_layers_come_in_requested_order() -> None:
     net, x = build("mlp")
     forward = truncate(net, ["1", "3"], keep_output=False)(x)[0]
     backward = truncate(net, ["3", "1"], keep_output=False)(x)[0]
@@ -253,12 +247,12 @@ def test_two_layers_come_in_the_order_asked_for() -> None:
     ("layers", "text"),
     [(["layer5.0"], "close names"), ([""], "no layer ''"), ([], "at least one"), (["conv1", "conv1"], "each once")],
 )
-def test_unusable_layers_say_what_to_do(layers: list[str], text: str) -> None:
+def test_rejects_unknown_or_repeated_layers(layers: list[str], text: str) -> None:
     with pytest.raises(NetworkError, match=text):
         truncate(build("resnet18")[0], layers, keep_output=False)
 
 
-def test_an_untraceable_network_needs_an_example() -> None:
+def test_untraceable_network_needs_example() -> None:
     with pytest.raises(NetworkError, match=r"cannot be traced.*pass an example"):
         truncate(build("early_exit")[0], ["dark"], keep_output=False)
 
@@ -276,7 +270,7 @@ class Baked(nn.Module):
         return self.head(2 * x if isinstance(x, Tensor) else x)
 
 
-def test_a_wrong_trace_is_found_out_by_the_example() -> None:
+def test_example_detects_wrong_trace() -> None:
     net, example = Baked().eval(), torch.randn(1, 1, 2, 2)
     assert truncate(net, ["first"], keep_output=True).method == "graph"
     backbone = truncate(net, ["first"], keep_output=True, example=example)
@@ -297,7 +291,7 @@ class Dropping(nn.Module):
         return self.head(nn.functional.dropout(first, self.p))
 
 
-def test_a_network_that_gives_another_output_each_time_is_refused() -> None:
+def test_rejects_random_output() -> None:
     example = torch.randn(1, 1, 8, 8)
     torch.manual_seed(0)
     for cut in (["first", "head"], ["head:input"]):
@@ -319,7 +313,7 @@ class Odd(nn.Module):
         return {"logits": self.cube(x.flatten(1)).flatten(1)}
 
 
-def test_layers_and_outputs_of_no_known_form_say_so() -> None:
+def test_rejects_unsupported_outputs() -> None:
     x = torch.randn(1, 1, 2, 2)
     with pytest.raises(NetworkError, match="a map, tokens or a vector"):
         truncate(Odd(), ["cube"], keep_output=False)(x)
@@ -327,12 +321,12 @@ def test_layers_and_outputs_of_no_known_form_say_so() -> None:
         truncate(Odd(), ["cube"], keep_output=True, example=x)(x)
 
 
-def test_a_network_built_by_hand_has_no_spec() -> None:
+def test_network_built_by_hand_has_no_spec() -> None:
     with pytest.raises(NetworkError, match="built by hand"):
         truncate(Baked(), ["first"], keep_output=False).spec()
 
 
-def test_a_network_that_cannot_be_copied_says_so() -> None:
+def test_rejects_network_that_cannot_be_copied() -> None:
     net = Baked()
     net.cache = net.first(torch.randn(1, 4))  # not a leaf: deepcopy refuses
     with pytest.raises(NetworkError, match=r"cannot: .*non-leaf"):
@@ -343,7 +337,7 @@ def rebuilt(spec: dict[str, Any], state: dict[str, Tensor], allow: Sequence[str]
     return rebuild_backbone(spec, state, allow)
 
 
-def test_bundles_that_do_not_fit_are_refused() -> None:
+def test_rebuild_rejects_wrong_state() -> None:
     net, _ = build("mlp")
     backbone = truncate(net, ["3"], keep_output=False)
     spec, state = backbone.spec(), backbone.state_dict()
@@ -357,59 +351,8 @@ def test_bundles_that_do_not_fit_are_refused() -> None:
         rebuilt(spec, {key: torch.full_like(value, torch.inf) for key, value in state.items()})
 
 
-def test_the_hooked_network_refuses_what_is_no_tensor() -> None:
-    class Pair(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x, x
-
-    net = nn.Sequential(Pair())
-    with pytest.raises(NetworkError, match="to be a tensor, got tuple"):
-        HookedNetwork(net, ["0"], keep_output=False, stop=None, dropped=())(torch.zeros(1, 1, 1, 1))
-
-
 def test_example_input_is_reproducible_and_standardised() -> None:
     example = example_input(PRESETS["cifar10"])
     assert example.shape == (1, 3, 32, 32) and example.dtype == torch.float32
     assert torch.equal(example, example_input(PRESETS["cifar10"]))
     assert abs(float(example.mean())) < 0.5
-
-
-# -- threads --------------------------------------------------------------------------------------------------
-
-
-class Meanwhile(nn.Module):
-    """Runs a function on another thread each time its forward pass is entered."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
-        self.run = function
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Meanwhile:
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        thread = threading.Thread(target=self.run)
-        thread.start()
-        thread.join(0.5)
-        return self.second(self.first(x))
-
-
-def test_a_network_that_runs_while_another_is_traced_gives_its_own_answer() -> None:
-    served, x, answers = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2), []
-    cut_graph(Meanwhile(lambda: answers.append(served(x))), ["first"], keep_output=False)
-    assert len(answers) == 1
-    assert torch.equal(answers[0], served(x))
-
-
-def test_traces_on_two_threads_leave_torch_as_it_was() -> None:
-    call, outer_is_done, cut = nn.Module.__call__, threading.Event(), []
-    inner = Meanwhile(lambda: outer_is_done.wait(60))
-    outer = Meanwhile(lambda: cut.append(cut_graph(inner, ["first"], keep_output=False)))
-    cut_graph(outer, ["first"], keep_output=False)
-    outer_is_done.set()
-    end = time.monotonic() + 60
-    while not cut and time.monotonic() < end:
-        time.sleep(0.01)
-    assert len(cut) == 1
-    assert nn.Module.__call__ is call

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 from psc_core import PRESETS, PSC, open_dataset
-from psc_core.model.pipeline import Outputs
+from psc_core.model.outputs import Outputs
 from psc_core.network.backbone import truncate
 from psc_core.network.fuse import fuse
 from psc_core.network.graph import cut_graph
@@ -63,7 +63,7 @@ def normalised(how: str) -> nn.Module:
 
 @pytest.mark.parametrize("how", ["spectral", "weight", "pruned"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_weights_that_hooks_make_in_every_call(how: str) -> None:
+def test_keeps_weights_computed_by_hooks(how: str) -> None:
     torch.manual_seed(0)
     trained = unlike_new(normalised(how))
     x = torch.randn(3, 3, 8, 8)
@@ -90,7 +90,7 @@ def test_weights_that_hooks_make_in_every_call(how: str) -> None:
         ("googlenet", "inception4a"),
     ],
 )
-def test_networks_of_torchvision(name: str, layer: str) -> None:
+def test_torchvision_networks(name: str, layer: str) -> None:
     more = {"init_weights": False} if name == "googlenet" else {}
     net = unlike_new(torchvision.models.get_model(name, weights=None, num_classes=5, **more))
     check(net, layer, torch.randn(2, 3, 48, 48), keep_output=name != "vgg11_bn")
@@ -208,42 +208,42 @@ def two_summands(net: Small, x: Tensor) -> Tensor:
         two_summands,
     ],
 )
-def test_wirings_that_invite_mistakes(wire: Callable[[Small, Tensor], Tensor]) -> None:
+def test_in_place_and_shared_operations(wire: Callable[[Small, Tensor], Tensor]) -> None:
     check(unlike_new(Small(wire)), "first", torch.randn(3, 3, 9, 7))
 
 
-def test_what_is_fused() -> None:
+def test_folds_batch_normalisation() -> None:
     fused = check(unlike_new(Small(two_summands)), "third", torch.randn(2, 3, 8, 8))
     called = [type(fused.get_submodule(str(node.target))) for node in fused.graph.nodes if node.op == "call_module"]  # type: ignore[union-attr,operator]
     assert called == [nn.Conv2d] * 4
 
 
-def test_a_wanted_convolution_is_not_folded_into() -> None:
+def test_wanted_convolution_is_not_folded() -> None:
     net = unlike_new(Small(two_summands))
     fused = check(net, "first", torch.randn(2, 3, 8, 8))
     called = [fused.get_submodule(str(node.target)) for node in fused.graph.nodes if node.op == "call_module"]  # type: ignore[union-attr,operator]
     assert any(isinstance(module, nn.BatchNorm2d) for module in called)
 
 
-def test_a_normalisation_with_a_hook_is_not_folded() -> None:
+def test_normalisation_with_hook_is_not_folded() -> None:
     net = unlike_new(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)))
     net.get_submodule("1").register_forward_hook(lambda _module, _inputs, output: 2 * output + 1)
     check(net, "2", torch.randn(2, 3, 8, 8))
 
 
-def test_padding_in_words_and_groups() -> None:
+def test_string_padding_and_groups() -> None:
     words = nn.Conv2d(4, 4, 3, padding="same", groups=2)
     reflected = nn.Conv2d(4, 6, 3, groups=2, padding_mode="reflect", padding=1)
     net = nn.Sequential(words, nn.BatchNorm2d(4), nn.ReLU(), reflected, nn.Flatten())
     check(unlike_new(net), "2", torch.randn(2, 4, 6, 6))
 
 
-def test_a_hooked_network_is_returned_as_it_is() -> None:
+def test_hooked_network_is_unchanged() -> None:
     net = nn.Sequential(nn.Conv2d(1, 1, 1))
     assert fuse(net, precision="fp32") is net
 
 
-def test_bf16_weights_are_rounded_once_and_agree_with_autocast() -> None:
+def test_bf16_weights_agree_with_autocast() -> None:
     net = unlike_new(torchvision.models.resnet18(weights=None, num_classes=5))
     backbone = truncate(net, ["layer4.0.downsample.0"], keep_output=False)
     fused = backbone.fused("bf16")
@@ -269,29 +269,29 @@ def images(data_root: Path, name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["mnist", "ambiguous-mnist", "fashion-mnist"])
-def test_the_shipped_bundle_answers_as_unfused(psc: PSC, data_root: Path, name: str) -> None:
+def test_shipped_bundle_equals_unfused(psc: PSC, data_root: Path, name: str) -> None:
     plain = copy.deepcopy(psc.pipeline)
     plain.running = lambda: plain.backbone  # type: ignore[method-assign]
     with torch.inference_mode():
-        got, expected = (Outputs.unpack(p(images(data_root, name))) for p in (psc.pipeline, plain))
+        got, expected = (Outputs(p(images(data_root, name))) for p in (psc.pipeline, plain))
     torch.testing.assert_close(got.probabilities, expected.probabilities, atol=1e-5, rtol=0)
-    torch.testing.assert_close(got.epistemic, expected.epistemic, atol=1e-5, rtol=0)
-    torch.testing.assert_close(got.log_density, expected.log_density, atol=1e-2, rtol=1e-5)
-    assert float((got.ood_p_value - expected.ood_p_value).abs().max()) <= 2 / (1 + len(psc.calibration))
+    torch.testing.assert_close(got["epistemic"], expected["epistemic"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(got["log_density"], expected["log_density"], atol=1e-2, rtol=1e-5)
+    assert float((got["ood_p_value"] - expected["ood_p_value"]).abs().max()) <= 2 / (1 + len(psc.calibration))
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
-def test_bf16_decides_like_fp32(psc: PSC, data_root: Path, name: str) -> None:
+def test_bf16_decisions_match_fp32(psc: PSC, data_root: Path, name: str) -> None:
     half = copy.deepcopy(psc.pipeline)
     half.precision = "bf16"
     with torch.inference_mode():
-        exact, got = (Outputs.unpack(p(images(data_root, name))) for p in (psc.pipeline, half))
+        exact, got = (Outputs(p(images(data_root, name))) for p in (psc.pipeline, half))
     assert float((exact.probabilities - got.probabilities).abs().max()) < 0.05
     assert float((exact.probabilities.argmax(1) != got.probabilities.argmax(1)).double().mean()) <= 0.01
-    assert float(((exact.ood_p_value <= psc.alpha) != (got.ood_p_value <= psc.alpha)).double().mean()) <= 0.01
+    assert float(((exact["ood_p_value"] <= psc.alpha) != (got["ood_p_value"] <= psc.alpha)).double().mean()) <= 0.01
 
 
-def test_a_pipeline_that_ran_is_stored_and_copied_as_before(psc: PSC, tmp_path: Path) -> None:
+def test_pipeline_can_be_saved_and_copied_after_running(psc: PSC, tmp_path: Path) -> None:
     fresh = PSC.load(psc.save(tmp_path / "again") and tmp_path / "again", device="cpu")
     assert fresh.version == psc.version
     buffer = io.BytesIO()

@@ -4,14 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, UsageError
 from psc_core.network.backbone import truncate
 from psc_core.network.layers import LayerInfo, list_layers, select_layers
-from psc_core.network.layout import KINDS, Layout, canonical, layout_of
 from psc_core.network.load import load_network
 
 
@@ -24,25 +21,7 @@ def by_name(layers: list[LayerInfo]) -> dict[str, LayerInfo]:
     return {layer.name: layer for layer in layers}
 
 
-@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
-def test_canonical_equals_the_index_by_index_definition(batch: int, channels: int, height: int, width: int) -> None:
-    grid = torch.arange(batch * channels * height * width, dtype=torch.float32).reshape(batch, channels, height, width)
-    wanted = torch.empty(batch, channels, height * width)
-    for r in range(height):
-        for c in range(width):
-            wanted[:, :, r * width + c] = grid[:, :, r, c]
-    assert torch.equal(canonical(grid, "map"), wanted)
-    assert torch.equal(canonical(grid.permute(0, 2, 3, 1), "map_last"), wanted)
-    assert torch.equal(canonical(wanted.transpose(1, 2), "tokens"), wanted)
-    assert torch.equal(canonical(wanted[:, :, 0], "vector"), wanted[:, :, :1])
-
-
-def test_canonical_refuses_an_unknown_kind() -> None:
-    with pytest.raises(UsageError, match="map_last"):
-        canonical(torch.zeros(1, 2), "cube")
-
-
-def test_operations_of_a_residual_network_are_the_papers() -> None:
+def test_operations_of_residual_network() -> None:
     net = network("resnet18", stem="small", in_channels=1)
     layers = list_layers(net, torch.randn(1, 1, 28, 28))
     names = [layer.name for layer in layers]
@@ -57,7 +36,7 @@ def test_operations_of_a_residual_network_are_the_papers() -> None:
     assert [layer.role for layer in layers[-3:]] == ["hidden", "penultimate", "output"]
 
 
-def test_plain_network_lists_convolutions_and_poolings() -> None:
+def test_operations_of_plain_network() -> None:
     net = network("vgg11_bn", stem="small")
     layers = list_layers(net, torch.randn(1, 3, 32, 32))
     assert [layer.name for layer in layers[:4]] == ["features.0", "features.3", "features.4", "features.7"]
@@ -85,7 +64,7 @@ def test_blocks(
     assert layers[-1].role == "penultimate"
 
 
-def test_attention_blocks_stand_for_their_inside() -> None:
+def test_attention_blocks_replace_their_operations() -> None:
     names = [layer.name for layer in list_layers(network("vit_b_16", image_size=32), torch.randn(1, 3, 32, 32))]
     assert names[:2] == ["conv_proj", "encoder.layers.encoder_layer_0"]
     assert names[-2:] == ["heads.head:input", "heads.head"]
@@ -98,7 +77,7 @@ def test_linear_layers_on_maps_are_channels_last() -> None:
     assert (found["features.1.0.block.3"].kind, found["features.1.0.block.3"].shape) == ("map_last", (384, 64))
 
 
-def test_every_module_of_swin_gets_the_right_channel_axis() -> None:
+def test_channel_axis_of_every_swin_module() -> None:
     found = by_name(list_layers(network("swin_t"), torch.randn(1, 3, 64, 64), granularity="all"))
     assert found["features.0.0"].shape == (96, 256)
     assert (found["features.0"].kind, found["features.0"].shape) == ("map_last", (96, 256))
@@ -134,49 +113,6 @@ def test_one_dimensional_layers_are_channels_first() -> None:
     assert features.shape == (1, 5, 1)
 
 
-def test_a_block_of_tokens_stays_one_around_convolutions() -> None:
-    """Patches ahead of a transformer, convolutions along its tokens, and a sum of tokens: CoaT's last layer."""
-    embedding = nn.Sequential(nn.Conv2d(3, 6, 4), nn.Flatten(2))
-    mixing = nn.Sequential(nn.Conv1d(9, 9, 1), nn.LayerNorm(6), nn.Linear(6, 6))
-    projected = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(16))
-    assert layout_of(embedding, "").kind((2, 16, 6)) == "tokens"
-    assert layout_of(mixing, "").kind((2, 9, 6)) == "tokens"
-    assert layout_of(projected, "").kind((2, 16, 9)) == "tokens"
-    assert layout_of(nn.Conv1d(3, 1, 1), "").kind((2, 1, 16)) == "tokens"
-    assert layout_of(nn.Sequential(nn.Linear(6, 6), nn.Conv1d(6, 9, 1)), "").kind((2, 9, 16)) == "map"
-
-
-class FirstNorm(nn.LayerNorm):
-    """Over the channels of a map (B, C, H, W), by turning it around."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-
-class LastNorm(nn.LayerNorm):
-    """In float32, over the last axis."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.float()).to(input.dtype)
-
-
-@pytest.mark.parametrize(
-    ("norm", "kind"),
-    [
-        (nn.LayerNorm(6), "map_last"),
-        (LastNorm(6), "map_last"),
-        (nn.RMSNorm(6), "map_last"),
-        (FirstNorm(6), "map"),
-        (nn.LayerNorm((6, 4, 5)), "map"),
-    ],
-)
-def test_a_normalisation_is_read_along_the_axis_that_it_normalises(norm: nn.Module, kind: str) -> None:
-    shape = (2, 6, 4, 5) if kind == "map" else (2, 4, 5, 6)
-    assert norm(torch.zeros(shape)).shape == shape
-    assert layout_of(norm, "").kind(shape) == kind
-    assert layout_of(nn.Sequential(nn.Identity(), norm), "").kind(shape) == kind
-
-
 @pytest.mark.parametrize(
     ("name", "layer", "kind", "shape"),
     [
@@ -186,7 +122,7 @@ def test_a_normalisation_is_read_along_the_axis_that_it_normalises(norm: nn.Modu
         ("convnext_atto", "stages.1.downsample.0", "map", (40, 64)),
     ],
 )
-def test_normalisations_of_timm(name: str, layer: str, kind: str, shape: tuple[int, int]) -> None:
+def test_timm_normalisations(name: str, layer: str, kind: str, shape: tuple[int, int]) -> None:
     pytest.importorskip("timm")
     net = load_network(f"timm:{name}", num_classes=3)
     found = by_name(list_layers(net, torch.randn(1, 3, 32, 32), granularity="all"))[layer]
@@ -205,13 +141,13 @@ class FunctionalPool(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def test_what_the_output_layer_reads_is_listed_when_no_module_gives_it() -> None:
+def test_lists_input_of_output_layer() -> None:
     layers = list_layers(FunctionalPool(), torch.randn(1, 1, 8, 8))
     assert [layer.name for layer in layers] == ["conv", "shared", "head:input", "head"]
     assert (layers[2].role, layers[2].shape) == ("penultimate", (3, 1))
 
 
-def test_a_module_is_listed_at_its_last_call() -> None:
+def test_module_is_listed_at_last_call() -> None:
     class Again(FunctionalPool):
         def forward(self, x: Tensor) -> Tensor:
             x = self.shared(self.conv(x))
@@ -221,7 +157,7 @@ def test_a_module_is_listed_at_its_last_call() -> None:
     assert [layer.name for layer in list_layers(net, torch.randn(1, 1, 8, 8))][:2] == ["1.conv", "1.shared"]
 
 
-def test_outputs_without_a_batch_axis_are_no_layers() -> None:
+def test_ignores_outputs_without_batch_axis() -> None:
     class Windowed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -236,35 +172,12 @@ def test_outputs_without_a_batch_axis_are_no_layers() -> None:
     assert [layer.name for layer in list_layers(Windowed(), torch.randn(1, 1, 4, 4))] == ["head:input", "head"]
 
 
-def test_a_linear_classifier_has_its_input_as_penultimate_layer() -> None:
+def test_linear_classifier_reads_its_input() -> None:
     layers = list_layers(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), torch.randn(1, 1, 2, 2))
     assert [(layer.name, layer.role) for layer in layers] == [("1:input", "penultimate"), ("1", "output")]
 
 
-@given(st.lists(st.integers(1, 9), min_size=4, max_size=4))
-def test_layout_always_gives_a_kind_of_a_map(shape: list[int]) -> None:
-    for convolves in (False, True):
-        for widths in (frozenset[int](), frozenset({3, 5})):
-            assert Layout(convolves, widths, frozenset({2})).kind(shape) in KINDS[:2]
-
-
-def test_layout_by_rank() -> None:
-    layout = Layout(True, frozenset(), frozenset())
-    assert [layout.kind(shape) for shape in ((2, 3), (2, 3, 4), (2,), (2, 3, 4, 5, 6))] == [
-        "vector",
-        "tokens",
-        None,
-        None,
-    ]
-
-
-def test_concatenating_convolutions_stay_channels_first() -> None:
-    """A dense block's 256 channels are no convolution's width, its 32-pixel rows are."""
-    net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32))
-    assert layout_of(net, "").kind((2, 256, 24, 32)) == "map"
-
-
-def test_pattern_and_granularity_errors() -> None:
+def test_rejects_unknown_pattern_and_granularity() -> None:
     net = FunctionalPool()
     example = torch.randn(1, 1, 8, 8)
     assert [layer.index for layer in select_layers(list_layers(net, example), "^shared$")] == [1]
@@ -276,7 +189,7 @@ def test_pattern_and_granularity_errors() -> None:
         list_layers(net, example, granularity="fine")
 
 
-def test_whatever_a_network_raises_is_told() -> None:
+def test_reports_any_exception_of_network() -> None:
     class Looks(FunctionalPool):
         def forward(self, x: Tensor) -> Tensor:
             raise KeyError("stage5")
@@ -285,7 +198,7 @@ def test_whatever_a_network_raises_is_told() -> None:
         list_layers(Looks(), torch.randn(1, 1, 8, 8))
 
 
-def test_inputs_and_outputs_that_do_not_fit_say_so() -> None:
+def test_rejects_wrong_input_and_output() -> None:
     with pytest.raises(NetworkError, match=r"cannot run an input of shape \(1, 3, 8, 8\)"):
         list_layers(FunctionalPool(), torch.randn(1, 3, 8, 8))
     with pytest.raises(NetworkError, match="returns logits"):

@@ -19,7 +19,7 @@ def covariance(rows: int, columns: int, seed: int, scale: float = 1.0) -> torch.
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 12), SEEDS)
-def test_eigh_rebuilds_the_matrix_with_descending_values(rows: int, columns: int, seed: int) -> None:
+def test_eigh_reconstructs_matrix_with_descending_values(rows: int, columns: int, seed: int) -> None:
     c = covariance(rows, columns, seed)
     values, vectors = linalg.eigh(c)
     assert torch.all(values.diff() <= 0)
@@ -29,7 +29,7 @@ def test_eigh_rebuilds_the_matrix_with_descending_values(rows: int, columns: int
     assert torch.all(largest > 0)
 
 
-def test_eigh_uses_the_cpu_where_the_device_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eigh_falls_back_to_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = torch.linalg.eigh, []
 
     def flaky(matrix: torch.Tensor) -> object:
@@ -47,7 +47,7 @@ def test_eigh_uses_the_cpu_where_the_device_fails(monkeypatch: pytest.MonkeyPatc
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 8), SEEDS, st.sampled_from([1e-6, 1.0, 1e6]))
-def test_inverse_root_of_a_regular_matrix_changes_nothing(columns: int, seed: int, scale: float) -> None:
+def test_inverse_root_of_regular_matrix_is_exact(columns: int, seed: int, scale: float) -> None:
     c = covariance(20 * columns, columns, seed, scale)
     inverse = linalg.inverse_root(c, scale=scale**2)
     torch.testing.assert_close(inverse.root @ c @ inverse.root, torch.eye(columns, dtype=torch.float64))
@@ -57,7 +57,7 @@ def test_inverse_root_of_a_regular_matrix_changes_nothing(columns: int, seed: in
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
-def test_inverse_root_lifts_to_a_bound_relative_to_the_scale(scale: float) -> None:
+def test_inverse_root_clamps_relative_to_scale(scale: float) -> None:
     inverse = linalg.inverse_root(scale * torch.diag(torch.tensor([4.0, 0.0, 1e-9])), scale=scale)
     assert inverse.n_clamped == 2
     assert inverse.largest_increase == pytest.approx(1e-6 * scale)
@@ -76,7 +76,7 @@ def test_chunked_sums_equal_whole_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 10), st.integers(1, 30), SEEDS, st.sampled_from([1e-6, 1.0, 1e6]))
-def test_oas_keeps_the_trace_and_never_worsens_the_condition(columns: int, rows: int, seed: int, scale: float) -> None:
+def test_oas_keeps_trace_and_never_worsens_condition(columns: int, rows: int, seed: int, scale: float) -> None:
     c = covariance(rows, columns, seed, scale)
     shrunk, rho = linalg.oas_shrinkage(c, rows)
     assert 0 <= rho <= 1
@@ -86,7 +86,7 @@ def test_oas_keeps_the_trace_and_never_worsens_the_condition(columns: int, rows:
     assert after[0] <= before[0] * (1 + 1e-9)
 
 
-def test_oas_by_hand() -> None:
+def test_oas_hand_computed() -> None:
     c = torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64))
     shrunk, rho = linalg.oas_shrinkage(c, 15)
     assert rho == pytest.approx(16 / (15 * 2))  # (0 · 10 + 16) / ((15 + 1 − 1)(10 − 8))

@@ -33,7 +33,7 @@ def in_file(values: Tensor, folder: Path) -> FeatureFile:
     return rows
 
 
-def test_reading_gives_what_was_written(tmp_path: Path) -> None:
+def test_file_reads_back_what_was_written(tmp_path: Path) -> None:
     values, _ = sample()
     rows = in_file(values, tmp_path)
     assert rows.shape == tuple(values.shape) and len(rows) == len(values)
@@ -45,7 +45,7 @@ def test_reading_gives_what_was_written(tmp_path: Path) -> None:
     assert torch.equal(doubled.take(picked)[torch.tensor([0])], 2 * values[5:6].double())
 
 
-def test_what_was_read_stays_when_the_file_changes(tmp_path: Path) -> None:
+def test_block_is_a_copy_of_the_file(tmp_path: Path) -> None:
     values, _ = sample()
     rows = in_file(values, tmp_path)
     block = rows[3:9]
@@ -53,7 +53,7 @@ def test_what_was_read_stays_when_the_file_changes(tmp_path: Path) -> None:
     assert torch.equal(block, values[3:9])
 
 
-def test_a_file_that_was_cut_short_is_an_error(tmp_path: Path) -> None:
+def test_truncated_file_is_an_error(tmp_path: Path) -> None:
     values, _ = sample()
     rows = in_file(values, tmp_path)
     os.truncate(tmp_path / "rows", 100)
@@ -61,11 +61,11 @@ def test_a_file_that_was_cut_short_is_an_error(tmp_path: Path) -> None:
         rows[:]
 
 
-def test_no_rows_at_all(tmp_path: Path) -> None:
+def test_file_without_rows(tmp_path: Path) -> None:
     assert FeatureFile(tmp_path / "rows", (0, 4))[:].shape == (0, 4)
 
 
-def test_blocks_are_bounded_by_the_widest_rows_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_bounded_by_widest_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "CHUNK_ELEMENTS", 50)
     wide = as_matrix(torch.zeros(30, 10))
     narrow = wide.map(lambda part: part[:, :1], 1, torch.float32)
@@ -73,7 +73,7 @@ def test_blocks_are_bounded_by_the_widest_rows_they_come_from(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("kind", sorted(DENSITIES))
-def test_a_density_of_rows_in_a_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_density_fitted_from_file_equals_memory(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values, labels = sample()
     expected = fit_density(values, labels, num_classes=3, kind=kind)
     monkeypatch.setattr(rows, "CHUNK_ELEMENTS", 100)
@@ -82,9 +82,7 @@ def test_a_density_of_rows_in_a_file(kind: str, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("kind", sorted(HEADS))
-def test_a_head_of_more_rows_than_it_keeps_in_memory(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_head_fitted_from_file_equals_memory(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sngp, "FEATURES", 32)
     values, labels = sample()
     val = values[:60], labels[:60]

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from psc_core.data.formats import read_idx
+from psc_core.data.spec import open_dataset
+from psc_core.images.preprocess import PRESETS
+
+
+@pytest.mark.parametrize(("name", "preset"), [("mnist", "mnist"), ("fashion-mnist", "mnist"), ("cifar10", "cifar10")])
+def test_splits_are_disjoint_and_complete(data_root: Path, name: str, preset: str) -> None:
+    sets = {
+        split: open_dataset(f"{name}:{data_root}", split=split, preprocess=PRESETS[preset])
+        for split in ("train", "val", "test")
+    }
+    train, val = set(sets["train"].indices.tolist()), set(sets["val"].indices.tolist())
+    assert not train & val
+    assert sorted(train | val) == list(range(len(sets["train"].source)))
+    assert len(sets["test"].classes) == 10
+    assert len({s.digest() for s in sets.values()}) == 3
+
+
+def test_dirty_mnist_has_ten_training_labels_per_ambiguous_image(data_root: Path) -> None:
+    train = open_dataset(f"dirty-mnist:{data_root}", split="train", preprocess=PRESETS["mnist"])
+    assert (len(train), train.examples) == (1650 + 150, 1650 + 10 * 150)
+    dirty = open_dataset(f"dirty-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    clean, ambiguous = dirty.groups["mnist"], dirty.groups["ambiguous-mnist"]
+    assert (len(clean), len(ambiguous), dirty.examples) == (800, 300, 1100)
+    raw = read_idx(data_root / "AmbiguousMNIST/raw/t10k-images-idx3-ubyte")
+    assert np.array_equal(dirty.image(int(ambiguous[7]))[0], raw[7])
