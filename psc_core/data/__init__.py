@@ -1,1 +1,1 @@
-"""Labelled images as one streaming interface, whatever they are stored in."""
+"""Labelled images from folders, named data sets and factories, streamed in batches."""

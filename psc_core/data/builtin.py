@@ -1,4 +1,4 @@
-"""Data sets with a name: MNIST and its relatives as IDX files, CIFAR-10 as an archive of JPEGs.
+"""Data sets by name: MNIST and its relatives as IDX files, CIFAR-10 as a tar archive of JPEGs.
 
 The validation split of each is held out of its training images at fixed positions.
 """
@@ -48,9 +48,9 @@ def ambiguous_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageData
 
 
 def dirty_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
-    """MNIST and Ambiguous-MNIST; validation holds 5,000 and 3,000 images, the test sets' own proportion.
+    """MNIST and Ambiguous-MNIST; validation takes 5,000 and 3,000 images, the proportion of the test sets.
 
-    For training an ambiguous image is ten rows, one a label; elsewhere it counts once, with its first label.
+    In training an ambiguous image has ten labels; in validation and test it has one, the first.
     """
     return concatenate("dirty-mnist", [mnist(root, split, preprocess), ambiguous_mnist(root, split, preprocess)])
 
@@ -70,4 +70,4 @@ BUILT_IN: Mapping[str, Callable[[Path, str, Preprocess], ImageDataset]] = {
     "dirty-mnist": dirty_mnist,
     "cifar10": cifar10,
 }
-"""Readers by the name in front of the colon."""
+"""Readers by name, the part of a spec before the colon."""

@@ -25,12 +25,12 @@ from psc_core.images.preprocess import Preprocess
 
 @dataclass(frozen=True)
 class Batch:
-    """Some images and the rows they stand for.
+    """A batch of images and their labelled examples.
 
     Attributes:
         images: ``uint8 (batch, channels, height, width)``.
-        labels: ``int64 (rows,)`` class indices.
-        image_index: ``int64 (rows,)``; row m is image ``image_index[m]`` with label ``labels[m]``.
+        labels: ``int64 (examples,)`` class indices.
+        image_index: ``int64 (examples,)``; example m is image ``image_index[m]`` with label ``labels[m]``.
     """
 
     images: Tensor
@@ -38,20 +38,20 @@ class Batch:
     image_index: Tensor
 
     def per_example(self, features: Tensor) -> Tensor:
-        """Repeat per-image ``features`` (batch, …) to one entry a row (rows, …)."""
+        """Repeat per-image ``features`` (batch, …) for each labelled example (examples, …)."""
         return features if len(self.image_index) == len(features) else features[self.image_index.to(features.device)]
 
 
 @dataclass(frozen=True)
 class ImageDataset:
-    """Images with labels, read through one :class:`Preprocess`.
+    """n images with labels, read through one :class:`Preprocess`.
 
     Attributes:
-        name: How messages and reports call it.
+        name: Name in messages and reports.
         classes: Class names; a label is an index into it.
-        source: Where the images are.
+        source: Where the images are stored.
         indices: ``int64 (n,)`` positions in ``source``.
-        labels: ``int64 (rows,)`` labels of all images, image after image.
+        labels: ``int64 (examples,)`` labels of all images, in image order.
         offsets: ``int64 (n + 1,)``; image i has ``labels[offsets[i]:offsets[i + 1]]``.
         preprocess: Host and device preprocessing.
         groups: Named parts for reports, as ``int64`` positions in this data set.
@@ -71,7 +71,7 @@ class ImageDataset:
 
     @property
     def examples(self) -> int:
-        """Number of (image, label) pairs."""
+        """Number of labelled examples."""
         return len(self.labels)
 
     def image(self, index: int) -> npt.NDArray[np.uint8]:
@@ -79,11 +79,11 @@ class ImageDataset:
         return self.source.read(int(self.indices[index]), self.preprocess)
 
     def first_labels(self) -> Tensor:
-        """One label an image, ``int64 (n,)``."""
+        """First label of each image, ``int64 (n,)``."""
         return self.labels[self.offsets[:-1]]
 
     def subset(self, positions: Tensor) -> ImageDataset:
-        """The images at ``positions`` (``int64``), in that order; groups are kept where they overlap."""
+        """The images at ``positions`` (``int64``), in that order, with their labels and groups."""
         labels, counts = self._labels_of(positions)
         offsets = functional.pad(counts.cumsum(0), (1, 0))
         groups: dict[str, Tensor] = {}
@@ -94,20 +94,18 @@ class ImageDataset:
         return replace(self, indices=self.indices[positions], labels=labels, offsets=offsets, groups=groups)
 
     def _labels_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Labels of the images at ``positions``, image after image, and how many each of them has."""
+        """Labels of the images at ``positions``, in that order, and the number of labels of each image."""
         counts = self.offsets[positions + 1] - self.offsets[positions]
         shift = (self.offsets[positions] - counts.cumsum(0) + counts).repeat_interleave(counts)
         return self.labels[shift.add_(torch.arange(len(shift)))], counts
 
     def batches(self, batch_images: int, *, order: Tensor | None = None, workers: int | None = None) -> Iterator[Batch]:
-        """Stream ``batch_images`` images a batch, fewer in the last.
-
-        Decoding runs in ``workers`` threads, one batch ahead of the consumer.
+        """Stream the images in batches, decoded by threads one batch ahead of the consumer.
 
         Args:
-            batch_images: Images a batch.
-            order: ``int64 (n,)``, a permutation of the positions in this data set; as they are by default.
-            workers: Threads that decode.
+            batch_images: Batch size; the last batch may be smaller.
+            order: ``int64 (n,)``, a permutation of the positions in this data set; in order by default.
+            workers: Number of decoding threads.
 
         Raises:
             DataError: An image cannot be read; the message names it.
@@ -123,7 +121,7 @@ class ImageDataset:
                 yield batch
 
     def batch_count(self, batch_images: int) -> int:
-        """How many batches :meth:`batches` yields."""
+        """Number of batches that :meth:`batches` yields."""
         return -(-len(self) // batch_images)
 
     def _collate(self, start: int, count: int, order: Tensor | None, pool: ThreadPoolExecutor) -> Batch:
@@ -149,11 +147,22 @@ class ImageDataset:
 def labelled(
     name: str, classes: Sequence[str], source: ImageSource, labels: Tensor, preprocess: Preprocess
 ) -> ImageDataset:
-    """A data set from ``labels``: ``int64 (n,)``, or ``(n, r)`` for r labels an image."""
+    """A data set of all images in ``source``.
+
+    Args:
+        name: Name in messages and reports.
+        classes: Class names.
+        source: n images.
+        labels: ``(n,)`` class indices, or ``(n, r)`` for r labels per image.
+        preprocess: How the images are read.
+
+    Raises:
+        DataError: No images, another number of labels than of images, or a label out of range.
+    """
     count, each = len(labels), 1 if labels.ndim == 1 else labels.shape[1]
     if len(source) != count or count == 0:
         raise DataError(
-            f"{name}: expected as many labels as images and at least one, got {count} labels and {len(source)} images"
+            f"{name}: expected one label per image and at least one image, got {count} labels and {len(source)} images"
         )
     flat = labels.reshape(-1).to(torch.int64)
     if int(flat.min()) < 0 or int(flat.max()) >= len(classes):
@@ -164,11 +173,15 @@ def labelled(
 
 
 def concatenate(name: str, parts: Sequence[ImageDataset]) -> ImageDataset:
-    """Data sets of the same classes and array sources one after the other, each part a group."""
+    """Join data sets of the same classes, stored in arrays; each becomes a group.
+
+    Raises:
+        DataError: A part is not stored in an array.
+    """
     first = parts[0]
     arrays = [part.source.images[part.indices.numpy()] for part in parts if isinstance(part.source, ArraySource)]
     if len(arrays) != len(parts):
-        raise DataError(f"{name}: expected array sources to join, got {[type(p.source).__name__ for p in parts]}")
+        raise DataError(f"{name}: expected parts stored in arrays, got {[type(p.source).__name__ for p in parts]}")
     starts = np.cumsum([0, *(len(part) for part in parts)])
     counts = torch.cat([part.offsets[1:] - part.offsets[:-1] for part in parts])
     return ImageDataset(
@@ -184,10 +197,10 @@ def concatenate(name: str, parts: Sequence[ImageDataset]) -> ImageDataset:
 
 
 def by_class(dataset: ImageDataset) -> Tensor:
-    """``int64 (n,)`` positions of the images, those of one class (their first label) after another."""
+    """``int64 (n,)`` positions of the images, sorted by class (their first label)."""
     return stable_order(dataset.first_labels())
 
 
 def stable_order(labels: Tensor) -> Tensor:
-    """``int64 (n,)`` positions that sort ``labels``, with 4 bytes an entry beside them (torch's sort takes 32)."""
+    """``int64 (n,)`` positions that sort ``labels`` stably, with 4 bytes per entry of scratch (torch.sort takes 32)."""
     return torch.from_numpy(np.argsort(labels.numpy(), kind="stable"))

@@ -1,4 +1,4 @@
-"""Where stored images come from: an array, encoded files in memory, or files on disk; one random access for all."""
+"""Random access to stored images: an array, encoded files in memory, or files on disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from psc_core.images.preprocess import Preprocess
 
 @runtime_checkable
 class ImageSource(Protocol):
-    """Random access to stored images: an array, encoded bytes, or files."""
+    """Stored images, read one by one."""
 
     def __len__(self) -> int: ...
 
@@ -27,7 +27,7 @@ class ImageSource(Protocol):
         """Image ``index`` as ``uint8 (channels, height, width)``."""
 
     def fingerprint(self, index: int) -> bytes:
-        """Bytes that identify the stored image, for :meth:`ImageDataset.digest`."""
+        """Bytes that identify the stored image, for :meth:`psc_core.data.dataset.ImageDataset.digest`."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ArraySource:
         return preprocess.from_image(Image.fromarray(self.images[index]))
 
     def fits(self, preprocess: Preprocess) -> bool:
-        """Whether ``preprocess`` leaves these images as they are, so that they need not be read one by one."""
+        """Whether ``preprocess`` leaves these images unchanged, so that they need not be read one by one."""
         size = (preprocess.height, preprocess.width)
         return preprocess.mode == "L" and preprocess.resize is None and self.images.shape[1:] == size
 
@@ -53,7 +53,7 @@ class ArraySource:
 
 @dataclass(frozen=True)
 class EncodedSource:
-    """Encoded image files held in memory, with a name each for messages."""
+    """Encoded image files held in memory, each with a name for messages."""
 
     names: Sequence[str]
     files: Sequence[bytes]
@@ -70,11 +70,11 @@ class EncodedSource:
 
 @dataclass(frozen=True)
 class FileSource:
-    """Encoded image files on disk, read when needed; identified by path below ``root`` and size.
+    """Encoded image files on disk, identified by their path below ``root`` and their size.
 
     Attributes:
-        root: Their folder.
-        names: ``bytes (n,)``, encoded paths below ``root``; one array, because a ``Path`` each takes ten times as much.
+        root: Directory of the files.
+        names: ``bytes (n,)``, encoded paths below ``root``; one array, because ``Path`` objects take ten times as much.
     """
 
     root: Path
@@ -84,7 +84,7 @@ class FileSource:
         return len(self.names)
 
     def path(self, index: int) -> Path:
-        """Of image ``index``."""
+        """Path of image ``index``."""
         return self.root / os.fsdecode(self.names[index])
 
     def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
@@ -105,7 +105,7 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"expected to read the image {path}, {error.strerror}; repair or remove it") from error
+        raise DataError(f"cannot read the image {path}: {error.strerror}; repair or remove it") from error
 
 
 def _decode(data: bytes, name: str, preprocess: Preprocess) -> npt.NDArray[np.uint8]:

@@ -2,10 +2,10 @@
 
 * ``DIR``: the ImageFolder layout, ``class/file.png``;
 * ``mnist:ROOT``, ``fashion-mnist:ROOT``, ``ambiguous-mnist:ROOT``, ``dirty-mnist:ROOT``, ``cifar10:ROOT``:
-  built-in readers of the IDX files or of the CIFAR-10 archive of JPEGs below ``ROOT``;
+  a named data set whose files are below ``ROOT`` (:mod:`psc_core.data.builtin`);
 * ``package.module:factory``: a function ``factory(split=…, preprocess=…) -> ImageDataset``.
 
-``#train``, ``#val`` or ``#test`` after a spec picks the split; otherwise the caller does.
+``#train``, ``#val`` or ``#test`` after a spec overrides the split that the caller asks for.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ def open_dataset(spec: str, *, split: str, preprocess: Preprocess, labelled_imag
     """Open the data set that ``spec`` names (see the module docstring).
 
     Args:
-        spec: Directory, built-in name with root, or factory; an optional ``#split`` wins over ``split``.
-        split: ``"train"``, ``"val"`` or ``"test"``; a directory is taken whole whatever the split, but only for
+        spec: Directory, name with root, or factory; an optional ``#split`` overrides ``split``.
+        split: ``"train"``, ``"val"`` or ``"test"``.  A directory is the same for every split, but only for
             ``"train"`` must each of its class folders hold images.
-        preprocess: How its images are read.
-        labelled_images: When false, a directory is one class: every image below it (out-of-distribution sets).
+        preprocess: How the images are read.
+        labelled_images: When false, all images below a directory are one class (out-of-distribution sets).
 
     Raises:
-        DataError: The spec, the directory or its layout is not usable; the message says what was expected.
+        DataError: The spec, the directory or its layout is invalid.
     """
     body, mark, chosen = spec.rpartition("#")
     if not mark or Path(spec).is_dir():
         body, chosen = spec, ""
     split = chosen or split
     if split not in SPLITS:
-        raise DataError(f"expected a split of {', '.join(SPLITS)} behind '#', got {split!r} in {spec!r}")
+        raise DataError(f"expected a split of {', '.join(SPLITS)}, got {split!r} in {spec!r}")
     kind, separator, rest = body.partition(":")
     if separator and kind in BUILT_IN:
         return BUILT_IN[kind](Path(rest), split, preprocess)

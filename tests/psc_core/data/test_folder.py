@@ -52,15 +52,15 @@ def test_class_may_lack_validation_and_test_images(tmp_path: Path, split: str) -
 def test_rejects_folders_without_images(tmp_path: Path) -> None:
     root = write_folder(tmp_path, {"a": 0, "b": 0})
     for labelled_images in (True, False):
-        with pytest.raises(DataError, match=r"expected images .* it has none"):
+        with pytest.raises(DataError, match="has no images"):
             open_dataset(str(root), split="test", preprocess=TINY, labelled_images=labelled_images)
 
 
 def test_rejects_missing_or_flat_folder(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is not one"):
+    with pytest.raises(DataError, match="is not a directory"):
         image_folder(tmp_path / "none", TINY)
     Image.new("L", (3, 3)).save(tmp_path / "a.png")
-    with pytest.raises(DataError, match="one folder a class"):
+    with pytest.raises(DataError, match="no class folders"):
         image_folder(tmp_path, TINY)
     assert len(image_folder(tmp_path, TINY, labelled_images=False)) == 1
     write_folder(tmp_path, {"more": 2})
@@ -94,6 +94,6 @@ def test_file_names_may_be_any_bytes(tmp_path: Path) -> None:
 
 def test_rejects_class_names_outside_utf_8(tmp_path: Path) -> None:
     root = write_folder(tmp_path / os.fsdecode(b"caf\xe9"), {"a": 1, os.fsdecode(b"chien\xe9"): 1})
-    with pytest.raises(DataError, match=r"UTF-8, .* 'chien\\udce9'; rename it"):
+    with pytest.raises(DataError, match=r"not UTF-8, 'chien\\udce9'; rename it"):
         image_folder(root, TINY)
     assert len(image_folder(root, TINY, labelled_images=False)) == 2

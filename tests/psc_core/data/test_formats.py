@@ -20,7 +20,7 @@ def test_names_damaged_idx_file(tmp_path: Path, content: bytes) -> None:
 
 def test_names_truncated_gzip(tmp_path: Path) -> None:
     (tmp_path / "x.gz").write_bytes(gzip.compress(b"\x00\x00\x08\x01\x00\x00\x00\x05hello")[:-9])
-    with pytest.raises(DataError, match="expected an IDX file"):
+    with pytest.raises(DataError, match="cannot read the IDX file"):
         read_idx(tmp_path / "x")
 
 
