@@ -1,10 +1,7 @@
 """Fit the projection of the candidate layer(s): moments, Tucker factors, sizes, second scaling.
 
-Two passes over the training images: one for channel means and covariances, then one, class by class, that
-accumulates the class statistics of both the scaled layer and its largest projection; and one over the validation
-images that counts nearest-class-mean hits for every size at once.  Where the class means of the scaled layer do
-not fit the memory budget, the last two are repeated for ranges of its columns, over which scatter and distances
-add up.
+One pass over the training images for channel means and covariances (:mod:`.moments`), whose correlation is decomposed
+(:mod:`.tucker`), then the passes that measure every size (:mod:`.sizes`); :mod:`.ranks` chooses.
 """
 
 from __future__ import annotations
@@ -17,19 +14,11 @@ from torch import Tensor
 
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes
-from psc_core.data.dataset import ImageDataset, by_class
+from psc_core.data.dataset import ImageDataset
 from psc_core.errors import FitError, UsageError
 from psc_core.network.backbone import Backbone, FeatureStep, feature_step
-from psc_core.numerics.scatter import (
-    MIN_COLUMNS,
-    Centroids,
-    ClassScatter,
-    between_scatter,
-    class_pairs,
-    nc1_from_scatter,
-)
 from psc_core.projection.fit.moments import channel_moments
-from psc_core.projection.fit.ranks import RankChoice, choose_ranks, nc1_prefixes, nearest_mean_hits
+from psc_core.projection.fit.ranks import RankChoice, choose_ranks
 from psc_core.projection.fit.tucker import tucker_factors
 from psc_core.projection.module import Projection, reshape_features
 
@@ -72,7 +61,7 @@ class ProjectionReport:
 def fit_tucker(
     backbone: Backbone,
     train: ImageDataset,
-    choose: ImageDataset,
+    selection: ImageDataset,
     compute: Compute,
     *,
     epsilon: float,
@@ -88,7 +77,7 @@ def fit_tucker(
     Args:
         backbone: Network cut behind the candidate layer(s).
         train: Training images.
-        choose: Validation images that sizes are chosen on.
+        selection: Validation images that sizes are chosen on.
         compute: Device, precision and batch size.
         epsilon: Collapse cut-off.
         c_proj: Channel components, or None to choose.
@@ -103,7 +92,7 @@ def fit_tucker(
         FitError: ``c_proj`` is more than the layer, or what is measured of it, has.
     """
     step = feature_step(backbone, compute.precision)
-    shapes = _feature_shapes(train, compute, step)
+    shapes = feature_shapes(train, compute, step)
     if all(d == 1 for _, d in shapes):
         shapes = [(1, c) for c, _ in shapes]  # as reshape_features lays out vectors
     positions = [pooled_positions(c, d, max_memory_bytes // len(shapes) ** 2) for c, d in shapes]
@@ -116,7 +105,7 @@ def fit_tucker(
             f"{max_memory_bytes >> 20} MiB"
         )
     )
-    c_max, d_max = _largest(shapes[0][0], sum(positions), c_proj, d_proj)
+    c_max, d_max = largest_sizes(shapes[0][0], sum(positions), c_proj, d_proj)
     shard = reducer.shard(train)
 
     def features_of_rows() -> Iterator[Tensor]:
@@ -130,7 +119,7 @@ def fit_tucker(
     largest = Projection(positions, moments.mean, moments.std(), a, b, zeros, ones).to(compute.device)
 
     del moments
-    sized = _measure_sizes(largest, shard, choose, compute, step, max_memory_bytes, reducer)
+    sized = measure_sizes(largest, shard, selection, compute, step, max_memory_bytes, reducer)
     choice = choose_ranks(
         sized.nc1,
         sized.nc4,
@@ -161,7 +150,7 @@ def pooled_positions(channels: int, positions: int, budget_bytes: int) -> int:
     return positions
 
 
-def _largest(channels: int, d: int, c_proj: int | None, d_proj: int | None) -> tuple[int, int]:
+def largest_sizes(channels: int, d: int, c_proj: int | None, d_proj: int | None) -> tuple[int, int]:
     """Sizes of the largest projection that is measured: what is asked for, else what the limits above allow."""
     c_max = min(channels, max(c_proj or 0, MAX_CHANNEL_COMPONENTS))
     d_max = min(d, max(d_proj or 0, MAX_COMPONENTS // c_max, 1))
@@ -177,75 +166,9 @@ def _largest(channels: int, d: int, c_proj: int | None, d_proj: int | None) -> t
     return c_max, d_max
 
 
-def _feature_shapes(train: ImageDataset, compute: Compute, step: FeatureStep) -> list[tuple[int, int]]:
+def feature_shapes(train: ImageDataset, compute: Compute, step: FeatureStep) -> list[tuple[int, int]]:
     """(channels, positions) of each candidate layer, from one image."""
     probe = train.subset(torch.arange(1))
     for features, _ in passes(probe, compute, "probe", step):
         return [(f.shape[1], f.shape[2]) for f in features]
     raise UsageError("expected at least one training image")
-
-
-@dataclass(frozen=True)
-class _Sized:
-    """NC1 and NC4 of the scaled layer and of every projection size, and the statistics of the largest."""
-
-    scaled_nc1: float
-    scaled_nc4: float
-    nc1: Tensor
-    nc4: Tensor
-    block: ClassScatter
-
-
-def _measure_sizes(
-    largest: Projection,
-    train: ImageDataset,
-    choose: ImageDataset,
-    compute: Compute,
-    step: FeatureStep,
-    max_memory_bytes: int,
-    reducer: Reducer,
-) -> _Sized:
-    """Both passes, once for each range of the scaled layer's columns that fits the memory budget."""
-    classes, device = len(train.classes), compute.device
-    c_max, d_max = largest.c_proj, largest.d_proj
-    width = largest.mean.numel()
-    columns_at_once = min(width, max(MIN_COLUMNS, max_memory_bytes // (8 * classes)))
-    ranges = [slice(start, min(width, start + columns_at_once)) for start in range(0, width, columns_at_once)]
-    block = ClassScatter(classes, c_max * d_max, device, by_column=True)
-    hits = torch.zeros(c_max, d_max, dtype=torch.int64, device=device)
-    scaled_hits = torch.zeros((), dtype=torch.int64, device=device)
-    within = between = level = 0.0
-    order = by_class(train)
-    scores = torch.zeros(len(choose) if len(ranges) > 1 else 0, classes, dtype=torch.float64)
-    for columns in ranges:
-        first, last = columns.start == 0, columns.stop == width
-        scaled = ClassScatter(classes, columns.stop - columns.start, device)
-        for features, batch in passes(train, compute, "class statistics", step, order=order):
-            rows = class_pairs(batch.labels, batch.image_index, device)
-            x = largest.scaled(features)
-            scaled.add(x.flatten(1)[:, columns], rows)
-            if first:
-                block.add(((largest.channel_factor.T @ x) @ largest.spatial_factor).flatten(1), rows)
-        scaled.all_reduce(reducer.sum_)
-        if first:
-            block.all_reduce(reducer.sum_)
-            means = block.means.view(-1, c_max, d_max)
-        parts = between_scatter(scaled.means, scaled.counts)
-        within, between, level = within + float(scaled.within), between + float(parts[0]), level + float(parts[1])
-        centroids = Centroids(scaled.means)
-        seen = 0
-        for features, batch in passes(choose, compute, "sizes", step):
-            labels, image_index = batch.labels.to(device), batch.image_index.to(device)
-            x = largest.scaled(features)
-            here = centroids.scores(x.flatten(1)[:, columns])
-            if len(ranges) > 1:
-                at = slice(seen, seen := seen + len(here))
-                here = scores[at].add_(here.cpu()).to(device)
-            if last:
-                scaled_hits += (here.argmin(1)[image_index] == labels).sum()
-            if first:
-                z = (largest.channel_factor.T @ x) @ largest.spatial_factor
-                hits += nearest_mean_hits(batch.per_example(z), means, labels)
-    nc1 = nc1_prefixes(block.within.view(c_max, d_max), block.total().view(c_max, d_max))
-    scaled_nc4 = int(scaled_hits) / choose.examples
-    return _Sized(nc1_from_scatter(within, between, level), scaled_nc4, nc1, hits.double() / choose.examples, block)

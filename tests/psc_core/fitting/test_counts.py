@@ -25,6 +25,7 @@ from psc_core.heads.fit import softmax
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.numerics.scatter import ClassScatter, class_pairs
 from psc_core.projection.fit import projection as fit_tucker
+from psc_core.projection.fit import sizes
 from tests import tiny
 
 OPTIONS = FitOptions(device="cpu")
@@ -81,7 +82,7 @@ def test_column_ranges_change_nothing(data_root: Path, monkeypatch: pytest.Monke
     (train, reads), (val, _) = counted(data_root, "train"), counted(data_root, "val")
     candidate = measure_collapse(net, train, val, layers="^4$").candidate("4")
     whole = fit_projection(net, candidate, train, val, minimum_dim=8, options=OPTIONS).report
-    monkeypatch.setattr(fit_tucker, "MIN_COLUMNS", 100)
+    monkeypatch.setattr(sizes, "MIN_COLUMNS", 100)
     monkeypatch.setattr(fit_tucker, "pooled_positions", lambda channels, positions, budget: positions)
     reads.clear()
     few = replace(OPTIONS, max_memory_bytes=8 * 10 * 100)

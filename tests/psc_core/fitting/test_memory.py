@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import ArraySource
 from psc_core.fitting.stages import FitOptions, fit_projection, fit_psc, measure_collapse
-from psc_core.heads.fit import softmax
+from psc_core.heads.fit import preconditioning, softmax
 from psc_core.images.preprocess import PRESETS
 from psc_core.numerics import matrix as rows
 
@@ -86,8 +86,8 @@ def most_bytes(images: int) -> int:
 
 def test_memory_does_not_grow_with_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "CHUNK_ELEMENTS", 1 << 16)
-    monkeypatch.setattr(softmax, "CURVATURE_ROWS", 500)
-    monkeypatch.setattr(softmax, "CURVATURE_ROWS_PER_COLUMN", 1)
+    monkeypatch.setattr(preconditioning, "CURVATURE_ROWS", 500)
+    monkeypatch.setattr(preconditioning, "CURVATURE_ROWS_PER_COLUMN", 1)
     monkeypatch.setattr(softmax, "PRECISIONS", (1e2, 1e1))
     few, many = 1000, 4000  # rows of 576 columns: more than any block
     growth = (most_bytes(many) - most_bytes(few)) / (many - few)

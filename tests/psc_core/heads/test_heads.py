@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from psc_core.errors import BundleError, FitError, UsageError
 from psc_core.heads import HEADS, Head, LaplaceHead, duq, entropy, restore_head, sngp
 from psc_core.heads.fit import duq as duq_fit
-from psc_core.heads.fit import laplace, posterior, softmax
+from psc_core.heads.fit import laplace, posterior, preconditioning, softmax
 from psc_core.heads.fit import sngp as sngp_fit
 from psc_core.heads.fit.data import fit_standardisation
 from psc_core.heads.fit.head import fit_head
@@ -111,10 +111,10 @@ def test_variables_of_the_fit(dim: int, classes: int, seed: int, precision: floa
     labels = torch.randint(0, classes, (40,), generator=random)
     theta = float(exact) * torch.randn(classes, dim + 1, generator=random, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(softmax, "CURVATURE_ROWS", 40)
-        patch.setattr(softmax, "FEWEST_EXACT", 1 if exact else 2)
-        variables = softmax.variables_at(theta, phi, precision=precision)
-    assert isinstance(variables, softmax.ExactVariables if exact else softmax.KroneckerVariables)
+        patch.setattr(preconditioning, "CURVATURE_ROWS", 40)
+        patch.setattr(preconditioning, "EXACT_REPEATS", 1 if exact else 2)
+        variables = preconditioning.variables_at(theta, phi, precision=precision)
+    assert isinstance(variables, preconditioning.ExactVariables if exact else preconditioning.KroneckerVariables)
     v = variables.of(theta)
     torch.testing.assert_close(variables.theta(v), theta)
 
