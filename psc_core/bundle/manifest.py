@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from psc_core.errors import UsageError
+from psc_core.policy import Policy
 
 SCHEMA: Final = 1
 """Version of the bundle format; a reader refuses any other."""
@@ -44,20 +45,6 @@ class FileEntry(_Strict):
 
     bytes: int = Field(ge=0, le=MAX_PART_BYTES)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
-
-
-class Policy(_Strict):
-    """Default decision thresholds.
-
-    Attributes:
-        alpha: An image is OOD when its p-value is at most this.
-        ambiguity_threshold: An image is ambiguous when its predictive entropy (nats) exceeds this.
-        coverage: Nominal coverage of the prediction sets.
-    """
-
-    alpha: float = Field(gt=0, lt=1)
-    ambiguity_threshold: float = Field(ge=0)
-    coverage: float = Field(gt=0, lt=1)
 
 
 class _Preprocess(_Strict):

@@ -25,7 +25,7 @@ from psc_core.evaluation.report import HEADLINE, Classification, EvaluationRepor
 from psc_core.heads import entropy
 from psc_core.metrics import intervals, ranking, selective
 from psc_core.metrics.classification import adaptive_ece, ece, label_brier, label_nll
-from psc_core.model.pipeline import Outputs
+from psc_core.model.outputs import Outputs
 from psc_core.model.predictor import PSC
 
 LEVEL = 0.99
@@ -149,10 +149,10 @@ def score_images(
         for batch in track_images(data, Compute(psc.device, batch_images=batch_images), f"evaluating {data.name}"):
             images = batch.images.to(psc.device)
             packed = psc.pipeline(images).cpu()
-            outputs, verdict = Outputs.unpack(packed), psc.judge(packed.numpy())
-            batch_scores = {HEADLINE: outputs.ood_score, f"{HEADLINE}-entropy": outputs.predictive_entropy}
+            outputs, decisions = Outputs(packed), psc.decide(Outputs(packed.numpy()))
+            batch_scores = {HEADLINE: outputs["ood_score"], f"{HEADLINE}-entropy": outputs["predictive_entropy"]}
             if psc.predictions == HEADLINE:
-                batch_scores[f"{HEADLINE}-epistemic"] = outputs.epistemic
+                batch_scores[f"{HEADLINE}-epistemic"] = outputs["epistemic"]
             probabilities = {HEADLINE: outputs.probabilities}
             if baselines is not None:
                 rivals = baselines.score(images)
@@ -164,9 +164,9 @@ def score_images(
                 entropies[name].append(entropy(p.double()).cpu())
                 if labelled:
                     losses[name].append(row_losses(p.cpu(), batch))
-            sets = torch.from_numpy(verdict.prediction_set)
-            alarm.append(torch.from_numpy(verdict.is_ood))
-            p_value.append(outputs.ood_p_value)
+            sets = torch.from_numpy(decisions.prediction_set)
+            alarm.append(torch.from_numpy(decisions.is_ood))
+            p_value.append(outputs["ood_p_value"])
             set_size.append(sets.sum(1))
             if labelled:
                 covered.append(sets.gather(1, _first_labels(batch)[:, None]).squeeze(1))

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from psc_core.bundle.manifest import Policy
 from psc_core.calibration.conformal import Calibration
 from psc_core.calibration.fit import ambiguity_threshold, fit_calibration
 from psc_core.collapse import measure as collapse
@@ -36,10 +35,12 @@ from psc_core.density.fit.density import fit_density
 from psc_core.errors import DataError, UsageError
 from psc_core.heads.fit.head import fit_head
 from psc_core.metrics import classification
-from psc_core.model.pipeline import PRECISIONS, Outputs, Pipeline, pool
+from psc_core.model.outputs import Outputs
+from psc_core.model.pipeline import PRECISIONS, Pipeline, pool
 from psc_core.model.predictor import PSC
 from psc_core.network.backbone import Backbone, example_input, feature_step, truncate
 from psc_core.numerics.matrix import FeatureFile, FeatureMatrix, blocks
+from psc_core.policy import Policy
 from psc_core.projection.fit.projection import ProjectionReport, fit_tucker
 from psc_core.projection.module import Projection
 
@@ -264,11 +265,11 @@ def fit_psc(
     if ood_score == "density+entropy":
         pipeline.entropy_weight = entropy_weight(predict_dataset(pipeline, choose, compute, "validation")[0])
     outputs, targets = predict_dataset(pipeline, calibrate, compute, "calibration")
-    calibration = fit_calibration(outputs.ood_score, outputs.predictive_entropy, outputs.probabilities, targets)
+    calibration = fit_calibration(outputs["ood_score"], outputs["predictive_entropy"], outputs.probabilities, targets)
     calibration.set_thresholds(coverage)  # both refuse a rate that so few images cannot promise
     pipeline.calibration_scores = calibration.scores.to(compute.device)
     right = outputs.probabilities.argmax(1) == targets
-    ambiguous = ambiguity_threshold(outputs.predictive_entropy, right, risk=risk)
+    ambiguous = ambiguity_threshold(outputs["predictive_entropy"], right, risk=risk)
     policy = Policy(alpha=alpha, ambiguity_threshold=ambiguous, coverage=coverage)
     report = {
         "collapse": None if collapse_report is None else collapse_report.to_json(),
@@ -292,9 +293,11 @@ def _check_own_output(backbone: Backbone, train: ImageDataset, compute: Compute)
         raise UsageError(f"expected a network of {len(train.classes)} outputs to serve its own, got {got}")
 
 
-def entropy_weight(outputs: Outputs) -> float:
+def entropy_weight(outputs: Outputs[Tensor]) -> float:
     """Standard deviation of the log density ÷ that of the predictive entropy; 0 where the entropy never varies."""
-    density, uncertainty = (float(part.double().std()) for part in (outputs.log_density, outputs.predictive_entropy))
+    density, uncertainty = (
+        float(part.double().std()) for part in (outputs["log_density"], outputs["predictive_entropy"])
+    )
     return density / uncertainty if uncertainty > 0 else 0.0
 
 
@@ -366,13 +369,13 @@ def _channels(backbone: Backbone, dataset: ImageDataset, compute: Compute) -> in
 
 def predict_dataset(
     pipeline: Pipeline, dataset: ImageDataset, compute: Compute, description: str
-) -> tuple[Outputs, Tensor]:
+) -> tuple[Outputs[Tensor], Tensor]:
     """Outputs of the served pipeline for every image, on the CPU, and one label an image."""
     packed = []
     with torch.inference_mode():
         for batch in track_images(dataset, compute, description):
             packed.append(pipeline(batch.images.to(compute.device)).cpu())
-    return Outputs.unpack(torch.cat(packed)), dataset.first_labels()
+    return Outputs(torch.cat(packed)), dataset.first_labels()
 
 
 def _cut(net: nn.Module, candidate: Candidate, data: ImageDataset, compute: Compute, *, keep_output: bool) -> Backbone:
@@ -396,7 +399,7 @@ def _check_classes(train: ImageDataset, val: ImageDataset) -> None:
         raise DataError(f"expected at least two training images of each class, got {int(counts.min())} of {few!r}")
 
 
-def _validation_metrics(outputs: Outputs, targets: Tensor) -> dict[str, Any]:
+def _validation_metrics(outputs: Outputs[Tensor], targets: Tensor) -> dict[str, Any]:
     """Of the calibrating half, on which nothing that they measure was chosen."""
     probabilities = outputs.probabilities.double()
     confidence, predicted = probabilities.max(1)
@@ -405,7 +408,7 @@ def _validation_metrics(outputs: Outputs, targets: Tensor) -> dict[str, Any]:
         "accuracy": classification.accuracy(probabilities, targets),
         "nll_nats": classification.nll(probabilities, targets),
         "ece": classification.ece(confidence, predicted == targets),
-        "mean_entropy_nats": float(outputs.predictive_entropy.double().mean()),
+        "mean_entropy_nats": float(outputs["predictive_entropy"].double().mean()),
     }
 
 

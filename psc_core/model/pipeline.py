@@ -11,7 +11,7 @@ graph.  The answer is one packed ``float32`` matrix, so one copy brings it to th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, UInt8
@@ -21,47 +21,11 @@ from psc_core.calibration.conformal import conformal_p_values
 from psc_core.density import Density
 from psc_core.heads import Head, entropy
 from psc_core.images.preprocess import Preprocess
+from psc_core.model.outputs import pack
 from psc_core.network.backbone import Backbone
 from psc_core.projection.module import Projection
 
 PRECISIONS = ("fp32", "bf16")
-
-SCORES: Final = 5
-"""Columns of a packed row before its probabilities."""
-
-PREDICTIVE_ENTROPY, LOG_DENSITY, OOD_P_VALUE, EPISTEMIC, OOD_SCORE = range(SCORES)
-"""Which they are; see :class:`Outputs`."""
-
-
-class Outputs(NamedTuple):
-    """What one image is told, as tensors over the batch.
-
-    Attributes:
-        probabilities: (B, K) class probabilities.
-        predictive_entropy: (B,) entropy of the probabilities, nats.
-        log_density: (B,) log p(z), nats; higher is more like the training data.
-        ood_p_value: (B,) share of calibration images at least as unusual, in (0, 1].
-        epistemic: (B,) the head's own epistemic uncertainty, in the head's unit (0 for base predictions).
-        ood_score: (B,) what the p-value ranks, higher is more out-of-distribution: −log p(z) + w · entropy, with
-            the pipeline's ``entropy_weight`` w.
-    """
-
-    probabilities: Tensor
-    predictive_entropy: Tensor
-    log_density: Tensor
-    ood_p_value: Tensor
-    epistemic: Tensor
-    ood_score: Tensor
-
-    def pack(self) -> Float[Tensor, "batch columns"]:
-        """One matrix (B, SCORES + K): entropy, log density, p-value, epistemic, OOD score, probabilities."""
-        columns = (self.predictive_entropy, self.log_density, self.ood_p_value, self.epistemic, self.ood_score)
-        return torch.cat([*(column[:, None] for column in columns), self.probabilities], dim=1)
-
-    @classmethod
-    def unpack(cls, packed: Float[Tensor, "batch columns"]) -> Outputs:
-        """Views into a packed matrix; inverse of :meth:`pack`."""
-        return cls(packed[:, SCORES:], *packed[:, :SCORES].unbind(1))
 
 
 class Embedding(NamedTuple):
@@ -84,7 +48,7 @@ def pool(features: Sequence[Float[Tensor, "batch _ _"]]) -> Float[Tensor, "batch
 
 
 class Pipeline(nn.Module):
-    """Pixels to packed :class:`Outputs`.
+    """Pixels to packed outputs.
 
     Args:
         preprocess: Device half is applied here.
@@ -162,11 +126,11 @@ class Pipeline(nn.Module):
         return Embedding(z, read, None if logits is None else logits.float())
 
     def forward(self, images: UInt8[Tensor, "batch channels height width"]) -> Float[Tensor, "batch columns"]:
-        """Packed :class:`Outputs` of a batch; identical for an image whatever it is batched with."""
-        return self.judge(self.embed(images))
+        """Packed outputs of a batch (:mod:`psc_core.model.outputs`), the same for an image in any batch."""
+        return self.outputs(self.embed(images))
 
-    def judge(self, embedding: Embedding) -> Float[Tensor, "batch columns"]:
-        """Packed :class:`Outputs` from what density and head read."""
+    def outputs(self, embedding: Embedding) -> Float[Tensor, "batch columns"]:
+        """Packed outputs from what density and head read: every score of :data:`psc_core.prediction.SCORES`."""
         z, read, logits = embedding
         log_density = self.density(read).log_density
         if self.head is not None:
@@ -175,19 +139,16 @@ class Pipeline(nn.Module):
             probabilities, epistemic = logits.softmax(1), torch.zeros_like(log_density)
         else:
             raise RuntimeError("a pipeline without a head needs a backbone that keeps its output")
-        return self.outputs(probabilities, log_density, epistemic).pack()
-
-    def outputs(
-        self,
-        probabilities: Float[Tensor, "batch classes"],
-        log_density: Float[Tensor, "batch"],
-        epistemic: Float[Tensor, "batch"],
-    ) -> Outputs:
-        """Entropy, OOD score and p-value added to what head and density say."""
-        uncertainty = entropy(probabilities)
-        ood_score = self.entropy_weight * uncertainty - log_density if self.entropy_weight else -log_density
-        p_value = conformal_p_values(self.calibration_scores, ood_score)
-        return Outputs(probabilities, uncertainty, log_density, p_value, epistemic, ood_score)
+        predictive_entropy = entropy(probabilities)
+        ood_score = self.entropy_weight * predictive_entropy - log_density if self.entropy_weight else -log_density
+        scores = {
+            "predictive_entropy": predictive_entropy,
+            "log_density": log_density,
+            "ood_score": ood_score,
+            "ood_p_value": conformal_p_values(self.calibration_scores, ood_score),
+            "epistemic": epistemic,
+        }
+        return pack(scores, probabilities)
 
     def explain(
         self, images: UInt8[Tensor, "batch channels height width"]
@@ -197,4 +158,4 @@ class Pipeline(nn.Module):
         explanation = dict(self.density.explain(embedding.read)._asdict())
         if self.head is not None:
             explanation.update(self.head.split(embedding.z)._asdict())
-        return self.judge(embedding), explanation
+        return self.outputs(embedding), explanation

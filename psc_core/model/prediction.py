@@ -1,45 +1,78 @@
-"""Plain values that several modules hand to each other."""
+"""What :meth:`psc_core.PSC.predict` returns."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from psc_core.model.decision import Decisions
+from psc_core.model.outputs import Outputs
+from psc_core.prediction import DECISIONS, SCORES
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What :meth:`psc_core.PSC.predict` says of n images, on the CPU.
+    """Predictions for n images, on the CPU.
 
-    Attributes:
-        class_index: ``int64 (n,)`` most probable class.
-        labels: Its name, for each image.
-        confidence: ``float32 (n,)`` its probability.
-        probabilities: ``float32 (n, K)``.
-        predictive_entropy: ``float32 (n,)`` nats; high where the input is ambiguous.
-        log_density: ``float32 (n,)`` log p(z), nats.
-        ood_score: ``float32 (n,)`` −log p(z), plus the weighted entropy where the bundle says so; higher is
-            more out-of-distribution.
-        ood_p_value: ``float32 (n,)`` share of calibration images at least as unusual.
-        is_ood: ``bool (n,)`` p-value at most the bundle's α.
-        decision: ``"abstain_ood"`` if ``is_ood``, else ``"abstain_ambiguous"`` if the entropy is above the bundle's
-            threshold, else ``"accept"``, for each image.
-        prediction_set: Classes that hold the true one with the bundle's coverage, for each image.
-        epistemic: ``float32 (n,)`` the head's own epistemic uncertainty.
+    Every score of :class:`psc_core.prediction.ImagePrediction` is an attribute, ``float32 (n,)``:
+    ``predictive_entropy``, ``log_density``, ``ood_score``, ``ood_p_value``, ``epistemic``.
+
+    Args:
+        outputs: Of the network step.
+        decisions: Under the bundle's policy.
+        classes: Class names.
     """
 
-    class_index: Tensor
-    labels: tuple[str, ...]
-    confidence: Tensor
-    probabilities: Tensor
-    predictive_entropy: Tensor
-    log_density: Tensor
-    ood_score: Tensor
-    ood_p_value: Tensor
-    is_ood: Tensor
-    decision: tuple[str, ...]
-    prediction_set: tuple[tuple[str, ...], ...]
-    epistemic: Tensor
+    outputs: Outputs[Tensor]
+    decisions: Decisions
+    classes: tuple[str, ...]
 
     def __len__(self) -> int:
-        return len(self.class_index)
+        return len(self.outputs)
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in SCORES:
+            raise AttributeError(f"'Prediction' has no attribute {name!r}")
+        return self.outputs[name]
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *SCORES]
+
+    @property
+    def class_index(self) -> Tensor:
+        """``int64 (n,)`` most probable class."""
+        return torch.from_numpy(self.decisions.class_index)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Its name, for each image."""
+        return tuple(self.classes[k] for k in self.decisions.class_index.tolist())
+
+    @property
+    def confidence(self) -> Tensor:
+        """``float32 (n,)`` its probability."""
+        return torch.from_numpy(self.decisions.confidence)
+
+    @property
+    def probabilities(self) -> Tensor:
+        """``float32 (n, K)``."""
+        return self.outputs.probabilities
+
+    @property
+    def is_ood(self) -> Tensor:
+        """``bool (n,)`` p-value at most the bundle's α."""
+        return torch.from_numpy(self.decisions.is_ood)
+
+    @property
+    def decision(self) -> tuple[str, ...]:
+        """``"abstain_ood"`` if ``is_ood``, else ``"abstain_ambiguous"`` above the bundle's entropy threshold, else
+        ``"accept"``, for each image."""
+        return tuple(DECISIONS[code] for code in self.decisions.decision.tolist())
+
+    @property
+    def prediction_set(self) -> tuple[tuple[str, ...], ...]:
+        """Classes that hold the true one with the bundle's coverage, for each image."""
+        sets = self.decisions.prediction_set
+        return tuple(tuple(self.classes[k] for k in members.nonzero()[0].tolist()) for members in sets)

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from psc_core.bundle.io import Bundle, check_shapes, read_bundle, write_bundle
-from psc_core.bundle.manifest import Manifest, Policy
+from psc_core.bundle.manifest import Manifest
 from psc_core.calibration.conformal import Calibration
 from psc_core.compute.device import resolve_device
 from psc_core.density import Density, restore_density
@@ -22,10 +22,13 @@ from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.heads import restore_head
 from psc_core.images.decode import to_grey_or_rgb
 from psc_core.images.preprocess import Preprocess
-from psc_core.model.decision import DECISIONS, Rows, Verdict, judge
-from psc_core.model.pipeline import SCORES, Pipeline
+from psc_core.model.decision import Decisions, decide
+from psc_core.model.outputs import FloatArray, Outputs
+from psc_core.model.pipeline import Pipeline
 from psc_core.model.prediction import Prediction
 from psc_core.network.backbone import rebuild_backbone
+from psc_core.policy import Policy
+from psc_core.prediction import SCORES
 from psc_core.projection.module import Projection
 
 FUSION_TOLERANCE = {"fp32": 0.01, "bf16": 0.5}
@@ -111,32 +114,12 @@ class PSC:
             )
         with torch.inference_mode():
             packed = [self.pipeline(part.to(self.device)).cpu() for part in torch.split(batch, MAX_BATCH)]
-        columns = SCORES + len(self.classes)
-        rows = torch.cat(packed) if len(batch) else torch.empty(0, columns)
-        verdict = self.judge(rows.numpy())
-        members: list[list[str]] = [[] for _ in rows]
-        for image, index in zip(*(each.tolist() for each in verdict.prediction_set.nonzero()), strict=True):
-            members[image].append(self.classes[index])
-        return Prediction(
-            class_index=torch.from_numpy(verdict.class_index),
-            labels=tuple(self.classes[i] for i in verdict.class_index.tolist()),
-            confidence=torch.from_numpy(verdict.confidence),
-            probabilities=torch.from_numpy(verdict.probabilities),
-            predictive_entropy=torch.from_numpy(verdict.predictive_entropy),
-            log_density=torch.from_numpy(verdict.log_density),
-            ood_score=torch.from_numpy(verdict.ood_score),
-            ood_p_value=torch.from_numpy(verdict.ood_p_value),
-            is_ood=torch.from_numpy(verdict.is_ood),
-            decision=tuple(DECISIONS[code] for code in verdict.decision.tolist()),
-            prediction_set=tuple(map(tuple, members)),
-            epistemic=torch.from_numpy(verdict.epistemic),
-        )
+        outputs = Outputs(torch.cat(packed) if len(batch) else torch.empty(0, len(SCORES) + len(self.classes)))
+        return Prediction(outputs, self.decide(Outputs(outputs.packed.numpy())), self.classes)
 
-    def judge(self, rows: Rows) -> Verdict:
-        """Verdicts of the pipeline's packed rows (n, SCORES + K) under the bundle's policy."""
-        policy = self.policy
-        thresholds = self.calibration.set_thresholds(policy.coverage).numpy()
-        return judge(rows, thresholds, alpha=policy.alpha, ambiguity_threshold=policy.ambiguity_threshold)
+    def decide(self, outputs: Outputs[FloatArray]) -> Decisions:
+        """Decisions under the bundle's policy."""
+        return decide(outputs, self.calibration.set_thresholds(self.policy.coverage).numpy(), self.policy)
 
     def _read(self, images: Sequence[ImageLike]) -> Tensor:
         if isinstance(images, (str, bytes, Path, Image.Image, np.ndarray)):
@@ -275,10 +258,10 @@ class PSC:
         except Exception as error:  # as in load
             raise BundleError(f"the parts of {self.name!r} do not fit together: {error}") from error
         finite = all(bool(part.isfinite().all()) for part in (packed, *features))
-        if packed.shape[1] != SCORES + len(self.classes) or not finite:
+        if packed.shape[1] != len(SCORES) + len(self.classes) or not finite:
             raise BundleError(
                 f"expected {len(self.classes)} finite probabilities from {self.name!r}, got "
-                f"{packed.shape[1] - SCORES} columns or values that are not finite; fit the bundle again"
+                f"{packed.shape[1] - len(SCORES)} columns or values that are not finite; fit the bundle again"
             )
         for ours, served in zip(features, fused, strict=True):
             if (ours - served.float()).abs().max() > FUSION_TOLERANCE[self.pipeline.precision] * ours.abs().max():

@@ -22,9 +22,9 @@ from psc_core.bundle.manifest import MAX_ARGUMENT, MAX_INPUT_PIXELS, PARTS, Mani
 from psc_core.density import DENSITIES
 from psc_core.heads import HEADS
 from psc_core.heads.fit import sngp
-from psc_core.model.decision import DECISIONS
-from psc_core.model.pipeline import Outputs
+from psc_core.model.outputs import Outputs
 from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS
+from psc_core.prediction import DECISIONS
 from tests.conftest import TinyJob
 from tests.second_reader import Refused, SecondReader, parse_safetensors
 
@@ -88,25 +88,25 @@ def test_a_second_reader_gives_the_same_answers(bundles: dict[str, Path], images
         inputs = images.float() * psc.pipeline.scale + psc.pipeline.shift
         features, logits = psc.pipeline.running()(inputs)
         z = psc.pipeline.embed(images).z
-        ours = Outputs.unpack(psc.pipeline(images))
+        ours = Outputs(psc.pipeline(images))
     np.testing.assert_allclose(reader.standardise(images.numpy()), inputs.numpy(), rtol=1e-5, atol=1e-6)
     theirs = reader.answer([f.numpy() for f in features], None if logits is None else logits.double().numpy())
 
     digits = slice(0, 24)
     np.testing.assert_allclose(theirs.z, z.numpy(), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(theirs.log_density, ours.log_density.numpy(), rtol=1e-4, atol=1e-3)
-    for got, expected in ((theirs.probabilities, ours.probabilities), (theirs.entropy, ours.predictive_entropy),
-                          (theirs.epistemic, ours.epistemic)):  # fmt: skip
+    np.testing.assert_allclose(theirs.log_density, ours["log_density"].numpy(), rtol=1e-4, atol=1e-3)
+    for got, expected in ((theirs.probabilities, ours.probabilities), (theirs.entropy, ours["predictive_entropy"]),
+                          (theirs.epistemic, ours["epistemic"])):  # fmt: skip
         np.testing.assert_allclose(got[digits], expected[digits].numpy(), rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(got, expected.numpy(), rtol=1e-2, atol=1e-4)
     rank = 1.01 / (len(psc.calibration) + 1)
-    assert np.abs(theirs.p_value - ours.ood_p_value.numpy()).max() <= rank
+    assert np.abs(theirs.p_value - ours["ood_p_value"].numpy()).max() <= rank
     np.testing.assert_array_equal(theirs.is_ood, psc.predict(images).is_ood.numpy())
-    verdict = psc.judge(ours.pack().numpy())
+    decisions = psc.decide(Outputs(ours.packed.numpy()))
     edge = np.abs(theirs.probabilities - reader.set_threshold()) < 1e-4
-    assert (theirs.prediction_set == verdict.prediction_set)[~edge].all()
+    assert (theirs.prediction_set == decisions.prediction_set)[~edge].all()
     far = np.abs(theirs.entropy - psc.policy.ambiguity_threshold) > 1e-4
-    ours_decided = np.array([DECISIONS[code] for code in verdict.decision])
+    ours_decided = np.array([DECISIONS[code] for code in decisions.decision])
     assert (np.array(theirs.decision) == ours_decided)[far].all()
     assert {"accept", "abstain_ood"} <= set(theirs.decision)
 

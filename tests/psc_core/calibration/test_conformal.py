@@ -12,8 +12,10 @@ from torch import Tensor
 from psc_core.calibration.conformal import Calibration, conformal_p_values
 from psc_core.calibration.fit import ambiguity_threshold, fit_calibration
 from psc_core.errors import BundleError, FitError, UsageError
-from psc_core.model.decision import judge
-from psc_core.model.pipeline import SCORES as COLUMNS
+from psc_core.model.decision import decide
+from psc_core.model.outputs import Outputs
+from psc_core.policy import Policy
+from psc_core.prediction import SCORES as COLUMNS
 from tests.reference import calibration as naive
 
 FEW_VALUES = st.sampled_from([-3.0, -1.5, 0.0, 0.125, 2.0])
@@ -32,8 +34,9 @@ def calibrate(n: int = 200, classes: int = 4, *, seed: int = 0, labels: Tensor |
 
 
 def prediction_sets(thresholds: Tensor, probabilities: Tensor) -> Tensor:
-    rows = torch.cat([torch.zeros(len(probabilities), COLUMNS), probabilities], 1)
-    return torch.from_numpy(judge(rows.numpy(), thresholds.numpy(), alpha=0.5, ambiguity_threshold=1.0).prediction_set)
+    packed = torch.cat([torch.zeros(len(probabilities), len(COLUMNS)), probabilities], 1)
+    policy = Policy(alpha=0.5, ambiguity_threshold=1.0, coverage=0.9)
+    return torch.from_numpy(decide(Outputs(packed.numpy()), thresholds.numpy(), policy).prediction_set)
 
 
 def from_scores(scores: list[float]) -> Calibration:

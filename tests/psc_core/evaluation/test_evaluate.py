@@ -20,7 +20,8 @@ from psc_core.evaluation.evaluate import ambiguity, evaluate, realised_rate, sco
 from psc_core.heads import entropy
 from psc_core.images.preprocess import Preprocess
 from psc_core.metrics import classification
-from psc_core.model.pipeline import Outputs, Pipeline
+from psc_core.model.outputs import Outputs, pack
+from psc_core.model.pipeline import Pipeline
 from psc_core.model.predictor import PSC
 from tests.reference import metrics as naive
 
@@ -52,7 +53,8 @@ class FormulaPipeline(Pipeline):
         log_density = -10 * (x[:, 3] - 0.3).square() - x.mean(1)
         at_least = len(self.calibration_scores) - torch.searchsorted(self.calibration_scores, -log_density)
         p_value = (1.0 + at_least) / (1.0 + len(self.calibration_scores))
-        return Outputs(probabilities, entropy(probabilities), log_density, p_value, x[:, 0], -log_density).pack()
+        scores = {"predictive_entropy": entropy(probabilities), "log_density": log_density, "ood_score": -log_density}
+        return pack({**scores, "ood_p_value": p_value, "epistemic": x[:, 0]}, probabilities)
 
 
 def pixels(count: int, seed: int, *, low: int = 0, high: int = 200) -> Tensor:
@@ -66,7 +68,7 @@ def dataset(name: str, images: Tensor, labels: Tensor, classes: tuple[str, ...] 
 
 def inside(count: int, seed: int) -> ImageDataset:
     images = pixels(count, seed)
-    outputs = Outputs.unpack(FormulaPipeline(torch.zeros(1))(images[:, None]))
+    outputs = Outputs(FormulaPipeline(torch.zeros(1))(images[:, None]))
     labels = torch.multinomial(outputs.probabilities, 1, generator=torch.Generator().manual_seed(seed)).squeeze(1)
     return dataset("inside", images, labels)
 
@@ -75,8 +77,10 @@ def inside(count: int, seed: int) -> ImageDataset:
 def psc() -> PSC:
     data = inside(199, 0)
     batch = next(data.batches(199))
-    outputs = Outputs.unpack(FormulaPipeline(torch.zeros(1))(batch.images))
-    calibration = fit_calibration(outputs.ood_score, outputs.predictive_entropy, outputs.probabilities, batch.labels)
+    outputs = Outputs(FormulaPipeline(torch.zeros(1))(batch.images))
+    calibration = fit_calibration(
+        outputs["ood_score"], outputs["predictive_entropy"], outputs.probabilities, batch.labels
+    )
     return PSC(
         pipeline=FormulaPipeline(calibration.scores),
         preprocess=PREPROCESS,
@@ -96,7 +100,7 @@ def test_every_number_equals_a_loop(psc: PSC) -> None:
     data = inside(120, 1)
     report = evaluate(psc, data, {"outside": OUTSIDE}, batch_images=17)
     batch, out = next(data.batches(120)), next(OUTSIDE.batches(60))
-    served, strange = (Outputs.unpack(psc.pipeline(b.images)) for b in (batch, out))
+    served, strange = (Outputs(psc.pipeline(b.images)) for b in (batch, out))
     p, y = served.probabilities.double(), batch.labels
     confidence, correct = p.amax(1).tolist(), (p.argmax(1) == y).tolist()
 
@@ -112,18 +116,18 @@ def test_every_number_equals_a_loop(psc: PSC) -> None:
     assert quality.coverage_at_risk_5_percent == pytest.approx(naive.coverage_at_risk(confidence, correct, 0.05))
 
     own = report.separation["outside"]["psc"]
-    i, o = (-served.log_density).tolist(), (-strange.log_density).tolist()
+    i, o = (-served["log_density"]).tolist(), (-strange["log_density"]).tolist()
     assert own.auroc == pytest.approx(naive.auroc(i, o))
     assert own.aupr_out == pytest.approx(naive.aupr(o, i))
     assert own.fpr95 == pytest.approx(naive.fpr(i, o, 0.95))
     assert own.lead == (0.0, 0.0)
     assert set(report.separation["outside"]) == {"psc", "psc-entropy", "psc-epistemic"}
     assert report.separation["outside"]["psc-entropy"].auroc == pytest.approx(
-        naive.auroc(served.predictive_entropy.tolist(), strange.predictive_entropy.tolist())
+        naive.auroc(served["predictive_entropy"].tolist(), strange["predictive_entropy"].tolist())
     )
 
-    assert report.false_alarms.count == int((served.ood_p_value <= 0.05).sum())
-    assert report.flagged["outside"] == pytest.approx(float((strange.ood_p_value <= 0.05).double().mean()))
+    assert report.false_alarms.count == int((served["ood_p_value"] <= 0.05).sum())
+    assert report.flagged["outside"] == pytest.approx(float((strange["ood_p_value"] <= 0.05).double().mean()))
     sets = naive_sets(psc.calibration.set_thresholds(0.9), served.probabilities)
     assert report.misses.count == sum(not sets[m, y[m]] for m in range(120))
     assert report.mean_set_size == pytest.approx(float(sets.sum()) / 120)
@@ -151,7 +155,7 @@ def test_images_with_several_labels_count_rows_for_losses_and_images_for_rates(p
     labels = torch.stack([torch.arange(30) % 3, torch.arange(30) // 10], 1)
     data = dataset("several", images, labels)
     report = evaluate(psc, data, {"outside": OUTSIDE}, batch_images=7)
-    p = Outputs.unpack(psc.pipeline(images[:, None])).probabilities.double()
+    p = Outputs(psc.pipeline(images[:, None])).probabilities.double()
     rows = p.repeat_interleave(2, 0).tolist()
     assert (report.images, report.rows, report.false_alarms.images) == (30, 60, 30)
     assert report.classification["psc"].nll == pytest.approx(

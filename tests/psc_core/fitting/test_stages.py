@@ -17,7 +17,8 @@ from psc_core.errors import DataError, FitError, UsageError
 from psc_core.fitting.stages import OOD_SCORES, FittedProjection, entropy_weight
 from psc_core.heads.fit import sngp, softmax
 from psc_core.images.preprocess import PRESETS
-from psc_core.model.pipeline import Outputs
+from psc_core.model.outputs import Outputs, pack
+from psc_core.prediction import SCORES
 from psc_core.projection.fit.ranks import choose_ranks
 from tests.conftest import TinyJob
 
@@ -140,9 +141,14 @@ def test_the_risk_reaches_the_ambiguity_threshold(
 
 def test_an_entropy_that_never_varies_does_not_count() -> None:
     same, log_density = torch.full((5,), 0.3), torch.arange(5.0)
-    outputs = Outputs(torch.full((5, 2), 0.5), same, log_density, log_density, log_density, -log_density)
-    assert entropy_weight(outputs) == 0.0
-    assert entropy_weight(outputs._replace(predictive_entropy=log_density / 4)) == pytest.approx(4.0)
+    scores = dict.fromkeys(SCORES, log_density)
+
+    def weight(predictive_entropy: torch.Tensor) -> float:
+        packed = pack({**scores, "predictive_entropy": predictive_entropy}, torch.full((5, 2), 0.5))
+        return entropy_weight(Outputs(packed))
+
+    assert weight(same) == 0.0
+    assert weight(log_density / 4) == pytest.approx(4.0)
 
 
 def test_classes_must_be_the_same_and_at_least_two(

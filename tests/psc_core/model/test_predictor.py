@@ -21,7 +21,9 @@ from psc_core import PRESETS, PSC, open_dataset
 from psc_core.bundle.manifest import Policy
 from psc_core.errors import BundleError, ImageError, UsageError
 from psc_core.heads import entropy
-from psc_core.model.pipeline import Outputs, Pipeline
+from psc_core.model.outputs import Outputs, pack
+from psc_core.model.pipeline import Pipeline
+from psc_core.prediction import SCORES
 
 ALLOW = ("tests.tiny:network",)
 
@@ -70,7 +72,7 @@ def test_every_form_of_an_image_gives_the_same(psc: PSC, digits: torch.Tensor, t
     ):
         got = psc.predict(images)
         assert torch.equal(got.probabilities, expected.probabilities)
-        assert torch.equal(got.log_density, expected.log_density)
+        assert torch.equal(got["log_density"], expected["log_density"])
 
 
 def test_the_fields_of_a_prediction_agree_with_each_other(psc: PSC, digits: torch.Tensor) -> None:
@@ -167,9 +169,11 @@ def test_a_single_image_is_asked_into_a_list(psc: PSC, image: Any) -> None:
 
 
 def test_packing_is_a_round_trip() -> None:
-    outputs = Outputs(torch.rand(3, 4), *torch.rand(5, 3))
-    for got, expected in zip(Outputs.unpack(outputs.pack()), outputs, strict=True):
-        assert torch.equal(got, expected)
+    scores, probabilities = {name: torch.rand(3) for name in SCORES}, torch.rand(3, 4)
+    outputs = Outputs(pack(scores, probabilities))
+    assert torch.equal(outputs.probabilities, probabilities)
+    for name, values in scores.items():
+        assert torch.equal(outputs[name], values)
 
 
 def test_base_predictions_are_the_networks_own(tiny_job, digits: torch.Tensor, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -1,0 +1,59 @@
+"""The outputs of a network step for n images, packed into one matrix so that one copy brings them to the host.
+
+Columns: one for each of :data:`psc_core.prediction.SCORES`, then K class probabilities; float32, (n, S + K).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from psc_core.prediction import SCORES
+
+FloatArray = npt.NDArray[np.float32]
+
+Matrix = TypeVar("Matrix", Tensor, FloatArray)
+
+_COLUMN: Final = {name: column for column, name in enumerate(SCORES)}
+
+
+@dataclass(frozen=True)
+class Outputs(Generic[Matrix]):
+    """A packed matrix, read by name.
+
+    Example:
+        >>> outputs = Outputs(torch.tensor([[0.6, -9.0, 9.0, 0.5, 0.1, 0.3, 0.7]]))
+        >>> outputs["log_density"], outputs.probabilities
+        (tensor([-9.]), tensor([[0.3000, 0.7000]]))
+
+    Attributes:
+        packed: ``float32 (n, S + K)``.
+    """
+
+    packed: Matrix
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __getitem__(self, score: str) -> Matrix:
+        """A view of the column of one score, (n,)."""
+        return self.packed[:, _COLUMN[score]]
+
+    @property
+    def probabilities(self) -> Matrix:
+        """A view of the class probabilities, (n, K)."""
+        return self.packed[:, len(SCORES) :]
+
+
+def pack(
+    scores: Mapping[str, Float[Tensor, " batch"]], probabilities: Float[Tensor, "batch classes"]
+) -> Float[Tensor, "batch columns"]:
+    """The packed matrix; ``scores`` has one entry for each of :data:`SCORES`."""
+    return torch.cat([*(scores[name][:, None] for name in SCORES), probabilities], dim=1)
