@@ -1,1 +1,1 @@
-"""Float64 algebra on feature matrices that need not fit in memory."""
+"""Float64 linear algebra on feature matrices that need not fit in memory."""

@@ -1,12 +1,11 @@
-"""Symmetric eigenproblems and covariances in float64: the algebra every fitted model shares.
+"""Symmetric eigenproblems and covariances in float64, shared by everything that is fitted.
 
 Symbols: ``n`` rows, ``d`` columns of a feature matrix; ``C`` a ``d × d`` covariance; ``λ, U`` its
 eigenvalues and eigenvectors, ``C = U diag(λ) Uᵀ``.
 
-Everything here runs in float64.  Covariances are sums of centred outer products over row chunks (two
-passes, mean first), so a feature matrix is never copied whole to float64 and nothing cancels.  Singular
-covariances are repaired by clamping small eigenvalues to a floor relative to a named scale; how many and by how
-much is returned, so that a caller can record it.
+Covariances are sums of centred outer products over blocks of rows, in two passes with the mean first, so that nothing
+cancels and no feature matrix is copied to float64 as a whole.  Singular covariances are repaired by clamping small
+eigenvalues to a floor relative to a given scale; how many and by how much is returned, so that callers can record it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from torch import Tensor
 from psc_core.numerics.matrix import FeatureMatrix, blocks
 
 EIGENVALUE_FLOOR: Final = 1e-6
-"""Smallest eigenvalue kept, relative to the scale of the matrix: standard deviations 1,000 times smaller
-than typical are below what float32 features and a float32 server can resolve."""
+"""Minimum eigenvalue relative to the scale of the matrix: float32 features do not resolve standard deviations 1,000
+times smaller than typical ones."""
 
 
 class Eigen(NamedTuple):
@@ -48,7 +47,7 @@ class InverseRoot(NamedTuple):
 
 
 def fix_signs(vectors: Float[Tensor, "d k"]) -> Float[Tensor, "d k"]:
-    """Make the entry of largest magnitude in each column positive, so that a fit is reproducible."""
+    """Flip the sign of each column so that its entry of largest magnitude is positive, for reproducible fits."""
     if vectors.numel() == 0:
         return vectors
     largest = vectors.gather(0, vectors.abs().argmax(dim=0, keepdim=True))
@@ -58,8 +57,8 @@ def fix_signs(vectors: Float[Tensor, "d k"]) -> Float[Tensor, "d k"]:
 def eigh(matrix: Float[Tensor, "d d"]) -> Eigen:
     """Eigendecomposition of a symmetric positive semi-definite matrix in float64.
 
-    The matrix is symmetrised first; where the device's solver fails (CUDA's has, on low-rank input) the
-    CPU's is used.  Values come back descending with round-off below zero clamped, on the input's device.
+    The matrix is symmetrised first, and negative round-off in the values is clamped to zero.  If the device's solver
+    fails (CUDA's may, on low-rank input), the CPU's is used.  The result is on the input's device.
     """
     symmetric = 0.5 * (matrix.double() + matrix.double().T)
     try:
@@ -75,7 +74,7 @@ def inverse_root(matrix: Float[Tensor, "d d"], *, scale: float, floor: float = E
     Args:
         matrix: Symmetric positive semi-definite.
         scale: A typical eigenvalue, in the matrix's units; must be positive.
-        floor: Smallest eigenvalue kept, as a fraction of ``scale``.
+        floor: Minimum eigenvalue, as a fraction of ``scale``.
     """
     values, vectors = eigh(matrix)
     clamped = values.clamp(min=floor * scale)
@@ -85,7 +84,7 @@ def inverse_root(matrix: Float[Tensor, "d d"], *, scale: float, floor: float = E
 
 
 def mean_of_rows(rows: Float[Tensor, "n d"] | FeatureMatrix) -> Float[Tensor, " d"]:
-    """Mean over rows in float64, chunk by chunk."""
+    """Mean over rows in float64, block by block."""
     total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
     for _, block in blocks(rows):
         total += block.double().sum(0)
@@ -93,7 +92,7 @@ def mean_of_rows(rows: Float[Tensor, "n d"] | FeatureMatrix) -> Float[Tensor, " 
 
 
 def scatter_about(rows: Float[Tensor, "n d"] | FeatureMatrix, mean: Float[Tensor, " d"]) -> Float[Tensor, "d d"]:
-    """``Σ_i (x_i − mean)(x_i − mean)ᵀ`` in float64, chunk by chunk."""
+    """``Σ_i (x_i − mean)(x_i − mean)ᵀ`` in float64, block by block."""
     total = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=rows.device)
     for _, block in blocks(rows):
         centred = block.double() - mean

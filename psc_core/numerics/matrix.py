@@ -1,7 +1,6 @@
-"""Feature rows that need not be in memory: read a block at a time, from a tensor or from a scratch file.
+"""Feature matrices that need not fit in memory, read in blocks of rows from a tensor or a scratch file.
 
-Everything that is fitted to z reads it through :class:`FeatureMatrix`, in blocks, so memory does not grow with the
-number of rows.
+Everything that is fitted to z reads it through :class:`FeatureMatrix`, so memory does not grow with the number of rows.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from torch.nn import functional
 from psc_core.errors import FitError
 
 CHUNK_ELEMENTS: Final = 1 << 18
-"""FeatureMatrix × columns of one float64 chunk (2 MiB): it stays in a core's cache."""
+"""Entries of one float64 block (2 MiB), which stays in a core's cache."""
 
 Read = Callable[[slice | Tensor], Tensor]
 Transfer = Callable[[int, list[memoryview], int], int]
-"""``os.preadv`` or ``os.pwritev``: file, buffers, where in the file; bytes done."""
+"""``os.preadv`` or ``os.pwritev``: file, buffers, offset in the file; bytes transferred."""
 
 
 class FeatureMatrix:
-    """``n`` rows of ``d`` columns; indexing with a slice or ``int64`` positions gives a tensor.
+    """An n × d matrix of features; indexing it with a slice or ``int64`` positions reads these rows as a tensor.
 
     Attributes:
         shape: ``(n, d)``.
-        widest: Columns of the widest rows that reading goes through, which bounds a block.
-        dtype: Of the rows.
-        device: Where the rows come to.
+        widest: Number of columns of the widest matrix that reading passes through, which bounds the rows of a block.
+        dtype: Type of the entries.
+        device: Device of the tensors that are read.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class FeatureMatrix:
         return self._read(index)
 
     def map(self, function: Callable[[Tensor], Tensor], columns: int, dtype: torch.dtype) -> FeatureMatrix:
-        """``function`` of each block, computed when it is read."""
+        """The matrix ``function(block)``, computed when a block is read."""
         read = self._read
         shape = (len(self), columns)
         return FeatureMatrix(lambda at: function(read(at)), shape, dtype=dtype, device=self.device, widest=self.widest)
@@ -67,7 +66,7 @@ class FeatureMatrix:
         )
 
     def to(self, device: torch.device | str) -> FeatureMatrix:
-        """The same rows, brought to ``device`` when they are read."""
+        """The same rows, copied to ``device`` when they are read."""
         read, target = self._read, torch.device(device)
         return FeatureMatrix(
             lambda at: read(at).to(target), self.shape, dtype=self.dtype, device=target, widest=self.widest
@@ -75,7 +74,7 @@ class FeatureMatrix:
 
 
 def as_matrix(rows: Float[Tensor, "n d"] | FeatureMatrix) -> FeatureMatrix:
-    """A tensor as rows, without a copy."""
+    """A tensor as a feature matrix, without a copy."""
     if isinstance(rows, FeatureMatrix):
         return rows
     return FeatureMatrix(rows.__getitem__, (rows.shape[0], rows.shape[1]), dtype=rows.dtype, device=rows.device)
@@ -90,20 +89,25 @@ def chunk_rows(rows: int, columns: int) -> Iterator[slice]:
 def blocks(
     rows: Float[Tensor, "n d"] | FeatureMatrix, *, columns: int = 0
 ) -> Iterator[tuple[slice, Float[Tensor, "m d"]]]:
-    """``rows`` a chunk at a time, and where each chunk is; ``columns`` when more than theirs are computed from them."""
+    """``rows`` block by block, each with its slice.
+
+    Args:
+        rows: Feature matrix.
+        columns: Columns computed from a block, where these are more than its own; they bound the block.
+    """
     rows = as_matrix(rows)
     for chunk in chunk_rows(len(rows), max(columns, rows.widest)):
         yield chunk, rows[chunk]
 
 
 class FeatureFile(FeatureMatrix):
-    """FeatureMatrix in a file, ``float32``, on the CPU; only what is being read or written is in memory.
+    """A ``float32`` feature matrix in a file; only what is being read or written is in memory.
 
-    Plain reads and writes, not a mapping: mapped pages count as this process's memory until they are given back,
-    and a full disk is an ``OSError`` here, where writing through a mapping ends the process.
+    Reads and writes are plain, not mapped: mapped pages count as memory of this process, and on a full disk a write
+    through a mapping kills the process, where here it raises ``OSError``.
 
     Args:
-        file: Created, or overwritten.
+        file: Path of the file, which is created or overwritten.
         shape: ``(n, d)``.
     """
 
@@ -121,11 +125,11 @@ class FeatureFile(FeatureMatrix):
         return values
 
     def write(self, index: slice | Tensor, values: Float[Tensor, "m d"]) -> None:
-        """Set the rows at ``index``."""
+        """Overwrite the rows at ``index``."""
         self._transfer(os.pwritev, values.float().contiguous(), *self._runs(index))
 
     def _runs(self, index: slice | Tensor) -> tuple[list[int], list[int]]:
-        """Where each run of neighbouring rows starts, and how many they are."""
+        """First row and length of each run of consecutive rows."""
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step == 1:
@@ -145,7 +149,7 @@ class FeatureFile(FeatureMatrix):
             while at < end:
                 done = call(self._file, [view[at:end]], offset)
                 if done == 0:
-                    raise OSError(f"expected {end - at} more bytes in {self._path}, it ends; was it changed meanwhile?")
+                    raise OSError(f"{self._path} ends {end - at} bytes early; has it been changed?")
                 at, offset = at + done, offset + done
 
 
@@ -156,23 +160,23 @@ def check_features(
     class_names: tuple[str, ...],
     minimum: int,
 ) -> Int[Tensor, " classes"]:
-    """Refuse features from which nothing can be fitted, and count the rows of each class.
+    """Check that a model can be fitted to these features, and count the labelled examples of each class.
 
     Args:
-        z: Features, one row for each (image, label) pair.
-        labels: Class index of each row.
-        class_names: Names for messages; its length is the number of classes.
+        z: Features, one row per labelled example.
+        labels: Class index of each labelled example.
+        class_names: Class names for messages; one per class.
         minimum: Labelled examples that every class must have.
 
     Raises:
-        FitError: A wrong shape, a label out of range, NaN or ∞, or a class with fewer than ``minimum`` rows.
+        FitError: A wrong shape, a label out of range, NaN or ∞, or a class with fewer than ``minimum`` examples.
     """
     if len(z.shape) != 2 or labels.shape != z.shape[:1] or not z.dtype.is_floating_point or z.shape[1] == 0:
         raise FitError(
             f"expected float features (n, dim) and n labels, got {z.dtype} {tuple(z.shape)} and {tuple(labels.shape)}"
         )
     if len(z) == 0:
-        raise FitError("expected at least one row of features, got none; give a non-empty data set")
+        raise FitError("no features to fit; give a non-empty data set")
     classes = len(class_names)
     if labels.min() < 0 or labels.max() >= classes:
         raise FitError(

@@ -57,7 +57,7 @@ def test_truncated_file_is_an_error(tmp_path: Path) -> None:
     values, _ = sample()
     rows = in_file(values, tmp_path)
     os.truncate(tmp_path / "rows", 100)
-    with pytest.raises(OSError, match="expected 4700 more bytes"):
+    with pytest.raises(OSError, match="ends 4700 bytes early"):
         rows[:]
 
 
