@@ -1,39 +1,32 @@
 """API keys: who may predict, and, separately, who may administer.
 
-Keys are kept as SHA-256 digests and compared in constant time against every key, so neither the time taken
-nor a memory dump of the comparison tells how close a guess was.  No key is ever written to a log or an error
-message.  What a role without keys means is the caller's to decide, and to say loudly at start.
+Keys are kept as SHA-256 digests and compared in constant time against every key, so neither the time taken nor a
+memory dump of the comparison tells how close a guess was.  No key is ever written to a log or an error message.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Final
 
-from fastapi import Request
+from pydantic import SecretStr
 
-from app.errors import Unauthorized
+from app.errors import Forbidden, Unauthorized
+from app.settings import Settings
 from psc_core.errors import UsageError
 
-
-class KeySettings(Protocol):
-    """The settings this module reads: key values, and files of keys."""
-
-    @property
-    def api_keys(self) -> Iterable[Any]: ...
-    @property
-    def api_keys_file(self) -> Path | None: ...
-    @property
-    def admin_keys(self) -> Iterable[Any]: ...
-    @property
-    def admin_keys_file(self) -> Path | None: ...
+_HOW: Final = "send it as X-API-Key or Authorization: Bearer"
 
 
 class KeySet:
-    """A set of accepted keys, held as digests only."""
+    """A set of accepted keys, held as digests only.
+
+    Raises:
+        UsageError: A key that no header can carry.
+    """
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = frozenset(_digest(_checked(key)) for key in keys)
@@ -57,13 +50,12 @@ class ApiKeys:
     """The keys of both roles.  An admin key also predicts.
 
     Attributes:
-        predict: Keys for prediction, the admin keys among them; empty when prediction is open.
-        admin: Keys for administration.
+        predict: Keys for prediction, the admin keys among them; empty when prediction is open to all.
+        admin: Keys for administration; empty when nobody may administer.
     """
 
     def __init__(self, predict: Iterable[str] = (), admin: Iterable[str] = ()) -> None:
-        admin = tuple(admin)
-        predict = tuple(predict)
+        admin, predict = tuple(admin), tuple(predict)
         self.predict = KeySet((*predict, *admin)) if predict else KeySet(())
         self.admin = KeySet(admin)
 
@@ -71,7 +63,7 @@ class ApiKeys:
         return f"ApiKeys(predict={self.predict!r}, admin={self.admin!r})"
 
     @classmethod
-    def from_settings(cls, settings: KeySettings) -> ApiKeys:
+    def from_settings(cls, settings: Settings) -> ApiKeys:
         """Gather keys from values and files.
 
         Raises:
@@ -82,32 +74,41 @@ class ApiKeys:
             (*_plain(settings.admin_keys), *_from_file(settings.admin_keys_file)),
         )
 
+    def check_predict(self, headers: Mapping[str, str]) -> None:
+        """Let holders of a key pass; everybody when there are no keys.
 
-def require(keys: KeySet) -> Callable[[Request], Awaitable[None]]:
-    """A check, usable as a FastAPI dependency, that lets only holders of one of ``keys`` pass.
+        Raises:
+            Unauthorized: No key, or one that is not known.
+        """
+        if self.predict:
+            _check(self.predict, headers)
 
-    The key is read from ``X-API-Key`` or ``Authorization: Bearer``; without any keys everyone passes.  A
-    refusal is :class:`Unauthorized` (401 with ``WWW-Authenticate``).
-    """
+    def check_admin(self, headers: Mapping[str, str]) -> None:
+        """Let holders of an admin key pass.
 
-    async def check(request: Request) -> None:
-        if not keys:
-            return
-        key = _presented(request)
-        if key is None:
-            raise Unauthorized("expected an API key, got none; send it as X-API-Key or Authorization: Bearer")
-        if not keys.accepts(key):
-            raise Unauthorized("expected a valid API key, got one not accepted here; ask the operator")
-
-    return check
+        Raises:
+            Forbidden: No admin key is configured, so nobody may.
+            Unauthorized: No key, or not an admin key.
+        """
+        if not self.admin:
+            raise Forbidden("no admin keys are configured; set PSC_ADMIN_KEYS")
+        _check(self.admin, headers)
 
 
-def _presented(request: Request) -> str | None:
-    """The key a request carries, or ``None``."""
-    key = request.headers.get("x-api-key")
+def _check(keys: KeySet, headers: Mapping[str, str]) -> None:
+    key = _presented(headers)
+    if key is None:
+        raise Unauthorized(f"this needs an API key; {_HOW}")
+    if not keys.accepts(key):
+        raise Unauthorized("the API key is not accepted here; ask the operator for one")
+
+
+def _presented(headers: Mapping[str, str]) -> str | None:
+    """The key that a request carries, or ``None``."""
+    key = headers.get("x-api-key")
     if key is not None:
         return key
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" and token.strip() else None
 
 
@@ -118,15 +119,14 @@ def _digest(key: str) -> bytes:
 def _checked(key: str) -> str:
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise UsageError(
-            "expected API keys of printable ASCII without spaces, got one that is empty or has other "
-            "characters; generate one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+            "API keys must be printable ASCII without spaces; generate one with: "
+            "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
         )
     return key
 
 
-def _plain(keys: Iterable[Any]) -> list[str]:
-    """Key values as text; pydantic's ``SecretStr`` is opened."""
-    return [key.get_secret_value() if hasattr(key, "get_secret_value") else key for key in keys]
+def _plain(keys: Iterable[SecretStr]) -> list[str]:
+    return [key.get_secret_value() for key in keys]
 
 
 def _from_file(path: Path | None) -> list[str]:
@@ -137,10 +137,9 @@ def _from_file(path: Path | None) -> list[str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"expected a readable file of API keys, got {type(error).__name__} for {path}; "
-            "check the path and its permissions"
+            f"cannot read the file of API keys {path} ({type(error).__name__}); check the path and its permissions"
         ) from error
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
-        raise UsageError(f"expected at least one API key in {path}, got none; write one key a line")
+        raise UsageError(f"{path} holds no API key; write one key a line")
     return keys

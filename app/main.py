@@ -2,136 +2,98 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from app import problems, tracing
-from app.middleware.hosts import HostAllowList
-from app.middleware.requests import Requests
-from app.middleware.root_path import RootPath
-from app.middleware.shortcuts import Shortcut, Shortcuts
-from app.model import Model
-from app.routes import admin, health, metrics, model, page, predict, v2
-from app.schemas import JsonImages, ProblemDocument
+from app.http import openapi, problems
+from app.http.middleware import spans
+from app.http.middleware.hosts import HostAllowList
+from app.http.middleware.limits import RequestLimits
+from app.http.middleware.problems import ProblemResponses
+from app.http.middleware.telemetry import Telemetry
+from app.http.routes import admin, health, metrics, model, page, predict
+from app.http.v2 import routes as v2
+from app.models.model import Model
+from app.runtime import Runtime
 from app.service import Service
 from app.settings import Settings
+from psc_core.model.predictor import PSC
 from psc_core.version import __version__
 
 
-class Application(FastAPI):
-    """FastAPI behind our own front: its layers cost a prediction more than all of its own work.
-
-    Attributes:
-        front: What every request meets first; it leads to :meth:`routed` unless there is a shorter way.
-    """
-
-    front: ASGIApp
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.front(scope, receive, send)
-
-    async def routed(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The framework's own way."""
-        await super().__call__(scope, receive, send)
-
-
-def create_app(settings: Settings, models: Mapping[str, Model] | None = None) -> FastAPI:
+def create_app(
+    settings: Settings, models: Mapping[str, Model] | None = None, *, runtime: Runtime | None = None
+) -> FastAPI:
     """The application.
 
     Args:
         settings: All settings.
         models: Serve these by name instead of the settings' bundles.
+        runtime: The process that hosts it; by default one that needs nothing of us.
 
     Returns:
         An application whose lifespan loads the models; ``app.state.service`` is its :class:`Service`.
 
     Raises:
-        ValueError: API keys that cannot be used.
+        UsageError: API keys that cannot be used.
     """
-    service = Service(settings, lambda path: _load(settings, path), models)
+    runtime = runtime or Runtime()
+
+    def load(path: Path) -> Model:
+        return PSC.load(path, device=settings.device, allow_factories=settings.allow_factories)
+
+    service = Service(settings, load, models, on_models_changed=runtime.models_changed, on_failure=runtime.failed)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        await service.start()
-        yield
-        await service.close()
+        with runtime.running(service):
+            await service.start(wait_until_ready=settings.workers > 1)
+            yield
+            await service.close()
 
-    app = Application(
+    app = FastAPI(
         title="PSC",
         version=__version__,
         description="Image classification with uncertainty from probabilistic skip connections.",
         lifespan=lifespan,
         redirect_slashes=False,
+        root_path=settings.root_path.rstrip("/"),
+        exception_handlers=problems.HANDLERS,
     )
     app.state.service = service
-    problems.install(app)
-    shortcuts = predict.add_routes(app.router, service)
-    for router in (health.router, metrics.router, model.router, admin.router, v2.router):
+    for router in (predict.router, health.router, metrics.router, model.router, admin.router, v2.router):
         app.include_router(router)
     if settings.page:
-        app.include_router(page.router)
-    if settings.otel:
-        tracing.configure_export()
-    app.front = _wrap(app.routed, shortcuts, settings, service)
-    _complete_openapi(app)
+        page.add_to(app)
+    _add_middleware(app, service)
+    openapi.complete(app)
     return app
 
 
-def _load(settings: Settings, path: Path) -> Model:
-    from psc_core.model.predictor import PSC
-
-    return PSC.load(path, device=settings.device, allow_factories=settings.allow_factories)
-
-
-def _wrap(app: ASGIApp, shortcuts: Mapping[str, Shortcut], settings: Settings, service: Service) -> ASGIApp:
+def _add_middleware(app: FastAPI, service: Service) -> None:
     """What every request passes, innermost first."""
-    app = Shortcuts(app, shortcuts)
+    settings = service.settings
+    app.add_middleware(RequestLimits, service=service)
+    app.add_middleware(ProblemResponses, metrics=service.metrics)
     if settings.allowed_hosts:
-        app = HostAllowList(app, allowed_hosts=settings.allowed_hosts, www_redirect=False)
-    app = Requests(app, service=service)
+        app.add_middleware(HostAllowList, allowed_hosts=settings.allowed_hosts, www_redirect=False)
+    app.add_middleware(Telemetry, service=service)
     if settings.cors_origins:  # Outside: a browser shows a page no error without these headers.
-        app = CORSMiddleware(
-            app,
+        app.add_middleware(
+            CORSMiddleware,
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=["Retry-After", "traceresponse", v2.HEADER],
         )
     if settings.otel:
-        app = tracing.SpanMiddleware(app)
-    if settings.root_path:
-        app = RootPath(app, path=settings.root_path)
-    return app
-
-
-def _complete_openapi(app: FastAPI) -> None:
-    """Add the schemas that routes refer to by name only; invalid parameters are 400, not FastAPI's 422."""
-    build = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = build()
-        schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for path in document["paths"].values():
-            for operation in path.values():
-                _drop_default_422(operation["responses"])
-        for name in ("HTTPValidationError", "ValidationError"):
-            schemas.pop(name, None)
-        for kind in (ProblemDocument, JsonImages):
-            schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-            schemas.update(schema.pop("$defs", {}))
-            schemas[kind.__name__] = schema
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _drop_default_422(responses: dict[str, Any]) -> None:
-    content = responses.get("422", {}).get("content", {})
-    if "HTTPValidationError" in str(content):
-        del responses["422"]
+        spans.configure_export()
+        app.add_middleware(spans.SpanMiddleware)
+    if settings.access_log:  # What it changes, the client's address, is only logged.
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1"))

@@ -1,24 +1,23 @@
 """Uvicorn's HTTP protocol with limits: how long a request's head may be, and how long a client may keep us waiting.
 
 Uvicorn itself takes a head of any size at any pace, takes trailers of any size for more headers, waits for ever for a
-client that sends something else than a head, and keeps an answer for as long as nobody reads it.  It sends the head of
-an answer apart from its body.  And it takes a request that offers another protocol, such as the first of Java's client,
-for one without a body.
+client that sends something else than a head, and keeps an answer for as long as nobody reads it.  And it takes a
+request that offers another protocol, such as the first of Java's client, for one without a body.
+
+This leans on details of uvicorn's own class, so uvicorn is pinned to the versions that it was tested with.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Final
+from collections.abc import Iterable
+from typing import Any, Final
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES: Final = 1 << 16
 """Longest request line with headers, and most of a body that is not its content, at a stretch; bytes."""
-
-_MOST_HELD_BYTES: Final = 1 << 16
 
 
 def _refusal(status: bytes, text: bytes) -> bytes:
@@ -43,53 +42,6 @@ class _Tunnel(Exception):
     """A CONNECT request: what follows its head is not HTTP."""
 
 
-class JoinedWrites:
-    """A transport by which what is written in one turn of the event loop, such as head and body, goes in one piece.
-
-    Two pieces are two system calls here, and two packets and two wake-ups there.
-
-    Args:
-        transport: Takes the pieces.
-        loop: Of the connection.
-        on_close: Called after :meth:`close`, when the transport may still have something to send.
-    """
-
-    def __init__(
-        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, on_close: Callable[[], None]
-    ) -> None:
-        self._transport = transport
-        self._loop = loop
-        self._on_close = on_close
-        self._written: list[bytes] = []
-        self._size = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if not self._written:
-            self._loop.call_soon(self._send)
-        self._written.append(data)
-        self._size += len(data)
-        if self._size >= _MOST_HELD_BYTES:  # What is held back cannot make the transport pause the writer.
-            self._send()
-
-    def close(self) -> None:
-        if self._transport.is_closing():
-            return
-        self._send()
-        self._transport.close()
-        self._on_close()
-
-    def get_write_buffer_size(self) -> int:
-        return self._transport.get_write_buffer_size() + self._size
-
-    def _send(self) -> None:
-        written, self._written, self._size = self._written, [], 0
-        if written and not self._transport.is_closing():
-            self._transport.write(b"".join(written))
-
-
 class LimitedProtocol(HttpToolsProtocol):
     """One connection.  A request that comes whole, on a connection that is in use, costs no timer.
 
@@ -98,13 +50,10 @@ class LimitedProtocol(HttpToolsProtocol):
     long.  Line ends between requests are no use of a connection.
     """
 
-    patience_s: ClassVar[float] = 60.0
-    """Seconds in which a head must be complete, and so must a body whose request was answered before it came; and in
-    which a client must take something of an answer, also of one behind which the connection is closed."""
-
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.url = b""
+        self._timeout_s: float = self.config.loaded_app.state.service.settings.upload_seconds
         self._in_head = True
         self._read_bytes = 0
         self._head_bytes = 0  # What has come of the head, or since the last bytes of a body; while parsing, at most.
@@ -115,7 +64,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unread = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(JoinedWrites(transport, self.loop, self._watch_answer))  # type: ignore[arg-type]
+        super().connection_made(transport)
         self._watch_client()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -209,6 +158,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self._watch_answer()
         if not self.cycle.response_complete:  # There is another, in the pipeline.
             return
         if self._refused is not None:
@@ -248,7 +199,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _watch_answer(self) -> None:
         self._end_answer()
         self._unread = self.transport.get_write_buffer_size()
-        self._answer_timer = self.loop.call_later(self.patience_s, self._check_answer)
+        self._answer_timer = self.loop.call_later(self._timeout_s, self._check_answer)
 
     def _check_answer(self) -> None:
         if self.transport.get_write_buffer_size() < self._unread:
@@ -257,7 +208,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _watch_client(self) -> None:
-        self._client_timer = self.loop.call_later(self.patience_s, self._check_client)
+        self._client_timer = self.loop.call_later(self._timeout_s, self._check_client)
 
     def _check_client(self) -> None:
         self._client_timer = None
@@ -275,20 +226,3 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._answer_timer is not None:
             self._answer_timer.cancel()
             self._answer_timer = None
-
-
-def protocol(patience_s: float, on_end: Callable[[], None]) -> type[LimitedProtocol]:
-    """The class for a server whose clients may keep it waiting for ``patience_s`` seconds.
-
-    Args:
-        patience_s: See the class.
-        on_end: Called when a connection has ended.
-    """
-
-    class Protocol(LimitedProtocol):
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            on_end()
-
-    Protocol.patience_s = patience_s
-    return Protocol

@@ -1,29 +1,27 @@
-"""What the routes share, at ``app.state.service``: settings, models, metrics, keys, and how it ends."""
+"""What the routes share, at ``app.state.service``: settings, models, metrics, keys, and how the process ends."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
-from starlette.requests import Request
-
-from app.auth import ApiKeys, require
-from app.errors import Forbidden
-from app.metrics import Metrics
-from app.model import Model
-from app.registry import Loader, Registry
+from app.auth import ApiKeys
+from app.models.model import Loader, Model
+from app.models.registry import Registry
+from app.models.served import ModelStarter
+from app.observability.gpu import gpu_usage
+from app.observability.metrics import Metrics
 from app.settings import Settings
-from app.step import gpu_usage
 from psc_core.errors import DeviceError, PSCError
 
 logger = logging.getLogger("psc.service")
 
 SWEEP_SECONDS: Final = 0.05
-"""How often deadlines, departed clients and bookkeeping are looked after."""
+"""How often deadlines, departed clients and recorded predictions are looked after."""
 
-EXIT_BAD_INPUT, EXIT_FAILURE = 2, 1
+EXIT_FAILURE, EXIT_BAD_INPUT = 1, 2
 
 
 class Service:
@@ -33,63 +31,78 @@ class Service:
         settings: All settings.
         loader: Reads a bundle directory.
         models: Served by name instead of the bundles.
+        on_models_changed: Called when every model is ready, and when replaced models have ended.
+        on_failure: Called when the process should end, with ``exit_code`` and ``exit_message`` set.
 
     Attributes:
         settings: As given.
         metrics: Of this application.
         keys: Who may do what.
-        guard: Lets a request pass or raises 401; await it before anything else in a prediction route.
         registry: The models.
-        exit_code: What the process should end with; set by :meth:`fatal`.
+        exit_code: What the process should end with.
         exit_message: Why, one line.
-        on_fatal: Called when the process should end; the server sets it.
-        load_before_accepting: Whether the server should accept requests only once every model is ready,
-            because other processes answer meanwhile.
-        on_ready: Called when every model is ready; the server sets it.
-        on_reloaded: Called when a client has had models reloaded; the server sets it.
         inflight: Requests being answered.
         draining: Whether the service is about to end.
     """
 
-    def __init__(self, settings: Settings, loader: Loader, models: Mapping[str, Model] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        loader: Loader,
+        models: Mapping[str, Model] | None,
+        *,
+        on_models_changed: Callable[[], None],
+        on_failure: Callable[[], None],
+    ) -> None:
         self.settings = settings
         self.metrics = Metrics()
         self.keys = ApiKeys.from_settings(settings)
-        self.guard: Callable[[Request], Awaitable[None]] = require(self.keys.predict)
-        self._admin_guard = require(self.keys.admin)
-        self.registry = Registry(settings, self.metrics, loader=loader, models=models, on_failure=self._device_failed)
+        self.registry = Registry(
+            ModelStarter(settings, self.metrics, on_failure=self._device_failed),
+            loader,
+            dict(settings.named_bundles),
+            self.metrics,
+            given=models,
+            retire_within_s=settings.deadline_seconds,
+            on_retired=on_models_changed,
+        )
         self.exit_code = 0
         self.exit_message = ""
-        self.on_fatal: Callable[[], None] = lambda: None
-        self.load_before_accepting = False
-        self.on_ready: Callable[[], None] = lambda: None
-        self.on_reloaded: Callable[[], None] = lambda: None
         self.inflight = 0
         self.draining = False
+        self._on_models_changed = on_models_changed
+        self._on_failure = on_failure
+        self._drained_by = 0.0
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def admin_guard(self, request: Request) -> None:
-        """Let holders of an admin key pass.
+    async def start(self, *, wait_until_ready: bool) -> None:
+        """Begin to load; readiness tells when it is done.
+
+        Args:
+            wait_until_ready: Return only then, and raise what goes wrong, because other processes answer meanwhile.
 
         Raises:
-            Forbidden: No admin key is configured, so nobody may.
-            Unauthorized: No key, or not an admin key.
+            PSCError: A bundle cannot be used, or its network failed at warm-up.
         """
-        if not self.keys.admin:
-            raise Forbidden("expected admin keys to be configured, there are none; set PSC_ADMIN_KEYS")
-        await self._admin_guard(request)
-
-    async def start(self) -> None:
-        """Begin to load; readiness tells when it is done."""
         if not self.keys.predict:
             logger.warning("API keys are off: anyone who reaches this port may predict (PSC_API_KEYS)")
         if not self.keys.admin:
             logger.warning("admin keys are off: /admin answers 403 (PSC_ADMIN_KEYS)")
         loop = asyncio.get_running_loop()
-        loading = loop.create_task(self._load())
-        self._tasks = [loading, loop.create_task(self._sweep())]
-        if self.load_before_accepting:
-            await loading
+        self._tasks = [loop.create_task(self._sweep())]
+        if wait_until_ready:
+            await self.registry.start()
+            self._on_models_changed()
+        else:
+            self._tasks.append(loop.create_task(self._load()))
+
+    def begin_drain(self) -> None:
+        """Report not ready from now on, and end within ``drain_seconds``."""
+        if not self.draining:
+            self.draining = True
+            self._drained_by = asyncio.get_running_loop().time() + self.settings.drain_seconds
+            logger.info("draining", extra={"inflight": self.inflight})
+            self.registry.begin_drain()
 
     async def close(self) -> None:
         """Finish what was admitted and end all threads."""
@@ -97,64 +110,55 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.registry.close(within_s=self.settings.drain_seconds)
-        self.metrics.book()
-
-    def begin_drain(self) -> None:
-        """Report not ready from now on."""
-        self.draining = True
-        self.registry.begin_drain()
-
-    def fatal(self, message: str, exit_code: int) -> None:
-        """Have the process end with ``exit_code`` once what was accepted is answered."""
-        if self.exit_code == 0:
-            self.exit_code, self.exit_message = exit_code, message
-        self.on_fatal()
-
-    def refresh(self) -> None:
-        """Bring gauges and booked metrics up to date; before a scrape and with each sweep."""
-        metrics = self.metrics
-        metrics.gauge("psc_queue_depth", self.registry.pending)
-        metrics.gauge("psc_inflight_requests", self.inflight)
-        metrics.gauge("psc_ready", 0.0 if self.registry.reasons() else 1.0)
-        metrics.book()
-
-    def refresh_gpu(self) -> None:
-        """Read GPU memory and utilisation, where there is a GPU."""
-        for device in {served.model.device for served in self.registry.served}:
-            usage = gpu_usage(device)
-            for kind, size in usage.memory_bytes.items():
-                self.metrics.gauge("psc_gpu_memory_bytes", size, device=str(device), kind=kind)
-            if usage.utilisation is not None:
-                self.metrics.gauge("psc_gpu_utilisation_ratio", usage.utilisation, device=str(device))
+        await self.registry.close(within_s=max(0.0, self._drained_by - asyncio.get_running_loop().time()))
 
     async def reload_quietly(self) -> None:
-        """Reload every bundle, when no other reload runs; a failure is logged and changes nothing (SIGHUP)."""
+        """Reload every bundle, when no other reload runs; a failure is logged and changes nothing."""
         try:
             await self.registry.reload_when_free()
         except PSCError as error:
             logger.error("reload failed, the old models stay: %s", error)
 
+    def refresh_metrics(self) -> None:
+        """Bring the metrics up to date; before a scrape and with each sweep."""
+        self.registry.sweep()
+        self.metrics.get("psc_inflight_requests").set(self.inflight)
+        self.metrics.get("psc_ready").set(0.0 if self.registry.reasons() else 1.0)
+
+    def refresh_gpu_metrics(self) -> None:
+        """Read GPU memory and utilisation, where there is a GPU."""
+        for device in {served.model.device for served in self.registry.served}:
+            usage = gpu_usage(device)
+            for kind, size in usage.memory_bytes.items():
+                self.metrics.get("psc_gpu_memory_bytes", device=str(device), kind=kind).set(size)
+            if usage.utilisation is not None:
+                self.metrics.get("psc_gpu_utilisation_ratio", device=str(device)).set(usage.utilisation)
+
     async def _load(self) -> None:
         try:
             await self.registry.start()
-            self.on_ready()
+            self._on_models_changed()
         except DeviceError as error:
-            self.fatal(str(error), EXIT_FAILURE)
+            self._fail(str(error), EXIT_FAILURE)
         except PSCError as error:
-            self.fatal(str(error), EXIT_BAD_INPUT)
+            self._fail(str(error), EXIT_BAD_INPUT)
         except Exception as error:
             logger.critical("loading failed", exc_info=error)
-            self.fatal(f"loading failed: {type(error).__name__}; see the log", EXIT_FAILURE)
+            self._fail(f"loading failed: {type(error).__name__}; see the log", EXIT_FAILURE)
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             try:
-                self.registry.sweep()
-                self.refresh()
+                self.refresh_metrics()
             except Exception as error:
                 logger.error("sweep failed", exc_info=error)
 
     def _device_failed(self, error: Exception) -> None:
-        self.fatal(f"the compute device failed: {error}", EXIT_FAILURE)
+        self._fail(f"the compute device failed: {error}", EXIT_FAILURE)
+
+    def _fail(self, message: str, exit_code: int) -> None:
+        """Have the process end with ``exit_code`` once what was accepted is answered."""
+        if self.exit_code == 0:
+            self.exit_code, self.exit_message = exit_code, message
+        self._on_failure()

@@ -1,38 +1,39 @@
 """Every setting of the service in one frozen object: flags, then ``PSC_*`` environment, then a TOML file.
 
-``python -m app.settings`` prints the table for the documentation.  A setting that is not in it is an error
-wherever it was given.
+``python -m app.settings`` prints the table for the documentation.  A setting that is not in it is an error wherever it
+was given.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from tomllib import TOMLDecodeError
 from typing import Any, Final, Literal, Self
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
 
 from psc_core.errors import UsageError
+from psc_core.policy import Alpha, AmbiguityThreshold, Coverage, Policy
 
 ENV_PREFIX: Final = "PSC_"
-NOT_SETTINGS: Final = frozenset({"PSC_DATA", "PSC_CONFIG"})
-"""Variables with the prefix that are not settings: the tests' data folder, and the TOML file itself."""
-NOT_SETTINGS_PREFIX: Final = "PSC_CLIENT_"
-"""Variables of the client, which may share an environment with the service."""
-
-SERVICE_LINK: Final = re.compile(r"PSC_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
-"""Variables that Kubernetes makes for a service named ``psc…``, and Docker for a link; their URLs are values like
-``tcp://…``."""
-
-SMALLEST_ALPHA: Final = 1e-9
-"""Below this no calibration set could promise anything."""
+NOT_SETTINGS: Final = re.compile(
+    r"PSC_(DATA|CLIENT_\w+|(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?))"
+)
+"""Variables with the prefix that are not settings: the tests' data folder, those of the client, which may share an
+environment with the service, and those that Kubernetes makes for a service named ``psc…`` or Docker for a link."""
 
 _MEBIBYTE: Final = 1024 * 1024
-_MOST_PIXELS: Final = 178_956_970
+_MAX_PIXELS: Final = 178_956_970
 """Pillow reads no larger image."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -49,6 +50,7 @@ class Settings(BaseSettings):
         allow_inf_nan=False,
     )
 
+    config: Path | None = Field(default=None, description="TOML file of settings.")
     bundle: tuple[str, ...] = Field(
         default=(),
         description="Bundles to serve, `DIR` or `NAME=DIR`, separated by commas (the flag may be repeated). "
@@ -60,7 +62,7 @@ class Settings(BaseSettings):
         default=1,
         ge=1,
         le=1024,
-        description="Processes, each with its own copy of the models and its share of the connections.",
+        description="Processes, each with its own copy of the models.",
     )
     device: str = Field(
         default="auto",
@@ -81,12 +83,12 @@ class Settings(BaseSettings):
         "not installed are looked for in the working directory.",
     )
 
-    max_batch_size: int = Field(default=64, ge=1, le=4096, description="Most images in one device step.")
+    max_batch_size: int = Field(default=64, ge=1, le=4096, description="Maximum number of images in one device step.")
     max_delay_ms: float = Field(
         default=0.0, ge=0, le=60_000, description="How long a batch may wait to fill, milliseconds; 0 never waits."
     )
     max_queue_images: int = Field(
-        default=2048, ge=1, description="Most images admitted and not yet on the device; beyond it: 429."
+        default=2048, ge=1, description="Maximum number of images admitted and not yet on the device; beyond it: 429."
     )
     deadline_seconds: float = Field(
         default=10.0, gt=0, description="An admitted request is answered within this time, or with 504."
@@ -100,44 +102,43 @@ class Settings(BaseSettings):
     inline_decode_bytes: int = Field(
         default=16 * 1024,
         ge=0,
-        description="Requests of at most this many bytes, and tiny pixel counts, are decoded without a "
+        description="Requests of at most this many bytes, and of few pixels, are decoded without a "
         "thread: for them the hop costs more than the work.",
     )
 
     max_body_bytes: int = Field(default=64 * _MEBIBYTE, ge=1, description="Largest request body, bytes.")
     max_buffered_bytes: int = Field(
-        default=1024 * _MEBIBYTE, ge=1, description="Most body bytes held at once for all requests, bytes."
+        default=1024 * _MEBIBYTE, ge=1, description="Maximum size of all request bodies held at once, bytes."
     )
-    max_images_per_request: int = Field(default=512, ge=1, description="Most images in one request.")
-    max_pixels: int = Field(
-        default=50_000_000, ge=1, le=_MOST_PIXELS, description="Largest width × height of an image."
+    max_images_per_request: int = Field(default=512, ge=1, description="Maximum number of images in one request.")
+    max_pixels: int = Field(default=50_000_000, ge=1, le=_MAX_PIXELS, description="Largest width × height of an image.")
+    max_fields: int = Field(
+        default=1024, ge=1, description="Maximum number of multipart fields in one request, images included."
     )
-    max_fields: int = Field(default=1024, ge=1, description="Most multipart fields in one request, images included.")
-    max_requests: int = Field(default=4096, ge=1, description="Most requests being answered at once; beyond it: 429.")
+    max_requests: int = Field(
+        default=4096, ge=1, description="Maximum number of requests being answered at once; beyond it: 429."
+    )
     upload_seconds: float = Field(
         default=60.0,
         gt=0,
-        description="A body must have arrived within this time, or the answer is 408; a connection whose head is not "
-        "there by then, or whose client takes nothing of an answer for as long, is closed.",
+        description="A body must arrive within this time, or the answer is 408; a connection whose request head does "
+        "not arrive in it, or whose client reads nothing of an answer for as long, is closed.",
     )
 
     keep_alive_seconds: int = Field(
         default=75,
         ge=1,
-        description="An idle connection is closed after this time, which must be longer than a proxy in front keeps "
-        "one: what it sends at that very moment is lost.",
+        description="An idle connection is closed after this time; keep it longer than a proxy in front keeps one, or "
+        "requests sent at that very moment are lost.",
     )
 
-    alpha: float | None = Field(
-        default=None, ge=SMALLEST_ALPHA, lt=1, description="`is_ood` when p ≤ alpha; unset: the bundle's own."
-    )
-    ambiguity_threshold: float | None = Field(
+    alpha: Alpha | None = Field(default=None, description="`is_ood` when p ≤ alpha; unset: the bundle's own.")
+    ambiguity_threshold: AmbiguityThreshold | None = Field(
         default=None,
-        ge=0,
         description="`abstain_ambiguous` above this predictive entropy, nats; unset: the bundle's own.",
     )
-    coverage: float | None = Field(
-        default=None, gt=0, lt=1, description="Coverage of `prediction_set`; unset: the bundle's own."
+    coverage: Coverage | None = Field(
+        default=None, description="Coverage of `prediction_set`; unset: the bundle's own."
     )
 
     api_keys: tuple[SecretStr, ...] = Field(
@@ -160,7 +161,7 @@ class Settings(BaseSettings):
 
     page: bool = Field(default=True, description="Serve the page at `/`.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least severe log line that is written."
+        default="info", description="Least severe level that is logged."
     )
     access_log: bool = Field(
         default=False,
@@ -186,6 +187,12 @@ class Settings(BaseSettings):
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
+
+    @field_validator("port", mode="before")
+    @classmethod
+    def _ignore_service_link(cls, value: object) -> object:
+        """Kubernetes sets PSC_PORT=tcp://… for a service named psc."""
+        return 8000 if isinstance(value, str) and "://" in value else value
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -220,6 +227,11 @@ class Settings(BaseSettings):
         pairs = [entry.split("=", 1) if "=" in entry else ["", entry] for entry in self.bundle]
         return tuple((name or Path(path).resolve().name, Path(path)) for name, path in pairs)
 
+    def policy(self, default: Policy) -> Policy:
+        """The thresholds set here, over those of a bundle."""
+        own = {name: getattr(self, name) for name in Policy.model_fields}
+        return default.model_copy(update={name: value for name, value in own.items() if value is not None})
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -229,34 +241,39 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what :func:`load_settings` passes in: precedence is decided there, in one place."""
-        return (init_settings,)
+        """Flags over environment over the file that one of them names."""
+        flags = init_settings.init_kwargs if isinstance(init_settings, InitSettingsSource) else {}
+        config = flags.get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
+        return init_settings, env_settings, *([TomlConfigSettingsSource(settings_cls, config)] if config else [])
 
 
-def load_settings(
-    flags: Mapping[str, Any] | None = None,
-    *,
-    environment: Mapping[str, str] | None = None,
-    config: Path | None = None,
-) -> Settings:
+def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
     """Settings from flags over environment over file over defaults.
 
     Args:
         flags: Values by field name, as given on the command line.
-        environment: Defaults to the process's.
-        config: TOML file; defaults to what ``PSC_CONFIG`` names.
 
     Raises:
         UsageError: An unknown setting, a value out of range, or a file that cannot be read.
     """
-    environment = os.environ if environment is None else environment
-    if config is None and environment.get("PSC_CONFIG"):
-        config = Path(environment["PSC_CONFIG"])
-    values = {**_from_file(config), **_from_environment(environment), **(flags or {})}
+    flags = flags or {}
+    for variable, value in os.environ.items():
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if not variable.startswith(ENV_PREFIX) or NOT_SETTINGS.fullmatch(variable) or name in Settings.model_fields:
+            continue
+        if "://" not in value:  # PSC_NAME_PORT=tcp://…, of Kubernetes too
+            raise UsageError(f"unknown setting {variable} in the environment; `psc-serve --help` lists them")
+    config = flags.get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
     try:
-        return Settings(**values)
+        if config:
+            Path(config).read_bytes()
+        return Settings(**flags)
     except ValidationError as error:
         raise UsageError("; ".join(_sentence(item) for item in error.errors())) from error
+    except OSError as error:
+        raise UsageError(f"cannot read the settings file {config}: {error.strerror}; check --config") from error
+    except (TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{config} is not TOML: {error}") from error
 
 
 def _sentence(item: Any) -> str:
@@ -265,36 +282,6 @@ def _sentence(item: Any) -> str:
         return f"unknown setting {where!r}; `psc-serve --help` lists them"
     got = "" if "key" in where or isinstance(item["input"], dict) else f", got {item['input']!r}"
     return f"setting {where}: {item['msg']}{got}" if where else str(item["msg"]).removeprefix("Value error, ")
-
-
-def _from_file(config: Path | None) -> dict[str, Any]:
-    if config is None:
-        return {}
-    try:
-        values = tomllib.loads(config.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"expected a settings file at {config}, {error.strerror}; check --config") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"expected TOML in {config}, {error}; correct the file") from error
-    unknown = sorted(set(values) - set(Settings.model_fields))
-    if unknown:
-        raise UsageError(f"unknown setting {unknown[0]!r} in {config}; `psc-serve --help` lists them")
-    return values
-
-
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for variable, value in environment.items():
-        if not variable.startswith(ENV_PREFIX) or variable in NOT_SETTINGS:
-            continue
-        if variable.startswith(NOT_SETTINGS_PREFIX) or SERVICE_LINK.fullmatch(variable) or "://" in value:
-            continue
-        name = variable.removeprefix(ENV_PREFIX).lower()
-        if name not in Settings.model_fields:
-            raise UsageError(f"unknown setting {variable} in the environment; `psc-serve --help` lists them")
-        if value:
-            values[name] = value
-    return values
 
 
 def default_text(name: str) -> str:

@@ -98,4 +98,4 @@ def tiny_bundle(tiny_job: TinyJob) -> Path:
 @pytest.fixture(autouse=True)
 def a_thread_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step is quick enough for the event loop: many tests hold the network up while they look at the rest."""
-    monkeypatch.setattr("app.step.QUICK_SECONDS", 0.0)
+    monkeypatch.setattr("app.inference.steps.eager.QUICK_SECONDS", 0.0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from app.step import EagerStep
+from app.inference.steps import EagerStep
 from benchmarks.device.subjects import random_density, random_head
 from psc_core import PSC
 from psc_core.model.pipeline import Pipeline

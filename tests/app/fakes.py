@@ -16,7 +16,8 @@ from torch import Tensor
 
 from psc_core.calibration.conformal import Calibration
 from psc_core.images.preprocess import Preprocess
-from psc_core.model.pipeline import Outputs
+from psc_core.model.outputs import pack
+from psc_core.policy import Policy
 
 CLASSES = ("dark", "middle", "bright")
 PREPROCESS = Preprocess("L", 8, 8, None, (0.5,), (0.5,))
@@ -32,7 +33,7 @@ class FakePipeline:
     Attributes:
         sizes: Batch sizes seen.
         seconds: How long a step takes.
-        memory: Most images that fit; beyond, out of memory.
+        memory: Maximum number of images that fit; beyond, out of memory.
         dead: Every step fails.
         gate: Steps wait for it.
     """
@@ -61,9 +62,9 @@ class FakePipeline:
         first = images[:, 0, 0, 0]
         if bool((first == POISON).any()):
             raise RuntimeError("poison")
-        rows = rows_of(images)
-        rows[first == NOT_FINITE] = float("nan")
-        return rows
+        packed = outputs_of(images)
+        packed[first == NOT_FINITE] = float("nan")
+        return packed
 
     def explain(self, images: Tensor, /) -> tuple[Tensor, Mapping[str, Tensor]]:
         brightness = images.float().mean((1, 2, 3)) / 255.0
@@ -78,24 +79,22 @@ class FakePipeline:
         }
 
 
-def rows_of(images: Tensor) -> Tensor:
-    """The rows that the fake network gives, one image at a time alike."""
+def outputs_of(images: Tensor) -> Tensor:
+    """The packed outputs of the fake network, the same for an image whatever it is batched with."""
     brightness = images.float().mean((1, 2, 3)) / 255.0
     logits = -20.0 * (brightness[:, None] - torch.tensor([0.0, 0.5, 1.0])).abs()
     probabilities = logits.softmax(1)
     spread = images.float().std((1, 2, 3)) / 255.0
     entropy = torch.special.entr(probabilities).sum(1)
     p_value = (1.0 - 1.8 * spread).clamp(0.01, 1.0)
-    return Outputs(probabilities, entropy, -10.0 * spread, p_value, spread, 10.0 * spread + 2.0 * entropy).pack()
-
-
-@dataclass
-class FakePolicy:
-    """Thresholds."""
-
-    alpha: float = 0.2
-    ambiguity_threshold: float = 0.5
-    coverage: float = 0.9
+    scores = {
+        "predictive_entropy": entropy,
+        "log_density": -10.0 * spread,
+        "ood_score": 10.0 * spread + 2.0 * entropy,
+        "ood_p_value": p_value,
+        "epistemic": spread,
+    }
+    return pack(scores, probabilities)
 
 
 @dataclass
@@ -104,12 +103,12 @@ class FakeModel:
 
     version: str = "v1"
     pipeline: FakePipeline = field(default_factory=FakePipeline)
-    policy: FakePolicy = field(default_factory=FakePolicy)
+    policy: Policy = field(default_factory=lambda: Policy(alpha=0.2, ambiguity_threshold=0.5, coverage=0.9))
     preprocess: Preprocess = PREPROCESS
     classes: tuple[str, ...] = CLASSES
     layer: str = "layer3"
     predictions: str = "psc"
-    epistemic_unit: str = "share"
+    epistemic_unit: str = "fraction"
     report: dict[str, Any] = field(default_factory=lambda: {"metrics": {"accuracy": 0.99}})
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     calibration: Calibration = field(

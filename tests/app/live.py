@@ -19,7 +19,7 @@ from tests.app.fakes import FakeModel
 @contextmanager
 def live_server(models: Mapping[str, Any] | None = None, **settings: Any) -> Iterator[str]:
     """Serve ``models`` (default: one fake, named ``m``) and give the URL, ready to answer."""
-    app = create_app(load_settings({"max_batch_size": 8, **settings}, environment={}), models or {"m": FakeModel()})
+    app = create_app(load_settings({"max_batch_size": 8, **settings}), models or {"m": FakeModel()})
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

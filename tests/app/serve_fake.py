@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from app.cli import EXIT_BAD_INPUT, settings_from
 from app.dispatch import inherited_channel
-from app.logs import configure_logs
+from app.observability.logs import configure_logs
 from app.sockets import make_socket
 from app.supervisor import Supervisor
 

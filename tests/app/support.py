@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 
 from app.main import create_app
-from app.model import Model
+from app.models.model import Model
+from app.runtime import Runtime
 from app.service import Service
 from app.settings import load_settings
 from tests.app.fakes import FakeModel
@@ -33,6 +34,11 @@ class Running:
     def model(self) -> Any:
         return next(iter(self.models.values()))
 
+    @property
+    def pending(self) -> int:
+        """Images admitted and not yet on a device."""
+        return sum(served.engine.pending for served in self.service.registry.served)
+
     async def metric(self, line: str) -> float:
         """The value of the exposition line that begins with ``line``."""
         text = (await self.client.get("/metrics")).text
@@ -48,11 +54,11 @@ async def until(condition: Any, seconds: float = 10.0) -> None:
 
 @asynccontextmanager
 async def running(
-    models: Mapping[str, Any] | None = None, *, ready: bool = True, **settings: Any
+    models: Mapping[str, Any] | None = None, *, ready: bool = True, runtime: Runtime | None = None, **settings: Any
 ) -> AsyncIterator[Running]:
     """Start the application with fake models (default: one, named ``m``), stop it at the end."""
     models = {"m": FakeModel()} if models is None else models
-    app = create_app(load_settings({"max_batch_size": 8, **settings}, environment={}), models)
+    app = create_app(load_settings({"max_batch_size": 8, **settings}), models, runtime=runtime)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
@@ -79,4 +85,4 @@ def serve_next(app: Running, *models: Model | Exception, name: str = "m") -> Non
     registry: Any = app.service.registry
     registry._given = None
     registry._loader = load
-    registry._paths = {each: Path(each) for each in registry.names}
+    registry._bundles = {each: Path(each) for each in registry.names}

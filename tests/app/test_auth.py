@@ -12,7 +12,8 @@ from pydantic import SecretStr
 from starlette.requests import Request
 
 from app.auth import ApiKeys, KeySet, require
-from app.errors import Unauthorized, problem_of
+from app.errors import Unauthorized
+from app.http.problems import problem_of
 from psc_core.errors import UsageError
 
 KEYS = ApiKeys(predict=["predict-one", "predict-two"], admin=["admin-one"])

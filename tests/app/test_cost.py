@@ -105,7 +105,7 @@ async def held(app: Running) -> asyncio.Task[int]:
     """A request that keeps the device busy until the gate opens."""
     app.model.pipeline.gate.clear()
     task = asyncio.create_task(post(app.app, png(1)))
-    await until(lambda: app.service.inflight == 1 and app.service.registry.pending == 0)
+    await until(lambda: app.service.inflight == 1 and app.pending == 0)
     await asyncio.sleep(0.05)
     return task
 
@@ -118,7 +118,7 @@ async def test_futures_and_hops_of_requests_that_share_a_batch() -> None:
         engine._loop = loop = CountingLoop(engine._loop)  # type: ignore[assignment]
         app.model.pipeline.sizes.clear()
         requests = [asyncio.create_task(post(app.app, png(k))) for k in range(50)]
-        await until(lambda: app.service.registry.pending == 50)
+        await until(lambda: app.pending == 50)
         assert loop.counts == {"create_future": 50, "call_soon": 1}
         app.model.pipeline.gate.set()
         assert await asyncio.gather(first, *requests) == [200] * 51
@@ -144,7 +144,7 @@ async def test_one_handover_to_the_device_and_one_judgement_for_each_batch() -> 
             object.__setattr__(owner, name, counted)
         first = await held(app)
         requests = [asyncio.create_task(post(app.app, png(k))) for k in range(50)]
-        await until(lambda: app.service.registry.pending == 50)
+        await until(lambda: app.pending == 50)
         app.model.pipeline.gate.set()
         assert await asyncio.gather(first, *requests) == [200] * 51
         assert done == {"launch": 2, "fetch": 2, "judge": 2}

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from app.main import create_app
-from app.schemas import PredictResponse
+from app.response import PredictResponse
 from app.settings import load_settings
 from psc_core import PSC
 from psc_core.data.spec import open_dataset
@@ -45,7 +45,7 @@ def digits(data_root: Path) -> list[bytes]:
 
 def serve(bundle: Path, **settings: Any) -> Any:
     options = {"bundle": f"tiny={bundle}", "device": "cpu", "allow_factories": ALLOW, "admin_keys": "root"}
-    return create_app(load_settings({**options, **settings}, environment={}))
+    return create_app(load_settings({**options, **settings}))
 
 
 async def answer(client: httpx.AsyncClient, files: list[bytes], query: str = "") -> dict[str, Any]:

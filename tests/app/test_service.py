@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from app.logs import JsonFormatter
-from app.problems import responses
-from app.schemas import ModelDocument
-from app.tracing import begin_trace, current_trace
+from app.http.problems import responses
+from app.http.schemas import ModelDocument
+from app.observability.logs import JsonFormatter
+from app.observability.tracing import begin_trace, current_trace
 from tests.app.fakes import FakeModel, png
 from tests.app.support import PNG, running
 

@@ -70,17 +70,17 @@ def test_variables_that_kubernetes_makes_are_ignored() -> None:
 
 def test_hosts_that_starlette_takes_are_taken() -> None:
     hosts = ("*", "*.a.org", "a.org")
-    assert load_settings({"allowed_hosts": ",".join(hosts)}, environment={}).allowed_hosts == hosts
+    assert load_settings({"allowed_hosts": ",".join(hosts)}).allowed_hosts == hosts
 
 
 def test_pillow_reads_as_many_pixels_as_may_be_asked_for() -> None:
     most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
-    assert load_settings({"max_pixels": most}, environment={}).max_pixels == most
+    assert load_settings({"max_pixels": most}).max_pixels == most
 
 
 def test_keys_are_never_shown() -> None:
     with pytest.raises(UsageError) as caught:
-        load_settings({"api_keys": 5, "port": "x"}, environment={})
+        load_settings({"api_keys": 5, "port": "x"})
     assert "5" not in str(caught.value)
     with pytest.raises(UsageError, match="PSC_API_KEY ") as caught:
         load_settings(environment={"PSC_API_KEY": "hunter2"})
@@ -106,7 +106,7 @@ def test_foreign_variables_are_left_alone() -> None:
 
 
 def test_bundles_have_names() -> None:
-    settings = load_settings({"bundle": "main=/b/one, /b/two/"}, environment={})
+    settings = load_settings({"bundle": "main=/b/one, /b/two/"})
     assert settings.named_bundles == (("main", Path("/b/one")), ("two", Path("/b/two/")))
 
 
@@ -144,7 +144,7 @@ def test_unknown_flags_are_bad_usage(arguments: list[str], capsys: pytest.Captur
 
 def test_workers_share_the_threads_unless_told() -> None:
     chosen = {
-        flags: network_threads(load_settings(dict(flags), environment={}), 8)
+        flags: network_threads(load_settings(dict(flags)), 8)
         for flags in ((), (("workers", 2),), (("workers", 3),), (("workers", 16),), (("workers", 2), ("threads", 8)))
     }
     assert list(chosen.values()) == [8, 4, 2, 1, 8]

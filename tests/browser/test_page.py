@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from app.routes.page import SECURITY_HEADERS
+from app.http.routes.page import SECURITY_HEADERS
 from tests.app.fakes import FakeModel, pixels, png
 from tests.app.live import live_server
 

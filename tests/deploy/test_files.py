@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from app.main import create_app
-from app.metrics import METRICS, Metric
+from app.observability.metrics import METRICS, Metric
 from app.settings import load_settings
 from tests.deploy.tools import DEPLOY, ROOT, checked, program
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from app.cli import parser as serve_parser
-from app.client_cli import parser as predict_parser
+from app.client.cli import parser as predict_parser
 from psc_core.cli.evaluate import parser as eval_parser
 from psc_core.cli.fit import parser as fit_parser
 from tests.conftest import ROOT
@@ -72,7 +72,7 @@ def test_the_readmes_python_imports_what_there_is() -> None:
         assert hasattr(psc_core, name)
 
 
-@pytest.mark.parametrize(("module", "document"), [("app.settings", "settings.md"), ("app.metrics", "metrics.md")])
+@pytest.mark.parametrize(("module", "document"), [("app.settings", "settings.md"), ("app.observability.metrics", "metrics.md")])
 def test_generated_tables_are_up_to_date(module: str, document: str) -> None:
     printed = subprocess.run([sys.executable, "-m", module], check=True, capture_output=True, text=True, cwd=ROOT)
     assert printed.stdout.strip() in (ROOT / "docs" / document).read_text(), f"python -m {module} > docs/{document}"

@@ -11,7 +11,7 @@ import torch
 
 from psc_core import PRESETS, PSC, open_dataset
 from psc_core.cli.fit import main
-from psc_core.model.pipeline import Outputs
+from psc_core.model.outputs import Outputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -38,7 +38,7 @@ def test_the_gpu_gives_the_cpus_numbers(
 
 @pytest.mark.parametrize("size", [1, 3, 8, 33, 64])
 def test_a_captured_graph_equals_the_eager_pipeline(shipped_bundle: Path, digits: torch.Tensor, size: int) -> None:
-    from app.step import make_step
+    from app.inference.steps import make_step
 
     psc = PSC.load(shipped_bundle, device="cuda")
     shape = (psc.preprocess.channels, psc.preprocess.height, psc.preprocess.width)
@@ -48,10 +48,10 @@ def test_a_captured_graph_equals_the_eager_pipeline(shipped_bundle: Path, digits
     step.launch(0, size)
     rows = step.fetch(0, size)
     with torch.inference_mode():
-        expected = Outputs.unpack(psc.pipeline(digits[:size].cuda()).cpu())
-    got = Outputs.unpack(torch.from_numpy(np.array(rows)))
+        expected = Outputs(psc.pipeline(digits[:size].cuda()).cpu())
+    got = Outputs(torch.from_numpy(np.array(rows)))
     torch.testing.assert_close(got.probabilities, expected.probabilities, atol=1e-5, rtol=0)
-    torch.testing.assert_close(got.log_density, expected.log_density, atol=1e-2, rtol=1e-5)
+    torch.testing.assert_close(got["log_density"], expected["log_density"], atol=1e-2, rtol=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -70,7 +70,7 @@ def test_fused_features_are_the_originals(shipped_bundle: Path, digits: torch.Te
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_replayed_step_waits_for_nothing(shipped_bundle: Path, digits: torch.Tensor) -> None:
-    from app.step import make_step
+    from app.inference.steps import make_step
 
     psc = PSC.load(shipped_bundle, device="cuda")
     step = make_step(psc.pipeline, (1, 28, 28), max_batch=64, device=psc.device, compiled=False)

@@ -1,0 +1,344 @@
+"""A typed client of the service; needs httpx and pydantic, and nothing that needs torch.
+
+::
+
+    with Client("http://localhost:8000") as client:
+        for prediction in client.predict(["cat.jpg", image_bytes]).predictions:
+            print(prediction.label, prediction.ood_p_value, prediction.decision)
+
+:class:`AsyncClient` has the same methods as coroutines.  A request that met a full queue (429), a service that is not
+ready (503) or no connection is sent again, a bounded number of times, after the time the service asks for in
+``Retry-After``.  Everything else raises at once; see :class:`ClientError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+from urllib.parse import quote
+
+import httpx
+from pydantic import ValidationError
+
+from app.client.errors import (
+    BadAnswer,
+    ConnectionFailed,
+    InputError,
+    NotAllowed,
+    Overloaded,
+    ProblemError,
+    Refused,
+    ServerFailed,
+    Unavailable,
+    retry_after_seconds,
+)
+from app.response import PredictResponse
+
+DEFAULT_URL: Final = "http://127.0.0.1:8000"
+_RETRIED_STATUS: Final = frozenset({429, 503})
+_NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+ImageInput = str | Path | bytes
+"""A path, or the bytes of an encoded image."""
+
+
+@dataclass(frozen=True)
+class Retry:
+    """How often and how long to try again.
+
+    Attributes:
+        attempts: Maximum number of sends of one request, the first included.
+        max_wait_s: Longest single wait, seconds; a longer ``Retry-After`` raises at once.
+        base_wait_s: First wait where the service names none, seconds; doubles each time, with jitter.
+    """
+
+    attempts: int = 4
+    max_wait_s: float = 30.0
+    base_wait_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or self.max_wait_s < 0 or self.base_wait_s < 0:
+            raise ValueError(f"expected at least 1 attempt and waits of 0 s or more, got {self}")
+
+    def wait_s(self, attempt: int, retry_after_s: float | None) -> float | None:
+        """Seconds before the send after number ``attempt`` (from 1); ``None``: give up."""
+        if attempt >= self.attempts:
+            return None
+        if retry_after_s is not None:
+            return retry_after_s if retry_after_s <= self.max_wait_s else None
+        return min(self.max_wait_s, self.base_wait_s * 2.0 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One request, ready to send any number of times."""
+
+    method: str
+    path: str
+    params: Mapping[str, str] = field(default_factory=dict)
+    files: Sequence[tuple[str, tuple[str, bytes, str]]] = ()
+
+    def build(self, client: httpx.Client | httpx.AsyncClient) -> httpx.Request:
+        files = list(self.files) or None
+        return client.build_request(self.method, self.path, params=dict(self.params), files=files)
+
+
+def _predict_call(
+    images: Sequence[ImageInput],
+    model: str | None,
+    params: Mapping[str, int | float | None],
+    explain: bool,
+) -> _Call:
+    if isinstance(images, (str, bytes, Path)):
+        raise InputError("expected a list of images, got one image; put it into a list")
+    if not images:
+        raise InputError("expected at least one image, got none")
+    query = {name: str(value) for name, value in params.items() if value is not None}
+    if explain:
+        query["explain"] = "true"
+    path = "predict" if model is None else f"models/{quote(model, safe='')}/predict"
+    return _Call("POST", path, query, [_part(image, index) for index, image in enumerate(images)])
+
+
+def _model_call(name: str | None) -> _Call:
+    return _Call("GET", "model" if name is None else f"models/{quote(name, safe='')}")
+
+
+def _part(image: ImageInput, index: int) -> tuple[str, tuple[str, bytes, str]]:
+    if isinstance(image, bytes):
+        return ("images", (f"image-{index}", image, "application/octet-stream"))
+    path = Path(image)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"expected an image file at {path}, got: {error.strerror}; check the path") from error
+    name = path.name.encode("utf-8", "replace").decode()
+    return ("images", (name, data, "application/octet-stream"))
+
+
+def _problem(response: httpx.Response) -> ProblemError:
+    try:
+        document = response.json()
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        document = {"detail": response.text[:200]}
+    status = response.status_code
+    kind: type[ProblemError] = Refused
+    if status in (401, 403):
+        kind = NotAllowed
+    elif status == 429:
+        kind = Overloaded
+    elif status in (503, 504):
+        kind = Unavailable
+    elif status >= 500:
+        kind = ServerFailed
+    return kind(document, status, response.headers)
+
+
+def _document(response: httpx.Response) -> dict[str, Any]:
+    if not response.is_success:
+        raise _problem(response)
+    try:
+        document = response.json()
+    except (ValueError, RecursionError) as error:
+        raise BadAnswer(f"expected JSON from {response.url}, got something else; check the URL") from error
+    if not isinstance(document, dict):
+        raise BadAnswer(f"expected a JSON object from {response.url}, got something else; check the URL")
+    return document
+
+
+def _response(document: Mapping[str, Any]) -> PredictResponse:
+    try:
+        return PredictResponse.model_validate(document, extra="ignore")  # A newer service may say more.
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(map(str, fault["loc"]))
+        raise BadAnswer(f"the answer is not a prediction ({where}: {fault['msg']}); check the URL") from error
+
+
+def _connection_failed(error: httpx.HTTPError, url: httpx.URL) -> ConnectionFailed:
+    reason = str(error) or type(error).__name__
+    return ConnectionFailed(f"expected an answer from {url}, got: {reason}; is the service running there?")
+
+
+class _Base:
+    """What both clients share: options for httpx, and the decision after each attempt."""
+
+    def __init__(self, url: str, api_key: str | None, timeout_s: float, retry: Retry) -> None:
+        self._retry = retry
+        self._options: dict[str, Any] = {
+            "base_url": url.rstrip("/") + "/",
+            "timeout": timeout_s,
+            "headers": {} if api_key is None else {"X-API-Key": api_key},
+        }
+        try:
+            scheme = httpx.URL(url).scheme
+        except httpx.InvalidURL:
+            scheme = ""
+        if scheme not in ("http", "https"):
+            raise InputError(f"expected a URL such as {DEFAULT_URL}, got {url!r}; give http:// or https://")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise InputError("expected an API key of printable ASCII, got one that no header can carry; check it")
+
+    def _after_response(self, response: httpx.Response, attempt: int) -> float | None:
+        if response.status_code not in _RETRIED_STATUS:
+            return None
+        return self._retry.wait_s(attempt, retry_after_seconds(response.headers.get("retry-after")))
+
+    def _after_error(self, error: httpx.HTTPError, attempt: int) -> float | None:
+        return self._retry.wait_s(attempt, None) if isinstance(error, _NOT_SENT) else None
+
+
+class Client(_Base):
+    """Synchronous client; use it as a context manager, from one or several threads.
+
+    Args:
+        url: Where the service is, a path prefix included.
+        api_key: Sent as ``X-API-Key``.
+        timeout_s: Longest time without progress on a connection, seconds.
+        retry: When to try again.
+        transport: For tests.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 60.0,
+        retry: Retry = Retry(),
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        super().__init__(url, api_key, timeout_s, retry)
+        self._http = httpx.Client(**self._options, transport=transport)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def predict(
+        self,
+        images: Sequence[ImageInput],
+        *,
+        model: str | None = None,
+        top_k: int | None = None,
+        alpha: float | None = None,
+        ambiguity_threshold: float | None = None,
+        explain: bool = False,
+    ) -> PredictResponse:
+        """Classify images in one request.
+
+        Args:
+            images: Paths or encoded bytes, at least one.
+            model: Name of the model; the service's default when ``None``.
+            top_k: Only the ``top_k`` most probable classes.
+            alpha: False-alarm rate for ``is_ood`` in this request.
+            ambiguity_threshold: Entropy (nats) above which an image is ambiguous, in this request.
+            explain: Ask for explanations.
+
+        Raises:
+            ClientError: See its subclasses.
+        """
+        params = {"top_k": top_k, "alpha": alpha, "ambiguity_threshold": ambiguity_threshold}
+        call = _predict_call(images, model, params, explain)
+        return _response(_document(self._send(call)))
+
+    def model(self, name: str | None = None) -> dict[str, Any]:
+        """Summary of a served model (the default one when ``None``), as ``GET /model`` gives it."""
+        return _document(self._send(_model_call(name)))
+
+    def _send(self, call: _Call) -> httpx.Response:
+        attempt = 0
+        while True:
+            attempt += 1
+            request = call.build(self._http)
+            try:
+                response = self._http.send(request)
+            except httpx.HTTPError as error:
+                wait_s = self._after_error(error, attempt)
+                if wait_s is None:
+                    raise _connection_failed(error, request.url) from error
+            else:
+                wait_s = self._after_response(response, attempt)
+                if wait_s is None:
+                    return response
+            time.sleep(wait_s)
+
+
+class AsyncClient(_Base):
+    """Asynchronous client; use it as an asynchronous context manager.  Arguments as :class:`Client`."""
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 60.0,
+        retry: Retry = Retry(),
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        super().__init__(url, api_key, timeout_s, retry)
+        self._http = httpx.AsyncClient(**self._options, transport=transport)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def predict(
+        self,
+        images: Sequence[ImageInput],
+        *,
+        model: str | None = None,
+        top_k: int | None = None,
+        alpha: float | None = None,
+        ambiguity_threshold: float | None = None,
+        explain: bool = False,
+    ) -> PredictResponse:
+        """As :meth:`Client.predict`; files are read on a thread."""
+        params = {"top_k": top_k, "alpha": alpha, "ambiguity_threshold": ambiguity_threshold}
+        call = await asyncio.to_thread(_predict_call, images, model, params, explain)
+        return _response(_document(await self._send(call)))
+
+    async def model(self, name: str | None = None) -> dict[str, Any]:
+        """As :meth:`Client.model`."""
+        return _document(await self._send(_model_call(name)))
+
+    async def _send(self, call: _Call) -> httpx.Response:
+        attempt = 0
+        while True:
+            attempt += 1
+            request = call.build(self._http)
+            try:
+                response = await self._http.send(request)
+            except httpx.HTTPError as error:
+                wait_s = self._after_error(error, attempt)
+                if wait_s is None:
+                    raise _connection_failed(error, request.url) from error
+            else:
+                wait_s = self._after_response(response, attempt)
+                if wait_s is None:
+                    return response
+            await asyncio.sleep(wait_s)

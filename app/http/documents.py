@@ -1,0 +1,113 @@
+"""The JSON answer to a prediction request, built from outputs and decisions by the names of their fields.
+
+numpy values go to orjson as they are: a float32 number is printed in as few digits as tell it from its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from app.models.served import ServedModel
+from psc_core.model.decision import Decisions
+from psc_core.model.outputs import FloatArray, Outputs
+from psc_core.policy import Policy
+from psc_core.prediction import DECISIONS, SCORES
+
+UNUSUAL_COMPONENTS: Final = 5
+"""How many components an explanation names."""
+
+
+def predict_response(
+    served: ServedModel,
+    policy: Policy,
+    outputs: Outputs[FloatArray],
+    decisions: Decisions,
+    *,
+    top_k: int | None = None,
+    explanation: Mapping[str, npt.NDArray[Any]] | None = None,
+) -> bytes:
+    """The JSON of a :class:`app.response.PredictResponse`.
+
+    Args:
+        served: The model that answered.
+        policy: Of the decisions.
+        outputs: Of n images, finite.
+        decisions: Of the same images.
+        top_k: Give the ``top`` most probable classes in order instead of all ``probabilities``.
+        explanation: Arrays of ``Pipeline.explain``, images first, to be added.
+    """
+    model = served.model
+    predictions = prediction_documents(outputs, decisions, model.classes, top_k=top_k)
+    if explanation:
+        for document, more in zip(predictions, explanation_documents(explanation, outputs, model.classes), strict=True):
+            document["explanation"] = more
+    document = {
+        "model": {"name": served.name, "version": model.version, "layer": model.layer},
+        "policy": policy.model_dump(),
+        "predictions": predictions,
+    }
+    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def prediction_documents(
+    outputs: Outputs[FloatArray], decisions: Decisions, classes: Sequence[str], *, top_k: int | None = None
+) -> list[dict[str, Any]]:
+    """One :class:`psc_core.prediction.ImagePrediction` for each image."""
+    probabilities = np.ascontiguousarray(outputs.probabilities)
+    documents = []
+    for image, class_index in enumerate(decisions.class_index.tolist()):
+        documents.append(
+            {
+                "label": classes[class_index],
+                "class_index": class_index,
+                "confidence": decisions.confidence[image],
+                **(
+                    {"probabilities": probabilities[image]}
+                    if top_k is None
+                    else {"top": _most_probable(probabilities[image], classes, top_k)}
+                ),
+                **{name: outputs[name][image] for name in SCORES},
+                "is_ood": bool(decisions.is_ood[image]),
+                "decision": DECISIONS[decisions.decision[image]],
+                "prediction_set": [classes[k] for k in decisions.prediction_set[image].nonzero()[0].tolist()],
+            }
+        )
+    return documents
+
+
+def explanation_documents(
+    explanation: Mapping[str, npt.NDArray[Any]], outputs: Outputs[FloatArray], classes: Sequence[str]
+) -> list[dict[str, Any]]:
+    """One :class:`psc_core.prediction.Explanation` for each image.
+
+    ``aleatoric`` and ``epistemic`` are ``None`` where the head does not split its uncertainty.
+    """
+    documents = []
+    for image in range(len(outputs)):
+        deviation = explanation["component_deviation"][image]
+        unusual = np.argsort(-np.abs(deviation), kind="stable")[:UNUSUAL_COMPONENTS].tolist()
+        split = {name: explanation[name][image] for name in ("aleatoric", "epistemic") if name in explanation}
+        documents.append(
+            {
+                "nearest_class": classes[int(explanation["nearest_class"][image])],
+                "class_distances": np.ascontiguousarray(explanation["class_distances"][image]),
+                "unusual_components": [
+                    {"component": component, "deviation": float(deviation[component])} for component in unusual
+                ],
+                "calibration_rank": float(outputs["ood_p_value"][image]),
+                "aleatoric": None,
+                "epistemic": None,
+                **{name: float(value) for name, value in split.items()},
+            }
+        )
+    return documents
+
+
+def _most_probable(probabilities: FloatArray, classes: Sequence[str], count: int) -> list[dict[str, Any]]:
+    best = np.argsort(-probabilities, kind="stable")[:count].tolist()
+    return [{"label": classes[k], "probability": probabilities[k]} for k in best]

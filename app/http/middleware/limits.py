@@ -1,0 +1,73 @@
+"""Limits on what requests may hold: how many at once, the body of each, the bodies of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.errors import BodyTooLarge, QueueFull, TooManyRequests
+from app.http.middleware.probes import is_probe
+from app.service import Service
+
+
+class RequestLimits:
+    """See the module.
+
+    Args:
+        app: What is wrapped.
+        service: Whose settings hold, and which counts requests.
+
+    Attributes:
+        buffered_bytes: Body bytes of the requests being answered.
+    """
+
+    def __init__(self, app: ASGIApp, *, service: Service) -> None:
+        self.app = app
+        self.buffered_bytes = 0
+        self._service = service
+        self._max_requests = service.settings.max_requests
+        self._max_bytes = service.settings.max_body_bytes
+        self._max_buffered_bytes = service.settings.max_buffered_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if self._service.inflight > self._max_requests and not is_probe(scope["path"]):
+            raise TooManyRequests(f"more than {self._max_requests} requests at once; try again in 1 s", retry_after=1)
+        announced = _announced_bytes(scope["headers"])
+        if announced > self._max_bytes:
+            raise self._too_large(f"{announced} bytes")
+        received = 0
+
+        async def receive_counted() -> Message:
+            nonlocal received
+            message = await receive()
+            if message["type"] == "http.request":
+                size = len(message.get("body", b""))
+                received += size
+                self.buffered_bytes += size
+                if received > self._max_bytes:
+                    raise self._too_large("more")
+                if self.buffered_bytes > self._max_buffered_bytes:
+                    raise QueueFull(
+                        f"the request bodies in memory exceed {self._max_buffered_bytes} bytes; try again in 1 s",
+                        retry_after=1,
+                    )
+            return message
+
+        try:
+            await self.app(scope, receive_counted, send)
+        finally:
+            self.buffered_bytes -= received
+
+    def _too_large(self, got: str) -> BodyTooLarge:
+        return BodyTooLarge(f"expected a body of at most {self._max_bytes} bytes, got {got}; send less")
+
+
+def _announced_bytes(headers: Sequence[tuple[bytes, bytes]]) -> int:
+    for name, value in headers:
+        if name == b"content-length":
+            return int(value) if value.isdigit() else 0
+    return 0

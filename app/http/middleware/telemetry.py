@@ -1,0 +1,69 @@
+"""Around every request: its trace, its count and time, and the access log."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.observability.tracing import begin_trace, current_trace, traceparent_of
+from app.service import Service
+
+logger = logging.getLogger("psc.http")
+
+
+class Telemetry:
+    """See the module.
+
+    Args:
+        app: What is wrapped.
+        service: Whose metrics and counters are kept.
+    """
+
+    def __init__(self, app: ASGIApp, *, service: Service) -> None:
+        self.app = app
+        self._service = service
+        self._access_log = service.settings.access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        service, began, status = self._service, time.perf_counter(), 0
+        trace = current_trace.get() or begin_trace(traceparent_of(scope["headers"]))
+        token = current_trace.set(trace)
+
+        async def send_with_trace(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = [*message.get("headers", ()), (b"traceresponse", trace.traceparent.encode("ascii"))]
+                if service.draining:
+                    headers.append((b"connection", b"close"))
+                message["headers"] = headers
+            await send(message)
+
+        service.inflight += 1
+        try:
+            await self.app(scope, receive, send_with_trace)
+        finally:
+            service.inflight -= 1
+            seconds = time.perf_counter() - began
+            route = getattr(scope.get("route"), "path", "unmatched")
+            service.metrics.get("psc_request_seconds", route=route, status=str(status)).observe(seconds)
+            if self._access_log:
+                _log(scope, status, seconds)
+            current_trace.reset(token)
+
+
+def _log(scope: Scope, status: int, seconds: float) -> None:
+    client = scope.get("client")
+    extra = {
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": status,
+        "seconds": round(seconds, 6),
+        "client": client[0] if client else None,
+    }
+    logger.info("request", extra=extra)

@@ -1,0 +1,78 @@
+"""What FastAPI cannot know of the OpenAPI document: bodies that the routes read themselves, and problem documents."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fastapi import FastAPI
+
+from app.http.schemas import ProblemDocument
+
+IMAGES_BODY: Final[dict[str, Any]] = {
+    "required": True,
+    "description": "The images, in one of three forms.",
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["images"],
+                "properties": {
+                    "images": {
+                        "type": "array",
+                        "minItems": 1,
+                        "items": {"type": "string", "format": "binary"},
+                        "description": "JPEG, PNG, WebP, BMP, GIF (first frame) or TIFF files.",
+                    }
+                },
+            }
+        },
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["images"],
+                "additionalProperties": False,
+                "properties": {
+                    "images": {
+                        "type": "array",
+                        "minItems": 1,
+                        "items": {
+                            "type": "object",
+                            "required": ["b64"],
+                            "additionalProperties": False,
+                            "properties": {
+                                "b64": {
+                                    "type": "string",
+                                    "contentEncoding": "base64",
+                                    "pattern": r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
+                                    "description": "Base64 of an image file, padded, without line breaks.",
+                                }
+                            },
+                        },
+                    }
+                },
+            }
+        },
+        "image/*": {"schema": {"type": "string", "format": "binary"}},
+    },
+}
+"""Request body of a prediction."""
+
+
+def complete(app: FastAPI) -> None:
+    """Add the schema of problems, and drop FastAPI's own 422: invalid parameters are 400 here."""
+    build = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = build()
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        for path in document["paths"].values():
+            for operation in path.values():
+                content = operation["responses"].get("422", {}).get("content", {})
+                if "HTTPValidationError" in str(content):
+                    del operation["responses"]["422"]
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        schemas[ProblemDocument.__name__] = ProblemDocument.model_json_schema()
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,229 @@
+"""Errors as RFC 9457 ``application/problem+json``: the one table from errors to HTTP, and the responses.
+
+Under ``/v2`` the body is that of the Open Inference Protocol, ``{"error": …}``.  Details of errors outside the table
+never reach a client.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import orjson
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from app.errors import (
+    BodyTooLarge,
+    ClientGone,
+    DeadlineExceeded,
+    Forbidden,
+    ImageRefused,
+    InferenceFailed,
+    MalformedRequest,
+    NotReady,
+    QueueFull,
+    ReloadRunning,
+    SlowUpload,
+    TooManyImages,
+    TooManyRequests,
+    UnattainableAlpha,
+    Unauthorized,
+    UnknownModel,
+    UnsupportedMedia,
+)
+from app.observability.metrics import Metrics
+from psc_core.errors import (
+    BundleError,
+    DeviceError,
+    ImageTooLarge,
+    PSCError,
+    UndecodableImage,
+    UnsupportedImage,
+    UsageError,
+)
+
+logger = logging.getLogger("psc.http")
+
+MEDIA_TYPE: Final = "application/problem+json"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An RFC 9457 problem before it is a response.
+
+    Attributes:
+        status: HTTP status.
+        type: URI that names the kind of problem.
+        title: Short, the same for every occurrence.
+        detail: This occurrence.
+        headers: Response headers beside the content type.
+        extra: Extension members (``index``, ``filename``, ``retry_after_seconds``).
+        reason: Label of ``psc_rejected_total``.
+    """
+
+    status: int
+    type: str
+    title: str
+    detail: str
+    reason: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The members of the problem document."""
+        return {
+            "type": self.type,
+            "title": self.title,
+            "status": self.status,
+            "detail": self.detail,
+            **self.extra,
+        }
+
+
+TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
+    MalformedRequest: (400, "malformed", "Malformed request"),
+    UsageError: (400, "malformed", "Malformed request"),
+    Unauthorized: (401, "unauthorized", "API key missing or unknown"),
+    Forbidden: (403, "forbidden", "API key not allowed to do this"),
+    UnknownModel: (404, "unknown-model", "No model of this name"),
+    SlowUpload: (408, "slow-upload", "The body arrived too slowly"),
+    ReloadRunning: (409, "reload-running", "A reload is running"),
+    BodyTooLarge: (413, "body-too-large", "Body too large"),
+    TooManyImages: (413, "too-many-images", "Too many images"),
+    ImageTooLarge: (413, "image-too-large", "Image too large"),
+    UnsupportedMedia: (415, "unsupported-media", "Unsupported content type"),
+    UnsupportedImage: (415, "unsupported-image", "Not an image type that is read"),
+    UndecodableImage: (422, "undecodable-image", "Image cannot be decoded"),
+    UnattainableAlpha: (422, "unattainable-alpha", "The calibration images cannot promise this alpha"),
+    BundleError: (422, "bad-bundle", "The bundle cannot be used"),
+    QueueFull: (429, "queue-full", "The queue is full"),
+    TooManyRequests: (429, "too-many-requests", "Too many requests at once"),
+    ClientGone: (499, "client-gone", "The client closed the connection"),
+    InferenceFailed: (500, "inference-failed", "The network failed on this request"),
+    NotReady: (503, "not-ready", "Not ready"),
+    DeviceError: (503, "device-failed", "The compute device failed"),
+    DeadlineExceeded: (504, "deadline", "Deadline exceeded"),
+}
+"""Error class → (HTTP status, last part of the problem type, title)."""
+
+INTERNAL: Final = (500, "internal", "Internal error")
+ROUTING: Final = {
+    404: ("not-found", "No such resource"),
+    405: ("method-not-allowed", "Method not allowed"),
+}
+"""Status → the same of requests that no route takes."""
+
+TYPE_PREFIX: Final = "urn:psc:problem:"
+
+
+def problem_of(error: BaseException) -> Problem:
+    """The problem that describes ``error``; anything outside :data:`TABLE` is an opaque internal error."""
+    cause: BaseException = error.cause if isinstance(error, ImageRefused) else error
+    row = next((TABLE[base] for base in type(cause).__mro__ if base in TABLE), None)
+    if row is None:
+        status, slug, title = INTERNAL
+        detail = "an internal error was logged under this request's id; report it with the id"
+        return Problem(status, TYPE_PREFIX + slug, title, detail, reason=slug)
+    status, slug, title = row
+    headers: dict[str, str] = {}
+    extra: dict[str, Any] = {}
+    if isinstance(error, ImageRefused):
+        extra["index"] = error.index
+        if error.name is not None:
+            extra["filename"] = error.name
+    if isinstance(cause, QueueFull):
+        headers["retry-after"] = str(cause.retry_after)
+        extra["retry_after_seconds"] = cause.retry_after
+    if isinstance(cause, Unauthorized):
+        headers["www-authenticate"] = 'Bearer realm="psc"'
+    if isinstance(cause, (BodyTooLarge, SlowUpload)):
+        headers["connection"] = "close"
+    return Problem(status, TYPE_PREFIX + slug, title, str(error), slug, headers, extra)
+
+
+def markdown_table() -> str:
+    """The error table for the documentation."""
+    lines = ["| status | type | title |", "| --- | --- | --- |"]
+    rows = sorted({*TABLE.values(), INTERNAL, *((status, *row) for status, row in ROUTING.items())})
+    lines += [f"| {status} | `{TYPE_PREFIX}{slug}` | {title} |" for status, slug, title in rows]
+    return "\n".join(lines) + "\n"
+
+
+def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response:
+    """Log what the operator must know of an error, count it, and give the response for it.
+
+    Args:
+        error: Any error.
+        scope: Of the request that it ended.
+        metrics: Where it is counted.
+    """
+    problem = problem_of(error)
+    if problem.status >= 500:
+        crashed = problem.status == 500
+        logger.log(logging.ERROR if crashed else logging.WARNING, "%s", error, exc_info=error if crashed else None)
+    return problem_response(problem, scope, metrics)
+
+
+def problem_response(problem: Problem, scope: Scope, metrics: Metrics) -> Response:
+    """Count a problem and give the response for it."""
+    metrics.get("psc_rejected_total", reason=problem.reason).inc()
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if path == "/v2" or path.startswith("/v2/"):
+        body, media_type = orjson.dumps({"error": problem.detail}), "application/json"
+    else:
+        body, media_type = orjson.dumps(problem.to_json()), MEDIA_TYPE
+    return Response(body, problem.status, dict(problem.headers), media_type=media_type)
+
+
+async def on_http_exception(request: Request, error: Any) -> Response:
+    """What the router refuses: no such path, or not with this method."""
+    slug, title = ROUTING.get(error.status_code, (f"http-{error.status_code}", "Request refused"))
+    problem = Problem(error.status_code, TYPE_PREFIX + slug, title, str(error.detail), slug, error.headers or {})
+    return problem_response(problem, request.scope, request.app.state.service.metrics)
+
+
+async def on_invalid_parameters(request: Request, error: Any) -> Response:
+    """Query parameters that FastAPI refuses: 400, like every other malformed request."""
+    faults = [f"parameter {'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()]
+    return error_response(MalformedRequest("; ".join(faults)), request.scope, request.app.state.service.metrics)
+
+
+HANDLERS: Final[dict[Any, Any]] = {HTTPException: on_http_exception, RequestValidationError: on_invalid_parameters}
+"""Of the errors that the framework raises; all others pass to :mod:`app.http.middleware.problems`."""
+
+
+def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """``responses=`` of a route that can answer with these problem statuses."""
+    schema = {"$ref": "#/components/schemas/ProblemDocument"}
+    return {
+        status: {
+            "description": _DESCRIPTIONS[status],
+            "content": {MEDIA_TYPE: {"schema": schema}},
+            **({"headers": _RETRY_AFTER} if status == 429 else {}),
+        }
+        for status in statuses
+    }
+
+
+_RETRY_AFTER: Final = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 1}}}
+_DESCRIPTIONS: Final = {
+    400: "The body or a parameter does not follow this interface.",
+    401: "API key missing or unknown.",
+    403: "API key not allowed to do this.",
+    404: "No model of this name.",
+    408: "The body arrived too slowly.",
+    409: "A reload is running.",
+    413: "The body, the number of images or an image is too large.",
+    415: "Not one of the three body forms, or not an image type that is read.",
+    422: "An image, the bundle, or an alpha cannot be used.",
+    429: "The queue is full; retry after the seconds of `Retry-After`.",
+    500: "The network failed on an image, or an internal error.",
+    503: "Not ready: warming up, draining, or the device failed.",
+    504: "No answer before the deadline.",
+}

@@ -1,0 +1,1 @@
+"""One module for each resource; :mod:`app.main` includes their routers."""

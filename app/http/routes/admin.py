@@ -1,0 +1,32 @@
+"""``POST /admin/reload``: load bundles again and swap them in, with no request lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from app.http.dependencies import AdminService
+from app.http.problems import responses
+from app.http.schemas import ReloadDocument, ReloadedModel
+
+router = APIRouter(prefix="/admin", tags=["admin"])
+
+
+@router.post("/reload", summary="Reload bundles", responses=responses(400, 401, 403, 404, 409, 422, 503))
+async def reload(
+    service: AdminService,
+    model: Annotated[str | None, Query(description="Only this model; without it all of them.")] = None,
+) -> ReloadDocument:
+    """Read, verify, build and warm up beside the old model, then swap.  A bad bundle changes nothing.
+
+    Of several workers the one that answers has done so; then all are replaced, one after the other.
+    """
+    changes = await service.registry.reload(model)
+    if service.settings.workers > 1:
+        os.kill(os.getppid(), signal.SIGHUP)
+    return ReloadDocument(
+        reloaded=[ReloadedModel(name=name, previous_version=before, version=now) for name, before, now in changes]
+    )

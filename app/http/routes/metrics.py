@@ -1,0 +1,23 @@
+"""``/metrics`` for Prometheus."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from app.http.dependencies import AnyService
+
+router = APIRouter(tags=["metrics"])
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    summary="Metrics",
+)
+async def metrics(service: AnyService) -> Response:
+    """Prometheus text format."""
+    service.refresh_metrics()
+    service.refresh_gpu_metrics()
+    body, content_type = service.metrics.exposition()
+    return Response(body, headers={"content-type": content_type})

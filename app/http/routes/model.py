@@ -1,0 +1,54 @@
+"""``/model`` and ``/models/{name}``: what is served and how it was calibrated."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from fastapi import APIRouter
+
+from app.http.dependencies import PredictService
+from app.http.problems import responses
+from app.http.schemas import CalibrationDocument, Histogram, ModelDocument
+from app.models.served import ServedModel
+
+_BINS: Final = 40
+
+router = APIRouter(tags=["model"], responses=responses(401, 503))
+
+
+@router.get("/model", summary="The default model")
+async def default_model(service: PredictService) -> ModelDocument:
+    """Manifest summary, thresholds and calibration histogram of the default model."""
+    return model_document(service.registry.get(), service.registry.names)
+
+
+@router.get("/models/{name}", summary="A model by name", responses=responses(404))
+async def named_model(service: PredictService, name: str) -> ModelDocument:
+    """As `/model`, of the named model."""
+    return model_document(service.registry.get(name), service.registry.names)
+
+
+def model_document(served: ServedModel, names: tuple[str, ...]) -> ModelDocument:
+    """The document of one served model."""
+    model = served.model
+    scores = model.calibration.scores.cpu().numpy().astype(np.float64)
+    counts, edges = np.histogram(scores, bins=_BINS)
+    return ModelDocument(
+        name=served.name,
+        version=model.version,
+        layer=model.layer,
+        predictions=model.predictions,
+        epistemic_unit=model.epistemic_unit,
+        device=str(model.device),
+        classes=list(model.classes),
+        input=model.preprocess.to_json(),
+        policy=served.policy,
+        calibration=CalibrationDocument(
+            images=len(scores),
+            ood_score_threshold=model.calibration.ood_score_threshold(served.policy.alpha),
+            ood_score=Histogram(edges=edges.tolist(), counts=counts.tolist()),
+        ),
+        report=dict(model.report),
+        models=list(names),
+    )

@@ -1,0 +1,85 @@
+"""``POST /predict`` and ``POST /models/{name}/predict``: images in, predictions with uncertainty out."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from app.http.dependencies import PredictService, refuse_repeated_parameters
+from app.http.disconnect import has_disconnected
+from app.http.documents import predict_response
+from app.http.openapi import IMAGES_BODY
+from app.http.problems import responses
+from app.http.uploads import UploadLimits, read_images
+from app.response import PredictResponse
+from app.service import Service
+from psc_core.model.outputs import Outputs
+from psc_core.policy import Alpha, AmbiguityThreshold
+
+
+class PredictQuery(BaseModel):
+    """Query parameters of a prediction."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    top_k: int | None = Field(
+        default=None,
+        ge=1,
+        le=999_999_999,
+        description="Give the `top_k` most probable classes as `top` instead of all `probabilities`.",
+    )
+    explain: bool = Field(default=False, description="Add an `explanation` to each prediction.")
+    alpha: Alpha | None = Field(
+        default=None,
+        description="`is_ood` when p ≤ alpha, for this request; at least 1/(n + 1) for n calibration images.",
+    )
+    ambiguity_threshold: AmbiguityThreshold | None = Field(
+        default=None, description="`abstain_ambiguous` above this predictive entropy (nats), for this request."
+    )
+
+
+_ROUTE: Final[dict[str, Any]] = {
+    "response_model": PredictResponse,
+    "responses": responses(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504),
+    "openapi_extra": {"requestBody": IMAGES_BODY},
+    "dependencies": [Depends(refuse_repeated_parameters)],
+}
+
+router = APIRouter(tags=["predict"])
+
+
+@router.post("/predict", summary="Classify images with the default model", **_ROUTE)
+async def predict(request: Request, service: PredictService, query: Annotated[PredictQuery, Query()]) -> Response:
+    """Label, probabilities, entropy, log density, OOD p-value, decision and prediction set of each image."""
+    return await _predict(request, service, None, query)
+
+
+@router.post("/models/{name}/predict", summary="Classify images with a model by name", **_ROUTE)
+async def predict_with(
+    request: Request, service: PredictService, name: str, query: Annotated[PredictQuery, Query()]
+) -> Response:
+    """As `/predict`, with the named model."""
+    return await _predict(request, service, name, query)
+
+
+async def _predict(request: Request, service: Service, name: str | None, query: PredictQuery) -> Response:
+    settings = service.settings
+    limits = UploadLimits(settings.max_images_per_request, settings.max_fields, settings.upload_seconds)
+    service.registry.get(name).engine.check_room(deadline_s=settings.deadline_seconds)
+    images = await read_images(request, limits)
+    served = service.registry.get(name)  # After the body: a reload may have swapped it meanwhile.
+    policy = served.policy_with(alpha=query.alpha, ambiguity_threshold=query.ambiguity_threshold)
+    result = await served.engine.predict(
+        images,
+        deadline_s=settings.deadline_seconds,
+        disconnected=partial(has_disconnected, request.receive),
+        explain=query.explain,
+    )
+    outputs = Outputs(result.packed)
+    decisions = served.decide(outputs, policy)
+    served.recorder.predicted(outputs, decisions)
+    body = predict_response(served, policy, outputs, decisions, top_k=query.top_k, explanation=result.explanation)
+    return Response(body, media_type="application/json")

@@ -1,0 +1,86 @@
+"""Documents of the HTTP interface other than predictions (:mod:`app.response`)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from psc_core.policy import Policy
+
+
+class Document(BaseModel):
+    """Immutable, with the declared members only."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ProblemDocument(BaseModel):
+    """RFC 9457 problem."""
+
+    type: str = Field(description="URI of the kind of problem.")
+    title: str
+    status: int = Field(ge=400, le=599)
+    detail: str
+    index: int | None = Field(default=None, ge=0, description="Position of the image at fault.")
+    filename: str | None = Field(default=None, description="File name of the image at fault.")
+    retry_after_seconds: int | None = Field(default=None, ge=1)
+
+
+class HealthDocument(Document):
+    """The process answers."""
+
+    status: Literal["ok"]
+
+
+class ReadyDocument(Document):
+    """Whether predictions are answered now, and why not."""
+
+    status: Literal["ready", "not ready"]
+    reasons: dict[str, str] = Field(description="Model name, or `service`, to what is missing.")
+
+
+class Histogram(Document):
+    """``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
+
+    edges: list[float]
+    counts: list[int]
+
+
+class CalibrationDocument(Document):
+    """The calibration images behind p-values and thresholds."""
+
+    images: int
+    ood_score_threshold: float = Field(description="OOD score above which p ≤ alpha, nats.")
+    ood_score: Histogram
+
+
+class ModelDocument(Document):
+    """One served model."""
+
+    name: str
+    version: str
+    layer: str
+    predictions: str = Field(description="`psc` or `base`.")
+    epistemic_unit: str = Field(description="Of `epistemic`; empty for base predictions, which have none.")
+    device: str
+    classes: list[str]
+    input: dict[str, Any] = Field(description="Preprocessing.")
+    policy: Policy
+    calibration: CalibrationDocument
+    report: dict[str, Any] = Field(description="What fitting measured: collapse, metrics, provenance.")
+    models: list[str] = Field(description="Names of all served models, the default first.")
+
+
+class ReloadedModel(Document):
+    """A model after a reload."""
+
+    name: str
+    previous_version: str
+    version: str
+
+
+class ReloadDocument(Document):
+    """Answer to a reload."""
+
+    reloaded: list[ReloadedModel]

@@ -1,0 +1,200 @@
+"""The body of a prediction request → encoded images, counted and limited while it arrives.
+
+Three forms: ``multipart/form-data`` with the field ``images`` repeated, ``application/json`` with
+``{"images": [{"b64": …}, …]}``, or one raw ``image/*`` body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import ClientDisconnect, Request
+
+from app.errors import (
+    ClientGone,
+    MalformedRequest,
+    TooManyImages,
+    UnsupportedMedia,
+)
+from app.inference.decoder import EncodedImage
+
+FIELD: Final = "images"
+_JSON_INLINE_BYTES: Final = 256 * 1024
+_FORMS: Final = "multipart/form-data with the field 'images', application/json, or image/*"
+
+
+@dataclass(frozen=True, slots=True)
+class UploadLimits:
+    """Limits on one request: images, multipart fields (images included), seconds to arrive."""
+
+    max_images: int
+    max_fields: int
+    seconds: float
+
+
+async def read_images(request: Request, limits: UploadLimits) -> list[EncodedImage]:
+    """The images of a request, at least one.
+
+    Raises:
+        UnsupportedMedia: The content type is none of the three forms.
+        MalformedRequest: The body does not follow its form, or holds no image.
+        TooManyImages: More than ``limits.max_images``; raised as soon as it is known.
+        SlowUpload: The body did not arrive in time.
+        ClientGone: The client left before the body was complete.
+    """
+    content_type = request.headers.get("content-type", "")
+    media = content_type.partition(";")[0].strip().lower()
+    if media.startswith("image/"):
+        image = await read_body(request, limits.seconds)
+        if not image:
+            raise MalformedRequest("the body is empty; send the image file as the body")
+        return [EncodedImage(image)]
+    if media == "application/json":
+        body = await read_body(request, limits.seconds)
+        if len(body) <= _JSON_INLINE_BYTES:
+            return parse_json(body, limits.max_images)
+        return await asyncio.to_thread(parse_json, body, limits.max_images)
+    if media == "multipart/form-data":
+        return await _read_multipart(content_type, request, limits)
+    got = repr(media) if media else "no content type"
+    raise UnsupportedMedia(f"expected {_FORMS}, got {got}; set Content-Type")
+
+
+async def read_body(request: Request, seconds: float) -> bytes:
+    """The whole body.
+
+    Raises:
+        SlowUpload: It did not arrive within ``seconds``.
+        ClientGone: The client left before it was complete.
+    """
+    pieces: list[bytes] = []
+    await _read(request, pieces.append, seconds)
+    return b"".join(pieces)
+
+
+async def _read(request: Request, take: Callable[[bytes], Any], seconds: float) -> None:
+    """Give every piece of the body to ``take``."""
+    try:
+        async with asyncio.timeout(seconds):
+            async for piece in request.stream():
+                if piece:
+                    take(piece)
+    except TimeoutError as error:
+        raise SlowUpload(f"the body did not arrive within {seconds:g} s; send it faster") from error
+    except ClientDisconnect as error:
+        raise ClientGone("the client left while the body arrived") from error
+
+
+def parse_json(body: bytes, max_images: int) -> list[EncodedImage]:
+    """Images of a JSON body; see :func:`read_images` for the errors."""
+    try:
+        document: Any = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise MalformedRequest(f"the body is not JSON: {error.msg} at byte {error.pos}") from error
+    images = document.get(FIELD) if isinstance(document, dict) else None
+    if not isinstance(images, list) or set(document) != {FIELD}:
+        raise MalformedRequest('expected {"images": [{"b64": "…"}, …]} and nothing else; correct the body')
+    if len(images) > max_images:
+        raise TooManyImages(f"expected at most {max_images} images, got {len(images)}; split the request")
+    if not images:
+        raise MalformedRequest("the list of images is empty; add an image")
+    return [EncodedImage(_decode_base64(image, index)) for index, image in enumerate(images)]
+
+
+def _decode_base64(image: Any, index: int) -> bytes:
+    text = image.get("b64") if isinstance(image, dict) and len(image) == 1 else None
+    if not isinstance(text, str):
+        raise MalformedRequest(f'image {index}: expected {{"b64": "…"}} and nothing else; correct the body')
+    try:
+        return binascii.a2b_base64(text, strict_mode=True)
+    except (binascii.Error, ValueError) as error:
+        raise MalformedRequest(f"image {index}: expected base64 with padding and no line breaks: {error}") from error
+
+
+class _Parts:
+    """Callbacks of the streaming parser: keeps image parts, counts and drops every other field."""
+
+    def __init__(self, limits: UploadLimits) -> None:
+        self.images: list[EncodedImage] = []
+        self.others: list[str] = []
+        self.ended = False
+        self._limits = limits
+        self._fields = 0
+        self._header_name = b""
+        self._header_value = b""
+        self._disposition = b""
+        self._name = ""
+        self._file_name: str | None = None
+        self._data = bytearray()
+
+    def on_part_begin(self) -> None:
+        self._fields += 1
+        if self._fields > self._limits.max_fields:
+            raise MalformedRequest(f"expected at most {self._limits.max_fields} fields; send fewer")
+        self._disposition = b""
+        self._data = bytearray()
+
+    def on_header_begin(self) -> None:
+        self._header_name = b""
+        self._header_value = b""
+
+    def on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header_name += data[start:end]
+
+    def on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._header_value += data[start:end]
+
+    def on_header_end(self) -> None:
+        if self._header_name.lower() == b"content-disposition":
+            self._disposition = self._header_value
+
+    def on_headers_finished(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        if b"name" not in options:
+            raise MalformedRequest("a part has no name in its Content-Disposition; add one")
+        self._name = options[b"name"].decode("utf-8", "replace")
+        file_name = options.get(b"filename")
+        self._file_name = file_name.decode("utf-8", "replace") if file_name else None
+        if self._name == FIELD and len(self.images) >= self._limits.max_images:
+            raise TooManyImages(f"expected at most {self._limits.max_images} images; split the request")
+
+    def on_part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._name == FIELD:
+            self._data += data[start:end]
+
+    def on_part_end(self) -> None:
+        if self._name == FIELD:
+            self.images.append(EncodedImage(bytes(self._data), self._file_name))
+        else:
+            self.others.append(self._name)
+
+    def on_end(self) -> None:
+        self.ended = True
+
+
+async def _read_multipart(content_type: str, request: Request, limits: UploadLimits) -> list[EncodedImage]:
+    _, options = parse_options_header(content_type)
+    boundary = options.get(b"boundary")
+    if not boundary:
+        raise MalformedRequest("the Content-Type has no boundary; let the HTTP client set it")
+    parts = _Parts(limits)
+    try:
+        callbacks: Any = {name: getattr(parts, name) for name in vars(_Parts) if name.startswith("on_")}
+        parser = MultipartParser(boundary, callbacks)
+        await _read(request, parser.write, limits.seconds)
+        parser.finalize()
+    except FormParserError as error:
+        raise MalformedRequest(f"the body is not multipart/form-data: {error}") from error
+    if not parts.ended:
+        raise MalformedRequest("the multipart body ends before its last boundary; send it again")
+    if not parts.images:
+        seen = ", ".join(sorted({repr(name) for name in parts.others})) or "no field"
+        raise MalformedRequest(f"expected at least one field {FIELD!r}, got {seen}; name the field {FIELD!r}")
+    return parts.images

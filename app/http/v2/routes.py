@@ -1,0 +1,253 @@
+"""Open Inference Protocol v2 over REST, with the binary tensor data extension.
+
+The same engine, limits, keys and thresholds as ``/predict``; errors are the protocol's ``{"error": "…"}``
+with the statuses of :mod:`app.http.problems`.  A request may set the parameter ``alpha`` for ``is_ood``; the
+answer's parameters say which was used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import reprlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from pydantic import TypeAdapter, ValidationError
+
+from app.errors import MalformedRequest, UnknownModel, UnsupportedMedia
+from app.http.dependencies import AnyService, PredictService
+from app.http.disconnect import has_disconnected
+from app.http.uploads import read_body
+from app.http.v2.schemas import (
+    INFER_BODY,
+    INFER_PARAMETERS,
+    ErrorDocument,
+    InferResponse,
+    LiveDocument,
+    ModelMetadata,
+    ModelReadyDocument,
+    ReadyDocument,
+    ServerMetadata,
+    TensorMetadata,
+)
+from app.http.v2.tensors import (
+    ENCODED_INPUT,
+    RAW_INPUT,
+    Datatype,
+    InferRequest,
+    OutputTensor,
+    build_response,
+    images_of,
+    parse_request,
+)
+from app.inference.decoder import EncodedImage
+from app.inference.queue import Images
+from app.models.served import ServedModel
+from app.service import Service
+from psc_core.model.decision import Decisions
+from psc_core.model.outputs import FloatArray, Outputs
+from psc_core.policy import Alpha
+from psc_core.prediction import SCORES
+from psc_core.version import __version__
+
+HEADER: Final = "Inference-Header-Content-Length"
+_INLINE_BYTES: Final = 256 * 1024
+_OUTPUTS: Final = ("probabilities", *SCORES, "is_ood", "label", "class_index")
+_DATATYPES: Final[Mapping[str, Datatype]] = {"is_ood": "BOOL", "label": "BYTES", "class_index": "INT64"}
+_ALPHA: Final = TypeAdapter(Alpha)
+
+_Parsed = TypeVar("_Parsed")
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """``responses=`` of a route that can answer with these error statuses."""
+    return {status: {"model": ErrorDocument} for status in statuses}
+
+
+_METADATA_ERRORS: Final = _errors(401, 404, 503)
+_INFER_ERRORS: Final = _errors(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504)
+_INFER: Final[Mapping[str, Any]] = {
+    "response_model": InferResponse,
+    "responses": {
+        200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}},
+        **_INFER_ERRORS,
+    },
+    "openapi_extra": {"requestBody": INFER_BODY, "parameters": INFER_PARAMETERS},
+}
+
+router = APIRouter(prefix="/v2", tags=["open inference protocol v2"])
+
+
+@router.get("", summary="Server metadata")
+async def server_metadata() -> ServerMetadata:
+    """Name, version and extensions."""
+    return ServerMetadata(name="psc", version=__version__, extensions=["binary_tensor_data"])
+
+
+@router.get("/health/live", summary="Server liveness")
+async def live() -> LiveDocument:
+    """Always 200 while the process answers at all."""
+    return LiveDocument(live=True)
+
+
+@router.get("/health/ready", summary="Server readiness", responses={503: {"model": ReadyDocument}})
+async def ready(service: AnyService, response: Response) -> ReadyDocument:
+    """200 when every model answers; else 503."""
+    is_ready = not service.registry.reasons()
+    response.status_code = 200 if is_ready else 503
+    return ReadyDocument(live=True, ready=is_ready)
+
+
+@router.get("/models/{name}", response_model=ModelMetadata, responses=_METADATA_ERRORS, summary="Model metadata")
+async def model_metadata(service: PredictService, name: str) -> ModelMetadata:
+    """Inputs and outputs of a model; the two inputs are alternatives."""
+    return _metadata(_served(service, name, None))
+
+
+@router.get(
+    "/models/{name}/versions/{version}",
+    response_model=ModelMetadata,
+    responses=_METADATA_ERRORS,
+    summary="Metadata of a model's version",
+)
+async def version_metadata(service: PredictService, name: str, version: str) -> ModelMetadata:
+    """As without a version; the version is the digest of the bundle in service."""
+    return _metadata(_served(service, name, version))
+
+
+@router.get(
+    "/models/{name}/ready",
+    response_model=ModelReadyDocument,
+    responses={503: {"model": ModelReadyDocument}, **_errors(404)},
+    summary="Model readiness",
+)
+async def model_ready(service: AnyService, response: Response, name: str) -> ModelReadyDocument:
+    """200 when the model answers; else 503."""
+    return _model_ready(service, response, name, None)
+
+
+@router.get(
+    "/models/{name}/versions/{version}/ready",
+    response_model=ModelReadyDocument,
+    responses={503: {"model": ModelReadyDocument}, **_errors(404)},
+    summary="Readiness of a model's version",
+)
+async def version_ready(service: AnyService, response: Response, name: str, version: str) -> ModelReadyDocument:
+    """As without a version."""
+    return _model_ready(service, response, name, version)
+
+
+@router.post("/models/{name}/infer", summary="Inference", **_INFER)
+async def infer(request: Request, service: PredictService, name: str) -> Response:
+    """Images in, the wanted outputs out, as JSON or binary data."""
+    return await _infer(request, service, name, None)
+
+
+@router.post("/models/{name}/versions/{version}/infer", summary="Inference with a version", **_INFER)
+async def version_infer(request: Request, service: PredictService, name: str, version: str) -> Response:
+    """As without a version."""
+    return await _infer(request, service, name, version)
+
+
+def _metadata(served: ServedModel) -> ModelMetadata:
+    model, shape = served.model, served.model.preprocess
+    return ModelMetadata(
+        name=served.name,
+        versions=[model.version],
+        platform="pytorch_psc",
+        inputs=[
+            TensorMetadata(name=RAW_INPUT, datatype="UINT8", shape=[-1, shape.height, shape.width, shape.channels]),
+            TensorMetadata(name=ENCODED_INPUT, datatype="BYTES", shape=[-1]),
+        ],
+        outputs=[
+            TensorMetadata(
+                name=name,
+                datatype=_DATATYPES.get(name, "FP32"),
+                shape=[-1, len(model.classes)] if name == "probabilities" else [-1],
+            )
+            for name in _OUTPUTS
+        ],
+    )
+
+
+def _model_ready(service: Service, response: Response, name: str, version: str | None) -> ModelReadyDocument:
+    registry = service.registry
+    reasons = registry.reasons()
+    if name not in registry.names:
+        registry.get(name)
+    if version is not None and name not in reasons:
+        _served(service, name, version)
+    is_ready = name not in reasons and "service" not in reasons
+    response.status_code = 200 if is_ready else 503
+    return ModelReadyDocument(name=name, ready=is_ready)
+
+
+async def _infer(request: Request, service: Service, name: str, version: str | None) -> Response:
+    settings = service.settings
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise UnsupportedMedia(f"expected a body that is not compressed, got {encoding!r}; send it as it is")
+    served = _served(service, name, version)
+    served.engine.check_room(deadline_s=settings.deadline_seconds)
+    body = await read_body(request, settings.upload_seconds)
+    wanted = await _parse(len(body), parse_request, body, request.headers.get(HEADER), _OUTPUTS)
+    images: Images | list[bytes] | None = None
+    while images is None or served is not _served(service, name, version):  # A reload may swap it at every await.
+        served = _served(service, name, version)
+        shape = served.model.preprocess
+        size, limit = (shape.channels, shape.height, shape.width), settings.max_images_per_request
+        images = await _parse(len(body), partial(images_of, wanted.tensor, size, max_images=limit))
+    policy = served.policy_with(alpha=_alpha(wanted))
+    result = await served.engine.predict(
+        images if isinstance(images, np.ndarray) else [EncodedImage(data) for data in images],
+        deadline_s=settings.deadline_seconds,
+        disconnected=partial(has_disconnected, request.receive),
+    )
+    outputs = Outputs(result.packed)
+    decisions = served.decide(outputs, policy)
+    served.recorder.predicted(outputs, decisions)
+    binary = wanted.outputs or dict.fromkeys(_OUTPUTS, wanted.binary_output)
+    head = {"model_name": served.name, "model_version": served.model.version}
+    if wanted.id is not None:
+        head["id"] = wanted.id
+    tensors = [_output(output, outputs, decisions, served.model.classes) for output in binary]
+    document, length = build_response({**head, "parameters": {"alpha": policy.alpha}}, tensors, binary)
+    if length is None:
+        return Response(document, media_type="application/json")
+    return Response(document, media_type="application/octet-stream", headers={HEADER: str(length)})
+
+
+async def _parse(size: int, work: Callable[..., _Parsed], *arguments: Any) -> _Parsed:
+    """``work(*arguments)``, on a thread where a body of ``size`` bytes would hold up the event loop."""
+    return work(*arguments) if size <= _INLINE_BYTES else await asyncio.to_thread(work, *arguments)
+
+
+def _output(name: str, outputs: Outputs[FloatArray], decisions: Decisions, classes: tuple[str, ...]) -> OutputTensor:
+    if name == "label":
+        labels = [classes[k] for k in decisions.class_index.tolist()]
+        return OutputTensor(name, "BYTES", (len(labels),), labels)
+    values: Any = getattr(decisions, name, None)
+    if values is None:
+        values = outputs.probabilities if name == "probabilities" else outputs[name]
+    return OutputTensor(name, _DATATYPES.get(name, "FP32"), values.shape, values)
+
+
+def _alpha(wanted: InferRequest) -> float | None:
+    alpha = wanted.parameters.get("alpha")
+    if alpha is None:
+        return None
+    try:
+        return _ALPHA.validate_python(alpha, strict=True)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        raise MalformedRequest(f"parameter 'alpha': {reason}, got {reprlib.repr(alpha)}") from error
+
+
+def _served(service: Service, name: str, version: str | None) -> ServedModel:
+    served = service.registry.get(name)
+    if version is not None and version != served.model.version:
+        raise UnknownModel(f"model {name!r} has the version {served.model.version!r}, not {version!r}; see /v2")
+    return served

@@ -1,0 +1,1 @@
+"""Batched inference: decode, queue, device step."""

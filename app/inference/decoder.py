@@ -1,0 +1,164 @@
+"""Encoded images to one ``uint8 (n, C, H, W)`` array, on a thread pool or, for tiny requests, at once.
+
+Requests take turns in the pool: a chunk of a request decodes for a few milliseconds, or one image that takes longer,
+and then goes to the end of the pool's queue.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from time import perf_counter
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from app.errors import ImageRefused
+from psc_core.errors import ImageError, ImageTooLarge
+
+_MAX_INLINE_PIXELS: Final = 128 * 128
+"""More pixels than these take longer to decode than the hop to a thread."""
+
+TURN_SECONDS: Final = 0.002
+"""How long a chunk decodes before others get a turn; requeueing it costs a hundredth of that."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """The bytes of one image file and, where the client gave one, its file name."""
+
+    data: bytes
+    name: str | None = None
+
+
+class ImagePreprocess(Protocol):
+    """What decoding needs of ``psc_core.images.preprocess.Preprocess``."""
+
+    @property
+    def channels(self) -> int: ...
+    @property
+    def height(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+
+    def from_bytes(self, data: bytes, *, max_pixels: int) -> npt.NDArray[np.uint8]: ...
+
+
+class Decoder:
+    """Decodes the images of one request into one array.
+
+    Args:
+        pool: Threads for everything that is not tiny.
+        threads: How many it has; a request is cut into at most as many chunks.
+        preprocess: The host half of the preprocessing; thread-safe.
+        max_pixels: Largest image, pixels.
+        inline_bytes: Requests of at most this many bytes are decoded at once.
+    """
+
+    def __init__(
+        self,
+        pool: ThreadPoolExecutor,
+        *,
+        threads: int,
+        preprocess: ImagePreprocess,
+        max_pixels: int,
+        inline_bytes: int,
+    ) -> None:
+        self._pool = pool
+        self._threads = threads
+        self._preprocess = preprocess
+        self._max_pixels = max_pixels
+        self._inline_bytes = inline_bytes
+        self.shape = (preprocess.channels, preprocess.height, preprocess.width)
+
+    def decode_now(self, images: Sequence[EncodedImage]) -> npt.NDArray[np.uint8] | None:
+        """The decoded images, if that takes no longer than handing them to a thread; else ``None``.
+
+        Raises:
+            ImageRefused: An image that cannot be used.
+        """
+        if sum(len(image.data) for image in images) > self._inline_bytes:
+            return None
+        limit = min(_MAX_INLINE_PIXELS // len(images), self._max_pixels)
+        decoded = []
+        for index, image in enumerate(images):
+            try:
+                decoded.append(self._preprocess.from_bytes(image.data, max_pixels=limit))
+            except ImageTooLarge:
+                return None
+            except ImageError as error:
+                raise ImageRefused(index, image.name, error) from error
+        return np.stack(decoded)
+
+    def decode_later(
+        self,
+        images: Sequence[EncodedImage],
+        *,
+        is_wanted: Callable[[], bool],
+        on_done: Callable[[npt.NDArray[np.uint8], Exception | None], Any],
+    ) -> None:
+        """Decode on the pool.
+
+        Args:
+            images: The encoded images.
+            is_wanted: Asked before each image; once it says no, the rest is skipped.
+            on_done: Called once, on a pool thread, with the decoded images and the error of the first bad one
+                (:class:`ImageRefused`, or whatever unexpected was raised).
+        """
+        decoded = np.empty((len(images), *self.shape), np.uint8)
+        chunks = min(self._threads, len(images))
+        progress = _Progress(chunks, lambda error: on_done(decoded, error))
+        bounds = [len(images) * chunk // chunks for chunk in range(chunks + 1)]
+
+        def run(start: int, stop: int) -> None:
+            turn_ends = perf_counter() + TURN_SECONDS
+            for index in range(start, stop):
+                if index > start and perf_counter() >= turn_ends and self._requeue(run, index, stop):
+                    return
+                if not is_wanted():
+                    break
+                try:
+                    decoded[index] = self._preprocess.from_bytes(images[index].data, max_pixels=self._max_pixels)
+                except ImageError as error:
+                    progress.fail(index, ImageRefused(index, images[index].name, error))
+                    break
+                except Exception as error:
+                    progress.fail(index, error)
+                    break
+            progress.chunk_done()
+
+        for start, stop in pairwise(bounds):
+            self._pool.submit(run, start, stop)
+
+    def _requeue(self, run: Callable[[int, int], None], start: int, stop: int) -> bool:
+        """Put the rest of a chunk at the end of the pool's queue; ``False`` when the pool is closed."""
+        try:
+            self._pool.submit(run, start, stop)
+        except RuntimeError:
+            return False
+        return True
+
+
+class _Progress:
+    """Counts the chunks of one request and keeps the error of its first bad image."""
+
+    def __init__(self, chunks: int, on_done: Callable[[Exception | None], Any]) -> None:
+        self._left = chunks
+        self._on_done = on_done
+        self._errors: dict[int, Exception] = {}
+        self._lock = threading.Lock()
+
+    def fail(self, index: int, error: Exception) -> None:
+        with self._lock:
+            self._errors[index] = error
+
+    def chunk_done(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        self._on_done(self._errors[min(self._errors)] if self._errors else None)

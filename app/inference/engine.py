@@ -1,0 +1,302 @@
+"""One model's way from encoded images to results: decode │ queue │ device, three stages that overlap.
+
+::
+
+    handler ─ reserve ─▶ decode (at once, or thread pool) ─▶ put ─▶ device worker ─▶ future ─▶ handler
+
+The event loop and the device thread meet only in the queue.  Requests that arrive in one turn of the loop are put
+together, and a batch's results come back in one call, so the number of hops between threads follows the number of
+batches, not of requests.  A step that is quicker than such a hop runs on the event loop itself, once a turn of it
+brings no more requests or a batch is full.  Every admitted request ends in a result or in an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from app.errors import ImageRefused, NotReady
+from app.inference.decoder import Decoder, EncodedImage
+from app.inference.queue import Batch, Batcher, Images, Request, RequestQueue, Result, State
+from app.inference.steps import Step
+from app.inference.worker import EXPLAIN, PREDICT, DeviceWorker
+from psc_core.errors import DeviceError
+
+logger = logging.getLogger("psc.engine")
+
+
+class Phase(enum.Enum):
+    """Where an engine is in its life."""
+
+    WARMING = "warming up"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "device failed"
+    CLOSED = "closed"
+
+
+class EngineObserver(Protocol):
+    """What an engine reports, from any thread."""
+
+    def batch(self, size: int, seconds: float, waits: Sequence[float]) -> None:
+        """A device step of ``size`` images took ``seconds``; its requests had waited so long."""
+
+    def decoded(self, seconds: float) -> None:
+        """A request's images were decoded."""
+
+
+@dataclass(frozen=True)
+class QueueLimits:
+    """Sizes and times of the queue; see the settings of the same names."""
+
+    max_batch_size: int
+    max_queue_images: int
+    max_delay_ms: float
+
+
+class Engine:
+    """Batches requests for one model; create, call, and close it on one event loop.
+
+    Args:
+        name: For threads and logs.
+        step: The device computation, used by this engine alone.
+        decoder: Bytes to arrays.
+        limits: Of the queue.
+        observer: Told of batches and decodes.
+        on_failure: Called on the event loop, once, when the device is dead.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        step: Step,
+        decoder: Decoder,
+        *,
+        limits: QueueLimits,
+        observer: EngineObserver,
+        on_failure: Callable[[Exception], None],
+    ) -> None:
+        self.name = name
+        self.phase = Phase.WARMING
+        self._decoder = decoder
+        self._observer = observer
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._on_failure = on_failure
+        self._started: asyncio.Future[None] = self._loop.create_future()
+        self._arrivals: list[Request] = []
+        self._max_batch = limits.max_batch_size
+        self._watched: dict[Request, Callable[[], bool]] = {}
+        batcher = Batcher(
+            max_batch_size=limits.max_batch_size,
+            max_queue_images=limits.max_queue_images,
+            max_delay_s=limits.max_delay_ms / 1000.0,
+        )
+        self._queue = RequestQueue(batcher, self._deliver)
+        self._clock = self._queue.clock
+        self._worker = DeviceWorker(
+            self._queue,
+            step,
+            on_ready=lambda: self._call_on_loop(self._ready),
+            on_failure=lambda error: self._call_on_loop(self._failed, error),
+            on_batch=self._observe_batch,
+            name=f"psc-device-{name}",
+            may_run_inline=limits.max_delay_ms == 0,
+        )
+
+    @property
+    def pending(self) -> int:
+        """Images admitted and not yet on the device."""
+        return self._queue.pending
+
+    async def start(self) -> None:
+        """Warm up every shape; returns when the engine is ready.
+
+        Raises:
+            DeviceError: The network failed while it was warmed up.
+        """
+        self._worker.start()
+        await self._started
+
+    def check_room(self, *, deadline_s: float) -> None:
+        """Refuse a request of which not even one image would be admitted now, before its body is read.
+
+        Raises:
+            NotReady: Warming up, draining or failed.
+            QueueFull: No room.
+        """
+        self._check_warm()
+        self._queue.check(1, deadline_s=deadline_s)
+
+    async def predict(
+        self,
+        images: Sequence[EncodedImage] | Images,
+        *,
+        deadline_s: float,
+        disconnected: Callable[[], bool] | None = None,
+        explain: bool = False,
+    ) -> Result:
+        """The network's outputs for the images of one request.
+
+        Args:
+            images: At least one; encoded, or ``uint8 (n, channels, height, width)`` of the network's size.
+            deadline_s: Seconds from now within which the result must be there.
+            disconnected: Whether the client has left; asked now and then, and the work is dropped.
+            explain: Compute explanations too.
+
+        Raises:
+            NotReady: Warming up, draining or failed.
+            QueueFull: No room.
+            ImageRefused: An image cannot be used.
+            DeadlineExceeded: Not in time.
+            InferenceFailed: The network failed on an image.
+            DeviceError: The device failed.
+            ClientGone: The client left.
+        """
+        self._check_warm()
+        done: asyncio.Future[None] = self._loop.create_future()
+        kind = EXPLAIN if explain else PREDICT
+        request = self._queue.reserve(len(images), deadline_s=deadline_s, kind=kind, waiter=done)
+        if isinstance(images, np.ndarray):
+            self._arrive(request, images)
+        else:
+            self._decode(request, images)
+        if disconnected is not None:
+            self._watched[request] = disconnected
+        try:
+            await done
+        except asyncio.CancelledError:
+            self._queue.call(lambda batcher, _now: batcher.cancel(request))
+            raise
+        finally:
+            self._watched.pop(request, None)
+        return request.result
+
+    def sweep(self) -> None:
+        """Fail what is past its deadline and drop what nobody waits for; call a few times a second."""
+        gone = [request for request, disconnected in self._watched.items() if disconnected()]
+
+        def sweep(batcher: Batcher, now: float) -> None:
+            for request in gone:
+                batcher.cancel(request)
+            batcher.expire(now)
+
+        self._queue.call(sweep)
+
+    def begin_drain(self, reason: str) -> None:
+        """Admit nothing more; what was admitted is finished."""
+        if self.phase in (Phase.WARMING, Phase.READY):
+            self.phase = Phase.DRAINING
+        self._queue.call(lambda batcher, _now: batcher.close(reason))
+
+    async def close(self, *, within_s: float) -> None:
+        """Finish what was admitted, fail what is left after ``within_s`` seconds, end the thread."""
+        self.begin_drain("the model is shutting down; try again")
+        end = self._clock() + within_s
+        while not self._queue.idle and self._clock() < end:
+            await asyncio.sleep(0.01)
+        late = NotReady("the service is shutting down; try again")
+        self._queue.call(lambda batcher, _now: batcher.fail_all(late))
+        self._queue.stop()
+        end = self._clock() + min(5.0, max(0.1, end - self._clock()))
+        while self._worker.alive and self._clock() < end:  # A join would need a thread, which would hold the old model.
+            await asyncio.sleep(0.01)
+        if self.phase is not Phase.FAILED:
+            self.phase = Phase.CLOSED
+
+    def _check_warm(self) -> None:
+        if self.phase is Phase.WARMING:
+            raise NotReady(f"model {self.name!r} is warming up; try again in a few seconds")
+
+    def _decode(self, request: Request, images: Sequence[EncodedImage]) -> None:
+        began = self._clock()
+
+        def on_done(decoded: Images, error: Exception | None) -> None:
+            self._observer.decoded(self._clock() - began)
+            if error is None:
+                self._call_on_loop(self._arrive, request, decoded)
+                return
+            if not isinstance(error, ImageRefused):
+                logger.error("decoding failed", exc_info=error)
+            self._fail(request, error)
+
+        try:
+            decoded = self._decoder.decode_now(images)
+            if decoded is None:
+                is_wanted = lambda: request.state is State.RESERVED  # noqa: E731
+                self._decoder.decode_later(images, is_wanted=is_wanted, on_done=on_done)
+            else:
+                self._observer.decoded(self._clock() - began)
+                self._arrive(request, decoded)
+        except Exception as error:
+            self._fail(request, error)
+
+    def _arrive(self, request: Request, images: Images) -> None:
+        request.images = images
+        if not self._arrivals:
+            self._loop.call_soon(self._put_arrivals)
+        self._arrivals.append(request)
+
+    def _put_arrivals(self) -> None:
+        requests, self._arrivals = self._arrivals, []
+        self._queue.put(requests)
+        if self._worker.inline:
+            if self._queue.pending >= self._max_batch:
+                self._worker.run_due()
+            else:
+                self._loop.call_soon(self._run_unless_more_came)
+
+    def _run_unless_more_came(self) -> None:
+        """Compute what is queued, unless the last turn of the loop brought more: the next one has a fuller batch."""
+        if not self._arrivals:
+            self._worker.run_due()
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        self._queue.call(lambda batcher, _now: batcher.fail(request, error))
+
+    def _deliver(self, requests: list[Request]) -> None:
+        if threading.get_ident() == self._loop_thread:
+            self._resolve(requests)
+        else:
+            self._call_on_loop(self._resolve, requests)
+
+    def _resolve(self, requests: list[Request]) -> None:
+        for request in requests:
+            done: asyncio.Future[None] = request.waiter
+            if done.done():
+                continue
+            if request.error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(request.error)
+                done.exception()  # Retrieved: the waiter may be gone, and that is no warning.
+
+    def _call_on_loop(self, action: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(action, *arguments)
+        except RuntimeError:
+            logger.debug("the event loop is closed; nobody waits for %s", action)
+
+    def _observe_batch(self, batch: Batch, seconds: float) -> None:
+        waits = [batch.taken_at - part.request.queued_at for part in batch.parts if part.start == 0]
+        self._observer.batch(batch.size, seconds, waits)
+
+    def _ready(self) -> None:
+        if self.phase is Phase.WARMING:
+            self.phase = Phase.READY
+        if not self._started.done():
+            self._started.set_result(None)
+
+    def _failed(self, error: Exception) -> None:
+        self.phase = Phase.FAILED
+        if not self._started.done():
+            self._started.set_exception(DeviceError(f"model {self.name!r} failed at warm-up: {error}"))
+        else:
+            self._on_failure(error)

@@ -1,0 +1,46 @@
+"""How a batch is computed: eagerly, or on CUDA by replaying captured graphs; one interface for both."""
+
+from __future__ import annotations
+
+import torch
+
+from app.inference.steps.base import CompiledNetwork, Network, Step
+from app.inference.steps.eager import EagerStep
+from app.inference.steps.graph import GraphStep
+
+__all__ = ["EagerStep", "GraphStep", "Network", "Step", "make_step"]
+
+
+def make_step(
+    network: Network,
+    shape: tuple[int, int, int],
+    *,
+    max_batch: int,
+    device: torch.device,
+    compiled: bool,
+    threads: int | None = None,
+    default_threads: int | None = None,
+) -> Step:
+    """The fastest step for ``device``.
+
+    Args:
+        network: On ``device`` already.
+        shape: (channels, height, width).
+        max_batch: Maximum number of images in a step.
+        device: Where the network is.
+        compiled: Run it through ``torch.compile``.
+        threads: Of PyTorch on a CPU; ``None`` takes the default, or one where that is quick.
+        default_threads: PyTorch's own choice; ``None`` asks PyTorch, whose answer a quick step may have changed.
+    """
+    run = CompiledNetwork(network) if compiled else network
+    if device.type == "cuda" and network.concurrent:  # A network cut by hooks may ask the host what to do next.
+        return GraphStep(run, shape, max_batch=max_batch, device=device)
+    return EagerStep(
+        run,
+        shape,
+        max_batch=max_batch,
+        device=device,
+        fixed_shapes=compiled,
+        threads=threads,
+        default_threads=default_threads,
+    )

@@ -1,0 +1,106 @@
+"""What a step is: ``uint8 (n, C, H, W)`` host images in, packed ``float32 (n, S + K)`` host outputs out.
+
+Everything runs under ``torch.inference_mode``; one thread at a time uses a step.  Outputs of padding images are never
+returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from app.inference.queue import Images, Result
+from psc_core.model.outputs import FloatArray
+
+
+class Network(Protocol):
+    """What a step needs of ``psc_core.model.pipeline.Pipeline``."""
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether several threads may call it at once."""
+
+    def __call__(self, images: Tensor, /) -> Tensor: ...
+
+    def explain(self, images: Tensor, /) -> tuple[Tensor, Mapping[str, Tensor]]: ...
+
+
+class Step(Protocol):
+    """How batches are computed."""
+
+    slots: int
+    """Batches that may be launched and not yet fetched."""
+
+    quick: bool
+    """Whether, once warm, a full batch takes less time on one thread than handing it to another."""
+
+    def input(self, slot: int) -> Images:
+        """The host buffer (max, C, H, W) that :meth:`launch` sends."""
+
+    def warm_up(self) -> None:
+        """Run every shape once, so that no request pays for compilation or capture."""
+
+    def launch(self, slot: int, count: int) -> None:
+        """Start on the first ``count`` images of the slot's buffer."""
+
+    def done(self, slot: int) -> bool:
+        """Whether :meth:`fetch` would not wait."""
+
+    def fetch(self, slot: int, count: int) -> FloatArray:
+        """Outputs of what was launched; the caller owns the array.  Device errors surface here."""
+
+    def explain(self, images: Images) -> Result:
+        """Outputs and explanations, computed at once."""
+
+    def release_memory(self) -> None:
+        """Give cached device memory back after an allocation failed."""
+
+
+_MAX_COMPILED_SHAPES: Final = 1 << 16
+"""In one process: buckets of all models, and of every reload."""
+
+
+class CompiledNetwork:
+    """A network whose forward pass is compiled, one graph per shape; ``explain`` stays as it is."""
+
+    concurrent = False
+
+    def __init__(self, network: Network) -> None:
+        torch._dynamo.config.recompile_limit = _MAX_COMPILED_SHAPES  # The default of 8 is for recompiling by mistake.
+        torch._dynamo.config.accumulated_recompile_limit = _MAX_COMPILED_SHAPES
+        self._forward = torch.compile(network, dynamic=False)
+        self.explain = network.explain
+
+    def __call__(self, images: Tensor, /) -> Tensor:
+        outputs: Tensor = self._forward(images)
+        return outputs
+
+
+def buckets_to(max_batch: int) -> tuple[int, ...]:
+    """Batch sizes that are warmed up: 1, 2, 4, … below ``max_batch``, then ``max_batch``."""
+    sizes = [1]
+    while sizes[-1] * 2 < max_batch:
+        sizes.append(sizes[-1] * 2)
+    return (*sizes, max_batch) if max_batch > 1 else (1,)
+
+
+def bucket_of(buckets: tuple[int, ...], count: int) -> int:
+    """The smallest bucket that holds ``count`` images."""
+    return next(size for size in buckets if size >= count)
+
+
+def explain(network: Network, images: Tensor) -> Result:
+    """Outputs and explanations of a batch on the network's device."""
+    packed, explanation = network.explain(images)
+    arrays: dict[str, Any] = {name: value.cpu().numpy() for name, value in explanation.items()}
+    return Result(packed.float().cpu().numpy(), arrays)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a step failed for lack of memory, on the device or the host."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )

@@ -1,0 +1,100 @@
+"""A step that runs the network when its outputs are fetched, on any number of images."""
+
+from __future__ import annotations
+
+import time
+from typing import Final, cast
+
+import torch
+
+from app.inference.queue import Images, Result
+from app.inference.steps.base import Network, bucket_of, buckets_to, explain
+from app.inference.steps.chunks import ParallelChunks
+from psc_core.model.outputs import FloatArray
+
+QUICK_SECONDS: Final = 2e-3
+"""A full batch below this takes less time than handing it to another thread.
+
+PyTorch releases the interpreter's lock around every operation and gets it back when the event loop is willing: the
+dozens of operations of a small network then take several times as long as they do alone.
+"""
+
+
+class EagerStep:
+    """Runs the network when fetched, on a CPU a large batch in parallel chunks.
+
+    Args:
+        network: uint8 batch to packed outputs.
+        shape: (channels, height, width).
+        max_batch: Maximum number of images in a step.
+        device: Where the network is.
+        fixed_shapes: Pad to buckets (for a compiled network); else any count runs as it is.
+        threads: See :func:`app.inference.steps.make_step`.
+        default_threads: Likewise.
+    """
+
+    slots = 1
+    quick = False
+
+    def __init__(
+        self,
+        network: Network,
+        shape: tuple[int, int, int],
+        *,
+        max_batch: int,
+        device: torch.device,
+        fixed_shapes: bool = False,
+        threads: int | None = None,
+        default_threads: int | None = None,
+    ) -> None:
+        self._network = network
+        self._device = device
+        self._host = torch.zeros((max_batch, *shape), dtype=torch.uint8)
+        self._buffer: Images = self._host.numpy()
+        self._buckets = buckets_to(max_batch)
+        self._fixed_shapes = fixed_shapes
+        self._threads = threads
+        self._chunks = ParallelChunks(
+            network,
+            threads or default_threads or torch.get_num_threads(),
+            concurrent=device.type == "cpu" and network.concurrent,
+        )
+
+    def input(self, slot: int) -> Images:
+        return self._buffer
+
+    def warm_up(self) -> None:
+        for count in self._buckets:
+            self.fetch(0, count)
+        if self._device.type == "cpu":
+            default, self._chunks.threads = self._chunks.threads, self._threads or 1
+            self.quick = all(self._is_quick(count) for count in (1, self._buckets[-1]))
+            self._chunks.threads = self._chunks.threads if self.quick else default
+
+    def _is_quick(self, count: int) -> bool:
+        seconds = []
+        for _ in range(3):
+            began = time.perf_counter()
+            self.fetch(0, count)
+            seconds.append(time.perf_counter() - began)
+        return min(seconds) < QUICK_SECONDS
+
+    def launch(self, slot: int, count: int) -> None:
+        pass
+
+    def done(self, slot: int) -> bool:
+        return True
+
+    @torch.inference_mode()
+    def fetch(self, slot: int, count: int) -> FloatArray:
+        size = bucket_of(self._buckets, count) if self._fixed_shapes else count
+        packed = self._chunks(self._host[:size].to(self._device))
+        return cast(FloatArray, packed[:count].float().cpu().numpy())
+
+    @torch.inference_mode()
+    def explain(self, images: Images) -> Result:
+        return explain(self._network, torch.from_numpy(images).to(self._device))
+
+    def release_memory(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()

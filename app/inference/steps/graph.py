@@ -1,0 +1,93 @@
+"""A step that replays captured CUDA graphs: one per bucket of images, padded, nothing allocated.
+
+A pinned host buffer per slot, one copy to the device, one replay, one copy back.  The host may fill and launch the
+next slot while the device works on this one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from typing import Final, cast
+
+import torch
+from torch import Tensor
+
+from app.inference.queue import Images, Result
+from app.inference.steps.base import Network, bucket_of, buckets_to, explain
+from psc_core.model.outputs import FloatArray
+
+_IDLE_STREAMS: Final[dict[torch.device, list[torch.cuda.Stream]]] = defaultdict(list)
+"""Streams of steps that are gone.  CUDA hands out 32, and then again those that other models are using."""
+
+
+class GraphStep:
+    """Replays captured CUDA graphs.
+
+    Args:
+        network: uint8 batch to packed outputs, on ``device``.
+        shape: (channels, height, width).
+        max_batch: Maximum number of images in a step.
+        device: A CUDA device.
+    """
+
+    slots = 2
+    quick = False
+
+    def __init__(self, network: Network, shape: tuple[int, int, int], *, max_batch: int, device: torch.device) -> None:
+        self._network = network
+        self._buckets = buckets_to(max_batch)
+        self._host_images = [torch.zeros((max_batch, *shape), dtype=torch.uint8).pin_memory() for _ in range(2)]
+        self._buffers: list[Images] = [images.numpy() for images in self._host_images]
+        self._images = torch.zeros((max_batch, *shape), dtype=torch.uint8, device=device)
+        self._device = self._images.device  # With its index.
+        idle = _IDLE_STREAMS[self._device]
+        self._stream = idle.pop() if idle else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        weakref.finalize(self, idle.append, self._stream)
+        self._events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._host_outputs: list[Tensor] = []
+
+    def input(self, slot: int) -> Images:
+        return self._buffers[slot]
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        torch.cuda.set_device(self._device)
+        pool = torch.cuda.graph_pool_handle()
+        for count in reversed(self._buckets):
+            images = self._images[:count]
+            with torch.cuda.stream(self._stream):
+                for _ in range(3):
+                    self._network(images)
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                packed = self._network(images).float()
+            self._graphs[count] = (graph, packed)
+        largest = self._graphs[self._buckets[-1]][1]
+        self._host_outputs = [torch.zeros(largest.shape, dtype=torch.float32).pin_memory() for _ in range(2)]
+
+    @torch.inference_mode()
+    def launch(self, slot: int, count: int) -> None:
+        graph, packed = self._graphs[bucket_of(self._buckets, count)]
+        with torch.cuda.stream(self._stream):
+            self._images[:count].copy_(self._host_images[slot][:count], non_blocking=True)
+            graph.replay()
+            self._host_outputs[slot][:count].copy_(packed[:count], non_blocking=True)
+            self._events[slot].record(self._stream)
+
+    def done(self, slot: int) -> bool:
+        return bool(self._events[slot].query())  # type: ignore[no-untyped-call]
+
+    def fetch(self, slot: int, count: int) -> FloatArray:
+        self._events[slot].synchronize()
+        return cast(FloatArray, self._host_outputs[slot][:count].numpy().copy())
+
+    @torch.inference_mode()
+    def explain(self, images: Images) -> Result:
+        with torch.cuda.stream(self._stream):
+            return explain(self._network, torch.from_numpy(images).to(self._device))
+
+    def release_memory(self) -> None:
+        torch.cuda.empty_cache()

@@ -1,0 +1,1 @@
+"""The served models by name: loading, warming, swapping."""

@@ -1,0 +1,206 @@
+"""The served models by name: loading, warming, and swapping one for another without losing a request.
+
+A reload builds everything beside the old model (read, verify, build, warm up), swaps one reference, and then lets the
+old engine finish what it admitted.  A bundle that cannot be used changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from app.errors import NotReady, ReloadRunning, UnknownModel
+from app.inference.engine import Phase
+from app.models.model import Loader, Model
+from app.models.served import ModelStarter, ServedModel
+from app.observability.metrics import Metrics
+from psc_core.errors import DeviceError, PSCError
+
+logger = logging.getLogger("psc.registry")
+
+
+class Registry:
+    """The models by name; use it on the event loop only.
+
+    Args:
+        starter: Makes served models of fitted ones.
+        loader: Reads a bundle directory.
+        bundles: Directories by model name, the default model first.
+        metrics: Told of reloads.
+        given: Models to serve instead of the bundles, by name; a reload serves them again.
+        retire_within_s: How long a replaced model may take to finish what it admitted.
+        on_retired: Called on the event loop when the models that a reload replaced have ended.
+    """
+
+    def __init__(
+        self,
+        starter: ModelStarter,
+        loader: Loader,
+        bundles: Mapping[str, Path],
+        metrics: Metrics,
+        *,
+        given: Mapping[str, Model] | None = None,
+        retire_within_s: float,
+        on_retired: Callable[[], None],
+    ) -> None:
+        self._starter = starter
+        self._loader = loader
+        self._bundles = bundles
+        self._metrics = metrics
+        self._given = given
+        self._names = tuple(bundles if given is None else given)
+        self._retire_within_s = retire_within_s
+        self._on_retired = on_retired
+        self._served: dict[str, ServedModel] = {}
+        self._reloading = asyncio.Lock()
+        self._reload_waits = False
+        self._draining = False
+        self._retiring: set[asyncio.Task[None]] = set()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Model names, the default first."""
+        return self._names
+
+    @property
+    def served(self) -> tuple[ServedModel, ...]:
+        """The models in service."""
+        return tuple(self._served.values())
+
+    def get(self, name: str | None = None) -> ServedModel:
+        """A model, the default one for ``None``.
+
+        Raises:
+            UnknownModel: No model of this name.
+            NotReady: It is still loading.
+        """
+        if name is None and self._names:
+            name = self._names[0]
+        served = self._served.get(name or "")
+        if served is not None:
+            return served
+        if name not in self._names:
+            raise UnknownModel(f"no model {name!r}; the models are {', '.join(self._names)}")
+        raise NotReady(f"model {name!r} is loading; try again in a few seconds")
+
+    def reasons(self) -> dict[str, str]:
+        """Why predictions are not answered now, by model; empty when ready."""
+        reasons = {name: "loading" for name in self._names if name not in self._served}
+        for name, served in self._served.items():
+            if served.engine.phase is not Phase.READY:
+                reasons[name] = served.engine.phase.value
+        if self._draining:
+            reasons["service"] = "draining"
+        return reasons
+
+    async def start(self) -> None:
+        """Load and warm up every model.
+
+        Raises:
+            PSCError: A bundle cannot be used, or its network failed at warm-up.
+        """
+        for name in self._names:
+            began = time.perf_counter()
+            served = await self._starter.start(name, await self._load(name))
+            self._swap(served)
+            model, seconds = served.model, round(time.perf_counter() - began, 3)
+            extra = {"model": name, "version": model.version, "device": str(model.device), "seconds": seconds}
+            logger.info("model ready", extra=extra)
+
+    async def reload(self, name: str | None = None) -> list[tuple[str, str, str]]:
+        """Load bundles again, all or one of them, and swap.
+
+        Returns:
+            (name, version before, version now) of each.
+
+        Raises:
+            UnknownModel: No model of this name.
+            NotReady: It is still loading for the first time.
+            ReloadRunning: Another reload is running.
+            BundleError: A bundle cannot be used; no model was changed.
+            DeviceError: The new network failed at warm-up; no model was changed.
+        """
+        names = self._names if name is None else (self.get(name).name,)
+        for each in names:
+            self.get(each)
+        if self._reloading.locked():
+            raise ReloadRunning("another reload is running; try again when it is done")
+        fresh: list[ServedModel] = []
+        async with self._reloading:
+            try:
+                for each in names:
+                    fresh.append(await self._starter.start(each, await self._load(each)))
+            except BaseException as error:
+                for served in fresh:
+                    await served.engine.close(within_s=0)
+                for each in names:
+                    self._metrics.get("psc_reloads_total", model=each, result="failed").inc()
+                if isinstance(error, PSCError) or not isinstance(error, Exception):
+                    raise
+                logger.exception("a model could not be loaded")
+                raise DeviceError(f"a model could not be loaded ({type(error).__name__}); the old ones stay") from error
+        changes = []
+        for served in fresh:
+            changes.append((served.name, self._served[served.name].model.version, served.model.version))
+            self._swap(served)
+            self._metrics.get("psc_reloads_total", model=served.name, result="ok").inc()
+        logger.info("reloaded", extra={"versions": {name: now for name, _, now in changes}})
+        return changes
+
+    async def reload_when_free(self) -> None:
+        """Reload every bundle, after a reload that is running: what that one reads may be out of date already.
+
+        Raises:
+            PSCError: As :meth:`reload`.
+        """
+        if self._reload_waits:  # It will read what is there then.
+            return
+        self._reload_waits = True
+        try:
+            async with self._reloading:
+                pass
+        finally:
+            self._reload_waits = False
+        await self.reload()
+
+    def sweep(self) -> None:
+        """Deadlines, departed clients, queue depths, recorded predictions; call a few times a second."""
+        for name, served in self._served.items():
+            served.engine.sweep()
+            served.recorder.flush()
+            self._metrics.get("psc_queue_depth", model=name).set(served.engine.pending)
+
+    def begin_drain(self) -> None:
+        """Report not ready; requests that still arrive are answered."""
+        self._draining = True
+
+    async def close(self, *, within_s: float) -> None:
+        """Finish what was admitted, within a time, and end all threads."""
+        engines = [served.engine.close(within_s=within_s) for served in self._served.values()]
+        await asyncio.gather(*engines, *self._retiring)
+        self._starter.close()
+        self.sweep()
+
+    async def _load(self, name: str) -> Model:
+        if self._given is not None:
+            return self._given[name]
+        return await asyncio.to_thread(self._loader, self._bundles[name])
+
+    def _swap(self, served: ServedModel) -> None:
+        old = self._served.get(served.name)
+        self._served[served.name] = served
+        if old is not None:
+            task = asyncio.get_running_loop().create_task(self._retire(old))
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+            old.recorder.hide()
+        served.recorder.show()
+
+    async def _retire(self, old: ServedModel) -> None:
+        await old.engine.close(within_s=self._retire_within_s)
+        old.recorder.flush()
+        if len(self._retiring) == 1:
+            self._on_retired()

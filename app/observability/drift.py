@@ -1,0 +1,203 @@
+"""Drift of the p-value stream: a conformal test martingale, and the window's out-of-distribution rate.
+
+Symbols: ``n`` calibration images, ``t`` images seen since the monitor began, ``p`` the served p-value of an
+image, ``p = (1 + #{calibration OOD scores ≥ its own}) / (n + 1)``, so ``cell = p·(n + 1) - 1 ∈ {0, …, n}``
+says between which two calibration scores the image falls.
+
+**Why p is not bet on directly.**  The served p-values share one finite calibration set: given that set they
+are only uniform up to about ``1/√n``, and any martingale that treats them as independent ends in an alarm on
+a clean stream.  The monitor therefore forms the *online* conformal p-value, against calibration images and
+all earlier images together, for which the counts per cell are enough::
+
+    q = (1 + n_le + c_le) / (n + 1 + t),   n_le = cell,  c_le = #{earlier images in cells ≤ cell}
+
+**No random tie-breaking.**  The smoothed online p-values are independent and uniform while the stream is
+exchangeable with the calibration images.  ``q`` (whole cells, ties counted in full) is never smaller than
+the smoothed one and every bet below decreases in ``q``, so the value computed here lies, path by path, below
+a true test martingale: conservative, reproducible, and valid.
+
+**Bets.**  Power bets ``f_ε(q) = ε·q^(ε-1)`` for a few ε (each integrates to one), mixed over ε *and* over
+the moment the bet begins: the capital starts asleep, and before the k-th image of a run (k = 1, 2, …) the
+fraction ``1/(k + 1)`` of the sleeping capital wakes, shared equally among the ε.  The value is sleeping plus
+awake capital.
+A long quiet stretch costs at most ``ln(k + 1)`` nats, so late drift is found about as fast as early drift.
+
+**Bound.**  An alarm is raised when the value reaches ``1/δ``; then a new run begins at value one (the counts
+per cell stay).  By Ville's inequality the probability that a run ever raises a false alarm is at most δ, and
+runs multiply: ``P(at least k false alarms in the life of one monitor) ≤ δ^k``.  A new process, replica or bundle
+begins a new monitor, so the false alarms of a fleet add up.
+
+Under lasting drift alarms repeat until the drifted images have become usual among all images seen; the
+window's rate stays high for as long as the drift lasts.  State: ``n + 1`` counters, ``window`` flags, one
+capital per ε.  Images are taken in by blocks, with a few array operations each; call it from one thread.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import bdtrc
+
+EXPONENTS: Final = (0.1, 0.25, 0.5, 0.75, 0.9)
+"""The ε of the power bets: small for a few very strange images, large for a mild shift of many."""
+
+_BLOCK: Final = 128
+_EPSILONS: Final = np.array(EXPONENTS)[:, None]
+_EARLIER: Final = np.tril(np.ones((_BLOCK, _BLOCK), bool), -1)
+
+FloatArray = npt.NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True)
+class DriftState:
+    """What the monitor knows now.
+
+    Attributes:
+        log_martingale: Natural logarithm of the present run's value; ≤ 0 most of the time on a clean stream.
+        alarms: Alarms raised so far.
+        window_ood_rate: Share of the window with ``p ≤ alpha``; 0 while the window is empty.
+        window_tail_probability: P(Binomial(n, alpha) ≥ OOD images in the window), with n images in it.
+    """
+
+    log_martingale: float
+    alarms: int
+    window_ood_rate: float
+    window_tail_probability: float
+
+
+class DriftMonitor:
+    """Watches served p-values for a departure from the calibration images.
+
+    Args:
+        calibration_count: n, the number of calibration images behind the p-values.
+        alpha: The p-value at or below which an image counts as out of distribution.
+        false_alarm_probability: δ, the bound on a false alarm in one run, ever.
+        window: Images in the window.
+
+    Raises:
+        ValueError: An argument out of range.
+    """
+
+    def __init__(
+        self,
+        calibration_count: int,
+        alpha: float,
+        *,
+        false_alarm_probability: float = 0.01,
+        window: int = 1000,
+    ) -> None:
+        if calibration_count < 1:
+            raise ValueError(f"expected at least 1 calibration image, got {calibration_count}; calibrate the bundle")
+        if not 0.0 < alpha < 1.0:
+            raise ValueError(f"expected alpha between 0 and 1, got {alpha}; use for example 0.05")
+        if not 0.0 < false_alarm_probability < 1.0:
+            raise ValueError(
+                f"expected a false-alarm probability between 0 and 1, got {false_alarm_probability}; "
+                "use for example 0.01"
+            )
+        if window < 1:
+            raise ValueError(f"expected a window of at least 1 image, got {window}; use for example 1000")
+        self.calibration_count = calibration_count
+        self.alpha = alpha
+        self.false_alarm_probability = false_alarm_probability
+        self._log_threshold = -math.log(false_alarm_probability)
+        # p ≤ alpha as whole numbers: neither float32 p-values nor a binary alpha shift the boundary.
+        self._ood_cells = math.floor(alpha * (calibration_count + 1) + 1e-9)
+        self._counts = np.zeros(calibration_count + 1, np.int64)
+        self._observed = 0
+        self._alarms = 0
+        self._window = np.zeros(window, bool)
+        self._flagged = 0
+        self._begin_run()
+
+    def update(self, p_values: npt.ArrayLike) -> int:
+        """Take in served p-values in the order of the images.
+
+        Returns:
+            The number of alarms these images raised.
+
+        Raises:
+            ValueError: A p-value outside (0, 1], or NaN; the images before it are taken in.
+        """
+        values = np.asarray(p_values, np.float64)
+        wrong = np.flatnonzero(~((values > 0.0) & (values <= 1.0)))
+        good = values[: wrong[0]] if wrong.size else values
+        cells = np.rint(good * (self.calibration_count + 1)).astype(np.int64) - 1
+        cells = cells.clip(0, self.calibration_count)
+        before = self._alarms
+        for start in range(0, len(cells), _BLOCK):
+            block = cells[start : start + _BLOCK]
+            self._remember(block < self._ood_cells)
+            self._bet(self._online_p_values(block))
+            self._observed += len(block)
+        if wrong.size:
+            raise ValueError(f"expected a p-value in (0, 1], got {values[wrong[0]]}; pass served p-values only")
+        return self._alarms - before
+
+    @property
+    def state(self) -> DriftState:
+        """The present state (a copy)."""
+        count = min(self._observed, len(self._window))
+        return DriftState(
+            log_martingale=self._log_value,
+            alarms=self._alarms,
+            window_ood_rate=self._flagged / count if count else 0.0,
+            window_tail_probability=binomial_tail(self._flagged, count, self.alpha),
+        )
+
+    def _begin_run(self) -> None:
+        self._run_length = 0
+        self._log_value = 0.0
+        self._log_awake = np.full((len(EXPONENTS), 1), -np.inf)
+
+    def _remember(self, is_ood: npt.NDArray[np.bool_]) -> None:
+        """Put the flags of the next images where those of as many images ``window`` earlier are."""
+        size = len(self._window)
+        first = self._observed + max(0, len(is_ood) - size)
+        last = is_ood[-size:]
+        places = (first + np.arange(len(last))) % size
+        self._flagged += int(last.sum()) - int(self._window[places].sum())
+        self._window[places] = last
+
+    def _online_p_values(self, cells: npt.NDArray[np.int64]) -> FloatArray:
+        """q of each image of a block, which is counted."""
+        among = (cells <= cells[:, None]) & _EARLIER[: len(cells), : len(cells)]
+        earlier = self._counts.cumsum()[cells] + among.sum(axis=1)
+        self._counts += np.bincount(cells, minlength=len(self._counts))
+        images = self.calibration_count + 1.0 + self._observed + np.arange(len(cells))
+        q: FloatArray = (1.0 + cells + earlier) / images
+        return q
+
+    def _bet(self, q: FloatArray) -> None:
+        """Bet on the next images; what comes after an alarm is a new run's.
+
+        Awake capital S_k = (S_{k-1} + w_k) f(q_k) is, with F_k the product of the first k bets,
+        F_k (S_0 + Σ_{j≤k} w_j / F_{j-1}): cumulative sums, of logarithms.
+        """
+        while q.size:
+            k = self._run_length + 1.0 + np.arange(q.size)
+            # Asleep before image k: Π_{j<k} (1 - 1/(j+1)) = 1/k; of it 1/(k+1) wakes, leaving 1/(k+1) asleep.
+            log_woken = -np.log(k) - np.log(k + 1.0) - math.log(len(EXPONENTS))
+            log_bets = np.log(_EPSILONS) + (_EPSILONS - 1.0) * np.log(q)
+            log_product = log_bets.cumsum(axis=1)
+            stakes = np.concatenate([self._log_awake, log_woken - log_product + log_bets], axis=1)
+            log_awake = log_product + np.logaddexp.accumulate(stakes, axis=1)[:, 1:]
+            log_values = np.logaddexp(np.logaddexp.reduce(log_awake, axis=0), -np.log(k + 1.0))
+            alarms = np.flatnonzero(log_values >= self._log_threshold)
+            if not alarms.size:
+                self._run_length += q.size
+                self._log_awake = log_awake[:, -1:]
+                self._log_value = float(log_values[-1])
+                return
+            self._alarms += 1
+            self._begin_run()
+            q = q[alarms[0] + 1 :]
+
+
+def binomial_tail(successes: int, trials: int, probability: float) -> float:
+    """``P(Binomial(trials, probability) ≥ successes)``; 1 without successes."""
+    return 1.0 if successes <= 0 else float(bdtrc(successes - 1, trials, probability))

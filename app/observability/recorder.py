@@ -1,0 +1,154 @@
+"""What is recorded of served models: predictions, batches and decodes in metrics, p-values in drift monitors.
+
+Predictions are kept as they come and recorded in bulk by :meth:`ModelRecorder.flush`, a few times a second and before
+each scrape, so that one costs a list append.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from app.observability.drift import DriftMonitor
+from app.observability.metrics import Metrics
+from psc_core.model.decision import ABSTAIN_AMBIGUOUS, ABSTAIN_OOD, Decisions
+from psc_core.model.outputs import FloatArray, Outputs
+from psc_core.policy import Policy
+
+logger = logging.getLogger("psc.drift")
+
+MAX_LABELS_AT_ZERO: Final = 1000
+"""Classes whose prediction counter is exposed before their first prediction."""
+
+_FLUSH_AT: Final = 4096
+_ABSTENTIONS: Final = {"ood": ABSTAIN_OOD, "ambiguous": ABSTAIN_AMBIGUOUS}
+
+
+@dataclass(frozen=True)
+class RecordedModel:
+    """A model as the metrics show it.
+
+    Attributes:
+        name: Under which it is served.
+        version: Digest of its bundle.
+        layer: Candidate layer(s).
+        device: Where it computes.
+        classes: Labels by class index.
+        policy: Default thresholds.
+        calibration_images: Behind its p-values.
+        queue_limit: Maximum number of images in its queue.
+    """
+
+    name: str
+    version: str
+    layer: str
+    device: str
+    classes: tuple[str, ...]
+    policy: Policy
+    calibration_images: int
+    queue_limit: int
+
+
+class ModelRecorder:
+    """Records one model; :meth:`batch` and :meth:`decoded` may be called on any thread.
+
+    Args:
+        model: What is recorded.
+        metrics: Of the application.
+        drift: Monitor of its p-values.
+    """
+
+    def __init__(self, model: RecordedModel, metrics: Metrics, drift: DriftMonitor) -> None:
+        self.model = model
+        self._metrics = metrics
+        self._drift = drift
+        self._hidden = False
+        self._predictions: list[tuple[Outputs[FloatArray], Decisions]] = []
+        name = model.name
+        self._batch_size = metrics.get("psc_batch_size", model=name)
+        self._inference_seconds = metrics.get("psc_inference_seconds", model=name)
+        self._queue_seconds = metrics.get("psc_queue_seconds", model=name)
+        self._decode_seconds = metrics.get("psc_decode_seconds", model=name)
+        self._histograms = {
+            "predictive_entropy": metrics.get("psc_predictive_entropy_nats", model=name),
+            "log_density": metrics.get("psc_log_density_nats", model=name),
+            "ood_p_value": metrics.get("psc_ood_p_value", model=name),
+        }
+
+    def batch(self, size: int, seconds: float, waits: Sequence[float]) -> None:
+        """A device step of ``size`` images took ``seconds``; its requests had waited so long."""
+        self._batch_size.observe(size)
+        self._inference_seconds.observe(seconds)
+        for wait in waits:
+            self._queue_seconds.observe(wait)
+
+    def decoded(self, seconds: float) -> None:
+        """A request's images were decoded."""
+        self._decode_seconds.observe(seconds)
+
+    def predicted(self, outputs: Outputs[FloatArray], decisions: Decisions) -> None:
+        """Images were answered; call it on the event loop."""
+        self._predictions.append((outputs, decisions))
+        if len(self._predictions) >= _FLUSH_AT:
+            self.flush()
+
+    def flush(self) -> None:
+        """Bring the predictions since the last call into the metrics and the drift monitor."""
+        if not self._predictions:
+            return
+        predictions, self._predictions = self._predictions, []
+        outputs = Outputs(np.concatenate([each.packed for each, _ in predictions]))
+        name, metrics = self.model.name, self._metrics
+        for score, histogram in self._histograms.items():
+            for value in outputs[score].tolist():
+                histogram.observe(value)
+        n_by_class = np.bincount(np.concatenate([each.class_index for _, each in predictions]))
+        for index in n_by_class.nonzero()[0].tolist():
+            metrics.get("psc_predictions_total", model=name, label=self.model.classes[index]).inc(
+                int(n_by_class[index])
+            )
+        metrics.get("psc_ood_total", model=name).inc(sum(int(each.is_ood.sum()) for _, each in predictions))
+        decisions = np.concatenate([each.decision for _, each in predictions])
+        for reason, code in _ABSTENTIONS.items():
+            metrics.get("psc_abstained_total", model=name, reason=reason).inc(int((decisions == code).sum()))
+        if not self._hidden:
+            self._watch_drift(outputs["ood_p_value"])
+
+    def show(self) -> None:
+        """Expose its identity, its drift and its counters at 0: a rate needs a first value."""
+        model, metrics = self.model, self._metrics
+        self._info().set(1.0)
+        metrics.get("psc_alpha", model=model.name).set(model.policy.alpha)
+        metrics.get("psc_queue_limit_images", model=model.name).set(model.queue_limit)
+        metrics.get("psc_ood_total", model=model.name)
+        for reason in _ABSTENTIONS:
+            metrics.get("psc_abstained_total", model=model.name, reason=reason)
+        for label in model.classes[:MAX_LABELS_AT_ZERO]:
+            metrics.get("psc_predictions_total", model=model.name, label=label)
+        metrics.get("psc_drift_alarms_total", model=model.name)
+        self._watch_drift(np.empty(0, np.float32))
+
+    def hide(self) -> None:
+        """Take its identity out again; its drift is no longer shown."""
+        self._hidden = True
+        self._info().set(0.0)
+
+    def _info(self) -> Any:
+        model = self.model
+        identity = {"version": model.version, "layer": model.layer, "device": model.device}
+        return self._metrics.get("psc_model_info", model=model.name, **identity)
+
+    def _watch_drift(self, p_values: npt.NDArray[np.float32]) -> None:
+        name, metrics = self.model.name, self._metrics
+        alarms, state = self._drift.update(p_values), self._drift.state
+        if alarms:
+            metrics.get("psc_drift_alarms_total", model=name).inc(alarms)
+            logger.warning("drift alarm", extra={"model": name, "window_ood_rate": state.window_ood_rate})
+        metrics.get("psc_drift_log_martingale", model=name).set(state.log_martingale)
+        metrics.get("psc_drift_window_ood_rate", model=name).set(state.window_ood_rate)
+        metrics.get("psc_drift_window_tail_probability", model=name).set(state.window_tail_probability)

@@ -1,0 +1,28 @@
+"""The answer to ``POST /predict``: OpenAPI's schema of it, and what the client returns."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from psc_core.policy import Policy
+from psc_core.prediction import ImagePrediction
+
+
+class ModelRef(BaseModel):
+    """Which model answered."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    version: str = Field(description="Digest of the bundle.")
+    layer: str = Field(description="Candidate layer(s) whose features are used.")
+
+
+class PredictResponse(BaseModel):
+    """Predictions in the order of the images."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: ModelRef
+    policy: Policy = Field(description="The thresholds that were used.")
+    predictions: list[ImagePrediction]

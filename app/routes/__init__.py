@@ -1,1 +1,0 @@
-"""One module per resource; every router is included by ``app.main``."""

@@ -1,0 +1,105 @@
+"""What the process that hosts the application does for it: heap, threads, signals, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from app.observability.metrics import forget_dead_processes
+from app.service import Service
+from app.settings import Settings
+from psc_core.compute.allocator import keep_freed_memory
+
+LINGER_SECONDS: Final = 1.0
+"""After SIGTERM requests are still accepted for so long, each answered with ``Connection: close``."""
+
+_SWITCH_SECONDS: Final = 5e-4
+"""How long the event loop may keep the interpreter from the device thread, which wants it between two operations."""
+
+
+class Runtime:
+    """A host that manages its process itself, such as a test or another ASGI server."""
+
+    def models_changed(self) -> None:
+        """Every model is ready, or models that a reload replaced have ended."""
+
+    def failed(self) -> None:
+        """The process should be replaced; the service's ``exit_code`` says why."""
+
+    @contextlib.contextmanager
+    def running(self, service: Service) -> Iterator[None]:
+        """Around the life of the application."""
+        yield
+
+
+class UvicornRuntime(Runtime):
+    """A process of our own, in which uvicorn runs.
+
+    Args:
+        settings: Of the service.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        if settings.allow_factories:
+            sys.path.append(str(Path.cwd()))  # Where they are looked up last.
+        keep_freed_memory()
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        torch.set_num_threads(network_threads(settings, torch.get_num_threads()))
+        forget_dead_processes()
+
+    def models_changed(self) -> None:
+        """Take the objects of imports and models out of every garbage collection.
+
+        There are hundreds of thousands of them, and walking them again and again took two fifths of a request.  What
+        is frozen is never collected, hence again when models were replaced.
+        """
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+
+    def failed(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    @contextlib.contextmanager
+    def running(self, service: Service) -> Iterator[None]:
+        """SIGHUP reloads; SIGTERM drains, and ends uvicorn a moment later.
+
+        Uvicorn closes idle connections when it is told to end, and a request that is already on the wire is lost.  In
+        that moment clients learn from ``Connection: close`` and from ``/readyz`` to go elsewhere.
+        """
+        loop = asyncio.get_running_loop()
+        end = signal.getsignal(signal.SIGTERM)
+        tasks: set[asyncio.Task[None]] = set()
+
+        def drain() -> None:
+            service.begin_drain()
+            linger = min(LINGER_SECONDS, service.settings.drain_seconds)
+            if callable(end):
+                loop.call_later(linger, end, signal.SIGTERM, None)
+
+        def reload() -> None:
+            task = loop.create_task(service.reload_quietly())
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        loop.add_signal_handler(signal.SIGTERM, drain)
+        loop.add_signal_handler(signal.SIGHUP, reload)
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)
+            loop.remove_signal_handler(signal.SIGHUP)
+            gc.unfreeze()  # Or libraries report at exit that their objects have leaked.
+
+
+def network_threads(settings: Settings, default: int) -> int:
+    """PyTorch's threads in one of the workers, where PyTorch alone would take ``default``."""
+    return settings.threads or max(1, default // settings.workers)

@@ -1,0 +1,445 @@
+"""``/predict`` over HTTP: three body forms, options, and every documented error."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from app.http.schemas import ProblemDocument
+from app.response import PredictResponse
+from app.runtime import Runtime
+from psc_core.prediction import SCORES
+from tests.app.fakes import CLASSES, NOT_FINITE, POISON, FakeModel, FakePipeline, outputs_of, pixels, png
+from tests.app.support import PNG, Running, running, until
+
+pytestmark = pytest.mark.anyio
+
+
+def b64(data: bytes) -> dict[str, str]:
+    return {"b64": base64.b64encode(data).decode()}
+
+
+def check_problem(response: httpx.Response, status: int, slug: str) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    document: dict[str, Any] = response.json()
+    ProblemDocument.model_validate(document)
+    assert document["type"] == f"urn:psc:problem:{slug}"
+    assert document["status"] == status
+    return document
+
+
+def check_predictions(response: httpx.Response, values: list[int]) -> list[dict[str, Any]]:
+    assert response.status_code == 200, response.text
+    document = PredictResponse.model_validate_json(response.content)
+    assert len(document.predictions) == len(values)
+    images = torch.from_numpy(np.stack([pixels(value)[None] for value in values]))
+    for prediction, row in zip(document.predictions, outputs_of(images).numpy(), strict=True):
+        assert prediction.class_index == int(row[len(SCORES) :].argmax())
+        assert prediction.label == CLASSES[prediction.class_index]
+        assert prediction.confidence == pytest.approx(row[len(SCORES) :].max(), abs=1e-6)
+        assert prediction.predictive_entropy == pytest.approx(row[0], abs=1e-6)
+        assert prediction.ood_score == pytest.approx(row[2], abs=1e-6)
+        if prediction.probabilities is not None:
+            assert prediction.probabilities == pytest.approx(row[len(SCORES) :].tolist(), abs=1e-6)
+        assert prediction.label in prediction.prediction_set
+    predictions: list[dict[str, Any]] = response.json()["predictions"]
+    return predictions
+
+
+async def test_the_three_forms_give_the_same_answer() -> None:
+    async with running() as app:
+        raw = await app.client.post("/predict", content=png(60), headers=PNG)
+        multipart = await app.client.post("/predict", files=[("images", ("a.png", png(60), "image/png"))])
+        json = await app.client.post("/predict", json={"images": [b64(png(60))]})
+        check_predictions(raw, [60])
+        assert raw.json() == multipart.json() == json.json()
+        assert raw.json()["model"] == {"name": "m", "version": "v1", "layer": "layer3"}
+        assert raw.json()["policy"] == {"alpha": 0.2, "ambiguity_threshold": 0.5, "coverage": 0.9}
+
+
+async def test_many_images_keep_their_order() -> None:
+    values = [(37 * k) % 200 for k in range(50)]
+    async with running() as app:
+        files = [("images", (f"{k}.png", png(value))) for k, value in enumerate(values)]
+        check_predictions(await app.client.post("/predict", files=files), values)
+        body = {"images": [b64(png(value)) for value in values]}
+        check_predictions(await app.client.post("/predict", json=body), values)
+
+
+async def test_concurrent_requests_get_their_own_answers() -> None:
+    async with running() as app:
+        values = [(7 * k) % 200 for k in range(60)]
+        responses = await asyncio.gather(
+            *(app.client.post("/predict", content=png(value), headers=PNG) for value in values)
+        )
+        for value, response in zip(values, responses, strict=True):
+            check_predictions(response, [value])
+
+
+async def test_decisions_follow_alpha_and_the_ambiguity_threshold() -> None:
+    async with running() as app:
+
+        async def decide(image: bytes, **query: Any) -> dict[str, Any]:
+            response = await app.client.post("/predict", params=query, content=image, headers=PNG)
+            assert response.status_code == 200, response.text
+            prediction: dict[str, Any] = response.json()["predictions"][0]
+            return prediction
+
+        between = png(64)
+        assert (await decide(png(0)))["decision"] == "accept"
+        assert (await decide(between))["decision"] == "abstain_ambiguous"
+        assert (await decide(between, ambiguity_threshold=5))["decision"] == "accept"
+        checker = pixels(0)
+        checker[:, ::2] = 255
+        strange = _encode(checker)
+        answer = await decide(strange)
+        assert answer["is_ood"] is True
+        assert answer["decision"] == "abstain_ood"
+        answer = await decide(strange, alpha=0.05)
+        assert answer["is_ood"] is False
+        response = await app.client.post("/predict?alpha=0.05", content=strange, headers=PNG)
+        assert response.json()["policy"]["alpha"] == 0.05
+
+
+async def test_settings_override_the_bundles_policy() -> None:
+    async with running(alpha=0.05, ambiguity_threshold=3.0, coverage=0.8) as app:
+        response = await app.client.post("/predict", content=png(0), headers=PNG)
+        assert response.json()["policy"] == {"alpha": 0.05, "ambiguity_threshold": 3.0, "coverage": 0.8}
+
+
+async def test_top_k_replaces_the_full_list() -> None:
+    async with running() as app:
+        response = await app.client.post("/predict?top_k=2", content=png(60), headers=PNG)
+        prediction = check_predictions(response, [60])[0]
+        assert "probabilities" not in prediction
+        assert len(prediction["top"]) == 2
+        assert prediction["top"][0]["label"] == prediction["label"]
+        assert prediction["top"][0]["probability"] >= prediction["top"][1]["probability"]
+        response = await app.client.post("/predict?top_k=99", content=png(60), headers=PNG)
+        assert len(response.json()["predictions"][0]["top"]) == len(CLASSES)
+
+
+async def test_explain_adds_an_explanation() -> None:
+    async with running() as app:
+        response = await app.client.post("/predict?explain=true", content=png(10), headers=PNG)
+        explanation = check_predictions(response, [10])[0]["explanation"]
+        assert explanation["nearest_class"] == "dark"
+        assert len(explanation["class_distances"]) == 3
+        deviations = [abs(each["deviation"]) for each in explanation["unusual_components"]]
+        assert deviations == sorted(deviations, reverse=True)
+        assert explanation["aleatoric"] == pytest.approx(10 / 255)
+        plain = await app.client.post("/predict?explain=false", content=png(10), headers=PNG)
+        assert "explanation" not in plain.json()["predictions"][0]
+
+
+async def test_models_are_served_by_name() -> None:
+    async with running({"first": FakeModel("v1"), "second": FakeModel("v2")}) as app:
+        for path, version in (("/predict", "v1"), ("/models/first/predict", "v1"), ("/models/second/predict", "v2")):
+            response = await app.client.post(path, content=png(1), headers=PNG)
+            assert response.json()["model"]["version"] == version
+        check_problem(await app.client.post("/models/third/predict"), 404, "unknown-model")
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "top_k=0", "top_k=-1", "top_k=two", "top_k=1.5", "top_k=", "explain=maybe", "alpha=0",
+        "alpha=1", "alpha=nan", "alpha=x", "alpha=1e-300", "ambiguity_threshold=-1", "ambiguity_threshold=inf",
+        "aplha=0.1", "top_k=1&top_k=2",
+    ],
+)  # fmt: skip
+async def test_bad_parameters_are_400(query: str) -> None:
+    async with running() as app:
+        check_problem(await app.client.post(f"/predict?{query}", content=png(1), headers=PNG), 400, "malformed")
+
+
+async def test_an_alpha_the_calibration_cannot_promise_is_422() -> None:
+    async with running() as app:
+        response = await app.client.post("/predict?alpha=0.001", content=png(1), headers=PNG)
+        assert "1/(n + 1)" in check_problem(response, 422, "unattainable-alpha")["detail"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"{}", b'{"images": []}', b'{"images": {}}', b'{"images": [{}]}', b'{"images": ["x"]}',
+        b'{"images": [{"b64": 3}]}', b'{"images": [{"b64": "?"}]}', b'{"images": [{"b64": "QQ"}]}',
+        b'{"images": [{"b64": "QUFB", "x": 1}]}', b'{"images": [{"b64": "QUFB"}], "x": 1}', b"\xff",
+        b'{"images": [{"b64": "\xc3\xa9"}]}',
+    ],
+)  # fmt: skip
+async def test_malformed_json_is_400(body: bytes) -> None:
+    async with running() as app:
+        response = await app.client.post("/predict", content=body, headers={"content-type": "application/json"})
+        check_problem(response, 400, "malformed")
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body"),
+    [
+        ("multipart/form-data", b""),
+        ("multipart/form-data; boundary=x", b""),
+        ("multipart/form-data; boundary=x", b"nonsense"),
+        ("multipart/form-data; boundary=x", b"--x\r\nContent-Disposition: form-data\r\n\r\nA\r\n--x--\r\n"),
+        ("multipart/form-data; boundary=x", b'--x\r\nContent-Disposition: form-data; name="images"\r\n\r\nA'),
+        ("multipart/form-data; boundary=x", b'--x\r\nContent-Disposition: form-data; name="f"\r\n\r\nA\r\n--x--\r\n'),
+        ("multipart/form-data; boundary=" + "x" * 500, b"--x"),
+        ("image/png", b""),
+    ],
+)
+async def test_malformed_bodies_are_400(content_type: str, body: bytes) -> None:
+    async with running() as app:
+        response = await app.client.post("/predict", content=body, headers={"content-type": content_type})
+        check_problem(response, 400, "malformed")
+
+
+async def test_other_fields_are_ignored_up_to_a_number() -> None:
+    async with running(max_fields=3) as app:
+        files = [("images", ("a.png", png(1)))]
+        response = await app.client.post("/predict", files=files, data={"note": "x", "token": "y"})
+        check_predictions(response, [1])
+        response = await app.client.post("/predict", files=files, data={"a": "x", "b": "y", "c": "z"})
+        check_problem(response, 400, "malformed")
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/octet-stream", "", "application/xml"])
+async def test_other_content_types_are_415(content_type: str) -> None:
+    async with running() as app:
+        response = await app.client.post("/predict", content=png(1), headers={"content-type": content_type})
+        check_problem(response, 415, "unsupported-media")
+
+
+async def test_what_is_not_an_image_is_415_and_named() -> None:
+    async with running() as app:
+        files = [("images", ("good.png", png(1))), ("images", ("bad.txt", b"hello"))]
+        document = check_problem(await app.client.post("/predict", files=files), 415, "unsupported-image")
+        assert (document["index"], document["filename"]) == (1, "bad.txt")
+        document = check_problem(
+            await app.client.post("/predict", json={"images": [b64(png(1)), b64(b"hello")]}), 415, "unsupported-image"
+        )
+        assert document["index"] == 1
+        assert "filename" not in document
+
+
+async def test_a_damaged_image_is_422() -> None:
+    async with running() as app:
+        cut = png(1, size=64)[:-30]
+        document = check_problem(await app.client.post("/predict", content=cut, headers=PNG), 422, "undecodable-image")
+        assert document["index"] == 0
+
+
+async def test_too_many_pixels_are_413_from_the_header() -> None:
+    async with running(max_pixels=1000) as app:
+        response = await app.client.post("/predict", content=png(1, size=64), headers=PNG)
+        check_problem(response, 413, "image-too-large")
+
+
+@pytest.mark.parametrize("form", ["multipart", "json"])
+async def test_too_many_images_are_413(form: str) -> None:
+    async with running(max_images_per_request=3) as app:
+        if form == "json":
+            response = await app.client.post("/predict", json={"images": [b64(png(1))] * 4})
+        else:
+            response = await app.client.post("/predict", files=[("images", ("a.png", png(1)))] * 4)
+        check_problem(response, 413, "too-many-images")
+        assert app.pending == 0
+
+
+async def test_a_large_body_is_413_announced_or_not() -> None:
+    async with running(max_body_bytes=1000) as app:
+        response = await app.client.post("/predict", content=b"x" * 1001, headers=PNG)
+        check_problem(response, 413, "body-too-large")
+        assert response.headers["connection"] == "close"
+
+        async def chunks() -> Any:
+            for _ in range(20):
+                yield b"x" * 100
+
+        check_problem(await app.client.post("/predict", content=chunks(), headers=PNG), 413, "body-too-large")
+        check_predictions(await app.client.post("/predict", content=png(3), headers=PNG), [3])
+
+
+async def test_bodies_of_all_requests_together_are_bounded() -> None:
+    async with running(max_buffered_bytes=1000) as app:
+        response = await app.client.post("/predict", content=b"x" * 1001, headers=PNG)
+        check_problem(response, 429, "queue-full")
+        check_predictions(await app.client.post("/predict", content=png(3), headers=PNG), [3])
+
+
+async def test_a_slow_body_is_408() -> None:
+    async with running(upload_seconds=0.05) as app:
+
+        async def chunks() -> Any:
+            yield b"x"
+            await asyncio.sleep(0.3)
+            yield b"y"
+
+        check_problem(await app.client.post("/predict", content=chunks(), headers=PNG), 408, "slow-upload")
+
+
+async def hold(app: Running, images: int = 1) -> asyncio.Task[httpx.Response]:
+    """A request that occupies the device until the gate opens."""
+    app.model.pipeline.gate.clear()
+    request = app.client.post("/predict", files=[("images", ("a.png", png(5)))] * images)
+    task = asyncio.create_task(request)
+    await until(lambda: app.service.inflight >= 1 and app.pending == max(0, images - 8))
+    await asyncio.sleep(0.05)
+    return task
+
+
+async def test_a_full_queue_is_429_with_retry_after() -> None:
+    async with running(max_queue_images=10, max_images_per_request=10) as app:
+        first = await hold(app)
+        waiting = asyncio.create_task(app.client.post("/predict", files=[("images", ("a.png", png(5)))] * 10))
+        await until(lambda: app.pending == 10)
+        response = await app.client.post("/predict", content=png(1), headers=PNG)
+        document = check_problem(response, 429, "queue-full")
+        assert int(response.headers["retry-after"]) == document["retry_after_seconds"] >= 1
+        app.model.pipeline.gate.set()
+        check_predictions(await first, [5])
+        check_predictions(await waiting, [5] * 10)
+        assert await app.metric('psc_rejected_total{reason="queue-full"}') == 1
+
+
+async def test_a_full_queue_refuses_before_the_body_is_read() -> None:
+    async with running(max_queue_images=10, max_images_per_request=10) as app:
+        first = await hold(app)
+        waiting = asyncio.create_task(app.client.post("/predict", files=[("images", ("a.png", png(5)))] * 10))
+        await until(lambda: app.pending == 10)
+        for path in ("/predict", "/v2/models/m/infer"):
+            messages = [{"type": "http.request", "body": b"the beginning", "more_body": True}]
+            sent: list[Any] = []
+
+            async def receive(messages: Any = messages) -> Any:
+                return messages.pop() if messages else await asyncio.get_running_loop().create_future()
+
+            async def send(message: Any, sent: Any = sent) -> None:
+                sent.append(message)
+
+            scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "query_string": b""}
+            async with asyncio.timeout(5):
+                await app.app({**scope, "headers": [(b"content-type", b"image/png")]}, receive, send)
+            assert sent[0]["status"] == 429
+            assert int(dict(sent[0]["headers"])[b"retry-after"]) >= 1
+        app.model.pipeline.gate.set()
+        check_predictions(await first, [5])
+        check_predictions(await waiting, [5] * 10)
+
+
+async def test_too_many_requests_at_once_are_429_but_health_is_answered() -> None:
+    async with running(max_requests=1) as app:
+        first = await hold(app)
+        response = await app.client.post("/predict", content=png(1), headers=PNG)
+        check_problem(response, 429, "too-many-requests")
+        assert int(response.headers["retry-after"]) >= 1
+        for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/v2/models/m/ready"):
+            assert (await app.client.get(path)).status_code == 200
+        app.model.pipeline.gate.set()
+        check_predictions(await first, [5])
+        assert await app.metric('psc_rejected_total{reason="too-many-requests"}') == 1
+
+
+async def test_a_missed_deadline_is_504() -> None:
+    async with running(deadline_seconds=0.1) as app:
+        check_problem(await (await hold(app)), 504, "deadline")
+        app.model.pipeline.gate.set()
+        await until(lambda: not app.pending)
+
+
+async def test_not_ready_is_503_until_warm() -> None:
+    model = FakeModel()
+    model.pipeline.gate.clear()
+    async with running({"m": model}, ready=False) as app:
+        response = await app.client.get("/readyz")
+        assert response.status_code == 503
+        assert response.json() == {"status": "not ready", "reasons": {"m": "loading"}}
+        check_problem(await app.client.post("/predict", content=png(1), headers=PNG), 503, "not-ready")
+        assert (await app.client.get("/healthz")).json() == {"status": "ok"}
+        model.pipeline.gate.set()
+        await until(lambda: not app.service.registry.reasons())
+        assert (await app.client.get("/readyz")).status_code == 200
+        check_predictions(await app.client.post("/predict", content=png(1), headers=PNG), [1])
+
+
+@pytest.mark.parametrize("first", [POISON, NOT_FINITE])
+async def test_an_image_the_network_fails_on_is_500_and_only_that(first: int) -> None:
+    async with running(max_delay_ms=50) as app:
+        good, bad = await asyncio.gather(
+            app.client.post("/predict", content=png(1), headers=PNG),
+            app.client.post("/predict", content=png(1, first=first), headers=PNG),
+        )
+        check_predictions(good, [1])
+        check_problem(bad, 500, "inference-failed")
+        assert (await app.client.get("/readyz")).status_code == 200
+
+
+async def test_a_dead_device_is_503_and_ends_the_process() -> None:
+    ended: list[bool] = []
+
+    class Host(Runtime):
+        def failed(self) -> None:
+            ended.append(True)
+
+    async with running(runtime=Host()) as app:
+        app.model.pipeline.dead = True
+        check_problem(await app.client.post("/predict", content=png(1), headers=PNG), 503, "device-failed")
+        response = await app.client.get("/readyz")
+        assert response.status_code == 503
+        assert response.json()["reasons"] == {"m": "device failed"}
+        assert ended == [True]
+        assert app.service.exit_code == 1
+        assert await app.metric("psc_ready") == 0
+
+
+async def test_an_internal_error_tells_the_client_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with running() as app:
+
+        def explode(*_: Any) -> Any:
+            raise RuntimeError("secret detail")
+
+        object.__setattr__(app.service.registry.get(), "decide", explode)
+        response = await app.client.post("/predict", content=png(1), headers=PNG)
+        check_problem(response, 500, "internal")
+        assert "secret" not in response.text
+        assert "secret detail" in caplog.text
+
+
+async def test_keys_guard_predictions_and_administration() -> None:
+    async with running(api_keys="alice,bob", admin_keys="root") as app:
+        check_problem(await app.client.post("/predict", content=png(1), headers=PNG), 401, "unauthorized")
+        response = await app.client.post("/predict", content=png(1), headers={**PNG, "x-api-key": "mallory"})
+        assert check_problem(response, 401, "unauthorized")
+        assert response.headers["www-authenticate"].startswith("Bearer")
+        for key in ("alice", "bob", "root"):
+            headers = {**PNG, "authorization": f"Bearer {key}"}
+            check_predictions(await app.client.post("/predict", content=png(1), headers=headers), [1])
+        check_problem(await app.client.get("/model"), 401, "unauthorized")
+        assert (await app.client.post("/admin/reload", headers={"x-api-key": "alice"})).status_code in (401, 403)
+        assert (await app.client.post("/admin/reload", headers={"x-api-key": "root"})).status_code == 200
+
+
+async def test_batches_follow_the_load() -> None:
+    pipeline = FakePipeline()
+    async with running({"m": FakeModel(pipeline=pipeline)}) as app:
+        pipeline.seconds = 0.005
+        pipeline.sizes.clear()
+        await asyncio.gather(*(app.client.post("/predict", content=png(1), headers=PNG) for _ in range(80)))
+        assert sum(pipeline.sizes) == 80
+        assert max(pipeline.sizes) == 8
+
+
+def _encode(array: Any) -> bytes:
+    import io
+
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(array).save(buffer, "PNG")
+    return buffer.getvalue()

@@ -1,0 +1,55 @@
+"""The error table covers what can reach a client and nothing else leaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from app import errors
+from app.errors import ImageRefused, QueueFull, Unauthorized
+from app.http.problems import TABLE, markdown_table, problem_of
+from app.http.schemas import ProblemDocument
+from psc_core.errors import ImageTooLarge, UndecodableImage, UnsupportedImage
+
+DESIGNED = {
+    "MalformedRequest": 400, "Unauthorized": 401, "BodyTooLarge": 413, "TooManyImages": 413, "ImageTooLarge": 413,
+    "UnsupportedMedia": 415, "UnsupportedImage": 415, "UndecodableImage": 422, "QueueFull": 429, "NotReady": 503,
+    "DeviceError": 503, "DeadlineExceeded": 504,
+}  # fmt: skip
+
+
+def test_statuses_are_the_documented_ones() -> None:
+    by_name = {kind.__name__: status for kind, (status, _, _) in TABLE.items()}
+    assert by_name.items() >= DESIGNED.items()
+
+
+def test_every_service_error_is_in_the_table() -> None:
+    own = {kind for kind in errors.ServiceError.__subclasses__() if kind is not ImageRefused}
+    assert own <= set(TABLE)
+
+
+@pytest.mark.parametrize(
+    ("cause", "status"), [(UnsupportedImage("x"), 415), (ImageTooLarge("x"), 413), (UndecodableImage("x"), 422)]
+)
+def test_a_refused_image_is_named(cause: errors.ImageError, status: int) -> None:
+    problem = problem_of(ImageRefused(3, "a.png", cause))
+    assert problem.status == status
+    assert problem.extra == {"index": 3, "filename": "a.png"}
+    assert problem.detail == "image 3 ('a.png'): x"
+    ProblemDocument.model_validate(problem.to_json())
+
+
+def test_headers() -> None:
+    assert problem_of(QueueFull("x", retry_after=7)).headers == {"retry-after": "7"}
+    assert "www-authenticate" in problem_of(Unauthorized("x")).headers
+
+
+@pytest.mark.parametrize("error", [RuntimeError("secret"), KeyError("secret"), MemoryError("secret")])
+def test_anything_else_is_opaque(error: Exception) -> None:
+    problem = problem_of(error)
+    assert problem.status == 500
+    assert "secret" not in str(problem.to_json())
+
+
+def test_the_table_lists_each_type_once() -> None:
+    lines = markdown_table().splitlines()[2:]
+    assert len(lines) == len(set(lines)) >= len({slug for _, slug, _ in TABLE.values()})

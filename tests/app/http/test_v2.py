@@ -1,0 +1,487 @@
+"""Open Inference Protocol v2: against the specification, and with a client that is not ours."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import struct
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import MalformedRequest
+from app.http.routes import v2
+from app.http.v2.routes import HEADER
+from app.http.v2.schemas import ErrorDocument, InferResponse, ModelMetadata
+from app.http.v2.tensors import OutputTensor, build_response, images_of, parse_request
+from psc_core.errors import PSCError
+from psc_core.images.preprocess import Preprocess
+from psc_core.prediction import SCORES
+from tests.app.fakes import CLASSES, POISON, FakeModel, outputs_of, pixels, png
+from tests.app.live import live_server
+from tests.app.support import Running, running, serve_next
+
+pytestmark = pytest.mark.anyio
+OUTPUTS = (
+    "probabilities",
+    "predictive_entropy",
+    "log_density",
+    "ood_score",
+    "ood_p_value",
+    "is_ood",
+    "label",
+    "class_index",
+)
+COLOUR = Preprocess("RGB", 4, 6, None, (0.5,) * 3, (0.5,) * 3)
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[Running]:
+    models = {"m": FakeModel(), "colour": FakeModel(preprocess=COLOUR)}
+    async with running(models, max_images_per_request=4, max_body_bytes=100_000) as app:
+        yield app
+
+
+def raw_input(images: Array, **more: Any) -> dict[str, Any]:
+    return {
+        "name": "images",
+        "shape": list(images.shape),
+        "datatype": "UINT8",
+        "data": images.tolist(),
+        **more,
+    }
+
+
+def grey(*values: int) -> Array:
+    return np.stack([pixels(value) for value in values])[..., None]
+
+
+def expected(images_nchw: Array) -> Array:
+    return outputs_of(torch.from_numpy(np.ascontiguousarray(images_nchw))).numpy()
+
+
+def output(document: dict[str, Any], name: str) -> Any:
+    found = next(tensor for tensor in document["outputs"] if tensor["name"] == name)
+    return np.array(found["data"]).reshape(found["shape"])
+
+
+async def infer(service: Running, document: Any, model: str = "m", **headers: str) -> dict[str, Any]:
+    response = await service.client.post(f"/v2/models/{model}/infer", json=document, headers=headers)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    InferResponse.model_validate(answer)
+    return answer
+
+
+async def test_server_metadata_and_health(service: Running) -> None:
+    document = (await service.client.get("/v2")).json()
+    assert document["name"] == "psc"
+    assert document["extensions"] == ["binary_tensor_data"]
+    assert (await service.client.get("/v2/health/live")).json() == {"live": True}
+    ready = await service.client.get("/v2/health/ready")
+    assert (ready.status_code, ready.json()["ready"]) == (200, True)
+    for path in ("/v2/models/m/ready", "/v2/models/m/versions/v1/ready"):
+        response = await service.client.get(path)
+        assert (response.status_code, response.json()) == (200, {"name": "m", "ready": True})
+
+
+async def test_model_metadata(service: Running) -> None:
+    response = await service.client.get("/v2/models/colour")
+    metadata = ModelMetadata.model_validate(response.json())
+    assert (metadata.name, metadata.versions) == ("colour", ["v1"])
+    inputs = {tensor.name: (tensor.datatype, tensor.shape) for tensor in metadata.inputs}
+    assert inputs == {"images": ("UINT8", [-1, 4, 6, 3]), "encoded_images": ("BYTES", [-1])}
+    outputs = {tensor.name: (tensor.datatype, tensor.shape) for tensor in metadata.outputs}
+    assert tuple(outputs) == OUTPUTS
+    assert outputs["probabilities"] == ("FP32", [-1, 3])
+    assert (await service.client.get("/v2/models/colour/versions/v1")).json() == response.json()
+
+
+async def test_not_ready_is_503_everywhere() -> None:
+    model = FakeModel()
+    model.pipeline.gate.clear()
+    async with running({"m": model}, ready=False) as app:
+        for path in ("/v2/health/ready", "/v2/models/m/ready", "/v2/models/m/versions/v1/ready"):
+            response = await app.client.get(path)
+            assert (response.status_code, response.json()["ready"]) == (503, False)
+        assert (await app.client.get("/v2/health/live")).status_code == 200
+        response = await app.client.post("/v2/models/m/infer", json={"inputs": [raw_input(grey(1))]})
+        assert response.status_code == 503
+        ErrorDocument.model_validate(response.json())
+
+
+async def test_raw_images_give_every_output(service: Running) -> None:
+    images = grey(0, 120, 255)
+    document = await infer(service, {"id": "42", "inputs": [raw_input(images)]})
+    rows = expected(images.transpose(0, 3, 1, 2))
+    assert (document["id"], document["model_name"], document["model_version"]) == ("42", "m", "v1")
+    assert document["parameters"] == {"alpha": 0.2}
+    assert tuple(tensor["name"] for tensor in document["outputs"]) == OUTPUTS
+    np.testing.assert_allclose(output(document, "probabilities"), rows[:, SCORES:], rtol=1e-6)
+    np.testing.assert_allclose(output(document, "predictive_entropy"), rows[:, 0], rtol=1e-6)
+    np.testing.assert_allclose(output(document, "log_density"), rows[:, 1])
+    np.testing.assert_allclose(output(document, "ood_score"), rows[:, 4])
+    np.testing.assert_allclose(output(document, "ood_p_value"), rows[:, 2])
+    assert output(document, "is_ood").tolist() == [False] * 3
+    assert output(document, "label").tolist() == list(CLASSES)
+    assert output(document, "class_index").tolist() == [0, 1, 2]
+
+
+async def test_nhwc_and_nchw_are_the_same_images(service: Running) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 6), dtype=np.uint8)
+    nchw = await infer(service, {"inputs": [raw_input(images)]}, "colour")
+    nhwc = await infer(service, {"inputs": [raw_input(images.transpose(0, 2, 3, 1))]}, "colour")
+    assert nchw == nhwc
+    np.testing.assert_allclose(output(nchw, "log_density"), expected(images)[:, 1], rtol=1e-6)
+
+
+def test_the_layout_parameter_decides_where_both_fit() -> None:
+    cube = np.arange(27, dtype=np.uint8).reshape(1, 3, 3, 3)
+    moved = cube.transpose(0, 3, 1, 2)
+    for layout, nchw in (("NCHW", cube), ("NHWC", moved), (None, moved)):
+        entry = raw_input(cube, parameters={} if layout is None else {"layout": layout})
+        request = parse_request(json.dumps({"inputs": [entry]}).encode(), None, OUTPUTS)
+        np.testing.assert_array_equal(images_of(request.tensor, (3, 3, 3), max_images=1), nchw)
+
+
+@pytest.mark.parametrize("shape", [[2], [2, 1]])
+async def test_encoded_images_equal_predict(service: Running, shape: list[int]) -> None:
+    files = [png(0, size=20), png(200, size=5)]
+    texts = [base64.b64encode(data).decode() for data in files]
+    data: list[Any] = texts if len(shape) == 1 else [[text] for text in texts]
+    entry = {"name": "encoded_images", "shape": shape, "datatype": "BYTES", "data": data}
+    document = await infer(service, {"inputs": [entry], "outputs": [{"name": "ood_p_value"}, {"name": "label"}]})
+    parts = [("images", (f"{i}.png", data)) for i, data in enumerate(files)]
+    predictions = (await service.client.post("/predict", files=parts)).json()["predictions"]
+    assert [tensor["name"] for tensor in document["outputs"]] == ["ood_p_value", "label"]
+    assert output(document, "label").tolist() == [prediction["label"] for prediction in predictions]
+    p_values = [prediction["ood_p_value"] for prediction in predictions]
+    np.testing.assert_allclose(output(document, "ood_p_value"), p_values, rtol=1e-6)
+
+
+async def test_binary_input_and_output(service: Running) -> None:
+    images = grey(0, 255)
+    entry = raw_input(images, parameters={"binary_data_size": images.size})
+    del entry["data"]
+    wanted = [
+        {"name": "label", "parameters": {"binary_data": True}},
+        {"name": "class_index", "parameters": {"binary_data": False}},
+        {"name": "is_ood"},
+    ]
+    document = {"inputs": [entry], "outputs": wanted, "parameters": {"binary_data_output": True}}
+    head = json.dumps(document).encode()
+    response = await service.client.post(
+        "/v2/models/m/versions/v1/infer", content=head + images.tobytes(), headers={HEADER: str(len(head))}
+    )
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "application/octet-stream"
+    length = int(response.headers[HEADER])
+    answer = json.loads(response.content[:length])
+    InferResponse.model_validate(answer)
+    label, index, is_ood = answer["outputs"]
+    assert index["data"] == [0, 2]
+    assert label["parameters"] == {"binary_data_size": 4 + 4 + 4 + 6}
+    assert is_ood["parameters"] == {"binary_data_size": 2}
+    texts = struct.pack("<I", 4) + b"dark" + struct.pack("<I", 6) + b"bright"
+    assert response.content[length:] == texts + b"\0\0"
+
+
+@pytest.mark.parametrize("kind", ["raw", "encoded"])
+async def test_a_reload_while_the_body_is_parsed_loses_nothing(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    colour = {"preprocess": Preprocess("RGB", 8, 8, None, (0.5,) * 3, (0.5,) * 3)} if kind == "encoded" else {}
+    async with running(admin_keys="root") as app:
+        serve_next(app, FakeModel("v2", **colour))
+        read = v2._read
+
+        async def reload_meanwhile(size: int, work: Any, *arguments: Any) -> Any:
+            found = await read(size, work, *arguments)
+            if app.service.registry.get().version == "v1" and work is not parse_request:
+                response = await app.client.post("/admin/reload", headers={"x-api-key": "root"})
+                assert response.status_code == 200
+                await asyncio.sleep(0.05)  # The old engine admits nothing any more.
+            return found
+
+        monkeypatch.setattr(v2, "_read", reload_meanwhile)
+        files = [base64.b64encode(png(200)).decode()]
+        encoded = {"name": "encoded_images", "shape": [1], "datatype": "BYTES", "data": files}
+        document = await infer(app, {"inputs": [encoded if kind == "encoded" else GOOD]})
+        assert document["model_version"] == "v2"
+
+
+async def test_alpha_can_be_set_for_a_request(service: Running) -> None:
+    image = pixels(10)
+    image[:4] = 150
+    request = {"inputs": [raw_input(image[None, None])], "outputs": [{"name": "is_ood"}]}
+    (p_value,) = expected(image[None, None])[:, 2]
+    assert 0.2 < p_value < 0.6
+    assert output(await infer(service, request), "is_ood").tolist() == [False]
+    document = await infer(service, {**request, "parameters": {"alpha": 0.6, "priority": 3}})
+    assert output(document, "is_ood").tolist() == [True]
+    assert document["parameters"] == {"alpha": 0.6}
+
+
+async def test_answers_are_counted_like_those_of_predict(service: Running) -> None:
+    await infer(service, {"inputs": [raw_input(grey(0, 255))]})
+    assert await service.metric('psc_predictions_total{label="bright"}') == 1
+    await service.client.post("/v2/models/m/infer", content=b"{")
+    assert await service.metric('psc_rejected_total{reason="malformed"}') == 1
+
+
+GOOD = raw_input(grey(1))
+NESTED: Any = json.loads("[" * 900 + "]" * 900)
+DAMAGED = png(1, size=400)[:-60]
+FILE = {"name": "encoded_images", "shape": [1], "datatype": "BYTES"}
+
+
+def without_data(**parameters: Any) -> dict[str, Any]:
+    return {**{name: value for name, value in GOOD.items() if name != "data"}, "parameters": parameters}
+
+
+@pytest.mark.parametrize(
+    ("document", "status", "message"),
+    [
+        ([], 400, "JSON object"),
+        ({}, 400, "'inputs'"),
+        ({"inputs": []}, 400, "exactly one input"),
+        ({"inputs": [GOOD, GOOD]}, 400, "exactly one input"),
+        ({"inputs": [{**GOOD, "name": "pixels"}]}, 400, "'pixels'"),
+        ({"inputs": [{**GOOD, "datatype": "FP32"}]}, 400, "expected datatype UINT8"),
+        ({"inputs": [{**GOOD, "shape": "1"}]}, 400, "name, datatype and shape"),
+        ({"inputs": [{**GOOD, "shape": [1, 8, -8, 1]}]}, 400, "whole numbers"),
+        ({"inputs": [{**GOOD, "shape": [1, 8, 9, 1]}]}, 400, r"[n, 8, 8, 1] (NHWC) or [n, 1, 8, 8] (NCHW)"),
+        ({"inputs": [{**GOOD, "shape": [2, 8, 8, 1]}]}, 400, "expected 128 values"),
+        ({"inputs": [{**GOOD, "shape": [0, 8, 8, 1], "data": []}]}, 400, "at least one image"),
+        ({"inputs": [{**GOOD, "shape": [5, 8, 8, 1]}]}, 413, "at most 4 images"),
+        ({"inputs": [{**GOOD, "data": [256] * 64}]}, 400, "0 to 255"),
+        ({"inputs": [{**GOOD, "data": [-1] * 64}]}, 400, "0 to 255"),
+        ({"inputs": [{**GOOD, "data": [1.5] * 64}]}, 400, "0 to 255"),
+        ({"inputs": [{**GOOD, "data": ["1"] * 64}]}, 400, "0 to 255"),
+        ({"inputs": [{**GOOD, "data": [None] * 64}]}, 400, "0 to 255"),
+        ({"inputs": [{**GOOD, "data": [True] * 64}]}, 400, "0 to 255"),
+        ({"inputs": [{**GOOD, "data": [1 << 80] * 64}]}, 400, "0 to 255"),
+        ({"inputs": [{**GOOD, "data": ["x" * 50_000, *[""] * 63]}]}, 400, "0 to 255"),
+        ({"inputs": [{**GOOD, "data": [[1, 2], [3]]}]}, 400, "equal length"),
+        ({"inputs": [{**GOOD, "parameters": {"layout": "HWCN"}}]}, 400, "layout"),
+        ({"inputs": [{**GOOD, "parameters": {"layout": "NCHW"}}]}, 400, "NCHW"),
+        ({"inputs": [{**GOOD, "parameters": 3}]}, 400, "'parameters'"),
+        ({"inputs": [{**GOOD, "parameters": {"shared_memory_region": "r"}}]}, 400, "not supported"),
+        ({"inputs": [without_data()]}, 400, "either data or binary_data_size"),
+        ({"inputs": [without_data(binary_data_size=64)]}, 400, "at most the 0 bytes"),
+        ({"inputs": [without_data(binary_data_size="64")]}, 400, "binary_data_size"),
+        ({"inputs": [{**FILE, "data": ["?"]}]}, 400, "base64"),
+        ({"inputs": [{**FILE, "data": [3]}]}, 400, "base64"),
+        ({"inputs": [{**FILE, "data": []}]}, 400, "expected 1 elements"),
+        ({"inputs": [{**FILE, "data": "text"}]}, 400, "expected 1 elements"),
+        ({"inputs": [{**FILE, "shape": [], "data": []}]}, 400, "[n] or [n, 1]"),
+        ({"inputs": [{**FILE, "data": [""]}]}, 415, "image 0"),
+        ({"inputs": [{**FILE, "data": [base64.b64encode(DAMAGED).decode()]}]}, 422, "image 0"),
+        ({"inputs": [GOOD], "outputs": [{"name": "nonsense"}]}, 400, "expected outputs among"),
+        ({"inputs": [GOOD], "outputs": [{"name": "label"}, {"name": "label"}]}, 400, "once"),
+        ({"inputs": [GOOD], "outputs": "label"}, 400, "'outputs'"),
+        (
+            {"inputs": [GOOD], "outputs": [{"name": "label", "parameters": {"classification": 2}}]},
+            400,
+            "not supported",
+        ),
+        ({"inputs": [GOOD], "parameters": {"binary_data_output": "yes"}}, 400, "true or false"),
+        ({"inputs": [GOOD], "parameters": {"alpha": 2}}, 400, "alpha"),
+        ({"inputs": [GOOD], "parameters": {"alpha": 0.001}}, 422, "alpha"),
+        ({"inputs": [GOOD], "parameters": {"alpha": 1e-300}}, 400, "alpha"),
+        ({"inputs": [GOOD], "parameters": {"alpha": True}}, 400, "alpha"),
+        ({"inputs": [GOOD], "id": 3}, 400, "'id'"),
+        ({"inputs": [GOOD], "outputs": [{"name": NESTED}]}, 400, "expected outputs among"),
+        ({"inputs": [GOOD], "outputs": [{"name": "x" * 50_000}]}, 400, "expected outputs among"),
+        ({"inputs": [GOOD], "parameters": {"alpha": NESTED}}, 400, "alpha"),
+        ({"inputs": [{**GOOD, "parameters": {"layout": NESTED}}]}, 400, "layout"),
+        ({"inputs": [{**GOOD, "datatype": "x" * 50_000}]}, 400, "datatype"),
+        ({"inputs": [{**GOOD, "name": "x" * 50_000, "shape": [-1]}]}, 400, "shape"),
+        ({"inputs": [{**GOOD, "name": "x" * 50_000, "parameters": {"classification": 1}}]}, 400, "classification"),
+        ({"inputs": [raw_input(grey(1, POISON))]}, 500, ""),
+    ],
+)
+async def test_errors_follow_the_protocol(service: Running, document: Any, status: int, message: str) -> None:
+    response = await service.client.post("/v2/models/m/infer", json=document)
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = ErrorDocument.model_validate(response.json()).error
+    assert message in error
+    assert len(error) < 500
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "message"),
+    [
+        (b"{", {}, 400, "JSON"),
+        (b"\xff\xfe", {}, 400, "JSON"),
+        (b"[" * 5000, {}, 400, "JSON"),
+        (b"{}", {HEADER: "3"}, 400, HEADER),
+        (b"{}", {HEADER: "0"}, 400, HEADER),
+        (b"{}", {HEADER: "two"}, 400, HEADER),
+        (json.dumps({"inputs": [GOOD]}).encode() + b"xx", {HEADER: "1"}, 400, "JSON"),
+        (json.dumps({"inputs": []}).encode() + b"xx", {HEADER: "14"}, 400, "2 bytes more"),
+        (b"{}", {"content-encoding": "gzip"}, 415, "compressed"),
+    ],
+)
+async def test_broken_bodies(service: Running, body: bytes, headers: dict[str, str], status: int, message: str) -> None:
+    response = await service.client.post("/v2/models/m/infer", content=body, headers=headers)
+    assert response.status_code == status, response.text
+    assert message in ErrorDocument.model_validate(response.json()).error
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "²", "٣"])
+def test_a_length_of_the_header_that_python_cannot_or_would_read_is_refused(length: str) -> None:
+    with pytest.raises(MalformedRequest, match=HEADER):
+        parse_request(b'{"inputs": []}', length, OUTPUTS)
+
+
+async def test_unknown_models_and_versions(service: Running) -> None:
+    for path in ("x", "x/ready", "m/versions/v0", "m/versions/v0/ready", "x/versions/v1/ready"):
+        response = await service.client.get(f"/v2/models/{path}")
+        assert response.status_code == 404, path
+        ErrorDocument.model_validate(response.json())
+    for path in ("x/infer", "m/versions/v0/infer"):
+        response = await service.client.post(f"/v2/models/{path}", content=b"not even JSON")
+        assert response.status_code == 404, path
+
+
+async def test_errors_before_a_route_follow_the_protocol_too() -> None:
+    async with running(max_body_bytes=10, root_path="/uncertain") as app:
+        for method, path, status in (
+            ("POST", "/v2/models/m/infer", 413),
+            ("GET", "/v2/nothing", 404),
+            ("DELETE", "/v2", 405),
+            ("POST", "/uncertain/v2/models/m/infer", 413),
+        ):
+            body = b"more than ten bytes" if status == 413 else b""
+            response = await app.client.request(method, path, content=body)
+            assert response.status_code == status, path
+            ErrorDocument.model_validate(response.json())
+        response = await app.client.post("/v2x", content=b"more than ten bytes")
+        assert response.headers["content-type"] == "application/problem+json"
+
+
+async def test_keys_guard_models() -> None:
+    async with running(api_keys=("secret",)) as app:
+        for method, path in (("GET", "/v2/models/m"), ("POST", "/v2/models/m/infer")):
+            response = await app.client.request(method, path)
+            assert response.status_code == 401
+            assert "www-authenticate" in response.headers
+            ErrorDocument.model_validate(response.json())
+        assert (await app.client.get("/v2/health/ready")).status_code == 200
+        response = await app.client.post(
+            "/v2/models/m/infer", json={"inputs": [GOOD]}, headers={"authorization": "Bearer secret"}
+        )
+        assert response.status_code == 200
+
+
+@given(body=st.binary(max_size=60) | st.text(alphabet='{}[]",:inputs0123', max_size=60).map(str.encode))
+def test_no_body_raises_anything_but_our_errors(body: bytes) -> None:
+    for header in (None, "5", str(len(body))):
+        with contextlib.suppress(PSCError):
+            images_of(parse_request(body, header, OUTPUTS).tensor, (1, 8, 8), max_images=2)
+
+
+@given(
+    files=st.lists(st.binary(max_size=20), min_size=1, max_size=5),
+    cut=st.integers(0, 30),
+    extra=st.binary(max_size=6),
+)
+def test_binary_elements_come_back_or_are_refused(files: list[bytes], cut: int, extra: bytes) -> None:
+    data = b"".join(struct.pack("<I", len(file)) + file for file in files)
+    damaged = data[: max(0, len(data) - cut)] + extra
+    for content, whole in ((data, True), (damaged, damaged == data)):
+        entry = {**FILE, "shape": [len(files)], "parameters": {"binary_data_size": len(content)}}
+        head = json.dumps({"inputs": [entry]}).encode()
+        tensor = parse_request(head + content, str(len(head)), OUTPUTS).tensor
+        try:
+            read = images_of(tensor, (1, 8, 8), max_images=5)
+        except PSCError:
+            assert not whole
+        else:
+            assert isinstance(read, list)
+            assert len(read) == len(files)
+            assert not whole or read == files
+
+
+@given(st.lists(st.text(alphabet=st.characters(codec="utf-8"), max_size=8), max_size=4), st.booleans())
+def test_texts_come_back_from_a_response(texts: list[str], binary: bool) -> None:
+    tritonclient = pytest.importorskip("tritonclient.http", reason="needs tritonclient[http]")
+    tensor = OutputTensor("label", "BYTES", (len(texts),), texts)
+    body, length = build_response({"model_name": "m"}, [tensor], {"label": binary})
+    result = tritonclient.InferResult.from_response_body(body, header_length=length)
+    values = result.as_numpy("label").tolist()
+    assert [value.decode() if isinstance(value, bytes) else value for value in values] == texts
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with live_server({"m": FakeModel(), "colour": FakeModel(preprocess=COLOUR)}, max_images_per_request=4) as url:
+        yield url.removeprefix("http://")
+
+
+class TestTritonClient:
+    """``tritonclient[http]``, which knows nothing of this project."""
+
+    def test_metadata_and_health(self, url: str) -> None:
+        http = pytest.importorskip("tritonclient.http", reason="needs tritonclient[http]")
+        with http.InferenceServerClient(url) as client:
+            assert client.is_server_live()
+            assert client.is_server_ready()
+            assert client.is_model_ready("m")
+            assert client.is_model_ready("m", "v1")
+            assert not client.is_model_ready("absent")
+            assert client.get_server_metadata()["extensions"] == ["binary_tensor_data"]
+            assert client.get_model_metadata("m")["inputs"][0]["shape"] == [-1, 8, 8, 1]
+
+    @pytest.mark.parametrize("binary_in", [True, False])
+    @pytest.mark.parametrize("binary_out", [True, False, None])
+    @pytest.mark.parametrize("nchw", [True, False])
+    def test_raw_images(self, url: str, binary_in: bool, binary_out: bool | None, nchw: bool) -> None:
+        http = pytest.importorskip("tritonclient.http", reason="needs tritonclient[http]")
+        images = np.random.default_rng(0).integers(0, 256, (3, 3, 4, 6), dtype=np.uint8)
+        sent = images if nchw else np.ascontiguousarray(images.transpose(0, 2, 3, 1))
+        tensor = http.InferInput("images", list(sent.shape), "UINT8").set_data_from_numpy(sent, binary_in)
+        outputs = None
+        if binary_out is not None:
+            outputs = [http.InferRequestedOutput(name, binary_data=binary_out) for name in OUTPUTS]
+        with http.InferenceServerClient(url) as client:
+            result = client.infer("colour", [tensor], outputs=outputs, request_id="7")
+        rows = expected(images)
+        assert result.get_response()["id"] == "7"
+        np.testing.assert_allclose(result.as_numpy("probabilities"), rows[:, SCORES:], rtol=1e-5)
+        np.testing.assert_allclose(result.as_numpy("log_density"), rows[:, 1], rtol=1e-5)
+        assert result.as_numpy("probabilities").dtype == np.float32
+        assert result.as_numpy("is_ood").dtype == np.bool_
+        assert result.as_numpy("class_index").tolist() == rows[:, SCORES:].argmax(1).tolist()
+        names = [CLASSES[index] for index in rows[:, SCORES:].argmax(1)]
+        labels = [v.decode() if isinstance(v, bytes) else v for v in result.as_numpy("label").tolist()]
+        assert labels == names
+
+    def test_encoded_images(self, url: str) -> None:
+        http = pytest.importorskip("tritonclient.http", reason="needs tritonclient[http]")
+        files = np.array([png(0), png(255, size=30)], dtype=np.object_)
+        tensor = http.InferInput("encoded_images", [2], "BYTES").set_data_from_numpy(files)
+        with http.InferenceServerClient(url) as client:
+            result = client.infer("m", [tensor], outputs=[http.InferRequestedOutput("label")])
+        assert result.as_numpy("label").tolist() == [b"dark", b"bright"]
+        assert result.as_numpy("log_density") is None
+
+    def test_errors_reach_the_client_as_messages(self, url: str) -> None:
+        http = pytest.importorskip("tritonclient.http", reason="needs tritonclient[http]")
+        utils = pytest.importorskip("tritonclient.utils")
+        images = np.zeros((5, 8, 8, 1), np.uint8)
+        tensor = http.InferInput("images", [5, 8, 8, 1], "UINT8").set_data_from_numpy(images)
+        with http.InferenceServerClient(url) as client:
+            with pytest.raises(utils.InferenceServerException, match="at most 4 images") as caught:
+                client.infer("m", [tensor])
+            assert caught.value.status() == "413"
+            with pytest.raises(utils.InferenceServerException, match="absent"):
+                client.get_model_metadata("absent")

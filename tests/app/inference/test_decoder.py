@@ -1,0 +1,146 @@
+"""Requests take turns in the decode pool: seen with a queue and a clock that the test moves by hand."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from app.errors import ImageRefused
+from app.inference import decoder as module
+from app.inference.decoder import Decoder, EncodedImage
+from psc_core.errors import UndecodableImage
+
+
+class Hands:
+    """A pool without threads, a clock, and a preprocessing that says what it decoded.
+
+    Attributes:
+        now: The time, seconds.
+        seconds: How long an image takes.
+        seen: Images in the order in which they were decoded; of a request ``x`` they are ``x0``, ``x1``, …
+        answers: What requests were told: their decoded numbers, or the error.
+        unwanted: Requests nobody waits for any more.
+        submitted: Pieces that were put into the queue.
+        closed: The pool takes nothing more.
+    """
+
+    channels, height, width = 1, 1, 1
+
+    def __init__(self, threads: int) -> None:
+        self.now = 0.0
+        self.seconds = 1.0
+        self.seen: list[str] = []
+        self.answers: dict[str, Any] = {}
+        self.unwanted: set[str] = set()
+        self.submitted = 0
+        self.closed = False
+        self._pieces: deque[Callable[[], Any]] = deque()
+        self._decoder = Decoder(self, threads=threads, preprocess=self, max_pixels=9, inline_bytes=0)  # type: ignore[arg-type]
+
+    def submit(self, run: Callable[..., Any], *arguments: Any) -> None:
+        if self.closed:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        self.submitted += 1
+        self._pieces.append(lambda: run(*arguments))
+
+    def from_bytes(self, data: bytes, *, max_pixels: int) -> npt.NDArray[np.uint8]:
+        self.now += self.seconds
+        self.seen.append(data.decode())
+        if data.endswith(b"!"):
+            raise UndecodableImage("damaged")
+        return np.full((1, 1, 1), int(data[1:]) % 256, np.uint8)
+
+    def ask(self, name: str, count: int, *, bad: tuple[int, ...] = ()) -> None:
+        def finished(images: npt.NDArray[np.uint8], error: Exception | None) -> None:
+            assert name not in self.answers
+            self.answers[name] = error or images.ravel().tolist()
+
+        uploads = [EncodedImage(f"{name}{k}{'!' if k in bad else ''}".encode(), f"{k}.png") for k in range(count)]
+        self._decoder.decode_later(uploads, is_wanted=lambda: name not in self.unwanted, on_done=finished)
+
+    def step(self) -> None:
+        """A thread takes the next piece from the queue."""
+        self._pieces.popleft()()
+
+    def run(self) -> None:
+        while self._pieces:
+            self.step()
+
+
+@pytest.fixture
+def hands(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Hands]:
+    def make(threads: int = 1) -> Hands:
+        made = Hands(threads)
+        monkeypatch.setattr(module, "perf_counter", lambda: made.now, raising=False)
+        return made
+
+    return make
+
+
+def test_a_single_image_does_not_wait_for_all_of_a_large_request(hands: Callable[..., Hands]) -> None:
+    pool = hands()
+    pool.ask("a", 4)
+    pool.ask("b", 3)
+    pool.ask("c", 1)
+    pool.run()
+    assert pool.seen == ["a0", "b0", "c0", "a1", "b1", "a2", "b2", "a3"]
+    assert pool.answers == {"a": [0, 1, 2, 3], "b": [0, 1, 2], "c": [0]}
+
+
+def test_a_request_that_comes_later_waits_for_one_image_of_each_piece(hands: Callable[..., Hands]) -> None:
+    pool = hands(threads=2)
+    pool.ask("a", 10)
+    pool.step()
+    pool.ask("b", 1)
+    pool.run()
+    assert pool.seen[:4] == ["a0", "a5", "a1", "b0"]
+    assert pool.answers == {"a": list(range(10)), "b": [0]}
+
+
+def test_small_images_are_decoded_for_a_few_milliseconds_before_others_go_first(hands: Callable[..., Hands]) -> None:
+    """Guards against a hop for each of five hundred tiny images."""
+    pool = hands(threads=2)
+    pool.seconds = module.TURN_SECONDS / 50
+    pool.ask("a", 500)
+    pool.run()
+    assert 10 <= pool.submitted <= 12
+    pool.submitted, pool.seconds = 0, 0.0
+    pool.ask("b", 500)
+    pool.run()
+    assert pool.submitted == 2
+    assert pool.answers["a"] == pool.answers["b"] == [k % 256 for k in range(500)]
+
+
+def test_the_first_bad_image_is_named_whatever_the_order_of_decoding(hands: Callable[..., Hands]) -> None:
+    pool = hands(threads=2)
+    pool.ask("a", 10, bad=(4, 5))
+    pool.run()
+    assert pool.seen == ["a0", "a5!", "a1", "a2", "a3", "a4!"]
+    error = pool.answers["a"]
+    assert isinstance(error, ImageRefused)
+    assert "image 4" in str(error)
+
+
+def test_nothing_is_decoded_for_a_request_nobody_waits_for(hands: Callable[..., Hands]) -> None:
+    pool = hands(threads=2)
+    pool.ask("a", 10)
+    for _ in range(3):
+        pool.step()
+    pool.unwanted.add("a")
+    pool.run()
+    assert pool.seen == ["a0", "a5", "a1"]
+    assert "a" in pool.answers
+
+
+def test_a_pool_that_is_closed_finishes_what_it_began(hands: Callable[..., Hands]) -> None:
+    pool = hands(threads=2)
+    pool.ask("a", 6)
+    pool.step()
+    pool.closed = True
+    pool.run()
+    assert pool.answers == {"a": [0, 1, 2, 3, 4, 5]}

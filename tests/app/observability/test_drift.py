@@ -1,0 +1,188 @@
+"""The drift monitor: its false-alarm bound, its speed, and the binomial tail."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from app.observability.drift import EXPONENTS, DriftMonitor, binomial_tail
+
+DELTA = 0.1
+
+
+def served_p_values(calibration: npt.NDArray[np.float64], scores: npt.NDArray[np.float64]) -> list[float]:
+    """p-values as the service gives them: float32, against one fixed calibration set."""
+    below = np.searchsorted(np.sort(calibration), scores, side="right")
+    return [float(value) for value in ((1.0 + below) / (1.0 + len(calibration))).astype(np.float32)]
+
+
+def naive_log_values(n: int, p_values: Iterable[float]) -> list[float]:
+    """The martingale from its definition: every start, every ε, one product each; no restart."""
+    earlier: list[int] = []
+    online: list[float] = []
+    values: list[float] = []
+    for p_value in p_values:
+        cell = round(p_value * (n + 1)) - 1
+        online.append((1 + cell + sum(c <= cell for c in earlier)) / (n + 1 + len(earlier)))
+        earlier.append(cell)
+        t = len(online)
+        value = 1 / (t + 1)
+        for start in range(1, t + 1):
+            weight = 1 / (start * (start + 1))
+            for epsilon in EXPONENTS:
+                bets = [epsilon * q ** (epsilon - 1) for q in online[start - 1 :]]
+                value += weight / len(EXPONENTS) * math.prod(bets)
+        values.append(math.log(value))
+    return values
+
+
+@given(
+    n=st.integers(1, 30),
+    ranks=st.lists(st.floats(0, 1), min_size=1, max_size=12),
+)
+@settings(max_examples=50, deadline=None)
+def test_equals_the_definition(n: int, ranks: list[float]) -> None:
+    p_values = [(1 + round(rank * n)) / (n + 1) for rank in ranks]
+    monitor = DriftMonitor(n, 0.05, false_alarm_probability=1e-200)
+    for p_value, expected in zip(p_values, naive_log_values(n, p_values), strict=True):
+        monitor.update([p_value])
+        assert monitor.state.log_martingale == pytest.approx(expected, abs=1e-9)
+
+
+@given(
+    n=st.integers(1, 300),
+    window=st.integers(1, 400),
+    shares=st.lists(st.sampled_from([0.0, 1e-3, 0.01, 0.5, 1.0]), min_size=4, max_size=4),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=30, deadline=None)
+def test_many_images_at_once_are_the_same_as_one_by_one(n: int, window: int, shares: list[float], seed: int) -> None:
+    """Streams of four stretches, each with its own share of strange images, so that alarms fall anywhere."""
+    generator = np.random.default_rng(seed)
+    strange = generator.random(600) < np.repeat(shares, 150)
+    p_values = np.where(strange, 1, generator.integers(1, n + 2, 600)) / (n + 1)
+    at_once, one_by_one = (DriftMonitor(n, 0.2, window=window) for _ in range(2))
+    assert at_once.update(p_values) == sum(one_by_one.update([p_value]) for p_value in p_values)
+    assert dataclasses.astuple(at_once.state) == pytest.approx(dataclasses.astuple(one_by_one.state), abs=1e-9)
+    flags = (np.rint(p_values[-window:] * (n + 1)) <= math.floor(0.2 * (n + 1) + 1e-9)).tolist()
+    assert at_once.state.window_ood_rate == pytest.approx(sum(flags) / len(flags))
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_false_alarms_stay_below_the_bound_with_one_fixed_calibration_set(ties: bool) -> None:
+    """Streams 20 times as long as the calibration set, where betting on served p-values fails."""
+    generator = np.random.default_rng(1)
+    runs, n, length = 200, 50, 1000
+    alarmed = 0
+    for _ in range(runs):
+        scores = generator.normal(size=n + length)
+        if ties:
+            scores = np.round(scores, 1)
+        monitor = DriftMonitor(n, 0.05, false_alarm_probability=DELTA)
+        monitor.update(served_p_values(scores[:n], scores[n:]))
+        alarmed += monitor.state.alarms > 0
+    assert alarmed / runs <= DELTA + 2 * math.sqrt(DELTA * (1 - DELTA) / runs)
+
+
+@pytest.mark.parametrize("quiet", [0, 20_000])
+@pytest.mark.parametrize(("shift", "within"), [(-6.0, 15), (-2.0, 60), (-0.7, 500)])
+def test_drift_is_found_soon_early_or_late(quiet: int, shift: float, within: int) -> None:
+    generator = np.random.default_rng(2)
+    n = 2000
+    calibration = generator.normal(size=n)
+    monitor = DriftMonitor(n, 0.05)
+    monitor.update(served_p_values(calibration, generator.normal(size=quiet)))
+    assert monitor.state.alarms == 0
+    drifted = served_p_values(calibration, generator.normal(loc=shift, size=within))
+    found = next((i for i, p in enumerate(drifted) if monitor.update([p])), None)
+    assert found is not None
+
+
+def test_an_alarm_begins_a_new_run_and_alarms_repeat_under_lasting_drift() -> None:
+    monitor = DriftMonitor(1000, 0.05)
+    raised = [monitor.update([1 / 1001]) for _ in range(60)]
+    first = raised.index(1)
+    assert first < 10
+    assert sum(raised) == monitor.state.alarms > 3
+    again = DriftMonitor(1000, 0.05)
+    again.update([1 / 1001] * (first + 1))
+    assert again.state.log_martingale == 0.0
+
+
+def test_a_quiet_stream_costs_at_most_the_sleeping_capital() -> None:
+    monitor = DriftMonitor(100, 0.05)
+    monitor.update([1.0] * 5000)
+    assert -math.log(5001) - 1e-9 <= monitor.state.log_martingale < 0.0
+
+
+def test_the_window_counts_only_its_images() -> None:
+    monitor = DriftMonitor(19, 0.05, window=4)
+    assert monitor.state.window_ood_rate == 0.0
+    assert monitor.state.window_tail_probability == 1.0
+    monitor.update([float(np.float32(0.05)), 0.1, 1.0])  # float32(0.05) > 0.05, and still p ≤ alpha
+    assert monitor.state.window_ood_rate == pytest.approx(1 / 3)
+    monitor.update([1.0, 1.0, 0.05])
+    assert monitor.state.window_ood_rate == 0.25
+    assert monitor.state.window_tail_probability == pytest.approx(1 - 0.95**4)
+
+
+def test_an_alpha_that_rounding_puts_below_a_p_value_still_flags_it() -> None:
+    monitor = DriftMonitor(99, 0.29)  # 0.29 × 100 < 29 in float64
+    monitor.update([0.29])
+    assert monitor.state.window_ood_rate == 1.0
+
+
+def test_a_p_value_below_the_smallest_of_the_calibration_counts_as_that() -> None:
+    tiny, smallest = DriftMonitor(9, 0.2), DriftMonitor(9, 0.2)
+    tiny.update([1e-9])
+    smallest.update([0.1])
+    assert tiny.state == smallest.state
+    assert tiny.state.window_ood_rate == 1.0
+
+
+@given(st.integers(0, 400), st.integers(0, 400), st.floats(0.001, 0.999))
+def test_binomial_tail_equals_scipy(successes: int, trials: int, probability: float) -> None:
+    successes = min(successes, trials)
+    expected = stats.binom.sf(successes - 1, trials, probability)
+    assert binomial_tail(successes, trials, probability) == pytest.approx(expected, rel=1e-9, abs=1e-300)
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "probability"), [(900, 1000, 0.001), (50_400, 10**6, 0.05), (3, 2, 0.5)]
+)
+def test_binomial_tail_of_long_windows(successes: int, trials: int, probability: float) -> None:
+    expected = stats.binom.sf(successes - 1, trials, probability)
+    assert binomial_tail(successes, trials, probability) == pytest.approx(expected, rel=1e-7, abs=1e-300)
+
+
+@pytest.mark.parametrize("p_value", [0.0, -0.1, 1.1, math.nan, math.inf])
+def test_what_is_no_p_value_is_refused(p_value: float) -> None:
+    monitor = DriftMonitor(10, 0.05)
+    with pytest.raises(ValueError, match="expected a p-value"):
+        monitor.update([0.5, p_value])
+    before = DriftMonitor(10, 0.05)
+    before.update([0.5])
+    assert monitor.state == before.state
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"calibration_count": 0}, "calibration image"),
+        ({"alpha": 0.0}, "alpha"),
+        ({"alpha": 1.0}, "alpha"),
+        ({"false_alarm_probability": 0.0}, "false-alarm"),
+        ({"window": 0}, "window"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DriftMonitor(**{"calibration_count": 10, "alpha": 0.05, **arguments})  # type: ignore[arg-type]
