@@ -236,11 +236,11 @@ def updated(page: str, name: str, text: str, title: str = "") -> str:
     return f"{page.rstrip()}\n\n{heading}{first}\n{text}\n{last}\n".lstrip()
 
 
-def write_section(folder: Path, name: str, text: str, title: str = "") -> None:
-    """:func:`updated` on the ``README.md`` of ``folder``, which is created when it is not there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "README.md"
-    file.write_text(updated(file.read_text() if file.exists() else "# Results\n", name, text, title))
+def write_section(file: Path, name: str, text: str, title: str = "") -> None:
+    """:func:`updated` on a Markdown file, which is created when it is not there."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    page = file.read_text() if file.exists() else f"# {file.stem.capitalize()}\n"
+    file.write_text(updated(page, name, text, title))
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:

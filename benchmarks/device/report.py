@@ -1,4 +1,4 @@
-"""``device-*.json`` as a section of ``benchmarks/results/README.md``: targets first, then the tables."""
+"""``device-*.json`` as a section of ``benchmarks/results/device.md``: targets first, then the tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write_report(results: Path = RESULTS) -> None:
     }
     missing = ["No numbers of a GPU: none was at hand.  `python -m benchmarks.device.run --device cuda` gives them."]
     parts = [_device(kind, report) for kind, report in reports.items()] + ([] if "cuda" in reports else missing)
-    write_section(results, "device", "\n\n".join(parts), "Device step")
+    write_section(results / "device.md", "device", "\n\n".join(parts))
 
 
 def targets(kind: str, report: Json) -> list[tuple[str, str, str, str]]:
@@ -94,7 +94,7 @@ def _where(cell: Json) -> str:
 def _device(kind: str, report: Json) -> str:
     limits = next(iter(report["subjects"].values()))["limits"] if report["subjects"] else None
     lines = [
-        f"### {kind.upper()}",
+        f"## {kind.upper()}",
         "",
         f"{where(report['environment'])}.",
         "",

@@ -2,9 +2,9 @@
 
     python -m benchmarks.device.run                        # the CPU here, some four minutes
     python -m benchmarks.device.run --device cuda          # a GPU, within ten minutes
-    python -m benchmarks.device.run --report               # rewrite the section of benchmarks/results/README.md
+    python -m benchmarks.device.run --report               # rewrite the section of benchmarks/results/device.md
 
-Every time is that of ``app.step``, which the service runs: uint8 on the host to rows on the host.  The plain network
+Every time is that of ``app.inference.steps``, which the service runs: uint8 on the host to rows on the host.  The plain network
 gives softmax probabilities through the same step (same precision, memory format and graph mode), once with its own
 modules and once with the operations fused that the PSC's backbone fuses.  Variants take turns; ratios are medians
 over rounds, with quartiles.  Results of earlier runs stay in the file until a network is measured again.
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.step import EagerStep, Network, Step, make_step
+from app.inference.steps import EagerStep, Network, Step, make_step
 from benchmarks.device import floor
 from benchmarks.device.report import write_report
 from benchmarks.device.subjects import (

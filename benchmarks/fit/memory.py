@@ -5,7 +5,7 @@
 ``psc-fit`` runs as a process of its own; the kernel's high-water mark of its resident memory is the peak.  Memory
 is also sampled ten times a second, to say during which pass it was highest.  Beside it, in another process: one
 bare forward pass of the whole network over the same training images, decoding included.  Of N images a tenth are
-for validation.  Results go to ``benchmarks/results/fit-memory.json`` and ``benchmarks/results/README.md``.
+for validation.  Results go to ``benchmarks/results/fit-memory.json`` and ``fitting.md`` beside it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def images(split: str, preprocess: Preprocess) -> ImageDataset:
 
 def _at_once(batch_images: int) -> int:
     """Images that ``psc-fit`` sends through the network at once."""
-    return Compute(torch.device("cpu"), batch_images=batch_images).images
+    return Compute(torch.device("cpu"), batch_images=batch_images).batch_size
 
 
 def forward(network: str, weights: Path, batch_images: int) -> float:
@@ -200,7 +200,7 @@ def measure(args: argparse.Namespace, count: int, weights: Path, out: Path) -> d
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """The report as a section of ``benchmarks/results/README.md``."""
+    """The report as a section of ``benchmarks/results/fitting.md``."""
     lines = [
         f"{where(report['environment'])}; "
         f"{report['network']} with {report['weights']} weights, batches of {_at_once(report['batch_images'])}.",
@@ -254,7 +254,7 @@ def main() -> None:
         }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "fit-memory.json").write_text(json.dumps(report, indent=2) + "\n")
-    write_section(RESULTS, "fit-memory", table(report), "Memory of fitting")
+    write_section(RESULTS / "fitting.md", "fit-memory", table(report), "Memory")
     print(table(report))
     above = [run["images"] for run in report["runs"] if run["peak_rss_mib"] >= LIMIT_MIB]
     if above:

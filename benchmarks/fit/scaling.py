@@ -9,7 +9,7 @@ head.  Beside each fit, in the same process: one bare forward pass of the whole 
 reading included, in batches of the same size.  Times are CPU seconds of the process, which other work on the machine
 hardly changes; wall times are in ``benchmarks/results/fit-scaling.json``.  Memory is the highest resident set of the
 process; the scratch file of z is read and written, not mapped, so it is no part of it.  ``--report`` writes the results
-into ``benchmarks/results/README.md``.
+into ``benchmarks/results/fitting.md``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def one(images: int, layers: int, classes: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     options = FitOptions(device="cpu")
     net, train, val = network(layers, classes), repeated(images, classes, 0), repeated(2000, classes, 1)
-    batch = Compute(torch.device("cpu"), batch_images=options.batch_images).images
+    batch = Compute(torch.device("cpu"), batch_images=options.batch_images).batch_size
 
     def bare() -> float:
         began = time.process_time()
@@ -157,7 +157,7 @@ def rows_of(runs: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], list[Row
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """The results as a section of ``benchmarks/results/README.md``."""
+    """The results as a section of ``benchmarks/results/fitting.md``."""
     groups = rows_of(report["runs"])
     lines = [
         f"{where(report['environment'])}.",
@@ -247,7 +247,8 @@ def main() -> None:
             FILE.write_text(json.dumps(report, indent=2) + "\n")
         print(table(report))
         return
-    write_section(RESULTS, "fit-scaling", table(json.loads(FILE.read_text())), "Time and memory of fitting")
+    text = table(json.loads(FILE.read_text()))
+    write_section(RESULTS / "fitting.md", "fit-scaling", text, "Time and memory by number of images")
 
 
 if __name__ == "__main__":

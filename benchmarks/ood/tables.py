@@ -17,12 +17,12 @@ def fragment(record: Json) -> str:
     """Summary over settings, verdicts, one table a setting."""
     settings: dict[str, Json] = record["result"]["settings"]
     parts = [
-        "### Out-of-distribution detection: PSC against its peers on the same checkpoints",
+        "## Out-of-distribution detection: PSC against its peers on the same checkpoints",
         summary(settings),
         "\n".join(f"- {sentence}" for sentence in verdicts(settings)),
     ]
     for name, setting in settings.items():
-        parts += [f"#### {name}", setting_table(settings, name), _about(setting)]
+        parts += [f"### {name}", setting_table(settings, name), _about(setting)]
     parts.append(runs.provenance(record))
     return "\n\n".join(parts) + "\n"
 

@@ -241,7 +241,7 @@ def fragment(record: Json) -> str:
     return (
         "\n\n".join(
             [
-                "### CIFAR-10: accuracy, likelihood and calibration",
+                "## CIFAR-10: accuracy, likelihood and calibration",
                 runs.markdown_table(
                     ["classifier", "accuracy, %", "NLL, nats", "ECE", "ECE, divided at random"],
                     [*lines, *([*row, "—"] for row in PUBLISHED)],

@@ -134,7 +134,7 @@ def fragment(record: Json) -> str:
     return (
         "\n\n".join(
             [
-                "### Spectral normalisation delays collapse",
+                "## Spectral normalisation delays collapse",
                 "The paper: with SN, NC1 falls under 0.2 at the final layer only; without, earlier, "
                 "with as high an NC4.",
                 runs.markdown_table(header, lines),

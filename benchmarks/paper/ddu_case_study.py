@@ -262,7 +262,7 @@ def fragment(record: Json) -> str:
     return (
         "\n\n".join(
             [
-                "### DDU case study: Dirty-MNIST against Fashion-MNIST, MNIST against Ambiguous-MNIST",
+                "## DDU case study: Dirty-MNIST against Fashion-MNIST, MNIST against Ambiguous-MNIST",
                 runs.markdown_table(header, lines),
                 f"![densities]({stem}-log_density.svg)\n\n![entropies]({stem}-entropy.svg)",
                 runs.provenance(record),

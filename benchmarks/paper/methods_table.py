@@ -210,7 +210,7 @@ def fragment(record: Json) -> str:
     return (
         "\n\n".join(
             [
-                "### Methods: what they ask for, and what they give on the same network and data",
+                "## Methods: what they ask for, and what they give on the same network and data",
                 runs.markdown_table(header, lines),
                 f"CIFAR-10, JPEG-recompressed (quality 75); {record['result']['trained']}, and the same with or "
                 f"without spectral norm ≤ {checkpoints.SPECTRAL_NORM:g}; fitted on {fitted} training images. SNGP and "

@@ -130,7 +130,7 @@ def fragment(record: Json) -> str:
             ]
         )
     header = ["network, data", "NC1 layer → z", "paper", "NC4 layer → z", "paper", "what was run"]
-    parts = ["### Projection keeps NC1 and NC4", runs.markdown_table(header, lines)]
+    parts = ["## Projection keeps NC1 and NC4", runs.markdown_table(header, lines)]
     if "resnet18-mnist" in rows:
         parts.append(f"![NC1 and NC4 for c_proj and d_proj]({record['name']}-{record['scale']}-sizes.svg)")
     parts += [

@@ -1,8 +1,8 @@
-"""Put what has been run into ``benchmarks/results/README.md``, one section a script.
+"""Put what has been run into ``benchmarks/results/paper.md`` and ``ood.md``, one section a script.
 
     python -m benchmarks.paper.report
 
-A section lies between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` and is replaced as a whole; all else in the
+A section lies between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` and is replaced as a whole; all else in a
 file is left alone.  It is made from the JSON of the largest scale there is (full, else cpu); a script without one
 gets a section that says so and how to run it.  Figures keep the names that the scripts gave them.
 """
@@ -28,6 +28,9 @@ SECTIONS: Mapping[str, str] = {
 }
 """Sections in order, with the script of each."""
 
+PAGES = {"ood": "ood.md"}
+"""Pages of sections that are not in ``paper.md``."""
+
 FRAGMENTS = {"benchmarks.ood.run": "benchmarks.ood.tables"}
 """Modules whose ``fragment`` is elsewhere."""
 
@@ -42,7 +45,7 @@ def section(results: Path, name: str, module: str) -> str:
             record: Json = json.loads(file.read_text())
             fragment: Callable[[Json], str] = importlib.import_module(FRAGMENTS.get(module, module)).fragment
             return fragment(record).strip()
-    return f"### {name}\n\nNot run: `python -m {module} --scale cpu --data ROOT`."
+    return f"## {name}\n\nNot run: `python -m {module} --scale cpu --data ROOT`."
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -51,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     results = cli.parse_args(argv).results
     for name, module in SECTIONS.items():
-        write_section(results, name, section(results, name, module))
+        write_section(results / PAGES.get(name, "paper.md"), name, section(results, name, module))
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ def fragment(record: Json) -> str:
     return (
         "\n\n".join(
             [
-                "### Sign example: which layers forget what is irrelevant to the label",
+                "## Sign example: which layers forget what is irrelevant to the label",
                 "The paper: with the small bound even the penultimate layer tells the irrelevant "
                 "perturbation apart, with the "
                 "large one only early layers do.",

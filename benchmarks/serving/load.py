@@ -3,7 +3,7 @@
     python -m benchmarks.serving.load
 
 Starts ``psc-serve`` with its default settings in a process of its own and sends single images over HTTP.
-Writes ``serving-load.json`` and a section of ``README.md`` next to the other results; ends with code 1 when a
+Writes ``serving-load.json`` and a section of ``serving.md`` next to the other results; ends with code 1 when a
 requirement is not met.
 """
 
@@ -137,7 +137,7 @@ def main() -> int:
         **found,
     }
     write_json(args.out / "serving-load.json", report)
-    write_section(args.out, "serving-load", section(report), "Serving under load")
+    write_section(args.out / "serving.md", "serving-load", section(report), "Serving under load")
     for check in checks:
         print(f"{'met    ' if check['met'] else 'NOT MET'}  {check['requirement']}: {check['found']}")
     return 0 if all(check["met"] for check in checks) else 1

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.peers --seconds 2 --rounds 5
     python -m benchmarks.serving.peers --only psc fastapi --device cuda
-    python -m benchmarks.serving.peers --report             # the plot and the section of README.md, from the JSON
+    python -m benchmarks.serving.peers --report             # the plot and the section of serving.md, from the JSON
 
 Each peer is installed into ``out/peers/NAME`` when it is not there.  All servers of a network are started, and are
 stopped (SIGSTOP) but for the one whose turn it is.  In every round each has one turn: a warm-up; 64 clients that send
@@ -329,7 +329,7 @@ def main() -> int:
     cli.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of every server")
     cli.add_argument("--out", type=Path, default=RESULTS)
     cli.add_argument("--build", action="store_true", help="only install the peers")
-    cli.add_argument("--report", action="store_true", help="only write the plot and the section of README.md")
+    cli.add_argument("--report", action="store_true", help="only write the plot and the section of serving.md")
     cli.add_argument("--note", default="", help="a sentence on the circumstances, kept with the results")
     args = cli.parse_args()
     if args.report:

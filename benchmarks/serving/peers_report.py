@@ -227,7 +227,7 @@ def _ceilings(record: Json) -> str:
         rows.append([f"model only, {network}: bare device step, images/s by batch size", text])
     ceilings = record["ceilings"]
     if "decode" in ceilings:
-        rows.append(["decode only: `app.decoding`, one core, images/s", f"{ceilings['decode']:,.0f}"])
+        rows.append(["decode only: `app.inference.decoder`, one core, images/s", f"{ceilings['decode']:,.0f}"])
     for name, text in (
         ("bare", "HTTP only: uvicorn and an application with constant bytes, requests/s"),
         ("instant", "psc-serve with a network that answers at once, requests/s"),
@@ -290,7 +290,7 @@ def draw(record: Json, folder: Path) -> None:
 
 
 def write_report(record: Json, folder: Path) -> None:
-    """The plot and the section of ``README.md``."""
+    """The plot and the section of ``serving.md``."""
     draw(record, folder)
     title = "Serving against peers" + ("" if record["device"] == "cpu" else f", {record['device']}")
-    write_section(folder, name_of(record["device"]), section(record), title)
+    write_section(folder / "serving.md", name_of(record["device"]), section(record), title)

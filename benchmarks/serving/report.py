@@ -13,6 +13,9 @@ from benchmarks.serving.client import Load
 DEADLINE = float(Settings.model_fields["deadline_seconds"].default)
 QUEUE = int(Settings.model_fields["max_queue_images"].default)
 RECOVER_SECONDS = 5.0
+PHASES = ("closed loop", "unloaded", "steady", "overload", "recovery")
+"""In the order in which they run."""
+
 NORMAL = 2.0
 """Latency is back to normal when a second's median is at most this many times the unloaded median."""
 
@@ -91,7 +94,8 @@ def section(report: Json) -> str:
     environment = report["environment"]
     header = ["phase", "sent/s", "answered/s", "200", "429", "p50", "p99", "mean batch", "most queued"]
     rows = []
-    for name, phase in report["phases"].items():
+    for name in PHASES:
+        phase = report["phases"][name]
         numbers = [
             f"{phase['sent_per_s']:.0f}",
             f"{phase['requests_per_s']:.0f}",

@@ -15,7 +15,7 @@ from benchmarks.device.subjects import SUBJECTS, Plain, Subject, as_it_is, dropp
 from benchmarks.device.timing import ratio, take_turns
 from benchmarks.runs import environment
 from psc_core.images.preprocess import PRESETS
-from psc_core.model.pipeline import Outputs
+from psc_core.model.outputs import Outputs
 
 CPU = torch.device("cpu")
 TINY = Subject(
@@ -85,7 +85,7 @@ def test_operations_and_bytes_are_counted() -> None:
 @torch.inference_mode()
 def test_random_parts_make_a_valid_psc(density: str) -> None:
     pipeline = TINY.pipeline(TINY.network(), "fp32", density=density)
-    rows = Outputs.unpack(pipeline(images(3)))
+    rows = Outputs(pipeline(images(3)))
     assert bool(torch.cat([column.flatten() for column in rows]).isfinite().all())
     torch.testing.assert_close(rows.probabilities.sum(1), torch.ones(3))
     assert floor.pipeline_operations(pipeline, images(2)) == 2 * floor.pipeline_operations(pipeline, images(1))
@@ -133,10 +133,10 @@ def test_the_report_says_what_was_met(measured: dict[str, Any], tmp_path: Path) 
     measured["subjects"]["tiny"]["cells"][1]["ms"] = {"psc": 1.0, "plain": 2.0, "plain_fused": 1.5}
     assert report.best_batches(measured["subjects"]["tiny"]["cells"]) == [("fp32", 1.5, 0.5), ("bf16", 2.0, 1.5)]
     (tmp_path / "device-cpu.json").write_text(json.dumps(measured))
-    old = "## Device step\n\n<!-- begin device -->\nold\n<!-- end device -->"
-    (tmp_path / "README.md").write_text(f"# Results\n\n{old}\n\n## Other\n\nkept\n")
+    old = "<!-- begin device -->\nold\n<!-- end device -->"
+    (tmp_path / "device.md").write_text(f"# Results\n\n{old}\n\n## Other\n\nkept\n")
     report.write_report(tmp_path)
-    text = (tmp_path / "README.md").read_text()
+    text = (tmp_path / "device.md").read_text()
     assert "fp32 1.50×, fused 0.50×; bf16 2.00×, fused 1.50× | in part |" in text
     assert "| 70.00 ms | no GPU |" in text
     assert "old" not in text and "## Other\n\nkept" in text

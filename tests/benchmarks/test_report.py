@@ -14,24 +14,25 @@ from benchmarks.paper.cifar10_uq import mean_and_error
 
 def test_keeps_what_is_not_its_own_and_states_what_was_not_run(tmp_path: Path) -> None:
     page = "# Measurements\n\n| memory | 3 GiB |\n\n<!-- begin ood -->\nold\n<!-- end ood -->\n\nThe end.\n"
-    (tmp_path / "README.md").write_text(page)
+    (tmp_path / "ood.md").write_text(page)
     report.main(["--results", str(tmp_path)])
-    written = (tmp_path / "README.md").read_text()
+    written = (tmp_path / "ood.md").read_text()
     assert "| memory | 3 GiB |" in written
     assert "The end." in written
     assert "old" not in written
-    assert written.count("Not run:") == len(report.SECTIONS)
+    assert written.count("Not run:") == 1
+    assert (tmp_path / "paper.md").read_text().count("Not run:") == len(report.SECTIONS) - 1
     report.main(["--results", str(tmp_path)])
-    assert (tmp_path / "README.md").read_text() == written
+    assert (tmp_path / "ood.md").read_text() == written
 
 
 def test_a_section_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
-    file = tmp_path / "README.md"
-    runs.write_section(tmp_path, "load", "first", "Serving under load")
+    file = tmp_path / "serving.md"
+    runs.write_section(file, "load", "first", "Serving under load")
     file.write_text(file.read_text() + "\n## Other\n\ntext\n")
-    runs.write_section(tmp_path, "load", "second", "Serving under load")
+    runs.write_section(file, "load", "second", "Serving under load")
     expected = "## Serving under load\n\n<!-- begin load -->\nsecond\n<!-- end load -->"
-    assert file.read_text() == f"# Results\n\n{expected}\n\n## Other\n\ntext\n"
+    assert file.read_text() == f"# Serving\n\n{expected}\n\n## Other\n\ntext\n"
 
 
 def test_smoke_results_are_not_reported(tmp_path: Path) -> None:

@@ -331,12 +331,12 @@ def test_a_ratio_is_that_of_each_round() -> None:
 
 
 def test_the_section_tells_of_failures(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("# Results\n\n## Other\n\ntext\n")
+    (tmp_path / "serving.md").write_text("# Results\n\n## Other\n\ntext\n")
     one = record({"psc": 960.0, "mosec": 961.0})
     one["servers"][OVERHEAD]["mosec"]["rounds"][0]["closed"]["statuses"]["503"] = 4
     for _ in range(2):
         write_report(one, tmp_path)
-    text = (tmp_path / "README.md").read_text()
+    text = (tmp_path / "serving.md").read_text()
     assert text.count("## Serving against peers\n") == 1
     assert "## Other\n\ntext" in text
     assert "| mosec | 1,442 (4 × 503) | 0.999 × (0.999 to 0.999) |" in text
@@ -347,7 +347,7 @@ def test_the_section_tells_of_failures(tmp_path: Path) -> None:
         turn["closed"]["gpu_utilisation"] = share
     write_report({**one, "device": "cuda"}, tmp_path)
     assert "GPU busy" not in text
-    text = (tmp_path / "README.md").read_text()
+    text = (tmp_path / "serving.md").read_text()
     assert "## Serving against peers, cuda\n" in text
     assert "| 67% |" in text
     assert (tmp_path / "serving-peers-cuda.svg").exists()
