@@ -1,1 +1,1 @@
-"""Neural collapse after every layer, and the rule that picks the candidate layer."""
+"""Neural collapse after every layer, and the rule that selects the candidate layers."""

@@ -1,9 +1,9 @@
-"""The rule that picks the candidate layer(s) from the collapse measured after every layer.
+"""The rule that selects the candidate layer(s) from the collapse measured after every layer.
 
-Paper, section 4.1: among the layers whose features still vary within a class, NC1 > ε, take the one
-whose nearest class mean is most often right, the highest NC4; the deepest of equals.  When NC1 of that layer or
-of the next one is within :data:`NEAR` of ε and both have as many channels, take both: the layers before and
-after collapse.  The logits are measured but never chosen.
+Paper, section 4.1: of the layers whose features still vary within classes, NC1 > ε, take the one with the highest NC4,
+where the nearest class mean is right most often; of equals take the deepest.  If NC1 of this layer or of the next one
+is within :data:`NEAR` of ε and both have the same number of channels, take both: the layers before and after collapse.
+The logits are measured but never selected.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Final
 from psc_core.errors import UsageError
 
 EPSILON: Final = 0.2
-"""Neural collapse cutoff ε on NC1, the paper's."""
+"""Neural collapse cutoff ε on NC1, as in the paper."""
 
 
 NEAR: Final = 0.05
-"""How close to ε NC1 must be for two layers to be combined."""
+"""Maximum distance of NC1 from ε at which two layers are combined."""
 
 
 @dataclass(frozen=True)
 class LayerCollapse:
-    """Collapse measured after one layer.
+    """Neural collapse measured after one layer.
 
     Attributes:
         name: Layer name.
         index: Position in execution order.
         kind: ``map``, ``map_last``, ``tokens`` or ``vector``.
         shape: Canonical (channels, spatial).
-        grid: The spatial axis unrolled.
+        grid: Shape of the spatial axis before flattening.
         role: ``hidden``, ``penultimate`` or ``output``.
-        nc1: Tr(Σ_W)/Tr(Σ_T) on the training rows: 1 no class structure, 0 collapsed.
-        nc4: Share of the validation rows whose nearest class mean is their label.
+        nc1: Tr(Σ_W)/Tr(Σ_T) on the training data: 1 without class structure, 0 for complete collapse.
+        nc4: Fraction of the labelled validation examples whose nearest class mean is that of their label.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Candidate:
 
     Attributes:
         layers: One or two layer names, in execution order.
-        reason: Why these, one sentence with the numbers.
+        reason: Why these layers, in one sentence with the numbers.
     """
 
     layers: tuple[str, ...]
@@ -62,26 +62,26 @@ class Candidate:
 
 
 def choose_candidate(layers: Sequence[LayerCollapse], *, epsilon: float, pattern: str | None = None) -> Candidate:
-    """Choose among ``layers``, given in execution order, by the module's rule.
+    """Select the candidate by the rule of this module.
 
     Args:
-        layers: What was measured after each layer.
+        layers: Measurements of every layer, in execution order.
         epsilon: Neural collapse cutoff ε on NC1.
-        pattern: Regular expression the candidate's name must match; ``None`` for any.
+        pattern: Regular expression that the candidate's name must match; ``None`` for any.
 
     Raises:
-        UsageError: The pattern leaves no layer to choose from.
+        UsageError: No layer before the output matches the pattern.
     """
     matcher = re.compile(pattern or "")
     eligible = [entry for entry in layers if entry.role != "output" and matcher.search(entry.name)]
     if not eligible:
-        raise UsageError(f"expected a layer before the output, {pattern!r} leaves none; widen the pattern")
+        raise UsageError(f"no layer before the output matches {pattern!r}; widen the pattern")
     passing = [entry for entry in eligible if entry.nc1 > epsilon]
     if not passing:
         highest = max(eligible, key=lambda entry: (entry.nc1, entry.nc4, entry.index))
         return Candidate(
             (highest.name,),
-            f"no layer has NC1 > {epsilon:g}, all have collapsed; took the least collapsed one, "
+            f"no layer has NC1 > {epsilon:g}, all have collapsed; the least collapsed one is "
             f"{describe(highest)}: expect OOD detection no better than at the penultimate layer",
         )
     best = max(passing, key=lambda entry: (entry.nc4, entry.index))
@@ -99,4 +99,5 @@ def choose_candidate(layers: Sequence[LayerCollapse], *, epsilon: float, pattern
 
 
 def describe(entry: LayerCollapse) -> str:
+    """Name and numbers of a layer, for messages."""
     return f"{entry.name} (NC1 {entry.nc1:.4f}, NC4 {entry.nc4:.4f})"

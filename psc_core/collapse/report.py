@@ -15,16 +15,16 @@ from psc_core.errors import UsageError
 
 @dataclass(frozen=True)
 class CollapseReport:
-    """Collapse of every measured layer.
+    """Neural collapse of every measured layer.
 
     Attributes:
         layers: In execution order.
         epsilon: Neural collapse cutoff ε on NC1.
-        granularity: Which modules were listed.
-        pattern: Regular expression the candidate's name must match; ``None`` for any.
-        train_rows: Rows NC1 was measured on.
-        val_rows: Rows NC4 was measured on.
-        notes: What a reader should know about these data.
+        granularity: Which modules were measured, see :mod:`psc_core.network.layers`.
+        pattern: Regular expression that the candidate's name must match; ``None`` for any.
+        train_rows: Number of labelled examples that NC1 was measured on.
+        val_rows: Number of labelled examples that NC4 was measured on.
+        notes: Remarks on the data.
     """
 
     layers: tuple[LayerCollapse, ...]
@@ -37,14 +37,14 @@ class CollapseReport:
 
     @property
     def penultimate(self) -> str:
-        """The layer the logits are computed from, which DDU uses."""
+        """The layer that the logits are computed from, which DDU uses."""
         return next(layer.name for layer in self.layers if layer.role == "penultimate")
 
     def layer(self, name: str) -> LayerCollapse:
         """The measurement of one layer.
 
         Raises:
-            UsageError: It was not measured.
+            UsageError: The layer was not measured.
         """
         for layer in self.layers:
             if layer.name == name:
@@ -54,23 +54,21 @@ class CollapseReport:
         raise UsageError(f"expected one of the measured layers, got {name!r}; some are {', '.join(near)}")
 
     def candidate(self, layer: str | None = None) -> Candidate:
-        """Choose by the module's rule, or take ``layer`` as named.
+        """The candidate by :func:`psc_core.collapse.candidate.choose_candidate`, or the layer that the caller names.
 
         Raises:
-            UsageError: ``layer`` was not measured, or the pattern leaves no layer to choose from.
+            UsageError: ``layer`` was not measured, or no layer matches the pattern.
         """
         if layer is not None:
             return Candidate((layer,), f"{describe(self.layer(layer))}, named by the caller")
         return choose_candidate(self.layers, epsilon=self.epsilon, pattern=self.pattern)
 
     def nc4_of(self, candidate: Candidate) -> float:
-        """NC4 of the candidate's layer; the better one of two."""
+        """NC4 of the candidate's layer; the higher one of two."""
         return max(self.layer(name).nc4 for name in candidate.layers)
 
-    # -- forms --------------------------------------------------------------------------------------------
-
     def table(self, candidate: Candidate | None = None) -> str:
-        """Every layer's numbers as aligned text, the candidate (by default the rule's) marked, the reason below."""
+        """A table of all layers with the candidate marked (by default the rule's) and its reason below."""
         chosen = candidate or self.candidate()
         width = max(len("layer"), *(len(entry.name) for entry in self.layers))
         lines = [f"{'#':>4}  {'layer':<{width}}  {'kind':<8}  {'channels×spatial':>16}  {'NC1':>7}  {'NC4':>7}"]
@@ -87,7 +85,7 @@ class CollapseReport:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_csv(self) -> str:
-        """One line a layer, with a header."""
+        """One line per layer, with a header."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["index", "layer", "kind", "channels", "spatial", "role", "nc1", "nc4"])

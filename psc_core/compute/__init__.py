@@ -1,1 +1,1 @@
-"""Devices, processes, progress, and the one loop over a data set."""
+"""Devices, processes, progress, and the one loop that runs a network over a data set."""

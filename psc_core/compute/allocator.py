@@ -1,4 +1,4 @@
-"""The C library's allocator, told what a process does: the same large tensors for every batch."""
+"""Configure the C library's allocator for a process that allocates the same large tensors for every batch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _NEVER: Final = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
-    """Keep what a batch frees for the next one.
+    """Keep memory that a batch frees for the next one.
 
-    By default glibc returns large blocks to the system when they are freed, and the next batch's first touch of
-    every page is a page fault: a sixth of the time of a ResNet-50 on 16 images of 224 × 224.  All threads share one
-    arena, because the others cannot hold blocks of 64 MiB and more.  The process stays at the memory of its largest
-    batch.  Without glibc nothing happens.
+    By default glibc returns large blocks to the system when they are freed, so the next batch takes a page fault for
+    every page: a sixth of the time of a ResNet-50 on 16 images of 224 × 224.  All threads share one arena, because
+    other arenas cannot hold blocks of 64 MiB and more.  The process keeps the memory of its largest batch.  Without
+    glibc this does nothing.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,4 @@
-"""Choosing the compute device, once, by name."""
+"""Choose the compute device by name."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from psc_core.errors import UsageError
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
-    """``"auto"`` (CUDA where there is one, else the CPU), ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+    """The device called ``"auto"`` (CUDA if available, else the CPU), ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
 
-    On CUDA, float32 is made to mean float32 for this process: cuDNN's convolutions would use TF32 by default,
-    and a bundle fitted on one device would not give the same numbers on another.
+    On CUDA this turns off TF32 for the process: cuDNN's convolutions use it by default, and a bundle fitted on one
+    device would not give the same numbers on another.
 
     Raises:
         UsageError: An unknown name, or a CUDA device that this machine does not have.
@@ -34,8 +34,7 @@ def _parse(name: str | torch.device) -> torch.device:
         raise UsageError(f"expected a device auto, cpu, cuda or cuda:N, got {name!r}") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(
-            f"expected a CUDA device for {name!r}, this machine has {torch.cuda.device_count()}; use "
-            "--device cpu or auto"
+            f"no CUDA device {name!r}, this machine has {torch.cuda.device_count()}; use --device cpu or auto"
         )
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"expected a device auto, cpu, cuda or cuda:N, got {name!r}")

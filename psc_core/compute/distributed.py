@@ -1,7 +1,7 @@
-"""Several processes fit one model: each reads its share of the images, and sums are added up.
+"""Fit one model in several processes: each reads its shard of the images, and sums are added over the processes.
 
-Under ``torchrun`` every process runs the same program; image i belongs to process i mod world.  What is summed
-over images goes through :meth:`Reducer.sum_`; everything computed from sums is then the same in each process.
+Under ``torchrun`` every process runs the same program, and image i belongs to process i mod world.  Every sum over
+images goes through :meth:`Reducer.sum_`, so everything computed from sums is the same in each process.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from psc_core.errors import UsageError
 
 @dataclass(frozen=True)
 class Reducer:
-    """This process's place among its peers; alone by default.
+    """This process among all that fit one model; a single process by default.
 
     Attributes:
-        rank: Number of this process, from 0.
+        rank: Index of this process, from 0.
         world: Number of processes.
     """
 
@@ -33,16 +33,16 @@ class Reducer:
 
     @classmethod
     def start(cls) -> Reducer:
-        """Join the processes that ``torchrun`` started: Gloo carries CPU tensors, NCCL those of CUDA.
+        """Join the processes that ``torchrun`` started, with Gloo for CPU tensors and NCCL for CUDA tensors.
 
-        Each process is given the GPU of its local rank, and leaves when the program ends.
+        Each process uses the GPU of its local rank and leaves the group when the program ends.
 
         Raises:
             UsageError: Not started by ``torchrun``.
         """
         if "WORLD_SIZE" not in os.environ:
             raise UsageError(
-                "expected to be started by torchrun, WORLD_SIZE is not set; run "
+                "--distributed needs torchrun, WORLD_SIZE is not set; run "
                 "torchrun --nproc-per-node N -m psc_core.cli … --distributed"
             )
         if torch.cuda.is_available():
@@ -52,30 +52,30 @@ class Reducer:
         return cls(dist.get_rank(), dist.get_world_size())
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Add ``tensor`` up over the processes, in place; every process must call this alike."""
+        """Sum ``tensor`` over the processes, in place; every process must make the same calls."""
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def require(self, dataset: ImageDataset) -> None:
-        """Refuse fewer images than processes, in every process alike, before one of them waits for the others.
+        """Check that every process has an image, in all of them alike, so that none waits for one that failed.
 
         Raises:
-            UsageError: Some process would have no image.
+            UsageError: Fewer images than processes.
         """
         if len(dataset) < self.world:
             raise UsageError(
-                f"expected at least one image of {dataset.name} for each of {self.world} processes, it has "
-                f"{len(dataset)}; start fewer"
+                f"expected at least one image of {dataset.name} for each of {self.world} processes, got "
+                f"{len(dataset)}; start fewer processes"
             )
 
     def shard(self, dataset: ImageDataset) -> ImageDataset:
-        """The images that belong to this process, in order."""
+        """The images of this process, in order."""
         if self.world == 1:
             return dataset
         return dataset.subset(torch.arange(self.rank, len(dataset), self.world))
 
-    def shard_examples(self, dataset: ImageDataset) -> Int[Tensor, " rows"]:
-        """Where the rows of :meth:`shard` are among the rows of ``dataset``."""
+    def shard_examples(self, dataset: ImageDataset) -> Int[Tensor, " examples"]:
+        """Positions of the labelled examples of :meth:`shard` among those of ``dataset``."""
         image = torch.arange(len(dataset)).repeat_interleave(dataset.offsets.diff())
         return torch.nonzero(image % self.world == self.rank).flatten()

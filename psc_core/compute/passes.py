@@ -1,4 +1,4 @@
-"""One pass of a truncated network over a data set: the only loop that fitting has."""
+"""Run a truncated network over a data set, batch by batch: the only loop over images in fitting."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from psc_core.data.dataset import Batch, ImageDataset
 Value = TypeVar("Value")
 
 MAXIMUM_CPU_BATCH = 64
-"""Images sent through a network at once on a CPU at most: of more, activations leave the cache, and allocating
-them costs more than the network (a Wide-ResNet took twice as long an image at 256)."""
+"""Maximum batch size on a CPU.  With more images the activations leave the cache, and allocating them costs more than
+the network (a Wide-ResNet took twice as long per image at 256)."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Compute:
 
     Attributes:
         device: Compute device.
-        precision: ``"fp32"`` or ``"bf16"`` of the network.
-        batch_images: Images a batch at most.
+        precision: ``"fp32"`` or ``"bf16"``, of the network.
+        batch_images: Maximum batch size.
     """
 
     device: torch.device
@@ -35,7 +35,7 @@ class Compute:
 
     @property
     def batch_size(self) -> int:
-        """Images a batch: on a CPU at most :data:`MAXIMUM_CPU_BATCH`."""
+        """Batch size: ``batch_images``, but at most :data:`MAXIMUM_CPU_BATCH` on a CPU."""
         return min(self.batch_images, MAXIMUM_CPU_BATCH) if self.device.type == "cpu" else self.batch_images
 
 
@@ -47,14 +47,14 @@ def passes(
     *,
     order: Tensor | None = None,
 ) -> Iterator[tuple[Value, Batch]]:
-    """Yield ``step(standardised images)`` with its batch, batch by batch, under inference mode.
+    """Yield ``step(standardised images)`` and its batch, in inference mode.
 
     Args:
-        dataset: Images to stream.
+        dataset: Images to read.
         compute: Device, precision and batch size.
-        description: What the progress line says.
-        step: Maps float images (B, C, H, W) on the device to whatever the caller wants.
-        order: Positions in ``dataset`` in the order to read them, see :meth:`ImageDataset.batches`.
+        description: Text of the progress bar.
+        step: Function of float images (B, C, H, W) on the device.
+        order: Positions in ``dataset`` in reading order, see :meth:`psc_core.data.dataset.ImageDataset.batches`.
     """
     batches = track_images(dataset, compute, description, order)
     autocast = torch.autocast(compute.device.type, torch.bfloat16, enabled=compute.precision == "bf16")
@@ -69,6 +69,6 @@ def passes(
 def track_images(
     dataset: ImageDataset, compute: Compute, description: str, order: Tensor | None = None
 ) -> Iterator[Batch]:
-    """The batches of ``dataset`` with a progress line that counts batches."""
+    """The batches of ``dataset``, with a progress bar."""
     batches = dataset.batches(compute.batch_size, order=order)
     return track(batches, total=dataset.batch_count(compute.batch_size), description=description)

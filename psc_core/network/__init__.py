@@ -1,1 +1,1 @@
-"""Loading a trained network, naming its layers, and cutting it after some of them."""
+"""Load a trained network, list its layers, and cut it after some of them."""

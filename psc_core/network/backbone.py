@@ -1,8 +1,7 @@
-"""The part of a network up to its chosen layers, as one module that can be rebuilt from a bundle.
+"""The part of a network up to the candidate layers, as a module that can be rebuilt from a bundle.
 
-``truncate`` cuts; :meth:`Backbone.spec` and the state dict are what a bundle stores; ``rebuild_backbone``
-builds the network again, cuts it at the same place and loads the state, so weights behind the cut are never
-stored, and no code is.
+:func:`truncate` cuts the network.  A bundle stores :meth:`Backbone.spec` and the state dict, but no code and no weights
+after the cut; :func:`rebuild_backbone` builds the network again, cuts it at the same place and loads the state.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from psc_core.network.weights import load_weights
 FeatureStep = Callable[[Tensor], list[Tensor]]
 
 _TOLERANCE = 1e-5
-"""Largest difference, relative to the largest value, between the traced and the original network."""
+"""Maximum difference between the traced and the original network, relative to the largest value."""
 
 _REPEATABLE = 1e-3
-"""Largest difference, relative to the largest value, between two passes of one image; kernels of GPUs may differ."""
+"""Maximum difference between two passes of one image, relative to the largest value; GPU kernels may differ."""
 
 
 class Backbone(nn.Module):
@@ -40,14 +39,14 @@ class Backbone(nn.Module):
     Attributes:
         layers: Names of the layers, in the order their features are returned.
         keep_output: Whether the logits are computed too.
-        method: ``"graph"`` (compiles, thread-safe) or ``"hooks"`` (one thread at a time, do not compile).
-        memory_format: How images should lie in memory; others are rearranged.
+        method: ``"graph"`` (compiles, thread-safe) or ``"hooks"`` (one thread at a time, does not compile).
+        memory_format: Memory format that images are converted to.
     """
 
     def __init__(
         self, net: nn.Module, layers: Sequence[str], *, keep_output: bool, hooks: Mapping[str, Any] | None
     ) -> None:
-        """Cut ``net``: by graph, or by hooks where ``hooks`` says where to stop and what to drop."""
+        """Cut ``net`` by its graph, or by hooks if ``hooks`` gives the arguments of :class:`HookedNetwork`."""
         super().__init__()
         self.layers = tuple(layers)
         self.keep_output = keep_output
@@ -66,25 +65,25 @@ class Backbone(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch channels height width"]
     ) -> tuple[list[Float[Tensor, "batch _ _"]], Float[Tensor, "batch classes"] | None]:
-        """Canonical features (batch, channels, spatial) a layer, and the logits when they are kept."""
+        """Canonical features (batch, channels, spatial) of each layer, and the logits if ``keep_output``."""
         outputs = self.body(x.contiguous(memory_format=self.memory_format))
         features = []
         for name, layout, output in zip(self.layers, self._layouts, outputs, strict=False):
             kind = layout.kind(output.shape)
             if kind is None:
                 raise NetworkError(
-                    f"expected {name} to give a map, tokens or a vector, got the shape {tuple(output.shape)}"
+                    f"expected a map, tokens or a vector after {name}, got the shape {tuple(output.shape)}"
                 )
             features.append(canonical(output, kind))
         return features, outputs[-1] if self.keep_output else None
 
     def fused(self, precision: str) -> Backbone:
-        """What runs in this one's place, with fewer operations: the same features up to rounding.
+        """A copy with fewer operations, which gives the same features up to rounding; see :mod:`psc_core.network.fuse`.
 
-        A copy, made for the device that the weights are on; it cannot be stored.  See :mod:`psc_core.network.fuse`.
+        It is made for the device that the weights are on, and is not for storing.
 
         Args:
-            precision: ``"fp32"``, or ``"bf16"`` when it will run under bfloat16 autocast.
+            precision: ``"fp32"``, or ``"bf16"`` to run under bfloat16 autocast.
         """
         twin = copy.copy(self)
         twin.memory_format = images_format(self.body, precision)
@@ -92,7 +91,7 @@ class Backbone(nn.Module):
         return twin
 
     def spec(self) -> dict[str, Any]:
-        """What :func:`rebuild_backbone` needs beside the state dict, as JSON types.
+        """What :func:`rebuild_backbone` needs besides the state dict, as JSON types.
 
         Raises:
             NetworkError: The network did not come from ``load_network``.
@@ -106,7 +105,7 @@ class Backbone(nn.Module):
 
 
 def example_input(preprocess: Preprocess) -> Float[Tensor, "1 channels height width"]:
-    """A standardised image of noise, the same every time, where no real one is at hand."""
+    """A standardised image of noise, the same on every call, for use without real images."""
     size = (1, preprocess.channels, preprocess.height, preprocess.width)
     noise = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return preprocess.normalise(noise)
@@ -119,24 +118,23 @@ def truncate(
     keep_output: bool,
     example: Float[Tensor, "1 channels height width"] | None = None,
 ) -> Backbone:
-    """Cut ``net`` after ``layers``; weights are shared with it, not copied.
+    """Cut ``net`` after ``layers``; the result shares its weights.
 
     Args:
         net: A classifier.
         layers: Layer names, see :func:`psc_core.network.layers.list_layers`.
         keep_output: Also return the logits, from the same forward pass.
-        example: One input.  With it the traced network is checked against the original, and one that cannot
-            be traced is cut by hooks.
+        example: One input.  With it the traced network is checked against the original, and a network that cannot be
+            traced is cut by hooks.
 
     Raises:
-        NetworkError: Unknown layer, a network that cannot be traced and no example to fall back with, or one that
-            gives another output each time.
+        NetworkError: Unknown layer, a network that cannot be traced without an example, or one with random outputs.
     """
     modules = dict(net.named_modules())
     for name in layers:
         if name.removesuffix(INPUT) not in modules or not name:
-            near = ", ".join(get_close_matches(name, list(modules), n=3)) or "list_layers shows them"
-            raise NetworkError(f"{type(net).__name__} has no layer {name!r}; close names: {near}")
+            near = ", ".join(get_close_matches(name, list(modules), n=3)) or "see list_layers"
+            raise NetworkError(f"{type(net).__name__} has no layer {name!r}; similar names: {near}")
     if len(set(layers)) != len(layers) or not layers:
         raise NetworkError(f"expected at least one layer, each once, got {list(layers)}")
     if example is not None:
@@ -145,11 +143,11 @@ def truncate(
         backbone = Backbone(net, layers, keep_output=keep_output, hooks=None)
         if example is None or _agrees(backbone, net, example):
             return backbone
-        reason = "its traced graph gives other values"
+        reason = "the traced graph gives other values"
     except NetworkError as error:
         reason = str(error)
     if example is None:
-        raise NetworkError(f"{reason}; pass an example input, so that it can be cut by hooks instead")
+        raise NetworkError(f"{reason}; pass an example input to cut the network by hooks")
     stop, dropped = (None, []) if keep_output else plan_stop(net, layers, example)
     backbone = Backbone(net, layers, keep_output=keep_output, hooks={"stop": stop, "dropped": dropped})
     _check_repeatable(backbone, example)
@@ -158,7 +156,7 @@ def truncate(
 
 @torch.inference_mode()
 def _agrees(backbone: Backbone, net: nn.Module, example: Tensor) -> bool:
-    """Whether traced and original network give the same values on a batch of one and of three."""
+    """Whether the traced and the original network give the same values on batches of one and of three images."""
     reference = HookedNetwork(net, backbone.layers, keep_output=backbone.keep_output, stop=None, dropped=())
     for batch in (example, torch.cat([example, example.flip(-1), 0.5 * example])):
         try:
@@ -174,13 +172,13 @@ def _agrees(backbone: Backbone, net: nn.Module, example: Tensor) -> bool:
 
 @torch.inference_mode()
 def _check_repeatable(backbone: Backbone, example: Tensor) -> None:
-    """Refuse a network that draws at random: for one that agrees with its trace this is already known."""
+    """Reject a network with random outputs; one that agrees with its trace has passed this test already."""
     for first, second in zip(backbone.body(example), backbone.body(example), strict=True):
         scale = float(first.abs().max()) if first.numel() else 0.0
         apart = float((first - second).abs().max()) if scale else 0.0
         if apart > _REPEATABLE * scale:
             raise NetworkError(
-                "expected a network that gives the same output for the same image, two passes differ by "
+                "expected the same output for the same image, two passes differ by "
                 f"{apart / scale:.1%}; is dropout always on? F.dropout needs training=self.training"
             )
 
@@ -191,14 +189,14 @@ def rebuild_backbone(
     """Restore a backbone from :meth:`Backbone.spec` and its state dict; global random state is left alone.
 
     Raises:
-        BundleError: The network's factory is not on the allow-list, or the state's types are not the network's.
-        NetworkError: The network cannot be built or cut any more, is absurdly large, or the state does not fit it.
+        BundleError: The network's factory is not on the allow-list, or the state has other dtypes than the network.
+        NetworkError: The network cannot be built or cut, is too large, or the state does not fit it.
     """
     recipe = Recipe.from_json(spec["network"])
     if recipe.is_factory and recipe.spec not in allow_factories:
         raise BundleError(
-            f"the bundle's network comes from the factory {recipe.spec}, which the allow-list "
-            f"{sorted(allow_factories)} does not name; loading would run its code, so add it only if you trust it"
+            f"the bundle's network comes from the factory {recipe.spec}, which is not on the allow-list "
+            f"{sorted(allow_factories)}; loading runs its code, so add it only if you trust it"
         )
     with torch.random.fork_rng(devices=[]), torch.no_grad(), bounded_size(recipe):
         net = load_network(
@@ -216,9 +214,12 @@ def rebuild_backbone(
 
 
 def feature_step(backbone: Backbone, precision: str | None = None) -> FeatureStep:
-    """Features alone, for a backbone that may also give logits; as they are served when a ``precision`` is given.
+    """A function of images that returns the features of ``backbone`` without logits.
 
-    Fusing saves nothing where every layer is wanted, and rounds otherwise.
+    Args:
+        backbone: A truncated network.
+        precision: Fuse the network for this precision, as in serving; ``None`` runs it as it is, which is as fast
+            if every layer is wanted.
     """
     running = backbone if precision is None else backbone.fused(precision)
 

@@ -1,4 +1,4 @@
-"""Untrained networks by name: torchvision's, timm's, and those of a factory that the caller allows."""
+"""Build untrained networks: those of torchvision and timm by name, others by a factory that the caller allows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from psc_core.errors import NetworkError
 def from_torchvision(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:
-        raise NetworkError(f"expected a classification network of torchvision, got {name!r}; {_near(name, known)}")
+        raise NetworkError(f"torchvision has no classification network {name!r}; {_near(name, known)}")
     args = dict(model_args)
     stem, in_channels = args.pop("stem", None), args.pop("in_channels", None)
     if stem not in (None, "small"):
@@ -25,7 +25,7 @@ def from_torchvision(name: str, num_classes: int, model_args: Mapping[str, Any])
     try:
         net: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **args)
     except (TypeError, ValueError) as error:
-        raise NetworkError(f"torchvision:{name} refuses the model arguments {args}: {error}") from error
+        raise NetworkError(f"torchvision:{name} rejects the model arguments {args}: {error}") from error
     if stem == "small":
         _small_stem(net, name, num_classes)
     if in_channels is not None:
@@ -40,12 +40,12 @@ def _small_stem(net: nn.Module, name: str, num_classes: int) -> None:
         net.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
         net.maxpool = nn.Identity()
     elif isinstance(net, torchvision.models.VGG):
-        # 28 pixels survive four of the five halvings: 28 → 14 → 7 → 3 → 1.
+        # 28 pixels allow four of the five halvings: 28 → 14 → 7 → 3 → 1.
         net.features[-1] = nn.Identity()
         net.avgpool = nn.AdaptiveAvgPool2d(1)
         net.classifier = nn.Linear(512, num_classes)
     else:
-        raise NetworkError(f"expected a ResNet or VGG for stem=small, got torchvision:{name}; drop the argument")
+        raise NetworkError(f"stem=small is for ResNets and VGGs, not torchvision:{name}; drop the argument")
 
 
 def _set_in_channels(net: nn.Module, in_channels: int) -> None:
@@ -65,35 +65,35 @@ def _set_in_channels(net: nn.Module, in_channels: int) -> None:
             )
             setattr(net.get_submodule(parent), attribute, first)
             return
-    raise NetworkError("expected a network that starts with a convolution for in_channels, found none")
+    raise NetworkError("in_channels needs a network with a convolution; drop the argument")
 
 
 _TIMM_FILES: Final = frozenset(
     {"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
 )
-"""Arguments of timm that load (and may unpickle or download) something."""
+"""Arguments of timm that load files, and may unpickle or download them."""
 
 
 def from_timm(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
     try:
         timm = importlib.import_module("timm")
     except ImportError as error:
-        raise NetworkError(f"timm:{name} needs timm, which is not installed; pip install 'psc[timm]'") from error
+        raise NetworkError(f"timm:{name} needs timm; pip install 'psc[timm]'") from error
     args = dict(model_args)
     forbidden = sorted(_TIMM_FILES & set(args))
     if forbidden:
         raise NetworkError(
-            f"expected model arguments that shape the network, {', '.join(forbidden)} would read files "
-            "or the network; give weights as a safetensors file"
+            f"model arguments {', '.join(forbidden)} are not allowed, because they read files or download; give the "
+            "weights as a safetensors file"
         )
     if "in_channels" in args:
         args["in_chans"] = args.pop("in_channels")
     if not timm.is_model(name):
-        raise NetworkError(f"expected a network of timm, got {name!r}; {_near(name, timm.list_models())}")
+        raise NetworkError(f"timm has no network {name!r}; {_near(name, timm.list_models())}")
     try:
         net: nn.Module = timm.create_model(name, pretrained=False, num_classes=num_classes, **args)
     except (TypeError, ValueError, AssertionError) as error:
-        raise NetworkError(f"timm:{name} refuses the model arguments {args}: {error}") from error
+        raise NetworkError(f"timm:{name} rejects the model arguments {args}: {error}") from error
     return net
 
 
@@ -102,18 +102,16 @@ def from_factory(
 ) -> nn.Module:
     module, _, name = spec.partition(":")
     if module.startswith(".") or module.endswith(".py") or "/" in module or "\\" in module:
-        raise NetworkError(
-            f"expected package.module:factory, not a path, got {spec!r}; give the name that Python imports it by"
-        )
+        raise NetworkError(f"expected package.module:factory, not a path, got {spec!r}; give the module's import name")
     if spec not in allow_factories:
         raise NetworkError(
             f"the factory {spec} is not on the allow-list {sorted(allow_factories)}; importing it runs its "
-            "code, so add it there only if you trust it"
+            "code, so add it only if you trust it"
         )
     try:
         factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise NetworkError(f"expected an importable package.module:factory, {spec} is not: {error}") from error
+        raise NetworkError(f"cannot import the factory {spec}: {error}") from error
     try:
         inspect.signature(factory).bind(num_classes=num_classes, **model_args)
     except (TypeError, ValueError) as error:
@@ -133,4 +131,4 @@ BUILDERS: Mapping[str, Callable[[str, int, Mapping[str, Any]], nn.Module]] = {
 
 def _near(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=3)
-    return f"did you mean {', '.join(close)}?" if close else "see its documentation for the names"
+    return f"did you mean {', '.join(close)}?" if close else "see its documentation for names"

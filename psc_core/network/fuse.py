@@ -1,12 +1,12 @@
-"""The same network with fewer operations: what a truncated network is turned into before it runs.
+"""Rewrite a truncated network to run with fewer operations.
 
-Two rewrites of a traced graph, each only where it changes nothing but rounding:
+Two rewrites of the traced graph, applied only where they change nothing but rounding:
 
-* batch normalisation behind a convolution is folded into its weights (in float64, then rounded once);
-* convolution weights are laid out channels-last where that is faster, and for bfloat16 the weights of convolutions
-  and linear layers are rounded once, not by autocast in every step.
+* batch normalisation after a convolution is folded into its weights (in float64, then rounded once);
+* convolution weights are stored channels-last where that is faster, and for bfloat16 the weights of convolutions and
+  linear layers are rounded once, not by autocast in every step.
 
-The original module is left as it is: it is what a bundle stores, and what is fitted.
+The original module does not change: it is what a bundle stores, and what is fitted.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from psc_core.network.graph import shared_copy
 
 
 def fuse(body: nn.Module, *, precision: str) -> nn.Module:
-    """A copy of ``body`` for the device that its weights are on, in fewer and faster operations.
+    """A copy of ``body`` with fewer and faster operations, for the device that its weights are on.
 
     Args:
-        body: A traced network (``fx.GraphModule``) in evaluation mode; any other module is returned as it is.
-        precision: ``"fp32"``, or ``"bf16"`` when it will run under bfloat16 autocast.
+        body: A traced network (``fx.GraphModule``) in evaluation mode; any other module is returned unchanged.
+        precision: ``"fp32"``, or ``"bf16"`` to run under bfloat16 autocast.
     """
     if not isinstance(body, fx.GraphModule):
         return body
@@ -41,16 +41,13 @@ def fuse(body: nn.Module, *, precision: str) -> nn.Module:
 
 
 def images_format(body: nn.Module, precision: str) -> torch.memory_format:
-    """How images should lie in memory for what :func:`fuse` makes of ``body``.
+    """The memory format of images for the network that :func:`fuse` makes of ``body``.
 
-    Channels-last is what oneDNN's kernels and CUDA's tensor cores read; float32 on CUDA does not use those.
+    oneDNN's kernels and CUDA's tensor cores read channels-last; float32 on CUDA does not use tensor cores.
     """
     on_cpu = all(parameter.device.type == "cpu" for parameter in body.parameters())
     traced = isinstance(body, fx.GraphModule)
     return torch.channels_last if traced and (on_cpu or precision == "bf16") else torch.contiguous_format
-
-
-# -- rewrites -------------------------------------------------------------------------------------------------
 
 
 def _fold_batch_norm(net: fx.GraphModule) -> None:
@@ -71,7 +68,7 @@ def _fold_batch_norm(net: fx.GraphModule) -> None:
 
 
 def _copy_weights(net: fx.GraphModule, dtype: torch.dtype, memory_format: torch.memory_format) -> None:
-    """Weights of the type and in the order that will run; the originals, which are shared, stay as they are."""
+    """Give convolutions and linear layers their own weights, of this dtype and memory format."""
     for node, convolution in list(_convolutions(net)):
         weight = convolution.weight.detach().to(dtype).contiguous(memory_format=memory_format)
         bias = None if convolution.bias is None else convolution.bias.detach().to(dtype)
@@ -86,21 +83,18 @@ def _copy_weights(net: fx.GraphModule, dtype: torch.dtype, memory_format: torch.
             _set(net, node, rounded.eval())
 
 
-# -- questions about a graph ----------------------------------------------------------------------------------
-
-
 def _called_once(net: fx.GraphModule) -> list[fx.Node]:
-    """Calls of modules that are called nowhere else, by that or another name."""
+    """Calls of modules that are called only once, under any name."""
     nodes = [node for node in net.graph.nodes if node.op == "call_module"]
     modules = [id(net.get_submodule(str(node.target))) for node in nodes]
     return [node for node, module in zip(nodes, modules, strict=True) if modules.count(module) == 1]
 
 
 def _convolutions(net: fx.GraphModule) -> Iterator[tuple[fx.Node, nn.Conv2d]]:
-    """Plain 2-D convolutions with float32 weights and numeric zero padding, and where they are called.
+    """Calls of plain 2-D convolutions with float32 weights and numeric zero padding, and these convolutions.
 
-    None with hooks: old-style spectral and weight normalisation and pruning are hooks that make the weight anew in
-    every call, and until the first one it holds anything.
+    Convolutions with hooks are left out: old-style spectral and weight normalisation and pruning compute the weight in
+    a hook on every call, and before the first one it is arbitrary.
     """
     for node in _called_once(net):
         module = net.get_submodule(str(node.target))
@@ -119,16 +113,13 @@ def _only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-# -- edits ----------------------------------------------------------------------------------------------------
-
-
 def _set(net: fx.GraphModule, node: fx.Node, module: nn.Module) -> None:
     parent, _, attribute = str(node.target).rpartition(".")
     setattr(net.get_submodule(parent), attribute, module)
 
 
 def _convolution_like(convolution: nn.Conv2d, weight: Tensor, bias: Tensor | None) -> nn.Conv2d:
-    """The same convolution with other weights."""
+    """A convolution of the same settings with other weights."""
     twin = nn.Conv2d(
         convolution.in_channels,
         convolution.out_channels,

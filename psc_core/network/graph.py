@@ -1,9 +1,9 @@
-"""Cut a network after some of its layers by its graph.
+"""Cut a network after some of its layers by tracing its graph.
 
-The forward pass is traced symbolically (torch.fx), ended at the wanted layers, and what they do not need is deleted.
-The result runs and compiles like any network.  A wanted value is copied at the moment its module returns, so that what
-runs later cannot change it in place (``nn.ReLU(inplace=True)`` behind a convolution would); of several calls of a
-module the last counts.
+The forward pass is traced symbolically (torch.fx) and ended at the wanted layers; whatever they do not need is deleted.
+The result runs and compiles like any network.  The output of a wanted layer is copied when its module returns, so that
+later modules cannot change it in place (as ``nn.ReLU(inplace=True)`` after a convolution would).  If a module is called
+several times, its last call counts.
 """
 
 from __future__ import annotations
@@ -23,26 +23,30 @@ from psc_core.network.layout import INPUT
 
 
 def shared_copy(net: nn.Module) -> nn.Module:
-    """A copy of the module tree, in evaluation mode, that shares every parameter and buffer with ``net``."""
+    """A copy of ``net`` in evaluation mode that shares its parameters and buffers.
+
+    Raises:
+        NetworkError: The modules cannot be copied.
+    """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in chain(net.parameters(), net.buffers())}
     try:
         twin = copy.deepcopy(net, memo)
     except (TypeError, RuntimeError) as error:
         raise NetworkError(
-            f"expected a network whose modules can be copied, {type(net).__name__} cannot: {error}; remove locks, "
-            "open files and non-leaf tensors from its attributes"
+            f"{type(net).__name__} cannot be copied: {error}; remove locks, open files and non-leaf tensors from its "
+            "attributes"
         ) from error
     return twin.eval()
 
 
 _one_trace = threading.Lock()
-"""Tracing replaces methods of ``nn.Module`` for every thread; two traces at once would put each other's back."""
+"""Tracing replaces methods of ``nn.Module`` for all threads, so two traces must not run at once."""
 
 
 class _Recorder(fx.Tracer):
-    """Tracer that copies the value of every wanted layer as its module is entered or left.
+    """A tracer that copies the value of every wanted layer when its module is called.
 
-    Networks that other threads run meanwhile (a service that reloads) are run, not traced.
+    Networks that other threads run at the same time (a service that reloads) run as usual.
     """
 
     def __init__(self, wanted: Collection[str]) -> None:
@@ -74,13 +78,13 @@ class _Recorder(fx.Tracer):
 
 
 def cut_graph(net: nn.Module, layers: Sequence[str], *, keep_output: bool) -> fx.GraphModule:
-    """Trace ``net`` and keep what gives ``layers``, and the logits after them when asked.
+    """Trace ``net`` and keep only what computes ``layers``, and the logits if ``keep_output``.
 
     Returns:
-        A module whose forward returns a tuple: one tensor a layer in the order given, then the logits.
+        A module whose forward returns a tuple: one tensor per layer in the order given, then the logits.
 
     Raises:
-        NetworkError: The forward pass cannot be traced, or a layer lies inside a module traced as one operation.
+        NetworkError: The forward pass cannot be traced, or a layer is inside a module that is traced as one operation.
     """
     root = shared_copy(net)
     tracer = _Recorder(set(layers))
@@ -96,7 +100,7 @@ def cut_graph(net: nn.Module, layers: Sequence[str], *, keep_output: bool) -> fx
     outputs = [tracer.values[name] for name in layers]
     if keep_output:
         if not isinstance(ending.args[0], fx.Node):
-            raise NetworkError(f"expected {type(net).__name__} to return logits only, got {ending.args[0]}")
+            raise NetworkError(f"expected {type(net).__name__} to return only logits, got {ending.args[0]}")
         outputs.append(ending.args[0])
     order = list(graph.nodes)
     last = max(order.index(node) for node in outputs)
@@ -112,7 +116,7 @@ def cut_graph(net: nn.Module, layers: Sequence[str], *, keep_output: bool) -> fx
 
 
 def mutates(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a node, whose result nobody reads, changes one of its arguments."""
+    """Whether a node whose result is unused changes one of its arguments."""
     if node.op == "call_module":
         return bool(getattr(root.get_submodule(str(node.target)), "inplace", False))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

@@ -1,7 +1,7 @@
-"""Cut a network after some of its layers by hooks, where tracing fails (control flow on data).
+"""Cut a network after some of its layers by hooks, for networks that cannot be traced (control flow on data).
 
-The network runs as it is; hooks catch the wanted outputs, copied as in :mod:`psc_core.network.graph`, and a private
-exception stops it behind the last of them.  Modules first entered behind that point are dropped.
+The network runs as it is.  Hooks catch the wanted outputs, copied as in :mod:`psc_core.network.graph`, and an exception
+stops the forward pass after the last of them.  Modules that are first called after that point are dropped.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from psc_core.network.layout import INPUT
 
 
 class _Stop(Exception):
-    """Everything wanted has been seen."""
+    """All wanted layers have been reached."""
 
 
 class _Dropped(nn.Module):
-    """Stands where a module was that the wanted layers do not need."""
+    """Placeholder for a module that the wanted layers do not need."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class _Dropped(nn.Module):
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
         raise NetworkError(
-            f"this input needs {self.name}, which was dropped because the example did not reach it before the wanted "
-            "layers; fit with predictions=base to keep the whole network"
+            f"this input needs {self.name}, which was dropped because the example did not need it; fit with "
+            "predictions=base to keep the whole network"
         )
 
 
 class HookedNetwork(nn.Module):
-    """A network run as it is, its wanted values caught by hooks.  One thread at a time."""
+    """A network whose wanted outputs are caught by hooks; one thread at a time."""
 
     def __init__(
         self, net: nn.Module, layers: Sequence[str], *, keep_output: bool, stop: str | None, dropped: Sequence[str]
@@ -54,13 +54,13 @@ class HookedNetwork(nn.Module):
             setattr(self.net.get_submodule(parent), attribute, _Dropped(name))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """One tensor a layer, then the logits when they are kept."""
+        """One tensor per layer, then the logits if ``keep_output``."""
         values: dict[str, Tensor] = {}
 
         def catch(name: str, _module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
             value = args[0] if name.endswith(INPUT) else output
             if not isinstance(value, Tensor):
-                raise NetworkError(f"expected layer {name} to be a tensor, got {type(value).__name__}")
+                raise NetworkError(f"expected a tensor from layer {name}, got {type(value).__name__}")
             values[name] = value.clone()
             if name == self.stop:
                 raise _Stop
@@ -76,12 +76,14 @@ class HookedNetwork(nn.Module):
                 handle.remove()
         missing = [name for name in self.layers if name not in values]
         if missing:
-            raise NetworkError(f"this input does not reach layer {', '.join(missing)}; choose one that all inputs do")
+            raise NetworkError(
+                f"this input does not reach layer {', '.join(missing)}; choose a layer that all inputs reach"
+            )
         features = tuple(values[name] for name in self.layers)
         if not self.keep_output:
             return features
         if not isinstance(logits, Tensor):
-            raise NetworkError(f"expected the network to return logits only, got {type(logits).__name__}")
+            raise NetworkError(f"expected the network to return only logits, got {type(logits).__name__}")
         return (*features, logits)
 
 
@@ -92,11 +94,11 @@ def _attach(net: nn.Module, name: str, hook: Callable[..., None]) -> RemovableHa
 
 @torch.inference_mode()
 def plan_stop(net: nn.Module, layers: Sequence[str], example: Tensor) -> tuple[str | None, list[str]]:
-    """Where a hooked forward may stop, and which modules it then never enters.
+    """Where a hooked forward pass can stop, and which modules it then never calls.
 
     Returns:
-        The wanted layer that comes last, and the outermost modules entered only after it.  (``None``, nothing)
-        if the example calls that layer more than once: how often another input would is not known.
+        The wanted layer that comes last, and the outermost modules called only after it; ``(None, [])`` if the example
+        calls that layer more than once, because another input may call it more often.
     """
     events: list[str] = []
     entered: list[tuple[int, str]] = []

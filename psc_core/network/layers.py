@@ -1,12 +1,11 @@
 """The layers of a network in execution order.
 
-A *layer* is a module, its value the output of its last call, measured after it.  The one exception is
-``NAME:input``, what the output layer NAME reads, listed where no module's output is exactly that (a class token,
-functional pooling), because it is the penultimate layer other work measures.
+A *layer* is a module; its value is the output of the module's last call.  The one exception is ``NAME:input``, the
+input of the output layer NAME.  It is listed if no module's output equals it (a class token, functional pooling),
+because it is the penultimate layer of the literature.
 
-Granularity: ``operations`` lists every convolution, pooling and linear layer, the paper's; where a block holds
-attention, the block's output stands for what is inside it.  ``blocks`` lists residual, ConvNeXt, transformer
-and Swin blocks.  ``all`` lists every module.
+Granularity: ``operations`` lists every convolution, pooling and linear layer, as in the paper; a block with attention
+is listed as a whole.  ``blocks`` lists residual, ConvNeXt, transformer and Swin blocks.  ``all`` lists every module.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ class LayerInfo:
     Attributes:
         name: Module name, dots between levels.
         index: Position in execution order among the layers of its granularity, from 0.
-        kind: One of :data:`KINDS`.
+        kind: One of :data:`psc_core.network.layout.KINDS`.
         shape: Canonical (channels, spatial).
-        grid: The spatial axis unrolled: (height, width), (tokens,) or (1,).
-        role: ``"hidden"``; ``"penultimate"``, what the output layer reads; or ``"output"``, the logits.
+        grid: Shape of the spatial axis before flattening: (height, width), (tokens,) or (1,).
+        role: ``"hidden"``; ``"penultimate"``, the input of the output layer; or ``"output"``, the logits.
     """
 
     name: str
@@ -51,12 +50,12 @@ class LayerInfo:
 
 @dataclass
 class _Run:
-    """What one forward pass showed.
+    """What one forward pass shows.
 
     Attributes:
-        shapes: Output shapes by module name, in order of each module's last call.
-        vectors: Outputs that have as many entries as some linear layer reads, flattened.
-        reads: Input of the last linear layer that gives the logits, and its name.
+        shapes: Output shapes by module name, in the order of the modules' last calls.
+        vectors: Flattened outputs with as many entries as some linear layer has inputs.
+        reads: Name and input of the last linear layer whose output has the shape of the logits.
         logits: Number of logits.
     """
 
@@ -72,9 +71,9 @@ def list_layers(
     *,
     granularity: str = "operations",
 ) -> list[LayerInfo]:
-    """The layers of ``net`` in execution order, found by running ``example`` through it.
+    """The layers of ``net`` in execution order, found by a forward pass of ``example``.
 
-    A module called several times is listed once, at its last call.
+    A module that is called several times is listed once, at its last call.
 
     Args:
         net: A classifier in evaluation mode.
@@ -83,7 +82,7 @@ def list_layers(
 
     Raises:
         UsageError: Unknown granularity.
-        NetworkError: The network cannot run the example, gives no logits, or has no such layers.
+        NetworkError: The network cannot run the example, returns no logits, or has no layers of this granularity.
     """
     if granularity not in GRANULARITIES:
         raise UsageError(f"expected a granularity of {', '.join(GRANULARITIES)}, got {granularity!r}")
@@ -100,10 +99,10 @@ def list_layers(
 
 
 def select_layers(layers: Sequence[LayerInfo], pattern: str | None) -> list[LayerInfo]:
-    """The layers whose name the regular expression is found in; all of them for ``None``.
+    """The layers whose name matches the regular expression anywhere; all layers for ``None``.
 
     Raises:
-        UsageError: Not a regular expression, or nothing matches.
+        UsageError: Not a regular expression, or no layer matches.
     """
     try:
         matcher = re.compile(pattern or "")
@@ -118,7 +117,7 @@ def select_layers(layers: Sequence[LayerInfo], pattern: str | None) -> list[Laye
 
 @torch.inference_mode()
 def _run(net: nn.Module, example: Tensor) -> _Run:
-    """Run two copies of the example, so that outputs without a batch axis can be told apart."""
+    """Run the network on two copies of the example, which shows the outputs without a batch axis."""
     run = _Run()
     read_sizes = {module.in_features for module in net.modules() if isinstance(module, nn.Linear)}
     inputs: dict[str, Tensor] = {}
@@ -154,7 +153,7 @@ def _run(net: nn.Module, example: Tensor) -> _Run:
 
 
 def _with_roles(net: nn.Module, layers: list[LayerInfo], run: _Run) -> list[LayerInfo]:
-    """Mark the output layer (the last with weights, as wide as the logits) and the one it reads."""
+    """Mark the output layer (the last with weights, as wide as the logits) and the layer before it."""
     weighted = [i for i, layer in enumerate(layers) if isinstance(net.get_submodule(layer.name), _WEIGHTED)]
     ends = bool(weighted) and layers[weighted[-1]].shape[0] == run.logits
     output = weighted[-1] if ends else len(layers)
@@ -182,9 +181,9 @@ def _attends(module: nn.Module) -> bool:
 
 
 def _blocks(net: nn.Module) -> set[str]:
-    """Members of containers that are mostly composite modules; the innermost such members.
+    """The innermost members of containers whose members are mostly composite modules.
 
-    A stage is a container of blocks, and a list of stages would qualify too, hence the innermost.
+    A stage is a container of blocks, and a list of stages is a container too, hence the innermost.
     """
     members = set(_block_members(net))
     outer = {name for name in members if any(other.startswith(f"{name}.") for other in members)}

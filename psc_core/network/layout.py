@@ -1,8 +1,8 @@
-"""Which axis of a layer's output holds the channels, and the one shape that every output is brought to.
+"""Which axis of a layer's output holds the channels, and the canonical shape of all outputs.
 
     canonical features: (batch, channels, spatial)
 
-The spatial axis is row-major: positions of a map, tokens of a transformer, one for a vector.
+The spatial axis is row-major: the positions of a map, the tokens of a transformer, one entry for a vector.
 
 =============  =====================  ==========================================================
 kind           module output          canonical
@@ -32,11 +32,15 @@ KINDS: Final = ("map", "map_last", "tokens", "vector")
 
 
 INPUT: Final = ":input"
-"""Behind a module's name: its input in place of its output."""
+"""After a module's name: its input, not its output."""
 
 
 def canonical(features: Float[Tensor, "batch ..."], kind: str) -> Float[Tensor, "batch channels spatial"]:
-    """Bring a layer's output of the given kind to (batch, channels, spatial); see the module docstring."""
+    """Reshape a layer's output of the given kind to (batch, channels, spatial).
+
+    Raises:
+        UsageError: Unknown kind.
+    """
     if kind == "map":
         return features.flatten(2)
     if kind == "map_last":
@@ -50,32 +54,32 @@ def canonical(features: Float[Tensor, "batch ..."], kind: str) -> Float[Tensor, 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a module's weights say about the channel axis of its output of three or four dimensions.
+    """What a module's weights tell about the channel axis of its output of three or four dimensions.
 
     Attributes:
-        convolves: Holds a convolution or batch normalisation (channels first).
+        convolves: Contains a convolution or batch normalisation (channels first).
         widths: Output widths of its linear layers and layer normalisations (channels last).
         channels: Output channels of its convolutions.
-        lines: Holds a one-dimensional convolution or batch normalisation, or is such a pooling.
+        one_dimensional: Contains a one-dimensional convolution or batch normalisation, or is such a pooling.
     """
 
     convolves: bool
     widths: frozenset[int]
     channels: frozenset[int]
-    lines: bool = False
+    one_dimensional: bool = False
 
     def kind(self, shape: Sequence[int]) -> str | None:
-        """Kind of an output of this shape; ``None`` when it is no batch of features.
+        """Kind of an output of this shape; ``None`` if it is no batch of features.
 
         Convolutions keep channels first, linear layers last, unless only the other axis fits a width.  Three dimensions
-        are tokens except behind one-dimensional layers; one channel alone there (a sum of tokens, a gate) is a token.
+        are tokens, except after one-dimensional layers; a single channel there (a sum of tokens, a gate) is a token.
         """
         if len(shape) not in (3, 4):
             return "vector" if len(shape) == 2 else None
         fits_first, fits_last = shape[1] in self.widths | self.channels, shape[-1] in self.widths
         if len(shape) == 3:
             first = not self.widths or (fits_first and not fits_last)
-            return "map" if self.lines and first and shape[1] > 1 else "tokens"
+            return "map" if self.one_dimensional and first and shape[1] > 1 else "tokens"
         if not self.widths:
             return "map"
         if not self.convolves:
@@ -84,7 +88,7 @@ class Layout:
 
 
 def layout_of(net: nn.Module, name: str) -> Layout:
-    """Layout of layer ``name``; a module without weights takes that of the nearest module around it."""
+    """Layout of layer ``name``; a module without weights has the layout of the module that contains it."""
     module = net.get_submodule(name.removesuffix(INPUT))
     if name.endswith(INPUT):
         return Layout(False, frozenset({int(getattr(module, "in_features", 0))}), frozenset())
@@ -108,9 +112,10 @@ def _layout(module: nn.Module) -> Layout:
 
 
 def _normalised_width(module: nn.Module) -> int | None:
-    """Width of the last axis, if that is what the module normalises: layer and RMS normalisation, timm's too.
+    """Width of the last axis if the module normalises it (layer and RMS normalisation, also timm's), else ``None``.
 
-    One that reads channels first permutes inside.  Only such a one leaves the shape of a map of one position.
+    A module that normalises the channels of a map permutes it first; it keeps the shape of a map of one position, on
+    which all others fail.
     """
     shape = getattr(module, "normalized_shape", ())
     if not isinstance(shape, Sequence) or len(shape) != 1:

@@ -1,15 +1,15 @@
-"""A network from its *spec*, with weights from a safetensors file and nothing ever downloaded.
+"""Load a network by its *spec*, with weights from a safetensors file; nothing is ever downloaded.
 
 * ``torchvision:NAME``: a classification network of torchvision;
-* ``timm:NAME``: one of timm (``pip install 'psc[timm]'``);
-* ``package.module:factory``: a function ``factory(num_classes=…, **model_args) -> nn.Module``, imported only
-  where the caller's allow-list names it, because importing runs its code.
+* ``timm:NAME``: a network of timm (``pip install 'psc[timm]'``);
+* ``package.module:factory``: a function ``factory(num_classes=…, **model_args) -> nn.Module``.  It is imported only if
+  it is on the caller's allow-list, because importing runs its code.
 
-Two model arguments are ours for torchvision's networks: ``in_channels`` replaces the first convolution,
-and ``stem="small"`` gives ResNets (3×3 stride-1 first convolution, no max-pool) and VGGs (no last max-pool,
-global average pool, one linear layer) the form used for 28- and 32-pixel images.  Others go to the builder.
+For torchvision's networks there are two more model arguments: ``in_channels`` replaces the first convolution, and
+``stem="small"`` gives ResNets (3×3 stride-1 first convolution, no max-pooling) and VGGs (no last max-pooling, global
+average pooling, one linear layer) the form for 28- and 32-pixel images.  All others go to the builder.
 
-A loaded network remembers its :class:`Recipe`, so that a bundle can rebuild it.
+A loaded network keeps its :class:`Recipe`, so that a bundle can rebuild it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _RECIPE = "psc_recipe"
 
 
 MAX_WEIGHTS: Final = 1 << 31
-"""Most weights of a network that a bundle may name (8 GiB of float32)."""
+"""Maximum number of weights of a network in a bundle (8 GiB of float32)."""
 
 
 MAX_MODULES: Final = 1 << 15
-"""Most modules of a network that a bundle may name."""
+"""Maximum number of modules of a network in a bundle."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What it takes to build a network again, weights apart.
+    """How to build a network again, without its weights.
 
     Attributes:
         spec: ``torchvision:NAME``, ``timm:NAME`` or ``package.module:factory``.
         num_classes: Number of logits.
-        model_args: Arguments of the builder, JSON types.
+        model_args: Arguments of the builder, as JSON types.
     """
 
     spec: str
@@ -55,7 +55,7 @@ class Recipe:
 
     @property
     def is_factory(self) -> bool:
-        """Whether building imports code other than torchvision's or timm's."""
+        """Whether building imports code other than torchvision and timm."""
         return self.spec.partition(":")[0] not in BUILDERS
 
     def to_json(self) -> dict[str, Any]:
@@ -79,15 +79,15 @@ def load_network(
     """Build a classifier, in evaluation mode.
 
     Args:
-        spec: See the module docstring.
-        weights: Safetensors file of its state dict; ``None`` leaves the random initialisation, which draws
-            from torch's global generator.
+        spec: ``torchvision:NAME``, ``timm:NAME`` or ``package.module:factory``.
+        weights: Safetensors file of the state dict; ``None`` keeps the random initialisation, which draws from torch's
+            global generator.
         num_classes: Number of logits.
         model_args: Arguments of the builder.
         allow_factories: Factory specs that may be imported.
 
     Raises:
-        NetworkError: Unknown spec, factory not allowed, arguments refused, or weights that do not fit.
+        NetworkError: Unknown spec, factory not allowed, invalid arguments, or weights that do not fit.
     """
     recipe = Recipe(spec, num_classes, dict(model_args or {}))
     source, separator, name = spec.partition(":")
@@ -104,31 +104,31 @@ def load_network(
 
 
 def recipe_of(net: nn.Module) -> Recipe:
-    """The recipe of a network from :func:`load_network`, or of what was cut from one.
+    """The recipe of a network from :func:`load_network`, or of a backbone cut from one.
 
     Raises:
-        NetworkError: The network was built by hand, so nothing says how to build it again.
+        NetworkError: The network did not come from :func:`load_network`.
     """
     recipe = getattr(net, _RECIPE, None)
     if not isinstance(recipe, Recipe):
         raise NetworkError(
-            "expected a network from load_network, got one built by hand, which a bundle cannot rebuild; put its "
-            "construction into a function and load it with load_network('package.module:function', …)"
+            "a bundle cannot rebuild a network built by hand; build it in a function and load it with "
+            "load_network('package.module:function', …)"
         )
     return recipe
 
 
 def copy_recipe(source: nn.Module, target: nn.Module) -> None:
-    """Let ``target`` remember the recipe of ``source``, if it has one."""
+    """Copy the recipe of ``source``, if it has one, to ``target``."""
     setattr(target, _RECIPE, getattr(source, _RECIPE, None))
 
 
 @contextmanager
 def bounded_size(recipe: Recipe) -> Iterator[None]:
-    """Limit what building may allocate inside, for recipes that somebody else wrote.
+    """A context that limits the size of networks built in it, for recipes from others.
 
-    Torchvision's and timm's networks are first built without memory (torch's ``meta`` device), so that one of
-    terabytes is refused before any of it exists; then, and for factories, weights count as they are registered.
+    Networks of torchvision and timm are first built without memory (on torch's ``meta`` device), so that one of
+    terabytes is rejected before any of it exists.  Then, and for factories, weights are counted as they are registered.
 
     Raises:
         NetworkError: More than :data:`MAX_WEIGHTS` weights or :data:`MAX_MODULES` modules.
@@ -141,7 +141,7 @@ def bounded_size(recipe: Recipe) -> Iterator[None]:
 
 
 def _build_without_memory(recipe: Recipe) -> None:
-    """Raises :class:`NetworkError` as ``load_network`` does; a builder that cannot do without memory passes."""
+    """Build on the ``meta`` device, with the errors of :func:`load_network`; a builder that cannot is skipped."""
     with suppress(RuntimeError), torch.device("meta"):
         load_network(recipe.spec, num_classes=recipe.num_classes, model_args=recipe.model_args)
 
@@ -156,8 +156,8 @@ def _counting() -> Iterator[None]:
         weights += added.numel() if isinstance(added, Tensor) else 0
         if weights > MAX_WEIGHTS or modules > MAX_MODULES:
             raise NetworkError(
-                f"expected a network of at most {MAX_WEIGHTS} weights and {MAX_MODULES} modules, the "
-                "arguments ask for more; check num_classes and the model arguments"
+                f"network has more than {MAX_WEIGHTS} weights or {MAX_MODULES} modules; check num_classes and the "
+                "model arguments"
             )
 
     register = torch.nn.modules.module

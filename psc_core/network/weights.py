@@ -1,4 +1,4 @@
-"""Weights from a safetensors file into a network, every tensor accounted for."""
+"""Load the weights of a network from a safetensors file, checking every tensor."""
 
 from __future__ import annotations
 
@@ -14,29 +14,35 @@ from psc_core.errors import NetworkError
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, on the CPU.
+    """The tensors of a safetensors file, on the CPU.
 
     Raises:
         NetworkError: No such file, or not a safetensors file.
     """
     if not path.is_file():
-        raise NetworkError(f"expected a safetensors file of weights, there is no file {path}")
+        raise NetworkError(f"there is no file of weights {path}; give a safetensors file")
     try:
         return safetensors.torch.load_file(path)
     except (SafetensorError, ValueError) as error:
         raise NetworkError(
-            f"expected a safetensors file, {path} is not one ({error}); convert a PyTorch checkpoint with "
+            f"{path} is not a safetensors file ({error}); convert a PyTorch checkpoint with "
             "safetensors.torch.save_file(net.state_dict(), FILE)"
         ) from error
 
 
 def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, num_classes: int, origin: str) -> None:
-    """Copy ``state`` into ``net``, every tensor accounted for.
+    """Copy ``state`` into ``net``.
 
-    Batch counters (``num_batches_tracked``) may be absent: evaluation never reads them.
+    Batch counters (``num_batches_tracked``) may be missing, because evaluation does not read them.
+
+    Args:
+        net: The network.
+        state: Tensors by name.
+        num_classes: Number of classes of the data, for messages.
+        origin: Source of the tensors, for messages.
 
     Raises:
-        NetworkError: Missing, unexpected, wrongly shaped or non-finite tensors; ``origin`` names the source.
+        NetworkError: Missing, unexpected or non-finite tensors, or tensors of the wrong shape.
     """
     wanted = net.state_dict()
     missing = [key for key in wanted if key not in state and not key.endswith("num_batches_tracked")]
@@ -51,13 +57,13 @@ def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, num_classes: in
         if expected != got:
             if expected and got and expected[0] == num_classes and expected[1:] == got[1:]:
                 raise NetworkError(
-                    f"{origin} is for {got[0]} classes ({key} is {got}), the data has {num_classes}; use the data "
-                    "the network was trained for"
+                    f"{origin} is for {got[0]} classes ({key} is {got}), the data has {num_classes}; use the data that "
+                    "the network was trained on"
                 )
             raise NetworkError(f"{origin}: expected {key} of shape {expected}, got {got}; check the model arguments")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise NetworkError(f"{origin}: expected finite weights, {key} holds NaN or infinity; train it again")
-    wanted.update(state)  # keeps the versions that some modules ask for
+            raise NetworkError(f"{origin}: expected finite weights, {key} has NaN or infinity; train it again")
+    wanted.update(state)  # keeps the version metadata that some modules read
     net.load_state_dict(wanted)
 
 
@@ -67,10 +73,10 @@ def _count(what: str, keys: list[str]) -> str:
 
 
 def _prefix_hint(missing: list[str], unexpected: list[str]) -> str:
-    """Which prefix would make a missing name of an unexpected one; batch counters are never missing."""
+    """A hint if unexpected names are missing ones with a prefix; batch counters are never missing."""
     endings = tuple(f".{name}" for name in missing)
     for key in unexpected:
         if key.endswith(endings):
             name = max((ending[1:] for ending in endings if key.endswith(ending)), key=len)
-            return f"; its names carry the prefix {key.removesuffix(name)!r}: remove it"
+            return f"; its names have the prefix {key.removesuffix(name)!r}: remove it"
     return ""

@@ -82,5 +82,5 @@ def test_pattern_limits_choice() -> None:
     limited = report(("a", 4, 0.9, 0.5), ("b", 4, 0.6, 0.8), ("p", 8, 0.7, 0.99), ("o", 2, 0.1, 0.9), pattern="^a$")
     assert limited.candidate().layers == ("a",)
     assert limited.penultimate == "p"
-    with pytest.raises(UsageError, match="leaves none"):
+    with pytest.raises(UsageError, match="no layer before the output"):
         replace(limited, pattern="^o$").candidate()

@@ -99,7 +99,7 @@ def test_rejects_fewer_images_than_processes() -> None:
     few = images(0, 40).subset(torch.arange(2))
     Reducer(1, 2).require(few)
     for rank in range(3):
-        with pytest.raises(UsageError, match="for each of 3 processes, it has 2"):
+        with pytest.raises(UsageError, match="for each of 3 processes, got 2"):
             fit.measure_collapse(Net(), few, few, options=fit.FitOptions(device="cpu", reducer=Reducer(rank, 3)))
 
 

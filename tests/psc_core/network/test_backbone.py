@@ -245,7 +245,7 @@ def test_layers_come_in_requested_order() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "text"),
-    [(["layer5.0"], "close names"), ([""], "no layer ''"), ([], "at least one"), (["conv1", "conv1"], "each once")],
+    [(["layer5.0"], "similar names"), ([""], "no layer ''"), ([], "at least one"), (["conv1", "conv1"], "each once")],
 )
 def test_rejects_unknown_or_repeated_layers(layers: list[str], text: str) -> None:
     with pytest.raises(NetworkError, match=text):
@@ -317,7 +317,7 @@ def test_rejects_unsupported_outputs() -> None:
     x = torch.randn(1, 1, 2, 2)
     with pytest.raises(NetworkError, match="a map, tokens or a vector"):
         truncate(Odd(), ["cube"], keep_output=False)(x)
-    with pytest.raises(NetworkError, match="logits only"):
+    with pytest.raises(NetworkError, match="only logits"):
         truncate(Odd(), ["cube"], keep_output=True, example=x)(x)
 
 
@@ -329,7 +329,7 @@ def test_network_built_by_hand_has_no_spec() -> None:
 def test_rejects_network_that_cannot_be_copied() -> None:
     net = Baked()
     net.cache = net.first(torch.randn(1, 4))  # not a leaf: deepcopy refuses
-    with pytest.raises(NetworkError, match=r"cannot: .*non-leaf"):
+    with pytest.raises(NetworkError, match=r"cannot be copied: .*non-leaf"):
         truncate(net, ["first"], keep_output=False)
 
 

@@ -52,8 +52,8 @@ def test_small_networks_equal_benchmark_networks(ours: str, factory: str) -> Non
 @pytest.mark.parametrize(
     ("spec", "model_args", "text"),
     [
-        (f"{HERE}:absent", {}, "importable"),
-        ("no_such_package.nets:net", {}, "importable"),
+        (f"{HERE}:absent", {}, "cannot import"),
+        ("no_such_package.nets:net", {}, "cannot import"),
         (f"{HERE}:tiny", {"depth": 2}, "to take the arguments"),
         (f"{HERE}:not_a_network", {}, "return an nn.Module, got int"),
     ],
@@ -79,7 +79,7 @@ def test_timm_networks_load() -> None:
     pytest.importorskip("timm")
     net = load_network("timm:resnet18", num_classes=3, model_args={"in_channels": 1})
     assert net(torch.randn(1, 1, 32, 32)).shape == (1, 3)
-    with pytest.raises(NetworkError, match="network of timm"):
+    with pytest.raises(NetworkError, match="timm has no network"):
         load_network("timm:resnet18x", num_classes=3)
-    with pytest.raises(NetworkError, match="refuses the model arguments"):
+    with pytest.raises(NetworkError, match="rejects the model arguments"):
         load_network("timm:resnet18", num_classes=3, model_args={"no_such_argument": 1})

@@ -14,5 +14,5 @@ def test_hooks_reject_non_tensor_outputs() -> None:
             return x, x
 
     net = nn.Sequential(Pair())
-    with pytest.raises(NetworkError, match="to be a tensor, got tuple"):
+    with pytest.raises(NetworkError, match="expected a tensor from layer 0, got tuple"):
         HookedNetwork(net, ["0"], keep_output=False, stop=None, dropped=())(torch.zeros(1, 1, 1, 1))

@@ -29,10 +29,10 @@ def test_initialisation_follows_global_seed() -> None:
         ("torchvision:", {}, "torchvision:NAME"),
         (":net", {}, "torchvision:NAME"),
         ("torchvision:resnet19", {}, "did you mean resnet18"),
-        ("torchvision:fasterrcnn_resnet50_fpn", {}, "classification network"),
+        ("torchvision:fasterrcnn_resnet50_fpn", {}, "no classification network"),
         ("torchvision:resnet18", {"stem": "tiny"}, "stem=small"),
-        ("torchvision:convnext_tiny", {"stem": "small"}, "ResNet or VGG"),
-        ("torchvision:resnet18", {"depth": 3}, "refuses the model arguments"),
+        ("torchvision:convnext_tiny", {"stem": "small"}, "ResNets and VGGs"),
+        ("torchvision:resnet18", {"depth": 3}, "rejects the model arguments"),
         ("no.such.module:net", {}, "allow-list"),
     ],
 )
