@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psc_core.numerics import linalg
-from psc_core.numerics import matrix as rows
+from psc_core.numerics import linalg, matrix
 from psc_core.numerics.matrix import chunk_rows
+from tests.reference import linalg as reference
 
 SEEDS = st.integers(0, 2**16)
 
@@ -25,6 +26,8 @@ def test_eigh_reconstructs_matrix_with_descending_values(rows: int, columns: int
     assert torch.all(values.diff() <= 0)
     assert torch.all(values >= 0)
     torch.testing.assert_close((vectors * values) @ vectors.T, c)
+    naive = torch.from_numpy(np.linalg.eigvalsh(c.numpy())).clamp(min=0)
+    torch.testing.assert_close(values.flip(0), naive, rtol=1e-9, atol=1e-12)
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
     assert torch.all(largest > 0)
 
@@ -65,13 +68,24 @@ def test_inverse_root_clamps_relative_to_scale(scale: float) -> None:
     torch.testing.assert_close(inverse.root.diag(), expected, rtol=1e-6, atol=0)
 
 
-def test_chunked_sums_equal_whole_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+@given(st.integers(1, 8), st.integers(1, 12), SEEDS)
+def test_inverse_root_equals_naive_loop(columns: int, rows: int, seed: int) -> None:
+    c = covariance(rows, columns, seed)
+    inverse = linalg.inverse_root(c, scale=0.5, floor=0.1)
+    root, log_det, n_clamped = reference.inverse_root(c.numpy(), 0.05)
+    np.testing.assert_allclose(inverse.root.numpy(), root, rtol=0, atol=1e-9)
+    assert inverse.log_det == pytest.approx(log_det, rel=1e-9, abs=1e-9)
+    assert inverse.n_clamped == n_clamped
+
+
+def test_chunked_sums_equal_naive_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     x = 1e6 + torch.randn(101, 7, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(rows, "CHUNK_ELEMENTS", 50)
+    monkeypatch.setattr(matrix, "CHUNK_ELEMENTS", 50)
     assert [s.stop - s.start for s in chunk_rows(16, 7)] == [7, 7, 2]
     mean = linalg.mean_of_rows(x)
-    torch.testing.assert_close(mean, x.double().mean(0))
-    torch.testing.assert_close(linalg.scatter_about(x, mean), 100 * torch.cov(x.double().T))
+    np.testing.assert_allclose(mean.numpy(), reference.mean_of_rows(x.double().numpy()), rtol=1e-12)
+    expected = reference.scatter_about(x.double().numpy(), mean.numpy())
+    np.testing.assert_allclose(linalg.scatter_about(x, mean).numpy(), expected, rtol=1e-12, atol=1e-9)
 
 
 @settings(max_examples=40, deadline=None)
@@ -84,6 +98,15 @@ def test_oas_keeps_trace_and_never_worsens_condition(columns: int, rows: int, se
     before, after = linalg.eigh(c).values, linalg.eigh(shrunk).values
     assert after[-1] >= before[-1] - 1e-9 * before[0]
     assert after[0] <= before[0] * (1 + 1e-9)
+
+
+@given(st.integers(1, 8), st.integers(1, 20), SEEDS)
+def test_oas_equals_naive_formula(columns: int, rows: int, seed: int) -> None:
+    c = covariance(rows, columns, seed)
+    shrunk, rho = linalg.oas_shrinkage(c, rows)
+    expected, expected_rho = reference.oas_shrinkage(c.numpy(), rows)
+    assert rho == pytest.approx(expected_rho, rel=1e-9)
+    np.testing.assert_allclose(shrunk.numpy(), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_oas_hand_computed() -> None:
