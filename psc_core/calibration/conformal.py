@@ -1,19 +1,17 @@
-"""From scores to decisions with stated error rates, by ranks among calibration images.
+"""Conformal calibration: p-values, thresholds and prediction sets with guaranteed rates.
 
-The calibration images took no part in any choice, and their scores come through the pipeline that serves, so
-calibration and future in-distribution scores are exchangeable and, with n calibration images,
+Nothing else was chosen on the calibration split, and its scores come through the served pipeline.  So scores of
+calibration images and of future in-distribution images are exchangeable and, with n calibration images,
 
 * p-value: ``(1 + #{calibration OOD scores ≥ this one}) / (n + 1)``; calling an image out-of-distribution
-  when its p-value is at most α is a false alarm for at most α of ordinary images (Vovk et al. 2005);
-* the smallest p-value is ``1 / (n + 1)``: a smaller α could never raise an alarm and is refused;
+  when its p-value is at most α is a false alarm for at most a fraction α of in-distribution images (Vovk et al. 2005);
+* the smallest p-value is ``1 / (n + 1)``: a smaller α could never raise an alarm and is rejected;
 * prediction set with coverage 1 − α: the classes whose probability is at least the k-th largest
   calibration probability of a true label, ``k = ⌈(n + 1)(1 − α)⌉`` (score ``1 − p_y``: Sadinle et al. 2019).
   It holds the true label with probability ≥ 1 − α, over all images (marginal) or over the images of each
   class (Mondrian).  The most probable class is always in the set, which can only raise coverage;
-* entropy threshold: the k-th smallest calibration entropy, ``k = ⌈(n + 1) q⌉``: at least a fraction q of
-  ordinary images stays at or under it.
 
-Everything compares float32 scores with float32 scores as they were produced; nothing is rounded between.
+All comparisons are between float32 scores as they were produced, without rounding in between.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from torch import Tensor
 from psc_core.errors import BundleError, UsageError
 
 ROUNDING: Final = 1e-9
-"""Added before ⌊ ⌋ and taken before ⌈ ⌉, so that 0.29 × 100 counts as 29."""
+"""Added before ⌊ ⌋ and subtracted before ⌈ ⌉, so that 0.29 × 100 counts as 29."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +36,9 @@ class Calibration:
     """Scores of n calibration images, float32.
 
     Attributes:
-        scores: OOD scores, ascending, nats (:class:`psc_core.model.pipeline.Outputs`).
+        scores: OOD scores, ascending, nats.
         entropies: Predictive entropies, ascending, nats.
-        label_probabilities: Probability given to the true label, ascending.
+        label_probabilities: Predicted probability of the true label, ascending.
         labels: The true label of each entry of ``label_probabilities``.
         num_classes: K.
     """
@@ -55,38 +53,37 @@ class Calibration:
         return len(self.scores)
 
     def p_values(self, ood_score: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-        """p-value of each image: :func:`conformal_p_values`."""
+        """p-value of each image, see :func:`conformal_p_values`."""
         return conformal_p_values(self.scores, ood_score)
 
     def ood_score_threshold(self, alpha: float) -> float:
         """The OOD score (nats) above which an image's p-value is at most α.
 
-        ``p ≤ α ⇔ OOD score > threshold``, exactly; compare with this rather than p with α where the
-        rounding of p matters.
+        ``p ≤ α ⇔ OOD score > threshold``, exactly, also where the rounding of p matters.
 
         Raises:
             UsageError: ``alpha`` is not in (0, 1) or below ``1 / (n + 1)``.
         """
-        rank = self._check_alpha(alpha)
+        rank = self.alpha_rank(alpha)
         return self.scores[len(self) - rank].item()
 
     def set_thresholds(self, coverage: float, *, per_class: bool = False) -> Float[Tensor, " classes"]:
         """The smallest probability with which each class is in a prediction set (:mod:`psc_core.model.decision`).
 
-        With ``per_class``, a class with fewer than ``coverage / (1 − coverage)`` calibration images gets 0,
-        so it is in every set: nothing less would keep the promise for it.
+        With ``per_class``, a class with fewer than ``coverage / (1 − coverage)`` calibration images gets 0 and is in
+        every set: nothing else would guarantee its coverage.
 
         Raises:
             UsageError: ``coverage`` is not in (0, 1), or (marginal) n is too small for it.
         """
         if not per_class:
-            rank = self._upper_rank(coverage, "coverage")
+            rank = self.coverage_rank(coverage)
             return self.label_probabilities[len(self) - rank].expand(self.num_classes).clone()
         check_fraction(coverage, "coverage")
         thresholds = torch.zeros(self.num_classes, device=self.labels.device)
         for k in range(self.num_classes):
             own = self.label_probabilities[self.labels == k]
-            rank = ceil((len(own) + 1) * coverage)
+            rank = tolerant_ceil((len(own) + 1) * coverage)
             if rank <= len(own):
                 thresholds[k] = own[len(own) - rank]
         return thresholds
@@ -101,7 +98,7 @@ class Calibration:
         """Inverse of :meth:`tensors`.
 
         Raises:
-            BundleError: A missing tensor, another type or length, scores not ascending or not finite.
+            BundleError: A tensor is missing, has another type or length, or its scores do not ascend or are not finite.
         """
         expected = {field.name for field in fields(cls)}
         if set(tensors) != expected:
@@ -126,47 +123,49 @@ class Calibration:
             )
         return cls(-scores[0].flip(0), scores[1], scores[2], labels, classes)
 
-    def _check_alpha(self, alpha: float) -> int:
+    def alpha_rank(self, alpha: float) -> int:
         """``⌊α (n + 1)⌋``, at least 1 and (for α within rounding of 1) at most n."""
         check_fraction(alpha, "alpha")
         rank = math.floor(alpha * (len(self) + 1) + ROUNDING)
         if rank < 1:
+            needed = tolerant_ceil(1 / max(alpha, 1e-300)) - 1
             raise UsageError(
-                f"expected alpha ≥ 1/(n + 1) = {1 / (len(self) + 1):.3g} with n = {len(self)} calibration "
-                f"images, got {alpha:g}: the smallest p-value is 1/(n + 1), so no image could ever be called "
-                f"out-of-distribution; raise alpha or calibrate with at least {ceil(1 / max(alpha, 1e-300)) - 1} "
-                "images"
+                f"expected alpha ≥ 1/(n + 1) = {1 / (len(self) + 1):.3g} with n = {len(self)} calibration images, got "
+                f"{alpha:g}: no p-value is smaller than 1/(n + 1), so no image could be called out-of-distribution; "
+                f"raise alpha or calibrate with at least {needed} images"
             )
         return min(rank, len(self))
 
-    def _upper_rank(self, fraction: float, name: str) -> int:
-        """``⌈(n + 1) fraction⌉``, at most n."""
-        check_fraction(fraction, name)
-        rank = ceil((len(self) + 1) * fraction)
+    def coverage_rank(self, coverage: float) -> int:
+        """``⌈(n + 1) coverage⌉``, at most n."""
+        check_fraction(coverage, "coverage")
+        rank = tolerant_ceil((len(self) + 1) * coverage)
         if rank > len(self):
-            needed = ceil(fraction / (1 - fraction))
+            needed = tolerant_ceil(coverage / (1 - coverage))
             raise UsageError(
-                f"expected {name} ≤ n/(n + 1) with n = {len(self)} calibration images, got "
-                f"{fraction:g}; lower it or calibrate with at least {needed} images"
+                f"expected coverage ≤ n/(n + 1) with n = {len(self)} calibration images, got {coverage:g}; lower it or "
+                f"calibrate with at least {needed} images"
             )
         return rank
 
 
 def conformal_p_values(ascending: Float[Tensor, " n"], ood_score: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-    """``(1 + #{calibration ≥ this}) / (n + 1)``, float32, by binary search; the least possible for NaN.
+    """``(1 + #{calibration ≥ this}) / (n + 1)``, float32, by binary search; the smallest possible one for NaN.
 
     Args:
         ascending: OOD scores of the calibration images, sorted.
-        ood_score: Of the images asked about, the same float type.
+        ood_score: Of the images to test, the same float type.
     """
     count = len(ascending) + 1
-    return (count - torch.searchsorted(ascending, ood_score)) / count  # which counts NaN above everything
+    return (count - torch.searchsorted(ascending, ood_score)) / count  # NaN sorts above everything
 
 
 def check_fraction(value: float, name: str) -> None:
+    """A value in (0, 1); raises :class:`UsageError`."""
     if not 0.0 < value < 1.0:
         raise UsageError(f"expected {name} between 0 and 1, got {value}; 0.05 means five in a hundred")
 
 
-def ceil(value: float) -> int:
+def tolerant_ceil(value: float) -> int:
+    """``⌈value⌉`` up to :data:`ROUNDING`."""
     return math.ceil(value - ROUNDING)

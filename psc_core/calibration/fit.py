@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from psc_core.calibration.conformal import Calibration, ceil, check_fraction
+from psc_core.calibration.conformal import Calibration, check_fraction, tolerant_ceil
 from psc_core.errors import FitError
 
 
@@ -16,14 +16,14 @@ def fit_calibration(
     probabilities: Float[Tensor, "n classes"],
     labels: Int[Tensor, " n"],
 ) -> Calibration:
-    """Keep the scores of calibration images, as the served pipeline gave them.
+    """Collect the scores of calibration images, as the served pipeline gave them.
 
     Args:
         ood_score: Nats, higher is more out-of-distribution.
         entropy: Predictive entropies, nats.
         probabilities: Of each class.
-        labels: One true label for each image.  An image with several labels counts once, with any of them:
-            repeated rows would make n, and with it every promise, too large.
+        labels: One true label for each image.  An image with several labels counts once, with any of them: repeated
+            images would make n too large, and the guarantees void.
 
     Raises:
         FitError: No images, lengths that differ, labels out of range, or scores that are not finite.
@@ -31,8 +31,7 @@ def fit_calibration(
     lengths = {len(ood_score), len(entropy), len(probabilities), len(labels)}
     if len(lengths) != 1 or len(labels) == 0:
         raise FitError(
-            f"expected scores of the same calibration images, at least one, got {sorted(lengths)} "
-            "rows; give one label for each image"
+            f"expected one score and one label for each calibration image, at least one, got {sorted(lengths)}"
         )
     classes = probabilities.shape[1]
     if labels.min() < 0 or labels.max() >= classes:
@@ -60,26 +59,28 @@ def fit_calibration(
 def ambiguity_threshold(
     entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, risk: float, quantile: float = 0.95
 ) -> float:
-    """The predictive entropy (nats) over which a calibration image counts as ambiguous.
+    """The predictive entropy (nats) above which an image counts as ambiguous.
 
     The largest entropy h such that the images of entropy at most h are wrong at a rate of at most ``risk``,
-    counted as (errors + 1) / (images + 1); but never above the ``quantile`` of all entropies, so that even a
-    classifier that is right throughout abstains on its least certain images.  Where no h keeps the risk, the
-    quantile alone decides.
+    counted as (errors + 1) / (images + 1); but at most the ``quantile`` of all entropies, so that even a
+    classifier without errors abstains on its most uncertain images.  Where no h satisfies the risk, it is the quantile.
 
     Args:
         entropy: Of calibration images.
         correct: Whether the most probable class was the label.
         risk: Error rate among accepted images, in (0, 1).
         quantile: In (0, 1).
+
+    Raises:
+        UsageError: ``risk`` or ``quantile`` is outside (0, 1).
     """
     check_fraction(risk, "risk")
     check_fraction(quantile, "quantile")
     ascending, order = entropy.double().sort(stable=True)
     wrong = (~correct)[order].double().cumsum(0)
     rates = (wrong + 1) / (torch.arange(1, len(entropy) + 1, device=entropy.device) + 1)
-    # An entropy is a threshold only with all images that share it.
+    # Images of equal entropy are accepted together.
     last = torch.cat([ascending[1:] > ascending[:-1], torch.ones(1, dtype=torch.bool, device=entropy.device)])
     kept = ((rates <= risk) & last).nonzero()[:, 0]
-    limit = float(ascending[min(len(entropy), ceil((len(entropy) + 1) * quantile)) - 1])
+    limit = float(ascending[min(len(entropy), tolerant_ceil((len(entropy) + 1) * quantile)) - 1])
     return min(limit, float(ascending[kept[-1]])) if len(kept) else limit

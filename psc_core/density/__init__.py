@@ -1,4 +1,4 @@
-"""Feature densities: how usual is z?  One interface (:mod:`.base`), five kinds (:mod:`.gaussian`).
+"""Feature densities: log p(z) of the training data.  One interface (:mod:`.base`), five kinds (:mod:`.gaussian`).
 
 ``restore_density`` rebuilds one from a bundle, :func:`psc_core.density.fit.density.fit_density` fits one.
 To add a kind: subclass :class:`Density` with its ``layout``, list it in ``DENSITIES``, fit it in :mod:`.fit.density`.

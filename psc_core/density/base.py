@@ -1,4 +1,4 @@
-"""What every density is: z in, log-densities in nats out, and why.
+"""The interface of every density: z in, log-densities in nats out, with an explanation on request.
 
 Shapes: B images, K classes, D = dim of z, P = kept components.
 """
@@ -16,7 +16,7 @@ from psc_core.bundle.module import Fitted
 
 
 class DensityOutput(NamedTuple):
-    """What a density says of a batch.
+    """Log-densities of a batch.
 
     Attributes:
         log_density: ``log p`` of each image, nats.
@@ -28,11 +28,11 @@ class DensityOutput(NamedTuple):
 
 
 class DensityExplanation(NamedTuple):
-    """Why a density says so.
+    """Where a batch lies relative to the classes.
 
     Attributes:
-        class_distances: Mahalanobis distance to each class (standard deviations).
-        nearest_class: The class at the smallest distance.
+        class_distances: Mahalanobis distance to each class, in standard deviations.
+        nearest_class: Index of the class at the smallest distance.
         component_deviation: Whitened difference from that class along each kept component; its Euclidean
             norm is the distance.
     """
@@ -46,23 +46,24 @@ class Density(Fitted):
     """Base of the densities: ``mean`` (D,), ``basis`` (D, P), ``constants`` (K,) as in :mod:`.gaussian`."""
 
     reads: ClassVar[Literal["z", "pooled"]] = "z"
-    """What is its z: the projected features, or the layer's features averaged over positions."""
+    """Its input: the projected features z, or the candidate layer's features averaged over positions."""
 
     unit_length: ClassVar[bool] = False
     """Whether z is divided by its Euclidean norm first."""
 
-    least_variance: ClassVar[float | None] = None
-    """Least variance of an automatically kept component, relative to the largest; ``None`` keeps 99 % of it all."""
+    minimum_variance: ClassVar[float | None] = None
+    """Automatic choice of components: those whose variance is above this fraction of the largest; ``None``: those that
+    explain 99 % of the variance."""
 
-    most_components: ClassVar[int | None] = None
-    """Most components that are kept automatically, whatever the memory; ``None`` for no such bound."""
+    maximum_components: ClassVar[int | None] = None
+    """Automatic choice of components: how many at most; ``None``: as many as memory allows."""
 
     mean: Tensor
     basis: Tensor
     constants: Tensor
 
     def coordinates(self, z: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch kept"]:
-        """w, in which pooled within-class deviations have unit variance."""
+        """w, in which the pooled within-class covariance is the identity."""
         if self.unit_length:
             z = functional.normalize(z)
         return (z - self.mean) @ self.basis
@@ -72,11 +73,11 @@ class Density(Fitted):
         raise NotImplementedError
 
     def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
-        """Whitened difference of each row from the mean of the class named for it."""
+        """Whitened difference of each image from the mean of its entry in ``classes``."""
         raise NotImplementedError
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> DensityOutput:
-        """Log-densities of a batch of feature vectors."""
+        """Log-densities of a batch, nats."""
         joint = self.class_log_joint(self.coordinates(z))
         return DensityOutput(joint.logsumexp(dim=1), joint)
 
@@ -86,7 +87,7 @@ class Density(Fitted):
         return torch.addcmul(self.constants, distances, distances, value=-0.5)
 
     def explain(self, z: Float[Tensor, "batch dim"]) -> DensityExplanation:
-        """Which class is near, how far it is, and along which components."""
+        """Which class is nearest, how far away it is, and along which components."""
         w = self.coordinates(z)
         distances = self.class_distances(w)
         nearest = distances.argmin(dim=1)

@@ -1,13 +1,13 @@
-"""Feature densities at serve time: ``log p(y) = logsumexp_k (log π_k + log N(y; μ_k, Σ_k))`` in nats.
+"""Gaussian feature densities: ``log p(y) = logsumexp_k (log π_k + log N(y; μ_k, Σ_k))`` in nats.
 
-The paper's feature density (appendix "DDU details").  ``y`` is the PCA projection of z (:mod:`.pca`), π_k
-the class proportions.  All densities work in the coordinates
+The paper's feature density (appendix "DDU details").  ``y`` is the PCA projection of z
+(:mod:`psc_core.density.fit.pca`), π_k the class proportions.  All densities work in the coordinates
 
     ``w = (z − mean) @ basis``
 
-in which the within-class covariance pooled over classes is the identity, so that float32 serves what
-float64 fitted whatever the units of z; the change of variables is in the constants, and ``log p`` stays the
-log-density of y.  With ``m_k`` the class means and ``S_k`` the class covariances in these coordinates:
+in which the within-class covariance pooled over classes is the identity, so that float32 is enough for what float64
+fitted, whatever the units of z.  The constants hold the change of variables: ``log p`` stays the log-density of y.
+With ``m_k`` the class means and ``S_k`` the class covariances in these coordinates:
 
 ============  ===============================================================================================
 ``gda``       squared distance ``‖S_k^(−1/2) w − S_k^(−1/2) m_k‖²``: one matrix product for all classes
@@ -15,7 +15,7 @@ log-density of y.  With ``m_k`` the class means and ``S_k`` the class covariance
 ``pooled++``  ``gda++`` of the candidate layer's features averaged over positions, not of z; at most 512 components
 ``tied``      one covariance for all classes: ``‖w − m_k‖²``
 ``rmd``       relative Mahalanobis (Ren et al. 2021): the ``tied`` log-density minus the log-density of one
-              Gaussian fitted to all images, a log-ratio in nats; ``log π_k + log N_k`` loses the same amount
+              Gaussian fitted to all images, a log-ratio in nats; the same is subtracted from ``log π_k + log N_k``
 ============  ===============================================================================================
 
 Shapes: B images, K classes, D = dim of z, P = kept components.
@@ -33,7 +33,7 @@ from torch.nn import functional
 from psc_core.density.base import Density
 
 SERVE_ELEMENTS: Final = 1 << 26
-"""Largest B × K × P block of whitened differences (256 MiB); larger batches are cut into pieces."""
+"""Largest B × K × P block of whitened differences (256 MiB); larger batches are split."""
 
 
 class ClasswiseDensity(Density):
@@ -52,15 +52,15 @@ class ClasswiseDensity(Density):
 
     def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
         """Mahalanobis distances: one matrix product (P → K · P) for all classes."""
-        rows = max(1, SERVE_ELEMENTS // self.offsets.numel())
-        if len(w) > rows:
-            return torch.cat([self.class_distances(part) for part in torch.split(w, rows)])
+        batch = max(1, SERVE_ELEMENTS // self.offsets.numel())
+        if len(w) > batch:
+            return torch.cat([self.class_distances(part) for part in torch.split(w, batch)])
         stacked = functional.linear(w, self.whiteners.flatten(0, 1), self.offsets.flatten())
         distances: Tensor = torch.linalg.vector_norm(stacked.view(-1, *self.offsets.shape), dim=2)
         return distances
 
     def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
-        """``S_k^(−1/2) (w − m_k)`` for the class named for each row."""
+        """``S_k^(−1/2) (w − m_k)``, k from ``classes``."""
         return torch.einsum("bpq,bq->bp", self.whiteners[classes], w) + self.offsets[classes]
 
 
@@ -76,8 +76,8 @@ class PooledDensity(UnitLengthDensity):
 
     kind = "pooled++"
     reads = "pooled"
-    least_variance = 1e-6
-    most_components = 512
+    minimum_variance = 1e-6
+    maximum_components = 512
 
 
 class TiedDensity(Density):
@@ -93,16 +93,16 @@ class TiedDensity(Density):
     centres: Tensor
 
     def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
-        """``‖w − m_k‖`` by differences: ‖w‖² − 2 w·m + ‖m‖² cancels where classes are tight."""
+        """``‖w − m_k‖`` from differences: ‖w‖² − 2 w·m + ‖m‖² would cancel where classes are tight."""
         return torch.cdist(w, self.centres, compute_mode="donot_use_mm_for_euclid_dist")
 
     def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
-        """``w − m_k`` for the class named for each row."""
+        """``w − m_k``, k from ``classes``."""
         return w - self.centres[classes]
 
 
 class RelativeDensity(TiedDensity):
-    """``tied`` minus one Gaussian for all images, which ``background`` (P, P) whitens from w."""
+    """``tied`` minus the log-density of one Gaussian for all images; ``background`` (P, P) whitens w under it."""
 
     kind = "rmd"
     layout: ClassVar = {**TiedDensity.layout, "background": ("kept", "kept"), "background_constant": ()}
@@ -112,7 +112,7 @@ class RelativeDensity(TiedDensity):
     def class_log_joint(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
         """``log π_k + log N_k − log N_background``, nats.
 
-        In float64 until the difference is taken: far from the data both terms are large and nearly equal.
+        The difference is taken in float64: far from the data both terms are large and nearly equal.
         """
         wide = w.double()
         background = self.background_constant - 0.5 * (wide @ self.background.double()).square().sum(dim=1)

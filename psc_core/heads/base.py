@@ -1,6 +1,6 @@
-"""What every head (the paper's g′) is: z in, class probabilities and epistemic uncertainty out.
+"""The interface of every head (the paper's g′): z in, class probabilities and epistemic uncertainty out.
 
-All heads work on ``φ = (z − center) · inverse_scale``, standardised features (:mod:`.fit.data`).
+All heads work on standardised features, ``φ = (z − center) · inverse_scale`` (:mod:`psc_core.heads.fit.data`).
 
 Shapes: B images, K classes, D = dim of z.  Entropies are in nats.
 """
@@ -17,11 +17,11 @@ from psc_core.bundle.module import Fitted
 
 
 class HeadOutput(NamedTuple):
-    """What a head says of a batch.
+    """Predictions of a batch.
 
     Attributes:
-        probabilities: Of each class; rows sum to 1.
-        epistemic: What more training data would remove, in the head's own ``epistemic_unit``.
+        probabilities: Of each class; they sum to 1.
+        epistemic: Uncertainty that more training data would remove, in the head's own ``epistemic_unit``.
     """
 
     probabilities: Float[Tensor, "batch classes"]
@@ -29,10 +29,10 @@ class HeadOutput(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A predictive uncertainty in its two parts.
+    """The two parts of the predictive uncertainty.
 
     Attributes:
-        aleatoric: Ambiguity that remains with the model known, nats.
+        aleatoric: Ambiguity of the image itself, nats.
         epistemic: As in :class:`HeadOutput`.
     """
 
@@ -41,15 +41,16 @@ class Split(NamedTuple):
 
 
 class Head(Fitted):
-    """Base of the heads."""
+    """Base of the heads; subclasses add their ``layout`` and :attr:`epistemic_unit`."""
 
     epistemic_unit: ClassVar[str]
+    """Unit of the epistemic uncertainty, for people."""
 
     center: Tensor
     inverse_scale: Tensor
 
     def standardise(self, z: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
-        """φ."""
+        """φ, the standardised features."""
         return (z - self.center) * self.inverse_scale
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:

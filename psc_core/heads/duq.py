@@ -3,11 +3,11 @@
     ``e = φ E``,   ``k_c = exp(−‖e − e_c‖² / (2 D σ²))``,   ``probabilities = k^γ / Σ_c k_c^γ``
 
 E whitens the within-class covariance pooled over classes (theirs learns one matrix for each class together
-with the network; here the network stays as it is) and e_c are class means.  The covariance is shrunk (OAS)
-where there are fewer than ten images a column, and eigenvalues below 10⁻⁶ are lifted.  The length-scale σ
-has the smallest validation loss of DUQ, the binary cross-entropy of every kernel; the exponent γ has the
-smallest validation NLL.  Both are on a grid.  (With γ = 1 one number would have to make kernels readable and
-probabilities calibrated: in many dimensions the second makes every kernel vanish.)
+with the network; here the network is not trained) and e_c are class means.  The covariance is shrunk (OAS) with
+fewer than ten images per column, and eigenvalues below 10⁻⁶ are clamped to it.  The length-scale σ
+minimises the validation loss of DUQ, the binary cross-entropy of every kernel; the exponent γ minimises the
+validation NLL.  Both are searched on a grid.  (With γ = 1, σ alone would have to make kernels informative and
+probabilities calibrated: in many dimensions the latter makes every kernel vanish.)
 
 Epistemic uncertainty: ``1 − max_c k_c``, a number in [0, 1] without unit (one minus the kernel to the
 nearest centroid).  Aleatoric: the entropy of the probabilities, nats.
@@ -48,7 +48,7 @@ class DuqHead(Head):
         return -squared / (2 * self.centroids.shape[1] * self.length_scale.square())
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
-        """Normalised powers of the kernels, and one minus the largest kernel."""
+        """Normalised powers of the kernels; one minus the largest kernel."""
         log_kernels = self.log_kernels(z)
         return HeadOutput((self.exponent * log_kernels).softmax(dim=1), -torch.expm1(log_kernels.amax(dim=1)))
 
@@ -59,7 +59,7 @@ class DuqHead(Head):
 
 
 def squared_distances(
-    rows: Float[Tensor, "n dim"], centroids: Float[Tensor, "classes dim"]
+    embedded: Float[Tensor, "n dim"], centroids: Float[Tensor, "classes dim"]
 ) -> Float[Tensor, "n classes"]:
-    """``‖e − e_c‖²`` by differences, which does not cancel where classes are tight."""
-    return torch.cdist(rows, centroids, compute_mode="donot_use_mm_for_euclid_dist").square()
+    """``‖e − e_c‖²`` from differences, which do not cancel where classes are tight."""
+    return torch.cdist(embedded, centroids, compute_mode="donot_use_mm_for_euclid_dist").square()

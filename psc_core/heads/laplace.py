@@ -1,8 +1,8 @@
 """Bayesian logistic regression by a Kronecker-factored (KFAC) Laplace approximation, in closed form.
 
 The paper's g′ (section "Linear layers as PSCs").  Around the maximum a posteriori weights, the posterior of
-``logits = W φ + b`` is Gaussian with precision (Ritter et al. 2018; the conventions of laplace-torch, which
-fits it here: weights and bias are separate blocks)
+``logits = W φ + b`` is Gaussian with precision (Ritter et al. 2018; weights and bias are separate blocks, as
+in laplace-torch, which fits it)
 
     weights  ``B ⊗ A + τ I``,   bias  ``B + τ I``,
     ``A = (1/n) Σ_i φ_i φ_iᵀ``,   ``B = Σ_i (diag p_i − p_i p_iᵀ)``.
@@ -13,22 +13,21 @@ With ``A = Q_A diag(λ_A) Q_Aᵀ`` and ``B = Q_B diag(λ_B) Q_Bᵀ`` the logits 
     ``v_j = Σ_i (Q_Aᵀ φ)_i² / (λ_Ai λ_Bj + τ) + 1 / (λ_Bj + τ)``        (the last term: the bias)
 
 so a batch takes three matrix products, ``s_c² = Σ_j (Q_B)²_cj v_j`` is the variance of a logit, and a sample
-of the logits is ``μ + Q_B (√v ∘ ε)``.  No Jacobian exists at any time, also not while fitting: the two
-factors are sums of outer products.
+of the logits is ``μ + Q_B (√v ∘ ε)``.  No Jacobian is ever formed: the two factors are sums of outer products.
 
 Probabilities: laplace-torch's probit approximation, ``softmax(μ_c / √(1 + π s_c² / 8))``, with μ divided by a
-temperature (:func:`.base.choose_posterior`); stored W and b are those of μ.
+temperature (:func:`psc_core.heads.fit.posterior.choose_posterior`), which the stored W and b include.
 
 Epistemic uncertainty, nats: the mutual information between label and weights.  To second order in the
-logits' covariance it is ``δ = ½ tr[(diag p − p pᵀ) Q_B diag(v) Q_Bᵀ]``, which has no upper limit while the
-mutual information cannot exceed the predictive entropy H, so we report ``H (1 − exp(−δ / H))``: equal to δ
-where δ ≪ H, at most H.  Aleatoric is the rest of H.
+logits' covariance it is ``δ = ½ tr[(diag p − p pᵀ) Q_B diag(v) Q_Bᵀ]``, which is unbounded, while the mutual
+information cannot exceed the predictive entropy H; so ``H (1 − exp(−δ / H))`` is reported, which is δ where δ ≪ H
+and at most H.  Aleatoric is the rest of H.
 
 Here p (and H, its entropy) is the probit approximation with the variance of the *centred* logits,
-``s_c² = Σ_j (Q_B − mean_c Q_B)²_cj v_j``.  A constant added to all logits changes no probability, B has no
-curvature in that direction, so its posterior variance is the whole prior's; the plain probit approximation
-counts it, which flattens probabilities and would inflate the mutual information several times.
-:meth:`LaplaceHead.sample` gives the same quantities by Monte Carlo.
+``s_c² = Σ_j (Q_B − mean_c Q_B)²_cj v_j``.  A constant added to all logits changes no probability and
+B has no curvature in that direction, so its posterior variance is the prior's.  The plain probit approximation counts
+that variance, which flattens probabilities and would inflate the mutual information several times.
+:meth:`LaplaceHead.sample` estimates the same quantities by Monte Carlo.
 """
 
 from __future__ import annotations
@@ -64,10 +63,10 @@ class MonteCarlo(NamedTuple):
 class LaplaceHead(Head):
     """The posterior of the module's text, served in float32.
 
-    Three products that serving needs are laid out once, with what is done before and after each folded in:
+    The matrices of its three products are prepared once, with the operations before and after each folded in:
 
-    * ``inner`` (D, K + D): from z to μ and, beside it, ``φ Q_A``;
-    * ``outer`` (D, 3 K): from the squares of ``φ Q_A`` to v, and to the squares of what divides the logits,
+    * ``inner`` (D, K + D): from z to μ and ``φ Q_A``;
+    * ``outer`` (D, 3 K): from the squares of ``φ Q_A`` to v, and to the squared divisors of the logits,
       ``1 + (π/8) Σ_j Q[c,j]² v_j`` for Q = ``Q_B`` and for its centred columns;
     * ``spread_terms`` (K, 2 K): ``−Q_B² / 2`` beside ``Q_B / √2``.
     """
@@ -131,21 +130,21 @@ class LaplaceHead(Head):
         """Probit probabilities and mutual information in nats."""
         mean, v, widening = self.logits(z)
         probabilities, centred = self._probit(mean, widening)
-        total, share = self._split(centred, v)
-        return HeadOutput(probabilities, torch.addcmul(total, total, share, value=-1.0))
+        total, fraction = self._split(centred, v)
+        return HeadOutput(probabilities, torch.addcmul(total, total, fraction, value=-1.0))
 
     def split(self, z: Float[Tensor, "batch dim"]) -> Split:
-        """Both in nats; they sum to H of the module's text."""
+        """Both in nats; their sum is H of the module's text."""
         mean, v, widening = self.logits(z)
-        total, share = self._split(self._probit(mean, widening)[1], v)
-        return Split(total * share, torch.addcmul(total, total, share, value=-1.0))
+        total, fraction = self._split(self._probit(mean, widening)[1], v)
+        return Split(total * fraction, torch.addcmul(total, total, fraction, value=-1.0))
 
     def sample(self, z: Float[Tensor, "batch dim"], samples: int, *, seed: int) -> MonteCarlo:
         """Monte-Carlo predictive from the full K × K covariance of each image's logits.
 
         Args:
             z: Feature vectors.
-            samples: Number of draws; they are averaged one by one, memory does not grow with them.
+            samples: Number of draws; memory does not grow with it.
             seed: Of the random numbers, which depend on the device.
         """
         mean, v, _ = self.logits(z)
@@ -171,7 +170,7 @@ class LaplaceHead(Head):
     def _split(
         self, p: Float[Tensor, "batch classes"], v: Float[Tensor, "batch classes"]
     ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
-        """H of the centred probabilities, and the share exp(−δ / H) of it that is aleatoric."""
+        """H of the centred probabilities, and its aleatoric fraction exp(−δ / H)."""
         squares, vectors = (p @ self.spread_terms).chunk(2, dim=1)
         minus_delta = torch.addcmul(squares, vectors, vectors).clamp_(max=0.0).mul_(v).sum(dim=1)
         total = entropy(p)

@@ -5,10 +5,10 @@
     ``probabilities = softmax(μ / √(1 + π s² / 8))``                           (mean-field logits)
 
 ``ψᵀψ′ / M`` approximates the RBF kernel of length-scale ℓ.  One covariance serves all classes, with p_i the
-largest class probability of image i: K matrices of M × M would not fit for a thousand classes.  ℓ is the
-median distance between training rows times 0.5, 1 or 2, whichever has the smallest validation NLL; τ of
-the covariance and a temperature, by which W and b are divided, are chosen by validation NLL too
-(:func:`.base.choose_posterior`).
+largest class probability of image i: K matrices of M × M would be too large for a thousand classes.  ℓ is the
+median distance between training features times 0.5, 1 or 2, whichever has the smallest validation NLL.  τ of the
+covariance and a temperature, by which W and b are divided, are chosen by validation NLL too
+(:func:`psc_core.heads.fit.posterior.choose_posterior`).
 
 Departure: features have unit mean square (theirs √(2/M) cos); W and τ absorb the factor.
 

@@ -1,14 +1,14 @@
-"""Features of the candidate layer(s) → feature vector z (paper, Algorithm 1: reshape, scale, project, scale).
+"""From features of the candidate layer(s) to the feature vector z (paper, Algorithm 1).
 
     X  (B, C, d)      channels × positions of all candidate layers, concatenated along positions
     X ← (X − μ) / σ    channelwise moments, the standard deviation in both of the paper's formulas
     Z  = Aᵀ X B        (B, c_proj, d_proj)
     z ← (vec Z − μ_Z) / σ_Z      second scaling, optional
 
-The paper divides by the *variance* in ``scale`` but normalises the covariance by the standard deviation; we
-use the standard deviation in both, else Z would not have the correlation tensor that was decomposed.
-A fully connected layer has d = 1 and no spatial mode to reduce, so it is read as one channel of C
-positions: the decomposition is then the eigendecomposition of its correlation matrix.
+The paper divides by the *variance* in ``scale`` but normalises the covariance by the standard deviation.  Here it is
+the standard deviation in both: else Z would not have the correlation tensor that was decomposed.
+A fully connected layer has d = 1 and no spatial mode to reduce, so it is read as one channel with C positions: the
+decomposition is then the eigendecomposition of its correlation matrix.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from psc_core.errors import FitError
 
 
 class Projection(nn.Module):
-    """Algorithm 1 as one module.
+    """Reshape, scale, project, scale.
 
     Args:
-        positions: Positions kept of each candidate layer (adaptive average pooling where fewer than it has).
-        mean: (C, d).
-        std: (C, d), positive.
+        positions: Positions kept of each candidate layer (by adaptive average pooling where it has more).
+        mean: μ, (C, d).
+        std: σ, (C, d), positive.
         channel_factor: A, (C, c_proj).
         spatial_factor: B, (d, d_proj).
-        z_mean: (c_proj · d_proj,); zeros without the second scaling.
-        z_std: (c_proj · d_proj,); ones without it.
+        z_mean: μ_Z, (c_proj · d_proj,); zeros without the second scaling.
+        z_std: σ_Z, (c_proj · d_proj,); ones without it.
     """
 
     mean: Tensor
@@ -69,7 +69,7 @@ class Projection(nn.Module):
         self._derive()
 
     def _derive(self) -> None:
-        """Lay out −μ / σ of both scalings: with it each is one operation."""
+        """Compute −μ / σ of both scalings, with which each is one operation."""
         self.shift = (-self.mean.double() * self.inverse_std.double()).float()
         self.z_shift = (-self.z_mean.double() * self.z_inverse_std.double()).float()
 
@@ -120,7 +120,7 @@ class Projection(nn.Module):
         )
 
     def config(self) -> dict[str, Any]:
-        """Shapes as JSON types; the numbers are in ``state_dict()``."""
+        """Method and sizes as JSON types; the tensors are in ``state_dict()``."""
         return {
             "method": "tucker",
             "positions": list(self.positions),
@@ -131,7 +131,7 @@ class Projection(nn.Module):
 
     @classmethod
     def restore(cls, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Projection:
-        """Inverse of :meth:`config` and ``state_dict()``; strict about names and shapes."""
+        """Inverse of :meth:`config` and ``state_dict()``; names and shapes have to match."""
         positions, c = list(config["positions"]), int(config["channels"])
         c_proj, d_proj, d = int(config["c_proj"]), int(config["d_proj"]), sum(config["positions"])
         dim = c_proj * d_proj
@@ -153,19 +153,22 @@ def reshape_features(features: Sequence[Tensor], positions: Sequence[int]) -> Fl
     """Pool each (B, C, d_l) to its number of positions, concatenate to (B, C, d); see :class:`Projection`.
 
     Raises:
-        FitError: The layers have different channel counts.
+        FitError: The layers have different numbers of channels.
     """
     if len({f.shape[1] for f in features}) > 1 and any(f.shape[2] > 1 for f in features):
         raise FitError(
-            f"expected candidate layers of equal channel counts, got {[f.shape[1] for f in features]}; choose one layer"
+            f"expected layers with equal numbers of channels, got {[f.shape[1] for f in features]}; choose one layer"
         )
     if all(f.shape[2] == 1 for f in features):
         features = [f.transpose(1, 2) for f in features]
-    pooled = [_pool(f, n) for f, n in zip(features, positions, strict=True)]
+    pooled = [pool_positions(f, n) for f, n in zip(features, positions, strict=True)]
     return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=2)
 
 
-def _pool(features: Tensor, positions: int) -> Tensor:
+def pool_positions(
+    features: Float[Tensor, "batch channels _"], positions: int
+) -> Float[Tensor, "batch channels {positions}"]:
+    """Average to ``positions`` positions: in squares where both numbers are squares, else along the one axis."""
     batch, channels, have = features.shape
     if have == positions:
         return features

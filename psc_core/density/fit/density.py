@@ -1,22 +1,20 @@
-"""Fitting a density to z: PCA, class moments, shrinkage where images are few; all in float64.
+"""Fit a density to z: PCA, class moments, shrinkage where images are few; all in float64.
 
-Three coordinate systems, each one matrix product from the last (:mod:`psc_core.density.gaussian` serves the third):
+Three coordinate systems, each one matrix product away from the one before; the third is served:
 
     ``y = (z − mean) U``            principal components, orthonormal
     ``x = y diag(λ^(−1/2))``        unit total variance in every component
     ``w = x V``                     identity pooled within-class covariance, ``V = Σ_W(x)^(−1/2)``
 
 Class moments are the paper's: ``μ_c``, ``Σ_c`` with denominator ``n_c − 1`` and priors ``n_c / n``; a change
-of coordinates leaves them what they are.  Two departures apply only where the paper's estimate is poor:
+of coordinates does not alter the fit.  Two departures apply only where the paper's estimate is poor:
 
-* fewer than :data:`IMAGES_PER_COMPONENT` images for each component: OAS shrinkage, of a class covariance
-  towards (a multiple of) the pooled one, and of the pooled one towards (a multiple of) the total one,
-  which is what "towards the identity" means in w and in x;
-* an eigenvalue below 10⁻⁶, that is, a within-class deviation a thousand times smaller than the total one, or
-  a class deviation a thousand times smaller than the pooled one, is lifted to it (identical images;
-  complete collapse).
+* With fewer than :data:`IMAGES_PER_COMPONENT` images per component, covariances are shrunk (OAS) towards a multiple of
+  the identity: in w that is the pooled covariance, in x the total one.
+* Eigenvalues below 10⁻⁶ are clamped to it, that is, deviations a thousand times smaller than the pooled (in w) or the
+  total ones (in x), as identical images or complete collapse give.
 
-What was done is in the record of the fit.
+The fit's record says how often either happened.
 """
 
 from __future__ import annotations
@@ -39,10 +37,10 @@ from psc_core.numerics import linalg
 from psc_core.numerics.matrix import FeatureMatrix, as_matrix, check_features
 
 IMAGES_PER_COMPONENT: Final = 10
-"""Images for each component below which a covariance is shrunk."""
+"""Minimum number of images per component for a covariance that is not shrunk."""
 
 WHITENER_ELEMENTS: Final = 1 << 26
-"""Largest K × P × P that the automatic choice of P leads to (256 MiB of float32)."""
+"""Maximum K × P × P for the automatic choice of P (256 MiB of float32)."""
 
 
 def fit_density(
@@ -57,14 +55,13 @@ def fit_density(
     """Fit a feature density.
 
     Args:
-        z: What the kind reads (:attr:`Density.reads`), any float type, read in blocks; an image with several
-            labels is repeated, once for each.
-        labels: Class index of each row.
+        z: Features of every labelled example, of the kind that the density reads (:attr:`Density.reads`), any float
+            type, read in blocks.
+        labels: Class index of each labelled example.
         num_classes: K.
         kind: One of :data:`psc_core.density.DENSITIES`.
-        pca: Principal components to keep; ``None`` chooses (see :mod:`.pca`) with the limit that the images beyond
-            one a class outnumber components, and, with a covariance for each class, that K · P² stays under
-            :data:`WHITENER_ELEMENTS`.  Covariances of fewer images than that asks for are shrunk.
+        pca: Principal components to keep.  ``None`` chooses (see :mod:`.pca`), at most n − K and, with a covariance
+            for each class, so many that K · P² stays under :data:`WHITENER_ELEMENTS`.
         class_names: Names for messages.
 
     Returns:
@@ -72,8 +69,8 @@ def fit_density(
 
     Raises:
         UsageError: An unknown kind.
-        FitError: Features that are not finite or all equal, a class with fewer than two rows, or a ``pca``
-            beyond the rank.
+        FitError: Features that are not finite or all equal, a class with fewer than two labelled examples,
+            or a ``pca`` beyond the rank.
     """
     family = kind_of(kind)
     names = tuple(class_names) if class_names is not None else tuple(map(str, range(num_classes)))
@@ -85,12 +82,12 @@ def fit_density(
     limit = len(z) - num_classes
     if classwise:
         limit = min(limit, math.isqrt(WHITENER_ELEMENTS // num_classes))
-    limit = min(limit, family.most_components or limit)
-    projection = fit_pca(z, kept=pca, limit=max(1, limit), least_variance=family.least_variance)
+    limit = min(limit, family.maximum_components or limit)
+    projection = fit_pca(z, kept=pca, limit=max(1, limit), minimum_variance=family.minimum_variance)
 
-    rows_of_class = torch.split(labels.argsort(stable=True), counts.tolist())
+    members = torch.split(labels.argsort(stable=True), counts.tolist())
     x = projection.whiten(z)
-    pooled = _pool(x, rows_of_class)
+    pooled = pool_classes(x, members)
     root = pooled.inverse.root
     tensors = {"mean": projection.mean, "basis": projection.whitening @ root}
     record: Record = {
@@ -100,75 +97,82 @@ def fit_density(
         "lifted_eigenvalues": pooled.inverse.n_clamped,
         "largest_lift": pooled.inverse.largest_increase,
     }
-    constants = (counts / len(z)).double().log() - 0.5 * _volume(projection) - 0.5 * pooled.inverse.log_det
+    constants = (counts / len(z)).double().log() - 0.5 * volume(projection) - 0.5 * pooled.inverse.log_det
     if classwise:
-        whiteners, offsets, log_dets, class_record = _class_covariances(
-            x.map(lambda part: part @ root, x.shape[1], torch.float64), rows_of_class
-        )
-        tensors |= {"whiteners": whiteners, "offsets": offsets, "constants": constants - 0.5 * log_dets}
-        record["lifted_eigenvalues"] += class_record.pop("lifted_eigenvalues")
-        record["largest_lift"] = max(record["largest_lift"], class_record.pop("largest_lift"))
-        record |= class_record
+        own = class_covariances(x.map(lambda part: part @ root, x.shape[1], torch.float64), members)
+        tensors |= {"whiteners": own.whiteners, "offsets": own.offsets, "constants": constants - 0.5 * own.log_dets}
+        record |= {
+            "lifted_eigenvalues": pooled.inverse.n_clamped + own.n_clamped,
+            "largest_lift": max(pooled.inverse.largest_increase, own.largest_increase),
+            "shrunk_classes": sum(intensity > 0 for intensity in own.shrinkage),
+            "mean_shrinkage": sum(own.shrinkage) / num_classes,
+        }
     else:
         tensors |= {"centres": pooled.means @ root, "constants": constants}
     if family is RelativeDensity:
         # x has zero mean and identity covariance over all images, and x = w V⁻¹
         tensors["background"] = torch.linalg.inv(root)
-        tensors["background_constant"] = torch.tensor(-0.5 * _volume(projection), device=z.device)
+        tensors["background_constant"] = torch.tensor(-0.5 * volume(projection), device=z.device)
     return family(tensors, record=record).to(z.device)
 
 
-def _volume(projection: PCA) -> float:
+def volume(projection: PCA) -> float:
     """``P log 2π + log det`` of the total covariance: −2 × the log-density at its centre."""
     return len(projection.variances) * math.log(2 * math.pi) + projection.variances.log().sum().item()
 
 
-class _Pooled(NamedTuple):
-    """Class means in x, and the inverse root V of the pooled within-class covariance."""
+class PooledCovariance(NamedTuple):
+    """Class means in x, and the inverse root V of the pooled within-class covariance with its shrinkage intensity."""
 
     means: Float[Tensor, "classes kept"]
     inverse: linalg.InverseRoot
     shrinkage: float
 
 
-def _pool(x: FeatureMatrix, rows_of_class: Sequence[Int[Tensor, " _"]]) -> _Pooled:
-    means = torch.stack([linalg.mean_of_rows(x.take(rows)) for rows in rows_of_class])
+def pool_classes(x: FeatureMatrix, members: Sequence[Int[Tensor, " _"]]) -> PooledCovariance:
+    """Moments over all classes; ``members`` are the positions of each class in x."""
+    means = torch.stack([linalg.mean_of_rows(x.take(own)) for own in members])
     scatter = means.new_zeros(x.shape[1], x.shape[1])
-    for rows, mean in zip(rows_of_class, means, strict=True):
-        scatter += linalg.scatter_about(x.take(rows), mean)
-    freedom = len(x) - len(rows_of_class)
-    covariance, shrinkage = _shrink(scatter / freedom, freedom)
-    return _Pooled(means, linalg.inverse_root(covariance, scale=1.0), shrinkage)
+    for own, mean in zip(members, means, strict=True):
+        scatter += linalg.scatter_about(x.take(own), mean)
+    degrees_of_freedom = len(x) - len(members)
+    covariance, shrinkage = shrink(scatter / degrees_of_freedom, degrees_of_freedom)
+    return PooledCovariance(means, linalg.inverse_root(covariance, scale=1.0), shrinkage)
 
 
-def _class_covariances(
-    w: FeatureMatrix, rows_of_class: Sequence[Int[Tensor, " _"]]
-) -> tuple[Tensor, Tensor, Tensor, Record]:
-    """Whiteners (K, P, P), offsets (K, P) and log-determinants (K,); float64 for one class at a time."""
-    classes, kept = len(rows_of_class), w.shape[1]
+class ClassCovariances(NamedTuple):
+    """``S_k^(−1/2)``, ``−S_k^(−1/2) m_k`` and ``log det S_k``, with what was clamped and each shrinkage intensity."""
+
+    whiteners: Float[Tensor, "classes kept kept"]
+    offsets: Float[Tensor, "classes kept"]
+    log_dets: Float[Tensor, " classes"]
+    shrinkage: list[float]
+    n_clamped: int
+    largest_increase: float
+
+
+def class_covariances(w: FeatureMatrix, members: Sequence[Int[Tensor, " _"]]) -> ClassCovariances:
+    """Moments of each class, float64 for one class at a time; ``members`` as in :func:`pool_classes`."""
+    classes, kept = len(members), w.shape[1]
     whiteners = torch.empty(classes, kept, kept, device=w.device)
     offsets = torch.empty(classes, kept, device=w.device)
     log_dets = torch.empty(classes, dtype=torch.float64, device=w.device)
-    intensities, lifted, largest_lift = [], 0, 0.0
-    for k, rows in enumerate(rows_of_class):
-        mean = linalg.mean_of_rows(w.take(rows))
-        freedom = len(rows) - 1
-        covariance, intensity = _shrink(linalg.scatter_about(w.take(rows), mean) / freedom, freedom)
+    intensities, n_clamped, largest_increase = [], 0, 0.0
+    for k, own in enumerate(members):
+        mean = linalg.mean_of_rows(w.take(own))
+        degrees_of_freedom = len(own) - 1
+        scatter = linalg.scatter_about(w.take(own), mean)
+        covariance, intensity = shrink(scatter / degrees_of_freedom, degrees_of_freedom)
         inverse = linalg.inverse_root(covariance, scale=1.0)
         whiteners[k], offsets[k], log_dets[k] = inverse.root, -inverse.root @ mean, inverse.log_det
         intensities.append(intensity)
-        lifted, largest_lift = lifted + inverse.n_clamped, max(largest_lift, inverse.largest_increase)
-    record: Record = {
-        "shrunk_classes": sum(intensity > 0 for intensity in intensities),
-        "mean_shrinkage": sum(intensities) / classes,
-        "lifted_eigenvalues": lifted,
-        "largest_lift": largest_lift,
-    }
-    return whiteners, offsets, log_dets, record
+        n_clamped += inverse.n_clamped
+        largest_increase = max(largest_increase, inverse.largest_increase)
+    return ClassCovariances(whiteners, offsets, log_dets, intensities, n_clamped, largest_increase)
 
 
-def _shrink(covariance: Float[Tensor, "d d"], samples: int) -> tuple[Float[Tensor, "d d"], float]:
-    """OAS where there are fewer than :data:`IMAGES_PER_COMPONENT` samples for each component."""
-    if samples >= IMAGES_PER_COMPONENT * covariance.shape[0]:
+def shrink(covariance: Float[Tensor, "d d"], degrees_of_freedom: int) -> tuple[Float[Tensor, "d d"], float]:
+    """OAS where there are fewer than :data:`IMAGES_PER_COMPONENT` degrees of freedom for each component."""
+    if degrees_of_freedom >= IMAGES_PER_COMPONENT * covariance.shape[0]:
         return covariance, 0.0
-    return linalg.oas_shrinkage(covariance, samples)
+    return linalg.oas_shrinkage(covariance, degrees_of_freedom)

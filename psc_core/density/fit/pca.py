@@ -1,14 +1,14 @@
 """Principal components of z, and how many of them a density keeps.
 
-With ``m = mean(z)`` and ``C = cov(z) = U diag(λ) Uᵀ`` (denominator n − 1, λ descending), a density is one
-of ``y = (z − m) U[:, :P]``: an orthonormal projection, so ``log p(y)`` is in the units of z.
+With ``m = mean(z)`` and ``C = cov(z) = U diag(λ) Uᵀ`` (denominator n − 1, λ descending), a density is
+fitted to ``y = (z − m) U[:, :P]``: an orthonormal projection, so ``log p(y)`` is in the units of z.
 
-How many (P), when the caller does not say — the smallest of:
+P, unless the caller gives it, is the smallest of:
 
-* the components that explain 99 % of the variance, or those with more than a least variance, as the density says;
-* the rank: components with a standard deviation above 10⁻⁵ of the largest and above the rounding of the
-  features' own type (constant columns, repeated columns and n ≤ dim end up below);
-* a limit the density gives, so that an ordinary class has more images than components.
+* the components that explain 99 % of the variance, or those above a minimum variance, whichever the density asks for;
+* the rank: components with a standard deviation above 10⁻⁵ of the largest and above the rounding error of the
+  features' own type (constant columns, repeated columns and n ≤ dim leave components below);
+* a limit given by the density, so that a class of average size has more images than components.
 
 The covariance is dim × dim in float64, so dim up to about 4,096 is practical (128 MiB).
 """
@@ -59,37 +59,37 @@ class PCA(NamedTuple):
 
 
 def fit_pca(
-    z: Float[Tensor, "n dim"] | FeatureMatrix, *, kept: int | None, limit: int, least_variance: float | None = None
+    z: Float[Tensor, "n dim"] | FeatureMatrix, *, kept: int | None, limit: int, minimum_variance: float | None = None
 ) -> PCA:
     """Fit the projection.
 
     Args:
-        z: Features; at least two distinct rows.
+        z: Features.
         kept: Number of components; ``None`` chooses by the rule of this module.
-        limit: Largest number the automatic choice may take.
-        least_variance: Relative to the largest; the automatic choice keeps what is above it instead of 99 %.
+        limit: Maximum for the automatic choice.
+        minimum_variance: Relative to the largest; the automatic choice keeps what is above it instead of 99 %.
 
     Raises:
-        FitError: All rows are equal, or ``kept`` is not between 1 and the rank.
+        FitError: All features are equal, or ``kept`` is not between 1 and the rank.
     """
     mean = linalg.mean_of_rows(z)
     covariance = linalg.scatter_about(z, mean) / max(1, len(z) - 1)
     values, vectors = linalg.eigh(covariance)
     rounding = torch.finfo(z.dtype).eps * (mean.abs() @ vectors.abs())
-    present = values > torch.maximum(RANK_TOLERANCE * values[0], rounding.square())
-    rank = int(present.long().cumprod(0).sum())
+    significant = values > torch.maximum(RANK_TOLERANCE * values[0], rounding.square())
+    rank = int(significant.long().cumprod(0).sum())
     if rank == 0:
         raise FitError("expected features that differ between images, all are equal; choose another layer")
-    share = values.cumsum(0) / values.sum()
+    explained = values.cumsum(0) / values.sum()
     if kept is None:
-        if least_variance is None:
-            enough = int((share < EXPLAINED_VARIANCE).sum()) + 1
+        if minimum_variance is None:
+            enough = int((explained < EXPLAINED_VARIANCE).sum()) + 1
         else:
-            enough = int((values > least_variance * values[0]).sum())
+            enough = int((values > minimum_variance * values[0]).sum())
         kept = max(1, min(enough, rank, limit))
     elif not 1 <= kept <= rank:
         raise FitError(
-            f"expected 1 ≤ pca ≤ {rank} (the rank of {len(z)} feature rows of {z.shape[1]} "
-            f"columns), got {kept}; choose a smaller number or leave the choice to the data"
+            f"expected 1 ≤ pca ≤ {rank} (the rank of {len(z)} × {z.shape[1]} features), got {kept}; "
+            "give a smaller number or none, to choose it from the data"
         )
-    return PCA(mean, vectors[:, :kept], values[:kept], share[kept - 1].item())
+    return PCA(mean, vectors[:, :kept], values[:kept], explained[kept - 1].item())

@@ -2,7 +2,7 @@
 
 ``φ = (z − center) · inverse_scale`` has unit variance in every column, measured on the training features, so that
 priors and length-scales mean the same whatever the units of z.  A column that is constant in training carries no
-signal; it is divided by the largest deviation of any column, so that moving it later counts as moving that column.
+signal; it is divided by the largest deviation of any column, so that a later change counts as a change of that column.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ CONSTANT_COLUMN: Final = 1e-6
 
 
 class Standardisation(NamedTuple):
-    """Mean and reciprocal deviation of each column, float64."""
+    """Mean and reciprocal standard deviation of each column, float64."""
 
     center: Float[Tensor, " dim"]
     inverse_scale: Float[Tensor, " dim"]
 
     def __call__(self, z: Float[Tensor, "n dim"] | FeatureMatrix) -> FeatureMatrix:
-        """φ as float64, computed when it is read: in memory it would grow with the images."""
+        """φ as float64, computed when it is read: memory does not grow with the images."""
         return as_matrix(z).map(
             lambda part: part.to(torch.float64, copy=True).sub_(self.center).mul_(self.inverse_scale),
             z.shape[1],
@@ -37,16 +37,16 @@ class Standardisation(NamedTuple):
         )
 
 
-def in_memory(rows: FeatureMatrix) -> Float[Tensor, "n dim"]:
-    """All rows as one float32 tensor."""
-    whole = torch.empty(rows.shape, device=rows.device)
-    for chunk, block in blocks(rows):
+def in_memory(features: FeatureMatrix) -> Float[Tensor, "n dim"]:
+    """The whole matrix as one float32 tensor."""
+    whole = torch.empty(features.shape, device=features.device)
+    for chunk, block in blocks(features):
         whole[chunk] = block
     return whole
 
 
 def fit_standardisation(z: Float[Tensor, "n dim"] | FeatureMatrix) -> Standardisation:
-    """Column means and deviations.
+    """Column means and standard deviations.
 
     Raises:
         FitError: No column varies.
@@ -66,7 +66,7 @@ def fit_standardisation(z: Float[Tensor, "n dim"] | FeatureMatrix) -> Standardis
 
 @dataclass(frozen=True)
 class HeadData:
-    """Standardised features that a head is fitted to (train, float64) and chooses its numbers by (val, float32)."""
+    """Standardised features: float64 ones to fit to (train), float32 ones to choose hyperparameters by (val)."""
 
     train: FeatureMatrix
     train_labels: Int[Tensor, " n"]

@@ -20,13 +20,13 @@ LENGTH_SCALES: Final = tuple(10.0 ** (k / 8) for k in range(-16, 17))
 EXPONENTS: Final = tuple(10.0 ** (k / 8) for k in range(-16, 33))
 """γ tried: 10⁻² … 10⁴, eight to a decade."""
 
-ROWS_PER_COLUMN: Final = 10
-"""Training rows for each column below which the covariance is shrunk."""
+IMAGES_PER_COLUMN: Final = 10
+"""Minimum number of training examples per column for a covariance that is not shrunk."""
 
 
 def fit_duq(data: HeadData) -> DuqHead:
     """Embedding, centroids, length-scale and exponent."""
-    means, embedding, shrinkage = _whiten(data.train, data.train_labels, data.num_classes)
+    means, embedding, shrinkage = whitening(data.train, data.train_labels, data.num_classes)
     centroids = means @ embedding
     halves = squared_distances(data.val.double() @ embedding, centroids) / (2 * data.val.shape[1])
     labels = data.val_labels
@@ -51,13 +51,13 @@ def fit_duq(data: HeadData) -> DuqHead:
 
 
 def kernel_loss(log_kernels: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
-    """DUQ's loss: the mean over rows of ``−log k_y − Σ_{c ≠ y} log(1 − k_c)``, nats."""
+    """DUQ's loss: the mean of ``−log k_y − Σ_{c ≠ y} log(1 − k_c)``, nats."""
     others = -torch.log(-torch.expm1(log_kernels.clamp(max=-1e-12)))
     others = others.scatter(1, labels[:, None], 0.0)
     return (others.sum(dim=1) - log_kernels.gather(1, labels[:, None])[:, 0]).mean().item()
 
 
-def _whiten(
+def whitening(
     phi: Float[Tensor, "n dim"] | FeatureMatrix, labels: Int[Tensor, " n"], num_classes: int
 ) -> tuple[Float[Tensor, "classes dim"], Float[Tensor, "dim dim"], float]:
     """Class means, the inverse root of the pooled within-class covariance, and its OAS intensity."""
@@ -70,8 +70,8 @@ def _whiten(
     for chunk, block in blocks(phi):
         centred = block.double() - means[labels[chunk]]
         scatter += centred.T @ centred
-    freedom = max(1, n - num_classes)
-    covariance, shrinkage = scatter / freedom, 0.0
-    if freedom < ROWS_PER_COLUMN * dim:
-        covariance, shrinkage = linalg.oas_shrinkage(covariance, freedom)
+    degrees_of_freedom = max(1, n - num_classes)
+    covariance, shrinkage = scatter / degrees_of_freedom, 0.0
+    if degrees_of_freedom < IMAGES_PER_COLUMN * dim:
+        covariance, shrinkage = linalg.oas_shrinkage(covariance, degrees_of_freedom)
     return means, linalg.inverse_root(covariance, scale=1.0).root, shrinkage

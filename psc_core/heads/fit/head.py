@@ -1,4 +1,4 @@
-"""Fit a head of any kind: check the features, standardise them, hand them to the kind's own fit."""
+"""Fit a head of any kind: check the features, standardise them, run the fit of that kind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FITS: Final[Mapping[str, Callable[[HeadData], Head]]] = {
     "sngp": fit_sngp,
     "duq": fit_duq,
 }
-"""Fit of each kind of :data:`psc_core.heads.HEADS`."""
+"""The fit of each kind in :data:`psc_core.heads.HEADS`."""
 
 
 def fit_head(
@@ -40,19 +40,19 @@ def fit_head(
     """Fit a head to training features; every free number is chosen by validation NLL.
 
     Args:
-        z_train: Features, any float type, read in blocks; an image with several labels is repeated, once for each.
-        y_train: Class index of each row.
-        z_val: Features that choose.
-        y_val: Class index of each row.
+        z_train: Features of every labelled training example, any float type, read in blocks.
+        y_train: Class index of each.
+        z_val: Features of the selection split.
+        y_val: Class index of each.
         num_classes: K.
         kind: One of :data:`psc_core.heads.HEADS`.
-        seed: Of random features; the other heads use no random numbers.
+        seed: Of the random features of ``sngp``; the other heads use no random numbers.
         device: Where to fit, and where the head is returned.
         class_names: Names for messages.
 
     Raises:
         UsageError: An unknown kind.
-        FitError: Features that are not finite or all equal, or a class without a training row.
+        FitError: Features that are not finite or all equal, or a class without training images.
     """
     if kind not in FITS:
         raise UsageError(f"expected a head of {', '.join(FITS)}, got {kind!r}")

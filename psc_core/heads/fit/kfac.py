@@ -36,8 +36,8 @@ def fit_kfac(
 ) -> Kfac:
     """KFAC posterior of a linear layer by laplace-torch, in float64.
 
-    laplace-torch's own curvature back ends get B by one backward pass for each class; the back end given to
-    it here (:func:`_linear_softmax_backend`) sums the outer products, and agrees with them to rounding.
+    laplace-torch's own curvature back ends compute B with one backward pass per class.  The one given to it here
+    (:func:`linear_softmax_backend`) sums outer products, and agrees with them to rounding.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its optional back ends warn when imported
@@ -52,15 +52,15 @@ def fit_kfac(
         "classification",
         subset_of_weights="all",
         hessian_structure="kron",
-        backend=_linear_softmax_backend(),
+        backend=linear_softmax_backend(),
     )
-    posterior.fit(_Chunks(phi, labels))
+    posterior.fit(FeatureLoader(phi, labels))
     output_values, input_values = posterior.H.eigenvalues[0]
     output_vectors, input_vectors = posterior.H.eigenvectors[0]
     return Kfac(input_values, linalg.fix_signs(input_vectors), output_values, linalg.fix_signs(output_vectors))
 
 
-class _Chunks:
+class FeatureLoader:
     """The part of a ``DataLoader`` that laplace-torch uses: batches, and ``dataset`` for its length."""
 
     def __init__(self, phi: Tensor | FeatureMatrix, labels: Tensor) -> None:
@@ -72,10 +72,10 @@ class _Chunks:
             yield block.double(), self.labels[chunk]
 
 
-def _linear_softmax_backend() -> Any:
+def linear_softmax_backend() -> Any:
     """A laplace-torch curvature back end for one linear layer under the softmax likelihood.
 
-    A class made in a function because laplace-torch, its base, is imported only when something is fitted.
+    Defined in a function because its base class is in laplace-torch, which is imported only to fit.
     """
     from laplace.curvature import GGNInterface
     from laplace.utils import Kron
@@ -83,7 +83,7 @@ def _linear_softmax_backend() -> Any:
     class LinearSoftmax(GGNInterface):  # type: ignore[misc, unused-ignore]
         @torch.no_grad()
         def kron(self, x: Any, y: Tensor, N: int, **_: Any) -> tuple[Tensor, Any]:
-            """This batch's share of A and B."""
+            """The terms of A and B from this batch."""
             logits = self.model(x)
             p = logits.softmax(dim=1)
             outputs = p.sum(0).diag() - p.T @ p

@@ -31,13 +31,14 @@ def probit(
 
 
 def fit_laplace(data: HeadData) -> LaplaceHead:
-    """Maximum a posteriori weights, their posterior, and τ and temperature by validation NLL of the probit predictive.
+    """Maximum a posteriori weights, their posterior, then τ and temperature by validation NLL of the probit predictive.
 
-    Both are chosen after the weights, as laplace-torch's grid search does; the rule is :func:`.base.choose_posterior`.
+    τ and temperature are chosen after the weights, as in laplace-torch's grid search, by
+    :func:`.posterior.choose_posterior`.
     """
     softmax = choose_softmax(data.train, data.train_labels, data.val, data.val_labels, num_classes=data.num_classes)
     kfac = fit_kfac(softmax.weight, softmax.bias, data.train, data.train_labels)
-    choice = choose_posterior(_val_logits(softmax, kfac, data.val), data.val_labels, PRECISIONS)
+    choice = choose_posterior(validation_logits(softmax, kfac, data.val), data.val_labels, PRECISIONS)
     weight_spectrum, bias_spectrum = kfac.spectra(choice.precision)
     return LaplaceHead(
         {
@@ -59,8 +60,8 @@ def fit_laplace(data: HeadData) -> LaplaceHead:
     )
 
 
-def _val_logits(softmax: SoftmaxFit, kfac: Kfac, val: Float[Tensor, "m dim"]) -> Callable[[float], Tensor]:
-    """Probit logits of the validation rows as a function of τ."""
+def validation_logits(softmax: SoftmaxFit, kfac: Kfac, val: Float[Tensor, "m dim"]) -> Callable[[float], Tensor]:
+    """Probit logits of the validation examples as a function of τ."""
     mean = functional.linear(val, softmax.weight.to(val.dtype), softmax.bias.to(val.dtype))
     squares = (val @ kfac.input_vectors.to(val.dtype)).square()
     output_vectors = kfac.output_vectors.to(val.dtype)

@@ -1,4 +1,4 @@
-"""Choosing a posterior by validation NLL: the width of its prior, and a temperature for the mean logits."""
+"""Choose a posterior by validation NLL: the precision of its prior, and a temperature for the mean logits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.nn import functional
 from psc_core.heads.fit.temperature import fit_temperature
 
 NLL_TOLERANCE: Final = 0.001
-"""Relative rise of the validation NLL that a wider posterior may cost."""
+"""Relative increase of the validation NLL that a wider posterior may cost."""
 
 PRIOR_IMAGES: Final = 1.0
-"""Weight of a head's temperature of 1 against the validation images, see :func:`.temperature.fit_temperature`."""
+"""Strength of the prior that a head's temperature is 1, see :func:`.temperature.fit_temperature`."""
 
 
 def nll(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
@@ -25,7 +25,7 @@ def nll(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[
 
 
 class Choice(NamedTuple):
-    """The posterior that validation images prefer.
+    """The chosen posterior.
 
     Attributes:
         precision: τ of the posterior's prior.
@@ -43,20 +43,20 @@ def choose_posterior(
     labels: Int[Tensor, " m"],
     precisions: Sequence[float],
 ) -> Choice:
-    """The widest posterior that costs next to nothing, with its temperature.
+    """The widest posterior whose validation NLL is as good as the best, with its temperature.
 
-    That is the smallest τ whose mean validation NLL is at most 0.1 % above the smallest, each τ with a temperature of 1
-    or the one that suits it best.  The plain minimum over τ is often at infinity: weights that are well calibrated by
-    themselves gain nothing from a posterior, the NLL hardly depends on τ, and epistemic uncertainty would vanish for a
-    gain that is noise.  The temperature gives back what the posterior, and the weights' own prior, flatten alike for
-    all images; it is applied to the mean of the logits, so their variance, and with it what is epistemic, stays.  One
-    other than 1 has to gain log(m) / 2 nats over the m rows (Schwarz 1978): within its error a temperature only
-    follows the images it was chosen by.
+    That is the smallest τ whose mean validation NLL is at most 0.1 % above the minimum, each τ with a temperature of 1
+    or its best one.  The plain minimum over τ is often at infinity: weights that are well calibrated alone gain
+    nothing from a posterior, the NLL hardly depends on τ, and epistemic uncertainty would vanish for noise.
+    The temperature undoes the flattening by the posterior and by the weights' own prior that all images have in common;
+    it divides the mean of the logits, so their variance, and with it the epistemic uncertainty, stays.  A temperature
+    other than 1 has to gain log(m) / 2 nats over the m validation examples (Schwarz 1978): a smaller gain is within
+    the error of the estimate.
 
     Args:
-        logits_with: Logits of the validation rows, the posterior's variance taken into account, with a given precision.
-        labels: Class index of each validation row.
-        precisions: To choose from.
+        logits_with: Validation logits for a given precision, the posterior's variance included.
+        labels: Class index of each validation example.
+        precisions: Candidates for τ.
     """
     price = math.log(len(labels)) / (2 * len(labels))
     costs: dict[Choice, float] = {}
@@ -64,8 +64,8 @@ def choose_posterior(
     for precision in sorted(precisions, reverse=True):
         logits = logits_with(precision)
         temperature = fit_temperature(logits, labels, prior_images=PRIOR_IMAGES, start=temperature)
-        for tried, extra in ((temperature, price), (1.0, 0.0)):
+        for tried, penalty in ((temperature, price), (1.0, 0.0)):
             choice = Choice(precision, tried, nll(logits / tried, labels).mean().item())
-            costs[choice] = choice.val_nll + extra
+            costs[choice] = choice.val_nll + penalty
     limit = (1 + NLL_TOLERANCE) * min(costs.values())
     return min((choice for choice in costs if costs[choice] <= limit), key=lambda one: (one.precision, costs[one]))

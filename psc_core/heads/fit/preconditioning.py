@@ -96,8 +96,8 @@ def augmented_blocks(
 ) -> Iterator[tuple[Float[Tensor, "m columns"], Float[Tensor, "m classes"]]]:
     """φ̃ and p, a block at a time."""
     for _, block in blocks(sample, columns=columns):
-        rows = functional.pad(block.to(theta.dtype), (0, 1), value=1.0)
-        yield rows, (rows @ theta.T).softmax(dim=1)
+        augmented = functional.pad(block.to(theta.dtype), (0, 1), value=1.0)
+        yield augmented, (augmented @ theta.T).softmax(dim=1)
 
 
 def kronecker_variables(
@@ -105,8 +105,8 @@ def kronecker_variables(
 ) -> KroneckerVariables:
     classes, columns = theta.shape
     inputs, outputs = theta.new_zeros(columns, columns), theta.new_zeros(classes, classes)
-    for rows, p in augmented_blocks(theta, sample, columns + classes):
-        inputs += (rows * (1 - p.square().sum(1, keepdim=True))).T @ rows
+    for phi, p in augmented_blocks(theta, sample, columns + classes):
+        inputs += (phi * (1 - p.square().sum(1, keepdim=True))).T @ phi
         outputs += p.sum(0).diag() - p.T @ p
     b, a = linalg.eigh(outputs / len(sample)), linalg.eigh(inputs / outputs.trace())
     return KroneckerVariables(b.vectors, a.vectors, (torch.outer(b.values, a.values) + ridge).sqrt())
@@ -118,11 +118,11 @@ def curvature_root(
     """Cholesky factor of the curvature with ``ridge`` on its diagonal."""
     classes, columns = theta.shape
     total = theta.new_zeros(classes, columns, classes * columns)
-    for rows, p in augmented_blocks(theta, sample, 4 * columns):
+    for phi, p in augmented_blocks(theta, sample, 4 * columns):
         for c in range(classes):
             weights = p[:, c, None] * -p[:, : c + 1]
             weights[:, c] += p[:, c]
-            total[c, :, : (c + 1) * columns] += rows.T @ (weights[:, :, None] * rows[:, None]).flatten(1)
+            total[c, :, : (c + 1) * columns] += phi.T @ (weights[:, :, None] * phi[:, None]).flatten(1)
     lower = total.view(classes * columns, -1).tril_() / len(sample)
     whole = lower + lower.tril(-1).T
     whole.diagonal().add_(ridge)

@@ -28,13 +28,13 @@ PRECISIONS: Final = tuple(10.0 ** (k / 4) for k in range(-8, 25))
 """Prior precisions τ tried for the covariance: 10⁻² … 10⁶, four to a decade."""
 
 LENGTH_SCALE_ROWS: Final = 10_000
-"""Training rows that the length-scale is chosen on."""
+"""Training examples that the length-scale is chosen on."""
 
 IN_MEMORY_BYTES: Final = 1 << 28
-"""ψ that is kept in memory at most; more is computed again in each iteration."""
+"""Maximum size of ψ that is kept in memory; a larger one is computed again in each iteration."""
 
 MEDIAN_ROWS: Final = 1_000
-"""Training rows that the median distance is measured on."""
+"""Training examples that the median distance is measured on."""
 
 
 def fit_sngp(data: HeadData) -> SngpHead:
@@ -42,15 +42,15 @@ def fit_sngp(data: HeadData) -> SngpHead:
     generator = torch.Generator().manual_seed(data.seed)
     omega = torch.randn(data.train.shape[1], FEATURES, generator=generator).to(data.train.device)
     phases = (2 * math.pi * torch.rand(FEATURES, generator=generator)).to(data.train.device)
-    length_scale = _choose_length_scale(data, omega, phases)
+    length_scale = choose_length_scale(data, omega, phases)
     frequencies = omega / length_scale
-    lazy = data.train.map(lambda rows: random_features(rows.float(), frequencies, phases), FEATURES, torch.float32)
+    lazy = data.train.map(lambda phi: random_features(phi.float(), frequencies, phases), FEATURES, torch.float32)
     psi = in_memory(lazy) if 4 * len(lazy) * FEATURES <= IN_MEMORY_BYTES else lazy
     psi_val = random_features(data.val, frequencies, phases)
     softmax = choose_softmax(psi, data.train_labels, psi_val, data.val_labels, num_classes=data.num_classes)
 
-    covariance = linalg.eigh(_information(psi, softmax))
-    choice = choose_posterior(_val_logits(psi_val, softmax, covariance), data.val_labels, PRECISIONS)
+    covariance = linalg.eigh(information_matrix(psi, softmax))
+    choice = choose_posterior(validation_logits(psi_val, softmax, covariance), data.val_labels, PRECISIONS)
     return SngpHead(
         {
             **data.shared_tensors,
@@ -71,12 +71,12 @@ def fit_sngp(data: HeadData) -> SngpHead:
     )
 
 
-def _choose_length_scale(data: HeadData, omega: Tensor, phases: Tensor) -> float:
-    """The multiple of the median distance whose weights have the smallest validation NLL."""
-    few = data.train[:: math.ceil(len(data.train) / MEDIAN_ROWS)].float()
-    distances = torch.pdist(few)
+def choose_length_scale(data: HeadData, omega: Tensor, phases: Tensor) -> float:
+    """The multiple of the median distance with the smallest validation NLL."""
+    sample = data.train[:: math.ceil(len(data.train) / MEDIAN_ROWS)].float()
+    distances = torch.pdist(sample)
     apart = distances[distances > 0]
-    median = apart.median().item() if len(apart) else math.sqrt(2 * few.shape[1])
+    median = apart.median().item() if len(apart) else math.sqrt(2 * sample.shape[1])
     every = math.ceil(len(data.train) / LENGTH_SCALE_ROWS)
     sample, labels = data.train[::every].float(), data.train_labels[::every]
 
@@ -88,22 +88,22 @@ def _choose_length_scale(data: HeadData, omega: Tensor, phases: Tensor) -> float
     return min((factor * median for factor in LENGTH_SCALE_FACTORS), key=val_nll)
 
 
-def _information(
+def information_matrix(
     psi: Float[Tensor, "n features"] | FeatureMatrix, softmax: SoftmaxFit
 ) -> Float[Tensor, "features features"]:
     """``Σ_i p_i (1 − p_i) ψ_i ψ_iᵀ`` with p_i the largest class probability, float64."""
     total = torch.zeros(psi.shape[1], psi.shape[1], dtype=torch.float64, device=psi.device)
     for _, block in blocks(psi):
-        rows = block.double()
-        largest = functional.linear(rows, softmax.weight, softmax.bias).softmax(dim=1).amax(dim=1)
-        total += rows.T @ (rows * (largest * (1 - largest))[:, None])
+        wide = block.double()
+        largest = functional.linear(wide, softmax.weight, softmax.bias).softmax(dim=1).amax(dim=1)
+        total += wide.T @ (wide * (largest * (1 - largest))[:, None])
     return total
 
 
-def _val_logits(
+def validation_logits(
     psi: Float[Tensor, "m features"], softmax: SoftmaxFit, covariance: linalg.Eigen
 ) -> Callable[[float], Tensor]:
-    """Mean-field logits of the validation rows as a function of τ."""
+    """Mean-field logits of the validation examples as a function of τ."""
     mean = functional.linear(psi, softmax.weight.to(psi.dtype), softmax.bias.to(psi.dtype))
     squares = (psi @ covariance.vectors.to(psi.dtype)).square()
 

@@ -6,7 +6,7 @@ Minimises, over labelled examples with features φ_i and label y_i,
 
 by L-BFGS with strong-Wolfe line search from a fixed start: deterministic, no step size.  Everything is float64,
 in blocks of features.  The prior precision τ is chosen by validation NLL along a path from strong to weak, each fit
-starting from the last; the fit with the chosen one is then finished.
+starting from the one before; the fit with the chosen one is then run to :data:`TOLERANCE`.
 
 The iterations run in the variables V of :mod:`.preconditioning`, in which the curvature at the start is near the
 identity.  A gradient entry in V is a distance to the minimum in units of which √(1/n) is the statistical error of the
@@ -34,10 +34,10 @@ ITERATIONS: Final = 200
 """Maximum number of L-BFGS iterations for one precision."""
 
 PATH_TOLERANCE: Final = 1e-4
-"""Largest gradient entry in V that ends a fit along the path of τ: its validation NLL is right to 10⁻⁴ nats."""
+"""Largest gradient entry in V that ends a fit along the path of τ: its validation NLL is accurate to 10⁻⁴ nats."""
 
 TOLERANCE: Final = 3e-7
-"""The same for the chosen τ: its probabilities are right to about 10⁻⁵."""
+"""The same for the chosen τ: its probabilities are accurate to about 10⁻⁵."""
 
 PAIRS: Final = 20
 """Steps and gradients that L-BFGS remembers."""
@@ -72,7 +72,7 @@ def choose_softmax(
     num_classes: int,
     finish: bool = True,
 ) -> SoftmaxFit:
-    """Fits along :data:`PRECISIONS` until the validation NLL gets worse; the best, finished unless told otherwise."""
+    """The best fit along :data:`PRECISIONS`, which ends where the validation NLL gets worse; finished if ``finish``."""
 
     def fit(precision: float, start: Tensor, tolerance: float) -> SoftmaxFit:
         weight, bias = fit_softmax(train, train_labels, precision=precision, start=start, tolerance=tolerance)
@@ -139,11 +139,11 @@ def objective(
     loss = 0.5 * precision * theta.square().sum()
     gradient = precision * theta
     for chunk, block in blocks(features, columns=features.shape[1] + len(theta)):
-        rows, targets = block.to(theta.dtype), labels[chunk, None]
-        log_probabilities = functional.linear(rows, weight, bias).log_softmax(dim=1)
+        phi, targets = block.to(theta.dtype), labels[chunk, None]
+        log_probabilities = functional.linear(phi, weight, bias).log_softmax(dim=1)
         loss -= log_probabilities.gather(1, targets).sum()
         residual = log_probabilities.exp_()
         residual.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=residual.dtype))
-        gradient[:, :-1] += residual.T @ rows
+        gradient[:, :-1] += residual.T @ phi
         gradient[:, -1] += residual.sum(0)
     return loss / len(features), gradient / len(features)

@@ -1,4 +1,4 @@
-"""Temperature scaling (Guo et al. 2017): one number T, by validation NLL, that logits are divided by."""
+"""Temperature scaling (Guo et al. 2017): logits are divided by one number T, chosen by validation NLL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from psc_core.numerics.matrix import chunk_rows
 
 TEMPERATURES: Final = (0.01, 100.0)
-"""Range of T; logits that are right on every validation image would ask for 0 (and get any T of no loss)."""
+"""Range of T; logits that are right on every validation image would drive T to 0."""
 
 
 def fit_temperature(
@@ -19,20 +19,20 @@ def fit_temperature(
 ) -> float:
     """T that minimises the NLL of softmax(f / T), within :data:`TEMPERATURES`.
 
-    The NLL is convex in β = 1/T, with slope Σ (E_p[f] − f_label) and curvature Σ Var_p[f]: Newton steps, and halving
-    of the bracket in log β where a step leaves it.
+    The NLL is convex in β = 1/T, with slope Σ (E_p[f] − f_label) and curvature Σ Var_p[f]: Newton steps, with
+    bisection in log β where a step leaves the bracket.
 
     Args:
         logits: f.
-        labels: Class index of each row.
-        prior_images: a of a Gamma prior on β with its mode at 1, which adds a (β − 1 − log β) to the sum of the NLL.
-            Without it, few images that are all right ask for boundless certainty.
-        start: T to begin with; near the answer it spares steps.
+        labels: Class index of each labelled example.
+        prior_images: a of a Gamma prior on β with its mode at 1, which adds a (β − 1 − log β) to the summed NLL.
+            Without it, a few images that are all right would make the probabilities certain.
+        start: Initial T; one near the result saves steps.
     """
     low, high = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0]
     beta = 1 / start
     for _ in range(100):
-        slope, curvature = _nll_derivatives(logits, labels, beta)
+        slope, curvature = nll_derivatives(logits, labels, beta)
         slope += prior_images * (1 - 1 / beta)
         curvature += prior_images / beta**2
         if slope == 0:
@@ -45,12 +45,13 @@ def fit_temperature(
     return 1 / beta
 
 
-def _nll_derivatives(logits: Tensor, labels: Tensor, beta: float) -> tuple[float, float]:
+def nll_derivatives(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"], beta: float) -> tuple[float, float]:
+    """Slope and curvature in β of the summed NLL of softmax(β f)."""
     slope = curvature = 0.0
-    for rows in chunk_rows(*logits.shape):
-        f = logits[rows].double()
+    for chunk in chunk_rows(*logits.shape):
+        f = logits[chunk].double()
         p = (beta * f).softmax(1)
         mean = (p * f).sum(1)
-        slope += float((mean - f.gather(1, labels[rows, None]).squeeze(1)).sum())
+        slope += float((mean - f.gather(1, labels[chunk, None]).squeeze(1)).sum())
         curvature += float((p * (f - mean[:, None]).square()).sum())
     return slope, curvature

@@ -6,12 +6,12 @@ For every channel c,
     μ_c = (1/N) Σ_i X_ic            (C, d)
     Σ_c = (1/N) Σ_i (X_ic − μ_c)ᵀ(X_ic − μ_c)   (C, d, d)
 
-in one pass: each batch is centred on its own mean, and merged into what came before with the product of the two
-means' difference (Chan, Golub & LeVeque 1983), which is one more row of the same matrix product.  Only centred
-products are added, so nothing cancels, as with the mean taken in a pass of its own.  All sums are float64;
-covariance between channels is never formed.  Units whose standard deviation is below :data:`DEAD_UNIT` of the
-layer's root mean square one get that floor, so that a unit silent on the training data cannot dominate after
-scaling.
+in one pass: each batch is centred on its own mean, and merged with the batches before it by the outer product of the
+difference of the two means (Chan, Golub & LeVeque 1983), one more row of the same matrix product.  Only centred
+products are added, so nothing cancels.  All sums are float64; covariance between channels is never formed.
+
+Standard deviations are clamped to at least :data:`DEAD_UNIT` of their root mean square over the layer, so that a unit
+silent on the training data cannot dominate after scaling.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from psc_core.errors import FitError
 
 DEAD_UNIT = 1e-2
-"""Smallest standard deviation kept, relative to the root mean square of the layer's."""
+"""Minimum standard deviation, relative to the root mean square over the layer."""
 
 Sum = Callable[[Tensor], Tensor]
 """All-reduces a tensor over processes; the identity in one process."""
@@ -38,7 +38,7 @@ class ChannelMoments:
     """Moments of X.
 
     Attributes:
-        count: Number of rows summed.
+        count: Number of labelled examples.
         mean: ``float64 (C, d)``.
         covariance: ``float64 (C, d, d)``.
     """
@@ -48,7 +48,7 @@ class ChannelMoments:
     covariance: Float[Tensor, "channels positions positions"]
 
     def std(self) -> Float[Tensor, "channels positions"]:
-        """Standard deviations with the floor of :data:`DEAD_UNIT`.
+        """Standard deviations, clamped by :data:`DEAD_UNIT`.
 
         Raises:
             FitError: Every unit is constant.
@@ -57,13 +57,13 @@ class ChannelMoments:
         scale = float(std.square().mean().sqrt())
         if scale == 0.0:
             raise FitError(
-                "expected features that vary over the training images, every unit of the candidate "
-                "layer is constant; choose another layer or check the images and the weights"
+                "every unit of the candidate layer is constant over the training images; choose another layer, or "
+                "check the images and the weights"
             )
         return std.clamp_min(DEAD_UNIT * scale)
 
     def correlation(self) -> Float[Tensor, "channels positions positions"]:
-        """D⁻¹ Σ_c D⁻¹ with D = diag(std): the tensor that is decomposed, a second one as large as the covariance."""
+        """D⁻¹ Σ_c D⁻¹ with D = diag(std), the tensor that is decomposed; as large as the covariance."""
         std = self.std()
         return (self.covariance / std[:, :, None]).div_(std[:, None, :])
 
@@ -84,28 +84,25 @@ def channel_moments(
     mean: Tensor | None = None
     products: Tensor | None = None
     for features in batches:
-        rows = len(features)
+        examples = len(features)
         batch = features.double()
         batch_mean = batch.mean(0)
         if mean is None or products is None:
             mean = torch.zeros_like(batch_mean)
             products = mean.new_zeros(*mean.shape, mean.shape[1])
         gap = batch_mean - mean
-        merged = math.sqrt(count * rows / (count + rows))
-        centred = torch.cat([batch - batch_mean, merged * gap[None]]).transpose(0, 1)
+        weight = math.sqrt(count * examples / (count + examples))
+        centred = torch.cat([batch - batch_mean, weight * gap[None]]).transpose(0, 1)
         products.baddbmm_(centred.transpose(1, 2), centred)
-        count += rows
-        mean += gap * (rows / count)
+        count += examples
+        mean += gap * (examples / count)
     if mean is None or products is None:
-        raise FitError("expected at least one image to take moments of, got none")
+        raise FitError("expected at least one training image, got none")
     total = all_reduce(torch.tensor([float(count)], dtype=torch.float64, device=mean.device))
-    share = count / total
-    whole_mean = all_reduce(mean * share)
+    fraction = count / total
+    whole_mean = all_reduce(mean * fraction)
     if not bool(whole_mean.isfinite().all()):
-        raise FitError(
-            "expected finite features, the candidate layer gives NaN or infinity; check the weights "
-            "or use --precision fp32"
-        )
+        raise FitError("the candidate layer's features are not finite; check the weights or use --precision fp32")
     gap = (mean - whole_mean)[:, :, None]
     if int(total) > count:
         products.baddbmm_(gap, gap.transpose(1, 2), alpha=count)

@@ -19,6 +19,7 @@ from psc_core.errors import FitError, UsageError
 from psc_core.network.backbone import Backbone, FeatureStep, feature_step
 from psc_core.projection.fit.moments import channel_moments
 from psc_core.projection.fit.ranks import RankChoice, choose_ranks
+from psc_core.projection.fit.sizes import measure_sizes
 from psc_core.projection.fit.tucker import tucker_factors
 from psc_core.projection.module import Projection, reshape_features
 
@@ -37,7 +38,7 @@ class ProjectionReport:
         scaled_nc4: NC4 of the scaled, unprojected layer.
         nc1: ``float64 (c_max, d_max)`` NC1 of every size.
         nc4: ``float64 (c_max, d_max)`` NC4 of every size.
-        pooled: Sentence on spatial pooling, empty when there was none.
+        pooled: A sentence on spatial pooling; empty when there was none.
     """
 
     choice: RankChoice
@@ -48,7 +49,7 @@ class ProjectionReport:
     pooled: str
 
     def summary(self, raw_nc4: float) -> str:
-        """What was chosen, next to the raw and the scaled layer, for the terminal."""
+        """The choice beside the scaled and the raw layer, for the terminal."""
         choice = self.choice
         lines = [
             f"projection {choice.c_proj} × {choice.d_proj}: NC1 {choice.nc1:.3f} (scaled layer "
@@ -72,7 +73,7 @@ def fit_tucker(
     max_memory_bytes: int,
     reducer: Reducer,
 ) -> tuple[Projection, ProjectionReport]:
-    """Fit and size the projection; see the module docstring.
+    """Fit the projection and choose its sizes.
 
     Args:
         backbone: Network cut behind the candidate layer(s).
@@ -80,8 +81,8 @@ def fit_tucker(
         selection: Validation images that sizes are chosen on.
         compute: Device, precision and batch size.
         epsilon: Collapse cut-off.
-        c_proj: Channel components, or None to choose.
-        d_proj: Spatial components, or None to choose.
+        c_proj: Channel components; ``None`` chooses.
+        d_proj: Spatial components; ``None`` chooses.
         minimum_dim: Smallest c·d considered when choosing.
         second_scaling: Whether z is standardised again.
         max_memory_bytes: Budget of the covariance tensor (its correlation takes as much again), and of the class
@@ -89,7 +90,8 @@ def fit_tucker(
         reducer: Sums over processes.
 
     Raises:
-        FitError: ``c_proj`` is more than the layer, or what is measured of it, has.
+        FitError: ``c_proj`` is larger than the layer, or the part of it that is measured, allows.
+        UsageError: No training images.
     """
     step = feature_step(backbone, compute.precision)
     shapes = feature_shapes(train, compute, step)
@@ -108,11 +110,11 @@ def fit_tucker(
     c_max, d_max = largest_sizes(shapes[0][0], sum(positions), c_proj, d_proj)
     shard = reducer.shard(train)
 
-    def features_of_rows() -> Iterator[Tensor]:
+    def features_of_examples() -> Iterator[Tensor]:
         for features, batch in passes(shard, compute, "moments", step):
             yield batch.per_example(reshape_features(features, positions)).float()
 
-    moments = channel_moments(features_of_rows(), all_reduce=reducer.sum_)
+    moments = channel_moments(features_of_examples(), all_reduce=reducer.sum_)
     a, b = tucker_factors(moments.correlation(), c_max, d_max)
     c_max, d_max = a.shape[1], b.shape[1]
     zeros, ones = torch.zeros(c_max * d_max), torch.ones(c_max * d_max)
@@ -140,7 +142,7 @@ def fit_tucker(
 def pooled_positions(channels: int, positions: int, budget_bytes: int) -> int:
     """Number of positions d′ kept of a layer, so that its C·d′² float64 covariance fits ``budget_bytes``.
 
-    Halved as often as needed: a square map along both sides, else along its one.
+    The sides of a square map are halved as often as needed, else the number of positions.
     """
     side = round(positions**0.5)
     square = side * side == positions
@@ -151,7 +153,7 @@ def pooled_positions(channels: int, positions: int, budget_bytes: int) -> int:
 
 
 def largest_sizes(channels: int, d: int, c_proj: int | None, d_proj: int | None) -> tuple[int, int]:
-    """Sizes of the largest projection that is measured: what is asked for, else what the limits above allow."""
+    """(c_max, d_max) of the largest projection that is measured: the given sizes, else those the limits above allow."""
     c_max = min(channels, max(c_proj or 0, MAX_CHANNEL_COMPONENTS))
     d_max = min(d, max(d_proj or 0, MAX_COMPONENTS // c_max, 1))
     here, ever = (min(channels, n * (n + 1) // 2) for n in (d_max, d))  # see tucker_factors

@@ -29,9 +29,9 @@ def nc1_prefixes(
 
 
 def nearest_mean_hits(
-    z: Float[Tensor, "rows c_max d_max"], means: Float[Tensor, "classes c_max d_max"], labels: Int[Tensor, "rows"]
+    z: Float[Tensor, "n c_max d_max"], means: Float[Tensor, "classes c_max d_max"], labels: Int[Tensor, " n"]
 ) -> Int[Tensor, "c_max d_max"]:
-    """How many rows each leading block classifies rightly by its nearest class mean."""
+    """How many labelled examples each leading block classifies correctly by the nearest class mean."""
     z, means = z.double(), means.double()
     hits = torch.zeros(z.shape[1:], dtype=torch.int64, device=z.device)
     for chunk in chunk_rows(len(z), means.numel()):
@@ -42,14 +42,14 @@ def nearest_mean_hits(
 
 @dataclass(frozen=True)
 class RankChoice:
-    """The chosen projection sizes with what they cost.
+    """The chosen projection sizes and their NC1 and NC4.
 
     Attributes:
         c_proj: Channel components kept.
         d_proj: Spatial components kept.
         nc1: NC1 of the projected features.
         nc4: NC4 of the projected features.
-        warning: What is unusual about the choice, empty when nothing is.
+        warning: What is wrong with the choice; empty when nothing is.
     """
 
     c_proj: int
@@ -70,23 +70,23 @@ def choose_ranks(
     d_proj: int | None = None,
     minimum: int = 1,
 ) -> RankChoice:
-    """Smallest c·d with NC1 > ε and NC4 ≥ ``reference_nc4 − tolerance`` (ties: the higher NC4).
+    """Smallest c·d with NC1 > ε and NC4 ≥ ``reference_nc4 − tolerance`` (ties: the highest NC4).
 
-    When no size satisfies both, the size with the best NC4 among those with NC1 > ε (or among all) is
-    taken and the warning says so.
+    Where no size satisfies both, the one with the best NC4 among those with NC1 > ε (or among all) is taken, with a
+    warning.
 
     Args:
         nc1: Of every leading block.
         nc4: Of every leading block.
         epsilon: Collapse cut-off.
         reference_nc4: NC4 of the scaled, unprojected layer.
-        tolerance: NC4 given up at most.
+        tolerance: Maximum loss of NC4.
         c_proj: Fixes the number of channel components.
         d_proj: Fixes the number of spatial components.
-        minimum: Smallest c·d considered (or the largest there is, if that is smaller).
+        minimum: Smallest c·d considered, or the largest there is where that is smaller.
 
     Raises:
-        FitError: A fixed size is larger than what was measured.
+        FitError: A fixed size is larger than the largest measured one.
     """
     c_max, d_max = nc1.shape
     for name, value, limit in (("c_proj", c_proj, c_max), ("d_proj", d_proj, d_max)):
@@ -105,7 +105,7 @@ def choose_ranks(
     kept = allowed & (nc1 > epsilon) & (nc4 >= reference_nc4 - tolerance)
     warning = ""
     if bool(kept.any()):
-        cost = size - nc4  # NC4 < 1 breaks ties between equal sizes only
+        cost = size - nc4  # NC4 ≤ 1 only breaks ties between equal sizes
         pick = int(torch.where(kept, cost, torch.inf).argmin())
     else:
         uncollapsed = allowed & (nc1 > epsilon)

@@ -49,7 +49,17 @@ def measure_sizes(
     max_memory_bytes: int,
     reducer: Reducer,
 ) -> Sizes:
-    """Both passes, once for each range of the scaled layer's columns that fits the memory budget."""
+    """Both passes, once for each range of columns of the scaled layer that fits ``max_memory_bytes``.
+
+    Args:
+        largest: The largest projection, without second scaling.
+        train: This process's shard of the training images.
+        selection: Validation images that sizes are chosen on.
+        compute: Device, precision and batch size.
+        step: Images to features.
+        max_memory_bytes: Budget of the class means of the scaled layer.
+        reducer: Sums over processes.
+    """
     classes, device = len(train.classes), compute.device
     c_max, d_max = largest.c_proj, largest.d_proj
     width = largest.mean.numel()

@@ -3,7 +3,7 @@
     R ≈ G ×₁ A ×₂ B ×₃ B        R (C, d, d), A (C, c_max), B (d, d_max)
 
 R is symmetric in its last two modes, so one spatial factor serves both.  Any smaller projection keeps
-leading columns, Z = A[:, :c]ᵀ X B[:, :d'], so :mod:`psc_core.projection.fit.ranks` chooses the sizes in one pass.
+leading columns, Z = A[:, :c]ᵀ X B[:, :d'], so that :mod:`.ranks` sees all sizes in one pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from psc_core.numerics import linalg
 
 ITERATIONS = 10
-"""Higher-order orthogonal iterations at most; the truncated HOSVD they start from is already near."""
+"""Maximum number of higher-order orthogonal iterations; they start near the end, from the truncated HOSVD."""
 
 
 def tucker_factors(
@@ -25,12 +25,13 @@ def tucker_factors(
 ) -> tuple[Float[Tensor, "channels c_max"], Float[Tensor, "positions d_max"]]:
     """Leading factors of the channel and the spatial mode, by tensorly's HOOI in float64.
 
-    The sign of every column is fixed (largest entry positive), so equal input gives equal factors.
+    The sign of every column is fixed (largest entry positive), so that equal inputs give equal factors.
 
     Args:
         correlation: (C, d, d), symmetric in its last two modes.
-        c_max: Columns of A at most; also at most C and the d_max (d_max + 1) / 2 that symmetric slices span.
-        d_max: Columns of B at most; also at most d.
+        c_max: Maximum number of columns of A; there are at most C and at most d_max (d_max + 1) / 2, which is what
+            symmetric slices span.
+        d_max: Maximum number of columns of B; there are at most d.
     """
     channels, positions, _ = correlation.shape
     d_max = min(d_max, positions)
@@ -47,16 +48,18 @@ def tucker_factors(
             rank=[c_max, d_max, d_max],
             n_iter_max=ITERATIONS,
             tol=1e-6,
-            init=_truncated_hosvd(tensor, c_max, d_max),
+            init=truncated_hosvd(tensor, c_max, d_max),
         )
     a, b = (linalg.fix_signs(factor).to(correlation.device) for factor in factors[:2])
     return a, b
 
 
-def _truncated_hosvd(tensor: Tensor, c_max: int, d_max: int) -> tuple[Tensor, list[Tensor]]:
-    """Where the iterations start: leading eigenvectors of each unfolding's Gram matrix.
+def truncated_hosvd(
+    tensor: Float[Tensor, "channels positions positions"], c_max: int, d_max: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Start of the iterations: leading eigenvectors of each unfolding's Gram matrix.
 
-    tensorly's own start takes the SVDs of three matrices as large as the tensor: slower, and twice the memory.
+    tensorly's own start needs the SVDs of three matrices as large as the tensor: slower, and twice the memory.
     """
     channel = tensor.flatten(1) @ tensor.flatten(1).T
     spatial = torch.zeros_like(tensor[0])

@@ -60,7 +60,7 @@ def test_threshold_is_the_exact_form_of_the_p_value_rule(
 ) -> None:
     alpha, fitted = Fraction(hundredths, 100), from_scores(calibration)
     if alpha * (len(calibration) + 1) < 1:
-        with pytest.raises(UsageError, match="smallest p-value"):
+        with pytest.raises(UsageError, match="no p-value is smaller"):
             fitted.ood_score_threshold(float(alpha))
         return
     threshold = -fitted.ood_score_threshold(float(alpha))

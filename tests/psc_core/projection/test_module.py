@@ -57,7 +57,7 @@ def test_two_layers_are_concatenated_channel_by_channel() -> None:
     first, second = torch.randn(2, 3, 16), torch.randn(2, 3, 4)
     joined = reshape_features([first, second], [16, 4])
     assert torch.equal(joined, torch.cat([first, second], dim=2))
-    with pytest.raises(FitError, match="equal channel counts"):
+    with pytest.raises(FitError, match="equal numbers of channels"):
         reshape_features([first, torch.randn(2, 5, 4)], [16, 4])
 
 

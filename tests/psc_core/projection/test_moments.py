@@ -56,7 +56,7 @@ def test_correlation_has_a_unit_diagonal_and_dead_units_get_the_floor() -> None:
 def test_features_that_are_constant_missing_or_not_finite_are_refused() -> None:
     with pytest.raises(FitError, match="every unit"):
         channel_moments([torch.ones(4, 2, 2)]).std()
-    with pytest.raises(FitError, match="at least one image"):
+    with pytest.raises(FitError, match="at least one training image"):
         channel_moments([])
     with pytest.raises(FitError, match="finite"):
         channel_moments([torch.full((2, 1, 1), torch.nan)])
