@@ -9,14 +9,14 @@ from psc_core.collapse.report import CollapseReport
 from psc_core.errors import UsageError
 
 
-def report(*rows: tuple[str, int, float, float], pattern: str | None = None, output: bool = True) -> CollapseReport:
+def report(*numbers: tuple[str, int, float, float], pattern: str | None = None, output: bool = True) -> CollapseReport:
     """Layers of (name, channels, NC1, NC4); the last two are penultimate and output."""
-    roles = ["hidden"] * (len(rows) - 2) + ["penultimate", "output"]
+    roles = ["hidden"] * (len(numbers) - 2) + ["penultimate", "output"]
     if not output:
-        roles = ["hidden"] * (len(rows) - 1) + ["penultimate"]
+        roles = ["hidden"] * (len(numbers) - 1) + ["penultimate"]
     layers = tuple(
         LayerCollapse(name, index, "map", (channels, 4), (2, 2), role, nc1, nc4)
-        for index, ((name, channels, nc1, nc4), role) in enumerate(zip(rows, roles, strict=True))
+        for index, ((name, channels, nc1, nc4), role) in enumerate(zip(numbers, roles, strict=True))
     )
     return CollapseReport(layers, 0.2, "operations", pattern, 100, 50)
 

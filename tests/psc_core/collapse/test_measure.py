@@ -47,21 +47,21 @@ class Net(nn.Module):
 
 
 @torch.inference_mode()
-def rows_of(net: nn.Module, name: str, data: ImageDataset) -> tuple[npt.NDArray[np.float64], list[int]]:
-    """Features of every row of one layer, by a plain hook on the whole network."""
+def examples_of(net: nn.Module, name: str, data: ImageDataset) -> tuple[npt.NDArray[np.float64], list[int]]:
+    """Features of every labelled example after one layer, and labels, by a hook on the whole network."""
     caught: list[Tensor] = []
     input_of = name.endswith(":input")
     module = net.get_submodule(name.removesuffix(":input"))
     handle = module.register_forward_hook(lambda _m, args, out: caught.append((args[0] if input_of else out).clone()))
     labels: list[int] = []
-    rows = []
+    features = []
     for index in range(len(data)):
         net(PLAIN.normalise(torch.tensor(data.image(index))[None]))
         own = data.labels[data.offsets[index] : data.offsets[index + 1]].tolist()
         labels += own
-        rows += [caught[-1].double().flatten().numpy()] * len(own)
+        features += [caught[-1].double().flatten().numpy()] * len(own)
     handle.remove()
-    return np.stack(rows), labels
+    return np.stack(features), labels
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -73,19 +73,19 @@ def test_every_layer_equals_naive_loop(several: bool) -> None:
     assert [layer.name for layer in report.layers] == ["conv", "pool", "hidden", "out:input", "out"]
     assert (report.train_rows, report.val_rows) == (160 if several else 40, 21)
     for layer in report.layers:
-        rows, row_labels = rows_of(net, layer.name, train)
-        val_rows, val_labels = rows_of(net, layer.name, val)
-        assert layer.nc1 == pytest.approx(reference.nc1(rows, row_labels, 3), rel=1e-6)
-        assert layer.nc4 == reference.nc4(rows, row_labels, val_rows, val_labels, 3)
+        features, labels = examples_of(net, layer.name, train)
+        val_features, val_labels = examples_of(net, layer.name, val)
+        assert layer.nc1 == pytest.approx(reference.nc1(features, labels, 3), rel=1e-6)
+        assert layer.nc4 == reference.nc4(features, labels, val_features, val_labels, 3)
 
 
 def test_each_validation_label_counts() -> None:
     net = Net().eval()
     val = images(1, 20, torch.stack([torch.arange(20) % 3, (torch.arange(20) + 1) % 3], dim=1))
     report = measure_collapse(net, images(0, 40), val, batch_images=7)
-    rows, labels = rows_of(net, "pool", images(0, 40))
-    val_rows, val_labels = rows_of(net, "pool", val)
-    assert report.layer("pool").nc4 == reference.nc4(rows, labels, val_rows, val_labels, 3) <= 0.5
+    features, labels = examples_of(net, "pool", images(0, 40))
+    val_features, val_labels = examples_of(net, "pool", val)
+    assert report.layer("pool").nc4 == reference.nc4(features, labels, val_features, val_labels, 3) <= 0.5
 
 
 class Flat(nn.Module):
@@ -208,8 +208,8 @@ def test_rejects_epsilon_outside_unit_interval(epsilon: float) -> None:
 def test_in_place_activation_does_not_reach_its_layer() -> None:
     """The in-place activation behind a layer does not reach its measurement."""
     net = Net().eval()
-    rows, labels = rows_of(net, "conv", images(0, 40))
-    assert rows.min() < 0
+    features, labels = examples_of(net, "conv", images(0, 40))
+    assert features.min() < 0
     report = measure_collapse(net, images(0, 40), images(1, 21))
-    assert report.layer("conv").nc1 == pytest.approx(reference.nc1(rows, labels, 3), rel=1e-6)
+    assert report.layer("conv").nc1 == pytest.approx(reference.nc1(features, labels, 3), rel=1e-6)
     assert canonical(torch.zeros(1, 4, 4, 4), report.layer("conv").kind).shape[1:] == report.layer("conv").shape

@@ -85,8 +85,8 @@ def test_shards_partition_labelled_examples() -> None:
     data = images(0, 11, torch.randint(0, 3, (11, 2)))
     shards = [Reducer(rank, 3) for rank in range(3)]
     assert sum(len(reducer.shard(data)) for reducer in shards) == 11
-    rows = torch.cat([reducer.shard_examples(data) for reducer in shards])
-    assert sorted(rows.tolist()) == list(range(22))
+    examples = torch.cat([reducer.shard_examples(data) for reducer in shards])
+    assert sorted(examples.tolist()) == list(range(22))
     for reducer in shards:
         assert torch.equal(reducer.shard(data).labels, data.labels[reducer.shard_examples(data)])
 

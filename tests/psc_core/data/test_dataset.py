@@ -1,4 +1,4 @@
-"""Data sets: layouts, splits, rows and the errors that name what is wrong."""
+"""Batches, subsets and labelled examples."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def numbered(labels: torch.Tensor, classes: int = 3) -> ImageDataset:
 def test_batches_cover_every_example_once_in_order(labels: list[int], each: int, batch_images: int) -> None:
     table = torch.tensor(labels)[:, None].repeat(1, each)
     dataset = numbered(table)
-    pixels, rows = [], []
+    pixels, examples = [], []
     batches = list(dataset.batches(batch_images))
     assert len(batches) == dataset.batch_count(batch_images)
     for batch in batches:
         assert len(batch.images) <= batch_images
         assert len(batch.labels) == each * len(batch.images)
         pixels += batch.images[:, 0, 0, 0].tolist()
-        rows += list(zip(batch.images[batch.image_index, 0, 0, 0].tolist(), batch.labels.tolist(), strict=True))
+        examples += list(zip(batch.images[batch.image_index, 0, 0, 0].tolist(), batch.labels.tolist(), strict=True))
     assert pixels == list(range(len(labels)))
-    assert rows == [(i, label) for i, label in enumerate(labels) for _ in range(each)]
+    assert examples == [(i, label) for i, label in enumerate(labels) for _ in range(each)]
 
 
 @pytest.mark.parametrize("size", [(2, 2), (3, 3)])

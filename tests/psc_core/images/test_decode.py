@@ -1,4 +1,4 @@
-"""Bytes to images: every format, every colour mode, every limit."""
+"""Every format, colour mode and limit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
-from psc_core.images import decode as images
-from psc_core.images import limits as image_limits
+from psc_core.images import decode, limits
 from psc_core.images.decode import FORMATS, decode_image
 
 GRADIENT = np.add.outer(np.arange(24), np.arange(32)).astype(np.uint8) * 4
@@ -55,7 +54,7 @@ def test_sixteen_bit_samples_are_scaled_not_clipped() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_rejects_non_finite_samples(value: float) -> None:
-    """One NaN made the scale that of 16-bit samples, and everything black."""
+    """One NaN would make the scale that of 16-bit samples, and the image black."""
     samples = np.linspace(0.0, 1.0, 64, dtype=np.float32).reshape(8, 8)
     assert np.asarray(decode_image(encode(Image.fromarray(samples), "TIFF"))).max() == 255
     samples[3, 4] = value
@@ -89,7 +88,7 @@ def test_animation_gives_first_frame() -> None:
 
 
 def png_header_of(width: int, height: int) -> bytes:
-    """A PNG whose header promises width × height and whose data is empty."""
+    """A PNG whose header declares width × height and whose data is empty."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
@@ -112,7 +111,7 @@ def test_rejects_large_webp_before_pillow_opens_it(
     image = Image.new("RGBA" if alpha else "RGB", (37, 21), (1, 2, 3, 4)[: 4 if alpha else 3])
     data = encode(image, "WEBP", lossless=lossless)
     assert decode_image(data).size == (37, 21)
-    assert image_limits._webp_size(data) == (37, 21)
+    assert limits._webp_size(data) == (37, 21)
     monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
     with pytest.raises(ImageTooLarge, match="37×21"):
         decode_image(data, max_pixels=36 * 21)
@@ -124,9 +123,9 @@ def test_transparent_colour_of_rgb_png_is_blended() -> None:
 
 
 def test_wide_samples_are_converted_in_blocks() -> None:
-    rows = 2 * images._BLOCK // 8 + 3
+    rows = 2 * decode._BLOCK // 8 + 3
     wide = Image.fromarray((np.arange(rows * 8) % 256).astype(np.uint16).reshape(rows, 8) * 257)
-    found = np.asarray(images.to_grey_or_rgb(wide))
+    found = np.asarray(decode.to_grey_or_rgb(wide))
     assert np.array_equal(found.ravel(), np.arange(rows * 8) % 256)
 
 

@@ -1,4 +1,4 @@
-"""The host half is a fixed-size array; the device half is (x / 255 − mean) / std."""
+"""The host half gives a fixed-size array, the device half (x / 255 − mean) / std."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FeatureMatrix in a file are the rows in memory, for everything that is fitted to them."""
+"""A feature matrix in a file equals one in memory, for everything that is fitted to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from psc_core.density.fit.density import fit_density
 from psc_core.heads import HEADS
 from psc_core.heads.fit import sngp
 from psc_core.heads.fit.head import fit_head
-from psc_core.numerics import matrix as rows
+from psc_core.numerics import matrix
 from psc_core.numerics.matrix import FeatureFile, as_matrix, blocks
 
 
@@ -25,48 +25,48 @@ def sample(n: int = 240, dim: int = 5, classes: int = 3) -> tuple[Tensor, Tensor
 
 
 def in_file(values: Tensor, folder: Path) -> FeatureFile:
-    """Written in two parts, the second before the first."""
-    rows = FeatureFile(folder / "rows", (values.shape[0], values.shape[1]))
+    """A file written in two halves, the second first."""
+    stored = FeatureFile(folder / "features", (values.shape[0], values.shape[1]))
     half = len(values) // 2
-    rows.write(torch.arange(half, len(values)), values[half:])
-    rows.write(slice(0, half), values[:half])
-    return rows
+    stored.write(torch.arange(half, len(values)), values[half:])
+    stored.write(slice(0, half), values[:half])
+    return stored
 
 
 def test_file_reads_back_what_was_written(tmp_path: Path) -> None:
     values, _ = sample()
-    rows = in_file(values, tmp_path)
-    assert rows.shape == tuple(values.shape) and len(rows) == len(values)
-    assert torch.equal(rows[:], values)
-    assert torch.equal(rows[::7], values[::7])
+    stored = in_file(values, tmp_path)
+    assert stored.shape == tuple(values.shape) and len(stored) == len(values)
+    assert torch.equal(stored[:], values)
+    assert torch.equal(stored[::7], values[::7])
     picked = torch.tensor([5, 1, 1, 200])
-    assert torch.equal(rows.take(picked)[1:], values[picked[1:]])
-    doubled = rows.map(lambda part: 2 * part.double(), 5, torch.float64)
+    assert torch.equal(stored.take(picked)[1:], values[picked[1:]])
+    doubled = stored.map(lambda part: 2 * part.double(), 5, torch.float64)
     assert torch.equal(doubled.take(picked)[torch.tensor([0])], 2 * values[5:6].double())
 
 
 def test_block_is_a_copy_of_the_file(tmp_path: Path) -> None:
     values, _ = sample()
-    rows = in_file(values, tmp_path)
-    block = rows[3:9]
-    rows.write(slice(3, 9), torch.zeros(6, 5))
+    stored = in_file(values, tmp_path)
+    block = stored[3:9]
+    stored.write(slice(3, 9), torch.zeros(6, 5))
     assert torch.equal(block, values[3:9])
 
 
 def test_truncated_file_is_an_error(tmp_path: Path) -> None:
     values, _ = sample()
-    rows = in_file(values, tmp_path)
-    os.truncate(tmp_path / "rows", 100)
+    stored = in_file(values, tmp_path)
+    os.truncate(tmp_path / "features", 100)
     with pytest.raises(OSError, match="ends 4700 bytes early"):
-        rows[:]
+        stored[:]
 
 
 def test_file_without_rows(tmp_path: Path) -> None:
-    assert FeatureFile(tmp_path / "rows", (0, 4))[:].shape == (0, 4)
+    assert FeatureFile(tmp_path / "features", (0, 4))[:].shape == (0, 4)
 
 
 def test_blocks_are_bounded_by_widest_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "CHUNK_ELEMENTS", 50)
+    monkeypatch.setattr(matrix, "CHUNK_ELEMENTS", 50)
     wide = as_matrix(torch.zeros(30, 10))
     narrow = wide.map(lambda part: part[:, :1], 1, torch.float32)
     assert [len(block) for _, block in blocks(narrow)] == [5] * 6
@@ -76,7 +76,7 @@ def test_blocks_are_bounded_by_widest_source(monkeypatch: pytest.MonkeyPatch) ->
 def test_density_fitted_from_file_equals_memory(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values, labels = sample()
     expected = fit_density(values, labels, num_classes=3, kind=kind)
-    monkeypatch.setattr(rows, "CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr(matrix, "CHUNK_ELEMENTS", 100)
     got = fit_density(in_file(values, tmp_path), labels, num_classes=3, kind=kind)
     torch.testing.assert_close(got(values).log_density, expected(values).log_density, rtol=1e-5, atol=1e-5)
 
@@ -87,7 +87,7 @@ def test_head_fitted_from_file_equals_memory(kind: str, tmp_path: Path, monkeypa
     values, labels = sample()
     val = values[:60], labels[:60]
     expected = fit_head(values, labels, *val, num_classes=3, kind=kind)
-    monkeypatch.setattr(rows, "CHUNK_ELEMENTS", 2000)
+    monkeypatch.setattr(matrix, "CHUNK_ELEMENTS", 2000)
     monkeypatch.setattr(sngp, "IN_MEMORY_BYTES", 0)
     got = fit_head(in_file(values, tmp_path), labels, *val, num_classes=3, kind=kind)
     torch.testing.assert_close(got(values).probabilities, expected(values).probabilities, rtol=0, atol=1e-5)

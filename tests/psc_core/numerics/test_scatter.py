@@ -17,7 +17,7 @@ SEEDS = st.integers(0, 2**31)
 
 
 def draw(seed: int, images: int, dim: int, classes: int, labels_each: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Float32 features with class structure; rows cover every class."""
+    """Float32 features with class structure; every class has examples."""
     random = torch.Generator().manual_seed(seed)
     image_index = torch.arange(images).repeat_interleave(labels_each)
     labels = torch.arange(len(image_index)) % classes
@@ -29,12 +29,12 @@ def draw(seed: int, images: int, dim: int, classes: int, labels_each: int = 1) -
 
 
 def stream(
-    into: ClassScatter, features: Tensor, labels: Tensor, image_index: Tensor, batch: int, part: slice = slice(None)
+    sums: ClassScatter, features: Tensor, labels: Tensor, image_index: Tensor, batch: int, part: slice = slice(None)
 ) -> None:
     """Add batches of ``batch`` images; of the batches only ``part``."""
     for start in range(0, len(features), batch)[part]:
-        rows = (image_index >= start) & (image_index < start + batch)
-        into.add(features[start : start + batch], class_pairs(labels[rows], image_index[rows] - start))
+        chosen = (image_index >= start) & (image_index < start + batch)
+        sums.add(features[start : start + batch], class_pairs(labels[chosen], image_index[chosen] - start))
 
 
 def measure(
@@ -60,9 +60,9 @@ def test_streaming_equals_naive_loop(
     images = classes + more
     features, labels, image_index = draw(seed, images, dim, classes, labels_each)
     nc1, total, means = measure(features, labels, image_index, classes, batch)
-    rows = features.double().numpy()[image_index.numpy()]
-    np.testing.assert_allclose(means.numpy(), reference.class_means(rows, labels.tolist(), classes), rtol=1e-12)
-    within, wanted_total = reference.scatters(rows, labels.tolist(), classes)
+    examples = features.double().numpy()[image_index.numpy()]
+    np.testing.assert_allclose(means.numpy(), reference.class_means(examples, labels.tolist(), classes), rtol=1e-12)
+    within, wanted_total = reference.scatters(examples, labels.tolist(), classes)
     assert total == pytest.approx(wanted_total, rel=1e-10)
     assert nc1 == pytest.approx(within / wanted_total, rel=1e-10, abs=1e-15)
 
@@ -75,8 +75,8 @@ def test_by_column_equals_naive_loop(
     sums = ClassScatter(classes, dim, by_column=True)
     stream(sums, features, labels, image_index, batch)
     for column in range(dim):
-        rows = features[:, column : column + 1].double().numpy()[image_index.numpy()]
-        within, total = reference.scatters(rows, labels.tolist(), classes)
+        examples = features[:, column : column + 1].double().numpy()[image_index.numpy()]
+        within, total = reference.scatters(examples, labels.tolist(), classes)
         assert float(sums.within[column]) == pytest.approx(within, rel=1e-10, abs=1e-14)
         assert float(sums.total()[column]) == pytest.approx(total, rel=1e-10)
     mean, std = sums.mean_and_std()
