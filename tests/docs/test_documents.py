@@ -1,4 +1,4 @@
-"""Documents against the code: links, make targets, command lines, imports, generated tables."""
+"""Documents against the code: links and headings, make targets, command lines, imports, generated tables."""
 
 from __future__ import annotations
 
@@ -29,10 +29,20 @@ PARSERS = {"psc-fit": fit_parser, "psc-eval": eval_parser, "psc-serve": serve_pa
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_relative_link_leads_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
-        if "://" not in target:
-            assert (document.parent / target).exists(), f"{document.name}: {target}"
+def test_relative_links_exist(document: Path) -> None:
+    for target, heading in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", document.read_text()):
+        if "://" in target:
+            continue
+        file = document.parent / target if target else document
+        assert file.exists(), f"{document.name}: {target}"
+        if heading:
+            assert heading in headings(file.read_text()), f"{document.name}: {target}#{heading}"
+
+
+def headings(text: str) -> set[str]:
+    """Anchors of a Markdown page, as GitHub makes them."""
+    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in found}
 
 
 def command_lines(text: str) -> list[list[str]]:
@@ -43,26 +53,26 @@ def command_lines(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_command_line_parses(document: Path) -> None:
+def test_command_lines_parse(document: Path) -> None:
     for words in command_lines(document.read_text()):
         if words and words[0] in PARSERS and "…" not in words:
             PARSERS[words[0]]().parse_args(words[1:])
 
 
-def test_the_readme_starts_with_two_commands_that_exist() -> None:
+def test_readme_starts_with_two_make_targets() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {words[1] for words in command_lines(README) if words and words[0] == "make"}
     assert named == {"serve", "test"}
     assert named <= targets
 
 
-def test_the_readmes_curl_lines_send_files_that_exist() -> None:
+def test_readme_curl_lines_send_existing_files() -> None:
     files = re.findall(r"images=@(\S+)", README)
     assert len(files) == 3
     assert all((ROOT / file).is_file() for file in files)
 
 
-def test_the_readmes_python_imports_what_there_is() -> None:
+def test_readme_python_imports_exported_names() -> None:
     import psc_core
 
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -72,7 +82,9 @@ def test_the_readmes_python_imports_what_there_is() -> None:
         assert hasattr(psc_core, name)
 
 
-@pytest.mark.parametrize(("module", "document"), [("app.settings", "settings.md"), ("app.observability.metrics", "metrics.md")])
+@pytest.mark.parametrize(
+    ("module", "document"), [("app.settings", "settings.md"), ("app.observability.metrics", "metrics.md")]
+)
 def test_generated_tables_are_up_to_date(module: str, document: str) -> None:
     printed = subprocess.run([sys.executable, "-m", module], check=True, capture_output=True, text=True, cwd=ROOT)
     assert printed.stdout.strip() in (ROOT / "docs" / document).read_text(), f"python -m {module} > docs/{document}"

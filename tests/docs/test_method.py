@@ -1,4 +1,4 @@
-"""``docs/method.md``: the names in it can be imported, its links lead somewhere, and its pseudo-code runs."""
+"""``docs/method.md``: the names in it can be imported and its pseudo-code runs."""
 
 from __future__ import annotations
 
@@ -54,17 +54,6 @@ def test_flags_exist() -> None:
     named = set(re.findall(r"`(--[a-z][a-z-]+)", PAGE.read_text()))
     assert len(named) > 5
     assert named <= known
-
-
-def test_links_lead_to_headings() -> None:
-    text = PAGE.read_text()
-    headings = {
-        re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-")
-        for line in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    }
-    targets = set(re.findall(r"\]\(#([^)]+)\)", text))
-    assert len(targets) > 5
-    assert targets <= headings
 
 
 @pytest.fixture
