@@ -89,7 +89,7 @@ def test_weights_that_do_not_fit(tiny_job, tmp_path: Path, capsys, change, messa
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--train", "nowhere", "not one"),
+        ("--train", "nowhere", "not a directory"),
         ("--weights", "nowhere.safetensors", "nowhere.safetensors"),
         ("--model", "torchvision:resnet19", "resnet19"),
         ("--model", "resnet18", "resnet18"),

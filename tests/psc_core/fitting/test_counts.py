@@ -96,7 +96,7 @@ def test_column_ranges_change_nothing(data_root: Path, monkeypatch: pytest.Monke
 def test_a_cpu_takes_few_images_at_once() -> None:
     assert Compute(torch.device("cpu"), batch_images=10_000).batch_size == MAXIMUM_CPU_BATCH
     assert Compute(torch.device("cpu"), batch_images=3).batch_size == 3
-    assert Compute(torch.device("cuda"), batch_images=256).images == 256
+    assert Compute(torch.device("cuda"), batch_images=256).batch_size == 256
 
 
 class FirstConvolution(TorchDispatchMode):
