@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from starlette.requests import Request
+
 from app.auth import ApiKeys
 from app.models.model import Loader, Model
 from app.models.registry import Registry
@@ -162,3 +164,20 @@ class Service:
         if self.exit_code == 0:
             self.exit_code, self.exit_message = exit_code, message
         self._on_failure()
+
+
+def service_of(request: Request) -> Service:
+    """The service that answers a request."""
+    service: Service = request.app.state.service
+    return service
+
+
+def service_to_predict(request: Request) -> Service:
+    """The service, for a caller who may predict.
+
+    Raises:
+        Unauthorized: No key, or one that is not known.
+    """
+    service = service_of(request)
+    service.keys.check_predict(request.headers)
+    return service

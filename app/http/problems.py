@@ -37,6 +37,7 @@ from app.errors import (
     UnknownModel,
     UnsupportedMedia,
 )
+from app.http.query import faults
 from app.observability.metrics import Metrics
 from psc_core.errors import (
     BundleError,
@@ -190,8 +191,7 @@ async def on_http_exception(request: Request, error: Any) -> Response:
 
 async def on_invalid_parameters(request: Request, error: Any) -> Response:
     """Query parameters that FastAPI refuses: 400, like every other malformed request."""
-    faults = [f"parameter {'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()]
-    return error_response(MalformedRequest("; ".join(faults)), request.scope, request.app.state.service.metrics)
+    return error_response(MalformedRequest(faults(error.errors())), request.scope, request.app.state.service.metrics)
 
 
 HANDLERS: Final[dict[Any, Any]] = {HTTPException: on_http_exception, RequestValidationError: on_invalid_parameters}

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from app.errors import (
     ClientGone,
     MalformedRequest,
+    SlowUpload,
     TooManyImages,
     UnsupportedMedia,
 )

@@ -51,5 +51,7 @@ def decide(outputs: Outputs[FloatArray], set_thresholds: FloatArray, policy: Pol
     with np.errstate(over="ignore"):  # A threshold may be beyond every float32.
         is_ood = outputs["ood_p_value"] <= policy.alpha
         ambiguous = outputs["predictive_entropy"] > policy.ambiguity_threshold
-    decision = np.select([is_ood, ambiguous], [ABSTAIN_OOD, ABSTAIN_AMBIGUOUS], ACCEPT).astype(np.int8)
+    decision = np.full(len(outputs), ACCEPT, np.int8)
+    decision[ambiguous] = ABSTAIN_AMBIGUOUS
+    decision[is_ood] = ABSTAIN_OOD
     return Decisions(class_index, probabilities[images, class_index], is_ood, decision, prediction_set)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
-from app.http.dependencies import AnyService
 from app.http.schemas import HealthDocument, ReadyDocument
+from app.service import service_of
 
 router = APIRouter(tags=["health"])
 
@@ -21,9 +21,9 @@ async def healthz() -> HealthDocument:
     summary="Readiness",
     responses={503: {"model": ReadyDocument, "description": "Loading, warming up, draining or failed."}},
 )
-async def readyz(service: AnyService, response: Response) -> ReadyDocument:
+async def readyz(request: Request, response: Response) -> ReadyDocument:
     """200 when every model is loaded, its device checked and every batch shape warm; else 503 with reasons."""
-    reasons = service.registry.reasons()
+    reasons = service_of(request).registry.reasons()
     if reasons:
         response.status_code = 503
     return ReadyDocument(status="not ready" if reasons else "ready", reasons=reasons)

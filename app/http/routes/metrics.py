@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
-from app.http.dependencies import AnyService
+from app.service import service_of
 
 router = APIRouter(tags=["metrics"])
 
@@ -15,8 +15,9 @@ router = APIRouter(tags=["metrics"])
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     summary="Metrics",
 )
-async def metrics(service: AnyService) -> Response:
+async def metrics(request: Request) -> Response:
     """Prometheus text format."""
+    service = service_of(request)
     service.refresh_metrics()
     service.refresh_gpu_metrics()
     body, content_type = service.metrics.exposition()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
-from app.http.dependencies import PredictService
 from app.http.problems import responses
 from app.http.schemas import CalibrationDocument, Histogram, ModelDocument
 from app.models.served import ServedModel
+from app.service import service_to_predict
 
 _BINS: Final = 40
 
@@ -18,15 +18,17 @@ router = APIRouter(tags=["model"], responses=responses(401, 503))
 
 
 @router.get("/model", summary="The default model")
-async def default_model(service: PredictService) -> ModelDocument:
+async def default_model(request: Request) -> ModelDocument:
     """Manifest summary, thresholds and calibration histogram of the default model."""
-    return model_document(service.registry.get(), service.registry.names)
+    registry = service_to_predict(request).registry
+    return model_document(registry.get(), registry.names)
 
 
 @router.get("/models/{name}", summary="A model by name", responses=responses(404))
-async def named_model(service: PredictService, name: str) -> ModelDocument:
+async def named_model(request: Request, name: str) -> ModelDocument:
     """As `/model`, of the named model."""
-    return model_document(service.registry.get(name), service.registry.names)
+    registry = service_to_predict(request).registry
+    return model_document(registry.get(name), registry.names)
 
 
 def model_document(served: ServedModel, names: tuple[str, ...]) -> ModelDocument:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.http.dependencies import PredictService, refuse_repeated_parameters
 from app.http.disconnect import has_disconnected
 from app.http.documents import predict_response
 from app.http.openapi import IMAGES_BODY
 from app.http.problems import responses
+from app.http.query import parse_query, query_parameters
 from app.http.uploads import UploadLimits, read_images
 from app.response import PredictResponse
-from app.service import Service
+from app.service import service_to_predict
 from psc_core.model.outputs import Outputs
 from psc_core.policy import Alpha, AmbiguityThreshold
 
@@ -44,33 +44,32 @@ class PredictQuery(BaseModel):
 _ROUTE: Final[dict[str, Any]] = {
     "response_model": PredictResponse,
     "responses": responses(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504),
-    "openapi_extra": {"requestBody": IMAGES_BODY},
-    "dependencies": [Depends(refuse_repeated_parameters)],
+    "openapi_extra": {"requestBody": IMAGES_BODY, "parameters": query_parameters(PredictQuery)},
 }
 
 router = APIRouter(tags=["predict"])
 
 
 @router.post("/predict", summary="Classify images with the default model", **_ROUTE)
-async def predict(request: Request, service: PredictService, query: Annotated[PredictQuery, Query()]) -> Response:
+async def predict(request: Request) -> Response:
     """Label, probabilities, entropy, log density, OOD p-value, decision and prediction set of each image."""
-    return await _predict(request, service, None, query)
+    return await _predict(request, None)
 
 
 @router.post("/models/{name}/predict", summary="Classify images with a model by name", **_ROUTE)
-async def predict_with(
-    request: Request, service: PredictService, name: str, query: Annotated[PredictQuery, Query()]
-) -> Response:
+async def predict_with(request: Request, name: str) -> Response:
     """As `/predict`, with the named model."""
-    return await _predict(request, service, name, query)
+    return await _predict(request, name)
 
 
-async def _predict(request: Request, service: Service, name: str | None, query: PredictQuery) -> Response:
-    settings = service.settings
+async def _predict(request: Request, name: str | None) -> Response:
+    service = service_to_predict(request)
+    registry, settings = service.registry, service.settings
+    query = parse_query(PredictQuery, request)
+    registry.get(name).engine.check_room(deadline_s=settings.deadline_seconds)
     limits = UploadLimits(settings.max_images_per_request, settings.max_fields, settings.upload_seconds)
-    service.registry.get(name).engine.check_room(deadline_s=settings.deadline_seconds)
     images = await read_images(request, limits)
-    served = service.registry.get(name)  # After the body: a reload may have swapped it meanwhile.
+    served = registry.get(name)  # After the body: a reload may have swapped it meanwhile.
     policy = served.policy_with(alpha=query.alpha, ambiguity_threshold=query.ambiguity_threshold)
     result = await served.engine.predict(
         images,

@@ -18,7 +18,6 @@ from fastapi import APIRouter, Request, Response
 from pydantic import TypeAdapter, ValidationError
 
 from app.errors import MalformedRequest, UnknownModel, UnsupportedMedia
-from app.http.dependencies import AnyService, PredictService
 from app.http.disconnect import has_disconnected
 from app.http.uploads import read_body
 from app.http.v2.schemas import (
@@ -46,7 +45,7 @@ from app.http.v2.tensors import (
 from app.inference.decoder import EncodedImage
 from app.inference.queue import Images
 from app.models.served import ServedModel
-from app.service import Service
+from app.service import Service, service_of, service_to_predict
 from psc_core.model.decision import Decisions
 from psc_core.model.outputs import FloatArray, Outputs
 from psc_core.policy import Alpha
@@ -94,17 +93,17 @@ async def live() -> LiveDocument:
 
 
 @router.get("/health/ready", summary="Server readiness", responses={503: {"model": ReadyDocument}})
-async def ready(service: AnyService, response: Response) -> ReadyDocument:
+async def ready(request: Request, response: Response) -> ReadyDocument:
     """200 when every model answers; else 503."""
-    is_ready = not service.registry.reasons()
+    is_ready = not service_of(request).registry.reasons()
     response.status_code = 200 if is_ready else 503
     return ReadyDocument(live=True, ready=is_ready)
 
 
 @router.get("/models/{name}", response_model=ModelMetadata, responses=_METADATA_ERRORS, summary="Model metadata")
-async def model_metadata(service: PredictService, name: str) -> ModelMetadata:
+async def model_metadata(request: Request, name: str) -> ModelMetadata:
     """Inputs and outputs of a model; the two inputs are alternatives."""
-    return _metadata(_served(service, name, None))
+    return _metadata(_served(service_to_predict(request), name, None))
 
 
 @router.get(
@@ -113,9 +112,9 @@ async def model_metadata(service: PredictService, name: str) -> ModelMetadata:
     responses=_METADATA_ERRORS,
     summary="Metadata of a model's version",
 )
-async def version_metadata(service: PredictService, name: str, version: str) -> ModelMetadata:
+async def version_metadata(request: Request, name: str, version: str) -> ModelMetadata:
     """As without a version; the version is the digest of the bundle in service."""
-    return _metadata(_served(service, name, version))
+    return _metadata(_served(service_to_predict(request), name, version))
 
 
 @router.get(
@@ -124,9 +123,9 @@ async def version_metadata(service: PredictService, name: str, version: str) -> 
     responses={503: {"model": ModelReadyDocument}, **_errors(404)},
     summary="Model readiness",
 )
-async def model_ready(service: AnyService, response: Response, name: str) -> ModelReadyDocument:
+async def model_ready(request: Request, response: Response, name: str) -> ModelReadyDocument:
     """200 when the model answers; else 503."""
-    return _model_ready(service, response, name, None)
+    return _model_ready(service_of(request), response, name, None)
 
 
 @router.get(
@@ -137,19 +136,19 @@ async def model_ready(service: AnyService, response: Response, name: str) -> Mod
 )
 async def version_ready(service: AnyService, response: Response, name: str, version: str) -> ModelReadyDocument:
     """As without a version."""
-    return _model_ready(service, response, name, version)
+    return _model_ready(service_of(request), response, name, version)
 
 
 @router.post("/models/{name}/infer", summary="Inference", **_INFER)
-async def infer(request: Request, service: PredictService, name: str) -> Response:
+async def infer(request: Request, name: str) -> Response:
     """Images in, the wanted outputs out, as JSON or binary data."""
-    return await _infer(request, service, name, None)
+    return await _infer(request, name, None)
 
 
 @router.post("/models/{name}/versions/{version}/infer", summary="Inference with a version", **_INFER)
-async def version_infer(request: Request, service: PredictService, name: str, version: str) -> Response:
+async def version_infer(request: Request, name: str, version: str) -> Response:
     """As without a version."""
-    return await _infer(request, service, name, version)
+    return await _infer(request, name, version)
 
 
 def _metadata(served: ServedModel) -> ModelMetadata:
@@ -185,7 +184,8 @@ def _model_ready(service: Service, response: Response, name: str, version: str |
     return ModelReadyDocument(name=name, ready=is_ready)
 
 
-async def _infer(request: Request, service: Service, name: str, version: str | None) -> Response:
+async def _infer(request: Request, name: str, version: str | None) -> Response:
+    service = service_to_predict(request)
     settings = service.settings
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":

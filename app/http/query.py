@@ -1,0 +1,44 @@
+"""Query parameters declared as a pydantic model: parsed, validated and documented by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from app.errors import MalformedRequest
+
+Query = TypeVar("Query", bound=BaseModel)
+
+
+def parse_query(model: type[Query], request: Request) -> Query:
+    """The query parameters of a request.
+
+    FastAPI's own ``Query()`` takes a quarter of a small prediction's time, and the last of a repeated parameter.
+
+    Raises:
+        MalformedRequest: An unknown or repeated parameter, or a value out of range.
+    """
+    items = request.query_params.multi_items()
+    values = dict(items)
+    if len(values) < len(items):
+        raise MalformedRequest(f"give each parameter once, got {', '.join(name for name, _ in items)}")
+    try:
+        return model.model_validate_strings(values)
+    except ValidationError as error:
+        raise MalformedRequest(faults(error.errors())) from error
+
+
+def query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
+    """The parameters of a model as OpenAPI describes them."""
+    return [
+        {"name": name, "in": "query", "required": False, "description": schema.pop("description", ""), "schema": schema}
+        for name, schema in model.model_json_schema()["properties"].items()
+    ]
+
+
+def faults(errors: Iterable[Any]) -> str:
+    """What is wrong with each parameter, in one line."""
+    return "; ".join(f"parameter {error['loc'][-1]}: {error['msg']}" for error in errors)
