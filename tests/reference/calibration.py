@@ -1,10 +1,12 @@
-"""Naive twins of :mod:`psc_core.calibration.conformal`: counting loops and exact fractions."""
+"""Naive twins of :mod:`psc_core.calibration`: counting loops and exact fractions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+
+from torch import Tensor
 
 
 def p_value(calibration: Sequence[float], score: float) -> Fraction:
@@ -13,7 +15,7 @@ def p_value(calibration: Sequence[float], score: float) -> Fraction:
 
 
 def prediction_set(true_probabilities: Sequence[float], probabilities: Sequence[float], coverage: Fraction) -> set[int]:
-    """Marginal set by scores ``1 − p`` as they are defined, with exact numbers; the top class added."""
+    """Marginal set by scores ``1 − p`` by their definition, with exact fractions; the most probable class is added."""
     scores = sorted(1 - Fraction(p) for p in true_probabilities)
     k = math.ceil((len(scores) + 1) * coverage)
     limit = scores[k - 1] if k <= len(scores) else Fraction(1)

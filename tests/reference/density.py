@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 
-def principal_components(z: Tensor, kept: int | None, limit: int, least: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, components and variances by a singular value decomposition; 99 % or all above the least if not told."""
+def principal_components(
+    z: Tensor, kept: int | None, limit: int, minimum: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, components and variances by SVD; by default 99 % of the variance, or all above the minimum."""
     mean = z.mean(0)
     _, singular, right = torch.linalg.svd(z - mean, full_matrices=False)
     variances = singular**2 / (len(z) - 1)
@@ -24,20 +26,20 @@ def principal_components(z: Tensor, kept: int | None, limit: int, least: float |
             if total >= 0.99 * variances.sum().item():
                 kept = k + 1
                 break
-        if least is not None:
-            kept = sum(v > least * float(variances[0]) for v in variances.tolist())
+        if minimum is not None:
+            kept = sum(v > minimum * float(variances[0]) for v in variances.tolist())
         kept = max(1, min(kept, limit))
     return mean, right[:kept].T, variances[:kept]
 
 
-def shrunk(sample: Tensor, target: Tensor, freedom: int) -> Tensor:
+def shrunk(sample: Tensor, target: Tensor, degrees_of_freedom: int) -> Tensor:
     """OAS towards a multiple of ``target`` where there are fewer than ten samples for each dimension."""
     d = len(sample)
-    if freedom >= 10 * d:
+    if degrees_of_freedom >= 10 * d:
         return sample
     relative = torch.linalg.inv(target) @ sample
     trace, square = relative.trace().item(), (relative @ relative).trace().item()
-    pull, spread = (1 - 2 / d) * square + trace**2, (freedom + 1 - 2 / d) * (square - trace**2 / d)
+    pull, spread = (1 - 2 / d) * square + trace**2, (degrees_of_freedom + 1 - 2 / d) * (square - trace**2 / d)
     rho = 1.0 if spread <= 0 else min(1.0, pull / spread)
     return (1 - rho) * sample + rho * (trace / d) * target
 
@@ -50,10 +52,10 @@ def log_normal(y: Tensor, mean: Tensor, covariance: Tensor) -> float:
 
 
 def class_log_joint(train: Tensor, labels: Tensor, z: Tensor, *, kind: str, pca: int | None) -> Tensor:
-    """``log π_k + log N_k`` of every row of ``z``, minus the background for ``rmd``."""
+    """``log π_k + log N_k`` of every entry of ``z``, minus the background for ``rmd``."""
     train, z = train.double(), z.double()
     if kind in ("gda++", "pooled++"):
-        train, z = (rows / rows.norm(dim=1, keepdim=True) for rows in (train, z))
+        train, z = (part / part.norm(dim=1, keepdim=True) for part in (train, z))
     classes = int(labels.max()) + 1
     counts = [int((labels == k).sum()) for k in range(classes)]
     limit = len(train) - classes
@@ -63,8 +65,8 @@ def class_log_joint(train: Tensor, labels: Tensor, z: Tensor, *, kind: str, pca:
     means = [part.mean(0) for part in parts]
     scatters = [(part - m).T @ (part - m) for part, m in zip(parts, means, strict=True)]
     total = torch.diag(variances)
-    freedom = len(train) - classes
-    pooled = shrunk(sum(scatters, torch.zeros_like(total)) / freedom, total, freedom)
+    degrees_of_freedom = len(train) - classes
+    pooled = shrunk(sum(scatters, torch.zeros_like(total)) / degrees_of_freedom, total, degrees_of_freedom)
     if kind in ("tied", "rmd"):
         covariances = [pooled] * classes
     else:

@@ -31,7 +31,7 @@ def nc1(z: Tensor, labels: Tensor) -> float:
 
 
 def nc4(z: Tensor, labels: Tensor, means: Tensor) -> float:
-    """Share of rows whose nearest class mean is their own."""
+    """Fraction of labelled examples whose nearest class mean is their own."""
     hits = 0
     for row, label in zip(z.double().flatten(1), labels.tolist(), strict=True):
         distances = [float((row - mean).square().sum()) for mean in means.double().flatten(1)]
@@ -41,7 +41,7 @@ def nc4(z: Tensor, labels: Tensor, means: Tensor) -> float:
 
 def project(x: Tensor, mean: Tensor, std: Tensor, a: Tensor, b: Tensor, z_mean: Tensor, z_std: Tensor) -> Tensor:
     """Algorithm 1, one image and one entry at a time."""
-    rows = []
+    outputs = []
     for image in x.double():
         scaled = (image - mean.double()) / std.double()
         z = torch.tensor(
@@ -58,5 +58,5 @@ def project(x: Tensor, mean: Tensor, std: Tensor, a: Tensor, b: Tensor, z_mean: 
             ],
             dtype=torch.float64,
         )
-        rows.append((z.flatten() - z_mean.double()) / z_std.double())
-    return torch.stack(rows)
+        outputs.append((z.flatten() - z_mean.double()) / z_std.double())
+    return torch.stack(outputs)

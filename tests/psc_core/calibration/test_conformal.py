@@ -1,3 +1,5 @@
+"""p-values, thresholds and prediction sets: definitions, guarantees, storage."""
+
 from __future__ import annotations
 
 import math
@@ -7,57 +9,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from psc_core.calibration.conformal import Calibration, conformal_p_values
-from psc_core.calibration.fit import ambiguity_threshold, fit_calibration
-from psc_core.errors import BundleError, FitError, UsageError
-from psc_core.model.decision import decide
-from psc_core.model.outputs import Outputs
-from psc_core.policy import Policy
-from psc_core.prediction import SCORES as COLUMNS
+from psc_core.calibration.fit import fit_calibration
+from psc_core.errors import BundleError, UsageError
+from tests.psc_core.calibration.support import SCORES, calibrate, from_scores, prediction_sets
 from tests.reference import calibration as naive
-
-FEW_VALUES = st.sampled_from([-3.0, -1.5, 0.0, 0.125, 2.0])
-FLOATS = st.one_of(FEW_VALUES, st.floats(-1e6, 1e6, width=32))
-SCORES = st.lists(FLOATS, min_size=1, max_size=60)
-
-
-def calibrate(n: int = 200, classes: int = 4, *, seed: int = 0, labels: Tensor | None = None) -> Calibration:
-    random = torch.Generator().manual_seed(seed)
-    probabilities = torch.randn(n, classes, generator=random).mul(2).softmax(1)
-    drawn = torch.multinomial(probabilities, 1, generator=random)[:, 0]
-    entropy = torch.special.entr(probabilities).sum(1)
-    return fit_calibration(
-        torch.randn(n, generator=random), entropy, probabilities, drawn if labels is None else labels
-    )
-
-
-def prediction_sets(thresholds: Tensor, probabilities: Tensor) -> Tensor:
-    packed = torch.cat([torch.zeros(len(probabilities), len(COLUMNS)), probabilities], 1)
-    policy = Policy(alpha=0.5, ambiguity_threshold=1.0, coverage=0.9)
-    return torch.from_numpy(decide(Outputs(packed.numpy()), thresholds.numpy(), policy).prediction_set)
-
-
-def from_scores(scores: list[float]) -> Calibration:
-    """From negated OOD scores, such as log densities."""
-    n = len(scores)
-    return fit_calibration(
-        -torch.tensor(scores), torch.rand(n), torch.full((n, 2), 0.5), torch.zeros(n, dtype=torch.int64)
-    )
 
 
 @given(SCORES, SCORES)
-def test_p_values_are_counts(calibration: list[float], scores: list[float]) -> None:
+def test_p_values_match_counts(calibration: list[float], scores: list[float]) -> None:
     got = from_scores(calibration).p_values(-torch.tensor(scores))
     for p, score in zip(got.tolist(), scores, strict=True):
         assert p == pytest.approx(float(naive.p_value(calibration, score)), rel=1e-6)
 
 
 @given(SCORES, SCORES, st.integers(1, 99))
-def test_threshold_is_the_exact_form_of_the_p_value_rule(
-    calibration: list[float], scores: list[float], hundredths: int
-) -> None:
+def test_threshold_matches_the_p_values(calibration: list[float], scores: list[float], hundredths: int) -> None:
     alpha, fitted = Fraction(hundredths, 100), from_scores(calibration)
     if alpha * (len(calibration) + 1) < 1:
         with pytest.raises(UsageError, match="no p-value is smaller"):
@@ -68,7 +36,7 @@ def test_threshold_is_the_exact_form_of_the_p_value_rule(
         assert (score < threshold) == (naive.p_value(calibration, score) <= alpha)
 
 
-def test_an_alpha_that_rounding_puts_below_a_share_of_the_images_is_that_share() -> None:
+def test_alpha_tolerates_rounding() -> None:
     fitted = from_scores([-float(score) for score in range(99)])
     threshold = fitted.ood_score_threshold(0.29)  # 0.29 × 100 < 29 in float64
     assert threshold == 70.0
@@ -81,7 +49,7 @@ def test_p_values_at_the_ends() -> None:
     assert conformal_p_values(scores, asked).tolist() == [0.25, 0.25, 0.5, 1.0, 1.0, 0.25]
 
 
-def test_an_alpha_that_can_never_alarm_is_refused() -> None:
+def test_rejects_unattainable_alpha() -> None:
     fitted = calibrate(99)
     assert math.isfinite(fitted.ood_score_threshold(0.01))
     with pytest.raises(UsageError, match=r"alpha ≥ 1/\(n \+ 1\) = 0.01 with n = 99 .* at least 124 images"):
@@ -91,7 +59,7 @@ def test_an_alpha_that_can_never_alarm_is_refused() -> None:
             fitted.ood_score_threshold(alpha)
 
 
-def test_false_alarms_stay_under_alpha_on_average() -> None:
+def test_mean_false_alarm_rate_is_alpha() -> None:
     rates = []
     for seed in range(300):
         random = torch.Generator().manual_seed(seed)
@@ -102,7 +70,7 @@ def test_false_alarms_stay_under_alpha_on_average() -> None:
 
 
 @given(st.integers(0, 2**16), st.integers(5, 40), st.integers(50, 83))
-def test_prediction_sets_are_the_definition(seed: int, n: int, percent: int) -> None:
+def test_prediction_sets_match_the_definition(seed: int, n: int, percent: int) -> None:
     random = torch.Generator().manual_seed(seed)
     probabilities = (torch.randint(0, 4, (n, 3), generator=random) + 0.5).float()
     probabilities /= probabilities.sum(1, keepdim=True)
@@ -137,7 +105,7 @@ def test_prediction_sets_cover(per_class: bool) -> None:
         assert means[0] == pytest.approx(0.9, abs=0.01)
 
 
-def test_a_class_without_enough_images_is_in_every_set() -> None:
+def test_small_classes_are_in_every_set() -> None:
     labels = torch.tensor([0] * 50 + [1] * 50 + [2] * 18 + [3] * 82)
     fitted = calibrate(200, labels=labels)
     thresholds = fitted.set_thresholds(0.95, per_class=True)
@@ -158,7 +126,7 @@ def test_tensors_round_trip() -> None:
     assert all(fitted.tensors()[name].dtype == torch.float32 for name in ("scores", "entropies"))
 
 
-def test_bad_tensors_are_refused() -> None:
+def test_rejects_unusable_tensors() -> None:
     tensors = calibrate().tensors()
     bad = {
         "missing": {name: tensor for name, tensor in tensors.items() if name != "scores"},
@@ -174,25 +142,14 @@ def test_bad_tensors_are_refused() -> None:
             Calibration.from_tensors(tensors)
 
 
-def test_the_number_of_classes_has_the_type_of_the_format() -> None:
+def test_rejects_another_type_of_num_classes() -> None:
     tensors = calibrate().tensors()
     with pytest.raises(BundleError, match=r"int64 num_classes .* got torch\.int32"):
         Calibration.from_tensors({**tensors, "num_classes": tensors["num_classes"].int()})
 
 
-def test_scores_that_cannot_calibrate_are_refused() -> None:
-    n, zeros = 5, torch.zeros(5)
-    probabilities, labels = torch.full((n, 2), 0.5), torch.zeros(n, dtype=torch.int64)
-    with pytest.raises(FitError, match="finite OOD scores"):
-        fit_calibration(zeros - math.inf, zeros, probabilities, labels)
-    with pytest.raises(FitError, match="labels 0 … 1"):
-        fit_calibration(zeros, zeros, probabilities, labels + 2)
-    with pytest.raises(FitError, match="at least one"):
-        fit_calibration(zeros[:0], zeros[:0], probabilities[:0], labels[:0])
-
-
 @pytest.mark.parametrize("alpha", [1 - 1e-16, 1 - 1e-12, 0.999999])
-def test_an_alpha_within_rounding_of_one_keeps_the_rule(alpha: float) -> None:
+def test_alpha_near_one(alpha: float) -> None:
     calibration = fit_calibration(-torch.arange(5.0), torch.rand(5), torch.full((5, 2), 0.5), torch.zeros(5).long())
     if alpha < 1:
         threshold = calibration.ood_score_threshold(alpha)
@@ -201,21 +158,7 @@ def test_an_alpha_within_rounding_of_one_keeps_the_rule(alpha: float) -> None:
             assert (p <= alpha) == (score > threshold)
 
 
-def test_a_denormal_alpha_is_refused() -> None:
+def test_rejects_denormal_alpha() -> None:
     calibration = fit_calibration(-torch.arange(5.0), torch.rand(5), torch.full((5, 2), 0.5), torch.zeros(5).long())
     with pytest.raises(UsageError, match="expected alpha"):
         calibration.ood_score_threshold(5e-324)
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.5, 0.7, 1.0, 2.0]), st.booleans()), min_size=1, max_size=60),
-    st.sampled_from([0.01, 0.05, 0.3, 0.9]),
-    st.sampled_from([0.5, 0.95]),
-)
-def test_ambiguity_threshold_is_the_naive_search(
-    images: list[tuple[float, bool]], risk: float, quantile: float
-) -> None:
-    entropy = torch.tensor([value for value, _ in images])
-    correct = torch.tensor([right for _, right in images])
-    expected = naive.ambiguity_threshold(entropy, correct, risk, quantile)
-    assert ambiguity_threshold(entropy, correct, risk=risk, quantile=quantile) == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""Algorithm 1: equal to the naive loop, nested, pooled, restored."""
+"""Algorithm 1 against loops; leading components, pooling, restoring."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def random_projection(channels: int, d: int, c_proj: int, d_proj: int, seed: int
     d_proj=st.integers(1, 4),
     seed=st.integers(0, 50),
 )
-def test_the_module_is_the_naive_loop(n: int, channels: int, d: int, c_proj: int, d_proj: int, seed: int) -> None:
+def test_module_matches_the_loop(n: int, channels: int, d: int, c_proj: int, d_proj: int, seed: int) -> None:
     p = random_projection(channels, d, c_proj, d_proj, seed)
     x = torch.randn(n, channels, d, generator=torch.Generator().manual_seed(seed))
     expected = reference.project(
@@ -46,14 +46,14 @@ def test_the_module_is_the_naive_loop(n: int, channels: int, d: int, c_proj: int
     torch.testing.assert_close(p([x]).double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_leading_components_are_a_block_of_the_largest() -> None:
+def test_leading_components_are_a_block() -> None:
     large = random_projection(5, 6, 4, 3)
     x = torch.randn(7, 5, 6)
     block = large([x]).view(7, 4, 3)
     torch.testing.assert_close(large.leading(2, 2)([x]).view(7, 2, 2), block[:, :2, :2])
 
 
-def test_two_layers_are_concatenated_channel_by_channel() -> None:
+def test_concatenates_layers() -> None:
     first, second = torch.randn(2, 3, 16), torch.randn(2, 3, 4)
     joined = reshape_features([first, second], [16, 4])
     assert torch.equal(joined, torch.cat([first, second], dim=2))
@@ -61,12 +61,12 @@ def test_two_layers_are_concatenated_channel_by_channel() -> None:
         reshape_features([first, torch.randn(2, 5, 4)], [16, 4])
 
 
-def test_a_fully_connected_layer_is_one_channel() -> None:
+def test_fully_connected_layer_is_one_channel() -> None:
     vector = torch.randn(2, 7, 1)
     assert torch.equal(reshape_features([vector], [7]), vector.transpose(1, 2))
 
 
-def test_pooling_is_the_mean_over_blocks() -> None:
+def test_pools_by_block_means() -> None:
     maps = torch.randn(2, 3, 64)
     pooled = reshape_features([maps], [16])
     expected = maps.view(2, 3, 4, 2, 4, 2).mean((3, 5)).flatten(2)
@@ -74,7 +74,7 @@ def test_pooling_is_the_mean_over_blocks() -> None:
 
 
 @given(st.integers(1, 2048), st.integers(1, 224), st.integers(1 << 14, 1 << 30), st.booleans())
-def test_pooled_sizes_are_the_largest_halves_that_fit(channels: int, side: int, budget: int, square: bool) -> None:
+def test_pooled_size_is_the_largest_that_fits(channels: int, side: int, budget: int, square: bool) -> None:
     assume(square or math.isqrt(side) ** 2 != side)
     sides = [side >> k for k in range(side.bit_length())]
     sizes = [length**2 for length in sides] if square else sides

@@ -1,4 +1,4 @@
-"""The temperature against a minimiser, and where nothing decides it."""
+"""The temperature against a numerical minimiser, and at the ends of its range."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from scipy import optimize
 from psc_core.heads.fit.temperature import TEMPERATURES, fit_temperature
 from tests.reference import metrics as naive
 
-ROWS = st.lists(st.lists(st.floats(-60, 60), min_size=3, max_size=3), min_size=1, max_size=12)
+LOGITS = st.lists(st.lists(st.floats(-60, 60), min_size=3, max_size=3), min_size=1, max_size=12)
 
 
-@given(ROWS, st.integers(0, 2), st.sampled_from([0.0, 1.0, 20.0]), st.sampled_from([1.0, 0.02, 50.0]))
-def test_temperature_is_the_minimiser(rows: list[list[float]], label: int, prior: float, start: float) -> None:
-    labels = [(label + i) % 3 for i in range(len(rows))]
+@given(LOGITS, st.integers(0, 2), st.sampled_from([0.0, 1.0, 20.0]), st.sampled_from([1.0, 0.02, 50.0]))
+def test_temperature_minimises_the_nll(drawn: list[list[float]], label: int, prior: float, start: float) -> None:
+    labels = [(label + i) % 3 for i in range(len(drawn))]
 
     def loss(log_temperature: float) -> float:
         surprise = 1 / math.exp(log_temperature) - 1 + log_temperature
-        return naive.tempered_nll(rows, labels, math.exp(log_temperature)) + prior * surprise / len(rows)
+        return naive.tempered_nll(drawn, labels, math.exp(log_temperature)) + prior * surprise / len(drawn)
 
-    logits = torch.tensor(rows, dtype=torch.float64)
+    logits = torch.tensor(drawn, dtype=torch.float64)
     found = fit_temperature(logits, torch.tensor(labels), prior_images=prior, start=start)
     assert TEMPERATURES[0] * 0.999 <= found <= TEMPERATURES[1] * 1.001
     best = optimize.minimize_scalar(loss, bounds=tuple(map(math.log, TEMPERATURES)), method="bounded")
     assert loss(math.log(found)) <= best.fun + 1e-6
 
 
-def test_temperature_at_the_ends_and_without_information() -> None:
+def test_extreme_and_uninformative_logits() -> None:
     labels = torch.tensor([0, 1])
     never_wrong = fit_temperature(torch.tensor([[5.0, 0.0], [0.0, 5.0]]), labels)
     assert TEMPERATURES[0] <= never_wrong < 0.2  # the loss is zero from there on
@@ -39,14 +39,14 @@ def test_temperature_at_the_ends_and_without_information() -> None:
     assert fit_temperature(torch.zeros(2, 2), labels) == 1.0
 
 
-def test_recovers_the_temperature_that_scaled_the_logits() -> None:
+def test_recovers_a_known_temperature() -> None:
     generator = torch.Generator().manual_seed(0)
     honest = torch.randn(20_000, 5, generator=generator, dtype=torch.float64) * 2
     labels = torch.multinomial(honest.softmax(1), 1, generator=generator).squeeze(1)
     assert fit_temperature(honest * 3, labels) == pytest.approx(3, rel=0.05)
 
 
-def test_a_prior_keeps_few_images_that_are_all_right_from_certainty() -> None:
+def test_prior_limits_the_confidence_of_few_images() -> None:
     logits, labels = 5.0 * torch.eye(4).repeat(5, 1), torch.arange(4).repeat(5)
     assert fit_temperature(logits, labels) < 0.2
     assert 0.6 < fit_temperature(logits, labels, prior_images=1.0) < 1.0

@@ -1,4 +1,4 @@
-"""Sizes that a projection may be given, and what the refusal of the others says."""
+"""Sizes that a projection may be given, and the errors for others."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def train(data_root: Path) -> ImageDataset:
 
 
 @pytest.mark.parametrize(("components", "limit"), [(64, 10), (8, 1)])
-def test_a_limit_that_d_proj_lifts_says_so(
+def test_error_names_the_d_proj_that_would_do(
     net: torch.nn.Module, train: ImageDataset, monkeypatch: pytest.MonkeyPatch, components: int, limit: int
 ) -> None:
-    """d components span d (d + 1) / 2 channel components; as many as fit are measured, unless more are asked for."""
+    """d components span d (d + 1) / 2 channel components; as many as fit are measured unless more are given."""
     monkeypatch.setattr(fit_tucker, "MAX_COMPONENTS", components)
     with pytest.raises(FitError, match=rf"c_proj in 1…{limit} .* got 16; give d_proj too, at least 6"):
         fit_projection(net, CANDIDATE, train, c_proj=16, options=OPTIONS)
@@ -43,6 +43,6 @@ def test_a_limit_that_d_proj_lifts_says_so(
     assert (fitted.report.choice.c_proj, fitted.report.choice.d_proj) == (16, 6)
 
 
-def test_a_limit_of_the_layer_is_named(net: torch.nn.Module, train: ImageDataset) -> None:
+def test_rejects_more_components_than_the_layer_has(net: torch.nn.Module, train: ImageDataset) -> None:
     with pytest.raises(FitError, match=r"c_proj in 1…16 for this layer, got 17"):
         fit_projection(net, CANDIDATE, train, c_proj=17, d_proj=6, options=OPTIONS)

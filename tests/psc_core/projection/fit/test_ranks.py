@@ -1,4 +1,4 @@
-"""Sizes from one pass equal the brute-force sweep over every size."""
+"""NC1 and NC4 of every size against a brute-force sweep, and the choice among them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sample(n: int, classes: int, c: int, d: int, seed: int, scale: float = 1.0) 
     seed=st.integers(0, 99),
     scale=st.sampled_from([1e-6, 1.0, 1e6]),
 )
-def test_prefix_sums_equal_the_sweep(n: int, classes: int, c: int, d: int, size: int, seed: int, scale: float) -> None:
+def test_prefix_sums_match_the_sweep(n: int, classes: int, c: int, d: int, size: int, seed: int, scale: float) -> None:
     z, labels = sample(n, classes, c, d, seed, scale)
     scatter = ClassScatter(classes, c * d, by_column=True)
     for part, own in zip(z.flatten(1).split(size), labels.split(size), strict=True):
@@ -45,7 +45,7 @@ def test_prefix_sums_equal_the_sweep(n: int, classes: int, c: int, d: int, size:
             assert int(hits[i - 1, j - 1]) / len(z) == pytest.approx(expected)
 
 
-def test_the_smallest_size_that_keeps_both_numbers_is_chosen() -> None:
+def test_chooses_the_smallest_allowed_size() -> None:
     nc1 = torch.tensor([[0.1, 0.3, 0.3], [0.3, 0.3, 0.3]])
     nc4 = torch.tensor([[0.99, 0.80, 0.985], [0.80, 0.99, 0.99]])
     choice = choose_ranks(nc1, nc4, epsilon=0.2, reference_nc4=0.99)
@@ -53,12 +53,12 @@ def test_the_smallest_size_that_keeps_both_numbers_is_chosen() -> None:
     assert choose_ranks(nc1, nc4, epsilon=0.2, reference_nc4=0.99, minimum=4).c_proj == 2
 
 
-def test_a_size_exactly_at_the_cutoff_does_not_pass() -> None:
+def test_cutoff_is_exclusive() -> None:
     nc1, nc4 = torch.tensor([[0.25, 0.3]]).double(), torch.tensor([[0.9, 0.9]])
     assert choose_ranks(nc1, nc4, epsilon=0.25, reference_nc4=0.9).d_proj == 2
 
 
-def test_nothing_passing_takes_the_best_accuracy_and_says_so() -> None:
+def test_warns_when_no_size_is_allowed() -> None:
     nc1, nc4 = torch.full((2, 2), 0.5), torch.tensor([[0.1, 0.2], [0.3, 0.4]])
     choice = choose_ranks(nc1, nc4, epsilon=0.2, reference_nc4=0.9)
     assert (choice.c_proj, choice.d_proj) == (2, 2)
@@ -66,7 +66,7 @@ def test_nothing_passing_takes_the_best_accuracy_and_says_so() -> None:
     assert "gives up 0.500" in choice.warning
 
 
-def test_fixed_sizes_are_kept_and_checked() -> None:
+def test_keeps_and_checks_fixed_sizes() -> None:
     nc1, nc4 = torch.full((3, 4), 0.5), torch.full((3, 4), 0.9)
     choice = choose_ranks(nc1, nc4, epsilon=0.2, reference_nc4=0.9, c_proj=2, d_proj=3, minimum=100)
     assert (choice.c_proj, choice.d_proj) == (2, 3)

@@ -1,4 +1,4 @@
-"""Channelwise moments: streaming = full batch = loop, whatever the scale."""
+"""Channelwise moments in batches against a loop, at every scale."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def stream(x: Tensor, size: int) -> Iterator[Tensor]:
     shift=st.sampled_from([0.0, 1e4]),
     seed=st.integers(0, 99),
 )
-def test_streaming_is_the_naive_loop(
+def test_streaming_matches_the_loop(
     n: int, channels: int, d: int, size: int, scale: float, shift: float, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -40,7 +40,7 @@ def test_streaming_is_the_naive_loop(
     assert got.count == n
 
 
-def test_correlation_has_a_unit_diagonal_and_dead_units_get_the_floor() -> None:
+def test_correlation_clamps_dead_units() -> None:
     x = torch.randn(50, 3, 4, dtype=torch.float64)
     x[:, 1, 2] = 7.0
     moments = channel_moments(stream(x, 16))
@@ -53,7 +53,7 @@ def test_correlation_has_a_unit_diagonal_and_dead_units_get_the_floor() -> None:
     assert float(moments.std()[1, 2]) == pytest.approx(DEAD_UNIT * float(raw.mean().sqrt()))
 
 
-def test_features_that_are_constant_missing_or_not_finite_are_refused() -> None:
+def test_rejects_unusable_features() -> None:
     with pytest.raises(FitError, match="every unit"):
         channel_moments([torch.ones(4, 2, 2)]).std()
     with pytest.raises(FitError, match="at least one training image"):

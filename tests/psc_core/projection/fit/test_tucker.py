@@ -30,7 +30,7 @@ def test_factors_are_orthonormal_and_repeatable(channels: int, d: int, seed: int
     assert torch.equal(b, again[1])
 
 
-def test_a_low_rank_tensor_is_rebuilt_exactly() -> None:
+def test_reconstructs_a_low_rank_tensor() -> None:
     tensor = correlation_of(8, 9, 2, 3, seed=1)
     a, b = tucker_factors(tensor, 2, 3)
     core = torch.einsum("cde,cp,dq,er->pqr", tensor, a, b, b)

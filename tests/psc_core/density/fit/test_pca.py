@@ -1,0 +1,32 @@
+"""How many principal components are kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from psc_core.density.fit.density import fit_density
+from psc_core.density.fit.pca import fit_pca
+from psc_core.errors import FitError
+
+
+def test_number_of_components() -> None:
+    random = torch.Generator().manual_seed(0)
+    deviations = torch.tensor([10.0, 5.0, 1.0, 0.1, 0.01])
+    z = torch.randn(4000, 5, generator=random) * deviations
+    assert len(fit_pca(z, kept=None, limit=9).variances) == 2  # 100 + 25 of 126.01 is 99.2 %
+    assert len(fit_pca(z, kept=None, limit=1).variances) == 1
+    full = fit_pca(z, kept=5, limit=1)
+    torch.testing.assert_close(full.variances.sqrt(), deviations.double(), rtol=0.05, atol=0)
+    assert full.explained == pytest.approx(1.0)
+    z[:, 4] *= 1e-5  # 10⁻⁸ of the largest deviation: rounding
+    with pytest.raises(FitError, match="≤ 4"):
+        fit_pca(z, kept=5, limit=9)
+
+
+def test_rounding_is_no_component() -> None:
+    z = torch.randn(500, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(500) % 2
+    fit_density(z * torch.tensor([1.0, 3e-5]), labels, num_classes=2, kind="tied", pca=2)
+    with pytest.raises(FitError, match="≤ 1"):
+        fit_density(z * torch.tensor([1.0, 3e-6]), labels, num_classes=2, kind="tied", pca=2)

@@ -1,0 +1,42 @@
+"""The variables of logistic regression: a bijection with a curvature near the identity."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from psc_core.heads.fit import preconditioning, softmax
+from tests.psc_core.heads.support import SEEDS
+from tests.reference import heads as naive
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 4), st.integers(2, 4), SEEDS, st.sampled_from([0.1, 10.0]), st.booleans())
+def test_variables_invert_and_flatten_the_curvature(
+    dim: int, classes: int, seed: int, precision: float, exact: bool
+) -> None:
+    """There and back; gradients by the chain rule; curvature near the identity."""
+    random = torch.Generator().manual_seed(seed)
+    phi = torch.randn(40, dim, generator=random, dtype=torch.float64)
+    labels = torch.randint(0, classes, (40,), generator=random)
+    theta = float(exact) * torch.randn(classes, dim + 1, generator=random, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preconditioning, "CURVATURE_ROWS", 40)
+        patch.setattr(preconditioning, "EXACT_REPEATS", 1 if exact else 2)
+        variables = preconditioning.variables_at(theta, phi, precision=precision)
+    assert isinstance(variables, preconditioning.ExactVariables if exact else preconditioning.KroneckerVariables)
+    v = variables.of(theta)
+    torch.testing.assert_close(variables.theta(v), theta)
+
+    def loss(at: Tensor) -> Tensor:
+        return naive.softmax_objective(variables.theta(at), phi, labels, precision)
+
+    _, gradient = softmax.objective(theta, phi, labels, precision=precision)
+    (expected,) = torch.autograd.grad(loss(v.requires_grad_()), v)
+    torch.testing.assert_close(variables.gradient(gradient), expected)
+    curvature = torch.autograd.functional.hessian(loss, v.detach()).reshape(v.numel(), -1)
+    # with p the same for every row, as at θ = 0, the curvature is a Kronecker product
+    torch.testing.assert_close(curvature, torch.eye(v.numel(), dtype=torch.float64), rtol=0, atol=1e-8)
