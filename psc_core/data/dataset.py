@@ -55,6 +55,12 @@ class ImageDataset:
         offsets: ``int64 (n + 1,)``; image i has ``labels[offsets[i]:offsets[i + 1]]``.
         preprocess: Host and device preprocessing.
         groups: Named parts for reports, as ``int64`` positions in this data set.
+
+    Example:
+        >>> from psc_core import PRESETS, open_dataset
+        >>> test = open_dataset("mnist:tests/data", split="test", preprocess=PRESETS["mnist"])
+        >>> test.image(0).shape, next(test.batches(64)).images.shape
+        ((1, 28, 28), torch.Size([64, 1, 28, 28]))
     """
 
     name: str
@@ -158,6 +164,12 @@ def labelled(
 
     Raises:
         DataError: No images, another number of labels than of images, or a label out of range.
+
+    Example:
+        >>> from psc_core import PRESETS
+        >>> source = ArraySource(np.zeros((2, 28, 28), np.uint8))
+        >>> len(labelled("two images", ["cat", "dog"], source, torch.tensor([0, 1]), PRESETS["mnist"]))
+        2
     """
     count, each = len(labels), 1 if labels.ndim == 1 else labels.shape[1]
     if len(source) != count or count == 0:

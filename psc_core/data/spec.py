@@ -34,6 +34,12 @@ def open_dataset(spec: str, *, split: str, preprocess: Preprocess, labelled_imag
 
     Raises:
         DataError: The spec, the directory or its layout is invalid.
+
+    Example:
+        >>> from psc_core import PRESETS, open_dataset
+        >>> test = open_dataset("mnist:tests/data", split="test", preprocess=PRESETS["mnist"])
+        >>> len(test), len(test.classes)
+        (800, 10)
     """
     body, mark, chosen = spec.rpartition("#")
     if not mark or Path(spec).is_dir():

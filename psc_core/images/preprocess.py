@@ -34,6 +34,10 @@ class Preprocess:
     Raises:
         UsageError: Settings that give no valid input.
 
+    Example:
+        >>> PRESETS["imagenet"].from_image(Image.new("RGB", (640, 480))).shape
+        (3, 224, 224)
+
     Attributes:
         mode: ``"L"`` (one grey channel) or ``"RGB"``.
         height: Height of the network input, pixels.

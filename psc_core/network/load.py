@@ -88,6 +88,12 @@ def load_network(
 
     Raises:
         NetworkError: Unknown spec, factory not allowed, invalid arguments, or weights that do not fit.
+
+    Example:
+        >>> args = {"stem": "small", "in_channels": 1}
+        >>> net = load_network("torchvision:resnet18", num_classes=10, model_args=args)
+        >>> net(torch.zeros(2, 1, 28, 28)).shape
+        torch.Size([2, 10])
     """
     recipe = Recipe(spec, num_classes, dict(model_args or {}))
     source, separator, name = spec.partition(":")
