@@ -28,7 +28,7 @@ def bare_step(bundle: Path, seconds: float, device: str) -> dict[str, Any]:
     """
     import torch
 
-    from app.step import make_step
+    from app.inference.steps import make_step
     from benchmarks.serving.adapters.settings import FACTORY, MAX_BATCH
     from psc_core.compute.allocator import keep_freed_memory
     from psc_core.model.predictor import PSC
@@ -101,9 +101,8 @@ def best_images_per_s(step_ms: Mapping[str, float]) -> float:
 
 def decode_only(bundle: Path, images: Sequence[bytes], seconds: float) -> float:
     """Images a second that the service's decoder makes of single images, on one core."""
-    from app.decoding import Decoder
+    from app.inference.decoder import Decoder, EncodedImage
     from app.settings import Settings
-    from app.uploads import Upload
     from benchmarks.serving.adapters.settings import FACTORY
     from psc_core.model.predictor import PSC
 
@@ -117,7 +116,7 @@ def decode_only(bundle: Path, images: Sequence[bytes], seconds: float) -> float:
             max_pixels=settings.max_pixels,
             inline_bytes=settings.inline_decode_bytes,
         )
-        uploads = [[Upload(image)] for image in images]
+        uploads = [[EncodedImage(image)] for image in images]
         count, began = 0, time.perf_counter()
         while time.perf_counter() - began < seconds:
             for upload in uploads:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import replace
 from typing import Any
 
 import torch
+import uvicorn
 from torch import Tensor, nn
 
 from app.main import create_app
-from app.server import Server
+from app.runtime import UvicornRuntime
+from app.server import BACKLOG, uvicorn_config
 from app.settings import load_settings
-from app.sockets import make_socket
 from benchmarks.serving.adapters.settings import FACTORY, port
 from psc_core.model.predictor import PSC
 
 
 class Instant(nn.Module):
-    """The same row for every image."""
+    """The same outputs for every image."""
 
     row: Tensor
     scale: Tensor
@@ -30,20 +32,21 @@ class Instant(nn.Module):
         self.register_buffer("scale", torch.empty(0))
 
     def forward(self, images: Tensor) -> Tensor:
-        """(n, SCORES + K)."""
+        """(n, S + K)."""
         return self.row.expand(len(images), -1)
 
 
 def main() -> None:
     """Serve until told to stop."""
-    settings = load_settings({"device": "cpu", "log_level": "error"}, environment={})
+    settings = load_settings({"device": "cpu", "log_level": "error"})
     psc = PSC.load(os.environ["PSC_BENCH_BUNDLE"], device="cpu", allow_factories=[FACTORY])
     size = psc.preprocess
     with torch.inference_mode():
         row = psc.pipeline(torch.zeros((1, size.channels, size.height, size.width), dtype=torch.uint8))[0]
     model: Any = replace(psc, pipeline=Instant(row))
-    listener = make_socket("127.0.0.1", port())
-    Server(create_app(settings, {"instant": model}), settings).run([listener])
+    config = uvicorn_config(settings)
+    config.app = lambda: create_app(settings, {"instant": model}, runtime=UvicornRuntime(settings))
+    uvicorn.Server(config).run([socket.create_server(("127.0.0.1", port()), backlog=BACKLOG)])
 
 
 if __name__ == "__main__":

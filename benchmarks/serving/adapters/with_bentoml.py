@@ -7,7 +7,7 @@ from typing import Any
 
 import bentoml
 
-from benchmarks.serving.adapters.judge import Judge
+from benchmarks.serving.adapters.model import Model
 from benchmarks.serving.adapters.settings import MAX_BATCH, option
 
 
@@ -22,19 +22,19 @@ class Classify:
     """Base64 in, answers out."""
 
     def __init__(self) -> None:
-        self._model = Judge()
+        self._model = Model()
 
-    def _judge(self, images: list[str]) -> list[dict[str, Any]]:
-        return self._model.judge([self._model.decode(binascii.a2b_base64(image)) for image in images])
+    def _predict(self, images: list[str]) -> list[dict[str, Any]]:
+        return self._model.predict([self._model.decode(binascii.a2b_base64(image)) for image in images])
 
     if option("INLINE", 0):
 
         @bentoml.api(batchable=True, max_batch_size=MAX_BATCH, max_latency_ms=option("LATENCY_MS", 1000))
         async def predict(self, images: list[str]) -> list[dict[str, Any]]:
-            return self._judge(images)
+            return self._predict(images)
 
     else:
 
         @bentoml.api(batchable=True, max_batch_size=MAX_BATCH, max_latency_ms=option("LATENCY_MS", 1000))
         def predict(self, images: list[str]) -> list[dict[str, Any]]:
-            return self._judge(images)
+            return self._predict(images)

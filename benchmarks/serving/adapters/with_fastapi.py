@@ -8,24 +8,24 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 
-from benchmarks.serving.adapters.judge import Judge
+from benchmarks.serving.adapters.model import Model
 from benchmarks.serving.adapters.settings import port
 
 app = FastAPI()
-model = Judge()
+model = Model()
 
 
 @app.post("/predict")
 async def predict(request: Request) -> Any:
     """One image, raw."""
-    return model.judge([model.decode(await request.body())])[0]
+    return model.predict([model.decode(await request.body())])[0]
 
 
 @app.post("/predict/many")
 async def predict_many(request: Request) -> Any:
     """Images as base64 in JSON, one batch."""
     images = (await request.json())["images"]
-    return model.judge([model.decode(binascii.a2b_base64(image)) for image in images])
+    return model.predict([model.decode(binascii.a2b_base64(image)) for image in images])
 
 
 if __name__ == "__main__":

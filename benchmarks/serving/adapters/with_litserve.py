@@ -6,7 +6,7 @@ import litserve as ls
 from fastapi import Body
 from starlette.responses import Response
 
-from benchmarks.serving.adapters.judge import Judge
+from benchmarks.serving.adapters.model import Model
 from benchmarks.serving.adapters.settings import MAX_BATCH, option, port
 
 
@@ -14,7 +14,7 @@ class Classify(ls.LitAPI):
     """Bytes in, answer out."""
 
     def setup(self, device: str) -> None:
-        self._model = Judge()
+        self._model = Model()
 
     def decode_request(self, request: Annotated[bytes, Body(media_type="image/png")]) -> Any:
         return self._model.decode(request)
@@ -23,7 +23,7 @@ class Classify(ls.LitAPI):
         return inputs
 
     def predict(self, images: Any) -> Any:
-        return self._model.judge(images)
+        return self._model.predict(images)
 
     def unbatch(self, output: Any) -> Any:
         return output

@@ -7,7 +7,7 @@ from typing import Any
 
 from mosec import Server, Worker
 
-from benchmarks.serving.adapters.judge import Judge
+from benchmarks.serving.adapters.model import Model
 from benchmarks.serving.adapters.settings import MAX_BATCH, option, port
 
 
@@ -16,13 +16,13 @@ class Classify(Worker):
 
     def __init__(self) -> None:
         super().__init__()
-        self._model = Judge()
+        self._model = Model()
 
     def deserialize(self, data: bytes) -> Any:
         return self._model.decode(data)
 
     def forward(self, data: Any) -> Any:
-        return self._model.judge(data)
+        return self._model.predict(data)
 
     def serialize(self, data: Any) -> bytes:
         return self._model.dump(data)

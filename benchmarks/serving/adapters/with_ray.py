@@ -10,7 +10,7 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import Response
 
-from benchmarks.serving.adapters.judge import Judge
+from benchmarks.serving.adapters.model import Model
 from benchmarks.serving.adapters.settings import MAX_BATCH, option, port
 
 
@@ -19,14 +19,14 @@ class Classify:
     """Bytes in, answer out."""
 
     def __init__(self) -> None:
-        self._model = Judge()
+        self._model = Model()
 
     @serve.batch(max_batch_size=MAX_BATCH, batch_wait_timeout_s=option("WAIT_MS", 2) / 1000)
-    async def judge(self, images: list[Any]) -> list[dict[str, Any]]:
-        return self._model.judge(images)
+    async def predict(self, images: list[Any]) -> list[dict[str, Any]]:
+        return self._model.predict(images)
 
     async def __call__(self, request: Request) -> Response:
-        answer = await self.judge(self._model.decode(await request.body()))
+        answer = await self.predict(self._model.decode(await request.body()))
         return Response(self._model.dump(answer), media_type="application/json")
 
 

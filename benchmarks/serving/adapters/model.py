@@ -18,11 +18,14 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_png
 
 from benchmarks.serving.adapters.settings import COUNTS, FACTORY, MAX_BATCH, option
-from psc_core.model.pipeline import SCORES
 from psc_core.model.predictor import PSC
+from psc_core.prediction import SCORES
+
+ANSWERED = ("predictive_entropy", "log_density", "ood_p_value")
+"""The scores that every server answers with."""
 
 
-class Judge:
+class Model:
     """One copy of the model."""
 
     def __init__(self) -> None:
@@ -37,7 +40,7 @@ class Judge:
         self._counts = _open_counts()
         self._steps = self._images = 0
         for count in (1, MAX_BATCH):
-            self.rows([torch.zeros(self._shape, dtype=torch.uint8)] * count)
+            self.packed([torch.zeros(self._shape, dtype=torch.uint8)] * count)
 
     def decode(self, png: bytes) -> Tensor:
         """``uint8 (channels, height, width)``.
@@ -51,19 +54,19 @@ class Judge:
         return image
 
     @torch.inference_mode()
-    def rows(self, images: Sequence[Tensor]) -> list[list[float]]:
-        """Packed rows of the pipeline, one for each image."""
+    def packed(self, images: Sequence[Tensor]) -> list[list[float]]:
+        """Packed outputs of the pipeline, one row for each image."""
         self._steps += 1
         self._images += len(images)
         COUNTS.pack_into(self._counts, 0, self._steps, self._images)
-        rows: list[list[float]] = self._pipeline(torch.stack(list(images)).to(self._device)).tolist()
-        return rows
+        packed: list[list[float]] = self._pipeline(torch.stack(list(images)).to(self._device)).tolist()
+        return packed
 
-    def judge(self, images: Sequence[Tensor]) -> list[dict[str, Any]]:
+    def predict(self, images: Sequence[Tensor]) -> list[dict[str, Any]]:
         """One answer for each image."""
         return [
-            {"probabilities": row[SCORES:], "predictive_entropy": row[0], "log_density": row[1], "ood_p_value": row[2]}
-            for row in self.rows(images)
+            {"probabilities": row[len(SCORES) :], **{name: row[SCORES.index(name)] for name in ANSWERED}}
+            for row in self.packed(images)
         ]
 
     @staticmethod
