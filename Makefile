@@ -5,13 +5,16 @@ BIN    := $(VENV)/bin
 BUNDLE ?= artifacts/dirty-mnist-resnet18
 PORT   ?= 8000
 
-.PHONY: serve test check lint types layers nightly gpu bench bench-more paper clean
+.PHONY: serve test test-quick check lint types layers nightly gpu bench bench-more paper clean
 
 serve: $(VENV)/.serve           ## set up everything and serve the shipped bundle on http://127.0.0.1:8000
 	$(BIN)/psc-serve --bundle $(BUNDLE) --port $(PORT)
 
 test: $(VENV)/.dev              ## set up everything and run the tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu"
+
+test-quick: $(VENV)/.dev        ## the tests of single modules, in less than a minute
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu" $(QUICK)
 
 check: lint types layers test   ## what CI runs
 
@@ -25,8 +28,8 @@ types: $(VENV)/.dev
 layers: $(VENV)/.dev
 	$(BIN)/lint-imports
 
-nightly: $(VENV)/.dev           ## the slow tests too
-	$(BIN)/pytest -m "not gpu"
+nightly: $(VENV)/.dev           ## the slow tests too, with random examples
+	$(BIN)/pytest -m "not gpu" --hypothesis-profile nightly
 
 PAPER := ddu_case_study collapse_figure projection_table cifar10_uq sign_example methods_table
 

@@ -15,8 +15,9 @@ from jaxtyping import install_import_hook
 install_import_hook("psc_core", "beartype.beartype")
 
 torch.set_num_threads(1)
-settings.register_profile("psc", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("psc")
+settings.register_profile("nightly", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("nightly"), derandomize=True, max_examples=40)
+settings.load_profile("ci")
 
 
 @dataclass(frozen=True)
