@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,7 +26,6 @@ def assert_close_to_twin(model: Density, train: Tensor, labels: Tensor, z: Tenso
     torch.testing.assert_close(got.log_density.double(), expected.logsumexp(1), rtol=1e-4, atol=1e-3)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(KINDS), st.integers(1, 6), st.integers(2, 4), SEEDS, SCALES)
 def test_density_is_the_definition_in_float64(kind: str, dim: int, classes: int, seed: int, scale: float) -> None:
     dim = max(dim, 2) if DENSITIES[kind].unit_length else dim
@@ -37,7 +36,6 @@ def test_density_is_the_definition_in_float64(kind: str, dim: int, classes: int,
         assert_close_to_twin(model, z, labels, far, None)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(KINDS), st.integers(3, 12), st.integers(2, 5), st.integers(4, 9), SEEDS, SCALES)
 def test_shrinkage_is_the_definition_in_float64(
     kind: str, dim: int, classes: int, per_class: int, seed: int, scale: float
