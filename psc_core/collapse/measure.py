@@ -129,14 +129,11 @@ def _class_counts(train: ImageDataset, val: ImageDataset) -> tuple[Tensor, tuple
     counts = torch.bincount(train.labels, minlength=len(train.classes))
     missing = [train.classes[i] for i in torch.nonzero(counts == 0).flatten().tolist()]
     if missing:
-        raise FitError(
-            f"expected training images of all {len(train.classes)} classes, {_some(missing)} has none; add images or "
-            "remove the class"
-        )
+        raise FitError(f"classes without training images: {_some(missing)}; add images or remove the class")
     single = [train.classes[i] for i in torch.nonzero(counts == 1).flatten().tolist()]
     if not single:
         return counts, ()
-    return counts, (f"one training image only for {_some(single)}: no within-class variability, which lowers NC1",)
+    return counts, (f"only one training image of {_some(single)}: no within-class variability there, which lowers NC1",)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -252,13 +249,5 @@ class _Measurement:
     def result(self, layer: LayerInfo, val_examples: int) -> LayerCollapse:
         """NC1 and NC4 of a layer, once all its column ranges are measured."""
         sums = self.sums[layer.name]
-        return LayerCollapse(
-            layer.name,
-            layer.index,
-            layer.kind,
-            layer.shape,
-            layer.grid,
-            layer.role,
-            nc1_from_scatter(sums.within, sums.between, sums.magnitude),
-            sums.n_correct / val_examples,
-        )
+        nc1 = nc1_from_scatter(sums.within, sums.between, sums.magnitude)
+        return LayerCollapse(**vars(layer), nc1=nc1, nc4=sums.n_correct / val_examples)
