@@ -66,3 +66,33 @@ def kernels(e: Tensor, centroids: Tensor, length_scale: float) -> Tensor:
     """DUQ: the kernel of one embedded image to each centroid."""
     squares = [(e - centroid).square().sum().item() for centroid in centroids]
     return torch.tensor([math.exp(-square / (2 * len(e) * length_scale**2)) for square in squares])
+
+
+def standardise(z: Tensor) -> Tensor:
+    """φ, column by column; a constant column is divided by the largest deviation."""
+    columns = [column.double() for column in z.T]
+    deviations = [(column - column.mean()).square().mean().sqrt().item() for column in columns]
+    scales = [deviation if deviation > 1e-6 * max(deviations) else max(deviations) for deviation in deviations]
+    return torch.stack([(column - column.mean()) / scale for column, scale in zip(columns, scales, strict=True)], 1)
+
+
+def kernel_loss(kernels: list[list[float]], labels: list[int]) -> float:
+    """DUQ's binary cross-entropy of every kernel, summed over classes, averaged over images."""
+    total = 0.0
+    for row, label in zip(kernels, labels, strict=True):
+        total -= sum(math.log(k if c == label else 1 - k) for c, k in enumerate(row))
+    return total / len(labels)
+
+
+def choose_posterior(
+    logits: dict[float, Tensor], temperatures: dict[float, float], labels: Tensor
+) -> tuple[float, float, float]:
+    """Precision, temperature and NLL by trying all; a temperature other than 1 pays log(m) / (2 m)."""
+    tried = []
+    for precision, f in logits.items():
+        for temperature, price in ((1.0, 0.0), (temperatures[precision], math.log(len(labels)) / (2 * len(labels)))):
+            nll = functional.cross_entropy(f / temperature, labels).item()
+            tried.append((nll + price, precision, temperature, nll))
+    limit = 1.001 * min(tried)[0]
+    _, precision, temperature, nll = min((one for one in tried if one[0] <= limit), key=lambda one: (one[1], one[0]))
+    return precision, temperature, nll

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 
 
@@ -130,3 +131,19 @@ def binomial_mass(trials: int, rate: float) -> list[float]:
 def beta_binomial_mass(trials: int, a: float, b: float) -> list[float]:
     """P(X = k) for k = 0 … trials of a count whose rate is Beta(a, b)."""
     return [math.exp(log_ways(trials, k) + log_beta(k + a, trials - k + b) - log_beta(a, b)) for k in range(trials + 1)]
+
+
+def auroc_difference(
+    in_first: Sequence[float], out_first: Sequence[float], in_second: Sequence[float], out_second: Sequence[float]
+) -> tuple[float, float]:
+    """DeLong: the difference and its standard error from the structural components, pair by pair."""
+
+    def wins(inside: Sequence[float], outside: Sequence[float]) -> list[list[float]]:
+        return [[(o > i) + 0.5 * (o == i) for i in inside] for o in outside]
+
+    first, second = wins(in_first, out_first), wins(in_second, out_second)
+    gaps = [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(first, second, strict=True)]
+    by_out = [statistics.fmean(row) for row in gaps]
+    by_in = [statistics.fmean(column) for column in zip(*gaps, strict=True)]
+    variance = statistics.variance(by_out) / len(by_out) + statistics.variance(by_in) / len(by_in)
+    return statistics.fmean(by_out), math.sqrt(variance)

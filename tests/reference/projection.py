@@ -60,3 +60,17 @@ def project(x: Tensor, mean: Tensor, std: Tensor, a: Tensor, b: Tensor, z_mean: 
         )
         outputs.append((z.flatten() - z_mean.double()) / z_std.double())
     return torch.stack(outputs)
+
+
+def smallest_size(nc1: Tensor, nc4: Tensor, epsilon: float, reference: float, tolerance: float) -> tuple[int, int]:
+    """(c, d) by trying every size; without one that passes, the best NC4 among those with NC1 > ε, or among all."""
+    sizes = [(c, d) for c in range(1, nc1.shape[0] + 1) for d in range(1, nc1.shape[1] + 1)]
+
+    def value(matrix: Tensor, size: tuple[int, int]) -> float:
+        return float(matrix[size[0] - 1, size[1] - 1])
+
+    above = [size for size in sizes if value(nc1, size) > epsilon]
+    passing = [size for size in above if value(nc4, size) >= reference - tolerance]
+    if passing:
+        return min(passing, key=lambda size: (size[0] * size[1], -value(nc4, size)))
+    return min(above or sizes, key=lambda size: (-value(nc4, size), size[0] * size[1]))

@@ -162,3 +162,14 @@ def test_rejects_denormal_alpha() -> None:
     calibration = fit_calibration(-torch.arange(5.0), torch.rand(5), torch.full((5, 2), 0.5), torch.zeros(5).long())
     with pytest.raises(UsageError, match="expected alpha"):
         calibration.ood_score_threshold(5e-324)
+
+
+@given(st.integers(0, 2**16), st.integers(1, 60), st.integers(50, 99))
+def test_class_thresholds_match_the_definition(seed: int, n: int, percent: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 3, (n,), generator=random)
+    probabilities = torch.rand(n, 3, generator=random).softmax(1)
+    fitted = fit_calibration(torch.zeros(n), torch.zeros(n), probabilities, labels)
+    true = probabilities.gather(1, labels[:, None])[:, 0]
+    for k, threshold in enumerate(fitted.set_thresholds(percent / 100, per_class=True).tolist()):
+        assert threshold == naive.class_threshold(true[labels == k].tolist(), Fraction(percent, 100))

@@ -7,11 +7,14 @@ import math
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from sklearn import metrics as sklearn_metrics
 
 from psc_core.metrics import ranking
-from tests.psc_core.metrics.support import SCORES, tensor
+from tests.psc_core.metrics.support import LEVELS, SCORES, tensor
 from tests.reference import metrics as naive
+
+PAIRS = st.lists(st.tuples(LEVELS, LEVELS), min_size=2, max_size=12)
 
 
 @given(SCORES, SCORES)
@@ -63,3 +66,11 @@ def test_standard_error_matches_resampling() -> None:
     i, o = torch.randn(60, generator=generator), torch.randn(50, generator=generator)
     value = ranking.auroc_difference(i, o, -i, -o).value
     assert value == pytest.approx(ranking.auroc(i, o) - ranking.auroc(-i, -o))
+
+
+@given(PAIRS, PAIRS)
+def test_difference_matches_loops(inside: list[tuple[float, float]], outside: list[tuple[float, float]]) -> None:
+    (in_first, in_second), (out_first, out_second) = zip(*inside, strict=True), zip(*outside, strict=True)
+    expected = naive.auroc_difference(in_first, out_first, in_second, out_second)
+    samples = (tensor(list(part)) for part in (in_first, out_first, in_second, out_second))
+    assert ranking.auroc_difference(*samples) == pytest.approx(expected, abs=1e-12)

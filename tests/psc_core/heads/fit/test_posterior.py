@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from psc_core.heads.fit import laplace, posterior, softmax
 from psc_core.heads.fit import sngp as sngp_fit
 from psc_core.heads.fit.posterior import PRIOR_IMAGES, choose_posterior
 from psc_core.heads.fit.temperature import fit_temperature
-from tests.psc_core.heads.support import fit, images
+from tests.psc_core.heads.support import SEEDS, fit, images
+from tests.reference import heads as naive
 
 
 def test_chooses_precision_and_temperature() -> None:
@@ -62,3 +65,17 @@ def test_temperature_undoes_shrunk_weights(kind: str, monkeypatch: pytest.Monkey
     z, labels = images(150, 6, 3, seed=1)
     served = posterior.nll(head(z).probabilities.log(), labels).mean().item()
     assert served == pytest.approx(head.record["val_nll"], abs=1e-4)
+
+
+@settings(max_examples=15)
+@given(st.integers(2, 60), SEEDS, st.sampled_from([0.3, 1.0, 3.0]))
+def test_choice_matches_search(n: int, seed: int, spread: float) -> None:
+    random = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 3, (n,), generator=random)
+    logits = {
+        precision: spread * torch.randn(n, 3, generator=random, dtype=torch.float64) + 2 * torch.eye(3)[labels].double()
+        for precision in (0.01, 1.0, 100.0)
+    }
+    temperatures = {key: fit_temperature(f, labels, prior_images=PRIOR_IMAGES) for key, f in logits.items()}
+    choice = choose_posterior(logits.__getitem__, labels, tuple(logits))
+    assert choice == pytest.approx(naive.choose_posterior(logits, temperatures, labels), rel=1e-6)

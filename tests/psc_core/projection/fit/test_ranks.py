@@ -73,3 +73,16 @@ def test_keeps_and_checks_fixed_sizes() -> None:
     assert choose_ranks(nc1, nc4, epsilon=0.2, reference_nc4=0.9, c_proj=3).c_proj == 3
     with pytest.raises(FitError, match=r"c_proj in 1…3"):
         choose_ranks(nc1, nc4, epsilon=0.2, reference_nc4=0.9, c_proj=4)
+
+
+GRID = st.sampled_from([0.1, 0.3, 0.5, 0.7, 0.9])
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.data())
+def test_choice_matches_search(c: int, d: int, data: st.DataObject) -> None:
+    nc1, nc4 = (
+        torch.tensor(data.draw(st.lists(GRID, min_size=c * d, max_size=c * d)), dtype=torch.float64).view(c, d)
+        for _ in range(2)
+    )
+    choice = choose_ranks(nc1, nc4, epsilon=0.3, reference_nc4=0.7, tolerance=0.1)
+    assert (choice.c_proj, choice.d_proj) == reference.smallest_size(nc1, nc4, 0.3, 0.7, 0.1)
