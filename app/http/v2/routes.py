@@ -134,7 +134,7 @@ async def model_ready(request: Request, response: Response, name: str) -> ModelR
     responses={503: {"model": ModelReadyDocument}, **_errors(404)},
     summary="Readiness of a model's version",
 )
-async def version_ready(service: AnyService, response: Response, name: str, version: str) -> ModelReadyDocument:
+async def version_ready(request: Request, response: Response, name: str, version: str) -> ModelReadyDocument:
     """As without a version."""
     return _model_ready(service_of(request), response, name, version)
 
