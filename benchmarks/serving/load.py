@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import io
 import os
-import re
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -26,7 +25,7 @@ from benchmarks.runs import BUNDLE, RESULTS, Json, environment, write_json, writ
 from benchmarks.serving.client import Generator, Load
 from benchmarks.serving.drive import Target, summary
 from benchmarks.serving.processes import ROOT, Processes, free_port
-from benchmarks.serving.report import back_to_normal, batches, requirements, section
+from benchmarks.serving.report import back_to_normal, batches, requirements, scraped, section
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
 
@@ -80,7 +79,7 @@ class Bench:
 
     async def _metrics(self) -> dict[str, float]:
         _, text = await self._generator.get("/metrics")
-        return {name: float(value) for name, value in re.findall(r"^(psc_\S+) (\S+)$", text, re.MULTILINE)}
+        return scraped(text)
 
 
 def phase(load: Load) -> Json:

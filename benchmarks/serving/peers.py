@@ -40,6 +40,7 @@ from benchmarks.serving.load import digits
 from benchmarks.serving.overhead import make_bundle
 from benchmarks.serving.peers_report import draw, name_of, targets, write_report
 from benchmarks.serving.processes import ROOT, DidNotStart, Processes, free_port
+from benchmarks.serving.report import scraped
 from benchmarks.serving.servers import BY_NAME, COMPUTE, OVERHEAD, SERVERS, Server, answer_of
 from psc_core.model.predictor import PSC
 
@@ -122,12 +123,8 @@ class Metrics:
         return round(images / steps, 2) if steps else None
 
     def _sums(self) -> tuple[float, float]:
-        found = {"count": 0.0, "sum": 0.0}
-        for line in self._read().splitlines():
-            name, _, value = line.partition(" ")
-            if name in ("psc_batch_size_count", "psc_batch_size_sum"):
-                found[name.rpartition("_")[2]] = float(value)
-        return found["count"], found["sum"]
+        metrics = scraped(self._read())
+        return metrics["psc_batch_size_count"], metrics["psc_batch_size_sum"]
 
 
 class Rival:

@@ -20,6 +20,12 @@ NORMAL = 2.0
 """Latency is back to normal when a second's median is at most this many times the unloaded median."""
 
 
+def scraped(text: str) -> dict[str, float]:
+    """Metrics of a service with one model, by name and labels, the model's name left out."""
+    text = re.sub(r'{model="[^"]*"(,|(?=}))', "{", text).replace("{} ", " ")
+    return {name: float(value) for name, value in re.findall(r"^(psc_\S+) (\S+)$", text, re.MULTILINE)}
+
+
 def batches(before: dict[str, float], after: dict[str, float]) -> Json:
     """Device steps between two scrapes: how many, their mean size, and the share of each size."""
     grown = {key: after[key] - before.get(key, 0.0) for key in after if key.startswith("psc_batch_size")}

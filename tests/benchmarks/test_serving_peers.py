@@ -163,23 +163,23 @@ def test_every_peers_adapter_answers_as_the_library(
 ) -> None:
     monkeypatch.setenv("PSC_BENCH_BUNDLE", str(tiny_bundle))
     monkeypatch.setenv("PSC_BENCH_COUNTS", str(tmp_path))
-    monkeypatch.setattr("benchmarks.serving.adapters.judge.FACTORY", "tests.tiny:network")
+    monkeypatch.setattr("benchmarks.serving.adapters.model.FACTORY", "tests.tiny:network")
     monkeypatch.setattr(peers, "FACTORY", "tests.tiny:network")
-    from benchmarks.serving.adapters.judge import Judge
+    from benchmarks.serving.adapters.model import Model
 
-    judge = Judge()
+    model = Model()
     before = peers.counted(tmp_path)
     images = [png(5, size=28), png(200, size=28)]
-    answers = judge.judge([judge.decode(image) for image in images])
+    answers = model.predict([model.decode(image) for image in images])
     after = peers.counted(tmp_path)
     assert (after[0] - before[0], after[1] - before[1]) == (1, 2)
     for image, answer in zip(images, answers, strict=True):
-        peers.check_answer(BY_NAME["mosec"], answer_of(BY_NAME["mosec"], judge.dump(answer)), tiny_bundle, image)
+        peers.check_answer(BY_NAME["mosec"], answer_of(BY_NAME["mosec"], model.dump(answer)), tiny_bundle, image)
     wrong = {**answers[0], "log_density": answers[0]["log_density"] + 1}
     with pytest.raises(peers.DidNotStart, match="the library says"):
         peers.check_answer(BY_NAME["mosec"], wrong, tiny_bundle, images[0])
     with pytest.raises(ValueError, match="expected an image of"):
-        judge.decode(png(5, size=8))
+        model.decode(png(5, size=8))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from app.main import create_app
 from app.runtime import UvicornRuntime
 from app.server import BACKLOG, uvicorn_config
-from app.settings import load_settings
+from app.settings import Settings
 from benchmarks.serving.adapters.settings import FACTORY, port
 from psc_core.model.predictor import PSC
 
@@ -38,7 +38,7 @@ class Instant(nn.Module):
 
 def main() -> None:
     """Serve until told to stop."""
-    settings = load_settings({"device": "cpu", "log_level": "error"})
+    settings = Settings(device="cpu", log_level="error")
     psc = PSC.load(os.environ["PSC_BENCH_BUNDLE"], device="cpu", allow_factories=[FACTORY])
     size = psc.preprocess
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""mosec: one stage that decodes and judges, or decoders in front of it (``PSC_BENCH_DECODERS``)."""
+"""mosec: one stage that decodes and predicts, or decoders in front of it (``PSC_BENCH_DECODERS``)."""
 
 from __future__ import annotations
 
