@@ -1,8 +1,8 @@
-"""Trained networks, each once, whichever script asks first.
+"""Trained networks, shared by all scripts.
 
     python -m benchmarks.checkpoints --network resnet18 --training-data dirty-mnist --scale full --data ROOT
 
-The file name says what was trained and how; beside it lies the summary that :mod:`benchmarks.train` writes.
+The file name describes network, data and training; :mod:`benchmarks.train` writes a summary beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.network.weights import load_weights, read_tensors
 
 SPECTRAL_NORM = 3.0
-"""The paper's coefficient."""
+"""The paper's bound."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Job:
     Attributes:
         network: Name in :data:`benchmarks.networks.NETWORKS`.
         data: Built-in data set or factory of :mod:`benchmarks.data`.
-        epochs: Over the (image, label) rows.
-        seed: Of initialisation and order.
-        spectral_norm: Coefficient, 0 for none.
-        batch: Rows a step.
+        epochs: Each visits every labelled example once.
+        seed: Of initialisation and order of the examples.
+        spectral_norm: Bound, 0 for none.
+        batch: Labelled examples in a training step.
     """
 
     network: str
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def augment(self) -> bool:
-        """Whether training crops and flips; not where the images are to be learnt by heart."""
+        """Whether training crops and flips images; not where the network is to memorise them."""
         return "cifar10" in self.data and "_few_" not in self.data
 
     @property
@@ -63,7 +63,7 @@ class Job:
         return f"{self.network}-{data}{bound}-e{self.epochs}-b{self.batch}-s{self.seed}"
 
     def describe(self) -> str:
-        """In words, for tables."""
+        """Text for tables."""
         bound = f", spectral norm ≤ {self.spectral_norm:g}" if self.spectral_norm else ""
         return f"{self.network}{bound}, {self.epochs} epochs, batch {self.batch}, seed {self.seed}"
 
@@ -73,7 +73,7 @@ class Trained:
     """A trained network with the data it was trained on.
 
     Attributes:
-        job: What was trained.
+        job: The training job.
         name: Of the checkpoint.
         net: In eval mode, on the run's device.
         train: Training images.
@@ -90,10 +90,10 @@ class Trained:
 
 
 def obtain(run: Run, job: Job, *, file: Path | None = None) -> Trained:
-    """Train the network unless it is there already, and open its data.
+    """Load the network, trained first if there is no checkpoint, and open its data.
 
     Args:
-        run: Names the folders, the device and, where ``--epochs`` says so, the epochs.
+        run: Gives folders, device and, with ``--epochs``, the epochs.
         job: What to train.
         file: A checkpoint to use instead of training.
     """
@@ -140,7 +140,7 @@ def _arguments(run: Run, job: Job, out: Path) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train one network ahead of the scripts that use it."""
+    """Train one network before the scripts that use it."""
     cli = runs.parser(__doc__)
     cli.add_argument("--network", choices=sorted(NETWORKS), required=True)
     cli.add_argument("--training-data", required=True, help="dirty-mnist, cifar10, benchmarks.data:cifar10_known_0, …")
@@ -148,7 +148,7 @@ def main() -> None:
     cli.add_argument("--batch", type=int, default=128)
     args = cli.parse_args()
     if args.epochs is None:
-        cli.error("--epochs is needed here")
+        cli.error("--epochs is required")
     run = runs.start("checkpoints", args)
     obtain(run, Job(args.network, args.training_data, args.epochs, args.seed, args.spectral_norm, args.batch))
 

@@ -1,9 +1,9 @@
-"""Data sets of the benchmarks that are made from the built-in ones: classes held out as out-of-distribution.
+"""Data sets derived from the built-in ones, with some classes held out as out-of-distribution.
 
-``psc-fit --train benchmarks.data:cifar10_known_0 …`` with ``PSC_DATA`` naming the folder of the data sets.  For
-each split, ``…_known_N`` has the classes that a network is trained on and ``…_unknown_N`` all others, from the
-same source: near OOD.  The CIFAR-10 splits are those of the open-set literature (Neal et al., 2018; Vaze et al.,
-2022), numbered in the order published; the digits' splits use the same class numbers.
+``psc-fit --train benchmarks.data:cifar10_known_0 …`` with ``PSC_DATA`` naming the folder of the data sets.  For each
+split, ``…_known_N`` has the classes that a network is trained on and ``…_unknown_N`` the others (near OOD).  The
+CIFAR-10 splits are those of the open-set literature (Neal et al., 2018; Vaze et al., 2022) in the published order; the
+splits of the digits use the same class numbers.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def data_root() -> Path:
         DataError: It is not set.
     """
     if ROOT_VARIABLE not in os.environ:
-        raise DataError(f"expected {ROOT_VARIABLE} to name the folder of the data sets, it is not set; export it")
+        raise DataError(f"{ROOT_VARIABLE} is not set; export it as the folder of the data sets")
     return Path(os.environ[ROOT_VARIABLE])
 
 
 def keep_classes(dataset: ImageDataset, classes: Sequence[int], name: str) -> ImageDataset:
-    """The images of some classes, which become classes 0, 1, … in the order given."""
+    """The images of some classes, renumbered 0, 1, … in the order given."""
     new = torch.full((len(dataset.classes),), -1)
     new[torch.tensor(classes)] = torch.arange(len(classes))
     kept = dataset.subset((new[dataset.first_labels()] >= 0).nonzero().squeeze(1))
@@ -56,7 +56,7 @@ def keep_classes(dataset: ImageDataset, classes: Sequence[int], name: str) -> Im
 
 
 def random_images(dataset: ImageDataset, count: int | None, seed: int = 0) -> ImageDataset:
-    """At most ``count`` images, drawn at random and kept in order; all for ``None``."""
+    """At most ``count`` random images in their original order; all for ``None``."""
     if count is None or count >= len(dataset):
         return dataset
     return dataset.subset(_draw(len(dataset), count, seed))
@@ -79,7 +79,7 @@ def _factory(source: str, split_number: int, *, known: bool) -> Factory:
 
 
 def _few(images: int) -> Factory:
-    """CIFAR-10 with so few training images that a network classifies all of them rightly before long."""
+    """CIFAR-10 with so few training images that a network soon memorises them."""
 
     def factory(*, split: str, preprocess: Preprocess) -> ImageDataset:
         whole = open_dataset(f"cifar10:{data_root()}", split=split, preprocess=preprocess)

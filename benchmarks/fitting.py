@@ -1,4 +1,4 @@
-"""A PSC and its rivals around a trained network, with the slow stations kept between scripts."""
+"""PSC and the baselines on a trained network; the slow stages are kept and shared by all scripts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from psc_core.network.layers import list_layers
 
 
 @dataclass(frozen=True)
-class Stations:
-    """What is fitted before density and head.
+class Stages:
+    """The stages before density and head.
 
     Attributes:
         report: Collapse of every layer.
-        candidate: The layer(s) chosen.
+        candidate: The selected layer(s).
         projection: Projection with NC1 and NC4 of every size.
     """
 
@@ -41,7 +41,7 @@ class Stations:
 
 
 def open_pair(run: Run, data: str, trained: Trained) -> tuple[ImageDataset, ImageDataset]:
-    """Training and validation images of other data than the network's own, preprocessed like those."""
+    """Training and validation images of another data set, preprocessed for the network."""
     train, val = (
         open_dataset(run.spec(data), split=split, preprocess=trained.train.preprocess) for split in ("train", "val")
     )
@@ -54,7 +54,7 @@ def compute_of(run: Run) -> Compute:
 
 
 def options_of(run: Run) -> FitOptions:
-    """The same for the fitting stations, with the run's seed."""
+    """Options of the fitting stages: device, batch size and seed of the run."""
     return FitOptions(run.device, batch_images=compute_of(run).batch_images, seed=run.seed)
 
 
@@ -78,7 +78,7 @@ def measure(
     return report
 
 
-def stations(
+def stages(
     run: Run,
     trained: Trained,
     *,
@@ -86,16 +86,16 @@ def stations(
     granularity: str = "operations",
     datasets: tuple[ImageDataset, ImageDataset] | None = None,
     collapse_on: tuple[ImageDataset, ImageDataset] | None = None,
-) -> Stations:
+) -> Stages:
     """Collapse, candidate and projection, fitted once for a checkpoint.
 
     Args:
         run: Of the script.
         trained: The network.
-        fit_images: How many training images, drawn at random; None for all.
-        granularity: Which layers are measured.
+        fit_images: Number of random training images; None for all.
+        granularity: Layers to measure.
         datasets: Training and validation images; by default the network's own.
-        collapse_on: Those that collapse is measured on, where they are others.
+        collapse_on: Images to measure collapse on, if not ``datasets``.
     """
     train, val = datasets or (trained.train, trained.val)
     report = measure(run, trained, fit_images=fit_images, granularity=granularity, datasets=collapse_on or (train, val))
@@ -107,7 +107,7 @@ def stations(
             trained.net, candidate, random_images(train, fit_images), val, options=options_of(run)
         )
         store.save_projection(projection)
-    return Stations(report, candidate, projection)
+    return Stages(report, candidate, projection)
 
 
 def _store(
@@ -131,12 +131,12 @@ def _store(
     if collapse_on:
         job["collapse_on"] = collapse_on
     data = f"{train.name}-layer-of-{collapse_on}" if collapse_on else train.name
-    folder = f"{trained.name}-{data}-{granularity}-{images or 'all'}-s{run.seed}.stations"
+    folder = f"{trained.name}-{data}-{granularity}-{images or 'all'}-s{run.seed}.stages"
     return StationStore(run.checkpoints / folder, job)
 
 
-def psc_of(run: Run, trained: Trained, parts: Stations, *, fit_images: int | None, density: str = "gda") -> PSC:
-    """A PSC with the Laplace head; the paper's with its Gaussians a class."""
+def psc_of(run: Run, trained: Trained, parts: Stages, *, fit_images: int | None, density: str = "gda") -> PSC:
+    """A PSC with the Laplace head; ``gda`` is the paper's density."""
     return fit.fit_psc(
         trained.net,
         parts.candidate,
@@ -150,7 +150,7 @@ def psc_of(run: Run, trained: Trained, parts: Stations, *, fit_images: int | Non
 
 
 def baselines_of(run: Run, trained: Trained, *, fit_images: int | None) -> Baselines:
-    """Detectors on the penultimate layer and the logits of the same network."""
+    """Detectors on penultimate features and logits of the same network."""
     return fit_baselines(
         trained.net,
         penultimate_layer(trained),
@@ -162,7 +162,7 @@ def baselines_of(run: Run, trained: Trained, *, fit_images: int | None) -> Basel
 
 
 def penultimate_layer(trained: Trained) -> str:
-    """Name of the layer that the logits are computed from."""
+    """Name of the layer that the last linear layer reads."""
     device = next(trained.net.parameters()).device
     example = example_input(trained.train.preprocess).to(device)
     return next(layer.name for layer in list_layers(trained.net, example) if layer.role == "penultimate")
@@ -178,25 +178,27 @@ class Penultimate:
     """Penultimate features of a data set, on the CPU.
 
     Attributes:
-        features: ``float32 (rows, D)``; an image with several labels is repeated where ``rows`` was asked for.
-        logits: ``float64 (rows, K)``.
-        labels: ``int64 (rows,)``.
+        features: ``float32 (n, D)``, of each image or of each labelled example.
+        logits: ``float64 (n, K)``.
+        labels: ``int64 (n,)``.
     """
 
-    features: Float[Tensor, "rows dim"]
-    logits: Float[Tensor, "rows classes"]
-    labels: Int[Tensor, " rows"]
+    features: Float[Tensor, "n dim"]
+    logits: Float[Tensor, "n classes"]
+    labels: Int[Tensor, " n"]
 
 
-def penultimate_features(run: Run, trained: Trained, data: ImageDataset, *, rows: bool) -> Penultimate:
-    """One pass of the whole network; one entry for each (image, label) row, or for each image."""
+def penultimate_features(run: Run, trained: Trained, data: ImageDataset, *, per_example: bool) -> Penultimate:
+    """One pass of the whole network; one entry for each labelled example, or for each image."""
     example = example_input(data.preprocess).to(run.device)
     backbone = truncate(trained.net, [penultimate_layer(trained)], keep_output=True, example=example)
     features, logits, labels = [], [], []
     for (h, f), batch in passes(
         data, compute_of(run), f"features of {data.name}", lambda x: penultimate_and_logits(backbone, x)
     ):
-        features.append((batch.per_example(h) if rows else h).cpu())
-        logits.append((batch.per_example(f) if rows else f).cpu())
-        labels.append(batch.labels if rows else torch.empty(0, dtype=torch.int64))
-    return Penultimate(torch.cat(features), torch.cat(logits), torch.cat(labels) if rows else data.first_labels())
+        features.append((batch.per_example(h) if per_example else h).cpu())
+        logits.append((batch.per_example(f) if per_example else f).cpu())
+        labels.append(batch.labels if per_example else torch.empty(0, dtype=torch.int64))
+    return Penultimate(
+        torch.cat(features), torch.cat(logits), torch.cat(labels) if per_example else data.first_labels()
+    )

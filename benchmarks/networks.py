@@ -4,9 +4,9 @@
 torchvision's own with a small stem, so a bundle of theirs loads without this module.
 
 Spectral normalisation follows Deep Deterministic Uncertainty (Mukhoti et al., 2023): a *bound*, not an
-equality.  A weight W with spectral norm σ > coefficient is served as W · coefficient / σ, with one power
-iteration a training step; a convolution's σ is that of the convolution as a linear map of images (with its
-stride, padding and input size), up to three times that of its (out, in · kernel) matrix for a 3×3 kernel.
+equality.  A weight W with spectral norm σ > coefficient is replaced by W · coefficient / σ, with one power
+iteration in each training step.  A convolution's σ is that of the linear map of images (with stride, padding and
+input size), up to three times that of its (out, in · kernel) matrix for a 3×3 kernel.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ def wide_resnet28_10(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
 
 
 def wide_resnet16_2(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """Wide-ResNet-16-2: the same family at a size that trains on a CPU in minutes."""
+    """Wide-ResNet-16-2: a smaller network of the family, trained on a CPU in minutes."""
     return WideResNet(16, 2, num_classes, in_channels)
 
 
 def wide_resnet10_1(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """Wide-ResNet-10-1: the same family at a size for trying things out."""
+    """Wide-ResNet-10-1: the smallest network of the family, for tests."""
     return WideResNet(10, 1, num_classes, in_channels)
 
 
@@ -173,7 +173,7 @@ class SpectralBound(nn.Module):
             self.v.copy_(v / v.norm().clamp_min(1e-12))
 
     def forward(self, weight: Tensor) -> Tensor:
-        # σ in float32 whatever autocast says: bfloat16 products of it would be off by a percent.
+        # σ in float32 even under autocast: in bfloat16 it would be off by a percent.
         with torch.autocast(weight.device.type, enabled=False):
             if self.training:
                 self._iterate(weight.detach(), 1)
@@ -185,9 +185,9 @@ def bound_spectral_norm(net: nn.Module, coefficient: float, example: Tensor) -> 
     """Put a :class:`SpectralBound` on every convolution and hidden linear layer of ``net``, in place.
 
     Args:
-        net: A network; its last such layer, the output, stays free.
+        net: A network; its last such layer, the output, stays unbounded.
         coefficient: Largest spectral norm of a layer.
-        example: One input, which says how large the input of each convolution is.
+        example: One input, which determines the input size of each convolution.
     """
     hidden = [m for m in net.modules() if isinstance(m, nn.Conv2d | nn.Linear)][:-1]
     shapes: dict[nn.Module, torch.Size] = {}
@@ -208,7 +208,7 @@ def bound_spectral_norm(net: nn.Module, coefficient: float, example: Tensor) -> 
 
 
 def fold_spectral_norm(net: nn.Module) -> nn.Module:
-    """Replace every bound weight by its bounded value, in place: an ordinary network remains."""
+    """Replace every bounded parametrisation by its value, in place; plain modules remain."""
     net.eval()
     for module in net.modules():
         if parametrize.is_parametrized(module, "weight"):

@@ -1,4 +1,4 @@
-"""Figures of the benchmarks: plain matplotlib, saved as SVG that is the same for the same numbers."""
+"""Figures of the benchmarks as reproducible SVG."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 COLOURS = {"in-distribution": "#3b6ea8", "ambiguous": "#d99000", "out-of-distribution": "#b03a48"}
-"""By group of images."""
+"""Colours by group of images."""
 
 
 @contextmanager
 def figure(file: Path, rows: int, columns: int, *, width: float = 4.2, height: float = 2.9) -> Iterator[Any]:
-    """A grid of axes, (rows, columns); saved when the block ends."""
+    """A grid of axes, (rows, columns), saved when the block ends."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -33,23 +33,23 @@ def figure(file: Path, rows: int, columns: int, *, width: float = 4.2, height: f
 
 
 def histograms(groups: Mapping[str, Tensor], bins: int = 60) -> dict[str, Any]:
-    """Shares of each group in common bins, as JSON types; outer 1 % tails are put into the outer bins."""
+    """Fraction of each group in common bins, as JSON types; values below the 2 % quantile count in the first bin."""
     together = torch.cat([values.double() for values in groups.values()])
     low = min(float(values.double().quantile(0.02)) for values in groups.values())
     high = float(together.max())
     edges = torch.linspace(low, max(high, low + 1e-6), bins + 1, dtype=torch.float64)
-    shares = {
+    fractions = {
         name: torch.histogram(values.double().clamp(low, edges[-1].item()), edges).hist / len(values)
         for name, values in groups.items()
     }
-    return {"edges": edges.tolist(), "shares": {name: share.tolist() for name, share in shares.items()}}
+    return {"edges": edges.tolist(), "fractions": {name: fraction.tolist() for name, fraction in fractions.items()}}
 
 
 def draw_histograms(axis: Any, counts: Mapping[str, Any], *, title: str, xlabel: str) -> None:
-    """Step histograms of what :func:`histograms` gave."""
-    for name, share in counts["shares"].items():
-        axis.stairs(share, counts["edges"], fill=True, alpha=0.45, color=COLOURS[name], label=name)
-    axis.set(title=title, xlabel=xlabel, ylabel="share of images")
+    """Step histograms of the output of :func:`histograms`."""
+    for name, fraction in counts["fractions"].items():
+        axis.stairs(fraction, counts["edges"], fill=True, alpha=0.45, color=COLOURS[name], label=name)
+    axis.set(title=title, xlabel=xlabel, ylabel="fraction of images")
 
 
 def draw_layers(
@@ -60,7 +60,7 @@ def draw_layers(
     title: str,
     cutoff: float | None = None,
 ) -> None:
-    """A number at every layer for several networks, candidate layers boxed."""
+    """A value at every layer for several networks; candidate layers are boxed."""
     for index, (name, values) in enumerate(series.items()):
         colour = f"C{index}"
         axis.plot(range(len(values)), values, ".-", lw=1, ms=4, color=colour, label=name)
@@ -74,7 +74,7 @@ def draw_layers(
 def draw_sizes(
     axis: Any, values: Sequence[Sequence[float]], sizes: Sequence[int], *, title: str, cutoff: float | None = None
 ) -> None:
-    """A number against d_proj, one line for each c_proj; row c − 1 of ``values`` belongs to c_proj = c."""
+    """A value against d_proj, one line for each c_proj; ``values[c − 1]`` belongs to c_proj = c."""
     from matplotlib import colormaps
 
     colours = colormaps["viridis"]

@@ -1,8 +1,8 @@
-"""What every benchmark script shares: its command line, resumable parts, results and where they came from.
+"""What the benchmark scripts share: their command line, resumable parts, results and provenance.
 
 A run writes ``NAME-SCALE.json`` (result, environment, command), its figures and ``NAME-SCALE.md`` into
-``--out``.  The parts it is made of (one network, one seed, …) are kept in ``--out``/parts as they finish, so
-that an interrupted run goes on, and a long one can be split over several machines.
+``--out``.  Its parts (one network, one seed, …) are kept in ``--out``/parts as they finish, so an interrupted run
+continues and a long one can be split over several machines.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ SCALES = ("smoke", "cpu", "full")
 """Seconds on a few images; hours on a few CPU cores; the paper's networks on a GPU."""
 
 RESULTS = Path(__file__).parent / "results"
-"""Where results that are kept lie."""
+"""Published results."""
 
 BUNDLE = Path(__file__).resolve().parents[1] / "artifacts" / "dirty-mnist-resnet18"
-"""What the repository ships."""
+"""The shipped bundle."""
 
 Json = dict[str, Any]
 
@@ -43,18 +43,18 @@ class Run:
     """One invocation of a script.
 
     Attributes:
-        name: Of the script; files are named after it.
+        name: Of the script; its files start with it.
         scale: One of :data:`SCALES`.
         data: Folder of the data sets.
-        out: Where results go.
-        checkpoints: Where trained networks and fitted stations are kept, between scripts too.
-        seed: Of everything random.
+        out: Folder of the results.
+        checkpoints: Folder of trained networks and fitted stages, shared by all scripts.
+        seed: Random seed.
         device: Compute device.
-        command: The command line that gave it.
+        command: The command line.
         epochs: Replaces the epochs of every network, or None.
         fit_images: Replaces the training images that the scale fits on, or None.
         test_images: Replaces the images that the scale tests on, or None.
-        checkpoint: A trained network that replaces the script's main one, or None.
+        checkpoint: A trained network in place of the script's main one, or None.
     """
 
     name: str
@@ -71,11 +71,11 @@ class Run:
     checkpoint: Path | None = None
 
     def spec(self, name: str) -> str:
-        """Data-set spec of a built-in name or of a factory of :mod:`benchmarks.data`."""
+        """Data-set spec of a built-in data set or a factory of :mod:`benchmarks.data`."""
         return name if ":" in name else f"{name}:{self.data}"
 
     def part(self, name: str, settings: Mapping[str, Any], compute: Callable[[], Json]) -> Json:
-        """``compute()``, or what an earlier run with equal settings found."""
+        """``compute()``, or the result of an earlier run with equal settings."""
         file = self.out / "parts" / f"{self.name}-{self.scale}-{name}.json"
         key = hashlib.sha256(json.dumps(dict(settings), sort_keys=True, default=str).encode()).hexdigest()[:16]
         if file.exists():
@@ -88,7 +88,7 @@ class Run:
         return result
 
     def finished(self) -> dict[str, Json]:
-        """Results of all parts there are at this scale, by name: those of earlier runs too."""
+        """Results of all parts at this scale by name, those of earlier runs included."""
         return {name: part["result"] for name, part in self._parts().items()}
 
     def _parts(self) -> dict[str, Json]:
@@ -100,14 +100,14 @@ class Run:
         return {"command": self.command, "environment": environment(self.device)}
 
     def figure(self, name: str) -> Path:
-        """File of a figure of this run."""
+        """Path of a figure of this run."""
         self.out.mkdir(parents=True, exist_ok=True)
         return self.out / f"{self.name}-{self.scale}-{name}.svg"
 
     def write(self, result: Json, fragment: Callable[[Json], str]) -> Json:
-        """Write result and Markdown fragment; returns the whole record.
+        """Write the result and its Markdown; returns the whole record.
 
-        The record says of every part how and where it was measured: earlier runs may have measured some.
+        The record has command and environment of each part, because earlier runs may have measured some.
         """
         origins = {name: {key: part[key] for key in ("command", "environment")} for name, part in self._parts().items()}
         record = {
@@ -124,17 +124,17 @@ class Run:
         return record
 
 
-_UNTOLD = ("out", "checkpoints", "device")
+_LOCAL = ("out", "checkpoints", "device")
 """Options that change where a run happens, not what it measures."""
 
 
 def command_line(args: argparse.Namespace) -> str:
-    """The command that gives the same options, with folders of this machine left out."""
+    """The command with the same options, without folders of this machine."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     words = [f"python -m {spec.name}" if spec is not None else Path(sys.argv[0]).name]
     for name, value in vars(args).items():
         option = f"--{name.replace('_', '-')}"
-        if value is None or name in _UNTOLD:
+        if value is None or name in _LOCAL:
             continue
         if isinstance(value, list):
             texts = [str(item) for item in value]
@@ -145,7 +145,7 @@ def command_line(args: argparse.Namespace) -> str:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that every script has."""
+    """The options of every script."""
     cli = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--scale", choices=SCALES, default="cpu", help="smoke: seconds; cpu: hours; full: a GPU")
     cli.add_argument("--data", type=Path, required=True, metavar="ROOT", help="folder of the data sets")
@@ -160,14 +160,14 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
     cli.add_argument("--seed", type=int, default=0)
     cli.add_argument("--device", default="auto")
-    cli.add_argument("--epochs", type=int, metavar="N", help="train every network for so long, not as the scale says")
-    cli.add_argument("--fit-images", type=int, metavar="N", help="fit on at most so many images, not as the scale says")
-    cli.add_argument("--test-images", type=int, metavar="N", help="test on at most so many images of each data set")
+    cli.add_argument("--epochs", type=int, metavar="N", help="epochs of every network, instead of the scale's")
+    cli.add_argument("--fit-images", type=int, metavar="N", help="fit on at most N images, instead of the scale's")
+    cli.add_argument("--test-images", type=int, metavar="N", help="test on at most N images of each data set")
     return cli
 
 
 def start(name: str, args: argparse.Namespace) -> Run:
-    """The run that parsed options ask for; factories of :mod:`benchmarks.data` see its data folder."""
+    """The run for parsed options; also tells the factories of :mod:`benchmarks.data` the data folder."""
     os.environ[ROOT_VARIABLE] = str(args.data)
     smoke = args.scale == "smoke"
     out = args.out or (Path("out/smoke") if smoke else RESULTS)
@@ -217,16 +217,16 @@ def _commit() -> str:
 
 
 def write_json(file: Path, data: Json) -> None:
-    """Write all at once, so that an interrupted run leaves no half file."""
+    """Write atomically, so that an interrupted run leaves no half-written file."""
     part = file.with_suffix(".part")
     part.write_text(json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n")
     part.rename(file)
 
 
 def updated(page: str, name: str, text: str, title: str = "") -> str:
-    """``page`` with what lies between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` replaced.
+    """``page`` with the text between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` replaced.
 
-    A section that is not there yet comes to the end, under the heading ``title`` if there is one.
+    A missing section is appended, under the heading ``title`` if there is one.
     """
     first, last = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     head, found, rest = page.partition(first)
@@ -259,7 +259,7 @@ def where(environment: Json) -> str:
 
 
 def provenance(record: Json) -> str:
-    """Lines under a table: its scale, and command and environment of the parts that were measured together."""
+    """Lines under a table: its scale, and command and environment of each part."""
     together: dict[str, list[str]] = {}
     for name, origin in record["origins"].items():
         together.setdefault(f"`{origin['command']}` · {where(origin['environment'])}", []).append(name)

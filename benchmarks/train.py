@@ -4,7 +4,7 @@
 
 ``--schedule ddu`` is the recipe of the paper (SGD 0.1, momentum 0.9, weight decay 5e-4, × 0.1 at 150/350 and
 250/350 of the epochs); ``one-cycle`` (default) reaches the same regime in a few epochs.  One epoch visits
-every (image, label) row once.  An interrupted run goes on from its last finished epoch.
+every labelled example once.  An interrupted run continues from its last finished epoch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def load_images(dataset: ImageDataset) -> Tensor:
 
 
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Random crop with 4 pixels of zero padding and horizontal flip, one offset an image."""
+    """Random crop with 4 pixels of zero padding and random horizontal flip of each image."""
     batch, _, height, width = images.shape
     padded = F.pad(images, (4, 4, 4, 4))
     top, left = torch.randint(0, 9, (2, batch), generator=generator).to(images.device)
@@ -53,8 +53,8 @@ def learning_rate(schedule: str, peak: float, step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def right(net: nn.Module, dataset: ImageDataset, device: torch.device) -> Tensor:
-    """For each image 1.0 where its first label is predicted, else 0.0."""
+def correct(net: nn.Module, dataset: ImageDataset, device: torch.device) -> Tensor:
+    """1.0 for each image whose first label is predicted, else 0.0, (n,)."""
     net.eval()
     found = []
     for batch in dataset.batches(512):
@@ -65,7 +65,7 @@ def right(net: nn.Module, dataset: ImageDataset, device: torch.device) -> Tensor
 
 
 def train(args: argparse.Namespace) -> dict[str, object]:
-    """Train as ``args`` says; returns and writes a summary."""
+    """Train, write checkpoint and summary, and return the summary."""
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
     device = torch.device(
@@ -113,8 +113,8 @@ def train(args: argparse.Namespace) -> dict[str, object]:
         order = torch.randperm(data.examples, generator=generator)
         total = torch.zeros((), device=device)
         for batch in track(range(per_epoch), total=per_epoch, description=f"epoch {epoch + 1}/{args.epochs}"):
-            rows = order[batch * args.batch : (batch + 1) * args.batch]
-            picked = images[image_index[rows].to(device)]
+            chosen = order[batch * args.batch : (batch + 1) * args.batch]
+            picked = images[image_index[chosen].to(device)]
             if args.augment:
                 picked = augment(picked, generator)
             for group in optimizer.param_groups:
@@ -122,7 +122,7 @@ def train(args: argparse.Namespace) -> dict[str, object]:
             inputs = preprocess.normalise(picked).contiguous(memory_format=torch.channels_last)
             with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
                 logits = step_model(inputs)
-            loss = F.cross_entropy(logits.float(), data.labels[rows].to(device), label_smoothing=args.smoothing)
+            loss = F.cross_entropy(logits.float(), data.labels[chosen].to(device), label_smoothing=args.smoothing)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -141,7 +141,7 @@ def train(args: argparse.Namespace) -> dict[str, object]:
         )
 
     fold_spectral_norm(net)
-    hits = right(net, test, device)
+    hits = correct(net, test, device)
     summary: dict[str, object] = {
         "network": args.network,
         "data": args.data.partition(":")[0],
@@ -182,7 +182,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--lr", type=float, default=0.1)
     cli.add_argument("--weight-decay", type=float, default=5e-4)
     cli.add_argument("--smoothing", type=float, default=0.0, help="label smoothing")
-    cli.add_argument("--spectral-norm", type=float, default=0.0, help="coefficient (the paper: 3.0); 0 is none")
+    cli.add_argument("--spectral-norm", type=float, default=0.0, help="bound (the paper: 3.0); 0 is none")
     cli.add_argument("--augment", action="store_true", help="random crop and flip")
     cli.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     cli.add_argument("--compile", action="store_true", help="torch.compile the training step")

@@ -1,1 +1,1 @@
-"""PSC against the detectors people use, on the same checkpoints."""
+"""PSC against common OOD detectors on the same checkpoints."""

@@ -1,7 +1,7 @@
-"""Choosing among variants without looking at the test images that report the choice.
+"""Selecting among variants without looking at the test images that are reported.
 
-The variant that reports for a setting is the one with the best mean validation AUROC over all *other* settings;
-the default that a user gets is the best over all settings' validation pairs.
+The variant reported for a setting has the best mean validation AUROC over all *other* settings; the default that a
+user gets was selected on the validation pairs of all settings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from benchmarks.runs import Json
 
 
 def mean_auroc(setting: Json, detector: str, pair: str) -> float | None:
-    """Mean AUROC of a detector over a setting's out-of-distribution sets; None if it was not run."""
+    """Mean AUROC of a detector over a setting's OOD sets; None if it was not run."""
     found = setting["detectors"].get(detector)
     return None if found is None else statistics.mean(entry["auroc"] for entry in found[pair].values())
 
@@ -37,8 +37,8 @@ def _known(setting: Json, detector: str) -> float:
     return value
 
 
-def chosen_elsewhere(settings: Mapping[str, Json], family: str, name: str) -> str | None:
-    """The variant that the other settings' validation pairs choose for setting ``name``; None if it is alone."""
+def selected_elsewhere(settings: Mapping[str, Json], family: str, name: str) -> str | None:
+    """The variant selected on the other settings' validation pairs; None if ``name`` is the only setting."""
     if len(settings) == 1:
         return None
     ranked = ranking(settings, family, without=name)

@@ -1,4 +1,4 @@
-"""What all detectors have in common: they score images by features that one pass of the network gave."""
+"""Detectors: functions that score images from the features of one pass of the network."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from benchmarks.fitting import Penultimate
 
 @dataclass(frozen=True)
 class Spaces(Penultimate):
-    """Penultimate features and logits, with other feature vectors of the same images by name, on the CPU."""
+    """Penultimate features and logits, and other feature vectors of the same images by name, on the CPU."""
 
-    vectors: Mapping[str, Float[Tensor, "rows _"]] = field(default_factory=dict)
+    vectors: Mapping[str, Float[Tensor, "n _"]] = field(default_factory=dict)
 
 
 Score = Callable[[Spaces], Tensor]
@@ -31,9 +31,9 @@ class Detector:
     Attributes:
         name: In tables.
         family: ``"psc"``, ``"penultimate"``, ``"psc_core baseline"`` or ``"pytorch-ood"``.
-        score: Its scores.
-        space: The feature vectors that it reads: a name in :attr:`Spaces.vectors`, or ``"penultimate"``.
-        memory_bytes: What it keeps besides the network (and besides the projection of its space).
+        score: Gives the OOD scores.
+        space: Feature vectors that it reads: a name in :attr:`Spaces.vectors`, or ``"penultimate"``.
+        memory_bytes: Size of its tensors, without the network and the projection of its space.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Detector:
 
 
 def memory_bytes(model: object) -> int:
-    """Bytes of all tensors and arrays that an object holds, directly or in what it holds."""
+    """Bytes of all tensors and arrays reachable from an object."""
     return sum(_sizes(model, set()))
 
 
@@ -70,5 +70,5 @@ def _sizes(value: object, seen: set[int]) -> list[int]:
 
 @torch.no_grad()
 def scored(detector: Detector, images: Spaces) -> Float[Tensor, " n"]:
-    """Scores as float64; what is not a number counts as most out-of-distribution."""
+    """Scores as float64; NaN counts as infinitely out-of-distribution."""
     return torch.nan_to_num(detector.score(images).double().cpu(), nan=torch.inf)

@@ -1,4 +1,4 @@
-"""pytorch-ood's detectors on the features and logits of one network, with their papers' settings.
+"""pytorch-ood's detectors on features and logits of one network, with the settings of their papers.
 
 Every detector is the library's own class (``pip install pytorch-ood``); none is tuned on out-of-distribution
 images.  The layer they read is the penultimate one, averaged over positions, as OpenOOD does for these networks.
@@ -24,25 +24,25 @@ def version() -> str | None:
 
 
 def fit_peers(train: Spaces, output: nn.Linear) -> tuple[list[Detector], dict[str, str]]:
-    """Fit every detector to training rows.
+    """Fit every detector.
 
     Args:
-        train: Rows of the training images.
+        train: Training examples.
         output: The network's last linear layer.
 
     Returns:
-        The fitted detectors, and for each that refused the data, why.
+        The fitted detectors, and the reason for each that failed.
     """
     fitted: list[Detector] = []
-    refused: dict[str, str] = {}
+    failed: dict[str, str] = {}
     for name, build in _builders(train, output).items():
         try:
             model, score = build()
         except (ValueError, AssertionError, RuntimeError) as error:
-            refused[name] = f"{type(error).__name__}: {error}"
+            failed[name] = f"{type(error).__name__}: {error}"
             continue
         fitted.append(Detector(name, "pytorch-ood", score, "penultimate", memory_bytes(model)))
-    return fitted, refused
+    return fitted, failed
 
 
 def _builders(train: Spaces, output: nn.Linear) -> Mapping[str, Callable[[], tuple[Any, Score]]]:

@@ -1,9 +1,9 @@
-"""PSC against the detectors people use, on the same checkpoints.
+"""PSC against common OOD detectors on the same checkpoints.
 
     python -m benchmarks.ood.run --scale cpu --data ROOT [--setting dirty-mnist …] [--checkpoint FILE]
 
-Every setting is a part that is kept when it is done; the report holds all parts there are.  ``--checkpoint`` takes
-the network of one setting from a file.  Times are of this machine, at a batch of 64.
+Every setting is a part; the report holds all parts run so far.  ``--checkpoint`` takes the network of one setting
+from a file.  Times are of this machine, at a batch of 64.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ TIMED_BATCH = 64
 
 
 def main(argv: list[str] | None = None) -> Json:
-    """Run the settings asked for and write the report of all settings there are."""
+    """Run the given settings and write the report of all settings run so far."""
     cli = runs.parser(__doc__)
     cli.add_argument("--setting", choices=sorted(SETTINGS), action="append", help="default: the scale's")
-    cli.add_argument("--checkpoint", type=Path, metavar="FILE", help="the network of the one setting, already trained")
+    cli.add_argument("--checkpoint", type=Path, metavar="FILE", help="a trained network for the one setting")
     args = cli.parse_args(argv)
     wanted = args.setting or AT_SCALE[args.scale]
     if args.checkpoint and len(wanted) != 1:
-        cli.error("--checkpoint goes with exactly one --setting")
+        cli.error("--checkpoint needs exactly one --setting")
     run = runs.start(NAME, args)
     for name in wanted:
         one_setting(run, SETTINGS[name], args.checkpoint)
@@ -67,12 +67,12 @@ def one_setting(run: Run, setting: Setting, checkpoint: Path | None) -> Json:
 
     def compute() -> Json:
         trained = checkpoints.obtain(run, job, file=checkpoint)
-        stations = {
-            granularity: fitting.stations(run, trained, fit_images=fit_images, granularity=granularity)
+        stages = {
+            granularity: fitting.stages(run, trained, fit_images=fit_images, granularity=granularity)
             for granularity in GRANULARITIES[run.scale]
         }
-        extract = variants.extractor(run, trained, stations)
-        fitted, refused = fit_all(run, trained, extract, fit_images)
+        extract = variants.extractor(run, trained, stages)
+        fitted, failed = fit_all(run, trained, extract, fit_images)
         measured = {
             pair: score_pair(run, extract, fitted, data) for pair, data in pairs(run, setting, trained, limit).items()
         }
@@ -94,21 +94,21 @@ def one_setting(run: Run, setting: Setting, checkpoint: Path | None) -> Json:
             "fit_images": fit_images,
             "images": limit,
             "peers": peers.version(),
-            "refused": refused,
-            "layers": {name: _layer(parts) for name, parts in stations.items()},
-            "penultimate": _collapse(stations["operations"], [extract.penultimate]),
+            "failed": failed,
+            "layers": {name: _layer(parts) for name, parts in stages.items()},
+            "penultimate": _collapse(stages["operations"], [extract.penultimate]),
             "detectors": detectors,
         }
 
     return run.part(setting.name, settings, compute)
 
 
-def _layer(parts: fitting.Stations) -> Json:
+def _layer(parts: fitting.Stages) -> Json:
     projection = parts.projection.projection
     return {"size": [projection.c_proj, projection.d_proj], **_collapse(parts, list(parts.candidate.layers))}
 
 
-def _collapse(parts: fitting.Stations, names: list[str]) -> Json:
+def _collapse(parts: fitting.Stages, names: list[str]) -> Json:
     layers = [parts.report.layer(name) for name in names]
     return {"layers": names, "nc1": [layer.nc1 for layer in layers], "nc4": [layer.nc4 for layer in layers]}
 
@@ -116,9 +116,9 @@ def _collapse(parts: fitting.Stations, names: list[str]) -> Json:
 def fit_all(
     run: Run, trained: Trained, extract: Extractor, fit_images: int | None
 ) -> tuple[list[Detector], dict[str, str]]:
-    """Every detector, and why some refused."""
-    train = variants.spaces_of(run, extract, random_images(trained.train, fit_images), rows=True)
-    val = variants.spaces_of(run, extract, split_validation(trained.val, run.seed)[0], rows=True)
+    """The fitted detectors, and the reason for each that failed."""
+    train = variants.spaces_of(run, extract, random_images(trained.train, fit_images), per_example=True)
+    val = variants.spaces_of(run, extract, split_validation(trained.val, run.seed)[0], per_example=True)
     classes = len(trained.train.classes)
     fitted = [
         *variants.fit_densities(run, train, classes),
@@ -128,14 +128,14 @@ def fit_all(
     fitted += variants.sums(fitted, val)
     if peers.version() is None:
         return fitted, {"pytorch-ood": "not installed: pip install pytorch-ood"}
-    theirs, refused = peers.fit_peers(train, fitting.linear_output(trained.net))
-    return [*fitted, *theirs], refused
+    theirs, failed = peers.fit_peers(train, fitting.linear_output(trained.net))
+    return [*fitted, *theirs], failed
 
 
 def score_pair(run: Run, extract: Extractor, fitted: list[Detector], pair: Pair) -> Json:
-    """AUROC and FPR95 of every detector, and the seconds that scoring one image takes."""
-    inside = variants.spaces_of(run, extract, pair.inside, rows=False)
-    outside = {name: variants.spaces_of(run, extract, data, rows=False) for name, data in pair.outside.items()}
+    """AUROC and FPR95 of every detector, and its seconds for one image."""
+    inside = variants.spaces_of(run, extract, pair.inside, per_example=False)
+    outside = {name: variants.spaces_of(run, extract, data, per_example=False) for name, data in pair.outside.items()}
     found: Json = {}
     for detector in fitted:
         known, seconds = timed(detector, inside)
@@ -148,7 +148,7 @@ def score_pair(run: Run, extract: Extractor, fitted: list[Detector], pair: Pair)
 
 
 def timed(detector: Detector, images: Spaces) -> tuple[Tensor, float]:
-    """Scores, and the seconds they took (they end on the CPU, so a device has finished)."""
+    """Scores, and the seconds they took; they are on the CPU, so the device has finished."""
     began = time.perf_counter()
     values = scored(detector, images)
     return values, time.perf_counter() - began
@@ -156,7 +156,7 @@ def timed(detector: Detector, images: Spaces) -> tuple[Tensor, float]:
 
 @torch.inference_mode()
 def forward_times(run: Run, trained: Trained, extract: Extractor) -> dict[str, float]:
-    """Seconds an image of the network up to each space, at a batch of :data:`TIMED_BATCH`."""
+    """Seconds for one image of the network up to each space, at a batch of :data:`TIMED_BATCH`."""
     preprocess = trained.train.preprocess
     batch = example_input(preprocess).to(run.device).expand(TIMED_BATCH, -1, -1, -1).contiguous()
     whole: Callable[[Tensor], object] = trained.net

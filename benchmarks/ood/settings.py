@@ -1,8 +1,8 @@
-"""The settings that detectors are compared in: a trained network, its data, and what is out of distribution.
+"""The settings that detectors are compared in: a network, its data, and out-of-distribution data.
 
 Each setting has a *validation* pair (validation images against out-of-distribution images of the training split)
-and a *test* pair (test images against test images).  Anything that is chosen is chosen on validation pairs of
-other settings (:mod:`.choice`); test pairs only report.
+and a *test* pair (test images against test images).  Variants are selected on validation pairs of other settings
+(:mod:`.choice`) and reported on test pairs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Setting:
 
     Attributes:
         name: Of the setting.
-        network: The paper's name of the network; the scale says what stands for it.
+        network: The paper's name of the network, see :mod:`benchmarks.paper.common`.
         data: In-distribution data.
         outside: Out-of-distribution data by name.
     """
@@ -36,7 +36,7 @@ class Setting:
     outside: Mapping[str, str]
 
     def job(self, run: Run) -> Job:
-        """The network to train; shared with the paper's tables where it is the same."""
+        """The job that trains the network, shared with the paper's tables where it is the same."""
         return common.job(run, self.network, self.data)
 
 
@@ -60,14 +60,14 @@ AT_SCALE: Mapping[str, Sequence[str]] = {
     "cpu": tuple(SETTINGS),
     "full": tuple(SETTINGS),
 }
-"""Which settings a scale runs."""
+"""Settings by scale."""
 
 GRANULARITIES: Mapping[str, Sequence[str]] = {
     "smoke": ("operations", "blocks"),
     "cpu": ("operations", "blocks"),
     "full": ("operations", "blocks", "all"),
 }
-"""Kinds of layers among which PSC's candidate is looked for."""
+"""Granularities of PSC's candidate layers by scale."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Pair:
 def pairs(run: Run, setting: Setting, trained: Trained, limit: int | None) -> dict[str, Pair]:
     """The ``"validation"`` and the ``"test"`` pair, with at most ``limit`` images a data set.
 
-    Validation images are those of the calibrating half, which neither layers nor sizes were chosen on.
+    Validation images are those of the calibration split, on which neither layers nor sizes were selected.
     """
 
     def outside(split: str) -> dict[str, ImageDataset]:
@@ -91,8 +91,8 @@ def pairs(run: Run, setting: Setting, trained: Trained, limit: int | None) -> di
         }
         return {name: random_images(data, limit, run.seed) for name, data in opened.items()}
 
-    calibrating = split_validation(trained.val, run.seed)[1]
+    calibration = split_validation(trained.val, run.seed)[1]
     return {
-        "validation": Pair(random_images(calibrating, limit, run.seed), outside("val")),
+        "validation": Pair(random_images(calibration, limit, run.seed), outside("val")),
         "test": Pair(random_images(trained.test, limit, run.seed), outside("test")),
     }

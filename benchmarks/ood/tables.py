@@ -10,16 +10,16 @@ from benchmarks.runs import Json
 SOFTMAX = "max-softmax (psc_core)"
 
 SHOWN_VARIANTS = 3
-"""PSC variants, best on validation, that a setting's table shows besides the default."""
+"""Number of PSC variants, best on validation, in a setting's table besides the default."""
 
 
 def fragment(record: Json) -> str:
-    """Summary over settings, verdicts, one table a setting."""
+    """Summary over settings, findings, and a table for each setting."""
     settings: dict[str, Json] = record["result"]["settings"]
     parts = [
         "## Out-of-distribution detection: PSC against its peers on the same checkpoints",
         summary(settings),
-        "\n".join(f"- {sentence}" for sentence in verdicts(settings)),
+        "\n".join(f"- {sentence}" for sentence in findings(settings)),
     ]
     for name, setting in settings.items():
         parts += [f"### {name}", setting_table(settings, name), _about(setting)]
@@ -28,13 +28,13 @@ def fragment(record: Json) -> str:
 
 
 def summary(settings: dict[str, Json]) -> str:
-    """Test AUROC, one row a setting and out-of-distribution set."""
+    """Test AUROC, one row for each setting and OOD set."""
     header = [
         "setting → out of distribution",
         "PSC (default)",
         "PSC (`density+entropy`)",
         "PSC (the paper's)",
-        "PSC (chosen elsewhere)",
+        "PSC (selected on other settings)",
         "penultimate GDA",
         "penultimate GDA, L2",
         "max-softmax",
@@ -42,8 +42,8 @@ def summary(settings: dict[str, Json]) -> str:
     ]
     lines = []
     for name, setting in settings.items():
-        chosen = choice.chosen_elsewhere(settings, "psc", name)
-        columns = (DEFAULT, WITH_ENTROPY, PAPER, chosen, *PENULTIMATE, SOFTMAX)
+        selected = choice.selected_elsewhere(settings, "psc", name)
+        columns = (DEFAULT, WITH_ENTROPY, PAPER, selected, *PENULTIMATE, SOFTMAX)
         for ood in setting["detectors"][DEFAULT]["test"]:
             cells = [_auroc(setting, detector, ood) for detector in columns]
             best = _best_peer(setting, ood)
@@ -52,8 +52,8 @@ def summary(settings: dict[str, Json]) -> str:
     return runs.markdown_table(header, lines)
 
 
-def verdicts(settings: dict[str, Json]) -> list[str]:
-    """Where PSC is behind what it must not be behind, and what all validation pairs would choose."""
+def findings(settings: dict[str, Json]) -> list[str]:
+    """Where PSC is behind the penultimate GDA or max-softmax, and the best variant over all validation pairs."""
     sentences = []
     for name, setting in settings.items():
         for ood, own in setting["detectors"][DEFAULT]["test"].items():
@@ -81,7 +81,7 @@ def verdicts(settings: dict[str, Json]) -> list[str]:
 
 
 def setting_table(settings: dict[str, Json], name: str) -> str:
-    """Default and best PSC variants, their penultimate twins, and all others, by mean test AUROC."""
+    """The default and the best PSC variants, their penultimate counterparts and the peers, by mean test AUROC."""
     setting = settings[name]
     detectors = setting["detectors"]
     by_validation = sorted(
@@ -122,13 +122,13 @@ def _about(setting: Json) -> str:
         for granularity, found in setting["layers"].items()
     )
     end = setting["penultimate"]
-    refused = "".join(f" {name}: {reason}." for name, reason in setting["refused"].items())
+    failed = "".join(f" {name}: {reason}." for name, reason in setting["failed"].items())
     images = f"at most {setting['images']}" if setting["images"] else "all"
     fitted = setting["fit_images"] or "all"
     return (
         f"{setting['trained']}; fitted on {fitted} training images, {images} images scored a data set. "
         f"Candidates: {layers}; penultimate NC1 {end['nc1'][0]:.3f}, NC4 {end['nc4'][0]:.3f}. "
-        f"pytorch-ood {setting['peers'] or 'not installed'}.{refused}"
+        f"pytorch-ood {setting['peers'] or 'not installed'}.{failed}"
     )
 
 

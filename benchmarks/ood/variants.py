@@ -1,18 +1,18 @@
-"""PSC in all its forms, and the same densities and heads on the penultimate layer.
+"""Variants of PSC, and the same densities and heads on the penultimate layer.
 
 Feature vectors (*spaces*):
 
-* ``psc-GRANULARITY``: z of the candidate layer chosen among layers of that granularity;
-* ``pooled-GRANULARITY``: the same layer averaged over positions, no projection: what spatial information is worth
-  (its ``gda++ all`` is ``psc-fit --density pooled++``);
-* ``penultimate``: what the logits are computed from.
+* ``psc-GRANULARITY``: z of the candidate layer selected among layers of that granularity;
+* ``pooled-GRANULARITY``: the same layer averaged over positions, without projection (its ``gda++ all`` is
+  ``psc-fit --density pooled++``);
+* ``penultimate``: the input of the last linear layer.
 
-Densities of each: ``gda``, ``tied``, ``gda++`` (unit length) and ``rmd``, on the principal components that explain
-99 % of the variance (``99%``) or on all of them (``all``).  Entropy and epistemic part of heads: ``laplace`` on every
-``psc-GRANULARITY`` and on ``penultimate``, ``sngp`` and ``duq`` on ``psc-operations``.
+Densities on each: ``gda``, ``tied``, ``gda++`` (unit length) and ``rmd``, on the principal components that explain
+99 % of the variance (``99%``) or on all of them (``all``).  Entropy and epistemic uncertainty of heads: ``laplace`` on
+every ``psc-GRANULARITY`` and on ``penultimate``, ``sngp`` and ``duq`` on ``psc-operations``.
 
-Sums ``a + b``: two of these scores, each standardised on validation images: a density with what its head says, or
-with the same density of the penultimate layer.
+Sums ``a + b`` of two scores, each standardised on validation images: a density and its head's uncertainty, or the same
+density on the penultimate layer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from benchmarks import fitting
 from benchmarks.checkpoints import Trained
-from benchmarks.fitting import Stations
+from benchmarks.fitting import Stages
 from benchmarks.ood.detector import Detector, Score, Spaces, memory_bytes, scored
 from benchmarks.runs import Run
 from psc_core.compute.passes import passes
@@ -41,21 +41,21 @@ from psc_core.network.backbone import Backbone, example_input, truncate
 from psc_core.projection.module import Projection
 
 DEFAULT = "pooled-operations gda++ all"
-"""What ``psc-fit`` does when it is not told otherwise: ``--density pooled++``."""
+"""The default of ``psc-fit``: ``--density pooled++``."""
 
 WITH_ENTROPY = f"{DEFAULT} + psc-operations laplace entropy"
-"""What it does with ``--ood-score density+entropy``."""
+"""``psc-fit --ood-score density+entropy``."""
 
 PAPER = "psc-operations gda 99%"
 """The paper's density: ``--density gda``."""
 
 PENULTIMATE = ("penultimate gda all", "penultimate gda++ all")
-"""Gaussians a class on the penultimate features, without and with unit length."""
+"""One Gaussian for each class on penultimate features, without and with unit length."""
 
 COMPONENTS = ("99%", "all")
 
 POOLED = ("gda++", "all")
-"""Kind and components that, on a pooled space, are ``psc-fit --density pooled++``."""
+"""Kind and components of ``psc-fit --density pooled++`` on a pooled space."""
 
 
 @dataclass(frozen=True)
@@ -88,25 +88,25 @@ class Extractor:
         return found
 
 
-def extractor(run: Run, trained: Trained, stations: Mapping[str, Stations]) -> Extractor:
+def extractor(run: Run, trained: Trained, stages: Mapping[str, Stages]) -> Extractor:
     """Cut the network once for all granularities."""
     penultimate = fitting.penultimate_layer(trained)
-    layers = {granularity: parts.candidate.layers for granularity, parts in stations.items()}
-    names = dict.fromkeys([*(name for chosen in layers.values() for name in chosen), penultimate])
+    layers = {granularity: parts.candidate.layers for granularity, parts in stages.items()}
+    wanted = dict.fromkeys([*(name for names in layers.values() for name in names), penultimate])
     example = example_input(trained.train.preprocess).to(run.device)
-    backbone = truncate(trained.net, list(names), keep_output=True, example=example)
-    projections = {granularity: parts.projection.projection.to(run.device) for granularity, parts in stations.items()}
+    backbone = truncate(trained.net, list(wanted), keep_output=True, example=example)
+    projections = {granularity: parts.projection.projection.to(run.device) for granularity, parts in stages.items()}
     return Extractor(backbone, projections, layers, penultimate)
 
 
-def spaces_of(run: Run, extract: Extractor, data: ImageDataset, *, rows: bool) -> Spaces:
-    """Every space of a data set; an entry for each (image, label) row, or for each image."""
+def spaces_of(run: Run, extract: Extractor, data: ImageDataset, *, per_example: bool) -> Spaces:
+    """Every space of a data set; one entry for each labelled example, or for each image."""
     parts: dict[str, list[Tensor]] = {}
     for found, batch in passes(data, fitting.compute_of(run), f"features of {data.name}", extract):
         for name, values in found.items():
-            parts.setdefault(name, []).append((batch.per_example(values) if rows else values).cpu())
+            parts.setdefault(name, []).append((batch.per_example(values) if per_example else values).cpu())
     joined = {name: torch.cat(values) for name, values in parts.items()}
-    labels = data.labels if rows else data.first_labels()
+    labels = data.labels if per_example else data.first_labels()
     return Spaces(joined.pop("penultimate"), joined.pop("logits"), labels, joined)
 
 
@@ -136,7 +136,7 @@ def fit_densities(run: Run, train: Spaces, classes: int) -> list[Detector]:
 
 
 def family(space: str, kind: str, components: str) -> str:
-    """``"psc"`` for what ``psc-fit`` can be told to serve, else what space it is of."""
+    """``"psc"`` for what ``psc-fit`` can fit, else the name of the space."""
     served = space.startswith("psc") or (space.startswith("pooled") and (kind, components) == POOLED)
     return "psc" if served else space.partition("-")[0]
 
@@ -151,7 +151,7 @@ def _by_density(density: Density, space: str, run: Run) -> Score:
 
 
 def fit_heads(run: Run, train: Spaces, val: Spaces, classes: int) -> list[Detector]:
-    """Entropy and epistemic part of every head on z and on the penultimate features."""
+    """Entropy and epistemic uncertainty of every head on z and on the penultimate features."""
     found = []
     for space in ("penultimate", *(name for name in train.vectors if name.startswith("psc"))):
         for kind in HEADS if space == "psc-operations" else ("laplace",):
@@ -187,7 +187,7 @@ def _by_head(score: Callable[[Tensor], Tensor], space: str, run: Run) -> Score:
 
 
 def fit_own_baselines(train: Spaces, val: Spaces) -> list[Detector]:
-    """The scores of :mod:`psc_core.evaluation.baselines` that are not densities of this module already."""
+    """The scores of :mod:`psc_core.evaluation.baselines` other than densities."""
     temperature = fit_temperature(val.logits, val.labels)
     bank = F.normalize(train.features)
     scores: dict[str, Score] = {
@@ -209,8 +209,8 @@ def sums(fitted: Sequence[Detector], known: Spaces) -> list[Detector]:
     """PSC's densities plus the Laplace head's uncertainty on z, or plus the density of the penultimate layer.
 
     Args:
-        fitted: Detectors by themselves.
-        known: Validation rows, which standardise the scores.
+        fitted: Single detectors.
+        known: Validation examples to standardise the scores on.
     """
     by_name = {detector.name: detector for detector in fitted}
     found = []

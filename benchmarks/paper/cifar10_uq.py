@@ -2,17 +2,17 @@
 
     python -m benchmarks.paper.cifar10_uq --scale cpu --data ROOT --seeds 0 1 2
 
-Every seed and network is a part: run some, later more, and the table holds all that are there.  Means ± standard errors
-over seeds, which change initialisation, order, and the split of the validation images.
+Every seed and network is a part; the table holds all parts run so far.  Means ± standard errors over seeds, which
+change initialisation, order, and the split of the validation images.
 
-The temperature is chosen by all validation images.  ``psc-fit`` chooses by one half of them and keeps the other for
-what it promises (p-values, prediction sets), so PSC has two rows: as ``psc-fit`` makes it, and with a head that is
-chosen by the same images as the temperature.  "Calibrated" is what a classifier whose probabilities are right has on as
-many images: the ECE of labels drawn from PSC's own probabilities.
+The temperature is fitted on all validation images.  ``psc-fit`` selects on one half of them and keeps the other for
+calibration (p-values, prediction sets), so PSC has two rows: as ``psc-fit`` makes it, and with a head selected on the
+same images as the temperature.  "Calibrated" is a perfectly calibrated classifier on as many images: the ECE of labels
+drawn from PSC's own probabilities.
 
-How well the validation images' accuracy happens to agree with the test images' moves the ECE of whatever was chosen by
-them, alike for every seed, so no number of seeds averages it out.  A second column divides the images that were not
-trained on at random, into as many that choose and as many that test, several times for every network.
+How well accuracy on the validation images happens to agree with that on the test images moves every ECE, alike for all
+seeds, so no number of seeds averages it out.  A second column divides validation and test images anew at random, in the
+same proportion, several times for every network.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ NAME = "cifar10_uq"
 ROWS: Mapping[str, str] = {
     "dnn": "DNN",
     "temperature": "DNN, temperature scaling",
-    "psc_all": "DNN-PSC, head chosen by the same images",
+    "psc_all": "DNN-PSC, head selected on the same images",
     "psc": "DNN-PSC, as `psc-fit` makes it",
     "calibrated": "a calibrated classifier",
     "sn": "DNN-SN (retrained)",
 }
-"""What is measured, in the table's order."""
+"""Measured rows, in the table's order."""
 
 DIVISIONS = 5
 """Random divisions of validation and test images together."""
@@ -84,11 +84,11 @@ def plain(run: Run) -> Json:
 
     def compute() -> Json:
         trained = checkpoints.obtain(run, base)
-        stations = fitting.stations(run, trained, fit_images=images)
-        psc = fitting.psc_of(run, trained, stations, fit_images=images)
+        stages = fitting.stages(run, trained, fit_images=images)
+        psc = fitting.psc_of(run, trained, stages, fit_images=images)
         test = common.test_images(run, trained.test)
-        train = images_of(run, trained, psc, random_images(trained.train, images), logits=False)
-        val, tested = (images_of(run, trained, psc, data) for data in (trained.val, test))
+        train = examples_of(run, trained, psc, random_images(trained.train, images), logits=False)
+        val, tested = (examples_of(run, trained, psc, data) for data in (trained.val, test))
         return {
             "trained": base.describe(),
             "layer": psc.layer,
@@ -113,7 +113,7 @@ def spectral(run: Run) -> Json:
 
     def compute() -> Json:
         trained = checkpoints.obtain(run, job)
-        test = fitting.penultimate_features(run, trained, common.test_images(run, trained.test), rows=True)
+        test = fitting.penultimate_features(run, trained, common.test_images(run, trained.test), per_example=True)
         return {"trained": job.describe(), "rows": {"sn": _quality(test.logits.softmax(1), test.labels)}}
 
     return run.part(f"seed{run.seed}-sn", _settings(run, job), compute)
@@ -125,51 +125,51 @@ def _settings(run: Run, job: Job) -> Json:
 
 
 @dataclass(frozen=True)
-class Images:
-    """Images of a data set, on the CPU.
+class Examples:
+    """Labelled examples of a data set, on the CPU.
 
     Attributes:
-        z: ``float32 (rows, D)``, from PSC's layer.
-        labels: ``int64 (rows,)``.
-        logits: ``float64 (rows, K)``, the network's own; empty where nobody asks for them.
+        z: ``float32 (n, D)``, of PSC's layer.
+        labels: ``int64 (n,)``.
+        logits: ``float64 (n, K)``, the network's own; empty where they are not needed.
     """
 
     z: Tensor
     labels: Tensor
     logits: Tensor
 
-    def take(self, rows: Tensor | slice) -> Images:
-        """Some of them."""
-        return Images(self.z[rows], self.labels[rows], self.logits[rows])
+    def take(self, indices: Tensor | slice) -> Examples:
+        """Those at ``indices``."""
+        return Examples(self.z[indices], self.labels[indices], self.logits[indices])
 
 
 @torch.inference_mode()
-def images_of(run: Run, trained: Trained, psc: PSC, data: ImageDataset, *, logits: bool = True) -> Images:
-    """What the classifiers of the table see of a data set."""
+def examples_of(run: Run, trained: Trained, psc: PSC, data: ImageDataset, *, logits: bool = True) -> Examples:
+    """What the classifiers of the table read of a data set."""
     z, labels = [], []
     for batch in track_images(data, fitting.compute_of(run), f"z of {data.name}"):
         z.append(batch.per_example(psc.pipeline.embed(batch.images.to(run.device)).z).cpu())
         labels.append(batch.labels)
-    own = fitting.penultimate_features(run, trained, data, rows=True).logits if logits else torch.empty(0)
-    return Images(torch.cat(z), torch.cat(labels), own)
+    own = fitting.penultimate_features(run, trained, data, per_example=True).logits if logits else torch.empty(0)
+    return Examples(torch.cat(z), torch.cat(labels), own)
 
 
-def divide(run: Run, val: Images, test: Images, number: int) -> tuple[Images, Images]:
-    """Both together in a random order, cut where val ended."""
-    both = Images(*(torch.cat([getattr(part, name) for part in (val, test)]) for name in ("z", "labels", "logits")))
+def divide(run: Run, val: Examples, test: Examples, number: int) -> tuple[Examples, Examples]:
+    """Both shuffled together and split into parts of the same sizes."""
+    both = Examples(*(torch.cat([getattr(part, name) for part in (val, test)]) for name in ("z", "labels", "logits")))
     order = torch.randperm(len(both.labels), generator=torch.Generator().manual_seed(DIVISIONS * run.seed + number))
     return both.take(order[: len(val.labels)]), both.take(order[len(val.labels) :])
 
 
-def qualities(run: Run, train: Images, val: Images, test: Images, head: Head | None = None) -> Json:
+def qualities(run: Run, train: Examples, val: Examples, test: Examples, head: Head | None = None) -> Json:
     """Softmax, temperature scaling and PSC on the test images.
 
     Args:
         run: Of the script.
-        train: What PSC's heads are fitted on.
-        val: What chooses temperature and head.
-        test: What they are tested on.
-        head: As ``psc-fit`` made it; by default one that half of ``val`` chooses.
+        train: Examples to fit PSC's heads on.
+        val: Examples to select temperature and head on.
+        test: Examples to test on.
+        head: Of ``psc-fit``; by default one selected on half of ``val``.
     """
 
     @torch.inference_mode()
@@ -188,14 +188,14 @@ def qualities(run: Run, train: Images, val: Images, test: Images, head: Head | N
     return {**rows, "calibrated": {"ece": ece_when_calibrated(alike, run.seed)}}
 
 
-def head_of(run: Run, train: Images, val: Images) -> Head:
-    """The head that is fitted on ``train`` and chosen by ``val``."""
+def head_of(run: Run, train: Examples, val: Examples) -> Head:
+    """The head fitted on ``train`` and selected on ``val``."""
     classes = val.logits.shape[1]
     return fit_head(train.z, train.labels, val.z, val.labels, num_classes=classes, seed=run.seed, device=run.device)
 
 
 def ece_when_calibrated(probabilities: Tensor, seed: int, draws: int = 100) -> float:
-    """Mean ECE of labels drawn from the probabilities themselves: what few images leave of a perfect calibration."""
+    """Mean ECE of labels drawn from the probabilities themselves: that of perfect calibration on so few images."""
     source = torch.Generator().manual_seed(seed)
     confidence, predicted = probabilities.max(1)
     drawn = [torch.multinomial(probabilities, 1, generator=source)[:, 0] for _ in range(draws)]
@@ -247,7 +247,7 @@ def fragment(record: Json) -> str:
                     [*lines, *([*row, "—"] for row in PUBLISHED)],
                 ),
                 f"Measured: {measured}. The last column: mean over {DIVISIONS} random divisions of validation and test "
-                "images together, for every network, with as many that choose and as many that test as in the others. "
+                "images together, for every network, of the same sizes as in the others. "
                 "The images are JPEG-recompressed (quality 75, 4:2:0), so accuracy is a little below the original "
                 "data's. Published rows are copied, not run.",
                 runs.provenance(record),

@@ -2,8 +2,8 @@
 
     python -m benchmarks.paper.collapse_figure --scale cpu --data ROOT
 
-The paper's network is a ResNet-50 on CIFAR-10.  Candidate layers are boxed.  A network collapses once it classifies its
-training images rightly, which takes many epochs on CIFAR-10 and few on digits or on some of its images: ``--on mnist``,
+The paper's network is a ResNet-50 on CIFAR-10.  Candidate layers are boxed.  A network collapses once it has learnt its
+training images, which takes many epochs on CIFAR-10 and few on digits or on a subset: ``--on mnist``,
 ``--on cifar10-few-5000 --epochs 100`` and ``--on cifar10-few-2000 --network resnet50 --batch 64 --epochs 45`` add them.
 """
 
@@ -22,10 +22,10 @@ from psc_core.collapse.report import CollapseReport
 NAME = "collapse_figure"
 
 TITLES = {"base": "without SN", "sn": "with SN", "sn1": "with SN ≤ 1"}
-"""The networks: as they are, with the paper's bound, and with a tighter one."""
+"""The networks: unbounded, with the paper's bound, and with a tighter one."""
 
 BOUNDS = {"base": 0.0, "sn": SPECTRAL_NORM, "sn1": 1.0}
-"""Largest spectral norm of their layers."""
+"""Maximum spectral norm of their layers, 0 for none."""
 
 DATA = {
     "cifar10": "CIFAR-10",
@@ -33,18 +33,18 @@ DATA = {
     "cifar10-few-2000": "2,000 of CIFAR-10",
     "mnist": "MNIST",
 }
-"""What they may be trained on; a row of the figure each."""
+"""Training data; each is a row of the figure."""
 
 FACTORIES = {f"cifar10-few-{images}": f"benchmarks.data:cifar10_few_{images}" for images in (5000, 2000)}
-"""Those that are not built in."""
+"""Data sets that are not built in."""
 
 
 def main(argv: list[str] | None = None) -> Json:
-    """Run and write the figure with the numbers under it."""
+    """Run and write the figure and its numbers."""
     cli = runs.parser(__doc__)
     cli.add_argument("--on", choices=sorted(DATA), default="cifar10", help="training data (default: cifar10)")
-    cli.add_argument("--network", choices=sorted(NETWORKS), help="default: what stands for the ResNet-50 at this scale")
-    cli.add_argument("--batch", type=int, help="rows of a training step, not as the scale says")
+    cli.add_argument("--network", choices=sorted(NETWORKS), help="default: the scale's network for the ResNet-50")
+    cli.add_argument("--batch", type=int, help="labelled examples in a training step, instead of the scale's")
     cli.add_argument("--only", choices=sorted(TITLES), action="append", help="one network; repeat for more")
     args = cli.parse_args(argv)
     run = runs.start(NAME, args)
@@ -74,7 +74,7 @@ def measured(run: Run, name: str, job: Job) -> Json:
         return {
             "trained": job.describe(),
             "fit_images": images,
-            "train_accuracy": float(train.right(trained.net, measured_on, run.device).mean()),
+            "train_accuracy": float(train.correct(trained.net, measured_on, run.device).mean()),
             "report": report.to_json(),
             "candidate": list(candidate.layers),
             "reason": candidate.reason,
@@ -99,14 +99,14 @@ def draw(run: Run, networks: dict[str, dict[str, Json]]) -> None:
 
 
 def fragment(record: Json) -> str:
-    """The figure, and the numbers that its message rests on."""
+    """The figure and its numbers."""
     lines, about = [], []
     for data, pair in record["result"]["networks"].items():
         for title, found in pair.items():
             report = CollapseReport.from_json(found["report"])
             layers = [layer for layer in report.layers if layer.role != "output"]
             last = report.layer(report.penultimate)
-            chosen = report.layer(found["candidate"][0])
+            candidate = report.layer(found["candidate"][0])
             collapsed = sum(layer.nc1 <= report.epsilon for layer in layers)
             lines.append(
                 [
@@ -116,8 +116,8 @@ def fragment(record: Json) -> str:
                     common.number(last.nc1),
                     common.number(last.nc4),
                     "+".join(found["candidate"]),
-                    common.number(chosen.nc1),
-                    common.number(chosen.nc4),
+                    common.number(candidate.nc1),
+                    common.number(candidate.nc4),
                 ]
             )
         about.append(f"{DATA[data]}: {', and '.join(found['trained'] for found in pair.values())}.")

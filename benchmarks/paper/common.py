@@ -1,8 +1,8 @@
-"""Which networks and how many images each scale uses, and the paper's numbers.
+"""Networks, epochs and images of each scale.
 
-``full`` has the paper's networks; epochs are those of one cycle that fits ten minutes on a large GPU, and
-``--epochs 350`` gives the paper's length.  ``cpu`` keeps the paper's networks where a few cores can train them
-and takes a smaller one of the same family elsewhere; tables name the network that was run.
+``full`` has the paper's networks, trained for ten minutes on a large GPU; ``--epochs 350`` is the paper's length.
+``cpu`` keeps the paper's networks where a few cores can train them, and else takes a smaller one of the same
+family; tables name the network that was run.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from psc_core.data.dataset import ImageDataset
 
 @dataclass(frozen=True)
 class Scale:
-    """What one scale means.
+    """Configuration of a scale.
 
     Attributes:
-        networks: What stands for each of the paper's networks.
+        networks: Network used for each of the paper's.
         mnist_epochs: Epochs on digits.
         cifar_epochs: Epochs on CIFAR-10.
-        batch: Rows a training step.
+        batch: Labelled examples in a training step.
         fit_images: Training images that PSC and the baselines are fitted on; None for all.
         test_images: Test images of each data set; None for all.
         seeds: Seeds of tables with standard errors.
@@ -41,7 +41,7 @@ class Scale:
 
 _PAPER = ("resnet18", "resnet50", "vgg16", "wide_resnet28_10")
 _HELD_OUT = {"held_out": "wide_resnet16_2"}
-"""The network of the held-out classes, of which there are many; ResNet-18 at full scale."""
+"""The network of the held-out settings, of which there are many; ResNet-18 at full scale."""
 
 SCALES: Mapping[str, Scale] = {
     "smoke": Scale(dict.fromkeys((*_PAPER, *_HELD_OUT), "wide_resnet10_1"), 1, 2, 64, 400, 120, (0, 1)),
@@ -65,7 +65,7 @@ SCALES: Mapping[str, Scale] = {
 
 
 def scale_of(run: Run) -> Scale:
-    """The configuration of a run's scale, with what its command line replaces."""
+    """The configuration of a run's scale, with the command line's replacements."""
     scale = SCALES[run.scale]
     return replace(
         scale, fit_images=run.fit_images or scale.fit_images, test_images=run.test_images or scale.test_images
@@ -73,7 +73,7 @@ def scale_of(run: Run) -> Scale:
 
 
 def job(run: Run, network: str, data: str, *, spectral_norm: bool = False, seed: int | None = None) -> Job:
-    """The training of one of the paper's networks at the run's scale."""
+    """The job that trains one of the paper's networks at the run's scale."""
     scale = scale_of(run)
     epochs = run.epochs or (scale.cifar_epochs if "cifar10" in data else scale.mnist_epochs)
     return Job(
@@ -87,10 +87,10 @@ def job(run: Run, network: str, data: str, *, spectral_norm: bool = False, seed:
 
 
 def test_images(run: Run, data: ImageDataset) -> ImageDataset:
-    """The test images that the scale allows."""
+    """At most as many test images as the scale uses."""
     return random_images(data, scale_of(run).test_images)
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number for a table; a dash where there is none."""
+    """A number for a table; a dash for None."""
     return "—" if value is None else f"{value:.{digits}f}"

@@ -4,14 +4,14 @@
 
 In distribution is Dirty-MNIST (MNIST and Ambiguous-MNIST), out of distribution Fashion-MNIST.
 
-* *base*: Gaussians a class on the network's penultimate features, entropy of its softmax;
+* *base*: one Gaussian for each class on the network's penultimate features, entropy of its softmax;
 * *SN*: the same of a network trained with spectral normalisation;
 * *PSC*: density and head on the candidate layer of the base network;
 * *shipped*: the bundle in ``artifacts/``.
 
-Collapse is measured on MNIST, as in the paper's table of projections: the labels of an ambiguous image differ, which
-NC1 counts as a spread within classes that no layer can lose.  ``--density`` and ``--collapse-on`` add a PSC row with
-another density, or with the layer that all of Dirty-MNIST asks for.
+Collapse is measured on MNIST, as in the paper's table of projections: NC1 counts the differing labels of an
+ambiguous image as spread within classes, which no layer can lose.  ``--density`` and ``--collapse-on`` add a PSC row
+with another density, or with the layer selected on all of Dirty-MNIST.
 
 ``--checkpoint FILE`` takes the base ResNet-18 from a file.
 """
@@ -53,16 +53,16 @@ PAPER: Mapping[str, tuple[float | None, float | None]] = {
 """AUROC of in-distribution against OOD by density, of clean against ambiguous by entropy."""
 
 DENSITY, COLLAPSE_ON = "gda", "mnist"
-"""Of the rows that the paper has."""
+"""Of the paper's rows."""
 
 ROWS = ("resnet18", "sn", "vgg16", "shipped")
-"""What ``--only`` may name."""
+"""Values of ``--only``."""
 
 GROUPS = {"mnist": "in-distribution", "ambiguous-mnist": "ambiguous"}
-"""What the parts of Dirty-MNIST are called in figures."""
+"""Names of the parts of Dirty-MNIST in figures."""
 
 Scored = Mapping[str, Tensor]
-"""``"ood"`` and ``"entropy"``, one float64 number an image each."""
+"""``"ood"`` and ``"entropy"``, float64 (n,) each."""
 
 
 def main(argv: list[str] | None = None) -> Json:
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> Json:
     args = cli.parse_args(argv)
     added = (args.density, args.collapse_on) != (DENSITY, COLLAPSE_ON)
     if added and {"sn", "shipped"} & set(args.only or ()):
-        cli.error("--density and --collapse-on are for --only resnet18 and vgg16: the others have no PSC to change")
+        cli.error("--density and --collapse-on change a PSC; use them with --only resnet18 or vgg16")
     run = runs.start(NAME, args)
     if added:
         for network in args.only or ("resnet18", "vgg16"):
@@ -148,7 +148,7 @@ def another_psc(run: Run, network: str, density: str, collapse_on: str) -> dict[
 
 
 def shipped(run: Run) -> dict[str, Json]:
-    """The row of the bundle that the repository ships."""
+    """The row of the shipped bundle."""
     psc = PSC.load(BUNDLE, device=run.device)
 
     def compute() -> Json:
@@ -169,11 +169,11 @@ def psc_row(run: Run, psc: PSC, test: ImageDataset) -> Json:
 
 
 def fitted_psc(run: Run, trained: Trained, density: str, collapse_on: str) -> PSC:
-    """PSC on the layer that the collapse of ``collapse_on`` asks for."""
+    """PSC on the layer selected by the collapse of ``collapse_on``."""
     images = common.scale_of(run).fit_images
     datasets = None if collapse_on == trained.job.data else fitting.open_pair(run, collapse_on, trained)
-    stations = fitting.stations(run, trained, fit_images=images, collapse_on=datasets)
-    return fitting.psc_of(run, trained, stations, fit_images=images, density=density)
+    stages = fitting.stages(run, trained, fit_images=images, collapse_on=datasets)
+    return fitting.psc_of(run, trained, stages, fit_images=images, density=density)
 
 
 def spectral(run: Run, network: str) -> dict[str, Json]:
@@ -234,7 +234,7 @@ def row(data: ImageDataset, inside: Scored, outside: Scored) -> Json:
 
 
 def draw(run: Run, rows: Mapping[str, Json]) -> None:
-    """Density and entropy histograms of every row."""
+    """Density and entropy histograms of every model."""
     for key, xlabel in (("log_density", "log p(z), nats"), ("entropy", "predictive entropy, nats")):
         with plots.figure(run.figure(key), -(-len(rows) // 3), min(3, len(rows))) as axes:
             for axis, (model, found) in zip(axes.flat, rows.items(), strict=False):
@@ -245,7 +245,7 @@ def draw(run: Run, rows: Mapping[str, Json]) -> None:
 
 
 def fragment(record: Json) -> str:
-    """The table beside the paper's, and how it was made."""
+    """The table with the paper's numbers, figures and provenance."""
     rows: dict[str, Any] = record["result"]["rows"]
     lines = []
     for model in dict.fromkeys((*PAPER, *rows)):

@@ -2,16 +2,15 @@
 
     python -m benchmarks.paper.methods_table --scale cpu --data ROOT
 
-CIFAR-10 against Fashion-MNIST and MNIST with the networks of :mod:`.cifar10_uq`.  The rivals' output layers are
-``psc_core``'s own, on the penultimate features, of the network trained as the method asks:
+CIFAR-10 against Fashion-MNIST and MNIST with the networks of :mod:`.cifar10_uq`.  The other methods' output layers are
+``psc_core``'s, on penultimate features of the network trained as the method requires:
 
-* SNGP: spectral normalisation and the random-feature Gaussian process; OOD score is its authors', Dempster and
-  Shafer's ``K / (K + Σ exp μ)`` of the mean-field logits μ, and in a row of its own the variance of the process;
+* SNGP: spectral normalisation and the random-feature Gaussian process; its OOD score is the authors', Dempster and
+  Shafer's ``K / (K + Σ exp μ)`` of the mean-field logits μ; a second row uses the variance of the process;
 * DDU: spectral normalisation and Gaussians a class; probabilities are the softmax;
-* DUQ: the radial-basis head on the plain network; its gradient penalty in training is left out, which the
-  table says;
+* DUQ: the radial-basis head on the plain network, trained without the gradient penalty, as the table notes;
 * PSC: the plain network, candidate layer, Laplace head, and the paper's Gaussians a class or the default density;
-* DVE averages regressions over all layers: it is for regression, and nothing is run.
+* DVE is a method for regression and is not run.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def _psc_row(run: Run, trained: Trained, test: Pair, density: str) -> Json:
     images = common.scale_of(run).fit_images
     batch = fitting.compute_of(run).batch_images
     psc = fitting.psc_of(
-        run, trained, fitting.stations(run, trained, fit_images=images), fit_images=images, density=density
+        run, trained, fitting.stages(run, trained, fit_images=images), fit_images=images, density=density
     )
     known = score_images(psc, test.inside, batch_images=batch)
     unknown = {name: score_images(psc, data, batch_images=batch).ood["psc"] for name, data in test.outside.items()}
@@ -113,18 +112,21 @@ def _psc_row(run: Run, trained: Trained, test: Pair, density: str) -> Json:
 
 
 def _features(run: Run, trained: Trained, test: Pair) -> tuple[Penultimate, Penultimate, dict[str, Penultimate]]:
-    """Penultimate features of (some) training rows, of in- and of out-of-distribution test images."""
+    """Penultimate features of training examples, of in-distribution and of out-of-distribution test images."""
     train = random_images(trained.train, common.scale_of(run).fit_images)
     return (
-        fitting.penultimate_features(run, trained, train, rows=True),
-        fitting.penultimate_features(run, trained, test.inside, rows=False),
-        {name: fitting.penultimate_features(run, trained, data, rows=False) for name, data in test.outside.items()},
+        fitting.penultimate_features(run, trained, train, per_example=True),
+        fitting.penultimate_features(run, trained, test.inside, per_example=False),
+        {
+            name: fitting.penultimate_features(run, trained, data, per_example=False)
+            for name, data in test.outside.items()
+        },
     )
 
 
 def _head(run: Run, trained: Trained, train: Penultimate, kind: str) -> Head:
     """A head on the penultimate features."""
-    val = fitting.penultimate_features(run, trained, split_validation(trained.val, run.seed)[0], rows=True)
+    val = fitting.penultimate_features(run, trained, split_validation(trained.val, run.seed)[0], per_example=True)
     return fit_head(
         train.features,
         train.labels,
@@ -165,7 +167,7 @@ def _sngp_rows(run: Run, trained: Trained, test: Pair) -> dict[str, Json]:
 
 
 def dempster_shafer(logits: Tensor) -> Tensor:
-    """``K / (K + Σ exp μ)`` of logits ``(n, K)``: the uncertainty by which SNGP's authors tell data sets apart."""
+    """``K / (K + Σ exp μ)`` of logits ``(n, K)``: the OOD score of SNGP's authors."""
     classes = logits.shape[1]
     return torch.sigmoid(math.log(classes) - logits.double().logsumexp(1))
 
@@ -210,12 +212,12 @@ def fragment(record: Json) -> str:
     return (
         "\n\n".join(
             [
-                "## Methods: what they ask for, and what they give on the same network and data",
+                "## Methods on the same network and data",
                 runs.markdown_table(header, lines),
                 f"CIFAR-10, JPEG-recompressed (quality 75); {record['result']['trained']}, and the same with or "
                 f"without spectral norm ≤ {checkpoints.SPECTRAL_NORM:g}; fitted on {fitted} training images. SNGP and "
                 "DDU run on the network trained with spectral normalisation, DUQ and PSC on the plain one. DUQ "
-                "here is its output layer alone: the network was not trained with the gradient penalty.",
+                "here is its output layer alone; the network was trained without the gradient penalty.",
                 runs.provenance(record),
             ]
         )

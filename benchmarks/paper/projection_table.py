@@ -3,8 +3,8 @@
     python -m benchmarks.paper.projection_table --scale cpu --data ROOT
 
 Rows "MNIST" use the networks of the DDU case study (trained on Dirty-MNIST), measured and projected on MNIST.
-``--checkpoint FILE`` takes the ResNet-18 from a file; ``--only resnet50 --network resnet50 --epochs 5`` runs the row's
-own network where the scale has another in its place.
+``--checkpoint FILE`` takes the ResNet-18 from a file; ``--only resnet50 --network resnet50 --epochs 5`` runs the
+paper's network where the scale uses a smaller one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> Json:
         action="append",
         help="one network; repeat for more",
     )
-    cli.add_argument("--network", choices=sorted(NETWORKS), help="of the one row of --only, not as the scale says")
+    cli.add_argument("--network", choices=sorted(NETWORKS), help="of the one row of --only, instead of the scale's")
     args = cli.parse_args(argv)
     if args.network and len(args.only or ()) != 1:
         cli.error("--network goes with exactly one --only")
@@ -72,7 +72,7 @@ def measured(run: Run, name: str, job: Job, data: str, checkpoint: Path | None) 
     def compute() -> Json:
         trained = checkpoints.obtain(run, job, file=checkpoint)
         datasets = None if data == job.data else fitting.open_pair(run, data, trained)
-        found = fitting.stations(run, trained, fit_images=images, datasets=datasets)
+        found = fitting.stages(run, trained, fit_images=images, datasets=datasets)
         report = found.projection.report
         layers = [found.report.layer(name) for name in found.candidate.layers]
         return {
@@ -108,7 +108,7 @@ def draw(run: Run, found: Json) -> None:
 
 
 def fragment(record: Json) -> str:
-    """The table beside the paper's."""
+    """The table with the paper's numbers."""
     rows, lines = record["result"]["rows"], []
     for (network, data), paper in PAPER.items():
         found = rows.get(f"{network}-{data}")
@@ -134,7 +134,7 @@ def fragment(record: Json) -> str:
     if "resnet18-mnist" in rows:
         parts.append(f"![NC1 and NC4 for c_proj and d_proj]({record['name']}-{record['scale']}-sizes.svg)")
     parts += [
-        "On so many training images as the last column says; scaled: the unprojected layer after the first scaling.",
+        "The last column has the number of training images; scaled: the unprojected layer after the first scaling.",
         runs.provenance(record),
     ]
     return "\n\n".join(parts) + "\n"

@@ -1,10 +1,10 @@
-"""Put what has been run into ``benchmarks/results/paper.md`` and ``ood.md``, one section a script.
+"""Write the results into ``benchmarks/results/paper.md`` and ``ood.md``, one section for each script.
 
     python -m benchmarks.paper.report
 
-A section lies between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` and is replaced as a whole; all else in a
-file is left alone.  It is made from the JSON of the largest scale there is (full, else cpu); a script without one
-gets a section that says so and how to run it.  Figures keep the names that the scripts gave them.
+A section lies between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` and is replaced as a whole; the rest of
+the file stays.  It is made from the JSON of the largest scale (full, else cpu); for a script without results it
+shows the command to run.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SECTIONS: Mapping[str, str] = {
     "methods_table": "benchmarks.paper.methods_table",
     "ood": "benchmarks.ood.run",
 }
-"""Sections in order, with the script of each."""
+"""Sections in order, and their scripts."""
 
 PAGES = {"ood": "ood.md"}
-"""Pages of sections that are not in ``paper.md``."""
+"""Pages of the sections that are not in ``paper.md``."""
 
 FRAGMENTS = {"benchmarks.ood.run": "benchmarks.ood.tables"}
-"""Modules whose ``fragment`` is elsewhere."""
+"""Modules whose ``fragment`` is in another one."""
 
 KEPT_SCALES = ("full", "cpu")
 

@@ -1,15 +1,15 @@
-"""Figure "sign example": where a small network stops telling points of one class apart, at two SN bounds.
+"""Figure "sign example": which layers forget what is irrelevant to the label, at two SN bounds.
 
     python -m benchmarks.paper.sign_example --scale cpu --data ROOT
 
-The toy of van Amersfoort et al. (2020) as in the paper: x ~ N(0, 0.3² I₂), y = sign(x₁), flipped with
+The toy example of van Amersfoort et al. (2020) as in the paper: x ~ N(0, 0.3² I₂), y = sign(x₁), flipped with
 probability 0.001; 3,000 training and 1,000 validation points.  Leaky-ReLU layers of widths 4, 2, 2, 2, 2 with
 residual connections where widths are 2; Adam, 350 epochs, learning rate 3e-2 → 3e-4 by cosine, weight decay
 1e-5.  The paper does not give batch size (here all points), leakiness (0.01) or the bounds (0.8 and 3).
 
 The *irrelevant* perturbation flips the sign of x₂, the *relevant* one that of x₁.  The paper draws one network of
-each; the table has the median over twenty, because single ones differ.  No data set and no GPU is needed:
-``cpu`` and ``full`` are the paper's setting.
+each; the table has the median over twenty, because single ones differ.  It needs neither data set nor GPU: ``cpu``
+and ``full`` are the paper's setting.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WIDTHS = (2, 4, 2, 2, 2, 2)
 SIGMA, FLIP = 0.3, 0.001
 BOUNDS = {"small bound": 0.8, "large bound": 3.0}
 POINT = (0.3, -0.3)
-"""The training instance nearest to this is perturbed: one standard deviation from the middle on both axes."""
+"""The training point nearest to this one is perturbed: one standard deviation from the middle on both axes."""
 
 EPOCHS = {"smoke": 20, "cpu": 350, "full": 350}
 SEEDS = {"smoke": 2, "cpu": 20, "full": 20}
@@ -62,7 +62,7 @@ class SignNet(nn.Module):
 
 
 def main(argv: list[str] | None = None) -> Json:
-    """Run and write the figure with the distances under it."""
+    """Run and write the figure and the distances."""
     cli = runs.parser(__doc__)
     run = runs.start(NAME, cli.parse_args(argv))
     nets: dict[str, Json] = {}
@@ -120,7 +120,7 @@ def layers_of(net: SignNet, x: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def embed(values: Tensor, x: Tensor, triple: Tensor) -> dict[str, Tensor]:
-    """Two principal components of a layer, for all points and for the three that are compared."""
+    """Two principal components of a layer, for all points and for the three compared ones."""
     mean = values.mean(0)
     axes = torch.linalg.svd(values - mean, full_matrices=False).Vh[:2].T
     # Signs as in the input: the first component grows with x₁.
@@ -133,7 +133,7 @@ def embed(values: Tensor, x: Tensor, triple: Tensor) -> dict[str, Tensor]:
 
 
 def distances(layer: dict[str, Tensor]) -> Json:
-    """How far either perturbation moves the point, in standard deviations of the layer."""
+    """Distance of each perturbation from the point, in standard deviations of the layer."""
     irrelevant, relevant = layer["distance"].tolist()
     return {"irrelevant": irrelevant, "relevant": relevant}
 
@@ -162,7 +162,7 @@ def _scatter(axis: Any, layer: dict[str, Tensor], labels: Tensor) -> None:
 
 
 def fragment(record: Json) -> str:
-    """The figure, and the distances it shows."""
+    """The figure and its distances."""
     header = ["network", "perturbation", "input", *(f"layer {i}" for i in range(1, len(WIDTHS)))]
     lines = []
     for title, found in record["result"]["networks"].items():
@@ -181,9 +181,8 @@ def fragment(record: Json) -> str:
         "\n\n".join(
             [
                 "## Sign example: which layers forget what is irrelevant to the label",
-                "The paper: with the small bound even the penultimate layer tells the irrelevant "
-                "perturbation apart, with the "
-                "large one only early layers do.",
+                "The paper: with the small bound even the penultimate layer separates the irrelevant perturbation, "
+                "with the large one only early layers do.",
                 runs.markdown_table(header, lines),
                 "Distance between a point and its perturbation after each layer, in standard "
                 "deviations of that layer; median "

@@ -116,7 +116,7 @@ def test_a_setting_never_chooses_for_itself() -> None:
         "one": {"detectors": {"a": detector(0.9, 0.1), "b": detector(0.1, 0.9), "peer": detector(1, 1, "other")}},
         "two": {"detectors": {"a": detector(0.2, 0.9), "b": detector(0.8, 0.1), "only": detector(1, 1)}},
     }
-    assert choice.chosen_elsewhere(settings, "psc", "one") == "b"
-    assert choice.chosen_elsewhere(settings, "psc", "two") == "a"
-    assert choice.chosen_elsewhere({"one": settings["one"]}, "psc", "one") is None
+    assert choice.selected_elsewhere(settings, "psc", "one") == "b"
+    assert choice.selected_elsewhere(settings, "psc", "two") == "a"
+    assert choice.selected_elsewhere({"one": settings["one"]}, "psc", "one") is None
     assert [name for name, _ in choice.ranking(settings, "psc")] == ["a", "b"]
