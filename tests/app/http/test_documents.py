@@ -1,52 +1,65 @@
-"""The JSON of predictions against an object of Python values for each image."""
+"""The JSON of predictions against a document built from Python numbers for each image."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from app.http.documents import Policy, predictions_json
-from psc_core.model.decision import DECISIONS, Verdict, decide, judge
-from psc_core.prediction import SCORES
+from app.http.documents import explanation_documents, prediction_documents
+from psc_core.model.decision import decide
+from psc_core.model.outputs import FloatArray, Outputs
+from psc_core.policy import Policy
+from psc_core.prediction import DECISIONS, SCORES, Explanation, ImagePrediction
 
 CLASSES = ('a "quoted" label', "ä", "2")
-LABELS = [json.dumps(name).encode() for name in CLASSES]
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
-shares = st.floats(0, 1, width=32)
+fractions = st.floats(0, 1, width=32)
 outputs_of_images = (
     st.integers(1, 5)
     .flatmap(
         lambda n: st.tuples(
-            hnp.arrays(np.float32, (n, SCORES), elements=numbers), hnp.arrays(np.float32, (n, 3), elements=shares)
+            hnp.arrays(np.float32, (n, len(SCORES)), elements=numbers),
+            hnp.arrays(np.float32, (n, 3), elements=fractions),
         )
     )
-    .map(np.hstack)
+    .map(lambda parts: Outputs(np.hstack(parts)))
 )
-policies = st.builds(Policy, alpha=shares, ambiguity_threshold=shares, coverage=st.just(0.9))
+policies = st.builds(
+    Policy,
+    alpha=st.floats(2**-20, 1 - 2**-20, width=32),
+    ambiguity_threshold=fractions,
+    coverage=st.just(0.9),
+)
 
 
-def judged(rows: Any, thresholds: Any, policy: Policy) -> Verdict:
-    return judge(rows, thresholds, alpha=policy.alpha, ambiguity_threshold=policy.ambiguity_threshold)
+def documents(
+    outputs: Outputs[FloatArray], thresholds: FloatArray, policy: Policy, top_k: int | None = None
+) -> list[Any]:
+    """The documents as a client reads them."""
+    built = prediction_documents(outputs, decide(outputs, thresholds, policy), CLASSES[: thresholds.size], top_k=top_k)
+    parsed: list[Any] = orjson.loads(orjson.dumps(built, option=orjson.OPT_SERIALIZE_NUMPY))
+    return parsed
 
 
-def naive(row: Any, thresholds: Any, policy: Policy, top_k: int | None) -> dict[str, Any]:
-    entropy, log_density, p_value, epistemic, ood_score, *probabilities = row
+def naive(values: list[float], thresholds: FloatArray, policy: Policy, top_k: int | None) -> dict[str, Any]:
+    entropy, log_density, ood_score, p_value, epistemic, *probabilities = values
     best = max(range(3), key=lambda k: (probabilities[k], -k))
     is_ood = bool(p_value <= np.float32(policy.alpha))
     ambiguous = bool(entropy > np.float32(policy.ambiguity_threshold))
-    answer: dict[str, Any] = {"label": CLASSES[best], "class_index": best, "confidence": probabilities[best]}
+    document: dict[str, Any] = {"label": CLASSES[best], "class_index": best, "confidence": probabilities[best]}
     if top_k is None:
-        answer["probabilities"] = probabilities
+        document["probabilities"] = probabilities
     else:
         order = sorted(range(3), key=lambda k: -probabilities[k])[:top_k]
-        answer["top"] = [{"label": CLASSES[k], "probability": probabilities[k]} for k in order]
+        document["top"] = [{"label": CLASSES[k], "probability": probabilities[k]} for k in order]
     return {
-        **answer,
+        **document,
         "predictive_entropy": entropy,
         "log_density": log_density,
         "ood_score": ood_score,
@@ -59,33 +72,71 @@ def naive(row: Any, thresholds: Any, policy: Policy, top_k: int | None) -> dict[
 
 
 def as_float32(value: Any) -> Any:
-    """Every number of a parsed document as the float32 that was printed."""
-    return json.loads(json.dumps(value), parse_float=lambda text: float(np.float32(text)))
+    """Every number of a document as the float32 that was printed."""
+    return orjson.loads(orjson.dumps(_rounded(value)))
 
 
-@given(outputs_of_images, hnp.arrays(np.float32, 3, elements=shares), policies, st.none() | st.integers(1, 4))
-def test_equals_the_naive_document(rows: Any, thresholds: Any, policy: Policy, top_k: int | None) -> None:
-    texts = predictions_json(rows, judged(rows, thresholds, policy), LABELS, top_k=top_k)
-    expected = [naive(row.tolist(), thresholds, policy, top_k) for row in rows]
-    for text, document in zip(texts, expected, strict=True):
-        parsed = json.loads(text)
-        assert list(parsed) == list(document)
-        assert as_float32(parsed) == document
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    return float(np.float32(value)) if isinstance(value, float) else value
+
+
+@given(outputs_of_images, hnp.arrays(np.float32, 3, elements=fractions), policies, st.none() | st.integers(1, 4))
+def test_equals_the_naive_document(
+    outputs: Outputs[FloatArray], thresholds: FloatArray, policy: Policy, top_k: int | None
+) -> None:
+    expected = [naive(values, thresholds, policy, top_k) for values in outputs.packed.tolist()]
+    for document, naive_document in zip(documents(outputs, thresholds, policy, top_k), expected, strict=True):
+        assert list(document) == list(naive_document)
+        assert as_float32(document) == naive_document
+
+
+@given(outputs_of_images, policies, st.none() | st.integers(1, 4))
+def test_has_the_declared_fields(outputs: Outputs[FloatArray], policy: Policy, top_k: int | None) -> None:
+    outputs["ood_p_value"][:] = np.clip(outputs["ood_p_value"], 0, 1)
+    for document in documents(outputs, np.ones(3, np.float32), policy, top_k):
+        assert ImagePrediction.model_validate(document).model_dump(exclude_none=True) == document
 
 
 def test_numbers_are_printed_in_few_digits() -> None:
-    rows = np.array([[0.1, -0.3, 0.7, 0.2, 0.4, 0.25, 0.05, 0.7]], np.float32)
-    (text,) = predictions_json(rows, judged(rows, np.ones(3, np.float32), Policy(0.05, 0.5, 0.9)), LABELS)
+    outputs = Outputs(np.array([[0.1, -0.3, 0.4, 0.7, 0.2, 0.25, 0.05, 0.7]], np.float32))
+    decisions = decide(outputs, np.ones(3, np.float32), Policy(alpha=0.05, ambiguity_threshold=0.5, coverage=0.9))
+    text = orjson.dumps(prediction_documents(outputs, decisions, CLASSES), option=orjson.OPT_SERIALIZE_NUMPY)
     assert b'"predictive_entropy":0.1,"log_density":-0.3,"ood_score":0.4,"ood_p_value":0.7' in text
 
 
-def test_a_threshold_beyond_every_float32_is_never_reached() -> None:
-    rows = np.array([[3e38, 0, 1, 0, 0, 1.0]], np.float32)
-    assert judged(rows, np.ones(1, np.float32), Policy(0.05, 1e300, 0.9)).decision.tolist() == [0]
+def test_threshold_beyond_every_float32_is_never_reached() -> None:
+    outputs = Outputs(np.array([[3e38, 0, 0, 1, 0, 1.0]], np.float32))
+    policy = Policy(alpha=0.05, ambiguity_threshold=1e300, coverage=0.9)
+    assert documents(outputs, np.ones(1, np.float32), policy)[0]["decision"] == "accept"
 
 
-@given(outputs_of_images, policies)
-def test_thresholds_of_each_image_decide_as_those_of_all(rows: Any, policy: Policy) -> None:
-    each = [np.full(len(rows), value, np.float32) for value in (policy.alpha, policy.ambiguity_threshold)]
-    for one, other in zip(decide(rows, policy.alpha, policy.ambiguity_threshold), decide(rows, *each), strict=True):
-        np.testing.assert_array_equal(one, other)
+def explanation(**more: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:
+    return {
+        "nearest_class": np.array([1]),
+        "class_distances": np.array([[3.0, 1.0, 2.0]], np.float32),
+        "component_deviation": np.array([[0.5, -4.0, 1.0, 0.0, 2.0, -0.1, 3.0]], np.float32),
+        **more,
+    }
+
+
+def test_explanation_names_the_most_unusual_components() -> None:
+    outputs = Outputs(np.array([[0.1, -0.3, 0.4, 0.5, 0.2, 0.25, 0.05, 0.7]], np.float32))
+    split = {"aleatoric": np.array([0.5], np.float32), "epistemic": np.array([0.25], np.float32)}
+    (document,) = explanation_documents(explanation(**split), outputs, CLASSES)
+    document["class_distances"] = document["class_distances"].tolist()
+    assert Explanation.model_validate(document).model_dump() == document
+    assert document["nearest_class"] == "ä"
+    assert [each["component"] for each in document["unusual_components"]] == [1, 6, 4, 2, 0]
+    assert [each["deviation"] for each in document["unusual_components"]] == [-4.0, 3.0, 2.0, 1.0, 0.5]
+    assert document["calibration_rank"] == 0.5
+    assert (document["aleatoric"], document["epistemic"]) == (0.5, 0.25)
+
+
+def test_explanation_of_base_predictions_does_not_split_the_uncertainty() -> None:
+    outputs = Outputs(np.array([[0.1, -0.3, 0.4, 0.5, 0.0, 0.25, 0.05, 0.7]], np.float32))
+    (document,) = explanation_documents(explanation(), outputs, CLASSES)
+    assert (document["aleatoric"], document["epistemic"]) == (None, None)

@@ -1,15 +1,18 @@
-"""Multipart bodies however they are cut into chunks."""
+"""Bodies of the three forms, however they are cut into chunks."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 
-from app.errors import ClientGone, MalformedRequest, QueueFull, TooManyImages
+from app.errors import ClientGone, MalformedRequest, SlowUpload, TooManyImages, UnsupportedMedia
+from app.http import uploads
 from app.http.uploads import UploadLimits, read_images
 from app.inference.decoder import EncodedImage
 
@@ -17,16 +20,23 @@ LIMITS = UploadLimits(max_images=10, max_fields=20, seconds=5.0)
 BOUNDARY = "----psc"
 
 
-def body_of(uploads: list[Upload]) -> bytes:
+def body_of(images: list[EncodedImage]) -> bytes:
     parts = b""
-    for upload in uploads:
-        name = f'; filename="{upload.name}"' if upload.name else ""
+    for image in images:
+        name = f'; filename="{image.name}"' if image.name else ""
         head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="images"{name}\r\n\r\n'
-        parts += head.encode() + upload.data + b"\r\n"
+        parts += head.encode() + image.data + b"\r\n"
     return parts + f"--{BOUNDARY}--\r\n".encode()
 
 
-def read(chunks: list[bytes], *, disconnect: bool = False, wait: bool = False, **options: Any) -> list[Upload]:
+def read(
+    chunks: list[bytes],
+    media_type: str = f"multipart/form-data; boundary={BOUNDARY}",
+    *,
+    disconnect: bool = False,
+    wait: bool = False,
+    limits: UploadLimits = LIMITS,
+) -> list[EncodedImage]:
     """The images of a body that arrives in ``chunks``; ``wait``: each needs a turn of the event loop."""
     messages: list[dict[str, Any]] = [
         {"type": "http.request", "body": chunk, "more_body": disconnect or k < len(chunks) - 1}
@@ -39,22 +49,22 @@ def read(chunks: list[bytes], *, disconnect: bool = False, wait: bool = False, *
             await asyncio.sleep(0)
         return messages.pop(0)
 
-    headers = [(b"content-type", f"multipart/form-data; boundary={BOUNDARY}".encode())]
-    return asyncio.run(read_images(headers, receive, LIMITS, **options))
+    scope = {"type": "http", "headers": [(b"content-type", media_type.encode())]}
+    return asyncio.run(read_images(Request(scope, receive), limits))
 
 
 names = st.none() | st.text("abc.é 7", min_size=1, max_size=8).map(str.strip).filter(bool)
 
 
 @given(
-    st.lists(st.builds(Upload, st.binary(max_size=40), names), min_size=1, max_size=6),
+    st.lists(st.builds(EncodedImage, st.binary(max_size=40), names), min_size=1, max_size=6),
     st.integers(1, 30),
     st.booleans(),
 )
-def test_any_chunking_gives_the_same_images(uploads: list[Upload], size: int, wait: bool) -> None:
-    body = body_of(uploads)
+def test_any_chunking_gives_the_same_images(images: list[EncodedImage], size: int, wait: bool) -> None:
+    body = body_of(images)
     chunks = [body[start : start + size] for start in range(0, len(body), size)]
-    assert read(chunks, wait=wait) == uploads
+    assert read(chunks, wait=wait) == images
 
 
 @given(
@@ -84,76 +94,73 @@ def test_data_that_looks_like_a_boundary_is_kept(pieces: list[bytes], size: int)
         ('Content-Disposition: form-data; name="images"', None),
     ],
 )
-def test_every_way_to_write_the_names(head: str, name: str | None) -> None:
+def test_reads_every_spelling_of_names(head: str, name: str | None) -> None:
     body = f"--{BOUNDARY}\r\n{head}\r\n\r\nDATA\r\n--{BOUNDARY}--\r\n".encode()
     assert read([body]) == [EncodedImage(b"DATA", name)]
 
 
 @pytest.mark.parametrize("before", [b"", b"\r\n"])
-def test_what_is_around_the_parts_is_ignored(before: bytes) -> None:
+def test_ignores_what_is_around_the_parts(before: bytes) -> None:
     assert read([before + body_of([EncodedImage(b"x")]) + b"an epilogue"]) == [EncodedImage(b"x")]
 
 
-def test_headers_without_an_end_are_refused() -> None:
+def test_rejects_endless_headers() -> None:
     with pytest.raises(MalformedRequest, match="header size"):
         read([f"--{BOUNDARY}\r\n".encode() + b"x" * 9000], disconnect=True)
 
 
-def test_too_many_images_are_refused_before_the_rest_arrives() -> None:
+def test_rejects_too_many_images_before_the_rest_arrives() -> None:
     body = body_of([EncodedImage(b"x")] * 11)
     cut = body.rindex(b"form-data") + 40
     with pytest.raises(TooManyImages):
         read([body[:cut]], disconnect=True)
 
 
-def test_a_client_that_leaves_while_it_sends_is_noticed() -> None:
+def test_client_that_leaves_while_sending() -> None:
     body = body_of([EncodedImage(b"x" * 100)])
     for wait in (False, True):
         with pytest.raises(ClientGone):
             read([body[:50]], disconnect=True, wait=wait)
 
 
-def test_only_a_body_that_is_not_there_yet_is_asked_about() -> None:
-    asked: list[bool] = []
-
-    def refuse() -> None:
-        asked.append(True)
-        raise QueueFull("no room", retry_after=1)
-
-    body = body_of([EncodedImage(b"x")])
-    assert read([body], before_waiting=refuse) == [EncodedImage(b"x")]
-    assert not asked
-    with pytest.raises(QueueFull):
-        read([body[:20], body[20:]], wait=True, before_waiting=refuse)
-    assert asked == [True]
-
-
-def read_raw(body: bytes, media_type: bytes) -> Upload:
+@pytest.mark.parametrize("media_type", ["image/png", "application/json", "multipart/form-data; boundary=x"])
+def test_slow_body(media_type: str) -> None:
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body}
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
-    (upload,) = asyncio.run(read_images([(b"content-type", media_type)], receive, LIMITS))
-    return upload
+    limits = UploadLimits(max_images=10, max_fields=20, seconds=0.01)
+    scope = {"type": "http", "headers": [(b"content-type", media_type.encode())]}
+    with pytest.raises(SlowUpload, match=r"within 0\.01 s"):
+        asyncio.run(read_images(Request(scope, receive), limits))
 
 
-def test_the_bytes_of_a_raw_body_are_handed_on_as_they_came() -> None:
+def test_raw_body_is_not_copied() -> None:
     """Guards against a copy of every image between the socket and the decoder."""
     body = b"image"
-    assert read_raw(body, b"image/png").data is body
+    assert read([body], "image/png")[0].data is body
 
 
-@pytest.mark.parametrize("media_type", [b"Image/PNG", b"IMAGE/png; x=1"])
-def test_media_types_have_no_case(media_type: bytes) -> None:
-    assert read_raw(b"image", media_type).data == b"image"
+@pytest.mark.parametrize("media_type", ["Image/PNG", "IMAGE/png; x=1"])
+def test_media_types_ignore_case(media_type: str) -> None:
+    assert read([b"image"], media_type) == [EncodedImage(b"image")]
 
 
-def test_no_timer_is_set_for_a_body_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a timer for every request; one that waits does get its timer."""
-    timers: list[float] = []
-    real = asyncio.timeout
-    monkeypatch.setattr("app.http.uploads.asyncio.timeout", lambda seconds: timers.append(seconds) or real(seconds))
-    body = body_of([EncodedImage(b"x")])
-    read([body[:20], body[20:]])
-    assert timers == []
-    read([body], wait=True)
-    assert timers == [LIMITS.seconds]
+@pytest.mark.parametrize("media_type", ["", "text/plain", "multipart/mixed; boundary=x"])
+def test_rejects_other_media_types(media_type: str) -> None:
+    with pytest.raises(UnsupportedMedia, match="set Content-Type"):
+        read([b"image"], media_type)
+
+
+def test_large_json_is_parsed_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    parse = uploads.parse_json
+
+    def parse_json(body: bytes, max_images: int) -> list[EncodedImage]:
+        threads.append(threading.current_thread().name)
+        return parse(body, max_images)
+
+    monkeypatch.setattr(uploads, "parse_json", parse_json)
+    body = b'{"images": [{"b64": "%s"}]}' % (b"QUFB" * 100_000)
+    assert read([body], "application/json") == [EncodedImage(b"AAA" * 100_000)]
+    assert read([b'{"images": [{"b64": "QUFB"}]}'], "application/json") == [EncodedImage(b"AAA")]
+    assert [name == threading.main_thread().name for name in threads] == [False, True]
