@@ -8,21 +8,20 @@ answer's parameters say which was used.
 from __future__ import annotations
 
 import asyncio
-import reprlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic import TypeAdapter, ValidationError
 
-from app.errors import MalformedRequest, UnknownModel, UnsupportedMedia
+from app.errors import UnknownModel, UnsupportedMedia
 from app.http.disconnect import has_disconnected
 from app.http.uploads import read_body
 from app.http.v2.schemas import (
     INFER_BODY,
     INFER_PARAMETERS,
+    OUTPUTS,
     ErrorDocument,
     InferResponse,
     LiveDocument,
@@ -32,31 +31,18 @@ from app.http.v2.schemas import (
     ServerMetadata,
     TensorMetadata,
 )
-from app.http.v2.tensors import (
-    ENCODED_INPUT,
-    RAW_INPUT,
-    Datatype,
-    InferRequest,
-    OutputTensor,
-    build_response,
-    images_of,
-    parse_request,
-)
+from app.http.v2.tensors import Datatype, OutputTensor, build_response, images_of, parse_request
 from app.inference.decoder import EncodedImage
 from app.inference.queue import Images
 from app.models.served import ServedModel
 from app.service import Service, service_of, service_to_predict
 from psc_core.model.decision import Decisions
 from psc_core.model.outputs import FloatArray, Outputs
-from psc_core.policy import Alpha
-from psc_core.prediction import SCORES
 from psc_core.version import __version__
 
 HEADER: Final = "Inference-Header-Content-Length"
 _INLINE_BYTES: Final = 256 * 1024
-_OUTPUTS: Final = ("probabilities", *SCORES, "is_ood", "label", "class_index")
 _DATATYPES: Final[Mapping[str, Datatype]] = {"is_ood": "BOOL", "label": "BYTES", "class_index": "INT64"}
-_ALPHA: Final = TypeAdapter(Alpha)
 
 _Parsed = TypeVar("_Parsed")
 
@@ -158,8 +144,8 @@ def _metadata(served: ServedModel) -> ModelMetadata:
         versions=[model.version],
         platform="pytorch_psc",
         inputs=[
-            TensorMetadata(name=RAW_INPUT, datatype="UINT8", shape=[-1, shape.height, shape.width, shape.channels]),
-            TensorMetadata(name=ENCODED_INPUT, datatype="BYTES", shape=[-1]),
+            TensorMetadata(name="images", datatype="UINT8", shape=[-1, shape.height, shape.width, shape.channels]),
+            TensorMetadata(name="encoded_images", datatype="BYTES", shape=[-1]),
         ],
         outputs=[
             TensorMetadata(
@@ -167,7 +153,7 @@ def _metadata(served: ServedModel) -> ModelMetadata:
                 datatype=_DATATYPES.get(name, "FP32"),
                 shape=[-1, len(model.classes)] if name == "probabilities" else [-1],
             )
-            for name in _OUTPUTS
+            for name in OUTPUTS
         ],
     )
 
@@ -193,14 +179,14 @@ async def _infer(request: Request, name: str, version: str | None) -> Response:
     served = _served(service, name, version)
     served.engine.check_room(deadline_s=settings.deadline_seconds)
     body = await read_body(request, settings.upload_seconds)
-    wanted = await _parse(len(body), parse_request, body, request.headers.get(HEADER), _OUTPUTS)
+    wanted, binary = await _parse(len(body), parse_request, body, request.headers.get(HEADER))
     images: Images | list[bytes] | None = None
     while images is None or served is not _served(service, name, version):  # A reload may swap it at every await.
         served = _served(service, name, version)
         shape = served.model.preprocess
         size, limit = (shape.channels, shape.height, shape.width), settings.max_images_per_request
-        images = await _parse(len(body), partial(images_of, wanted.tensor, size, max_images=limit))
-    policy = served.policy_with(alpha=_alpha(wanted))
+        images = await _parse(len(body), partial(images_of, wanted.inputs[0], binary, size, max_images=limit))
+    policy = served.policy_with(alpha=wanted.parameters.alpha)
     result = await served.engine.predict(
         images if isinstance(images, np.ndarray) else [EncodedImage(data) for data in images],
         deadline_s=settings.deadline_seconds,
@@ -209,12 +195,12 @@ async def _infer(request: Request, name: str, version: str | None) -> Response:
     outputs = Outputs(result.packed)
     decisions = served.decide(outputs, policy)
     served.recorder.predicted(outputs, decisions)
-    binary = wanted.outputs or dict.fromkeys(_OUTPUTS, wanted.binary_output)
+    outputs_as_binary = wanted.binary_outputs()
     head = {"model_name": served.name, "model_version": served.model.version}
     if wanted.id is not None:
         head["id"] = wanted.id
-    tensors = [_output(output, outputs, decisions, served.model.classes) for output in binary]
-    document, length = build_response({**head, "parameters": {"alpha": policy.alpha}}, tensors, binary)
+    tensors = [_output(output, outputs, decisions, served.model.classes) for output in outputs_as_binary]
+    document, length = build_response({**head, "parameters": {"alpha": policy.alpha}}, tensors, outputs_as_binary)
     if length is None:
         return Response(document, media_type="application/json")
     return Response(document, media_type="application/octet-stream", headers={HEADER: str(length)})
@@ -233,17 +219,6 @@ def _output(name: str, outputs: Outputs[FloatArray], decisions: Decisions, class
     if values is None:
         values = outputs.probabilities if name == "probabilities" else outputs[name]
     return OutputTensor(name, _DATATYPES.get(name, "FP32"), values.shape, values)
-
-
-def _alpha(wanted: InferRequest) -> float | None:
-    alpha = wanted.parameters.get("alpha")
-    if alpha is None:
-        return None
-    try:
-        return _ALPHA.validate_python(alpha, strict=True)
-    except ValidationError as error:
-        reason = error.errors()[0]["msg"]
-        raise MalformedRequest(f"parameter 'alpha': {reason}, got {reprlib.repr(alpha)}") from error
 
 
 def _served(service: Service, name: str, version: str | None) -> ServedModel:

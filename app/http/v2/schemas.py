@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from psc_core.policy import Alpha
+from psc_core.prediction import SCORES
+
+OUTPUTS: Final = ("probabilities", *SCORES, "is_ood", "label", "class_index")
+"""Names of the output tensors."""
 
 
 class Document(BaseModel):
@@ -85,66 +91,115 @@ class InferResponse(Document):
     outputs: list[InferOutput]
 
 
-_PARAMETERS: Final = {"type": "object", "additionalProperties": True}
-_INFER_REQUEST: Final = {
-    "type": "object",
-    "required": ["inputs"],
-    "properties": {
-        "id": {"type": "string"},
-        "parameters": {
-            **_PARAMETERS,
-            "properties": {
-                "alpha": {
-                    "type": "number",
-                    "exclusiveMinimum": 0,
-                    "exclusiveMaximum": 1,
-                    "description": "`is_ood` when p ≤ alpha, for this request.",
-                },
-                "binary_data_output": {"type": "boolean"},
-            },
-        },
-        "inputs": {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["name", "shape", "datatype"],
-                "properties": {
-                    "name": {"enum": ["images", "encoded_images"]},
-                    "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-                    "datatype": {"enum": ["UINT8", "BYTES"]},
-                    "parameters": {
-                        **_PARAMETERS,
-                        "properties": {
-                            "binary_data_size": {"type": "integer", "minimum": 0},
-                            "layout": {"enum": ["NHWC", "NCHW"]},
-                        },
-                    },
-                    "data": {"type": "array", "items": {}},
-                },
-            },
-        },
-        "outputs": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["name"],
-                "properties": {
-                    "name": {"type": "string"},
-                    "parameters": {**_PARAMETERS, "properties": {"binary_data": {"type": "boolean"}}},
-                },
-            },
-        },
-    },
-}
+_OutputName = Literal[OUTPUTS]  # type: ignore[valid-type]
+
+
+class RequestPart(BaseModel):
+    """Of a request: members and parameters that are not declared are ignored, as the protocol asks."""
+
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+
+class _TensorParameters(RequestPart):
+    """What this server does not offer is refused rather than ignored."""
+
+    shared_memory_region: None = Field(default=None, description="Not supported.")
+    classification: None = Field(default=None, description="Not supported.")
+
+
+class InputParameters(_TensorParameters):
+    """Parameters of an input."""
+
+    binary_data_size: int | None = Field(default=None, ge=0, description="Bytes of its binary data.")
+    layout: Literal["NHWC", "NCHW"] | None = Field(default=None, description="Unset: the one that the shape fits.")
+
+
+class InputTensor(RequestPart):
+    """An input: JSON ``data``, or binary data of the size that its parameters give."""
+
+    name: Literal["images", "encoded_images"]
+    datatype: Literal["UINT8", "BYTES"]
+    shape: list[Annotated[int, Field(ge=0)]]
+    parameters: InputParameters = InputParameters()
+    data: list[Any] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.data is None) == (self.parameters.binary_data_size is None):
+            raise ValueError("give either data or binary_data_size")
+        expected = "UINT8" if self.name == "images" else "BYTES"
+        if self.datatype != expected:
+            raise ValueError(f"expected datatype {expected} for {self.name}, got {self.datatype}")
+        return self
+
+
+class OutputParameters(_TensorParameters):
+    """Parameters of a wanted output."""
+
+    binary_data: bool | None = Field(default=None, description="Unset: as `binary_data_output` of the request.")
+
+
+class WantedOutput(RequestPart):
+    """An output that the answer should have."""
+
+    name: _OutputName
+    parameters: OutputParameters = OutputParameters()
+
+
+class RequestParameters(RequestPart):
+    """Parameters of a request."""
+
+    alpha: Alpha | None = Field(default=None, description="`is_ood` when p ≤ alpha, for this request.")
+    binary_data_output: bool = Field(
+        default=False, description="Give outputs as binary data unless they say otherwise."
+    )
+
+
+class InferRequest(RequestPart):
+    """An inference request; without ``outputs`` all are given."""
+
+    id: str | None = None
+    parameters: RequestParameters = RequestParameters()
+    inputs: list[InputTensor] = Field(min_length=1, max_length=1)
+    outputs: list[WantedOutput] = []
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len({output.name for output in self.outputs}) < len(self.outputs):
+            raise ValueError("name each output once")
+        return self
+
+    def binary_outputs(self) -> dict[str, bool]:
+        """The wanted outputs, in order, to whether each goes as binary data."""
+        default = self.parameters.binary_data_output
+        if not self.outputs:
+            return dict.fromkeys(OUTPUTS, default)
+        given = {output.name: output.parameters.binary_data for output in self.outputs}
+        return {name: default if binary is None else binary for name, binary in given.items()}
+
+
+def _inline(model: type[BaseModel]) -> dict[str, Any]:
+    """The JSON schema of a model with its parts in place of references."""
+    schema = model.model_json_schema()
+    parts = schema.pop("$defs", {})
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, dict):
+            if "$ref" in value:
+                return resolve(parts[value["$ref"].rpartition("/")[2]])
+            return {key: resolve(item) for key, item in value.items() if key != "default"}
+        return [resolve(item) for item in value] if isinstance(value, list) else value
+
+    resolved: dict[str, Any] = resolve(schema)
+    return resolved
+
 
 INFER_BODY: Final = {
     "required": True,
     "description": "`images`: UINT8 of the network's own size, NHWC or NCHW. `encoded_images`: BYTES, image "
     "files (base64 in JSON).",
     "content": {
-        "application/json": {"schema": _INFER_REQUEST},
+        "application/json": {"schema": _inline(InferRequest)},
         "application/octet-stream": {
             "schema": {
                 "type": "string",
