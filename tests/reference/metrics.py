@@ -22,10 +22,10 @@ def brier(probabilities: Sequence[Sequence[float]], labels: Sequence[int]) -> fl
 def ece(confidence: Sequence[float], correct: Sequence[bool], bins: int) -> float:
     total = 0.0
     for b in range(bins):
-        rows = [i for i, c in enumerate(confidence) if (b / bins < c <= (b + 1) / bins) or (b == 0 and c == 0)]
-        if rows:
-            gap = sum(confidence[i] for i in rows) / len(rows) - sum(correct[i] for i in rows) / len(rows)
-            total += len(rows) / len(confidence) * abs(gap)
+        members = [i for i, c in enumerate(confidence) if (b / bins < c <= (b + 1) / bins) or (b == 0 and c == 0)]
+        if members:
+            gap = sum(confidence[i] for i in members) / len(members) - sum(correct[i] for i in members) / len(members)
+            total += len(members) / len(confidence) * abs(gap)
     return total
 
 
@@ -44,9 +44,9 @@ def adaptive_ece(confidence: Sequence[float], correct: Sequence[bool], bins: int
     n, bins = len(ordered), min(bins, len(ordered))
     total = 0.0
     for b in range(bins):
-        rows = [i for i in range(n) if math.floor(i * bins / n) == b]
-        gap = sum(ordered[i] for i in rows) / len(rows) - sum(hits[i] for i in rows) / len(rows)
-        total += len(rows) / n * abs(gap)
+        members = [i for i in range(n) if math.floor(i * bins / n) == b]
+        gap = sum(ordered[i] for i in members) / len(members) - sum(hits[i] for i in members) / len(members)
+        total += len(members) / n * abs(gap)
     return total
 
 

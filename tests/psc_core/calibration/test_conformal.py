@@ -45,8 +45,8 @@ def test_alpha_tolerates_rounding() -> None:
 
 def test_p_values_at_the_ends() -> None:
     scores = torch.tensor([1.0, 2.0, 3.0])
-    asked = torch.tensor([math.inf, 3.5, 3.0, 1.0, -math.inf, math.nan])
-    assert conformal_p_values(scores, asked).tolist() == [0.25, 0.25, 0.5, 1.0, 1.0, 0.25]
+    tested = torch.tensor([math.inf, 3.5, 3.0, 1.0, -math.inf, math.nan])
+    assert conformal_p_values(scores, tested).tolist() == [0.25, 0.25, 0.5, 1.0, 1.0, 0.25]
 
 
 def test_rejects_unattainable_alpha() -> None:

@@ -36,7 +36,7 @@ def test_predictions(kind: str, scale: float) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_degenerate_features(kind: str) -> None:
-    z, labels = images(30, 50, 3)  # fewer rows than columns
+    z, labels = images(30, 50, 3)  # fewer images than columns
     z[:, 3], z[:, 4] = 1e4, z[:, 5]  # a constant and a repeated column
     z[labels == 2] = z[2].clone()  # identical images
     head = fit_head(z, labels, z, labels, num_classes=3, kind=kind)

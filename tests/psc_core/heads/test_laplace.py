@@ -110,8 +110,8 @@ def test_memory_with_a_thousand_classes(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(softmax, "ITERATIONS", 2)
     monkeypatch.setattr(softmax, "PRECISIONS", (1.0,))
     monkeypatch.setattr(laplace, "PRECISIONS", (1.0,))
-    dim, classes, rows = 2048, 1000, 1000
-    z, labels = images(rows, dim, classes)
+    dim, classes, examples = 2048, 1000, 1000
+    z, labels = images(examples, dim, classes)
     with LargestTensor() as largest:
         head = fit_head(z, labels, z[:64], labels[:64], num_classes=classes)
         assert isinstance(head, LaplaceHead)

@@ -38,5 +38,5 @@ def test_variables_invert_and_flatten_the_curvature(
     (expected,) = torch.autograd.grad(loss(v.requires_grad_()), v)
     torch.testing.assert_close(variables.gradient(gradient), expected)
     curvature = torch.autograd.functional.hessian(loss, v.detach()).reshape(v.numel(), -1)
-    # with p the same for every row, as at θ = 0, the curvature is a Kronecker product
+    # with the same p for every image, as at θ = 0, the curvature is a Kronecker product
     torch.testing.assert_close(curvature, torch.eye(v.numel(), dtype=torch.float64), rtol=0, atol=1e-8)
