@@ -19,7 +19,6 @@ from app.http.middleware.problems import ProblemResponses
 from app.http.middleware.telemetry import Telemetry
 from app.http.routes import admin, health, metrics, model, page, predict
 from app.http.v2 import routes as v2
-from app.models.model import Model
 from app.runtime import Runtime
 from app.service import Service
 from app.settings import Settings
@@ -28,7 +27,7 @@ from psc_core.version import __version__
 
 
 def create_app(
-    settings: Settings, models: Mapping[str, Model] | None = None, *, runtime: Runtime | None = None
+    settings: Settings, models: Mapping[str, PSC] | None = None, *, runtime: Runtime | None = None
 ) -> FastAPI:
     """The application.
 
@@ -45,7 +44,7 @@ def create_app(
     """
     runtime = runtime or Runtime()
 
-    def load(path: Path) -> Model:
+    def load(path: Path) -> PSC:
         return PSC.load(path, device=settings.device, allow_factories=settings.allow_factories)
 
     service = Service(settings, load, models, on_models_changed=runtime.models_changed, on_failure=runtime.failed)
@@ -63,9 +62,9 @@ def create_app(
         description="Image classification with uncertainty from probabilistic skip connections.",
         lifespan=lifespan,
         redirect_slashes=False,
-        root_path=settings.root_path.rstrip("/"),
         exception_handlers=problems.HANDLERS,
     )
+    app.root_path = settings.root_path.rstrip("/")  # Of a proxy that strips it, which uvicorn's root_path is not for.
     app.state.service = service
     for router in (predict.router, health.router, metrics.router, model.router, admin.router, v2.router):
         app.include_router(router)
