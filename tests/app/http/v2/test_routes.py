@@ -1,10 +1,9 @@
-"""Open Inference Protocol v2: against the specification, and with a client that is not ours."""
+"""The v2 routes against the specification, and with a client that is not ours."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import json
 import struct
 from collections.abc import AsyncIterator, Iterator
@@ -13,32 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from app.errors import MalformedRequest
-from app.http.routes import v2
+from app.http.v2 import routes
 from app.http.v2.routes import HEADER
-from app.http.v2.schemas import ErrorDocument, InferResponse, ModelMetadata
-from app.http.v2.tensors import OutputTensor, build_response, images_of, parse_request
-from psc_core.errors import PSCError
+from app.http.v2.schemas import OUTPUTS, ErrorDocument, InferResponse, ModelMetadata
+from app.http.v2.tensors import parse_request
 from psc_core.images.preprocess import Preprocess
+from psc_core.model.outputs import Outputs
 from psc_core.prediction import SCORES
 from tests.app.fakes import CLASSES, POISON, FakeModel, outputs_of, pixels, png
 from tests.app.live import live_server
 from tests.app.support import Running, running, serve_next
 
 pytestmark = pytest.mark.anyio
-OUTPUTS = (
-    "probabilities",
-    "predictive_entropy",
-    "log_density",
-    "ood_score",
-    "ood_p_value",
-    "is_ood",
-    "label",
-    "class_index",
-)
 COLOUR = Preprocess("RGB", 4, 6, None, (0.5,) * 3, (0.5,) * 3)
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -64,8 +50,8 @@ def grey(*values: int) -> Array:
     return np.stack([pixels(value) for value in values])[..., None]
 
 
-def expected(images_nchw: Array) -> Array:
-    return outputs_of(torch.from_numpy(np.ascontiguousarray(images_nchw))).numpy()
+def expected(images_nchw: Array) -> Outputs[Any]:
+    return Outputs(outputs_of(torch.from_numpy(np.ascontiguousarray(images_nchw))).numpy())
 
 
 def output(document: dict[str, Any], name: str) -> Any:
@@ -121,15 +107,13 @@ async def test_not_ready_is_503_everywhere() -> None:
 async def test_raw_images_give_every_output(service: Running) -> None:
     images = grey(0, 120, 255)
     document = await infer(service, {"id": "42", "inputs": [raw_input(images)]})
-    rows = expected(images.transpose(0, 3, 1, 2))
+    outputs = expected(images.transpose(0, 3, 1, 2))
     assert (document["id"], document["model_name"], document["model_version"]) == ("42", "m", "v1")
     assert document["parameters"] == {"alpha": 0.2}
     assert tuple(tensor["name"] for tensor in document["outputs"]) == OUTPUTS
-    np.testing.assert_allclose(output(document, "probabilities"), rows[:, SCORES:], rtol=1e-6)
-    np.testing.assert_allclose(output(document, "predictive_entropy"), rows[:, 0], rtol=1e-6)
-    np.testing.assert_allclose(output(document, "log_density"), rows[:, 1])
-    np.testing.assert_allclose(output(document, "ood_score"), rows[:, 4])
-    np.testing.assert_allclose(output(document, "ood_p_value"), rows[:, 2])
+    np.testing.assert_allclose(output(document, "probabilities"), outputs.probabilities, rtol=1e-6)
+    for name in SCORES:
+        np.testing.assert_allclose(output(document, name), outputs[name], rtol=1e-6)
     assert output(document, "is_ood").tolist() == [False] * 3
     assert output(document, "label").tolist() == list(CLASSES)
     assert output(document, "class_index").tolist() == [0, 1, 2]
@@ -140,16 +124,7 @@ async def test_nhwc_and_nchw_are_the_same_images(service: Running) -> None:
     nchw = await infer(service, {"inputs": [raw_input(images)]}, "colour")
     nhwc = await infer(service, {"inputs": [raw_input(images.transpose(0, 2, 3, 1))]}, "colour")
     assert nchw == nhwc
-    np.testing.assert_allclose(output(nchw, "log_density"), expected(images)[:, 1], rtol=1e-6)
-
-
-def test_the_layout_parameter_decides_where_both_fit() -> None:
-    cube = np.arange(27, dtype=np.uint8).reshape(1, 3, 3, 3)
-    moved = cube.transpose(0, 3, 1, 2)
-    for layout, nchw in (("NCHW", cube), ("NHWC", moved), (None, moved)):
-        entry = raw_input(cube, parameters={} if layout is None else {"layout": layout})
-        request = parse_request(json.dumps({"inputs": [entry]}).encode(), None, OUTPUTS)
-        np.testing.assert_array_equal(images_of(request.tensor, (3, 3, 3), max_images=1), nchw)
+    np.testing.assert_allclose(output(nchw, "log_density"), expected(images)["log_density"], rtol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [[2], [2, 1]])
@@ -195,32 +170,32 @@ async def test_binary_input_and_output(service: Running) -> None:
 
 
 @pytest.mark.parametrize("kind", ["raw", "encoded"])
-async def test_a_reload_while_the_body_is_parsed_loses_nothing(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+async def test_reload_while_the_body_is_parsed(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     colour = {"preprocess": Preprocess("RGB", 8, 8, None, (0.5,) * 3, (0.5,) * 3)} if kind == "encoded" else {}
     async with running(admin_keys="root") as app:
         serve_next(app, FakeModel("v2", **colour))
-        read = v2._read
+        parse = routes._parse
 
         async def reload_meanwhile(size: int, work: Any, *arguments: Any) -> Any:
-            found = await read(size, work, *arguments)
-            if app.service.registry.get().version == "v1" and work is not parse_request:
+            found = await parse(size, work, *arguments)
+            if app.service.registry.get().model.version == "v1" and work is not parse_request:
                 response = await app.client.post("/admin/reload", headers={"x-api-key": "root"})
                 assert response.status_code == 200
                 await asyncio.sleep(0.05)  # The old engine admits nothing any more.
             return found
 
-        monkeypatch.setattr(v2, "_read", reload_meanwhile)
+        monkeypatch.setattr(routes, "_parse", reload_meanwhile)
         files = [base64.b64encode(png(200)).decode()]
         encoded = {"name": "encoded_images", "shape": [1], "datatype": "BYTES", "data": files}
         document = await infer(app, {"inputs": [encoded if kind == "encoded" else GOOD]})
         assert document["model_version"] == "v2"
 
 
-async def test_alpha_can_be_set_for_a_request(service: Running) -> None:
+async def test_alpha_of_a_request(service: Running) -> None:
     image = pixels(10)
     image[:4] = 150
     request = {"inputs": [raw_input(image[None, None])], "outputs": [{"name": "is_ood"}]}
-    (p_value,) = expected(image[None, None])[:, 2]
+    (p_value,) = expected(image[None, None])["ood_p_value"]
     assert 0.2 < p_value < 0.6
     assert output(await infer(service, request), "is_ood").tolist() == [False]
     document = await infer(service, {**request, "parameters": {"alpha": 0.6, "priority": 3}})
@@ -228,14 +203,15 @@ async def test_alpha_can_be_set_for_a_request(service: Running) -> None:
     assert document["parameters"] == {"alpha": 0.6}
 
 
-async def test_answers_are_counted_like_those_of_predict(service: Running) -> None:
+async def test_predictions_and_errors_are_counted(service: Running) -> None:
     await infer(service, {"inputs": [raw_input(grey(0, 255))]})
-    assert await service.metric('psc_predictions_total{label="bright"}') == 1
+    assert await service.metric('psc_predictions_total{label="bright",model="m"}') == 1
     await service.client.post("/v2/models/m/infer", content=b"{")
     assert await service.metric('psc_rejected_total{reason="malformed"}') == 1
 
 
 GOOD = raw_input(grey(1))
+BODY = json.dumps({"inputs": [GOOD]}).encode()
 NESTED: Any = json.loads("[" * 900 + "]" * 900)
 DAMAGED = png(1, size=400)[:-60]
 FILE = {"name": "encoded_images", "shape": [1], "datatype": "BYTES"}
@@ -248,17 +224,18 @@ def without_data(**parameters: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("document", "status", "message"),
     [
-        ([], 400, "JSON object"),
-        ({}, 400, "'inputs'"),
-        ({"inputs": []}, 400, "exactly one input"),
-        ({"inputs": [GOOD, GOOD]}, 400, "exactly one input"),
-        ({"inputs": [{**GOOD, "name": "pixels"}]}, 400, "'pixels'"),
-        ({"inputs": [{**GOOD, "datatype": "FP32"}]}, 400, "expected datatype UINT8"),
-        ({"inputs": [{**GOOD, "shape": "1"}]}, 400, "name, datatype and shape"),
-        ({"inputs": [{**GOOD, "shape": [1, 8, -8, 1]}]}, 400, "whole numbers"),
+        ([], 400, "request: Input should be a valid dictionary"),
+        ({}, 400, "inputs: Field required"),
+        ({"inputs": []}, 400, "at least 1 item"),
+        ({"inputs": [GOOD, GOOD]}, 400, "at most 1 item"),
+        ({"inputs": [{**GOOD, "name": "pixels"}]}, 400, "inputs.0.name"),
+        ({"inputs": [{**GOOD, "datatype": "FP32"}]}, 400, "inputs.0.datatype"),
+        ({"inputs": [{**GOOD, "datatype": "BYTES"}]}, 400, "expected datatype UINT8"),
+        ({"inputs": [{**GOOD, "shape": "1"}]}, 400, "inputs.0.shape"),
+        ({"inputs": [{**GOOD, "shape": [1, 8, -8, 1]}]}, 400, "inputs.0.shape.2"),
         ({"inputs": [{**GOOD, "shape": [1, 8, 9, 1]}]}, 400, r"[n, 8, 8, 1] (NHWC) or [n, 1, 8, 8] (NCHW)"),
         ({"inputs": [{**GOOD, "shape": [2, 8, 8, 1]}]}, 400, "expected 128 values"),
-        ({"inputs": [{**GOOD, "shape": [0, 8, 8, 1], "data": []}]}, 400, "at least one image"),
+        ({"inputs": [{**GOOD, "shape": [0, 8, 8, 1], "data": []}]}, 400, "no image"),
         ({"inputs": [{**GOOD, "shape": [5, 8, 8, 1]}]}, 413, "at most 4 images"),
         ({"inputs": [{**GOOD, "data": [256] * 64}]}, 400, "0 to 255"),
         ({"inputs": [{**GOOD, "data": [-1] * 64}]}, 400, "0 to 255"),
@@ -271,39 +248,39 @@ def without_data(**parameters: Any) -> dict[str, Any]:
         ({"inputs": [{**GOOD, "data": [[1, 2], [3]]}]}, 400, "equal length"),
         ({"inputs": [{**GOOD, "parameters": {"layout": "HWCN"}}]}, 400, "layout"),
         ({"inputs": [{**GOOD, "parameters": {"layout": "NCHW"}}]}, 400, "NCHW"),
-        ({"inputs": [{**GOOD, "parameters": 3}]}, 400, "'parameters'"),
-        ({"inputs": [{**GOOD, "parameters": {"shared_memory_region": "r"}}]}, 400, "not supported"),
+        ({"inputs": [{**GOOD, "parameters": 3}]}, 400, "inputs.0.parameters"),
+        ({"inputs": [{**GOOD, "parameters": {"shared_memory_region": "r"}}]}, 400, "shared_memory_region"),
         ({"inputs": [without_data()]}, 400, "either data or binary_data_size"),
-        ({"inputs": [without_data(binary_data_size=64)]}, 400, "at most the 0 bytes"),
+        ({"inputs": [without_data(binary_data_size=64)]}, 400, "expected 64 bytes"),
         ({"inputs": [without_data(binary_data_size="64")]}, 400, "binary_data_size"),
         ({"inputs": [{**FILE, "data": ["?"]}]}, 400, "base64"),
         ({"inputs": [{**FILE, "data": [3]}]}, 400, "base64"),
         ({"inputs": [{**FILE, "data": []}]}, 400, "expected 1 elements"),
-        ({"inputs": [{**FILE, "data": "text"}]}, 400, "expected 1 elements"),
+        ({"inputs": [{**FILE, "data": "text"}]}, 400, "inputs.0.data"),
         ({"inputs": [{**FILE, "shape": [], "data": []}]}, 400, "[n] or [n, 1]"),
         ({"inputs": [{**FILE, "data": [""]}]}, 415, "image 0"),
         ({"inputs": [{**FILE, "data": [base64.b64encode(DAMAGED).decode()]}]}, 422, "image 0"),
-        ({"inputs": [GOOD], "outputs": [{"name": "nonsense"}]}, 400, "expected outputs among"),
+        ({"inputs": [GOOD], "outputs": [{"name": "nonsense"}]}, 400, "outputs.0.name"),
         ({"inputs": [GOOD], "outputs": [{"name": "label"}, {"name": "label"}]}, 400, "once"),
-        ({"inputs": [GOOD], "outputs": "label"}, 400, "'outputs'"),
+        ({"inputs": [GOOD], "outputs": "label"}, 400, "outputs: Input should be a valid list"),
         (
             {"inputs": [GOOD], "outputs": [{"name": "label", "parameters": {"classification": 2}}]},
             400,
-            "not supported",
+            "classification",
         ),
-        ({"inputs": [GOOD], "parameters": {"binary_data_output": "yes"}}, 400, "true or false"),
+        ({"inputs": [GOOD], "parameters": {"binary_data_output": "yes"}}, 400, "binary_data_output"),
         ({"inputs": [GOOD], "parameters": {"alpha": 2}}, 400, "alpha"),
         ({"inputs": [GOOD], "parameters": {"alpha": 0.001}}, 422, "alpha"),
         ({"inputs": [GOOD], "parameters": {"alpha": 1e-300}}, 400, "alpha"),
         ({"inputs": [GOOD], "parameters": {"alpha": True}}, 400, "alpha"),
-        ({"inputs": [GOOD], "id": 3}, 400, "'id'"),
-        ({"inputs": [GOOD], "outputs": [{"name": NESTED}]}, 400, "expected outputs among"),
-        ({"inputs": [GOOD], "outputs": [{"name": "x" * 50_000}]}, 400, "expected outputs among"),
+        ({"inputs": [GOOD], "id": 3}, 400, "id: Input should be a valid string"),
+        ({"inputs": [GOOD], "outputs": [{"name": NESTED}]}, 400, "outputs.0.name"),
+        ({"inputs": [GOOD], "outputs": [{"name": "x" * 50_000}]}, 400, "outputs.0.name"),
         ({"inputs": [GOOD], "parameters": {"alpha": NESTED}}, 400, "alpha"),
         ({"inputs": [{**GOOD, "parameters": {"layout": NESTED}}]}, 400, "layout"),
         ({"inputs": [{**GOOD, "datatype": "x" * 50_000}]}, 400, "datatype"),
-        ({"inputs": [{**GOOD, "name": "x" * 50_000, "shape": [-1]}]}, 400, "shape"),
-        ({"inputs": [{**GOOD, "name": "x" * 50_000, "parameters": {"classification": 1}}]}, 400, "classification"),
+        ({"inputs": [{**GOOD, "name": "x" * 50_000, "shape": [-1]}]}, 400, "inputs.0.name"),
+        ({"inputs": [{**GOOD, "name": "x" * 50_000, "parameters": {"classification": 1}}]}, 400, "inputs.0.name"),
         ({"inputs": [raw_input(grey(1, POISON))]}, 500, ""),
     ],
 )
@@ -325,8 +302,13 @@ async def test_errors_follow_the_protocol(service: Running, document: Any, statu
         (b"{}", {HEADER: "3"}, 400, HEADER),
         (b"{}", {HEADER: "0"}, 400, HEADER),
         (b"{}", {HEADER: "two"}, 400, HEADER),
-        (json.dumps({"inputs": [GOOD]}).encode() + b"xx", {HEADER: "1"}, 400, "JSON"),
-        (json.dumps({"inputs": []}).encode() + b"xx", {HEADER: "14"}, 400, "2 bytes more"),
+        (BODY + b"xx", {HEADER: "1"}, 400, "JSON"),
+        (
+            json.dumps({"inputs": [GOOD]}).encode() + b"xx",
+            {HEADER: str(len(json.dumps({"inputs": [GOOD]})))},
+            400,
+            "0 bytes",
+        ),
         (b"{}", {"content-encoding": "gzip"}, 415, "compressed"),
     ],
 )
@@ -334,12 +316,6 @@ async def test_broken_bodies(service: Running, body: bytes, headers: dict[str, s
     response = await service.client.post("/v2/models/m/infer", content=body, headers=headers)
     assert response.status_code == status, response.text
     assert message in ErrorDocument.model_validate(response.json()).error
-
-
-@pytest.mark.parametrize("length", ["9" * 5000, "²", "٣"])
-def test_a_length_of_the_header_that_python_cannot_or_would_read_is_refused(length: str) -> None:
-    with pytest.raises(MalformedRequest, match=HEADER):
-        parse_request(b'{"inputs": []}', length, OUTPUTS)
 
 
 async def test_unknown_models_and_versions(service: Running) -> None:
@@ -382,45 +358,6 @@ async def test_keys_guard_models() -> None:
         assert response.status_code == 200
 
 
-@given(body=st.binary(max_size=60) | st.text(alphabet='{}[]",:inputs0123', max_size=60).map(str.encode))
-def test_no_body_raises_anything_but_our_errors(body: bytes) -> None:
-    for header in (None, "5", str(len(body))):
-        with contextlib.suppress(PSCError):
-            images_of(parse_request(body, header, OUTPUTS).tensor, (1, 8, 8), max_images=2)
-
-
-@given(
-    files=st.lists(st.binary(max_size=20), min_size=1, max_size=5),
-    cut=st.integers(0, 30),
-    extra=st.binary(max_size=6),
-)
-def test_binary_elements_come_back_or_are_refused(files: list[bytes], cut: int, extra: bytes) -> None:
-    data = b"".join(struct.pack("<I", len(file)) + file for file in files)
-    damaged = data[: max(0, len(data) - cut)] + extra
-    for content, whole in ((data, True), (damaged, damaged == data)):
-        entry = {**FILE, "shape": [len(files)], "parameters": {"binary_data_size": len(content)}}
-        head = json.dumps({"inputs": [entry]}).encode()
-        tensor = parse_request(head + content, str(len(head)), OUTPUTS).tensor
-        try:
-            read = images_of(tensor, (1, 8, 8), max_images=5)
-        except PSCError:
-            assert not whole
-        else:
-            assert isinstance(read, list)
-            assert len(read) == len(files)
-            assert not whole or read == files
-
-
-@given(st.lists(st.text(alphabet=st.characters(codec="utf-8"), max_size=8), max_size=4), st.booleans())
-def test_texts_come_back_from_a_response(texts: list[str], binary: bool) -> None:
-    tritonclient = pytest.importorskip("tritonclient.http", reason="needs tritonclient[http]")
-    tensor = OutputTensor("label", "BYTES", (len(texts),), texts)
-    body, length = build_response({"model_name": "m"}, [tensor], {"label": binary})
-    result = tritonclient.InferResult.from_response_body(body, header_length=length)
-    values = result.as_numpy("label").tolist()
-    assert [value.decode() if isinstance(value, bytes) else value for value in values] == texts
-
-
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     with live_server({"m": FakeModel(), "colour": FakeModel(preprocess=COLOUR)}, max_images_per_request=4) as url:
@@ -454,14 +391,15 @@ class TestTritonClient:
             outputs = [http.InferRequestedOutput(name, binary_data=binary_out) for name in OUTPUTS]
         with http.InferenceServerClient(url) as client:
             result = client.infer("colour", [tensor], outputs=outputs, request_id="7")
-        rows = expected(images)
+        wanted = expected(images)
+        best = wanted.probabilities.argmax(1)
         assert result.get_response()["id"] == "7"
-        np.testing.assert_allclose(result.as_numpy("probabilities"), rows[:, SCORES:], rtol=1e-5)
-        np.testing.assert_allclose(result.as_numpy("log_density"), rows[:, 1], rtol=1e-5)
+        np.testing.assert_allclose(result.as_numpy("probabilities"), wanted.probabilities, rtol=1e-5)
+        np.testing.assert_allclose(result.as_numpy("log_density"), wanted["log_density"], rtol=1e-5)
         assert result.as_numpy("probabilities").dtype == np.float32
         assert result.as_numpy("is_ood").dtype == np.bool_
-        assert result.as_numpy("class_index").tolist() == rows[:, SCORES:].argmax(1).tolist()
-        names = [CLASSES[index] for index in rows[:, SCORES:].argmax(1)]
+        assert result.as_numpy("class_index").tolist() == best.tolist()
+        names = [CLASSES[index] for index in best]
         labels = [v.decode() if isinstance(v, bytes) else v for v in result.as_numpy("label").tolist()]
         assert labels == names
 

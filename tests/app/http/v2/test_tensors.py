@@ -1,0 +1,75 @@
+"""Bodies of the Open Inference Protocol v2: requests to tensors, tensors to responses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import MalformedRequest
+from app.http.v2.routes import HEADER
+from app.http.v2.tensors import OutputTensor, build_response, images_of, parse_request
+from psc_core.errors import PSCError
+
+FILE = {"name": "encoded_images", "shape": [1], "datatype": "BYTES"}
+
+
+def test_layout_parameter_decides_where_both_fit() -> None:
+    cube = np.arange(27, dtype=np.uint8).reshape(1, 3, 3, 3)
+    moved = cube.transpose(0, 3, 1, 2)
+    for layout, nchw in (("NCHW", cube), ("NHWC", moved), (None, moved)):
+        parameters = {} if layout is None else {"layout": layout}
+        entry = {"name": "images", "shape": [1, 3, 3, 3], "datatype": "UINT8", "parameters": parameters}
+        request, binary = parse_request(json.dumps({"inputs": [{**entry, "data": cube.tolist()}]}).encode(), None)
+        np.testing.assert_array_equal(images_of(request.inputs[0], binary, (3, 3, 3), max_images=1), nchw)
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "²", "٣"])
+def test_rejects_header_lengths_that_are_no_number(length: str) -> None:
+    with pytest.raises(MalformedRequest, match=HEADER):
+        parse_request(b'{"inputs": []}', length)
+
+
+@given(body=st.binary(max_size=60) | st.text(alphabet='{}[]",:inputs0123', max_size=60).map(str.encode))
+def test_any_body_parses_or_raises_our_errors(body: bytes) -> None:
+    for header in (None, "5", str(len(body))):
+        with contextlib.suppress(PSCError):
+            request, binary = parse_request(body, header)
+            images_of(request.inputs[0], binary, (1, 8, 8), max_images=2)
+
+
+@given(
+    files=st.lists(st.binary(max_size=20), min_size=1, max_size=5),
+    cut=st.integers(0, 30),
+    extra=st.binary(max_size=6),
+)
+def test_binary_elements_come_back_or_are_rejected(files: list[bytes], cut: int, extra: bytes) -> None:
+    data = b"".join(struct.pack("<I", len(file)) + file for file in files)
+    damaged = data[: max(0, len(data) - cut)] + extra
+    for content, whole in ((data, True), (damaged, damaged == data)):
+        entry = {**FILE, "shape": [len(files)], "parameters": {"binary_data_size": len(content)}}
+        head = json.dumps({"inputs": [entry]}).encode()
+        request, binary = parse_request(head + content, str(len(head)))
+        try:
+            read = images_of(request.inputs[0], binary, (1, 8, 8), max_images=5)
+        except PSCError:
+            assert not whole
+        else:
+            assert isinstance(read, list)
+            assert len(read) == len(files)
+            assert not whole or read == files
+
+
+@given(st.lists(st.text(alphabet=st.characters(codec="utf-8"), max_size=8), max_size=4), st.booleans())
+def test_texts_come_back_from_a_response(texts: list[str], binary: bool) -> None:
+    tritonclient = pytest.importorskip("tritonclient.http", reason="needs tritonclient[http]")
+    tensor = OutputTensor("label", "BYTES", (len(texts),), texts)
+    body, length = build_response({"model_name": "m"}, [tensor], {"label": binary})
+    result = tritonclient.InferResult.from_response_body(body, header_length=length)
+    values = result.as_numpy("label").tolist()
+    assert [value.decode() if isinstance(value, bytes) else value for value in values] == texts
