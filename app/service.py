@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Final
 
 from starlette.requests import Request
 
 from app.auth import ApiKeys
-from app.models.model import Loader, Model
 from app.models.registry import Registry
 from app.models.served import ModelStarter
 from app.observability.gpu import gpu_usage
 from app.observability.metrics import Metrics
 from app.settings import Settings
 from psc_core.errors import DeviceError, PSCError
+from psc_core.model.predictor import PSC
 
 logger = logging.getLogger("psc.service")
 
@@ -50,8 +51,8 @@ class Service:
     def __init__(
         self,
         settings: Settings,
-        loader: Loader,
-        models: Mapping[str, Model] | None,
+        loader: Callable[[Path], PSC],
+        models: Mapping[str, PSC] | None,
         *,
         on_models_changed: Callable[[], None],
         on_failure: Callable[[], None],

@@ -12,13 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from app.errors import ImageRefused
 from psc_core.errors import ImageError, ImageTooLarge
+from psc_core.images.preprocess import Preprocess
 
 _MAX_INLINE_PIXELS: Final = 128 * 128
 """More pixels than these take longer to decode than the hop to a thread."""
@@ -33,19 +34,6 @@ class EncodedImage:
 
     data: bytes
     name: str | None = None
-
-
-class ImagePreprocess(Protocol):
-    """What decoding needs of ``psc_core.images.preprocess.Preprocess``."""
-
-    @property
-    def channels(self) -> int: ...
-    @property
-    def height(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-
-    def from_bytes(self, data: bytes, *, max_pixels: int) -> npt.NDArray[np.uint8]: ...
 
 
 class Decoder:
@@ -64,7 +52,7 @@ class Decoder:
         pool: ThreadPoolExecutor,
         *,
         threads: int,
-        preprocess: ImagePreprocess,
+        preprocess: Preprocess,
         max_pixels: int,
         inline_bytes: int,
     ) -> None:

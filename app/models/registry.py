@@ -14,10 +14,10 @@ from pathlib import Path
 
 from app.errors import NotReady, ReloadRunning, UnknownModel
 from app.inference.engine import Phase
-from app.models.model import Loader, Model
 from app.models.served import ModelStarter, ServedModel
 from app.observability.metrics import Metrics
 from psc_core.errors import DeviceError, PSCError
+from psc_core.model.predictor import PSC
 
 logger = logging.getLogger("psc.registry")
 
@@ -27,7 +27,7 @@ class Registry:
 
     Args:
         starter: Makes served models of fitted ones.
-        loader: Reads a bundle directory.
+        loader: Reads a bundle directory; called on a thread.
         bundles: Directories by model name, the default model first.
         metrics: Told of reloads.
         given: Models to serve instead of the bundles, by name; a reload serves them again.
@@ -38,11 +38,11 @@ class Registry:
     def __init__(
         self,
         starter: ModelStarter,
-        loader: Loader,
+        loader: Callable[[Path], PSC],
         bundles: Mapping[str, Path],
         metrics: Metrics,
         *,
-        given: Mapping[str, Model] | None = None,
+        given: Mapping[str, PSC] | None = None,
         retire_within_s: float,
         on_retired: Callable[[], None],
     ) -> None:
@@ -184,7 +184,7 @@ class Registry:
         self._starter.close()
         self.sweep()
 
-    async def _load(self, name: str) -> Model:
+    async def _load(self, name: str) -> PSC:
         if self._given is not None:
             return self._given[name]
         return await asyncio.to_thread(self._loader, self._bundles[name])

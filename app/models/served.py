@@ -13,7 +13,6 @@ from app.errors import UnattainableAlpha
 from app.inference.decoder import Decoder
 from app.inference.engine import Engine, QueueLimits
 from app.inference.steps import make_step
-from app.models.model import Model
 from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
 from app.observability.recorder import ModelRecorder, RecordedModel
@@ -21,6 +20,7 @@ from app.settings import Settings
 from psc_core.errors import BundleError, UsageError
 from psc_core.model.decision import Decisions, decide
 from psc_core.model.outputs import FloatArray, Outputs
+from psc_core.model.predictor import PSC
 from psc_core.policy import Policy
 
 
@@ -38,7 +38,7 @@ class ServedModel:
     """
 
     name: str
-    model: Model
+    model: PSC
     engine: Engine
     policy: Policy
     set_thresholds: FloatArray
@@ -83,7 +83,7 @@ class ModelStarter:
         self._decode_threads = settings.decode_threads or min(16, len(os.sched_getaffinity(0)))
         self._pool = ThreadPoolExecutor(self._decode_threads, thread_name_prefix="psc-decode")
 
-    async def start(self, name: str, model: Model) -> ServedModel:
+    async def start(self, name: str, model: PSC) -> ServedModel:
         """Build the engine of a model and warm it up.
 
         Raises:

@@ -1,13 +1,13 @@
-"""The device step: PSC against the plain network, by stations, against the floor, ensembles and MC dropout.
+"""The device step: compared with the plain network, a lower bound, ensembles and MC dropout, and by part.
 
-    python -m benchmarks.device.run                        # the CPU here, some four minutes
-    python -m benchmarks.device.run --device cuda          # a GPU, within ten minutes
+    python -m benchmarks.device.run                        # this CPU, about four minutes
+    python -m benchmarks.device.run --device cuda          # a GPU, at most ten minutes
     python -m benchmarks.device.run --report               # rewrite the section of benchmarks/results/device.md
 
-Every time is that of ``app.inference.steps``, which the service runs: uint8 on the host to rows on the host.  The plain network
-gives softmax probabilities through the same step (same precision, memory format and graph mode), once with its own
-modules and once with the operations fused that the PSC's backbone fuses.  Variants take turns; ratios are medians
-over rounds, with quartiles.  Results of earlier runs stay in the file until a network is measured again.
+Every time is that of the service's step (:mod:`app.inference.steps`): uint8 on the host to outputs on the host.  The
+plain network gives softmax probabilities through the same step (same precision, memory format and graph mode), once
+with its own modules and once fused like the PSC's backbone.  Variants take turns; ratios are medians over rounds, with
+quartiles.  Results of earlier runs stay in the file until a network is measured again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.inference.steps import EagerStep, Network, Step, make_step
+from app.inference.steps import EagerStep, Step, make_step
 from benchmarks.device import floor
 from benchmarks.device.report import write_report
 from benchmarks.device.subjects import (
@@ -35,18 +35,21 @@ from benchmarks.device.subjects import (
     SUBJECTS,
     Plain,
     Subject,
-    as_it_is,
-    dropping,
+    enable_dropout,
     fused,
     random_density,
     random_head,
     random_projection,
+    unfused,
     with_dropout,
 )
 from benchmarks.device.timing import bandwidth, milliseconds, on_device, peak, ratio, take_turns
 from benchmarks.runs import RESULTS, Json, environment
+from psc_core.calibration.conformal import conformal_p_values
 from psc_core.compute.allocator import keep_freed_memory
 from psc_core.compute.device import resolve_device
+from psc_core.heads import entropy
+from psc_core.model.outputs import pack
 from psc_core.model.pipeline import Pipeline
 
 PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16")}
@@ -65,7 +68,7 @@ def tensor_cores(on: bool) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def step_of(network: Network, shape: tuple[int, int, int], bucket: int, device: torch.device, mode: str) -> Step:
+def step_of(network: Any, shape: tuple[int, int, int], bucket: int, device: torch.device, mode: str) -> Step:
     """The service's step for batches of ``bucket`` alone; eager on CUDA is the step without graphs."""
     if device.type == "cuda" and mode == "eager":
         return EagerStep(network, shape, max_batch=bucket, device=device)
@@ -82,8 +85,8 @@ def call(step: Step, images: np.ndarray[Any, Any]) -> None:
     step.fetch(0, len(images))
 
 
-def stations(pipeline: Pipeline, images: Tensor, device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Each station of the step alone, on what the station before it gave."""
+def parts(pipeline: Pipeline, images: Tensor, device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Each part of the step alone, on the output of the part before it."""
     p = pipeline
     with torch.inference_mode():
         inputs = images.float().mul_(p.scale).add_(p.shift)
@@ -98,27 +101,39 @@ def stations(pipeline: Pipeline, images: Tensor, device: torch.device) -> dict[s
         log_density = p.density(z).log_density
         probabilities, epistemic = p.head(z)  # type: ignore[misc]
 
+    def packed() -> Tensor:
+        uncertainty = entropy(probabilities)
+        ood_score = p.entropy_weight * uncertainty - log_density if p.entropy_weight else -log_density
+        scores = {
+            "predictive_entropy": uncertainty,
+            "log_density": log_density,
+            "ood_score": ood_score,
+            "ood_p_value": conformal_p_values(p.calibration_scores, ood_score),
+            "epistemic": epistemic,
+        }
+        return pack(scores, probabilities)
+
     return {
         "standardise": lambda: images.float().mul_(p.scale).add_(p.shift),
         "backbone": features,
         "projection": lambda: p.projection(given),
         "density": lambda: p.density(z),
         "head": lambda: p.head(z),  # type: ignore[misc]
-        "pack": lambda: p.outputs(probabilities, log_density, epistemic).pack(),
+        "pack": packed,
     }
 
 
-def shares(pipeline: Pipeline, images: Tensor, device: torch.device, seconds: float) -> Json:
-    """Milliseconds of each station, and the share of projection, density and head together."""
+def time_of_parts(pipeline: Pipeline, images: Tensor, device: torch.device, seconds: float) -> Json:
+    """Milliseconds of each part, and the fraction of the step that projection, density and head take."""
     with torch.inference_mode():
-        calls = {name: on_device(f, device) for name, f in stations(pipeline, images, device).items()}
+        calls = {name: on_device(f, device) for name, f in parts(pipeline, images, device).items()}
         times = take_turns({name: f for name, (f, _) in calls.items()}, seconds=seconds, rounds=(3, 50))
     each = {name: median(taken) / calls[name][1] for name, taken in times.items()}
     whole = sum(each.values())
     tail = sum(each[name] for name in ("projection", "density", "head"))
     return {
-        "stations_ms": {name: round(value * 1e3, 4) for name, value in each.items()},
-        "tail_share": round(tail / whole, 4),
+        "parts_ms": {name: round(value * 1e3, 4) for name, value in each.items()},
+        "tail_fraction": round(tail / whole, 4),
     }
 
 
@@ -126,9 +141,9 @@ class Measurement:
     """Measures one subject.
 
     Args:
-        subject: What.
-        device: Where.
-        limits: Peaks of the device: operations a second by precision, bytes a second.
+        subject: The network to measure.
+        device: Compute device.
+        limits: Peaks of the device: operations/s by precision, bytes/s.
         full: More batches, rounds and modes.
     """
 
@@ -142,7 +157,7 @@ class Measurement:
         self.seconds = 3.0 if full else 0.5 if device.type == "cpu" else 0.4
 
     def images(self, count: int) -> Tensor:
-        """Noise, on the host."""
+        """Random images on the host."""
         return torch.randint(0, 256, (count, *self.shape), dtype=torch.uint8)
 
     def psc(self, precision: str, density: str = "gda") -> Pipeline:
@@ -150,10 +165,10 @@ class Measurement:
         return self.subject.pipeline(self.net, _served(precision), density=density).to(self.device)
 
     def plain(self, precision: str) -> dict[str, Plain]:
-        """The whole network, with its own modules and fused."""
+        """The whole network, unfused and fused."""
         kind, s = _served(precision), self.subject
         networks = {
-            "plain": as_it_is(self.net, kind, self.device),
+            "plain": unfused(self.net, kind, self.device),
             "plain_fused": fused(self.net, s.layer, kind, self.device),
         }
         return {name: Plain([net], s.preprocess, kind).to(self.device) for name, net in networks.items()}
@@ -176,12 +191,12 @@ class Measurement:
         return rows
 
     def modes(self, precision: str) -> tuple[str, ...]:
-        """Compiling takes a minute a network: only of the shipped one, or with ``--full``."""
+        """Compiling takes a minute for each network, so only the shipped one is compiled unless ``--full``."""
         compiled = self.full or (self.subject.shipped and precision == PRECISIONS[self.device.type][-1])
         return MODES[self.device.type] + (("compiled",) if compiled else ())
 
     def buckets(self, mode: str) -> tuple[int, ...]:
-        """All batches; fewer where a mode is slow to set up or the default run would take long."""
+        """Batch sizes; fewer where a mode is slow to set up or the default run would take too long."""
         if mode == "compiled":
             return (64,) if self.device.type == "cuda" else (8,)
         if self.device.type == "cuda":
@@ -192,8 +207,8 @@ class Measurement:
         """Operations and bytes of an image, counted on a batch of eight."""
         images = self.images(8).to(self.device)
         with torch.inference_mode():
-            variants["psc"](images)  # fused by now, which is no part of a step
-        whole = Plain([as_it_is(self.net, "fp32", self.device)], self.subject.preprocess, "fp32").to(self.device)
+            variants["psc"](images)  # fuses, which is not part of a step
+        whole = Plain([unfused(self.net, "fp32", self.device)], self.subject.preprocess, "fp32").to(self.device)
         return {
             "psc_operations": floor.pipeline_operations(variants["psc"], images) / 8,
             "plain_operations": floor.operations(whole, images) / 8,
@@ -201,13 +216,13 @@ class Measurement:
         }
 
     def bytes_of(self, network: Any, count: int) -> int:
-        """Of one step."""
+        """Bytes of one step."""
         return floor.traffic(network, self.images(count).to(self.device))
 
     def cell(self, variants: Mapping[str, Any], work: Json, precision: str, mode: str, bucket: int) -> Json:
-        """One row of the table."""
+        """Times of one batch size."""
         images = self.images(bucket)
-        if mode == "compiled" and self.device.type == "cpu":  # the compiler folds by itself
+        if mode == "compiled" and self.device.type == "cpu":  # the compiler fuses by itself
             variants = {**variants, "plain_fused": variants["plain"]}
         calls = {
             name: partial(call, step_of(net, self.shape, bucket, self.device, mode), images.numpy())
@@ -225,7 +240,7 @@ class Measurement:
         if "psc_tied" in times:
             row["tied_throughput_over_plain_fused"] = ratio(times["plain_fused"], times["psc_tied"]).rounded()
         if mode == MODES[self.device.type][0]:
-            row |= shares(variants["psc"], images.to(self.device), self.device, self.seconds / 2)
+            row |= time_of_parts(variants["psc"], images.to(self.device), self.device, self.seconds / 2)
             bytes_ = work["psc_bytes"].get(bucket) or self.bytes_of(variants["psc"], bucket)
             compute = work["psc_operations"] * bucket / self.limits["operations_per_s"][precision]
             memory = bytes_ / self.limits["bytes_per_s"]
@@ -238,8 +253,8 @@ class Measurement:
             }
         return row
 
-    def rivals(self) -> list[Json]:
-        """Times of an ensemble, as it is and fused, and of fused Monte-Carlo dropout in the PSC's steps."""
+    def alternatives(self) -> list[Json]:
+        """Times of an ensemble, unfused and fused, and of fused Monte-Carlo dropout, relative to the PSC's step."""
         s, device = self.subject, self.device
         bucket = 64 if device.type == "cuda" else 8 if 32 in s.buckets else 1
         mode = MODES[device.type][0]
@@ -247,9 +262,9 @@ class Measurement:
         for precision in PRECISIONS[device.type] if device.type == "cuda" else ("fp32",):
             kind = _served(precision)
             with tensor_cores(precision == "tf32"):
-                own = [as_it_is(self.net, kind, device) for _ in range(MEMBERS)]
+                own = [unfused(self.net, kind, device) for _ in range(MEMBERS)]
                 members = [fused(self.net, s.layer, kind, device) for _ in range(MEMBERS)]
-                trunk = dropping(fused(with_dropout(self.net, s.stages), _last(s.stages), kind, device))
+                trunk = enable_dropout(fused(with_dropout(self.net, s.stages), _last(s.stages), kind, device))
                 networks: dict[str, Any] = {
                     "psc": self.psc(precision),
                     "ensemble": Plain(own, s.preprocess, kind).to(device),
@@ -308,7 +323,7 @@ def _last(stages: tuple[str, ...]) -> str:
 
 
 def limits_of(device: torch.device) -> Json:
-    """What a plain matrix product and a plain copy reach on the device."""
+    """Speed of a plain matrix product and of a plain copy on the device."""
     speeds = {}
     for precision in PRECISIONS[device.type]:
         with tensor_cores(precision == "tf32"):
@@ -317,13 +332,13 @@ def limits_of(device: torch.device) -> Json:
 
 
 def main() -> None:
-    """Measure, merge into the results, and report."""
+    """Measure and merge into the results."""
     names = {subject.name: subject for subject in SUBJECTS}
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--device", default="auto")
     cli.add_argument("--only", nargs="+", choices=[*names, "tail"], metavar="NAME", help=f"{', '.join(names)}, tail")
-    cli.add_argument("--full", action="store_true", help="all batches and modes on a CPU too, more rounds")
-    cli.add_argument("--report", action="store_true", help="measure nothing, rewrite the section of the report")
+    cli.add_argument("--full", action="store_true", help="all batches and modes, more rounds")
+    cli.add_argument("--report", action="store_true", help="only rewrite the section of device.md")
     args = cli.parse_args()
     if args.report:
         write_report()
@@ -349,7 +364,7 @@ def main() -> None:
                 "fitted": subject.shipped,
                 "limits": limits,
                 "cells": measurement.cells(),
-                "rivals": measurement.rivals(),
+                "alternatives": measurement.alternatives(),
             }
             del measurement
             gc.collect()

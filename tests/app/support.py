@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 
 from app.main import create_app
-from app.models.model import Model
 from app.runtime import Runtime
 from app.service import Service
 from app.settings import load_settings
+from psc_core.model.predictor import PSC
 from tests.app.fakes import FakeModel
 
 PNG = {"content-type": "image/png"}
@@ -72,11 +72,11 @@ async def running(
             model.pipeline.gate.set()
 
 
-def serve_next(app: Running, *models: Model | Exception, name: str = "m") -> None:
+def serve_next(app: Running, *models: PSC | Exception, name: str = "m") -> None:
     """Make the next loads give these."""
     upcoming = list(models)
 
-    def load(_: Path) -> Model:
+    def load(_: Path) -> PSC:
         item = upcoming.pop(0)
         if isinstance(item, Exception):
             raise item

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from app.inference.steps.base import CompiledNetwork, Network, Step
+from app.inference.steps.base import CompiledNetwork, Step
 from app.inference.steps.eager import EagerStep
 from app.inference.steps.graph import GraphStep
+from psc_core.model.pipeline import Pipeline
 
-__all__ = ["EagerStep", "GraphStep", "Network", "Step", "make_step"]
+__all__ = ["EagerStep", "GraphStep", "Step", "make_step"]
 
 
 def make_step(
-    network: Network,
+    network: Pipeline,
     shape: tuple[int, int, int],
     *,
     max_batch: int,

@@ -6,7 +6,6 @@ returned.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 import torch
@@ -14,18 +13,7 @@ from torch import Tensor
 
 from app.inference.queue import Images, Result
 from psc_core.model.outputs import FloatArray
-
-
-class Network(Protocol):
-    """What a step needs of ``psc_core.model.pipeline.Pipeline``."""
-
-    @property
-    def concurrent(self) -> bool:
-        """Whether several threads may call it at once."""
-
-    def __call__(self, images: Tensor, /) -> Tensor: ...
-
-    def explain(self, images: Tensor, /) -> tuple[Tensor, Mapping[str, Tensor]]: ...
+from psc_core.model.pipeline import Pipeline
 
 
 class Step(Protocol):
@@ -68,7 +56,7 @@ class CompiledNetwork:
 
     concurrent = False
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Pipeline) -> None:
         torch._dynamo.config.recompile_limit = _MAX_COMPILED_SHAPES  # The default of 8 is for recompiling by mistake.
         torch._dynamo.config.accumulated_recompile_limit = _MAX_COMPILED_SHAPES
         self._forward = torch.compile(network, dynamic=False)
@@ -92,7 +80,7 @@ def bucket_of(buckets: tuple[int, ...], count: int) -> int:
     return next(size for size in buckets if size >= count)
 
 
-def explain(network: Network, images: Tensor) -> Result:
+def explain(network: Pipeline | CompiledNetwork, images: Tensor) -> Result:
     """Outputs and explanations of a batch on the network's device."""
     packed, explanation = network.explain(images)
     arrays: dict[str, Any] = {name: value.cpu().numpy() for name, value in explanation.items()}

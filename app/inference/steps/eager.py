@@ -8,9 +8,10 @@ from typing import Final, cast
 import torch
 
 from app.inference.queue import Images, Result
-from app.inference.steps.base import Network, bucket_of, buckets_to, explain
+from app.inference.steps.base import CompiledNetwork, bucket_of, buckets_to, explain
 from app.inference.steps.chunks import ParallelChunks
 from psc_core.model.outputs import FloatArray
+from psc_core.model.pipeline import Pipeline
 
 QUICK_SECONDS: Final = 2e-3
 """A full batch below this takes less time than handing it to another thread.
@@ -38,7 +39,7 @@ class EagerStep:
 
     def __init__(
         self,
-        network: Network,
+        network: Pipeline | CompiledNetwork,
         shape: tuple[int, int, int],
         *,
         max_batch: int,

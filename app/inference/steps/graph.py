@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from app.inference.queue import Images, Result
-from app.inference.steps.base import Network, bucket_of, buckets_to, explain
+from app.inference.steps.base import CompiledNetwork, bucket_of, buckets_to, explain
 from psc_core.model.outputs import FloatArray
+from psc_core.model.pipeline import Pipeline
 
 _IDLE_STREAMS: Final[dict[torch.device, list[torch.cuda.Stream]]] = defaultdict(list)
 """Streams of steps that are gone.  CUDA hands out 32, and then again those that other models are using."""
@@ -34,7 +35,9 @@ class GraphStep:
     slots = 2
     quick = False
 
-    def __init__(self, network: Network, shape: tuple[int, int, int], *, max_batch: int, device: torch.device) -> None:
+    def __init__(
+        self, network: Pipeline | CompiledNetwork, shape: tuple[int, int, int], *, max_batch: int, device: torch.device
+    ) -> None:
         self._network = network
         self._buckets = buckets_to(max_batch)
         self._host_images = [torch.zeros((max_batch, *shape), dtype=torch.uint8).pin_memory() for _ in range(2)]
