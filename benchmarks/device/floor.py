@@ -1,4 +1,4 @@
-"""What a step cannot do without: floating operations by their formulas, bytes that its operations read and write."""
+"""Lower bounds of a step: floating-point operations by formula, bytes that its operations read and write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from psc_core.model.pipeline import Pipeline
 
 
 class Traffic(TorchDispatchMode):
-    """Sums the bytes of every operation's arguments and results; views count nothing."""
+    """Sums the bytes of all operations' arguments and results, except views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Traffic(TorchDispatchMode):
 
 @torch.no_grad()
 def operations(network: Any, images: Tensor) -> int:
-    """Floating operations of matrix products and convolutions (a multiply and an add are two)."""
+    """Floating-point operations of matrix products and convolutions (multiply and add count as two)."""
     with FlopCounterMode(display=False) as counter:
         network(images)
     return int(counter.get_total_flops())
@@ -38,7 +38,7 @@ def operations(network: Any, images: Tensor) -> int:
 
 @torch.no_grad()
 def pipeline_operations(pipeline: Pipeline, images: Tensor) -> int:
-    """The same of a PSC, through its unfused backbone, whose operations the counter knows."""
+    """Operations of a PSC, through its unfused backbone, whose operations the counter knows."""
     return operations(Unfused(pipeline), images)
 
 

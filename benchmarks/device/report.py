@@ -9,23 +9,23 @@ from pathlib import Path
 from benchmarks.device.subjects import MEMBERS, SAMPLES
 from benchmarks.runs import RESULTS, Json, where, write_section
 
-STATIONS = ("standardise", "backbone", "projection", "density", "head", "pack")
+PARTS = ("standardise", "backbone", "projection", "density", "head", "pack")
 
 
 def write_report(results: Path = RESULTS) -> None:
-    """Rewrite the section from whatever devices have results."""
+    """Rewrite the section from the results of all devices."""
     reports = {
         kind: json.loads(file.read_text())
         for kind in ("cpu", "cuda")
         if (file := results / f"device-{kind}.json").exists()
     }
-    missing = ["No numbers of a GPU: none was at hand.  `python -m benchmarks.device.run --device cuda` gives them."]
+    missing = ["Not measured on a GPU: `python -m benchmarks.device.run --device cuda`."]
     parts = [_device(kind, report) for kind, report in reports.items()] + ([] if "cuda" in reports else missing)
     write_section(results / "device.md", "device", "\n\n".join(parts))
 
 
 def targets(kind: str, report: Json) -> list[tuple[str, str, str, str]]:
-    """What was asked, how much, what was measured, and whether that is enough."""
+    """Quantity, target, measured value, and whether the target is met."""
     rows = []
     for name, subject in report["subjects"].items():
         best = best_batches(subject["cells"])
@@ -38,14 +38,14 @@ def targets(kind: str, report: Json) -> list[tuple[str, str, str, str]]:
             )
         )
     for name, subject in report["subjects"].items():
-        cells = [cell for cell in subject["cells"] if "tail_share" in cell]
-        least, most = (pick(cells, key=lambda cell: cell["tail_share"]) for pick in (min, max))
+        cells = [cell for cell in subject["cells"] if "tail_fraction" in cell]
+        low, high = (pick(cells, key=lambda cell: cell["tail_fraction"]) for pick in (min, max))
         rows.append(
             (
                 f"{name}: projection + density + head",
                 "≤ 10 % of the step",
-                f"{least['tail_share']:.1%} ({_where(least)}) to {most['tail_share']:.1%} ({_where(most)})",
-                _met(*(cell["tail_share"] <= 0.1 for cell in cells)),
+                f"{low['tail_fraction']:.1%} ({_where(low)}) to {high['tail_fraction']:.1%} ({_where(high)})",
+                _met(*(cell["tail_fraction"] <= 0.1 for cell in cells)),
             )
         )
     for row in report.get("large_tail", []):
@@ -59,14 +59,14 @@ def targets(kind: str, report: Json) -> list[tuple[str, str, str, str]]:
             )
         )
     for name, subject in report["subjects"].items():
-        for rival in subject["rivals"]:
-            over = {name: value[0] for name, value in rival["over_psc"].items()}
+        for entry in subject["alternatives"]:
+            over = {name: value[0] for name, value in entry["over_psc"].items()}
             rows.append(
                 (
                     f"{name}: {MEMBERS}-member ensemble, {SAMPLES}-sample MC dropout ÷ PSC, time",
                     "≥ 5×",
-                    f"ensemble {over['ensemble']:.1f}× as it is, {over['ensemble_fused']:.1f}× fused; "
-                    f"MC dropout {over['mc_dropout_fused']:.1f}× fused ({_where(rival)})",
+                    f"ensemble {over['ensemble']:.1f}×, {over['ensemble_fused']:.1f}× fused; "
+                    f"MC dropout {over['mc_dropout_fused']:.1f}× fused ({_where(entry)})",
                     _met(*(value >= 5.0 for value in over.values())),
                 )
             )
@@ -74,7 +74,7 @@ def targets(kind: str, report: Json) -> list[tuple[str, str, str, str]]:
 
 
 def best_batches(cells: Sequence[Json]) -> list[tuple[str, float, float]]:
-    """By precision: the PSC's images/s at its best batch over the plain and the fused network's at theirs."""
+    """By precision: PSC's images/s over those of the plain and of the fused network, each at its best batch."""
     rows = []
     for precision in dict.fromkeys(cell["precision"] for cell in cells):
         own = [cell for cell in cells if cell["precision"] == precision]
@@ -100,14 +100,14 @@ def _device(kind: str, report: Json) -> str:
         "",
         f"    {report['command']}",
         "",
-        "A step is what the service runs: uint8 images on the host to rows on the host.  *Plain* is the whole original "
-        "network from the same uint8 images to softmax, same precision, memory format and mode; *fused* is the same "
-        "with the operations fused that the PSC's backbone fuses.  Ratios are medians over rounds in which variants "
-        "took turns, quartiles in brackets.  Only the first network is fitted; the others have random weights and a "
-        "projection, density and head of random numbers in the shapes that a fit gives.  *Tied*: one covariance for "
-        "all classes instead of one each.",
+        "A step is what the service runs: uint8 images on the host to outputs on the host.  *Plain* is the whole "
+        "original network from the same images to softmax, in the same precision, memory format and mode; *fused* also "
+        "fuses the operations that the PSC's backbone fuses.  Ratios are medians over rounds in which variants took "
+        "turns, quartiles in brackets.  Only the first network is fitted; the others have random weights, and a random "
+        "projection, density and head of the shapes that a fit gives.  *Tied*: one covariance for all classes.  "
+        "*Tail*: projection, density and head.",
         "",
-        "| what | target | measured | met |",
+        "| quantity | target | measured | met |",
         "| --- | --- | --- | --- |",
         *(f"| {what} | {target} | {got} | {met} |" for what, target, got, met in targets(kind, report)),
     ]
@@ -115,11 +115,11 @@ def _device(kind: str, report: Json) -> str:
         speeds = ", ".join(f"{name} {value / 1e9:,.0f} GFLOP/s" for name, value in limits["operations_per_s"].items())
         lines += [
             "",
-            f"Floor: the larger of operations at the speed of a plain matrix product ({speeds}) and bytes that the "
-            f"operations read and write at the speed of a plain copy ({limits['bytes_per_s'] / 1e9:,.1f} GB/s); what "
-            "stays in a cache can beat the second.",
+            f"Floor: the time of the operations at the speed of a plain matrix product ({speeds}), or of the bytes "
+            f"that they read and write at the speed of a plain copy ({limits['bytes_per_s'] / 1e9:,.1f} GB/s), "
+            "whichever is larger; data in a cache can beat the second.",
         ]
-    lines += ["", *_steps(report), "", *_stations(report)]
+    lines += ["", *_steps(report), "", *_parts(report)]
     return "\n".join(lines)
 
 
@@ -140,14 +140,14 @@ def _steps(report: Json) -> Iterator[str]:
             )
 
 
-def _stations(report: Json) -> Iterator[str]:
-    yield f"| network | precision | batch | {' | '.join(f'{name}, ms' for name in STATIONS)} | tail's share |"
-    yield f"| --- | --- | ---: | {'---: | ' * len(STATIONS)}---: |"
+def _parts(report: Json) -> Iterator[str]:
+    yield f"| network | precision | batch | {' | '.join(f'{name}, ms' for name in PARTS)} | tail ÷ step |"
+    yield f"| --- | --- | ---: | {'---: | ' * len(PARTS)}---: |"
     for name, subject in report["subjects"].items():
         for cell in subject["cells"]:
-            if "stations_ms" in cell:
-                times = " | ".join(f"{cell['stations_ms'][station]:.3f}" for station in STATIONS)
-                yield f"| {name} | {cell['precision']} | {cell['bucket']} | {times} | {cell['tail_share']:.1%} |"
+            if "parts_ms" in cell:
+                times = " | ".join(f"{cell['parts_ms'][part]:.3f}" for part in PARTS)
+                yield f"| {name} | {cell['precision']} | {cell['bucket']} | {times} | {cell['tail_fraction']:.1%} |"
 
 
 def _spread(ratio: list[float]) -> str:

@@ -1,7 +1,7 @@
-"""The networks that the device step is measured on, and what each is compared with.
+"""The networks that the device step is measured on, and their alternatives to PSC.
 
-Weights are random and so are the projection, density and head, of the shapes that a fit chooses; only the ResNet-18
-at 28 pixels is the fitted bundle that the repository ships.  Time does not depend on the values.
+Weights, projection, density and head are random, in the shapes that a fit gives; only the ResNet-18 at 28 pixels is the
+shipped bundle.  Time does not depend on the values.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.runs import BUNDLE
-from psc_core.density import restore_density
-from psc_core.density.gaussian import ClasswiseDensity, Density, TiedDensity
+from psc_core.density import Density, restore_density
+from psc_core.density.gaussian import ClasswiseDensity, TiedDensity
 from psc_core.heads import entropy
 from psc_core.heads.laplace import LaplaceHead
 from psc_core.images.preprocess import PRESETS, Preprocess
@@ -44,11 +44,11 @@ class Subject:
         model_args: Arguments of the builder.
         classes: K.
         size: Sides of its images, pixels.
-        layer: Candidate layer: the one that the fit chose for the shipped bundle, else the first operation of the
-            last stage, which is the same place.
+        layer: Candidate layer: of the shipped bundle the selected one, else the first operation of the last stage,
+            which is the same place.
         sizes: (c_proj, d_proj, components of the density).
-        stages: Modules behind which Monte-Carlo dropout drops.
-        buckets: Batches on a CPU.
+        stages: Modules followed by Monte-Carlo dropout.
+        buckets: Batch sizes on a CPU.
         shipped: Whether the bundle in ``artifacts`` is measured.
     """
 
@@ -65,7 +65,7 @@ class Subject:
 
     @property
     def preprocess(self) -> Preprocess:
-        """Of its images."""
+        """Preprocessing of its images."""
         return PRESETS["mnist" if self.shipped else "imagenet" if self.size == 224 else "cifar10"]
 
     def network(self) -> nn.Module:
@@ -77,7 +77,7 @@ class Subject:
 
     @property
     def many_classes(self) -> bool:
-        """Whether one covariance a class is much to read in a step: the tied density is measured too."""
+        """Whether there are so many covariances that the tied density is measured too."""
         return self.classes >= 1000
 
     def pipeline(self, net: nn.Module, precision: str, *, density: str = "gda") -> Pipeline:
@@ -121,20 +121,20 @@ SUBJECTS = (
     Subject("VGG-16, 224", "torchvision:vgg16", (), 1000, 224,
             "features.24", (32, 8, 195), ("features.4", "features.9", "features.16", "features.23"), buckets=(1, 8)),
 )  # fmt: skip
-"""Three small and two large images' worth of each family that the paper uses."""
+"""The families that the paper uses, on small and on large images."""
 
 
 # -- what a step is compared with -----------------------------------------------------------------------------
 
 
 class Plain(nn.Module):
-    """uint8 images to the class probabilities of whole networks: what a classifier serves without PSC.
+    """uint8 images to the class probabilities of whole networks: a classifier without PSC.
 
     Args:
         networks: One, or the members of an ensemble.
-        preprocess: As the PSC's.
-        precision: ``"fp32"`` or ``"bf16"``; with the latter the networks' weights are bfloat16 already.
-        passes: Times that each runs (Monte-Carlo dropout).
+        preprocess: The PSC's.
+        precision: ``"fp32"`` or ``"bf16"``; for the latter the networks' weights are already bfloat16.
+        passes: Runs of each network (Monte-Carlo dropout).
     """
 
     concurrent = True
@@ -152,12 +152,12 @@ class Plain(nn.Module):
         self.requires_grad_(False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, K), or (B, K + 1) with the entropy of the mean where there are several answers to average."""
+        """Probabilities (B, K); for several runs (B, K + 1), the entropy of the mean first."""
         x = images.float().mul_(self.scale).add_(self.shift).to(self.dtype).contiguous(memory_format=_format(self))
-        answers = [_logits(net(x)).float().softmax(1) for net in self.networks for _ in range(self.passes)]
-        if len(answers) == 1:
-            return answers[0]
-        mean = torch.stack(answers).mean(0)
+        outputs = [_logits(net(x)).float().softmax(1) for net in self.networks for _ in range(self.passes)]
+        if len(outputs) == 1:
+            return outputs[0]
+        mean = torch.stack(outputs).mean(0)
         return torch.cat([entropy(mean)[:, None], mean], dim=1)
 
     def explain(self, images: Tensor) -> dict[str, Tensor]:
@@ -170,13 +170,13 @@ def _logits(output: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def _format(plain: Plain) -> torch.memory_format:
-    """The format that the PSC's backbone runs in on that device."""
+    """The memory format of the PSC's backbone on that device."""
     use = plain.scale.device.type == "cpu" or plain.dtype == torch.bfloat16
     return torch.channels_last if use else torch.contiguous_format
 
 
-def as_it_is(net: nn.Module, precision: str, device: torch.device) -> nn.Module:
-    """The network's own modules in the precision and memory format that the PSC runs in."""
+def unfused(net: nn.Module, precision: str, device: torch.device) -> nn.Module:
+    """A copy of the network in the precision and memory format of the PSC."""
     twin = copy.deepcopy(net).to(device)
     if precision == "bf16":
         twin = twin.to(torch.bfloat16)
@@ -185,7 +185,7 @@ def as_it_is(net: nn.Module, precision: str, device: torch.device) -> nn.Module:
 
 
 def fused(net: nn.Module, layer: str, precision: str, device: torch.device) -> nn.Module:
-    """The whole network with the operations fused that the PSC's backbone fuses."""
+    """A copy of the whole network, fused like the PSC's backbone."""
     root = copy.deepcopy(net).to(device)
     graph = cut_graph(root, [layer], keep_output=True)
     output = graph.graph.find_nodes(op="output")[0]
@@ -201,13 +201,13 @@ def with_dropout(net: nn.Module, stages: tuple[str, ...]) -> nn.Module:
     twin = copy.deepcopy(net)
     for name in stages:
         parent, _, attribute = name.rpartition(".")
-        image_index = twin.get_submodule(parent)
-        setattr(image_index, attribute, nn.Sequential(image_index.get_submodule(attribute), nn.Dropout(0.1)))
+        module = twin.get_submodule(parent)
+        setattr(module, attribute, nn.Sequential(module.get_submodule(attribute), nn.Dropout(0.1)))
     return twin
 
 
-def dropping(net: nn.Module) -> nn.Module:
-    """``net`` with its dropout switched on."""
+def enable_dropout(net: nn.Module) -> nn.Module:
+    """``net`` with its dropout enabled, in place."""
     for module in net.modules():
         if isinstance(module, nn.Dropout):
             module.train()
@@ -218,7 +218,7 @@ def dropping(net: nn.Module) -> nn.Module:
 
 
 def random_projection(channels: int, positions: int, c_proj: int, d_proj: int) -> Projection:
-    """Orthonormal factors; a vector layer is one channel of ``channels`` positions, as when fitted."""
+    """Orthonormal factors; a vector layer is read as one channel with ``channels`` positions."""
     if positions == 1:
         channels, positions = 1, channels
     d_proj = min(d_proj, positions)

@@ -1,4 +1,4 @@
-"""Timing side by side: the variants take turns, so that whatever else the machine does meets all of them alike."""
+"""Side-by-side timing: variants take turns, so that other load on the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Ratio(NamedTuple):
-    """Median of the ratios of all rounds, and their quartiles."""
+    """Median and quartiles of the ratios of all rounds."""
 
     median: float
     low: float
@@ -26,12 +26,12 @@ class Ratio(NamedTuple):
 def take_turns(
     variants: Mapping[str, Callable[[], Any]], *, seconds: float, rounds: tuple[int, int]
 ) -> dict[str, list[float]]:
-    """Seconds of each call, by variant; the n-th of each were measured one after the other.
+    """Seconds of each call by variant; the n-th calls of all variants belong to one round.
 
     Args:
         variants: Calls that return when the work is done.
-        seconds: Rounds begin until so many have passed.
-        rounds: At least and at most so many.
+        seconds: No round begins after this time.
+        rounds: Minimum and maximum number.
     """
     for call in variants.values():
         call()
@@ -49,7 +49,7 @@ def take_turns(
 
 
 def ratio(over: list[float], under: list[float]) -> Ratio:
-    """Of two variants' seconds, round by round."""
+    """Ratio of two variants' seconds, taken within rounds."""
     ratios = [a / b for a, b in zip(over, under, strict=True)]
     if len(ratios) == 1:
         return Ratio(ratios[0], ratios[0], ratios[0])
@@ -58,15 +58,15 @@ def ratio(over: list[float], under: list[float]) -> Ratio:
 
 
 def milliseconds(times: list[float]) -> float:
-    """Median."""
+    """Median, in milliseconds."""
     return round(median(times) * 1e3, 4)
 
 
 @torch.inference_mode()
 def on_device(function: Callable[[], Any], device: torch.device, *, repeat: int = 20) -> tuple[Callable[[], None], int]:
-    """A call that runs ``function`` on the device and waits, and how many times it runs it.
+    """A call that runs ``function`` on the device and waits, and how often it runs it.
 
-    On CUDA it is captured in a graph of ``repeat`` copies, so that neither launching nor waiting counts.
+    On CUDA a graph of ``repeat`` copies is captured, so that launching and waiting do not count.
     """
     if device.type != "cuda":
         return lambda: function(), 1
@@ -89,7 +89,7 @@ def on_device(function: Callable[[], Any], device: torch.device, *, repeat: int 
 
 
 def peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating operations a second of a plain matrix product."""
+    """Floating-point operations/s of a plain matrix product."""
     side = 8192 if device.type == "cuda" else 1536
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     out: Tensor = a @ b
@@ -99,7 +99,7 @@ def peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second read and written by a plain copy that fits no cache."""
+    """Bytes/s read and written by a plain copy too large for the caches."""
     count = 1 << (30 if device.type == "cuda" else 26)
     a = torch.zeros(count, device=device)
     b = torch.empty_like(a)

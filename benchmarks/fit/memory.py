@@ -3,8 +3,8 @@
     python -m benchmarks.fit.memory --data ROOT --weights net.safetensors --images 5000 50000
 
 ``psc-fit`` runs as a process of its own; the kernel's high-water mark of its resident memory is the peak.  Memory
-is also sampled ten times a second, to say during which pass it was highest.  Beside it, in another process: one
-bare forward pass of the whole network over the same training images, decoding included.  Of N images a tenth are
+is also sampled ten times a second, to find the pass during which it was highest.  Another process measures one
+bare forward pass of the whole network over the same training images, decoding included.  A tenth of the images is
 for validation.  Results go to ``benchmarks/results/fit-memory.json`` and ``fitting.md`` beside it.
 """
 
@@ -40,18 +40,18 @@ LIMIT_MIB = 4096
 
 _ROOT, _COUNT = "PSC_BENCHMARK_ROOT", "PSC_BENCHMARK_IMAGES"
 _PASS = re.compile(r"(?P<what>.+?) (?P<done>\d+)/(?P<total>\d+) \([\d.]+/s, (?P<seconds>\d+) s\)$")
-"""A progress line of a finished pass."""
+"""A progress line of a pass."""
 
 
 def images(split: str, preprocess: Preprocess) -> ImageDataset:
-    """Evenly spaced CIFAR-10 images, as many as the environment says: the data set of ``psc-fit`` here."""
+    """The data set of ``psc-fit`` here: evenly spaced CIFAR-10 images, as many as the environment sets."""
     whole = open_dataset(f"cifar10:{os.environ[_ROOT]}", split=split, preprocess=preprocess)
     wanted = int(os.environ[_COUNT]) * (1 if split == "val" else 9) // 10
     return whole.subset(torch.linspace(0, len(whole) - 1, wanted).round().long())
 
 
-def _at_once(batch_images: int) -> int:
-    """Images that ``psc-fit`` sends through the network at once."""
+def _batch_size(batch_images: int) -> int:
+    """Batch size of ``psc-fit`` on a CPU."""
     return Compute(torch.device("cpu"), batch_images=batch_images).batch_size
 
 
@@ -62,7 +62,7 @@ def forward(network: str, weights: Path, batch_images: int) -> float:
     net = load_network(spec, weights=weights, num_classes=len(train.classes), allow_factories=(spec,))
     began = time.perf_counter()
     with torch.inference_mode():
-        for batch in train.batches(_at_once(batch_images)):
+        for batch in train.batches(_batch_size(batch_images)):
             net(train.preprocess.normalise(batch.images))
     return time.perf_counter() - began
 
@@ -72,11 +72,11 @@ def run(command: Sequence[str], variables: Mapping[str, str], on_line: Callable[
 
     Args:
         command: Program and arguments.
-        variables: Added to this process's.
-        on_line: Called with each line of stderr and the highest resident memory (KiB) seen since the last.
+        variables: Added to this process's environment.
+        on_line: Called with each line of stderr and the highest resident memory (KiB) since the last.
 
     Returns:
-        ``wall_s``, ``peak_rss_mib`` and what the command printed, ``stdout``.
+        ``wall_s``, ``peak_rss_mib`` and ``stdout``.
     """
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+") as stdout:
@@ -182,7 +182,7 @@ def measure(args: argparse.Namespace, count: int, weights: Path, out: Path) -> d
         lambda *_: None,
     )
     train = count * 9 // 10
-    full = -(-train // _at_once(args.batch_images))
+    full = -(-train // _batch_size(args.batch_images))
     manifest = json.loads((out / "bundle" / "manifest.json").read_text())
     return {
         "images": count,
@@ -203,7 +203,7 @@ def table(report: Mapping[str, Any]) -> str:
     """The report as a section of ``benchmarks/results/fitting.md``."""
     lines = [
         f"{where(report['environment'])}; "
-        f"{report['network']} with {report['weights']} weights, batches of {_at_once(report['batch_images'])}.",
+        f"{report['network']} with {report['weights']} weights, batches of {_batch_size(report['batch_images'])}.",
         *([report["note"]] if report["note"] else []),
         "",
         f"    {report['command']}",
@@ -234,7 +234,7 @@ def main() -> None:
         print(forward(args.network, args.forward, args.batch_images))
         return
     if args.data is None:
-        cli.error("expected --data ROOT")
+        cli.error("--data is required")
     with tempfile.TemporaryDirectory(prefix="psc-benchmark-") as scratch:
         weights = args.weights or Path(scratch) / "net.safetensors"
         if not args.weights:
@@ -258,7 +258,7 @@ def main() -> None:
     print(table(report))
     above = [run["images"] for run in report["runs"] if run["peak_rss_mib"] >= LIMIT_MIB]
     if above:
-        raise SystemExit(f"expected less than {LIMIT_MIB} MiB, got more for {above} images")
+        raise SystemExit(f"peak memory reached {LIMIT_MIB} MiB or more for {above} images")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python -m benchmarks.fit.scaling --images 1000 10000 100000 1000000
     python -m benchmarks.fit.scaling --report
 
-Each fit is a process of its own, with one thread for arithmetic: a small convolutional network with random weights on
-28-pixel images, a thousand of which are repeated as often as asked; 2,000 validation images; the default density and
-head.  Beside each fit, in the same process: one bare forward pass of the whole network over the same training images,
+Each fit is a process of its own with one thread: a small convolutional network with random weights on 28-pixel images,
+a thousand of which are repeated; 2,000 validation images; the default density and head.  The same process also
+measures one bare forward pass of the whole network over the same training images,
 reading included, in batches of the same size.  Times are CPU seconds of the process, which other work on the machine
 hardly changes; wall times are in ``benchmarks/results/fit-scaling.json``.  Memory is the highest resident set of the
 process; the scratch file of z is read and written, not mapped, so it is no part of it.  ``--report`` writes the results
@@ -37,19 +37,19 @@ from psc_core.images.preprocess import PRESETS
 
 FILE = RESULTS / "fit-scaling.json"
 TARGET = 3 * 1.2
-"""Fit over bare forward, for each training pass: three times and 20 %."""
+"""Maximum of fit ÷ bare forward for each training pass."""
 TRAINING_PASSES = 4
 """Collapse, moments, sizes, features; counted in ``tests/psc_core/test_fit_counts.py``."""
-MOST_GROWTH = 100
-"""Bytes an image by which the peak may grow."""
+MAXIMUM_GROWTH = 100
+"""Maximum growth of the peak, bytes an image."""
 DISTINCT = 1000
 LAYER = 4
 SHORT = 10_000
-"""Images up to which a fit is repeated, and done with other networks too."""
+"""Maximum number of images of fits that are repeated and also run with other networks."""
 
 
 def network(layers: int, classes: int) -> nn.Module:
-    """``layers`` convolutions: two that halve the image, the others as wide."""
+    """``layers`` convolutions; the first two halve the image."""
     torch.manual_seed(0)
     blocks: list[nn.Module] = []
     for i in range(layers):
@@ -69,7 +69,7 @@ def repeated(images: int, classes: int, seed: int) -> ImageDataset:
 
 
 def one(images: int, layers: int, classes: int) -> dict[str, Any]:
-    """CPU seconds of every station and of one bare pass, and the peak of this process's resident memory (MiB)."""
+    """CPU seconds of every stage and of one bare pass, and the peak of this process's resident memory (MiB)."""
     torch.set_num_threads(1)
     options = FitOptions(device="cpu")
     net, train, val = network(layers, classes), repeated(images, classes, 0), repeated(2000, classes, 1)
@@ -95,12 +95,12 @@ def one(images: int, layers: int, classes: int) -> dict[str, Any]:
     wall = time.perf_counter() - wall
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     forward.append(bare())
-    stations = dict(zip(("collapse", "projection", "psc"), np.diff(times).round(2).tolist(), strict=True))
+    stages = dict(zip(("collapse", "projection", "psc"), np.diff(times).round(2).tolist(), strict=True))
     return {
         "images": images,
         "layers": layers,
         "classes": classes,
-        "stations_cpu_s": stations,
+        "stages_cpu_s": stages,
         "fit_cpu_s": round(times[-1] - times[0], 2),
         "fit_wall_s": round(wall, 1),
         "forward_cpu_s": [round(seconds, 2) for seconds in forward],
@@ -117,16 +117,16 @@ def measure(cases: Sequence[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Row:
-    """What the repeats of one case agree on: least times, most memory.
+    """The repeats of one case: minimum times and maximum memory.
 
     Attributes:
         images: Training images.
         layers: Convolutions of the network.
         classes: K.
-        fit: CPU seconds of the fit, least.
-        slowest: The same, most.
-        bare: CPU seconds of one bare pass, least.
-        peak: MiB, most.
+        fit: Minimum CPU seconds of the fit.
+        slowest: Maximum CPU seconds of the fit.
+        bare: Minimum CPU seconds of one bare pass.
+        peak: Maximum resident memory, MiB.
     """
 
     images: int
@@ -165,7 +165,7 @@ def table(report: Mapping[str, Any]) -> str:
         "",
         f"    {report['command']}",
         "",
-        "CPU seconds of one process, least of the repeats (and most).",
+        "CPU seconds of one process: minimum (maximum) of the repeats.",
         "",
         "| images | layers | classes | peak memory | fit | one bare forward pass | fit ÷ bare | a training pass |",
         "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -178,7 +178,7 @@ def table(report: Mapping[str, Any]) -> str:
         )
     lines += [
         "",
-        "Fixed cost, and what another image costs, from the fewest and the most images of each network:",
+        "Fixed cost and cost of 1,000 more images, from the smallest and the largest fit of each network:",
         "",
         "| layers | classes | fixed | 1,000 more images | in bare passes, a training pass |",
         "| ---: | ---: | ---: | ---: | ---: |",
@@ -193,18 +193,18 @@ def table(report: Mapping[str, Any]) -> str:
                 f"{slope / bare / TRAINING_PASSES:.2f} |"
             )
     by_images = groups[LAYER, 10]
-    least, most = by_images[0], by_images[-1]
-    share = most.fit / most.bare / TRAINING_PASSES
-    growth = (most.peak - least.peak) * 2**20 / max(1, most.images - least.images)
+    smallest, largest = by_images[0], by_images[-1]
+    passes = largest.fit / largest.bare / TRAINING_PASSES
+    growth = (largest.peak - smallest.peak) * 2**20 / max(1, largest.images - smallest.images)
     lines += [
         "",
         "| target | measured | met |",
         "| --- | --- | --- |",
         f"| fit ≤ {TARGET:.1f} bare forward passes for each of its {TRAINING_PASSES} training passes | "
-        f"{share:.2f} at {most.images:,} images | {'yes' if share <= TARGET else 'no'} |",
-        f"| memory independent of the number of images: < {MOST_GROWTH} bytes an image, for labels and positions | "
-        f"{growth:.0f} bytes an image from {least.images:,} to {most.images:,} | "
-        f"{'yes' if growth < MOST_GROWTH else 'no'} |",
+        f"{passes:.2f} at {largest.images:,} images | {'yes' if passes <= TARGET else 'no'} |",
+        f"| memory independent of the number of images: < {MAXIMUM_GROWTH} bytes an image, for labels and positions | "
+        f"{growth:.0f} bytes an image from {smallest.images:,} to {largest.images:,} | "
+        f"{'yes' if growth < MAXIMUM_GROWTH else 'no'} |",
     ]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What no server can exceed: the device step alone, decoding alone.  Each runs in a process of its own."""
+"""Upper bounds for every server: the device step alone, decoding alone.  Each runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def bare_step(bundle: Path, seconds: float, device: str) -> dict[str, Any]:
-    """Milliseconds of a device step by batch size, as the service makes and calls it; sizes take turns.
+    """Milliseconds of a device step by batch size, as the service runs it; sizes take turns.
 
     Args:
         bundle: The model.
-        seconds: How long all of it may take.
+        seconds: Duration of the measurement.
         device: cpu or cuda.
     """
     import torch
@@ -61,24 +61,24 @@ def bare_step(bundle: Path, seconds: float, device: str) -> dict[str, Any]:
 
 
 def images_per_s(step_ms: Mapping[str, float], size: float) -> float:
-    """Of the bare step at a mean batch size: step times between measured sizes are on a line."""
+    """Images/s of the bare step at a mean batch size; step times are interpolated linearly between measured sizes."""
     points = sorted((int(count), value) for count, value in step_ms.items())
     size = min(max(size, points[0][0]), points[-1][0])
     for (low, low_ms), (high, high_ms) in pairwise(points):
         if size <= high:
             return 1000 * size / (low_ms + (high_ms - low_ms) * (size - low) / (high - low))
-    raise AssertionError("the sizes end above any size")
+    raise AssertionError("unreachable: size is clipped to the largest")
 
 
-def least_tail_ms(step_ms: Mapping[str, float], per_s: float, arrivals: int = 100_000) -> float:
-    """The p99 of a server that costs nothing but its steps: simulated Poisson arrivals of single images.
+def minimum_tail_ms(step_ms: Mapping[str, float], per_s: float, arrivals: int = 100_000) -> float:
+    """p99 of an ideal server that takes no time besides its steps, simulated with Poisson arrivals of single images.
 
-    Whenever the device is free it takes all that waits, a full batch at most.
+    Whenever the device is free it takes all waiting images, at most a full batch.
 
     Args:
         step_ms: Of the bare device step by batch size.
         per_s: Arrivals a second.
-        arrivals: How many are simulated.
+        arrivals: Number of simulated arrivals.
     """
     source = random.Random(0)
     due = list(itertools.accumulate(source.expovariate(per_s) for _ in range(arrivals)))
@@ -95,12 +95,12 @@ def least_tail_ms(step_ms: Mapping[str, float], per_s: float, arrivals: int = 10
 
 
 def best_images_per_s(step_ms: Mapping[str, float]) -> float:
-    """Of the bare step at its best batch size."""
+    """Images/s of the bare step at its best batch size."""
     return max(1000 * int(count) / value for count, value in step_ms.items())
 
 
 def decode_only(bundle: Path, images: Sequence[bytes], seconds: float) -> float:
-    """Images a second that the service's decoder makes of single images, on one core."""
+    """Images/s of the service's decoder with single images, on one core."""
     from app.inference.decoder import Decoder, EncodedImage
     from app.settings import Settings
     from benchmarks.serving.adapters.settings import FACTORY

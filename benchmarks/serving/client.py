@@ -1,7 +1,7 @@
-"""A load generator for one URL: HTTP/1.1 over kept-alive connections, as little work a request as Python allows.
+"""A load generator for one URL: HTTP/1.1 over persistent connections with little work for each request.
 
-Its latencies start when a request was *due*, not when it was sent, so a generator that lags behind makes them
-longer, never shorter.
+Latencies start when a request was *due*, not when it was sent, so a generator that lags behind makes them longer,
+never shorter.
 """
 
 from __future__ import annotations
@@ -21,8 +21,15 @@ CONNECTION_LOST = "connection lost"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One request: when it was due (seconds of the process's clock), how long its answer took, and what it was."""
+class Response:
+    """Response to one request.
+
+    Attributes:
+        due: When the request was due, seconds of the process's clock.
+        seconds: Latency.
+        status: HTTP status, or :data:`CONNECTION_LOST`.
+        retry_after: Header of a 429.
+    """
 
     due: float
     seconds: float
@@ -32,67 +39,67 @@ class Answer:
 
 @dataclass
 class Load:
-    """What a phase sent and got.
+    """Requests of a phase and their responses.
 
     Attributes:
-        answers: In the order in which they came.
-        began, ended: Time of the first and the last request being due.
+        began, ended: When the first request was due, and when no further one is.
+        responses: In the order of arrival.
     """
 
     began: float
     ended: float
-    answers: list[Answer] = field(default_factory=list)
+    responses: list[Response] = field(default_factory=list)
 
     @property
     def statuses(self) -> Counter[str]:
-        """Answers by status."""
-        return Counter(str(answer.status) for answer in self.answers)
+        """Number of responses by status."""
+        return Counter(str(response.status) for response in self.responses)
 
     def seconds(self, status: int = 200) -> list[float]:
         """Latencies of one status, ascending."""
-        return sorted(answer.seconds for answer in self.answers if answer.status == status)
+        return sorted(response.seconds for response in self.responses if response.status == status)
 
 
 class Connection(asyncio.Protocol):
-    """One kept-alive connection that carries one request at a time."""
+    """One persistent connection with one request at a time."""
 
     def __init__(self) -> None:
         self._received = b""
-        self._answer: asyncio.Future[tuple[int, bytes, bytes]] | None = None
+        self._response: asyncio.Future[tuple[int, bytes, bytes]] | None = None
         self.transport: asyncio.Transport | None = None
 
     @property
     def usable(self) -> bool:
-        """Whether the server still listens on it."""
+        """Whether it is still open."""
         return self.transport is not None and not self.transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is there."""
+        """Keep the transport."""
         self.transport = transport  # type: ignore[assignment]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The server has closed it."""
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(exc or ConnectionResetError("closed before the answer"))
+        """Fail the pending request."""
+        if self._response is not None and not self._response.done():
+            self._response.set_exception(exc or ConnectionResetError("closed before the response"))
         self.transport = None
 
     def data_received(self, data: bytes) -> None:
-        """Collect bytes until the head and ``Content-Length`` bytes of body are there."""
+        """Collect bytes until head and body (``Content-Length``) are complete."""
         self._received += data
         head, found, body = self._received.partition(b"\r\n\r\n")
-        if not found or self._answer is None or self._answer.done():
+        if not found or self._response is None or self._response.done():
             return
         if len(body) >= int(header(head, b"content-length") or b"0"):
             self._received = b""
-            self._answer.set_result((int(head[9:12]), head, body))
+            self._response.set_result((int(head[9:12]), head, body))
 
     async def send(self, request: bytes) -> tuple[int, bytes, bytes]:
-        """Status, head and body of the answer to a whole request."""
+        """Send a whole request; returns status, head and body of the response."""
         if self.transport is None:
             raise ConnectionResetError("closed before the request")
-        self._answer = asyncio.get_running_loop().create_future()
+        self._response = asyncio.get_running_loop().create_future()
         self.transport.write(request)
-        return await self._answer
+        return await self._response
 
 
 def header(head: bytes, name: bytes) -> bytes | None:
@@ -101,24 +108,24 @@ def header(head: bytes, name: bytes) -> bytes | None:
     return rest.partition(b"\r\n")[0] if found else None
 
 
-class Alarm:
-    """Sleeps of well under a millisecond, the resolution of an event loop's own timers, by Linux's ``timerfd``.
+class Timer:
+    """Sleeps shorter than a millisecond (the resolution of event-loop timers) by Linux's ``timerfd``.
 
-    Polling the clock instead would take most of a core from the server.  Elsewhere the loop's timers have to do.
+    Polling the clock instead would take most of a core from the server.  Other systems use the loop's timers.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
         self._file = -1
-        self._rung: asyncio.Future[None] | None = None
+        self._expired: asyncio.Future[None] | None = None
 
-    def __enter__(self) -> Alarm:
+    def __enter__(self) -> Timer:
         if self._libc is not None:
             self._file = self._libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
             if self._file < 0:
                 raise OSError(ctypes.get_errno(), "timerfd_create failed")
-            self._loop.add_reader(self._file, self._ring)
+            self._loop.add_reader(self._file, self._expire)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -133,15 +140,15 @@ class Alarm:
             return
         whole, rest = divmod(max(1, int(seconds * 1e9)), 1_000_000_000)
         once = (ctypes.c_long * 4)(0, 0, whole, rest)  # struct itimerspec: no interval, then the time to go
-        self._rung = self._loop.create_future()
+        self._expired = self._loop.create_future()
         if self._libc.timerfd_settime(self._file, 0, once, None) < 0:
             raise OSError(ctypes.get_errno(), "timerfd_settime failed")
-        await self._rung
+        await self._expired
 
-    def _ring(self) -> None:
+    def _expire(self) -> None:
         os.read(self._file, 8)
-        if self._rung is not None and not self._rung.done():
-            self._rung.set_result(None)
+        if self._expired is not None and not self._expired.done():
+            self._expired.set_result(None)
 
 
 class Generator:
@@ -150,9 +157,9 @@ class Generator:
     Args:
         host, port: Of the server.
         bodies: Each request carries a random one.
-        path: That they are posted to.
+        path: To post them to.
         content_type: Of the bodies.
-        seed: Of the choice of bodies and of the arrivals.
+        seed: Of bodies and arrivals.
     """
 
     def __init__(
@@ -190,7 +197,7 @@ class Generator:
             self._close(connection)
 
     async def closed_loop(self, clients: int, seconds: float) -> Load:
-        """``clients`` that each send the next request as soon as they have an answer."""
+        """``clients`` that each send the next request as soon as they have a response."""
         load = Load(clock(), clock() + seconds)
 
         async def client() -> None:
@@ -201,14 +208,16 @@ class Generator:
         return load
 
     async def open_loop(self, per_second: float, seconds: float, *, sent: asyncio.Event | None = None) -> Load:
-        """Poisson arrivals that wait for nobody; returns when the last answer is there, ``sent`` tells of the last
-        arrival."""
+        """Poisson arrivals that wait for no response; returns after the last response.
+
+        ``sent`` is set after the last arrival.
+        """
         load = Load(clock(), clock() + seconds)
         due, tasks = load.began, set()
-        with Alarm() as alarm:
+        with Timer() as timer:
             while (due := due + self._random.expovariate(per_second)) < load.ended:
                 if (wait := due - clock()) > 0.0:
-                    await alarm.sleep(wait)
+                    await timer.sleep(wait)
                 task = asyncio.create_task(self._send(load, due))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
@@ -233,7 +242,7 @@ class Generator:
         except OSError:
             pass
         seconds = clock() - due
-        load.answers.append(Answer(due, seconds, status, wait.decode() if wait else None))
+        load.responses.append(Response(due, seconds, status, wait.decode() if wait else None))
 
     async def _connection(self) -> Connection:
         while self._idle:

@@ -1,4 +1,4 @@
-"""One phase of load, sent from a process of its own; imports nothing heavy, so that it costs little to start."""
+"""One phase of load, sent from a process of its own; imports nothing heavy, so that it starts quickly."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Target:
 
     Attributes:
         port: Of the server on this machine.
-        path: That bodies are posted to.
+        path: To post to.
         content_type: Of the bodies.
-        bodies: A request carries a random one.
-        images: In each body.
+        bodies: Each request carries a random one.
+        images: Number in each body.
     """
 
     port: int
@@ -39,8 +39,8 @@ class Phase:
 
     Attributes:
         seconds: How long requests are sent.
-        clients: That wait for each other's answers (closed loop), or 0.
-        per_second: Arrivals (open loop), used when there are no clients.
+        clients: Number of clients in a closed loop; 0 for an open loop.
+        per_second: Arrivals in an open loop.
     """
 
     seconds: float
@@ -49,7 +49,7 @@ class Phase:
 
 
 def drive(target: Target, phase: Phase) -> dict[str, Any]:
-    """Send one phase, wait for its answers, and say what came."""
+    """Send one phase, wait for all responses, and return its summary."""
     loop = _fast_loop()
     gc.collect()
     gc.freeze()
@@ -62,9 +62,9 @@ def drive(target: Target, phase: Phase) -> dict[str, Any]:
 
 
 def summary(load: Load, images: int = 1) -> dict[str, Any]:
-    """Rates, statuses and latencies of a phase whose requests carry so many images."""
+    """Rates, statuses and latencies of a phase with ``images`` in each request."""
     latencies = load.seconds()
-    ended = max((answer.due + answer.seconds for answer in load.answers), default=load.ended)
+    ended = max((response.due + response.seconds for response in load.responses), default=load.ended)
     seconds = max(load.ended, ended) - load.began
     found: dict[str, Any] = {
         "seconds": round(seconds, 3),
@@ -75,7 +75,7 @@ def summary(load: Load, images: int = 1) -> dict[str, Any]:
         "histogram": histogram(1000 * value for value in latencies),
     }
     if latencies:
-        found |= {f"p{share}_ms": round(1000 * quantile(latencies, share / 100), 3) for share in (50, 90, 99)}
+        found |= {f"p{percent}_ms": round(1000 * quantile(latencies, percent / 100), 3) for percent in (50, 90, 99)}
     return found
 
 

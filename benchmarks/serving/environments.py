@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / "out" / "peers"
-_ASK = """
+_VERSIONS = """
 import importlib.metadata as m, json, sys
 found = {}
 for name in sys.argv[1:]:
@@ -23,7 +23,7 @@ print(json.dumps(found))
 
 
 def commands(folder: Path, requirement: str) -> list[list[str]]:
-    """What builds the environment: an empty one, then the peer with everything it asks for."""
+    """Commands that build the environment: an empty one, then the peer with its dependencies."""
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     return [[sys.executable, "-m", "venv", "--clear", str(folder)], [*pip, requirement]]
 
@@ -34,15 +34,15 @@ def shared_paths() -> str:
 
 
 def build(name: str, requirement: str, home: Path = HOME) -> Path:
-    """The environment's interpreter; built when there is none for this requirement.
+    """The environment's interpreter; built if there is none for this requirement.
 
     Raises:
-        RuntimeError: pip could not install it; the message ends with what pip wrote.
+        RuntimeError: pip failed; the message ends with its output.
     """
     folder = home / name
     python, mark = folder / "bin" / "python", folder / "psc-benchmark.json"
-    told = {"requirement": requirement, "shared": shared_paths()}
-    if mark.exists() and json.loads(mark.read_text()) == told:
+    built = {"requirement": requirement, "shared": shared_paths()}
+    if mark.exists() and json.loads(mark.read_text()) == built:
         return python
     for command in commands(folder, requirement):
         done = subprocess.run(command, capture_output=True, text=True)
@@ -50,13 +50,13 @@ def build(name: str, requirement: str, home: Path = HOME) -> Path:
             raise RuntimeError(f"{requirement} could not be installed: {done.stderr.strip()[-500:]}")
     site = next((folder / "lib").glob("python*/site-packages"))
     (site / "psc-benchmark.pth").write_text(shared_paths())
-    mark.write_text(json.dumps(told))
+    mark.write_text(json.dumps(built))
     return python
 
 
 def versions(python: Path, packages: Sequence[str]) -> dict[str, str]:
-    """Versions that an interpreter finds, of ``packages`` and of torch."""
-    command = [str(python), "-c", _ASK, *packages, "torch"]
+    """Versions of ``packages`` and torch in an interpreter's environment."""
+    command = [str(python), "-c", _VERSIONS, *packages, "torch"]
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     found: dict[str, str] = json.loads(subprocess.run(command, capture_output=True, check=True, env=clean).stdout)
     return found

@@ -1,4 +1,4 @@
-"""How busy the first GPU is while a server answers, as ``nvidia-smi`` sees it."""
+"""Utilisation of the first GPU while a server answers, from ``nvidia-smi``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _QUERY = ("nvidia-smi", "--id=0", "--query-gpu=utilization.gpu,memory.used", "--
 
 
 class GpuUse:
-    """Samples for as long as the ``with`` lasts; nothing where there is no ``nvidia-smi`` or it has no answer.
+    """Samples inside the ``with`` block; finds nothing without ``nvidia-smi``.
 
     Attributes:
-        found: Mean ``gpu_utilisation`` (share of time in which a kernel ran), most ``gpu_memory_mib``.
+        found: Mean ``gpu_utilisation`` (fraction of time in which a kernel ran), maximum ``gpu_memory_mib``.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class GpuUse:
 
 
 def _sample(line: str) -> tuple[int, int] | None:
-    """Per cent and MiB; ``None`` for a line cut short and for a GPU that does not tell (``[N/A]``)."""
+    """Per cent and MiB; None for a truncated line and for ``[N/A]``."""
     try:
         busy, used = map(int, line.split(","))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Quantiles of latencies, and bins of equal ratio, so that every server's have the same edges."""
+"""Quantiles of latencies, and logarithmic bins with the same edges for every server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 FIRST_MS, PER_DECADE = 0.1, 20
-"""Lower edge of bin 0, and bins to a factor of ten; bin 0 takes what is below it too."""
+"""Lower edge of bin 0, which also counts smaller latencies, and bins to a factor of ten."""
 
 
 def bin_of(ms: float) -> int:
@@ -21,21 +21,21 @@ def lower_edge(index: int) -> float:
 
 
 def histogram(latencies_ms: Iterable[float]) -> dict[str, int]:
-    """Counts of the bins that hold any, by the index of the bin as text (JSON's keys are)."""
+    """Counts of the non-empty bins by index, as text for JSON."""
     return {str(index): count for index, count in sorted(Counter(map(bin_of, latencies_ms)).items())}
 
 
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of ascending values; infinite when there are none."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("inf")
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """q-quantile of ascending values; infinite for none."""
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("inf")
 
 
 def survival(counts: Mapping[str, int]) -> tuple[list[float], list[float]]:
-    """Upper edges of the bins, milliseconds, and the share of answers that took longer."""
+    """Upper edges of the bins, milliseconds, and the fraction of responses that took longer."""
     total, left = sum(counts.values()), sum(counts.values())
-    edges, shares = [], []
+    edges, fractions = [], []
     for index, count in sorted((int(key), count) for key, count in counts.items()):
         left -= count
         edges.append(lower_edge(index + 1))
-        shares.append(left / total)
-    return edges, shares
+        fractions.append(left / total)
+    return edges, fractions

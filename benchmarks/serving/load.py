@@ -3,8 +3,7 @@
     python -m benchmarks.serving.load
 
 Starts ``psc-serve`` with its default settings in a process of its own and sends single images over HTTP.
-Writes ``serving-load.json`` and a section of ``serving.md`` next to the other results; ends with code 1 when a
-requirement is not met.
+Writes ``serving-load.json`` and a section of ``serving.md``; the exit code is 1 if a requirement is not met.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from psc_core.images.preprocess import PRESETS
 
 CLIENTS, STEADY, OVERLOAD = 64, 0.7, 3.0
 LIGHT = 0.1
-"""Share of the peak at which the service counts as unloaded."""
+"""Fraction of the peak at which the service counts as unloaded."""
 
 
 def digits(count: int) -> list[bytes]:
@@ -46,21 +45,21 @@ def digits(count: int) -> list[bytes]:
 
 
 def start(bundle: Path, target: Target) -> Processes:
-    """``psc-serve`` with its default settings on the CPU, without what the environment says of them."""
+    """``psc-serve`` with its default settings on the CPU, whatever the environment sets."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
     words = ["--bundle", str(bundle), "--port", str(target.port), "--device", "cpu", "--log-level", "error"]
     return Processes([sys.executable, "-m", "app.cli", *words], clean)
 
 
 class Bench:
-    """Runs phases against a service and keeps what each one showed."""
+    """Runs phases against a service and keeps their results."""
 
     def __init__(self, processes: Processes, generator: Generator) -> None:
         self._processes, self._generator = processes, generator
         self.phases: dict[str, Json] = {}
 
     async def run(self, name: str, sending: Coroutine[Any, Any, Load]) -> Load:
-        """One phase: its load, and meanwhile the service's own view of the queue and the batches."""
+        """Run one phase and record its load, with queue and batches from the service's metrics."""
         print(f"{name} ...", file=sys.stderr, flush=True)
         before, deepest = await self._metrics(), 0.0
         task = asyncio.create_task(sending)
@@ -71,7 +70,7 @@ class Bench:
         self.phases[name] = {
             **phase(load),
             "batches": batches(before, after),
-            "most_queued_images": int(deepest),
+            "max_queued_images": int(deepest),
             "memory_mib": self._processes.memory_mib(),
         }
         print(f"  {self.phases[name]}", file=sys.stderr, flush=True)
@@ -83,10 +82,10 @@ class Bench:
 
 
 def phase(load: Load) -> Json:
-    """What a phase showed, seen from the client."""
-    without = sum(answer.status == 429 and answer.retry_after is None for answer in load.answers)
-    sent_per_s = round(len(load.answers) / (load.ended - load.began), 1)
-    return {"sent_per_s": sent_per_s, "refusals_without_retry_after": without, **summary(load)}
+    """Result of a phase as the client sees it."""
+    without = sum(response.status == 429 and response.retry_after is None for response in load.responses)
+    sent_per_s = round(len(load.responses) / (load.ended - load.began), 1)
+    return {"sent_per_s": sent_per_s, "rejections_without_retry_after": without, **summary(load)}
 
 
 async def measure(processes: Processes, target: Target, scale: float) -> tuple[dict[str, Json], Json]:
@@ -113,7 +112,7 @@ async def measure(processes: Processes, target: Target, scale: float) -> tuple[d
 
 
 def main() -> int:
-    """Measure, print and write; 1 when a requirement is not met."""
+    """Measure, print and write; returns 1 if a requirement is not met."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--bundle", type=Path, default=BUNDLE)
     cli.add_argument("--scale", type=float, default=1.0, help="multiplies the lengths of the phases")
@@ -122,7 +121,7 @@ def main() -> int:
     args = cli.parse_args()
     target = Target(free_port(), "/predict", "image/png", digits(256))
     with start(args.bundle, target) as processes:
-        processes.wait_until_it_answers(target)
+        processes.wait_until_ready(target)
         phases, found = asyncio.run(measure(processes, target, args.scale))
     checks = requirements(phases, found)
     report: Json = {

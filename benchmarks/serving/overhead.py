@@ -1,4 +1,4 @@
-"""A network that costs next to nothing, and its bundle: what a server adds to it is all there is to measure."""
+"""A bundle whose network costs next to nothing, so that only the server's overhead is measured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def network(num_classes: int = 10, in_channels: int = 1) -> nn.Module:
 
 
 def make_bundle(folder: Path) -> Path:
-    """Train the network on the few hundred digits of the repository and fit it; returns ``folder``.
+    """Train the network on the digits in the repository and fit it; returns ``folder``.
 
     Raises:
         RuntimeError: ``psc-fit`` failed.
@@ -52,5 +52,5 @@ def make_bundle(folder: Path) -> Path:
         options = f"--model {FACTORY} --preset mnist --device cpu --layer 2 --c-proj 2 --d-proj 4"
         data_options = ["--train", data, "--val", data, "--weights", str(weights), "--out", str(folder)]
         if psc_fit([*options.split(), *data_options]) != 0:
-            raise RuntimeError("expected psc-fit to fit the overhead-bound network, it failed; see above")
+            raise RuntimeError("psc-fit failed on the overhead-bound network; see above")
     return folder

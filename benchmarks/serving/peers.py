@@ -1,15 +1,15 @@
-"""Our service, LitServe, BentoML, Ray Serve, mosec and naive FastAPI, serving the same two bundles on this machine.
+"""psc-serve, LitServe, BentoML, Ray Serve, mosec and naive FastAPI, serving the same two bundles on this machine.
 
     python -m benchmarks.serving.peers --seconds 2 --rounds 5
     python -m benchmarks.serving.peers --only psc fastapi --device cuda
     python -m benchmarks.serving.peers --report             # the plot and the section of serving.md, from the JSON
 
-Each peer is installed into ``out/peers/NAME`` when it is not there.  All servers of a network are started, and are
-stopped (SIGSTOP) but for the one whose turn it is.  In every round each has one turn: a warm-up; 64 clients that send
-single images in a closed loop; one such client (the unloaded latency); images that arrive at random at 70 % of the
-peak of this turn; and, where a request may carry several images, four clients that send 32 each.  The bare device step
-has a turn too.  A machine's speed changes within minutes, so ratios are those of a round; reported are their medians.
-One load generator sends the requests from a process of its own, pinned to no core.  Writes ``serving-peers.json``.
+Each peer is installed into ``out/peers/NAME`` if it is not there.  All servers of a network run at once, suspended
+(SIGSTOP) except the one whose turn it is.  A turn is a warm-up; 64 clients that send single images in a closed loop;
+one such client (the unloaded latency); Poisson arrivals at 70 % of the peak of this turn; and, where a request may
+carry several images, four clients that send 32 each.  Every round also has a turn of the bare device step.  A
+machine's speed changes within minutes, so ratios are taken within a round; the report has their medians.  One load
+generator sends the requests from a process of its own.  Writes ``serving-peers.json``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from benchmarks.serving.histogram import FIRST_MS, PER_DECADE
 from benchmarks.serving.load import digits
 from benchmarks.serving.overhead import make_bundle
 from benchmarks.serving.peers_report import draw, name_of, targets, write_report
-from benchmarks.serving.processes import ROOT, DidNotStart, Processes, free_port
+from benchmarks.serving.processes import ROOT, Processes, ServerFailed, free_port
 from benchmarks.serving.report import scraped
 from benchmarks.serving.servers import BY_NAME, COMPUTE, OVERHEAD, SERVERS, Server, answer_of
 from psc_core.model.predictor import PSC
@@ -47,14 +47,14 @@ from psc_core.model.predictor import PSC
 CLIENTS, STEADY, MANY, MANY_CLIENTS = 64, 0.7, 32, 4
 FIRST_WARM_UP_SECONDS, WARM_UP_SECONDS = 1.5, 0.3
 SETTLE_SECONDS = 5.0
-"""Between the last server's first answer and the first stop: Ray Serve still arranges its proxy, and may lose it."""
+"""Between the last server's start and the first stop: Ray Serve loses its proxy when it is stopped while starting."""
 ADAPTERS = "benchmarks.serving.adapters"
 TOLERANCE = 1e-3
-"""Peers decode with another library and batch otherwise; the same pixels and network agree far below this."""
+"""Peers decode with another library and batch differently; equal pixels agree to far less than this."""
 
 
-def apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Its result, from a fresh process that is gone when it is there."""
+def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a call in a new process, which ends with it."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
@@ -72,7 +72,7 @@ class Client:
         self._pool.shutdown()
 
     def send(self, processes: Processes, target: Target, phase: Phase, counts: Path) -> Json:
-        """One phase, and what the server took for it."""
+        """Send one phase; returns its summary with the server's CPU time, memory and mean batch."""
         cpu_s, steps, images = processes.cpu_s(), *counted(counts)
         with GpuUse() as gpu:
             found: Json = self._pool.submit(drive, target, phase).result()
@@ -86,16 +86,16 @@ class Client:
 
 
 def counted(folder: Path) -> tuple[int, int]:
-    """Steps and images of all processes of an adapter so far."""
+    """Steps and images so far, of all processes of an adapter."""
     pairs = [COUNTS.unpack(file.read_bytes()) for file in folder.iterdir()]
     return sum(steps for steps, _ in pairs), sum(images for _, images in pairs)
 
 
 def check_answer(server: Server, answer: Json, bundle: Path, image: bytes) -> None:
-    """Refuse to compare a server that says something else than the library.
+    """Check that a server answers like the library.
 
     Raises:
-        DidNotStart: Another number than the library's.
+        ServerFailed: It does not.
     """
     expected = PSC.load(bundle, device="cpu", allow_factories=[FACTORY]).predict([image])
     pairs = [
@@ -106,11 +106,11 @@ def check_answer(server: Server, answer: Json, bundle: Path, image: bytes) -> No
     ]
     for got, wanted in pairs:
         if not math.isclose(got, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
-            raise DidNotStart(f"{server.label} answered {got}, the library says {wanted}")
+            raise ServerFailed(f"{server.label} answered {got}, the library {wanted}")
 
 
 class Metrics:
-    """Mean batch size of one ``psc-serve`` process between two looks at its ``/metrics``."""
+    """Mean batch size of one ``psc-serve`` process between two reads of its ``/metrics``."""
 
     def __init__(self, processes: Processes, port: int) -> None:
         self._read = lambda: processes.get(port, "/metrics")
@@ -127,18 +127,18 @@ class Metrics:
         return metrics["psc_batch_size_count"], metrics["psc_batch_size_sum"]
 
 
-class Rival:
-    """A server with a bundle, started, and its answer compared with the library's.
+class RunningServer:
+    """A started server with a bundle, whose answer agrees with the library's.
 
     Args:
-        server: Which.
-        network: Whose bundle it is.
+        server: Its description.
+        network: Name of the bundle's network.
         bundle: To serve.
-        images: To send.
+        images: PNG files to send.
         device: cpu or cuda.
 
     Raises:
-        DidNotStart: It ended, did not answer, or answered something else than the library.
+        ServerFailed: It ended, did not answer, or answered differently from the library.
     """
 
     def __init__(self, server: Server, network: str, bundle: Path, images: Sequence[bytes], device: str) -> None:
@@ -150,7 +150,7 @@ class Rival:
             self._processes = stack.enter_context(Processes(command, variables))
             self._single = server.target(port, images)
             self._many = server.target_of_many(port, images, MANY) if network == COMPUTE else None
-            body = self._processes.wait_until_it_answers(self._single)
+            body = self._processes.wait_until_ready(self._single)
             check_answer(server, answer_of(server, body), bundle, images[0])
             self._metrics = Metrics(self._processes, port) if server.name == "psc" else None
             self.about: Json = {
@@ -161,10 +161,10 @@ class Rival:
             self._stack = stack.pop_all()
 
     def turn(self, client: Client, seconds: float) -> Json:
-        """All phases once.
+        """Run all phases once.
 
         Raises:
-            DidNotStart: It does not answer any more.
+            ServerFailed: It stopped answering.
         """
         found: Json = {}
 
@@ -174,13 +174,13 @@ class Rival:
                 found[name]["mean_batch"] = mean
 
         warm_up_s, self._warm_up_s = self._warm_up_s, WARM_UP_SECONDS
-        with self._processes.running():
-            self._processes.wait_until_it_answers(self._single)
+        with self._processes.resumed():
+            self._processes.wait_until_ready(self._single)
             phase("warm-up", self._single, Phase(warm_up_s, clients=CLIENTS))
             phase("closed", self._single, Phase(seconds, clients=CLIENTS))
             phase("unloaded", self._single, Phase(max(0.5, seconds / 4), clients=1))
             if not found["closed"]["requests_per_s"] or not found["unloaded"]["requests_per_s"]:
-                raise DidNotStart(f"answered {found['closed']['statuses']}: {self._processes.tail()}")
+                raise ServerFailed(f"answered {found['closed']['statuses']}: {self._processes.tail()}")
             phase("steady", self._single, Phase(seconds, per_second=STEADY * found["closed"]["requests_per_s"]))
             if self._many is not None:
                 phase("warm-up", self._many, Phase(warm_up_s, clients=MANY_CLIENTS))
@@ -191,11 +191,11 @@ class Rival:
         return found
 
     def stop(self) -> None:
-        """Take the CPU from it until its turn."""
+        """Suspend it until its next turn."""
         self._processes.stop()
 
     def close(self) -> None:
-        """End it."""
+        """Terminate it."""
         self._stack.close()
 
 
@@ -211,7 +211,7 @@ def measure_http(
         target = shell.target(port, images)
         command = shell.command(Path(sys.executable), port=port, bundle=bundle, device="cpu")
         with Processes(command, variables) as processes:
-            processes.wait_until_it_answers(target)
+            processes.wait_until_ready(target)
             client.send(processes, target, Phase(FIRST_WARM_UP_SECONDS, clients=CLIENTS), Path(scratch))
             return client.send(processes, target, Phase(seconds, clients=CLIENTS), Path(scratch))
 
@@ -243,12 +243,12 @@ class Run:
         }
 
     def write(self) -> None:
-        """Keep what there is."""
+        """Write what was measured so far."""
         write_json(self._file, self.record)
 
 
-def say(text: str) -> None:
-    """A line of progress."""
+def log(text: str) -> None:
+    """Print a line of progress."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -260,39 +260,40 @@ def _short(turn: Json) -> str:
 
 
 def measure_network(run: Run, network: str, bundle: Path, images: Sequence[bytes], client: Client) -> None:
-    """All rounds on one network; a server that fails is left out from then on, its reason is kept."""
+    """All rounds on one network; a server that fails is left out from then on, and the reason recorded."""
     found: Json = run.record["servers"][network]
     with contextlib.ExitStack() as stack:
-        rivals: dict[str, Rival] = {}
+        running: dict[str, RunningServer] = {}
 
         def attempt(server: Server, act: Callable[[], None]) -> None:
             try:
                 act()
-            except (DidNotStart, RuntimeError, KeyError, ValueError) as error:
-                rivals.pop(server.name, None)
+            except (ServerFailed, RuntimeError, KeyError, ValueError) as error:
+                running.pop(server.name, None)
                 found[server.name] = _failed(error)
 
         def start(server: Server) -> None:
-            rivals[server.name] = rival = Rival(server, network, bundle, images, run.device)
-            stack.callback(rival.close)
-            found[server.name] = {**rival.about, "rounds": []}
+            started = RunningServer(server, network, bundle, images, run.device)
+            stack.callback(started.close)
+            running[server.name] = started
+            found[server.name] = {**started.about, "rounds": []}
 
         def take_turn(server: Server) -> None:
-            turn = rivals[server.name].turn(client, run.seconds)
+            turn = running[server.name].turn(client, run.seconds)
             found[server.name]["rounds"].append(turn)
-            say(f"  {server.label}: {_short(turn)}")
+            log(f"  {server.label}: {_short(turn)}")
 
         for server in run.servers:
-            say(f"{network}: {server.label} starts")
+            log(f"{network}: {server.label} starts")
             attempt(server, partial(start, server))
         time.sleep(SETTLE_SECONDS)
-        for rival in rivals.values():
-            rival.stop()
+        for started in running.values():
+            started.stop()
         for number in range(run.rounds):
-            say(f"{network}: round {number + 1} of {run.rounds}")
-            run.record["bare"][network].append(apart(ceilings.bare_step, bundle, 2.0, run.device))
+            log(f"{network}: round {number + 1} of {run.rounds}")
+            run.record["bare"][network].append(in_fresh_process(ceilings.bare_step, bundle, 2.0, run.device))
             for server in run.servers[number % len(run.servers) :] + run.servers[: number % len(run.servers)]:
-                if server.name in rivals:
+                if server.name in running:
                     attempt(server, partial(take_turn, server))
             run.write()
 
@@ -301,26 +302,26 @@ def measure_ceilings(run: Run, bundle: Path, images: Sequence[bytes], client: Cl
     """Decoding alone, and HTTP alone."""
     answer = environments.HOME / "answer.json"
     answer.write_bytes(b'{"predictions":[' + b"0," * 350 + b"0]}")
-    run.record["ceilings"]["decode"] = apart(ceilings.decode_only, bundle, images, 2.0)
+    run.record["ceilings"]["decode"] = in_fresh_process(ceilings.decode_only, bundle, images, 2.0)
     for module in ("bare", "instant"):
-        say(f"ceiling: {module}")
+        log(f"ceiling: {module}")
         try:
             run.record["ceilings"][module] = measure_http(module, bundle, answer, images, run.seconds, client)
-        except DidNotStart as error:
+        except ServerFailed as error:
             run.record["ceilings"][module] = _failed(error)
     run.write()
 
 
 def _failed(error: Exception) -> Json:
     reason = str(error).replace(str(ROOT), "")[:600]
-    say(f"  failed: {reason}")
+    log(f"  failed: {reason}")
     return {"failed": reason}
 
 
 def main() -> int:
     """Measure, or write the report of what was measured."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--only", nargs="+", choices=sorted(BY_NAME), metavar="NAME", help="these servers alone")
+    cli.add_argument("--only", nargs="+", choices=sorted(BY_NAME), metavar="NAME", help="only these servers")
     cli.add_argument("--seconds", type=float, default=2.0, help="length of a phase")
     cli.add_argument("--rounds", type=int, default=5, help="turns of every server")
     cli.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of every server")
@@ -334,7 +335,7 @@ def main() -> int:
         return 0
     run = Run(args)
     for server in run.servers:
-        say(f"{server.label}: {server.python()}")
+        log(f"{server.label}: {server.python()}")
     if args.build:
         return 0
     tiny = environments.HOME / OVERHEAD

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.plots import figure
 from benchmarks.runs import Json, markdown_table, where, write_section
-from benchmarks.serving.ceilings import SIZES, best_images_per_s, images_per_s, least_tail_ms
+from benchmarks.serving.ceilings import SIZES, best_images_per_s, images_per_s, minimum_tail_ms
 from benchmarks.serving.histogram import survival
 from benchmarks.serving.servers import BY_NAME, COMPUTE, OVERHEAD, SERVERS
 
@@ -19,25 +19,25 @@ _FIVE_TIMES = ("litserve", "bentoml", "ray", "fastapi")
 
 
 def name_of(device: str) -> str:
-    """Of record, plot and section."""
+    """Name of record, plot and section."""
     return "serving-peers" if device == "cpu" else f"serving-peers-{device}"
 
 
 def step_ms(record: Json, network: str) -> dict[str, float]:
-    """Of the bare device step by batch size: medians over the rounds."""
+    """Milliseconds of the bare device step by batch size, medians over the rounds."""
     rounds = [found["step_ms"] for found in record["bare"][network]]
     return {str(size): statistics.median(one[str(size)] for one in rounds) for size in SIZES}
 
 
 class Ratio:
-    """A ratio in every round: its median, and text with the smallest and the largest."""
+    """A ratio measured in every round; its text has median, minimum and maximum."""
 
     def __init__(self, values: Iterable[float], unit: str = "") -> None:
         self._values, self._unit = sorted(values), unit
 
     @property
     def median(self) -> float:
-        """Of the rounds."""
+        """Over the rounds."""
         return statistics.median(self._values)
 
     def __str__(self) -> str:
@@ -47,44 +47,44 @@ class Ratio:
 
 
 def rates(found: Json, phase: str) -> list[float]:
-    """Images a second in every round."""
+    """Images/s in every round."""
     return [turn[phase]["images_per_s"] for turn in found["rounds"]]
 
 
 def times(ours: Json, theirs: Json) -> Ratio:
-    """Our rate with single images in units of theirs."""
+    """Our images/s over theirs, with single images."""
     pairs = zip(rates(ours, "closed"), rates(theirs, "closed"), strict=True)
     return Ratio((mine / other for mine, other in pairs), " ×")
 
 
 def of_bare(record: Json, found: Json, phase: str) -> Ratio:
-    """The rate of a phase in units of the bare step: at the phase's mean batch, or where it has none at the best."""
-    shares = []
+    """Images/s of a phase over those of the bare step, at the phase's mean batch or else at the best batch."""
+    ratios = []
     for turn, bare in zip(found["rounds"], record["bare"][COMPUTE], strict=True):
         steps, batch = bare["step_ms"], turn[phase].get("mean_batch")
-        most = images_per_s(steps, batch) if phase == "closed" and batch else best_images_per_s(steps)
-        shares.append(turn[phase]["images_per_s"] / most)
-    return Ratio(shares)
+        maximum = images_per_s(steps, batch) if phase == "closed" and batch else best_images_per_s(steps)
+        ratios.append(turn[phase]["images_per_s"] / maximum)
+    return Ratio(ratios)
 
 
 def tail(found: Json) -> Ratio:
-    """p99 at 70 % of the peak in units of the unloaded median."""
+    """p99 at 70 % of the peak over the unloaded median."""
     return Ratio((turn["steady"]["p99_ms"] / turn["unloaded"]["p50_ms"] for turn in found["rounds"]), " ×")
 
 
 def targets(record: Json) -> list[Json]:
-    """What must hold, what was measured, and whether it holds; a peer that did not run is left out."""
+    """Targets, measured values, and whether they are met; peers that did not run are left out."""
     checks: list[tuple[str, bool, str]] = []
     small, large = (_ran(record["servers"][network]) for network in (OVERHEAD, COMPUTE))
 
-    def at_least(what: str, ratio: Ratio, least: float) -> None:
-        checks.append((f"{what} ≥ {least:g}", ratio.median >= least, str(ratio)))
+    def at_least(what: str, ratio: Ratio, minimum: float) -> None:
+        checks.append((f"{what} ≥ {minimum:g}", ratio.median >= minimum, str(ratio)))
 
     for ours in ("psc", "psc-workers"):
-        for name, least in (*((name, TIMES_PEERS) for name in _FIVE_TIMES), ("mosec", TIMES_MOSEC)):
+        for name, minimum in (*((name, TIMES_PEERS) for name in _FIVE_TIMES), ("mosec", TIMES_MOSEC)):
             if ours in small and name in small:
                 what = f"{OVERHEAD}, single images: {BY_NAME[ours].label} ÷ {BY_NAME[name].label}"
-                at_least(what, times(small[ours], small[name]), least)
+                at_least(what, times(small[ours], small[name]), minimum)
     if "psc" in large:
         what = f"{COMPUTE}, single images ÷ bare step at the mean batch"
         at_least(what, of_bare(record, large["psc"], "closed"), OF_BARE)
@@ -104,7 +104,7 @@ def targets(record: Json) -> list[Json]:
         if "psc" in servers:
             ratio = tail(servers["psc"])
             what = f"{network}, open loop at 70 % of the peak: p99 ≤ {TAIL:g} × the unloaded median"
-            checks.append((what, ratio.median <= TAIL, f"{ratio}{_least_tail(record, network)}"))
+            checks.append((what, ratio.median <= TAIL, f"{ratio}{_minimum_tail(record, network)}"))
     return [{"target": what, "met": met, "measured": value} for what, met, value in checks]
 
 
@@ -112,12 +112,12 @@ def _ran(servers: Mapping[str, Json]) -> dict[str, Json]:
     return {name: found for name, found in servers.items() if found.get("rounds")}
 
 
-def _least_tail(record: Json, network: str) -> str:
-    """What the same arrivals would give a server that costs nothing but its device steps."""
+def _minimum_tail(record: Json, network: str) -> str:
+    """The tail of an ideal server that takes no time besides its device steps."""
     steps = step_ms(record, network)
     per_s = _middle(record["servers"][network]["psc"], "steady", "requests_per_s")
-    least = least_tail_ms(steps, per_s)
-    return f"; {least / steps['1']:.1f} × for a server that costs nothing but these steps (simulated)"
+    minimum = minimum_tail_ms(steps, per_s)
+    return f"; {minimum / steps['1']:.1f} × for an ideal server that takes only these steps (simulated)"
 
 
 def _middle(found: Json, phase: str, key: str) -> float:
@@ -131,13 +131,12 @@ def section(record: Json) -> str:
         f"{where(env)}.",
         f"One PNG digit a request, {record['clients']} clients in a closed loop, {record['seconds']:g} s a phase. "
         "The load generator is one process, pinned to no core; "
-        f"client and server share the {env['cpus']} cores, so CPU time of both is given.",
-        "All servers of a table run at once, stopped but for the one whose turn it is. "
-        f"Each had {rounds} turns: numbers are medians over them, ratios the median of the ratios within a round, with "
-        "the smallest and the largest.",
-        "Every server runs the same bundle on the same torch and its answer was checked against the library's; peers "
-        "decode with torchvision and answer only probabilities, entropy, log density and p-value, psc-serve its whole "
-        "answer.",
+        f"client and server share the {env['cpus']} cores, so the CPU time of both is given.",
+        "All servers of a table run at once, suspended except the one whose turn it is. "
+        f"Each had {rounds} turns: numbers are medians over them, ratios are medians of the ratios within a round, "
+        "with minimum and maximum.",
+        "Every server runs the same bundle on the same torch and was checked against the library; peers decode with "
+        "torchvision and answer only probabilities, entropy, log density and p-value, psc-serve its whole response.",
         "Unloaded: one client in a closed loop. Latencies at 70 % of the peak of the same turn count from when a "
         "request was due, Poisson arrivals.",
         *([record["note"]] if record["note"] else []),
@@ -203,13 +202,13 @@ def _table(record: Json, network: str) -> str:
 
 
 def _cpu_ms(phase: Json, side: str) -> float:
-    """Of a request."""
+    """CPU milliseconds of a request."""
     return 1000 * float(phase[f"{side}_cpu_s"]) / max(1, phase["requests"])
 
 
 def _gpu(found: Json) -> str:
-    shares = [turn["closed"]["gpu_utilisation"] for turn in found["rounds"] if "gpu_utilisation" in turn["closed"]]
-    return f"{statistics.median(shares):.0%}" if shares else ""
+    fractions = [turn["closed"]["gpu_utilisation"] for turn in found["rounds"] if "gpu_utilisation" in turn["closed"]]
+    return f"{statistics.median(fractions):.0%}" if fractions else ""
 
 
 def _refused(found: Json, phase: str) -> str:
@@ -229,8 +228,8 @@ def _ceilings(record: Json) -> str:
     if "decode" in ceilings:
         rows.append(["decode only: `app.inference.decoder`, one core, images/s", f"{ceilings['decode']:,.0f}"])
     for name, text in (
-        ("bare", "HTTP only: uvicorn and an application with constant bytes, requests/s"),
-        ("instant", "psc-serve with a network that answers at once, requests/s"),
+        ("bare", "HTTP only: uvicorn and an application that sends constant bytes, requests/s"),
+        ("instant", "psc-serve with a network that takes no time, requests/s"),
     ):
         if (found := ceilings.get(name)) is None:
             continue
@@ -257,7 +256,7 @@ def _settings(record: Json) -> str:
 
 
 def draw(record: Json, folder: Path) -> None:
-    """Throughput of each server, and the share of answers that took longer than a latency."""
+    """Throughput of each server, and the fraction of responses that took longer than a latency."""
     with figure(folder / f"{name_of(record['device'])}.svg", 2, 2, width=4.6, height=3.0) as axes:
         for column, network in enumerate((OVERHEAD, COMPUTE)):
             servers = _ran(record["servers"][network])
@@ -276,12 +275,12 @@ def draw(record: Json, folder: Path) -> None:
                 together: Counter[str] = Counter()
                 for turn in servers[server.name]["rounds"]:
                     together.update(turn["steady"]["histogram"])
-                edges, shares = survival(together)
-                tails.step(edges, shares, color=colours[server.name], label=server.label, lw=1.2)
+                edges, fractions = survival(together)
+                tails.step(edges, fractions, color=colours[server.name], label=server.label, lw=1.2)
             tails.set(
                 title="at 70 % of its own peak",
                 xlabel="latency, ms",
-                ylabel="share that took longer",
+                ylabel="fraction that took longer",
                 xscale="log",
                 yscale="log",
                 ylim=(1e-4, 1.1),

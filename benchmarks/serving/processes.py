@@ -1,4 +1,4 @@
-"""A server's processes: start them, wait until they answer, stop and go on, add up CPU time, end.  Linux only."""
+"""A server's processes: start, wait until ready, suspend and resume, CPU time and memory, terminate.  Linux only."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ ROOT = Path(__file__).resolve().parents[2]
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-class DidNotStart(Exception):
-    """The server ended, or did not answer in time; the message says what it wrote last."""
+class ServerFailed(Exception):
+    """The server ended or did not answer in time; the message ends with its last output."""
 
 
 def free_port() -> int:
-    """A port nobody listens on."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Processes:
-    """A command and everything it starts, in a session of its own, for as long as the ``with`` lasts."""
+    """A command and all its descendants in a session of their own, terminated at the end of the ``with`` block."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._log = tempfile.TemporaryFile(prefix="psc-benchmark-")  # noqa: SIM115
@@ -59,12 +59,12 @@ class Processes:
         self._log.close()
 
     def stop(self) -> None:
-        """Take the CPU from all of them, until :meth:`running`."""
+        """Suspend all of them until :meth:`resumed`."""
         self._signal(signal.SIGSTOP)
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """They go on for as long as the ``with`` lasts."""
+    def resumed(self) -> Iterator[None]:
+        """Resume them inside the ``with`` block."""
         self._signal(signal.SIGCONT)
         try:
             yield
@@ -77,7 +77,7 @@ class Processes:
                 os.kill(pid, number)
 
     def pids(self) -> set[int]:
-        """Processes that are there: the command's descendants, members of its session, and their children."""
+        """Living processes: the command's descendants, members of its session, and their children."""
         table = _processes()
         while True:
             more = {
@@ -90,7 +90,7 @@ class Processes:
             self._seen |= more
 
     def cpu_s(self) -> float:
-        """User and system time so far, seconds, of all processes that are there."""
+        """User and system time of all living processes so far, seconds."""
         total = 0
         for pid in self.pids():
             with contextlib.suppress(OSError):
@@ -99,7 +99,7 @@ class Processes:
         return total / _TICKS
 
     def memory_mib(self) -> int:
-        """Resident memory of all processes, shared pages counted once for each."""
+        """Resident memory of all processes; shared pages count for each."""
         pages = 0
         for pid in self.pids():
             with contextlib.suppress(OSError):
@@ -111,16 +111,16 @@ class Processes:
         """Body of a GET."""
         return asyncio.run(Generator("127.0.0.1", port, []).get(path))[1]
 
-    def wait_until_it_answers(self, target: Target, seconds: float = 120.0) -> bytes:
-        """Post the first body until the answer is 200; returns that answer.
+    def wait_until_ready(self, target: Target, seconds: float = 120.0) -> bytes:
+        """Post the first body until the status is 200; returns that response.
 
         Raises:
-            DidNotStart: The command ended, or time is over.
+            ServerFailed: The command ended or the timeout passed.
         """
-        end, last = time.monotonic() + seconds, "no answer"
+        end, last = time.monotonic() + seconds, "no response"
         while time.monotonic() < end:
             if self._process.poll() is not None:
-                raise DidNotStart(f"ended with code {self._process.returncode}: {self.tail()}")
+                raise ServerFailed(f"ended with code {self._process.returncode}: {self.tail()}")
             try:
                 status, body = asyncio.run(_post_once(target))
             except (OSError, TimeoutError) as error:
@@ -130,10 +130,10 @@ class Processes:
                     return body
                 last = f"status {status}: {body[:200]!r}"
             time.sleep(0.2)
-        raise DidNotStart(f"no 200 within {seconds:g} s, {last}: {self.tail()}")
+        raise ServerFailed(f"no 200 within {seconds:g} s, {last}: {self.tail()}")
 
     def tail(self) -> str:
-        """The end of what it wrote."""
+        """The end of its output."""
         self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, self._log.tell() - 1500))
         return self._log.read().decode(errors="replace").strip()

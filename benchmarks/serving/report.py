@@ -1,4 +1,4 @@
-"""What the phases of a load run showed, what must hold, and both as Markdown."""
+"""Results and requirements of a load run, as Markdown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PHASES = ("closed loop", "unloaded", "steady", "overload", "recovery")
 """In the order in which they run."""
 
 NORMAL = 2.0
-"""Latency is back to normal when a second's median is at most this many times the unloaded median."""
+"""Latency is normal while a second's median is at most this many times the unloaded median."""
 
 
 def scraped(text: str) -> dict[str, float]:
@@ -27,41 +27,41 @@ def scraped(text: str) -> dict[str, float]:
 
 
 def batches(before: dict[str, float], after: dict[str, float]) -> Json:
-    """Device steps between two scrapes: how many, their mean size, and the share of each size."""
+    """Device steps between two scrapes: how many, their mean size, and the fraction of each size."""
     grown = {key: after[key] - before.get(key, 0.0) for key in after if key.startswith("psc_batch_size")}
     steps = grown["psc_batch_size_count"]
-    shares, below = {}, 0.0
+    fractions, below = {}, 0.0
     for key, count in grown.items():
         if bound := re.fullmatch(r'psc_batch_size_bucket{le="(\d+)\.0"}', key):
             if count > below:
-                shares[bound[1]] = round((count - below) / steps, 3)
+                fractions[bound[1]] = round((count - below) / steps, 3)
             below = count
     return {
         "steps": int(steps),
         "mean_size": round(grown["psc_batch_size_sum"] / max(1.0, steps), 1),
-        "share_by_size_up_to": shares,
+        "fraction_by_size_up_to": fractions,
     }
 
 
 def back_to_normal(load: Load, normal_s: float) -> float:
-    """Seconds from the start of ``load`` after which every second has a normal median and no refusal."""
+    """Seconds from the start of ``load`` after which every second has a normal median and no rejection."""
     good_since = 0
     for second in range(int(load.ended - load.began)):
-        window = [answer for answer in load.answers if second <= answer.due - load.began < second + 1]
-        fine = [answer.seconds for answer in window if answer.status == 200]
+        window = [response for response in load.responses if second <= response.due - load.began < second + 1]
+        fine = [response.seconds for response in window if response.status == 200]
         if len(fine) < len(window) or (fine and statistics.median(fine) > NORMAL * normal_s):
             good_since = second + 1
     return float(good_since)
 
 
 def requirements(phases: dict[str, Json], found: Json) -> list[Json]:
-    """What must hold, and whether it does."""
+    """Requirements, and whether they are met."""
     closed, steady, over = phases["closed loop"], phases["steady"], phases["overload"]
-    queued = max(phase.get("most_queued_images", 0) for phase in phases.values())
+    queued = max(phase.get("max_queued_images", 0) for phase in phases.values())
     sizes = [phases[name]["batches"]["mean_size"] for name in ("unloaded", "steady", "closed loop", "overload")]
     checks = [
         (
-            "closed loop and 70 % of the peak: every answer is 200",
+            "closed loop and 70 % of the peak: every response is 200",
             set(closed["statuses"]) == set(steady["statuses"]) == {"200"},
             f"{_counts(closed)}; {_counts(steady)}",
         ),
@@ -73,8 +73,8 @@ def requirements(phases: dict[str, Json], found: Json) -> list[Json]:
         ("overload: only 200 and 429", set(over["statuses"]) == {"200", "429"}, _counts(over)),
         (
             "overload: every 429 has Retry-After",
-            over["refusals_without_retry_after"] == 0,
-            f"{over['refusals_without_retry_after']} without",
+            over["rejections_without_retry_after"] == 0,
+            f"{over['rejections_without_retry_after']} without",
         ),
         (
             f"overload: p99 of the accepted within the deadline of {DEADLINE:g} s",
@@ -98,7 +98,7 @@ def _counts(phase: Json) -> str:
 def section(report: Json) -> str:
     """The report as Markdown."""
     environment = report["environment"]
-    header = ["phase", "sent/s", "answered/s", "200", "429", "p50", "p99", "mean batch", "most queued"]
+    header = ["phase", "sent/s", "answered/s", "200", "429", "p50", "p99", "mean batch", "maximum queued"]
     rows = []
     for name in PHASES:
         phase = report["phases"][name]
@@ -108,7 +108,7 @@ def section(report: Json) -> str:
             *(f"{phase['statuses'].get(status, 0):,}" for status in ("200", "429")),
             *(f"{phase[key]:,.1f} ms" if key in phase else "" for key in ("p50_ms", "p99_ms")),
             str(phase.get("batches", {}).get("mean_size", "")),
-            str(phase.get("most_queued_images", "")),
+            str(phase.get("max_queued_images", "")),
         ]
         rows.append([name, *numbers])
     checks = [
@@ -117,7 +117,7 @@ def section(report: Json) -> str:
     return "\n".join(
         [
             f"{where(environment)}; {report['bundle']}, default settings, one PNG digit a request.",
-            f"Client and server share the {environment['cpus']} cores, so what one takes the other lacks.",
+            f"Client and server share the {environment['cpus']} cores, so each slows the other.",
             "Latencies count from the moment a request was due.",
             *([report["note"]] if report["note"] else []),
             "",
@@ -126,7 +126,7 @@ def section(report: Json) -> str:
             markdown_table(header, rows),
             "",
             f"Peak: {report['peak_images_per_s']:.0f} images/s with {report['clients']} clients.  After the overload "
-            f"latency was back to normal in {report['back_to_normal_s']:g} s.",
+            f"latency was normal again within {report['back_to_normal_s']:g} s.",
             "",
             markdown_table(["requirement", "found", "met"], checks),
         ]

@@ -1,4 +1,4 @@
-"""The servers that are compared: how each is installed, started, set, and asked."""
+"""The compared servers: how to install, start and configure each, and its requests."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _FAST_RAY = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY":
 
 @dataclass(frozen=True)
 class Server:
-    """One of them.
+    """One server.
 
     Attributes:
         name: On the command line and in the results.
         label: In tables.
-        arguments: Of the interpreter, with ``{port}``, ``{bundle}`` and ``{device}`` to fill in.
-        requirement: On PyPI, or None for what runs in the environment of ``psc`` itself.
-        packages: Whose versions are reported.
+        arguments: Of the interpreter, with placeholders ``{port}``, ``{bundle}`` and ``{device}``.
+        requirement: On PyPI, or None for a server in this environment.
+        packages: Packages whose versions are reported.
         options: ``PSC_BENCH_…`` of the adapter, by network.
-        environment: Other variables, at every network.
-        settings: What was set and why, for the table.
-        many: Path for several images in a request, or None where its batches count requests.
-        json: Bodies are base64 in JSON instead of the raw file.
+        environment: Other environment variables.
+        settings: Text for the table.
+        many: Path for requests of several images, or None.
+        json: Whether bodies are base64 in JSON instead of the raw file.
     """
 
     name: str
@@ -55,10 +55,10 @@ class Server:
         return self.name.startswith("psc")
 
     def python(self) -> Path:
-        """Its interpreter; the environment is built when it is not there.
+        """Its interpreter; builds the environment if it is missing.
 
         Raises:
-            RuntimeError: It could not be built.
+            RuntimeError: It cannot be built.
         """
         if self.requirement is None:
             return Path(sys.executable)
@@ -89,13 +89,13 @@ class Server:
         }
 
     def target(self, port: int, images: Sequence[bytes]) -> Target:
-        """Single images, in the form that costs this server least."""
+        """Requests of single images, in the cheapest form for this server."""
         if self.json:
             return Target(port, "/predict", "application/json", [_base64([image]) for image in images])
         return Target(port, "/predict", "image/png", images)
 
     def target_of_many(self, port: int, images: Sequence[bytes], count: int) -> Target | None:
-        """``count`` images in a request, or None where there is no such request."""
+        """Requests of ``count`` images, or None if the server has none."""
         if self.many is None:
             return None
         groups = [[images[(start + k) % len(images)] for k in range(count)] for start in range(0, len(images), count)]
@@ -104,7 +104,7 @@ class Server:
 
 
 def answer_of(server: Server, body: bytes) -> dict[str, Any]:
-    """The answer on one image: probabilities, predictive_entropy, log_density, ood_p_value."""
+    """The prediction of one image: probabilities, predictive_entropy, log_density, ood_p_value."""
     document = json.loads(body)
     answer: dict[str, Any] = document
     if server.ours:

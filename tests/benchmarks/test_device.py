@@ -1,4 +1,4 @@
-"""The device benchmark: fair subjects, counted floors, ratios by rounds, and a report that says what was not met."""
+"""The device benchmark: its networks, lower bounds, ratios by rounds, and the report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.device import floor, report, run
-from benchmarks.device.subjects import SUBJECTS, Plain, Subject, as_it_is, dropping, fused, with_dropout
+from benchmarks.device.subjects import SUBJECTS, Plain, Subject, enable_dropout, fused, unfused, with_dropout
 from benchmarks.device.timing import ratio, take_turns
 from benchmarks.runs import environment
 from psc_core.images.preprocess import PRESETS
@@ -42,38 +42,38 @@ def test_variants_take_turns() -> None:
     assert {name: len(taken) for name, taken in times.items()} == {"a": 3, "b": 3}
 
 
-def test_a_ratio_is_of_rounds_and_not_of_medians() -> None:
+def test_ratio_is_taken_within_rounds() -> None:
     assert ratio([2.0, 30.0, 4.0, 8.0, 6.0], [1.0, 10.0, 2.0, 4.0, 3.0]) == (2.0, 2.0, 2.0)
     assert ratio([3.0], [2.0]) == (1.5, 1.5, 1.5)
 
 
 @torch.inference_mode()
-def test_plain_networks_give_the_networks_softmax() -> None:
+def test_plain_gives_the_networks_softmax() -> None:
     net = TINY.network()
     x = images(4)
     expected = net(PRESETS["cifar10"].normalise(x)).softmax(1)
-    for whole in (as_it_is(net, "fp32", CPU), fused(net, TINY.layer, "fp32", CPU)):
+    for whole in (unfused(net, "fp32", CPU), fused(net, TINY.layer, "fp32", CPU)):
         torch.testing.assert_close(Plain([whole], TINY.preprocess, "fp32")(x), expected, atol=1e-5, rtol=0)
-    for whole in (as_it_is(net, "bf16", CPU), fused(net, TINY.layer, "bf16", CPU)):
+    for whole in (unfused(net, "bf16", CPU), fused(net, TINY.layer, "bf16", CPU)):
         torch.testing.assert_close(Plain([whole], TINY.preprocess, "bf16")(x), expected, atol=0.05, rtol=0)
 
 
 @torch.inference_mode()
-def test_ensembles_and_dropout_really_run_as_often_as_they_say() -> None:
+def test_ensemble_and_dropout_run_every_member_and_pass() -> None:
     net = TINY.network()
     calls: list[int] = []
-    for member in (ensemble := [as_it_is(net, "fp32", CPU) for _ in range(3)]):
+    for member in (ensemble := [unfused(net, "fp32", CPU) for _ in range(3)]):
         member.register_forward_hook(lambda *_: calls.append(1))
-    rows = Plain(ensemble, TINY.preprocess, "fp32")(images(2))
-    assert (len(calls), tuple(rows.shape)) == (3, (2, 11))
-    torch.testing.assert_close(rows[:, 0], torch.special.entr(rows[:, 1:]).sum(1))
-    dropped = dropping(fused(with_dropout(net, TINY.stages), "layer2", "fp32", CPU))
+    outputs = Plain(ensemble, TINY.preprocess, "fp32")(images(2))
+    assert (len(calls), tuple(outputs.shape)) == (3, (2, 11))
+    torch.testing.assert_close(outputs[:, 0], torch.special.entr(outputs[:, 1:]).sum(1))
+    dropped = enable_dropout(fused(with_dropout(net, TINY.stages), "layer2", "fp32", CPU))
     answers = [Plain([dropped], TINY.preprocess, "fp32")(images(2)) for _ in range(2)]
     assert not torch.equal(*answers)  # each pass drops other activations
     assert Plain([dropped], TINY.preprocess, "fp32", passes=4)(images(2)).shape == (2, 11)
 
 
-def test_operations_and_bytes_are_counted() -> None:
+def test_counts_operations_and_bytes() -> None:
     net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(5 * 30 * 30, 7))
     x = torch.randn(2, 3, 32, 32)
     assert floor.operations(net, x) == 2 * 2 * (5 * 30 * 30 * 27 + 5 * 30 * 30 * 7)
@@ -85,17 +85,17 @@ def test_operations_and_bytes_are_counted() -> None:
 @torch.inference_mode()
 def test_random_parts_make_a_valid_psc(density: str) -> None:
     pipeline = TINY.pipeline(TINY.network(), "fp32", density=density)
-    rows = Outputs(pipeline(images(3)))
-    assert bool(torch.cat([column.flatten() for column in rows]).isfinite().all())
-    torch.testing.assert_close(rows.probabilities.sum(1), torch.ones(3))
+    outputs = Outputs(pipeline(images(3)))
+    assert bool(outputs.packed.isfinite().all())
+    torch.testing.assert_close(outputs.probabilities.sum(1), torch.ones(3))
     assert floor.pipeline_operations(pipeline, images(2)) == 2 * floor.pipeline_operations(pipeline, images(1))
-    named = run.stations(pipeline, images(2), CPU)
-    assert tuple(named) == report.STATIONS
+    named = run.parts(pipeline, images(2), CPU)
+    assert tuple(named) == report.PARTS
     torch.testing.assert_close(named["pack"](), pipeline(images(2)))
 
 
-def test_subjects_are_cut_in_their_last_stage() -> None:
-    """Every layer exists, and what lies behind it is what the PSC saves."""
+def test_subjects_are_cut_in_the_last_stage() -> None:
+    """Every layer exists and lies in or behind the last stage."""
     with torch.device("meta"):
         for subject in SUBJECTS:
             net = subject.network()
@@ -106,28 +106,33 @@ def test_subjects_are_cut_in_their_last_stage() -> None:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A real run of the tiny network."""
+    """Results of the tiny network."""
     limits = {"operations_per_s": {"fp32": 1e11, "bf16": 1e11}, "bytes_per_s": 1e10}
     measurement = run.Measurement(TINY, CPU, limits, full=False)
     measurement.seconds = 0.0
-    subject = {"layer": TINY.layer, "limits": limits, "cells": measurement.cells(), "rivals": measurement.rivals()}
+    subject = {
+        "layer": TINY.layer,
+        "limits": limits,
+        "cells": measurement.cells(),
+        "alternatives": measurement.alternatives(),
+    }
     tail = [{"density": "gda", "components": 259, "batch": 64, "ms": 70.0}]
     return {"command": "run", "environment": environment(CPU), "subjects": {"tiny": subject}, "large_tail": tail}
 
 
-def test_a_run_measures_every_cell(measured: dict[str, Any]) -> None:
+def test_run_measures_every_cell(measured: dict[str, Any]) -> None:
     cells = measured["subjects"]["tiny"]["cells"]
     assert [(cell["precision"], cell["bucket"]) for cell in cells] == [("fp32", 1), ("bf16", 1)]
     for cell in cells:
         assert set(cell["ms"]) == {"psc", "plain", "plain_fused"}
-        assert set(cell["stations_ms"]) == set(report.STATIONS)
-        assert 0 < cell["tail_share"] < 1
+        assert set(cell["parts_ms"]) == set(report.PARTS)
+        assert 0 < cell["tail_fraction"] < 1
         assert 0.5 < cell["operations_over_plain"] < 1  # the network is cut before its end
-    (rivals,) = measured["subjects"]["tiny"]["rivals"]
-    assert set(rivals["over_psc"]) == {"ensemble", "ensemble_fused", "mc_dropout_fused"}
+    (alternatives,) = measured["subjects"]["tiny"]["alternatives"]
+    assert set(alternatives["over_psc"]) == {"ensemble", "ensemble_fused", "mc_dropout_fused"}
 
 
-def test_the_report_says_what_was_met(measured: dict[str, Any], tmp_path: Path) -> None:
+def test_report_shows_met_targets(measured: dict[str, Any], tmp_path: Path) -> None:
     cell = measured["subjects"]["tiny"]["cells"][0]
     cell["ms"] = {"psc": 2.0, "plain": 3.0, "plain_fused": 1.0}
     measured["subjects"]["tiny"]["cells"][1]["ms"] = {"psc": 1.0, "plain": 2.0, "plain_fused": 1.5}
@@ -140,4 +145,4 @@ def test_the_report_says_what_was_met(measured: dict[str, Any], tmp_path: Path) 
     assert "fp32 1.50×, fused 0.50×; bf16 2.00×, fused 1.50× | in part |" in text
     assert "| 70.00 ms | no GPU |" in text
     assert "old" not in text and "## Other\n\nkept" in text
-    assert "No numbers of a GPU" in text
+    assert "Not measured on a GPU" in text

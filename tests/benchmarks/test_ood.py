@@ -26,7 +26,7 @@ def _images(values: Tensor) -> Spaces:
     return Spaces(values, torch.zeros(rows, 2), torch.zeros(rows, dtype=torch.int64), {SPACE: values})
 
 
-def test_a_sum_is_of_standardised_scores() -> None:
+def test_sum_of_standardised_scores() -> None:
     names = [f"{SPACE} gda 99%", f"{SPACE} gda++ all", f"{SPACE} laplace entropy", f"{SPACE} laplace epistemic"]
     names += ["penultimate gda 99%", "penultimate gda++ all", "pooled-operations gda++ all"]
     alone = [Detector(name, "psc", _column(i), name.partition(" ")[0], 100 + i) for i, name in enumerate(names)]
@@ -47,7 +47,7 @@ def test_a_sum_is_of_standardised_scores() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gda", "gda++", "tied", "rmd"])
-def test_a_full_density_keeps_the_rank_of_the_features(kind: str) -> None:
+def test_full_density_keeps_the_rank_of_the_features(kind: str) -> None:
     generator = torch.Generator().manual_seed(1)
     z = torch.randn(400, 5, generator=generator) @ torch.randn(5, 12, generator=generator)
     density = full_density(z, torch.arange(400) % 3, num_classes=3, kind=kind)

@@ -12,7 +12,7 @@ from benchmarks.paper import report
 from benchmarks.paper.cifar10_uq import mean_and_error
 
 
-def test_keeps_what_is_not_its_own_and_states_what_was_not_run(tmp_path: Path) -> None:
+def test_report_keeps_other_text_and_lists_missing_runs(tmp_path: Path) -> None:
     page = "# Measurements\n\n| memory | 3 GiB |\n\n<!-- begin ood -->\nold\n<!-- end ood -->\n\nThe end.\n"
     (tmp_path / "ood.md").write_text(page)
     report.main(["--results", str(tmp_path)])
@@ -26,7 +26,7 @@ def test_keeps_what_is_not_its_own_and_states_what_was_not_run(tmp_path: Path) -
     assert (tmp_path / "ood.md").read_text() == written
 
 
-def test_a_section_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
+def test_section_is_replaced_in_place(tmp_path: Path) -> None:
     file = tmp_path / "serving.md"
     runs.write_section(file, "load", "first", "Serving under load")
     file.write_text(file.read_text() + "\n## Other\n\ntext\n")
@@ -40,7 +40,7 @@ def test_smoke_results_are_not_reported(tmp_path: Path) -> None:
     assert "Not run" in report.section(tmp_path, "sign_example", "benchmarks.paper.sign_example")
 
 
-def test_parts_are_computed_once_for_equal_settings(tmp_path: Path) -> None:
+def test_parts_are_computed_once(tmp_path: Path) -> None:
     args = runs.parser("").parse_args(["--scale", "smoke", "--data", "nowhere", "--out", str(tmp_path)])
     run = runs.start("test", args)
     calls: list[int] = []
@@ -55,7 +55,7 @@ def test_parts_are_computed_once_for_equal_settings(tmp_path: Path) -> None:
     assert kept["settings"] == {"x": 2}
 
 
-def test_a_table_says_of_each_part_how_it_was_measured_even_by_an_earlier_run(tmp_path: Path) -> None:
+def test_provenance_names_every_part(tmp_path: Path) -> None:
     for seed, names in ((1, "ab"), (2, "bc")):
         words = ["--scale", "smoke", "--data", "nowhere", "--out", str(tmp_path), "--seed", str(seed)]
         run = runs.start("test", runs.parser("").parse_args(words))
@@ -73,7 +73,7 @@ def test_a_table_says_of_each_part_how_it_was_measured_even_by_an_earlier_run(tm
     assert runs.where(record["origins"]["a"]["environment"]) in first
 
 
-def test_a_command_tells_what_was_measured_but_not_where(tmp_path: Path) -> None:
+def test_command_line_omits_local_paths(tmp_path: Path) -> None:
     cli = runs.parser("")
     cli.add_argument("--seeds", type=int, nargs="+")
     cli.add_argument("--only", action="append")
@@ -111,7 +111,7 @@ def detector(validation: float, test: float, family: str = "psc") -> runs.Json:
     return {"family": family, "validation": {"x": {"auroc": validation}}, "test": {"x": {"auroc": test}}}
 
 
-def test_a_setting_never_chooses_for_itself() -> None:
+def test_setting_is_excluded_from_its_own_selection() -> None:
     settings = {
         "one": {"detectors": {"a": detector(0.9, 0.1), "b": detector(0.1, 0.9), "peer": detector(1, 1, "other")}},
         "two": {"detectors": {"a": detector(0.2, 0.9), "b": detector(0.8, 0.1), "only": detector(1, 1)}},

@@ -1,4 +1,4 @@
-"""The load generator against a real socket, and what is made of its answers."""
+"""The load generator against a real server, and its summaries."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from benchmarks.serving.client import CONNECTION_LOST, Alarm, Answer, Generator, Load
+from benchmarks.serving.client import CONNECTION_LOST, Generator, Load, Response, Timer
 from benchmarks.serving.load import phase
 from benchmarks.serving.report import back_to_normal, batches
 from tests.app.fakes import png
 from tests.app.live import live_server
 
 
-def test_both_loops_get_an_answer_to_everything_they_send() -> None:
+def test_loops_get_a_response_to_every_request() -> None:
     async def send(port: int) -> tuple[Load, Load]:
         generator = Generator("127.0.0.1", port, [png(5), png(200)])
         closed, opened = await generator.closed_loop(4, 0.5), await generator.open_loop(60, 0.5)
@@ -25,46 +25,46 @@ def test_both_loops_get_an_answer_to_everything_they_send() -> None:
     with live_server() as url:
         closed, opened = asyncio.run(send(int(url.rsplit(":", 1)[1])))
     assert set(closed.statuses) == set(opened.statuses) == {"200"}
-    assert 10 < len(opened.answers) < 60
-    assert all(answer.seconds > 0 for answer in closed.answers)
+    assert 10 < len(opened.responses) < 60
+    assert all(answer.seconds > 0 for answer in closed.responses)
 
 
-def test_a_server_that_is_not_there_is_counted() -> None:
+def test_lost_connections_are_counted() -> None:
     load = asyncio.run(Generator("127.0.0.1", 1, [b""]).open_loop(50, 0.1))
     assert set(load.statuses) == {CONNECTION_LOST}
     assert load.statuses[CONNECTION_LOST] >= 1
 
 
-def test_refusals_that_name_no_time_are_counted_and_are_no_answers() -> None:
-    answers = [Answer(0.1 * k, 0.001, 200, None) for k in range(10)]
-    found = phase(Load(0.0, 2.0, [*answers, Answer(0.5, 9.0, 429, "2"), Answer(0.6, 0.1, 429, None)]))
-    assert found["refusals_without_retry_after"] == 1
+def test_rejections_without_retry_after_are_counted() -> None:
+    answers = [Response(0.1 * k, 0.001, 200, None) for k in range(10)]
+    found = phase(Load(0.0, 2.0, [*answers, Response(0.5, 9.0, 429, "2"), Response(0.6, 0.1, 429, None)]))
+    assert found["rejections_without_retry_after"] == 1
     assert (found["sent_per_s"], found["requests"], found["p99_ms"]) == (6.0, 10, 1.0)
 
 
 @pytest.mark.parametrize(("slow_until", "expected"), [(0.0, 0.0), (2.5, 3.0), (9.9, 10.0)])
-def test_back_to_normal_is_the_end_of_the_last_bad_second(slow_until: float, expected: float) -> None:
-    answers = [Answer(0.05 * k, 1.0 if 0.05 * k <= slow_until else 0.01, 200, None) for k in range(1, 200)]
+def test_back_to_normal_after_the_last_slow_second(slow_until: float, expected: float) -> None:
+    answers = [Response(0.05 * k, 1.0 if 0.05 * k <= slow_until else 0.01, 200, None) for k in range(1, 200)]
     assert back_to_normal(Load(0.0, 10.0, answers), 0.01) == expected
 
 
-def test_batches_are_the_difference_of_two_scrapes() -> None:
+def test_batches_between_two_scrapes() -> None:
     def scrape(one: int, two: int) -> dict[str, float]:
         return {'psc_batch_size_bucket{le="1.0"}': one, 'psc_batch_size_bucket{le="2.0"}': one + two,
                 "psc_batch_size_count": one + two, "psc_batch_size_sum": one + 2 * two}  # fmt: skip
 
     assert batches(scrape(5, 5), scrape(6, 8)) == {
-        "steps": 4, "mean_size": 1.8, "share_by_size_up_to": {"1": 0.25, "2": 0.75}
+        "steps": 4, "mean_size": 1.8, "fraction_by_size_up_to": {"1": 0.25, "2": 0.75}
     }  # fmt: skip
 
 
-def test_an_alarm_never_rings_early() -> None:
+def test_timer_is_never_early() -> None:
     async def sleep() -> list[float]:
         took = []
-        with Alarm() as alarm:
+        with Timer() as timer:
             for seconds in (1e-9, 2e-4, 3e-3, 2e-4):
                 began = time.perf_counter()
-                await alarm.sleep(seconds)
+                await timer.sleep(seconds)
                 took.append(time.perf_counter() - began - seconds)
         return took
 

@@ -1,4 +1,4 @@
-"""The harness of the peers, without installing any: numbers, commands, adapters' contract, a run against a fake."""
+"""The comparison with peers, without installing any: numbers, commands, the adapter, and a run against a fake."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch
 from benchmarks.runs import Json, environment
 from benchmarks.serving import environments, peers, servers
 from benchmarks.serving.adapters.settings import COUNTS
-from benchmarks.serving.ceilings import best_images_per_s, images_per_s, least_tail_ms
-from benchmarks.serving.client import Answer, Load
+from benchmarks.serving.ceilings import best_images_per_s, images_per_s, minimum_tail_ms
+from benchmarks.serving.client import Load, Response
 from benchmarks.serving.drive import summary
 from benchmarks.serving.gpu import GpuUse
 from benchmarks.serving.histogram import PER_DECADE, bin_of, histogram, lower_edge, quantile, survival
@@ -55,7 +55,7 @@ ThreadingHTTPServer(("127.0.0.1", int(os.environ["PSC_BENCH_PORT"])), Handler).s
 """
 
 
-def test_bins_hold_what_their_edges_say() -> None:
+def test_bins_match_their_edges() -> None:
     for ms in (0.1, 0.5, 1.0, 7.3, 1000.0):
         index = bin_of(ms)
         assert lower_edge(index) <= ms * (1 + 1e-9) < lower_edge(index + 1)
@@ -63,21 +63,21 @@ def test_bins_hold_what_their_edges_say() -> None:
     assert bin_of(1.0) == PER_DECADE
 
 
-def test_a_histogram_counts_everything_and_its_tail_ends_at_zero() -> None:
+def test_histogram_and_survival() -> None:
     counts = histogram([0.01, 1.0, 1.01, 100.0])
     assert counts == {"0": 1, str(PER_DECADE): 2, str(3 * PER_DECADE): 1}
-    edges, shares = survival(counts)
-    assert shares == [0.75, 0.25, 0.0]
+    edges, fractions = survival(counts)
+    assert fractions == [0.75, 0.25, 0.0]
     assert edges == sorted(edges)
 
 
-def test_quantiles_of_nothing_are_infinite() -> None:
+def test_quantile_of_nothing_is_infinite() -> None:
     assert quantile([], 0.5) == float("inf")
     assert quantile([1.0, 2.0, 3.0, 4.0], 0.99) == 4.0
 
 
-def test_a_summary_counts_images_and_leaves_refused_requests_out_of_latencies() -> None:
-    answers = [Answer(0.1 * k, 0.001 * (k + 1), 200, None) for k in range(10)] + [Answer(0.5, 9.0, 503, None)]
+def test_summary_excludes_rejected_requests_from_latencies() -> None:
+    answers = [Response(0.1 * k, 0.001 * (k + 1), 200, None) for k in range(10)] + [Response(0.5, 9.0, 503, None)]
     found = summary(Load(0.0, 1.0, answers), images=32)
     assert found["statuses"] == {"200": 10, "503": 1}
     assert found["seconds"] == 9.5  # The last answer came then.
@@ -86,7 +86,7 @@ def test_a_summary_counts_images_and_leaves_refused_requests_out_of_latencies() 
     assert sum(found["histogram"].values()) == 10
 
 
-def test_the_bare_step_between_measured_sizes_is_on_a_line() -> None:
+def test_images_per_s_interpolates_between_sizes() -> None:
     step_ms = {"1": 2.0, "2": 3.0, "64": 64.0}
     assert images_per_s(step_ms, 2) == pytest.approx(1000 * 2 / 3)
     assert images_per_s(step_ms, 33) == pytest.approx(1000 * 33 / 33.5)
@@ -94,7 +94,7 @@ def test_the_bare_step_between_measured_sizes_is_on_a_line() -> None:
     assert best_images_per_s(step_ms) == 1000
 
 
-def test_an_environment_has_the_peer_first_and_shares_torch_behind_it(tmp_path: Path) -> None:
+def test_environment_prefers_the_peers_packages(tmp_path: Path) -> None:
     made, installed = environments.commands(tmp_path / "x", "mosec==0.9.8")
     assert made[:3] == [sys.executable, "-m", "venv"]
     assert installed[0] == str(tmp_path / "x" / "bin" / "python")
@@ -105,7 +105,7 @@ def test_an_environment_has_the_peer_first_and_shares_torch_behind_it(tmp_path: 
     assert (Path(root) / "psc_core").is_dir()
 
 
-def test_an_environment_is_built_once_for_a_requirement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[list[str]] = []
 
     def fake(command: list[str], **_: Any) -> Any:
@@ -121,7 +121,7 @@ def test_an_environment_is_built_once_for_a_requirement(tmp_path: Path, monkeypa
     assert shared.read_text() == environments.shared_paths()
 
 
-def test_a_failed_installation_says_what_pip_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_installation_shows_pip_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = type("Done", (), {"returncode": 1, "stderr": "no such version"})
     monkeypatch.setattr(environments.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(RuntimeError, match="no such version"):
@@ -129,9 +129,7 @@ def test_a_failed_installation_says_what_pip_said(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("server", SERVERS, ids=lambda server: server.name)
-def test_servers_are_pinned_told_apart_and_started_without_leftovers(
-    server: servers.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_commands_and_variables(server: servers.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PSC_API_KEYS", "secret")
     variables = server.variables(OVERHEAD, port=5, bundle=tmp_path, counts=tmp_path, device="cuda")
     assert "PSC_API_KEYS" not in variables
@@ -147,7 +145,7 @@ def test_servers_are_pinned_told_apart_and_started_without_leftovers(
     assert set(server.options) <= {OVERHEAD, COMPUTE}
 
 
-def test_many_images_are_sent_in_each_servers_own_form() -> None:
+def test_requests_of_many_images() -> None:
     images = [png(5), png(200), png(7)]
     ours = BY_NAME["psc"].target_of_many(1, images, 2)
     theirs = BY_NAME["bentoml"].target_of_many(1, images, 2)
@@ -158,9 +156,7 @@ def test_many_images_are_sent_in_each_servers_own_form() -> None:
     assert BY_NAME["mosec"].target_of_many(1, images, 2) is None
 
 
-def test_every_peers_adapter_answers_as_the_library(
-    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapter_answers_like_the_library(tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PSC_BENCH_BUNDLE", str(tiny_bundle))
     monkeypatch.setenv("PSC_BENCH_COUNTS", str(tmp_path))
     monkeypatch.setattr("benchmarks.serving.adapters.model.FACTORY", "tests.tiny:network")
@@ -176,7 +172,7 @@ def test_every_peers_adapter_answers_as_the_library(
     for image, answer in zip(images, answers, strict=True):
         peers.check_answer(BY_NAME["mosec"], answer_of(BY_NAME["mosec"], model.dump(answer)), tiny_bundle, image)
     wrong = {**answers[0], "log_density": answers[0]["log_density"] + 1}
-    with pytest.raises(peers.DidNotStart, match="the library says"):
+    with pytest.raises(peers.ServerFailed, match="the library"):
         peers.check_answer(BY_NAME["mosec"], wrong, tiny_bundle, images[0])
     with pytest.raises(ValueError, match="expected an image of"):
         model.decode(png(5, size=8))
@@ -184,7 +180,7 @@ def test_every_peers_adapter_answers_as_the_library(
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> servers.Server:
-    """A server of three lines, whose answers nobody compares."""
+    """A minimal server; its answers are not checked."""
     monkeypatch.setattr(peers, "FIRST_WARM_UP_SECONDS", 0.1)
     monkeypatch.setattr(peers, "WARM_UP_SECONDS", 0.1)
     monkeypatch.setattr(peers, "SETTLE_SECONDS", 0.0)
@@ -194,13 +190,13 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> servers.Server:
     return servers.Server("fake", "fake", (), "", many="/predict")
 
 
-def test_a_server_sleeps_until_its_turn_and_is_driven_through_all_phases(
+def test_server_is_suspended_between_turns(
     fake: servers.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(peers, "check_answer", lambda _server, answer, *_: asked.append(answer))
-    rival = peers.Rival(fake, COMPUTE, tmp_path / "answer.json", [png(5)], "cpu")
-    pids = rival._processes.pids()
+    server = peers.RunningServer(fake, COMPUTE, tmp_path / "answer.json", [png(5)], "cpu")
+    pids = server._processes.pids()
 
     def stopped() -> bool:
         """A signal takes a moment."""
@@ -212,14 +208,14 @@ def test_a_server_sleeps_until_its_turn_and_is_driven_through_all_phases(
         return False
 
     assert asked == [{"ood_p_value": 1.0}]
-    assert rival.about.keys() == {"versions", "start_s"}
-    rival.stop()
+    assert server.about.keys() == {"versions", "start_s"}
+    server.stop()
     with peers.Client() as client:
         for _ in range(2):
             assert stopped()
-            found = rival.turn(client, 0.4)
+            found = server.turn(client, 0.4)
     assert stopped()
-    rival.close()
+    server.close()
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert set(found) == {"closed", "unloaded", "steady", "many"}
     assert found["closed"]["statuses"].keys() == {"200"}
@@ -229,7 +225,7 @@ def test_a_server_sleeps_until_its_turn_and_is_driven_through_all_phases(
     assert [name for name, phase in found.items() if "histogram" in phase] == ["steady"]
 
 
-def test_servers_take_turns_and_one_that_fails_is_left_out(
+def test_servers_take_turns_and_failed_ones_are_left_out(
     fake: servers.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
@@ -239,7 +235,7 @@ def test_servers_take_turns_and_one_that_fails_is_left_out(
 
         def __init__(self, server: servers.Server, *_: Any) -> None:
             if server.name == "no":
-                raise peers.DidNotStart("no haproxy")
+                raise peers.ServerFailed("no haproxy")
             self._name = server.name
 
         def stop(self) -> None:
@@ -254,8 +250,8 @@ def test_servers_take_turns_and_one_that_fails_is_left_out(
         def close(self) -> None:
             order.append(f"{self._name} closed")
 
-    monkeypatch.setattr(peers, "Rival", Scripted)
-    monkeypatch.setattr(peers, "apart", lambda *_: {"step_ms": {str(2**k): 1.0 for k in range(7)}})
+    monkeypatch.setattr(peers, "RunningServer", Scripted)
+    monkeypatch.setattr(peers, "in_fresh_process", lambda *_: {"step_ms": {str(2**k): 1.0 for k in range(7)}})
     args = argparse.Namespace(out=tmp_path, device="cpu", seconds=1.0, rounds=3, only=None, note="")
     run = peers.Run(args)
     run.servers = [replace(fake, name=name, label=name) for name in ("psc", "no", "ends")]
@@ -270,7 +266,7 @@ def test_servers_take_turns_and_one_that_fails_is_left_out(
 
 
 def phase(images_per_s: float, **more: Any) -> dict[str, Any]:
-    """One phase as it is recorded."""
+    """A recorded phase."""
     return {
         "images_per_s": images_per_s, "requests_per_s": images_per_s, "requests": 100, "statuses": {"200": 100},
         "p50_ms": 2.0, "p99_ms": 5.0, "server_cpu_s": 0.1, "client_cpu_s": 0.1, "histogram": {"20": 99, "30": 1},
@@ -303,15 +299,15 @@ def record(rates: dict[str, float], faster: float = 2.0) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_the_least_tail_is_that_of_a_queue_with_one_server() -> None:
-    flat = {"1": 10.0, "64": 10.0}  # However many images, a step takes 10 ms: nobody waits for more than two.
-    assert least_tail_ms(flat, 0.1) == pytest.approx(10.0, rel=0.2)
-    assert 18.0 < least_tail_ms(flat, 1000.0) <= 20.0
-    linear = {"1": 10.0, "64": 640.0}  # Nothing is gained by batches: above the 70 ms or so of M/D/1 at 70 %.
-    assert 70.0 < least_tail_ms(linear, 70.0) < 140.0
+def test_minimum_tail_is_that_of_one_queue() -> None:
+    flat = {"1": 10.0, "64": 10.0}  # A step always takes 10 ms, so nobody waits for more than two.
+    assert minimum_tail_ms(flat, 0.1) == pytest.approx(10.0, rel=0.2)
+    assert 18.0 < minimum_tail_ms(flat, 1000.0) <= 20.0
+    linear = {"1": 10.0, "64": 640.0}  # Batching gains nothing: above the 70 ms or so of M/D/1 at 70 %.
+    assert 70.0 < minimum_tail_ms(linear, 70.0) < 140.0
 
 
-def test_targets_are_met_exactly_when_the_ratio_says_so() -> None:
+def test_targets() -> None:
     found = {one["target"]: one for one in targets(record({"psc": 960.0, "mosec": 961.0, "litserve": 192.0}))}
     by_word = {word: next(one for what, one in found.items() if word in what) for word in
                ("LitServe", "mosec", "mean batch", "above every peer", "of 32", "compute-bound, open")}  # fmt: skip
@@ -319,18 +315,18 @@ def test_targets_are_met_exactly_when_the_ratio_says_so() -> None:
     assert met == {"LitServe": True, "mosec": False, "mean batch": True, "above every peer": False,
                    "of 32": True, "compute-bound, open": True}  # fmt: skip
     assert by_word["mean batch"]["measured"] == "0.960 (0.960 to 0.960)"
-    assert not any("Ray" in what for what in found)  # It did not run: there is no ratio to claim.
+    assert not any("Ray" in what for what in found)  # It did not run.
 
 
-def test_a_ratio_is_that_of_each_round() -> None:
-    """Whatever the machine's speed does from round to round, both had the same."""
+def test_ratio_is_taken_within_rounds() -> None:
+    """The machine's speed changes between rounds, alike for both."""
     one = record({"psc": 960.0, "litserve": 192.0}, faster=0.01)
     assert str(times(*(one["servers"][OVERHEAD][name] for name in ("psc", "litserve")))) == "5.00 × (5.00 to 5.00)"
     assert str(Ratio([2.0, 1.0, 4.0], " ×")) == "2.00 × (1.00 to 4.00)"
     assert str(Ratio([20.0], " ×")) == "20.0 ×"
 
 
-def test_the_section_tells_of_failures(tmp_path: Path) -> None:
+def test_section_shows_failures(tmp_path: Path) -> None:
     (tmp_path / "serving.md").write_text("# Results\n\n## Other\n\ntext\n")
     one = record({"psc": 960.0, "mosec": 961.0})
     one["servers"][OVERHEAD]["mosec"]["rounds"][0]["closed"]["statuses"]["503"] = 4
@@ -343,8 +339,8 @@ def test_the_section_tells_of_failures(tmp_path: Path) -> None:
     assert "| did not run: loading failed |" in text
     assert "Ray Serve | did not run" in text and "did not run: no haproxy" in text
     assert (tmp_path / "serving-peers.svg").stat().st_size > 1000
-    for turn, share in zip(one["servers"][COMPUTE]["psc"]["rounds"], (0.62, 0.72), strict=True):
-        turn["closed"]["gpu_utilisation"] = share
+    for turn, busy in zip(one["servers"][COMPUTE]["psc"]["rounds"], (0.62, 0.72), strict=True):
+        turn["closed"]["gpu_utilisation"] = busy
     write_report({**one, "device": "cuda"}, tmp_path)
     assert "GPU busy" not in text
     text = (tmp_path / "serving.md").read_text()
@@ -361,7 +357,7 @@ def test_the_section_tells_of_failures(tmp_path: Path) -> None:
         ([], {}),
     ],
 )
-def test_gpu_use_is_what_nvidia_smi_says_meanwhile(
+def test_gpu_use_from_nvidia_smi(
     lines: list[str], found: Json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "nvidia-smi"
@@ -375,7 +371,7 @@ def test_gpu_use_is_what_nvidia_smi_says_meanwhile(
     assert gpu.found == found
 
 
-def test_gpu_use_is_nothing_where_there_is_no_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_use_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with GpuUse() as gpu:
         pass
@@ -389,9 +385,7 @@ def overhead_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("module", ["bare", "instant"])
-def test_the_ceilings_of_http_can_be_measured(
-    module: str, overhead_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_http_ceilings(module: str, overhead_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "FIRST_WARM_UP_SECONDS", 0.1)
     answer = tmp_path / "answer.json"
     answer.write_bytes(b"{}")
@@ -401,7 +395,7 @@ def test_the_ceilings_of_http_can_be_measured(
     assert found["requests_per_s"] > 0
 
 
-def test_the_small_network_is_small() -> None:
+def test_overhead_network_is_small() -> None:
     from benchmarks.serving.overhead import network
 
     net = network()
@@ -409,7 +403,7 @@ def test_the_small_network_is_small() -> None:
     assert net(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
 
 
-def test_peers_are_no_dependency_of_ours() -> None:
+def test_peers_are_not_dependencies() -> None:
     text = (environments.ROOT / "pyproject.toml").read_text()
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
     named = " ".join([*extras.get("dev", []), *extras.get("bench", [])])
