@@ -167,7 +167,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def start(name: str, args: argparse.Namespace) -> Run:
-    """The run for parsed options; also tells the factories of :mod:`benchmarks.data` the data folder."""
+    """The run for parsed options; exports the data folder for the factories of :mod:`benchmarks.data`."""
     os.environ[ROOT_VARIABLE] = str(args.data)
     smoke = args.scale == "smoke"
     out = args.out or (Path("out/smoke") if smoke else RESULTS)

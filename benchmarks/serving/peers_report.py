@@ -183,7 +183,7 @@ def _table(record: Json, network: str) -> str:
             continue
         row = [
             server.label,
-            f"{_middle(found, 'closed', 'images_per_s'):,.0f}" + _refused(found, "closed"),
+            f"{_middle(found, 'closed', 'images_per_s'):,.0f}" + _other_statuses(found, "closed"),
             str(times(ran["psc"], found)) if "psc" in ran and server.name != "psc" else "",
             *(f"{_middle(found, 'closed', key):,.1f} ms" for key in ("p50_ms", "p99_ms")),
             f"{_middle(found, 'closed', 'mean_batch'):.1f}" if "mean_batch" in found["rounds"][0]["closed"] else "",
@@ -193,7 +193,7 @@ def _table(record: Json, network: str) -> str:
             ),
             *([_gpu(found)] if on_gpu else []),
             f"{_middle(found, 'unloaded', 'p50_ms'):,.1f} ms",
-            f"{_middle(found, 'steady', 'p99_ms'):,.1f} ms" + _refused(found, "steady"),
+            f"{_middle(found, 'steady', 'p99_ms'):,.1f} ms" + _other_statuses(found, "steady"),
             str(tail(found)),
         ]
         several = f"{_middle(found, 'many', 'images_per_s'):,.0f}" if "many" in found["rounds"][0] else ""
@@ -211,7 +211,7 @@ def _gpu(found: Json) -> str:
     return f"{statistics.median(fractions):.0%}" if fractions else ""
 
 
-def _refused(found: Json, phase: str) -> str:
+def _other_statuses(found: Json, phase: str) -> str:
     others: Counter[str] = Counter()
     for turn in found["rounds"]:
         others.update({status: count for status, count in turn[phase]["statuses"].items() if status != "200"})

@@ -23,7 +23,7 @@ def open_split(spec: str, split: str = "test") -> data.ImageDataset:
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_known_and_unknown_classes_share_nothing_and_miss_nothing(root: Path, number: int) -> None:
+def test_known_and_unknown_classes_are_complementary(root: Path, number: int) -> None:
     whole = open_split(f"cifar10:{root}")
     known = open_split(f"benchmarks.data:cifar10_known_{number}")
     unknown = open_split(f"benchmarks.data:cifar10_unknown_{number}")
@@ -33,19 +33,19 @@ def test_known_and_unknown_classes_share_nothing_and_miss_nothing(root: Path, nu
     assert torch.equal(both.sort().values, whole.indices)
 
 
-def test_labels_are_positions_in_the_new_classes(root: Path) -> None:
+def test_labels_index_the_kept_classes(root: Path) -> None:
     whole, kept = open_split(f"mnist:{root}"), open_split("benchmarks.data:mnist_known_1")
     old = [whole.classes[label] for label in whole.first_labels()[torch.isin(whole.indices, kept.indices)].tolist()]
     assert [kept.classes[label] for label in kept.first_labels().tolist()] == old
 
 
-def test_says_which_variable_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(data.ROOT_VARIABLE, raising=False)
     with pytest.raises(DataError, match=data.ROOT_VARIABLE):
         open_split("benchmarks.data:cifar10_known_0")
 
 
-def test_random_images_are_the_same_every_time_and_in_order(root: Path) -> None:
+def test_random_images_are_reproducible_and_ordered(root: Path) -> None:
     whole = open_split(f"mnist:{root}")
     drawn = data.random_images(whole, 20)
     assert torch.equal(drawn.indices, data.random_images(whole, 20).indices)
@@ -54,7 +54,7 @@ def test_random_images_are_the_same_every_time_and_in_order(root: Path) -> None:
     assert data.random_images(whole, None) is whole
 
 
-def test_few_images_are_learnt_by_heart_and_tested_on_all(root: Path) -> None:
+def test_few_training_images_keep_the_test_set(root: Path) -> None:
     few = open_split("benchmarks.data:cifar10_few_2000", "train")
     whole = open_split(f"cifar10:{root}", "train")
     assert len(few) == min(2000, len(whole)) and bool(torch.isin(few.indices, whole.indices).all())

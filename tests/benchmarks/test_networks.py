@@ -18,7 +18,7 @@ PARAMETERS = {"resnet18": 11_173_962, "resnet50": 23_520_842, "wide_resnet28_10"
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS))
-def test_parameter_counts_are_the_published_ones(name: str) -> None:
+def test_parameter_counts(name: str) -> None:
     with torch.device("meta"):
         net = NETWORKS[name](10, 3)
     assert sum(p.numel() for p in net.parameters()) == PARAMETERS[name]
@@ -57,7 +57,7 @@ def test_bounds_the_convolution_as_a_linear_map(stride: int, size: int) -> None:
 
 
 @torch.no_grad()
-def test_leaves_a_weight_within_the_bound_alone() -> None:
+def test_weight_within_the_bound_is_unchanged() -> None:
     layer = nn.Linear(4, 3, bias=False)
     bound = SpectralBound(layer, torch.Size((1, 4)), 10 * dense_norm(layer, (1, 4)))
     assert torch.equal(bound(layer.weight), layer.weight)
@@ -70,7 +70,7 @@ def bounds(net: nn.Module) -> dict[str, SpectralBound]:
     return {name: module for name, module in net.named_modules() if isinstance(module, SpectralBound)}
 
 
-def test_the_spectral_norm_is_bounded_not_fixed() -> None:
+def test_spectral_norm_is_bounded_not_fixed() -> None:
     torch.manual_seed(0)
     net = wide_resnet16_2(10, 3)
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_the_spectral_norm_is_bounded_not_fixed() -> None:
     assert "fc" not in sigma
 
 
-def test_folding_leaves_an_ordinary_network_with_the_same_outputs() -> None:
+def test_folding_keeps_the_outputs() -> None:
     torch.manual_seed(0)
     net = bound_spectral_norm(wide_resnet16_2(10, 3), 0.5, EXAMPLE).eval()
     x = torch.randn(2, 3, 32, 32)
@@ -103,7 +103,7 @@ def test_folding_leaves_an_ordinary_network_with_the_same_outputs() -> None:
         torch.testing.assert_close(net(x), bounded)
 
 
-def test_a_bounded_network_trains_under_autocast() -> None:
+def test_bounded_network_trains_under_autocast() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, 2, 1), nn.Flatten(), nn.Linear(36, 2)

@@ -1,4 +1,4 @@
-"""Every script runs at smoke scale on the repository's own images, and the report says only what was run."""
+"""Every script runs at smoke scale on the repository's images, and resumes."""
 
 from __future__ import annotations
 

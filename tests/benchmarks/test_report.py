@@ -95,9 +95,11 @@ def test_command_line_omits_local_paths(tmp_path: Path) -> None:
         "--checkpoint",
         str(tmp_path / "net.safetensors"),
     ]
-    told = runs.command_line(cli.parse_args(given)).split(" ", 1)[1]
-    assert str(tmp_path) not in told
-    assert told.endswith("--scale cpu --data ROOT --seed 0 --seeds 1 2 --only a --only b --checkpoint net.safetensors")
+    command = runs.command_line(cli.parse_args(given)).split(" ", 1)[1]
+    assert str(tmp_path) not in command
+    assert command.endswith(
+        "--scale cpu --data ROOT --seed 0 --seeds 1 2 --only a --only b --checkpoint net.safetensors"
+    )
 
 
 def test_mean_and_standard_error() -> None:

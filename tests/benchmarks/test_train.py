@@ -43,7 +43,7 @@ def arguments(data_root: Path, out: Path, *extra: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("tiny_network")
-def test_it_learns_and_records_how(data_root: Path, tmp_path: Path) -> None:
+def test_learns_and_writes_a_summary(data_root: Path, tmp_path: Path) -> None:
     out = tmp_path / "net.safetensors"
     args = arguments(data_root, out, "--epochs", "8", "--batch", "16", "--weight-decay", "0")
     summary = train.train(train.parser().parse_args(args))
@@ -53,7 +53,7 @@ def test_it_learns_and_records_how(data_root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny_network")
-def test_an_interrupted_run_ends_with_the_same_weights(
+def test_interrupted_run_gives_the_same_weights(
     data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight, broken = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
@@ -84,7 +84,7 @@ def test_schedules() -> None:
     assert cycle[-1] < 0.01
 
 
-def test_augmentation_moves_and_flips_but_keeps_pixels() -> None:
+def test_augmentation_shifts_and_flips() -> None:
     images = torch.arange(1, 33, dtype=torch.uint8).view(1, 1, 1, 32).expand(64, 3, 32, 32)
     moved = train.augment(images, torch.Generator().manual_seed(0))
     assert moved.shape == images.shape

@@ -37,7 +37,7 @@ class Instant(nn.Module):
 
 
 def main() -> None:
-    """Serve until told to stop."""
+    """Serve until SIGTERM."""
     settings = Settings(device="cpu", log_level="error")
     psc = PSC.load(os.environ["PSC_BENCH_BUNDLE"], device="cpu", allow_factories=[FACTORY])
     size = psc.preprocess

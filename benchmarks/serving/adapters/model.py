@@ -1,4 +1,4 @@
-"""What every peer's handler does: decode a PNG, run the pipeline on a batch, say what it found.
+"""The model behind every peer: decode a PNG, run the pipeline on a batch, return predictions.
 
 The environment names the bundle (``PSC_BENCH_BUNDLE``), a directory for the counts of steps and images
 (``PSC_BENCH_COUNTS``), the threads of torch (``PSC_BENCH_THREADS``) and the device (``PSC_BENCH_DEVICE``).

@@ -1,4 +1,4 @@
-"""What the harness tells an adapter, as environment variables ``PSC_BENCH_…``; imports nothing heavy."""
+"""Settings of an adapter from environment variables ``PSC_BENCH_…``; imports nothing heavy."""
 
 from __future__ import annotations
 
