@@ -1,0 +1,88 @@
+"""``psc-predict`` against a scripted service."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app.client import cli
+from tests.app.client.support import MODEL, Reply, Script, answer, problem
+from tests.app.fakes import png
+from tests.app.live import live_server
+
+
+def run_cli(script: Script, *arguments: str, environment: dict[str, str] | None = None) -> int:
+    return cli.main(arguments, environment=environment or {}, transport=script.transport)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    for name in ("one.png", "two.png", "three.png"):
+        (tmp_path / name).write_bytes(b"image")
+    return [str(tmp_path / name) for name in ("one.png", "two.png", "three.png")]
+
+
+@pytest.mark.parametrize(("flag", "kind"), [("--batch-size", "a positive integer"), ("--timeout", "a positive number")])
+@pytest.mark.parametrize("value", ["0", "-1", "many", "nan"])
+def test_cli_flags_say_what_they_want(capsys: pytest.CaptureFixture[str], flag: str, kind: str, value: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(Script(), "one.png", f"{flag}={value}")
+    assert f"expected {kind}, got '{value}'" in capsys.readouterr().err
+
+
+def test_cli_prints_a_table(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    script = Script(answer(2), answer(1))
+    environment = {"PSC_CLIENT_URL": "http://elsewhere:1", "PSC_CLIENT_API_KEY": "secret"}
+    assert run_cli(script, *files, "--batch-size", "2", "--model", "m", environment=environment) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == [
+        "image", "label", "confidence", "entropy", "log", "density", "p-value", "decision",
+    ]  # fmt: skip
+    assert [line.split()[0] for line in lines[1:]] == files
+    assert lines[1].split()[1:] == ["7", "0.970", "0.120", "-41.20", "0.6300", "accept"]
+    assert len({line.index("accept") for line in lines[1:]}) == 1
+    assert str(script.requests[0].url) == "http://elsewhere:1/models/m/predict"
+    assert script.requests[0].headers["x-api-key"] == "secret"
+
+
+def test_cli_prints_json_lines(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(Script(answer(3)), *files, "--json") == 0
+    documents = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [document["image"] for document in documents] == files
+    assert documents[0]["model"] == MODEL
+    assert documents[0]["prediction_set"] == ["7"]
+    assert documents[0]["is_ood"] is False
+
+
+@pytest.mark.parametrize(
+    ("reply", "code"),
+    [(problem(422), 2), (problem(401), 2), (httpx.ReadTimeout("slow"), 2), (problem(500), 1)],
+)
+def test_cli_exit_codes(files: list[str], capsys: pytest.CaptureFixture[str], reply: Reply, code: int) -> None:
+    assert run_cli(Script(reply), *files) == code
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("psc-predict: ")
+    assert output.err.count("\n") == 1
+
+
+def test_cli_bad_usage_ends_with_2(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(Script(), "absent.png") == 2
+    assert "absent.png" in capsys.readouterr().err
+    assert run_cli(Script(), files[0], "--url", "nowhere") == 2
+    for arguments in ([], [files[0], "--batch-size", "0"], [files[0], "--timeout", "inf"], ["--nonsense"]):
+        with pytest.raises(SystemExit) as caught:
+            run_cli(Script(), *arguments)
+        assert caught.value.code == 2
+
+
+def test_against_the_real_service(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bright.png").write_bytes(png(255))
+    with live_server(api_keys=("key",)) as url:
+        environment = {"PSC_CLIENT_URL": url, "PSC_CLIENT_API_KEY": "key"}
+        assert cli.main([str(tmp_path / "bright.png")], environment=environment) == 0
+    assert "bright" in capsys.readouterr().out.splitlines()[1]
+    assert cli.main([str(tmp_path / "bright.png")], environment={"PSC_CLIENT_URL": url}) == 2
