@@ -6,51 +6,18 @@ import asyncio
 import base64
 from typing import Any
 
-import httpx
-import numpy as np
 import pytest
-import torch
 
-from app.http.schemas import ProblemDocument
-from app.response import PredictResponse
 from app.runtime import Runtime
-from psc_core.prediction import SCORES
-from tests.app.fakes import CLASSES, NOT_FINITE, POISON, FakeModel, FakePipeline, outputs_of, pixels, png
-from tests.app.support import PNG, Running, running, until
+from tests.app.fakes import CLASSES, NOT_FINITE, POISON, FakeModel, FakePipeline, pixels, png
+from tests.app.http.support import check_predictions, check_problem, hold
+from tests.app.support import PNG, running, until
 
 pytestmark = pytest.mark.anyio
 
 
 def b64(data: bytes) -> dict[str, str]:
     return {"b64": base64.b64encode(data).decode()}
-
-
-def check_problem(response: httpx.Response, status: int, slug: str) -> dict[str, Any]:
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/problem+json"
-    document: dict[str, Any] = response.json()
-    ProblemDocument.model_validate(document)
-    assert document["type"] == f"urn:psc:problem:{slug}"
-    assert document["status"] == status
-    return document
-
-
-def check_predictions(response: httpx.Response, values: list[int]) -> list[dict[str, Any]]:
-    assert response.status_code == 200, response.text
-    document = PredictResponse.model_validate_json(response.content)
-    assert len(document.predictions) == len(values)
-    images = torch.from_numpy(np.stack([pixels(value)[None] for value in values]))
-    for prediction, row in zip(document.predictions, outputs_of(images).numpy(), strict=True):
-        assert prediction.class_index == int(row[len(SCORES) :].argmax())
-        assert prediction.label == CLASSES[prediction.class_index]
-        assert prediction.confidence == pytest.approx(row[len(SCORES) :].max(), abs=1e-6)
-        assert prediction.predictive_entropy == pytest.approx(row[0], abs=1e-6)
-        assert prediction.ood_score == pytest.approx(row[2], abs=1e-6)
-        if prediction.probabilities is not None:
-            assert prediction.probabilities == pytest.approx(row[len(SCORES) :].tolist(), abs=1e-6)
-        assert prediction.label in prediction.prediction_set
-    predictions: list[dict[str, Any]] = response.json()["predictions"]
-    return predictions
 
 
 async def test_the_three_forms_give_the_same_answer() -> None:
@@ -252,27 +219,6 @@ async def test_too_many_images_are_413(form: str) -> None:
         assert app.pending == 0
 
 
-async def test_a_large_body_is_413_announced_or_not() -> None:
-    async with running(max_body_bytes=1000) as app:
-        response = await app.client.post("/predict", content=b"x" * 1001, headers=PNG)
-        check_problem(response, 413, "body-too-large")
-        assert response.headers["connection"] == "close"
-
-        async def chunks() -> Any:
-            for _ in range(20):
-                yield b"x" * 100
-
-        check_problem(await app.client.post("/predict", content=chunks(), headers=PNG), 413, "body-too-large")
-        check_predictions(await app.client.post("/predict", content=png(3), headers=PNG), [3])
-
-
-async def test_bodies_of_all_requests_together_are_bounded() -> None:
-    async with running(max_buffered_bytes=1000) as app:
-        response = await app.client.post("/predict", content=b"x" * 1001, headers=PNG)
-        check_problem(response, 429, "queue-full")
-        check_predictions(await app.client.post("/predict", content=png(3), headers=PNG), [3])
-
-
 async def test_a_slow_body_is_408() -> None:
     async with running(upload_seconds=0.05) as app:
 
@@ -282,16 +228,6 @@ async def test_a_slow_body_is_408() -> None:
             yield b"y"
 
         check_problem(await app.client.post("/predict", content=chunks(), headers=PNG), 408, "slow-upload")
-
-
-async def hold(app: Running, images: int = 1) -> asyncio.Task[httpx.Response]:
-    """A request that occupies the device until the gate opens."""
-    app.model.pipeline.gate.clear()
-    request = app.client.post("/predict", files=[("images", ("a.png", png(5)))] * images)
-    task = asyncio.create_task(request)
-    await until(lambda: app.service.inflight >= 1 and app.pending == max(0, images - 8))
-    await asyncio.sleep(0.05)
-    return task
 
 
 async def test_a_full_queue_is_429_with_retry_after() -> None:
@@ -331,19 +267,6 @@ async def test_a_full_queue_refuses_before_the_body_is_read() -> None:
         app.model.pipeline.gate.set()
         check_predictions(await first, [5])
         check_predictions(await waiting, [5] * 10)
-
-
-async def test_too_many_requests_at_once_are_429_but_health_is_answered() -> None:
-    async with running(max_requests=1) as app:
-        first = await hold(app)
-        response = await app.client.post("/predict", content=png(1), headers=PNG)
-        check_problem(response, 429, "too-many-requests")
-        assert int(response.headers["retry-after"]) >= 1
-        for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/v2/models/m/ready"):
-            assert (await app.client.get(path)).status_code == 200
-        app.model.pipeline.gate.set()
-        check_predictions(await first, [5])
-        assert await app.metric('psc_rejected_total{reason="too-many-requests"}') == 1
 
 
 async def test_a_missed_deadline_is_504() -> None:
@@ -396,19 +319,6 @@ async def test_a_dead_device_is_503_and_ends_the_process() -> None:
         assert ended == [True]
         assert app.service.exit_code == 1
         assert await app.metric("psc_ready") == 0
-
-
-async def test_an_internal_error_tells_the_client_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    async with running() as app:
-
-        def explode(*_: Any) -> Any:
-            raise RuntimeError("secret detail")
-
-        object.__setattr__(app.service.registry.get(), "decide", explode)
-        response = await app.client.post("/predict", content=png(1), headers=PNG)
-        check_problem(response, 500, "internal")
-        assert "secret" not in response.text
-        assert "secret detail" in caplog.text
 
 
 async def test_keys_guard_predictions_and_administration() -> None:

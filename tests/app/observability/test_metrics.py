@@ -1,39 +1,18 @@
-"""Metrics: the table is what is exposed, bulk booking equals one observation each, counts are exact."""
+"""Metrics: the table is what is exposed, and counts are exact."""
 
 from __future__ import annotations
 
-import asyncio
+import os
 import subprocess
 import sys
+from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.observability.metrics import METRICS, markdown_table, observe_many
-from tests.app.fakes import POISON, png
+from app.observability.metrics import METRICS, PROCESS_FILES, Metrics, forget_dead_processes, markdown_table
+from tests.app.fakes import CLASSES, POISON, FakeModel, png
 from tests.app.support import PNG, running
-
-
-@given(st.lists(st.floats(-1e6, 1e6), max_size=30), st.lists(st.floats(-10, 10), min_size=1, max_size=5, unique=True))
-def test_bulk_observation_equals_single_observations(values: list[float], bounds: list[float]) -> None:
-    texts = []
-    for bulk in (True, False):
-        registry = CollectorRegistry()
-        histogram = Histogram("h", "h", registry=registry, buckets=sorted(bounds))
-        if bulk:
-            observe_many(histogram, np.asarray(values))
-        else:
-            for value in values:
-                histogram.observe(value)
-        lines = generate_latest(registry).decode().splitlines()
-        texts.append([line for line in lines if "_created" not in line and "_sum" not in line])
-        assert histogram._sum.get() == pytest.approx(sum(values))
-    assert texts[0] == texts[1]
 
 
 def test_the_table_has_a_row_for_each_metric() -> None:
@@ -62,21 +41,21 @@ async def test_counts_are_what_the_client_saw() -> None:
         await app.client.post("/predict?alpha=0.99", content=png(64, first=255), headers=PNG)
         await app.client.post("/predict", content=png(1, first=POISON), headers=PNG)
         await app.client.post("/predict", content=b"x", headers=PNG)
-        assert (
-            await app.metric('psc_predictions_total{label="dark"}')
-            + await app.metric('psc_predictions_total{label="middle"}')
-            + await app.metric('psc_predictions_total{label="bright"}')
-            == 5
-        )
-        assert await app.metric("psc_ood_total") == 1
-        assert await app.metric('psc_abstained_total{reason="ood"}') == 1
-        assert await app.metric("psc_ood_p_value_count") == 5
-        assert await app.metric("psc_log_density_nats_count") == 5
-        assert await app.metric("psc_decode_seconds_count") >= 6
+        counts = [await app.metric(f'psc_predictions_total{{label="{name}",model="m"}}') for name in CLASSES]
+        assert sum(counts) == 5
+        assert await app.metric('psc_ood_total{model="m"}') == 1
+        assert await app.metric('psc_abstained_total{model="m",reason="ood"}') == 1
+        assert await app.metric('psc_ood_p_value_count{model="m"}') == 5
+        assert await app.metric('psc_predictive_entropy_nats_count{model="m"}') == 5
+        assert await app.metric('psc_log_density_nats_count{model="m"}') == 5
+        assert await app.metric('psc_decode_seconds_count{model="m"}') >= 6
+        assert await app.metric('psc_inference_seconds_count{model="m"}') >= 5
+        assert await app.metric('psc_queue_seconds_count{model="m"}') >= 5
+        assert await app.metric('psc_batch_size_sum{model="m"}') >= 5
         assert await app.metric('psc_request_seconds_count{route="/predict",status="200"}') == 5
         assert await app.metric('psc_rejected_total{reason="unsupported-image"}') == 1
-        assert await app.metric("psc_queue_depth") == 0
-        assert await app.metric("psc_queue_limit_images") == app.service.settings.max_queue_images
+        assert await app.metric('psc_queue_depth{model="m"}') == 0
+        assert await app.metric('psc_queue_limit_images{model="m"}') == app.service.settings.max_queue_images
         assert await app.metric('psc_alpha{model="m"}') == 0.2
         assert await app.metric("psc_inflight_requests") == 1
         assert await app.metric("psc_ready") == 1
@@ -84,17 +63,35 @@ async def test_counts_are_what_the_client_saw() -> None:
 
 
 @pytest.mark.anyio
-async def test_drift_is_watched() -> None:
-    async with running(drift_window=10) as app:
-        for _ in range(40):
-            served = app.service.registry.get()
-            rows = np.tile(np.array([[0.0, -9.0, 0.01, 0.0, 1.0, 0.0, 0.0]], np.float32), (5, 1))
-            served.record(rows)
-            await asyncio.sleep(0)
-            app.service.metrics.book()
-        assert await app.metric('psc_drift_window_ood_rate{model="m"}') == 1
-        assert await app.metric('psc_drift_alarms_total{model="m"}') >= 1
-        assert await app.metric('psc_drift_window_tail_probability{model="m"}') < 1e-3
+async def test_models_are_counted_apart() -> None:
+    async with running({"m": FakeModel(), "n": FakeModel()}, max_queue_images=600) as app:
+        for name in ("m", "n", "n"):
+            await app.client.post(f"/models/{name}/predict", content=png(0), headers=PNG)
+        for name, count in (("m", 1), ("n", 2)):
+            assert await app.metric(f'psc_predictions_total{{label="dark",model="{name}"}}') == count
+            assert await app.metric(f'psc_ood_p_value_count{{model="{name}"}}') == count
+            assert await app.metric(f'psc_queue_limit_images{{model="{name}"}}') == 600
+
+
+def in_process(folder: Path, code: str) -> str:
+    """What a process with the shared folder prints; ``metrics`` are its metrics."""
+    code = "from app.observability.metrics import Metrics\nmetrics = Metrics()\n" + code
+    environment = {**os.environ, PROCESS_FILES: str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    return done.stdout
+
+
+def test_processes_share_their_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 'metrics.get("psc_ood_total", model="m").inc(2)\nmetrics.get("psc_inflight_requests").set(3)\n'
+    in_process(tmp_path, count)
+    text = in_process(tmp_path, count + "print(metrics.exposition()[0].decode())")
+    assert 'psc_ood_total{model="m"} 4.0' in text
+    assert "psc_inflight_requests 6.0" in text
+    monkeypatch.setenv(PROCESS_FILES, str(tmp_path))
+    forget_dead_processes()
+    text = Metrics().exposition()[0].decode()
+    assert 'psc_ood_total{model="m"} 4.0' in text
+    assert "psc_inflight_requests" not in text
 
 
 def test_the_table_is_printed() -> None:

@@ -1,0 +1,60 @@
+"""Limits on requests at once and on the bytes of their bodies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.app.fakes import png
+from tests.app.http.support import check_predictions, check_problem, hold
+from tests.app.support import PNG, running
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_large_body_announced_or_not() -> None:
+    async with running(max_body_bytes=1000) as app:
+        response = await app.client.post("/predict", content=b"x" * 1001, headers=PNG)
+        check_problem(response, 413, "body-too-large")
+        assert response.headers["connection"] == "close"
+
+        async def chunks() -> Any:
+            for _ in range(20):
+                yield b"x" * 100
+
+        check_problem(await app.client.post("/predict", content=chunks(), headers=PNG), 413, "body-too-large")
+        check_predictions(await app.client.post("/predict", content=png(3), headers=PNG), [3])
+
+
+async def test_bodies_of_all_requests_together() -> None:
+    async with running(max_buffered_bytes=1000) as app:
+        response = await app.client.post("/predict", content=b"x" * 1001, headers=PNG)
+        check_problem(response, 429, "queue-full")
+        check_predictions(await app.client.post("/predict", content=png(3), headers=PNG), [3])
+
+
+async def test_too_many_requests_at_once() -> None:
+    async with running(max_requests=1) as app:
+        first = await hold(app)
+        response = await app.client.post("/predict", content=png(1), headers=PNG)
+        check_problem(response, 429, "too-many-requests")
+        assert int(response.headers["retry-after"]) >= 1
+        for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/v2/models/m/ready"):
+            assert (await app.client.get(path)).status_code == 200
+        app.model.pipeline.gate.set()
+        check_predictions(await first, [5])
+        assert await app.metric('psc_rejected_total{reason="too-many-requests"}') == 1
+
+
+async def test_released_bodies_no_longer_count() -> None:
+    async with running(max_buffered_bytes=1000) as app:
+        for _ in range(20):
+            check_predictions(await app.client.post("/predict", content=png(3), headers=PNG), [3])
+
+
+@pytest.mark.parametrize("length", ["x", "-1", ""])
+async def test_announced_length_that_is_no_number(length: str) -> None:
+    async with running(max_body_bytes=1000) as app:
+        headers = {**PNG, "content-length": length}
+        check_predictions(await app.client.post("/predict", content=png(3), headers=headers), [3])

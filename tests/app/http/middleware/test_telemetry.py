@@ -1,0 +1,82 @@
+"""The trace of every request, its count and time, and the access log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from app.http.middleware.telemetry import Telemetry
+from app.observability.tracing import begin_trace, current_trace
+from app.runtime import Runtime
+from app.service import Service
+from app.settings import load_settings
+from tests.app.support import running
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = "00f067aa0ba902b7"
+
+
+def serve(headers: list[tuple[bytes, bytes]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """One request; the trace that the application saw, and what was sent."""
+    seen: dict[str, Any] = {}
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.update(trace=current_trace.get())
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x", b"y")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/predict", "headers": headers}
+    runtime, unused = Runtime(), None
+    service = Service(
+        load_settings(),
+        unused,  # type: ignore[arg-type]
+        {},
+        on_models_changed=runtime.models_changed,
+        on_failure=runtime.failed,
+    )
+    asyncio.run(Telemetry(app, service=service)(scope, unused, send))  # type: ignore[arg-type]
+    return seen, sent
+
+
+def test_context_is_set_and_cleared() -> None:
+    seen, sent = serve([(b"traceparent", f"00-{TRACE}-{PARENT}-01".encode())])
+    assert seen["trace"].trace_id == TRACE
+    assert current_trace.get() is None
+    assert begin_trace(dict(sent[0]["headers"])[b"traceresponse"].decode()).parent_id == seen["trace"].span_id
+    assert sent[0]["headers"][0] == (b"x", b"y")
+
+
+def test_two_headers_are_as_good_as_none() -> None:
+    header = (b"traceparent", f"00-{TRACE}-{PARENT}-01".encode())
+    seen, _ = serve([header, header])
+    assert seen["trace"].trace_id != TRACE
+
+
+def test_opens_no_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = pytest.importorskip("opentelemetry.trace", reason="needs the extra psc[otel]")
+
+    def explode(*_: Any) -> Any:
+        raise AssertionError("a span was opened")
+
+    monkeypatch.setattr(trace, "get_tracer", explode)
+    _, sent = serve([])
+    assert sent[0]["status"] == 200
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("access_log", [True, False])
+async def test_access_log(caplog: pytest.LogCaptureFixture, access_log: bool) -> None:
+    caplog.set_level(logging.INFO)
+    async with running(access_log=access_log) as app:
+        await app.client.get("/healthz")
+    records = [vars(record) for record in caplog.records if record.message == "request"]
+    assert [(record["method"], record["path"], record["status"]) for record in records] == (
+        [("GET", "/healthz", 200)] if access_log else []
+    )

@@ -1,0 +1,55 @@
+"""What tests of the HTTP interface check in answers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from app.http.schemas import ProblemDocument
+from app.response import PredictResponse
+from psc_core.prediction import SCORES
+from tests.app.fakes import CLASSES, outputs_of, pixels, png
+from tests.app.support import Running, until
+
+
+def check_problem(response: httpx.Response, status: int, slug: str) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    document: dict[str, Any] = response.json()
+    ProblemDocument.model_validate(document)
+    assert document["type"] == f"urn:psc:problem:{slug}"
+    assert document["status"] == status
+    return document
+
+
+def check_predictions(response: httpx.Response, values: list[int]) -> list[dict[str, Any]]:
+    assert response.status_code == 200, response.text
+    document = PredictResponse.model_validate_json(response.content)
+    assert len(document.predictions) == len(values)
+    images = torch.from_numpy(np.stack([pixels(value)[None] for value in values]))
+    for prediction, row in zip(document.predictions, outputs_of(images).numpy(), strict=True):
+        assert prediction.class_index == int(row[len(SCORES) :].argmax())
+        assert prediction.label == CLASSES[prediction.class_index]
+        assert prediction.confidence == pytest.approx(row[len(SCORES) :].max(), abs=1e-6)
+        assert prediction.predictive_entropy == pytest.approx(row[0], abs=1e-6)
+        assert prediction.ood_score == pytest.approx(row[2], abs=1e-6)
+        if prediction.probabilities is not None:
+            assert prediction.probabilities == pytest.approx(row[len(SCORES) :].tolist(), abs=1e-6)
+        assert prediction.label in prediction.prediction_set
+    predictions: list[dict[str, Any]] = response.json()["predictions"]
+    return predictions
+
+
+async def hold(app: Running, images: int = 1) -> asyncio.Task[httpx.Response]:
+    """A request that occupies the device until the gate opens."""
+    app.model.pipeline.gate.clear()
+    request = app.client.post("/predict", files=[("images", ("a.png", png(5)))] * images)
+    task = asyncio.create_task(request)
+    await until(lambda: app.service.inflight >= 1 and app.pending == max(0, images - 8))
+    await asyncio.sleep(0.05)
+    return task

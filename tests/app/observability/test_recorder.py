@@ -1,0 +1,145 @@
+"""The recorder: predictions recorded in bulk equal those recorded one by one, and drift is watched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.observability.drift import DriftMonitor
+from app.observability.metrics import Metrics
+from app.observability.recorder import MAX_LABELS_AT_ZERO, ModelRecorder, RecordedModel
+from psc_core.model.decision import decide
+from psc_core.model.outputs import FloatArray, Outputs
+from psc_core.policy import Policy
+
+POLICY = Policy(alpha=0.2, ambiguity_threshold=0.5, coverage=0.9)
+CLASSES = ("a", "b")
+
+
+def recorder(metrics: Metrics, name: str = "m", classes: tuple[str, ...] = CLASSES, window: int = 10) -> ModelRecorder:
+    model = RecordedModel(name, "v1", "layer3", "cpu", classes, POLICY, 99, 64)
+    return ModelRecorder(model, metrics, DriftMonitor(99, POLICY.alpha, window=window))
+
+
+def outputs_of(*images: tuple[float, float, float, int]) -> Outputs[FloatArray]:
+    """Images by entropy, log density, p-value and class."""
+    probabilities = np.eye(2, dtype=np.float32)
+    rows = [[entropy, density, 0.0, p_value, 0.0, *probabilities[k]] for entropy, density, p_value, k in images]
+    return Outputs(np.array(rows, np.float32))
+
+
+def record(target: ModelRecorder, outputs: Outputs[FloatArray]) -> None:
+    target.predicted(outputs, decide(outputs, np.ones(2, np.float32), POLICY))
+
+
+def exposed(metrics: Metrics) -> dict[str, float]:
+    """Series to values."""
+    lines = metrics.exposition()[0].decode().splitlines()
+    rows = (line.rsplit(" ", 1) for line in lines if not line.startswith("#") and "_created" not in line)
+    return {series: float(value) for series, value in rows}
+
+
+IMAGES = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.4, 0.7]), st.floats(-500, 500, width=32), st.sampled_from([0.01, 0.2, 0.5, 1.0]),
+              st.integers(0, 1)),
+    min_size=1,
+    max_size=8,
+)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(IMAGES)
+def test_bulk_recording_equals_single_recording(images: list[tuple[float, float, float, int]]) -> None:
+    at_once, one_by_one = Metrics(), Metrics()
+    together, single = recorder(at_once), recorder(one_by_one)
+    together.show()
+    single.show()
+    record(together, outputs_of(*images))
+    together.flush()
+    for image in images:
+        record(single, outputs_of(image))
+        single.flush()
+    assert exposed(at_once) == pytest.approx(exposed(one_by_one), abs=1e-9)
+
+
+def test_counts() -> None:
+    metrics = Metrics()
+    target = recorder(metrics)
+    target.show()
+    record(target, outputs_of((0.0, -3.0, 0.01, 0), (0.7, -2.0, 0.9, 1), (0.7, -2.0, 0.01, 1), (0.0, 1.0, 0.9, 1)))
+    assert exposed(metrics)['psc_ood_total{model="m"}'] == 0
+    target.flush()
+    target.flush()
+    values = exposed(metrics)
+    assert values['psc_predictions_total{label="a",model="m"}'] == 1
+    assert values['psc_predictions_total{label="b",model="m"}'] == 3
+    assert values['psc_ood_total{model="m"}'] == 2
+    assert values['psc_abstained_total{model="m",reason="ood"}'] == 2
+    assert values['psc_abstained_total{model="m",reason="ambiguous"}'] == 1
+    assert values['psc_ood_p_value_bucket{le="0.05",model="m"}'] == 2
+    assert values['psc_predictive_entropy_nats_bucket{le="0.6931",model="m"}'] == 2
+    assert values['psc_log_density_nats_bucket{le="0.0",model="m"}'] == 3
+
+
+def test_counters_start_at_zero() -> None:
+    metrics = Metrics()
+    classes = tuple(str(k) for k in range(MAX_LABELS_AT_ZERO + 1))
+    recorder(metrics, classes=classes).show()
+    values = exposed(metrics)
+    assert sum(series.startswith("psc_predictions_total") for series in values) == MAX_LABELS_AT_ZERO
+    zero = ("psc_ood_total", "psc_abstained_total", "psc_predictions_total", "psc_drift_alarms_total")
+    assert all(value == 0 for series, value in values.items() if series.startswith(zero))
+    assert values['psc_model_info{device="cpu",layer="layer3",model="m",version="v1"}'] == 1
+    assert values['psc_alpha{model="m"}'] == 0.2
+    assert values['psc_queue_limit_images{model="m"}'] == 64
+
+
+def test_batches_and_decodes() -> None:
+    metrics = Metrics()
+    target = recorder(metrics)
+    target.batch(3, 0.02, [0.001, 0.002])
+    target.decoded(0.003)
+    values = exposed(metrics)
+    assert values['psc_batch_size_sum{model="m"}'] == 3
+    assert values['psc_inference_seconds_sum{model="m"}'] == pytest.approx(0.02)
+    assert values['psc_queue_seconds_count{model="m"}'] == 2
+    assert values['psc_decode_seconds_sum{model="m"}'] == pytest.approx(0.003)
+
+
+def test_drift_is_watched(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = Metrics()
+    target = recorder(metrics)
+    target.show()
+    for _ in range(40):
+        record(target, outputs_of(*[(0.0, -9.0, 0.01, 0)] * 5))
+        target.flush()
+    values = exposed(metrics)
+    assert values['psc_drift_window_ood_rate{model="m"}'] == 1
+    assert values['psc_drift_alarms_total{model="m"}'] >= 1
+    assert values['psc_drift_window_tail_probability{model="m"}'] < 1e-3
+    assert vars(caplog.records[0])["model"] == "m"
+
+
+def test_hidden_model_shows_no_drift_but_counts() -> None:
+    metrics = Metrics()
+    old, new = recorder(metrics), recorder(metrics)
+    old.show()
+    old.hide()
+    new.show()
+    record(old, outputs_of(*[(0.0, -9.0, 0.01, 0)] * 5))
+    old.flush()
+    values = exposed(metrics)
+    assert values['psc_ood_total{model="m"}'] == 5
+    assert values['psc_drift_window_ood_rate{model="m"}'] == 0
+
+
+def test_many_predictions_are_recorded_without_a_flush() -> None:
+    metrics = Metrics()
+    target = recorder(metrics)
+    outputs = outputs_of((0.0, -9.0, 0.9, 0))
+    decisions = decide(outputs, np.ones(2, np.float32), POLICY)
+    for _ in range(5000):
+        target.predicted(outputs, decisions)
+    assert exposed(metrics)['psc_predictions_total{label="a",model="m"}'] >= 4096
