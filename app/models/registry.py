@@ -195,12 +195,16 @@ class Registry:
         if old is not None:
             task = asyncio.get_running_loop().create_task(self._retire(old))
             self._retiring.add(task)
-            task.add_done_callback(self._retiring.discard)
+            task.add_done_callback(self._retired)
             old.recorder.hide()
         served.recorder.show()
 
     async def _retire(self, old: ServedModel) -> None:
         await old.engine.close(within_s=self._retire_within_s)
         old.recorder.flush()
-        if len(self._retiring) == 1:
+
+    def _retired(self, task: asyncio.Task[None]) -> None:
+        """Tell once no task holds a replaced model any more."""
+        self._retiring.discard(task)
+        if not self._retiring:
             self._on_retired()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import threading
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from PIL import Image
 
-from app.server import _settle_heap
+from app.runtime import Runtime, UvicornRuntime
 from psc_core.errors import BundleError
-from tests.app.fakes import FakeModel, png
+from tests.app.fakes import FakeModel, pixels, png
 from tests.app.support import PNG, running, serve_next, until
 
 pytestmark = pytest.mark.anyio
@@ -20,7 +23,14 @@ pytestmark = pytest.mark.anyio
 ADMIN = {"x-api-key": "root"}
 
 
-async def test_reload_swaps_and_says_so() -> None:
+def encoded(image: Any) -> bytes:
+    """A PNG file."""
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "PNG")
+    return file.getvalue()
+
+
+async def test_reload_swaps() -> None:
     async with running(admin_keys="root") as app:
         serve_next(app, FakeModel("v2"))
         response = await app.client.post("/admin/reload", headers=ADMIN)
@@ -32,7 +42,7 @@ async def test_reload_swaps_and_says_so() -> None:
         assert await app.metric('psc_reloads_total{model="m",result="ok"}') == 1
 
 
-async def test_reload_under_load_loses_nothing_and_every_version_existed() -> None:
+async def test_reload_under_load_loses_nothing() -> None:
     async with running(admin_keys="root", max_images_per_request=100) as app:
         serve_next(app, *(FakeModel(f"v{k}") for k in range(2, 8)))
         stop = False
@@ -58,7 +68,7 @@ async def test_reload_under_load_loses_nothing_and_every_version_existed() -> No
         assert len(versions) > 1
 
 
-async def test_a_bad_bundle_changes_nothing_and_says_why() -> None:
+async def test_bad_bundle_changes_nothing() -> None:
     async with running(admin_keys="root") as app:
         serve_next(app, BundleError("expected digest a, got b; copy it again"))
         response = await app.client.post("/admin/reload", headers=ADMIN)
@@ -70,7 +80,7 @@ async def test_a_bad_bundle_changes_nothing_and_says_why() -> None:
         assert await app.metric('psc_reloads_total{model="m",result="failed"}') == 1
 
 
-async def test_a_network_that_fails_at_warm_up_changes_nothing() -> None:
+async def test_failed_warm_up_changes_nothing() -> None:
     async with running(admin_keys="root") as app:
         broken = FakeModel("v2")
         broken.pipeline.dead = True
@@ -86,15 +96,15 @@ async def test_all_bundles_or_none_are_swapped() -> None:
     async with running({"a": FakeModel("a1"), "b": FakeModel("b1")}, admin_keys="root") as app:
         serve_next(app, FakeModel("a2"), BundleError("bad"))
         assert (await app.client.post("/admin/reload", headers=ADMIN)).status_code == 422
-        assert [served.version for served in app.service.registry.served] == ["a1", "b1"]
+        assert [served.model.version for served in app.service.registry.served] == ["a1", "b1"]
         serve_next(app, FakeModel("b2"))
         response = await app.client.post("/admin/reload?model=b", headers=ADMIN)
         assert [each["name"] for each in response.json()["reloaded"]] == ["b"]
-        assert [served.version for served in app.service.registry.served] == ["a1", "b2"]
+        assert [served.model.version for served in app.service.registry.served] == ["a1", "b2"]
         assert (await app.client.post("/admin/reload?model=c", headers=ADMIN)).status_code == 404
 
 
-async def test_any_failure_of_a_reload_is_cleaned_up_and_told() -> None:
+async def test_other_failures_of_a_reload() -> None:
     async with running(admin_keys="root") as app:
 
         def threads() -> int:
@@ -111,7 +121,7 @@ async def test_any_failure_of_a_reload_is_cleaned_up_and_told() -> None:
         assert (await app.client.post("/predict", content=png(1), headers=PNG)).status_code == 200
 
 
-async def test_a_model_that_was_ready_before_another_of_its_reload_failed_is_closed() -> None:
+async def test_models_of_a_failed_reload_are_closed() -> None:
     async with running({"a": FakeModel("a1"), "b": FakeModel("b1")}, admin_keys="root") as app:
         before = set(threading.enumerate())
 
@@ -124,7 +134,7 @@ async def test_a_model_that_was_ready_before_another_of_its_reload_failed_is_clo
         await until(lambda: not devices(), 5)
 
 
-async def test_a_bundle_too_small_for_the_settings_is_a_bad_bundle() -> None:
+async def test_too_few_calibration_images_for_the_settings() -> None:
     async with running(admin_keys="root", alpha=0.02) as app:
         few = FakeModel("v2")
         part = slice(0, 9)
@@ -141,17 +151,20 @@ async def test_a_bundle_too_small_for_the_settings_is_a_bad_bundle() -> None:
         assert "alpha" in response.json()["detail"]
 
 
-async def test_the_old_model_is_gone_after_a_reload_even_from_a_frozen_heap() -> None:
-    async with running(admin_keys="root") as app:
-        app.service.registry.on_retired = _settle_heap
-        try:
+async def test_old_model_is_freed_after_a_reload_even_from_a_frozen_heap() -> None:
+    class Host(Runtime):
+        def models_changed(self) -> None:
+            UvicornRuntime.models_changed(self)  # type: ignore[arg-type]
+
+    try:
+        async with running(runtime=Host(), admin_keys="root") as app:
             old = weakref.ref(app.service.registry.get("m").engine)
             gc.freeze()
             serve_next(app, FakeModel("v2"))
             assert (await app.client.post("/admin/reload", headers=ADMIN)).status_code == 200
             await until(lambda: old() is None, 5)
-        finally:
-            gc.unfreeze()
+    finally:
+        gc.unfreeze()
 
 
 async def test_one_reload_at_a_time() -> None:
@@ -166,7 +179,7 @@ async def test_one_reload_at_a_time() -> None:
         assert (await first).status_code == 200
 
 
-async def test_a_reload_that_is_asked_for_meanwhile_is_made_once_afterwards() -> None:
+async def test_reloads_asked_for_meanwhile_are_made_once_afterwards() -> None:
     async with running(admin_keys="root") as app:
         slow = FakeModel("v2")
         slow.pipeline.gate.clear()
@@ -178,14 +191,17 @@ async def test_a_reload_that_is_asked_for_meanwhile_is_made_once_afterwards() ->
         slow.pipeline.gate.set()
         assert (await first).json()["reloaded"][0]["version"] == "v2"
         await asyncio.gather(*hung_up)
-        assert app.service.registry.get("m").version == "v3"
+        assert app.service.registry.get("m").model.version == "v3"
         assert await app.metric('psc_reloads_total{model="m",result="ok"}') == 2
         assert await app.metric('psc_reloads_total{model="m",result="failed"}') == 0
 
 
-async def test_a_new_model_begins_without_the_drift_of_the_old() -> None:
+async def test_new_model_begins_without_the_drift_of_the_old() -> None:
     async with running(admin_keys="root", drift_window=10) as app:
-        app.service.registry.get("m").watch_drift([0.01] * 10)
+        image = pixels(0)
+        image[:, ::2] = 255  # p-value 0.1
+        for _ in range(10):
+            await app.client.post("/predict", content=encoded(image), headers=PNG)
         assert await app.metric('psc_drift_window_ood_rate{model="m"}') == 1
         serve_next(app, FakeModel("v2"))
         await app.client.post("/admin/reload", headers=ADMIN)
@@ -194,28 +210,22 @@ async def test_a_new_model_begins_without_the_drift_of_the_old() -> None:
         assert await app.metric('psc_drift_log_martingale{model="m"}') == 0
 
 
-async def test_a_quiet_reload_logs_what_went_wrong(caplog: pytest.LogCaptureFixture) -> None:
+async def test_quiet_reload_logs_errors(caplog: pytest.LogCaptureFixture) -> None:
     async with running() as app:
         serve_next(app, BundleError("bad digest"))
         await app.service.reload_quietly()
         assert "bad digest" in caplog.text
 
 
-async def test_a_bundle_that_cannot_be_loaded_at_start_ends_the_process_with_2() -> None:
+async def test_bad_bundle_at_start_ends_the_process_with_2() -> None:
     async with running(ready=False) as app:
         serve_next(app, BundleError("bad digest"))
-        for _ in range(100):
-            if app.service.exit_code:
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: app.service.exit_code)
         assert (app.service.exit_code, app.service.exit_message) == (2, "bad digest")
 
 
-async def test_an_alpha_the_calibration_cannot_promise_is_refused_at_start() -> None:
+async def test_unattainable_alpha_at_start() -> None:
     async with running(ready=False, alpha=0.001) as app:
-        for _ in range(200):
-            if app.service.exit_code:
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: app.service.exit_code)
         assert app.service.exit_code == 2
         assert "1/(n + 1)" in app.service.exit_message
