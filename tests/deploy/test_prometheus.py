@@ -231,4 +231,4 @@ def test_alert_rules_are_loaded_and_healthy(watched: Watched) -> None:
 def test_every_expression_evaluates(watched: Watched) -> None:
     """Of the rules and of the dashboard, with Grafana's variables filled in."""
     for expression in expressions():
-        watched.query(expression.replace("$instance", ".*").replace("$__rate_interval", "1m"))
+        watched.query(expression.replace("$instance", ".*").replace("$model", ".*").replace("$__rate_interval", "1m"))
