@@ -22,7 +22,7 @@ NORMAL = 2.0
 
 def scraped(text: str) -> dict[str, float]:
     """Metrics of a service with one model, by name and labels, the model's name left out."""
-    text = re.sub(r'{model="[^"]*"(,|(?=}))', "{", text).replace("{} ", " ")
+    text = re.sub(r',?model="[^"]*"', "", text).replace("{,", "{").replace("{} ", " ")
     return {name: float(value) for name, value in re.findall(r"^(psc_\S+) (\S+)$", text, re.MULTILINE)}
 
 

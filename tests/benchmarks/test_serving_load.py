@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.serving.client import CONNECTION_LOST, Generator, Load, Response, Timer
 from benchmarks.serving.load import phase
-from benchmarks.serving.report import back_to_normal, batches
+from benchmarks.serving.report import back_to_normal, batches, scraped
 from tests.app.fakes import png
 from tests.app.live import live_server
 
@@ -56,6 +56,13 @@ def test_batches_between_two_scrapes() -> None:
     assert batches(scrape(5, 5), scrape(6, 8)) == {
         "steps": 4, "mean_size": 1.8, "fraction_by_size_up_to": {"1": 0.25, "2": 0.75}
     }  # fmt: skip
+
+
+def test_scraped_metrics_leave_the_model_out() -> None:
+    text = (
+        'psc_queue_depth{model="a"} 3.0\npsc_batch_size_bucket{le="1.0",model="a"} 2.0\npsc_up{model="a",z="b"} 1.0\n'
+    )
+    assert scraped(text) == {"psc_queue_depth": 3.0, 'psc_batch_size_bucket{le="1.0"}': 2.0, 'psc_up{z="b"}': 1.0}
 
 
 def test_timer_is_never_early() -> None:
