@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from fastapi import FastAPI
-from starlette.responses import FileResponse, Response
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
 SECURITY_HEADERS: Final = {
@@ -36,8 +37,9 @@ class PageFiles(StaticFiles):
 
 def add_to(app: FastAPI) -> None:
     """Serve the page at ``/`` and its files below ``/page``."""
-    app.mount("/page", PageFiles(directory=_FOLDER))
+    files_of_page = PageFiles(directory=_FOLDER)
+    app.mount("/page", files_of_page)
 
     @app.get("/", include_in_schema=False)
-    async def index() -> Response:
-        return FileResponse(_FOLDER / "index.html", headers=SECURITY_HEADERS)
+    async def index(request: Request) -> Response:
+        return await files_of_page.get_response("index.html", request.scope)
