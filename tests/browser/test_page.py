@@ -188,13 +188,13 @@ def test_a_refused_image_says_why_and_spoils_no_other(page: Driver, files: dict[
     assert "✓ Accept" in card(page, "clear.png").text
 
 
-def test_a_key_is_asked_for_and_the_waiting_images_are_sent_again(driver: Driver, files: dict[str, Path]) -> None:
+def test_asks_for_a_key_and_sends_the_waiting_images_again(driver: Driver, files: dict[str, Path]) -> None:
     with live_server({"m": FakeModel()}, api_keys=("the-right-key",)) as url:
         driver.get(url)
         until(find(driver, "#key-form")[0].is_displayed)
         choose(driver, files["clear"])
-        until(lambda: "expected an API key" in text(driver, ".card"))
-        for key, answer in (("a-wrong-key", "expected a valid API key"), ("the-right-key", "✓ Accept")):
+        until(lambda: "this needs an API key" in text(driver, ".card"))
+        for key, answer in (("a-wrong-key", "is not accepted"), ("the-right-key", "✓ Accept")):
             find(driver, "#key")[0].send_keys(key)
             find(driver, "#key-form button")[0].click()
             until(partial(says, driver, ".card", answer))
