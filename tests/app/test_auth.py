@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from pydantic import SecretStr
-from starlette.requests import Request
+from starlette.datastructures import Headers
 
-from app.auth import ApiKeys, KeySet, require
-from app.errors import Unauthorized
+from app.auth import ApiKeys, KeySet
+from app.errors import Forbidden, Unauthorized
 from app.http.problems import problem_of
 from psc_core.errors import UsageError
 
 KEYS = ApiKeys(predict=["predict-one", "predict-two"], admin=["admin-one"])
 
 
-def request(**headers: str) -> Request:
+def sent(**headers: str) -> Headers:
+    """Headers as a request has them."""
     raw = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
-    return Request({"type": "http", "method": "POST", "path": "/predict", "headers": raw, "query_string": b""})
-
-
-def check(keys: KeySet, **headers: str) -> None:
-    async def run() -> None:
-        await require(keys)(request(**headers))
-
-    asyncio.run(run())
+    return Headers(raw=raw)
 
 
 @pytest.mark.parametrize("key", ["predict-one", "predict-two", "admin-one"])
 def test_each_key_predicts_in_either_header(key: str) -> None:
-    check(KEYS.predict, x_api_key=key)
-    check(KEYS.predict, authorization=f"Bearer {key}")
-    check(KEYS.predict, authorization=f"bearer  {key} ")
+    KEYS.check_predict(sent(x_api_key=key))
+    KEYS.check_predict(sent(authorization=f"Bearer {key}"))
+    KEYS.check_predict(sent(authorization=f"bearer  {key} "))
 
 
 def test_only_admin_keys_administer() -> None:
-    check(KEYS.admin, x_api_key="admin-one")
+    KEYS.check_admin(sent(x_api_key="admin-one"))
     with pytest.raises(Unauthorized, match="not accepted here"):
-        check(KEYS.admin, x_api_key="predict-one")
+        KEYS.check_admin(sent(x_api_key="predict-one"))
 
 
 @pytest.mark.parametrize("role", ["predict", "admin"])
@@ -60,7 +53,7 @@ def test_only_admin_keys_administer() -> None:
 )
 def test_everything_else_is_unauthorized(role: str, headers: dict[str, str]) -> None:
     with pytest.raises(Unauthorized) as caught:
-        check(getattr(KEYS, role), **headers)
+        getattr(KEYS, f"check_{role}")(sent(**headers))
     problem = problem_of(caught.value)
     assert problem.status == 401
     assert problem.headers["www-authenticate"].startswith("Bearer")
@@ -70,8 +63,13 @@ def test_everything_else_is_unauthorized(role: str, headers: dict[str, str]) -> 
 def test_without_keys_prediction_is_open_whatever_is_sent() -> None:
     for keys in (ApiKeys(), ApiKeys(admin=["admin-one"])):
         assert not keys.predict
-        check(keys.predict)
-        check(keys.predict, x_api_key="anything")
+        keys.check_predict(sent())
+        keys.check_predict(sent(x_api_key="anything"))
+
+
+def test_without_admin_keys_nobody_administers() -> None:
+    with pytest.raises(Forbidden, match="PSC_ADMIN_KEYS"):
+        ApiKeys(predict=["predict-one"]).check_admin(sent(x_api_key="predict-one"))
 
 
 def test_keys_come_from_settings_and_files(tmp_path: Path) -> None:
@@ -95,7 +93,7 @@ def test_unusable_key_files_are_refused_without_showing_keys(tmp_path: Path, con
     with pytest.raises(UsageError) as caught:
         ApiKeys.from_settings(settings)
     assert not content.strip() or content.strip() not in str(caught.value)
-    with pytest.raises(UsageError, match="readable file"):
+    with pytest.raises(UsageError, match="check the path and its permissions"):
         ApiKeys.from_settings(SimpleNamespace(**{**vars(settings), "admin_keys_file": tmp_path / "absent"}))
 
 
@@ -103,6 +101,6 @@ def test_keys_are_never_shown(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     assert repr(KEYS) == "ApiKeys(predict=KeySet(3 keys), admin=KeySet(1 keys))"
     with pytest.raises(Unauthorized):
-        check(KEYS.predict, x_api_key="guess-that-must-not-be-logged")
+        KEYS.check_predict(sent(x_api_key="guess-that-must-not-be-logged"))
     assert "guess" not in caplog.text
     assert "predict-one" not in str(vars(KeySet(["predict-one"])))

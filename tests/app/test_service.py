@@ -156,5 +156,5 @@ async def test_probes_are_answered_whatever_host_they_name() -> None:
 async def test_counters_start_at_zero() -> None:
     async with running() as app:
         text = (await app.client.get("/metrics")).text
-        assert 'psc_abstained_total{reason="ood"} 0.0' in text
-        assert f'psc_predictions_total{{label="{app.model.classes[0]}"}} 0.0' in text
+        assert 'psc_abstained_total{model="m",reason="ood"} 0.0' in text
+        assert f'psc_predictions_total{{label="{app.model.classes[0]}",model="m"}} 0.0' in text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +11,52 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from app.cli import network_threads, parser, settings_from
+from app.cli import parser, settings_from
+from app.runtime import network_threads
 from app.settings import Settings, load_settings, markdown_table
 from psc_core.errors import UsageError
 
 
-def test_flags_win_over_the_environment_which_wins_over_the_file(tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+    """Sets variables where no setting is set."""
+    for name in [name for name in os.environ if name.startswith("PSC_")]:
+        monkeypatch.delenv(name)
+
+    def set_variables(variables: dict[str, str]) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_variables
+
+
+Environment = Callable[[dict[str, str]], None]
+
+
+def test_flags_win_over_the_environment_which_wins_over_the_file(tmp_path: Path, environment: Environment) -> None:
     config = tmp_path / "psc.toml"
     config.write_text("port = 1\nmax_batch_size = 2\nmax_fields = 3\n")
-    environment = {"PSC_PORT": "4", "PSC_MAX_BATCH_SIZE": "5", "PSC_CONFIG": str(config), "HOME": "/"}
-    settings = load_settings({"port": "6"}, environment=environment)
+    environment({"PSC_PORT": "4", "PSC_MAX_BATCH_SIZE": "5", "PSC_CONFIG": str(config)})
+    settings = load_settings({"port": "6"})
     assert (settings.port, settings.max_batch_size, settings.max_fields) == (6, 5, 3)
+
+
+def test_the_file_of_a_flag_wins_over_that_of_the_environment(tmp_path: Path, environment: Environment) -> None:
+    files = [tmp_path / "flag.toml", tmp_path / "variable.toml"]
+    for port, file in enumerate(files, 1):
+        file.write_text(f"port = {port}\nbundle = ['a', 'b={port}']\n")
+    environment({"PSC_CONFIG": str(files[1])})
+    settings = settings_from(["--config", str(files[0])])
+    assert (settings.port, settings.bundle) == (1, ("a", "b=1"))
 
 
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValidationError):
-        load_settings(environment={}).port = 1  # type: ignore[misc]
+        load_settings().port = 1  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
-    ("environment", "message"),
+    ("variables", "message"),
     [
         ({"PSC_PROT": "1"}, "unknown setting PSC_PROT"),
         ({"PSC_PORT": "x"}, "setting port"),
@@ -49,12 +77,14 @@ def test_settings_are_frozen() -> None:
         ({"PSC_BUNDLE": "a b=x"}, "bundle name"),
     ],
 )
-def test_what_cannot_be_used_is_refused(environment: dict[str, str], message: str) -> None:
+def test_rejects_unusable_values(environment: Environment, variables: dict[str, str], message: str) -> None:
+    environment(variables)
     with pytest.raises(UsageError, match=message):
-        load_settings(environment=environment)
+        load_settings()
 
 
-def test_variables_that_kubernetes_makes_are_ignored() -> None:
+def test_ignores_variables_that_kubernetes_makes(environment: Environment) -> None:
+    default = load_settings()
     made = {
         "SERVICE_HOST": "10.0.0.1",
         "SERVICE_PORT": "8000",
@@ -62,47 +92,50 @@ def test_variables_that_kubernetes_makes_are_ignored() -> None:
         "PORT": "tcp://10.0.0.1:8000",
     }
     made |= {"PORT_8000_TCP": "tcp://10.0.0.1:8000", "PORT_8000_TCP_PROTO": "tcp", "PORT_8000_TCP_ADDR": "10.0.0.1"}
-    environment = {
-        f"{prefix}_{name}": value for prefix in ("PSC", "PSC_DIGITS_PREDICTOR") for name, value in made.items()
-    }
-    assert load_settings(environment=environment) == load_settings(environment={})
+    environment(
+        {f"{prefix}_{name}": value for prefix in ("PSC", "PSC_DIGITS_PREDICTOR") for name, value in made.items()}
+    )
+    assert load_settings() == default
 
 
-def test_hosts_that_starlette_takes_are_taken() -> None:
+def test_accepts_the_hosts_that_starlette_accepts() -> None:
     hosts = ("*", "*.a.org", "a.org")
     assert load_settings({"allowed_hosts": ",".join(hosts)}).allowed_hosts == hosts
 
 
-def test_pillow_reads_as_many_pixels_as_may_be_asked_for() -> None:
-    most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
-    assert load_settings({"max_pixels": most}).max_pixels == most
+def test_the_maximum_of_max_pixels_is_that_of_pillow() -> None:
+    maximum = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+    assert load_settings({"max_pixels": maximum}).max_pixels == maximum
 
 
-def test_keys_are_never_shown() -> None:
+def test_keys_are_never_shown(environment: Environment) -> None:
     with pytest.raises(UsageError) as caught:
         load_settings({"api_keys": 5, "port": "x"})
     assert "5" not in str(caught.value)
+    environment({"PSC_API_KEYS": "hunter2"})
+    assert "hunter2" not in repr(load_settings())
+    environment({"PSC_API_KEY": "hunter2"})
     with pytest.raises(UsageError, match="PSC_API_KEY ") as caught:
-        load_settings(environment={"PSC_API_KEY": "hunter2"})
+        load_settings()
     assert "hunter2" not in str(caught.value)
-    settings = load_settings(environment={"PSC_API_KEYS": "hunter2"})
-    assert "hunter2" not in repr(settings)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("prot = 1", "unknown setting 'prot'"), ("port = ", "expected TOML"), (None, "check --config")],
+    [("prot = 1", "unknown setting 'prot'"), ("port = ", "is not TOML"), (None, "check --config")],
 )
-def test_a_bad_file_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+def test_rejects_a_bad_file(tmp_path: Path, text: str | None, message: str) -> None:
     config = tmp_path / "psc.toml"
     if text is not None:
         config.write_text(text)
     with pytest.raises(UsageError, match=message):
-        load_settings(environment={}, config=config)
+        load_settings({"config": config})
 
 
-def test_foreign_variables_are_left_alone() -> None:
-    load_settings(environment={"PSC_DATA": "/data", "PSC_CLIENT_URL": "http://x", "OTHER": "1", "PSC_PORT": ""})
+def test_ignores_empty_variables_and_those_of_others(environment: Environment) -> None:
+    default = load_settings()
+    environment({"PSC_DATA": "/data", "PSC_CLIENT_URL": "http://x", "OTHER": "1", "PSC_PORT": ""})
+    assert load_settings() == default
 
 
 def test_bundles_have_names() -> None:
@@ -110,8 +143,7 @@ def test_bundles_have_names() -> None:
     assert settings.named_bundles == (("main", Path("/b/one")), ("two", Path("/b/two/")))
 
 
-def test_every_setting_is_a_flag_and_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PSC_DATA", raising=False)
+def test_every_setting_is_a_flag_and_in_the_table() -> None:
     table, flags = markdown_table(), parser().format_help()
     for name, field in Settings.model_fields.items():
         assert f"`--{name.replace('_', '-')}`" in table
@@ -136,7 +168,7 @@ def test_flags(arguments: list[str], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--prot", "1"], ["--max-batch", "3"], ["extra"]])
-def test_unknown_flags_are_bad_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejects_unknown_flags(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         settings_from(arguments)
     assert caught.value.code == 2
