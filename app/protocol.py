@@ -17,7 +17,10 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES: Final = 1 << 16
-"""Longest request line with headers, and most of a body that is not its content, at a stretch; bytes."""
+"""Longest request line with headers, and longest run of a body's bytes that are not its content."""
+
+GRACE_SECONDS: Final = 1.0
+"""For the first request of a connection that was accepted just before the server ended."""
 
 
 def _refusal(status: bytes, text: bytes) -> bytes:
@@ -57,7 +60,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head = True
         self._read_bytes = 0
         self._head_bytes = 0  # What has come of the head, or since the last bytes of a body; while parsing, at most.
-        self._head_again = b""
+        self._offered_head = b""
         self._refused: bytes | None = None
         self._client_timer: asyncio.TimerHandle | None = None
         self._answer_timer: asyncio.TimerHandle | None = None
@@ -72,8 +75,17 @@ class LimitedProtocol(HttpToolsProtocol):
         self._end_client()
         self._end_answer()
 
+    def shutdown(self) -> None:
+        if self.cycle is None:  # Its first request may be on the way.
+            self.loop.call_later(GRACE_SECONDS, self._shutdown)
+        else:
+            self._shutdown()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
     def eof_received(self) -> None:
-        self.transport.close()  # Or the loop closes it, past our limits.
+        self._close()  # Or the loop closes it, past our limits.
 
     def data_received(self, data: bytes) -> None:
         if self._refused is not None:
@@ -105,7 +117,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 rest = memoryview(rest)[upgrade.args[0] :]
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # As uvicorn's own.
-            self.parser.feed_data(self._head_again)
+            self.parser.feed_data(self._offered_head)
 
     def _check_head(self, data: bytes) -> None:
         """The head has not come whole."""
@@ -130,7 +142,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
                 raise _Tunnel
-            self._head_again = self._head(header for header in self.headers if header[0] != b"upgrade")
+            self._offered_head = self._head(header for header in self.headers if header[0] != b"upgrade")
             return
         self._unset_keepalive_if_required()
         if self._client_timer is not None:
@@ -158,13 +170,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.transport.is_closing() and self.transport.get_write_buffer_size():
-            self._watch_answer()
+        self._watch_closing()
         if not self.cycle.response_complete:  # There is another, in the pipeline.
             return
         if self._refused is not None:
             self.transport.write(self._refused)
-            self.transport.close()
+            self._close()
         elif self.cycle.more_body:
             self._unset_keepalive_if_required()
             self._watch_client()
@@ -184,7 +195,20 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refused = answer
         else:
             self.transport.write(answer)
-            self.transport.close()
+            self._close()
+
+    def _close(self) -> None:
+        self.transport.close()
+        self._watch_closing()
+
+    def _shutdown(self) -> None:
+        super().shutdown()
+        self._watch_closing()
+
+    def _watch_closing(self) -> None:
+        """A closed connection sends what was written first; its client may not take for ever to read it."""
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self._watch_answer()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -215,7 +239,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._answering():  # An earlier request; until it is done, we may not even read.
             self._watch_client()
         else:
-            self.transport.close()
+            self._close()
 
     def _end_client(self) -> None:
         if self._client_timer is not None:

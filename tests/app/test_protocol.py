@@ -5,19 +5,41 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from app.protocol import MAX_HEAD_BYTES, JoinedWrites, LimitedProtocol, protocol
+from app.protocol import MAX_HEAD_BYTES, LimitedProtocol
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.anyio
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+
+GUARD_SECONDS = 30.0
+"""After this an event that a test waits for counts as missing."""
+
+TESTED_UVICORN = "0.54"
+"""The minor version whose ``HttpToolsProtocol`` :mod:`app.protocol` was written and tested for."""
+
+
+def test_uvicorn_is_a_version_that_was_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    major, minor = TESTED_UVICORN.split(".")
+    pin = f"uvicorn>={TESTED_UVICORN},<{major}.{int(minor) + 1}"
+    if pin not in project["dependencies"] or not uvicorn.__version__.startswith(f"{TESTED_UVICORN}."):
+        pytest.fail(
+            f"uvicorn {uvicorn.__version__} is not {TESTED_UVICORN}: compare its httptools_impl.py with the methods "
+            "that app/protocol.py overrides and the attributes that it reads (parser, url, headers, cycle, transport, "
+            "timeout_keep_alive_task), its server.py with the signals in app/runtime.py, its multiprocess.py with "
+            "app/server.py; run tests/app; then change TESTED_UVICORN here and the pin in pyproject.toml"
+        )
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -31,7 +53,7 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """The method and the body, in 0.2 s where the path is ``/slow``, and without the body where it is ``/early``."""
+    """The method and the body, in 1 s where the path is ``/slow``, and without the body where it is ``/early``."""
     body = scope["method"].encode() + b" "
     more = scope["path"] != "/early"
     while more:
@@ -39,7 +61,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
         body += message["body"]
         more = message["more_body"]
     if scope["path"] == "/slow":
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(1.0)
     headers = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -47,16 +69,15 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 @asynccontextmanager
 async def serving(
-    patience_s: float, app: Any = answer, idle_s: float = 5.0
+    timeout_s: float, app: Any = answer, idle_s: float = 5.0
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, ServerState]]:
-    """A client's connection to a server of that patience."""
+    """A client's connection to a server that waits for clients so long."""
     state = ServerState()
-    config = uvicorn.Config(app, http=protocol(patience_s, lambda: None), log_config=None)
-    config.timeout_keep_alive = idle_s  # type: ignore[assignment]
+    config = configuration(app, timeout_s, idle_s)
     server = await asyncio.get_running_loop().create_server(lambda: make(config, state), "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1 << 16)
     try:
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(GUARD_SECONDS):
             yield reader, writer, state
     finally:
         writer.close()
@@ -64,11 +85,29 @@ async def serving(
         await asyncio.sleep(0.01)
 
 
+class Application:
+    """An ASGI application with the settings that the protocol looks up."""
+
+    def __init__(self, app: Any, timeout_s: float) -> None:
+        self._app = app
+        settings = SimpleNamespace(upload_seconds=timeout_s)
+        self.state = SimpleNamespace(service=SimpleNamespace(settings=settings))
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._app(scope, receive, send)
+
+
+def configuration(app: Any, timeout_s: float, idle_s: float) -> uvicorn.Config:
+    config = uvicorn.Config(
+        Application(app, timeout_s), http=LimitedProtocol, interface="asgi3", proxy_headers=False, log_config=None
+    )
+    config.timeout_keep_alive = idle_s  # type: ignore[assignment]
+    config.load()
+    return config
+
+
 def make(config: uvicorn.Config, state: ServerState) -> LimitedProtocol:
-    if not config.loaded:
-        config.load()
-    made: LimitedProtocol = config.http_protocol_class(config=config, server_state=state, app_state={})  # type: ignore[call-arg, assignment]
-    return made
+    return LimitedProtocol(config=config, server_state=state, app_state={})
 
 
 async def response(reader: asyncio.StreamReader) -> bytes:
@@ -98,72 +137,13 @@ async def test_requests_in_pieces_and_one_after_the_other() -> None:
         assert await response(reader) == b"HTTP/1.1 200 OK xx"
 
 
-class Transport:
-    """Keeps what is written."""
-
-    def __init__(self) -> None:
-        self.pieces: list[bytes] = []
-        self.closed = False
-
-    def write(self, data: bytes) -> None:
-        assert not self.closed
-        self.pieces.append(data)
-
-    def close(self) -> None:
-        self.closed = True
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def get_write_buffer_size(self) -> int:
-        return 7
-
-
-async def test_what_is_written_in_one_turn_goes_in_one_piece() -> None:
-    below: Any = Transport()
-    transport = JoinedWrites(below, asyncio.get_running_loop(), lambda: None)
-    for data in (b"head", b"body"):
-        transport.write(data)
-    assert not below.pieces
-    assert transport.get_write_buffer_size() == 7 + 8
-    await asyncio.sleep(0)
-    assert below.pieces == [b"headbody"]
-    assert transport.get_write_buffer_size() == 7
-    transport.write(b"last")
-    transport.close()
-    assert below.pieces == [b"headbody", b"last"]
-    assert transport.is_closing()
-    transport.write(b"too late")
-    await asyncio.sleep(0)
-    assert below.pieces == [b"headbody", b"last"]
-
-
-async def test_much_that_is_written_in_one_turn_is_not_held_back() -> None:
-    below: Any = Transport()
-    transport = JoinedWrites(below, asyncio.get_running_loop(), lambda: None)
-    for _ in range(9):
-        transport.write(b"x" * (1 << 15))
-    assert [len(piece) for piece in below.pieces] == [1 << 16] * 4
-    await asyncio.sleep(0)
-    assert sum(map(len, below.pieces)) == 9 << 15
-
-
-async def test_head_and_body_of_an_answer_arrive_together() -> None:
-    async with serving(5.0) as (reader, writer, _):
-        for _ in range(3):
-            writer.write(REQUEST)
-            answered = await reader.read(1 << 16)
-            assert answered.startswith(b"HTTP/1.1 200 OK")
-            assert answered.endswith(b"\r\n\r\nxx")
-
-
 @pytest.mark.parametrize("line", [b"x-a: b\r\n", b"y" * 100], ids=["many headers", "one long header"])
 async def test_a_long_head_is_refused(line: bytes) -> None:
     async with serving(5.0) as (reader, writer, state):
         head = REQUEST[:-2] + b"x-long: " + line * MAX_HEAD_BYTES
         writer.write(head[: MAX_HEAD_BYTES - 1])
-        await asyncio.sleep(0.1)
-        assert state.connections
+        while not state.connections:
+            await asyncio.sleep(0.001)
         writer.write(head[MAX_HEAD_BYTES - 1 : MAX_HEAD_BYTES + 1])
         assert (await response(reader)).startswith(b"HTTP/1.1 431 Request Header Fields Too Large expected at most")
         assert await reader.read() == b""
@@ -171,32 +151,39 @@ async def test_a_long_head_is_refused(line: bytes) -> None:
 
 @pytest.mark.parametrize("sent", [b"", REQUEST[:20], REQUEST + REQUEST[:20]], ids=["nothing", "half", "a second half"])
 async def test_a_head_that_does_not_come_ends_the_connection(sent: bytes) -> None:
-    async with serving(0.2) as (reader, writer, state):
+    async with serving(0.5) as (reader, writer, state):
         writer.write(sent)
-        received = await asyncio.wait_for(reader.read(), 5.0)
+        received = await reader.read()
         assert received.count(b"200 OK") == sent.count(b"\r\n\r\n")
         assert not state.connections
 
 
 async def test_a_slow_body_is_not_a_slow_head() -> None:
-    async with serving(0.1) as (reader, writer, _):
+    async with serving(1.0) as (reader, writer, _):
         writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\n")
         for byte in b"12345":
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.3)
             writer.write(bytes([byte]))
         assert await response(reader) == b"HTTP/1.1 200 OK xx"
 
 
-async def test_an_answer_that_nobody_reads_is_dropped_and_a_slow_reader_is_not() -> None:
-    size = 32 << 20
-    async with serving(0.3) as (reader, writer, state):
-        writer.write(REQUEST.replace(b"GET /", b"GET /%d" % size))
-        await asyncio.sleep(1.5)
-        assert not state.connections
-    async with serving(0.3) as (reader, writer, state):
-        writer.write(REQUEST.replace(b"GET /", b"GET /%d" % size))
+SIZE = 16 << 20
+
+
+async def test_an_answer_that_nobody_reads_is_dropped() -> None:
+    async with serving(0.5) as (_, writer, state):
+        writer.write(REQUEST.replace(b"GET /", b"GET /%d" % SIZE))
+        while not state.connections:
+            await asyncio.sleep(0.001)
+        while state.connections:
+            await asyncio.sleep(0.05)
+
+
+async def test_an_answer_that_is_read_slowly_comes() -> None:
+    async with serving(2.0) as (reader, writer, state):
+        writer.write(REQUEST.replace(b"GET /", b"GET /%d" % SIZE))
         got = 0
-        while got < size:
+        while got < SIZE:
             got += len(await reader.read(1 << 20))
             await asyncio.sleep(0.02)
         assert state.connections
@@ -252,11 +239,10 @@ async def test_a_tunnel_is_refused(target: bytes) -> None:
 
 
 @asynccontextmanager
-async def not_reading(patience_s: float, idle_s: float) -> AsyncIterator[tuple[socket.socket, ServerState]]:
+async def not_reading(timeout_s: float, idle_s: float) -> AsyncIterator[tuple[socket.socket, ServerState]]:
     """A client's connection which holds little between server and client."""
     state = ServerState()
-    config = uvicorn.Config(answer, http=protocol(patience_s, lambda: None), log_config=None)
-    config.timeout_keep_alive = idle_s  # type: ignore[assignment]
+    config = configuration(answer, timeout_s, idle_s)
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
     server = await asyncio.get_running_loop().create_server(lambda: make(config, state), sock=listener)
@@ -265,12 +251,29 @@ async def not_reading(patience_s: float, idle_s: float) -> AsyncIterator[tuple[s
     client.connect(listener.getsockname())
     client.setblocking(False)
     try:
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(GUARD_SECONDS):
             yield client, state
     finally:
         client.close()
         server.close()
         await asyncio.sleep(0.01)
+
+
+async def test_a_connection_gets_a_moment_for_its_first_request_when_the_server_ends() -> None:
+    async with serving(1000.0, idle_s=1000.0) as (reader, _, state):
+        while not state.connections:
+            await asyncio.sleep(0.001)
+        (connection,) = state.connections
+        connection.shutdown()
+        await in_one_read(state, REQUEST)
+        assert await response(reader) == b"HTTP/1.1 200 OK xx"
+        connection.shutdown()
+        assert await reader.read() == b""
+    async with serving(1000.0, idle_s=1000.0) as (reader, _, state):
+        while not state.connections:
+            await asyncio.sleep(0.001)
+        next(iter(state.connections)).shutdown()
+        assert await reader.read() == b""
 
 
 STUCK = b"GET /60000 HTTP/1.1\r\nhost: a\r\n\r\n"
@@ -279,75 +282,74 @@ STUCK = b"GET /60000 HTTP/1.1\r\nhost: a\r\n\r\n"
 
 @pytest.mark.parametrize("end", ["close", "idle", "half closed"])
 async def test_a_connection_that_closes_does_not_wait_for_a_client_that_does_not_read(end: str) -> None:
-    async with not_reading(0.2, 0.1 if end == "idle" else 5.0) as (client, state):
+    async with not_reading(1.0, 1.0 if end == "idle" else 1000.0) as (client, state):
         client.send(STUCK.replace(b"host: a", b"connection: close") if end == "close" else STUCK)
-        await asyncio.sleep(0.1)
-        (connection,) = state.connections
-        assert 0 < connection.transport.get_write_buffer_size() < 1 << 16
+        while not (held := [each.transport.get_write_buffer_size() for each in state.connections]) or held == [0]:
+            await asyncio.sleep(0.001)
+        assert held[0] < 1 << 16
         if end == "half closed":
             client.shutdown(socket.SHUT_WR)
-        await asyncio.sleep(0.6)
-        assert not state.connections
+        while state.connections:
+            await asyncio.sleep(0.05)
 
 
 async def test_a_connection_that_closes_waits_for_a_client_that_reads_slowly() -> None:
-    async with not_reading(0.2, 5.0) as (client, _):
+    async with not_reading(1.0, 1000.0) as (client, _):
         client.send(STUCK.replace(b"host: a", b"connection: close"))
         received = b""
         begun = time.monotonic()
         while piece := await asyncio.get_running_loop().sock_recv(client, 1 << 12):
             received += piece
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)
         assert len(received.partition(b"\r\n\r\n")[2]) == 60000
-        assert time.monotonic() - begun > 0.4
+        assert time.monotonic() - begun > 1.0  # Or it was not slow.
 
 
-async def seconds_of_writing(
+async def write_until_closed(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes, pause_s: float
-) -> float:
-    """How long the server takes these data again and again before it ends the connection, which it must within 1 s."""
+) -> None:
+    """Write the data again and again until the server ends the connection."""
     ended = asyncio.ensure_future(reader.read())
-    begun = time.monotonic()
-    while not ended.done() and time.monotonic() - begun < 1.0:
+    while not ended.done():
         writer.write(data)
-        await asyncio.wait([ended], timeout=min(pause_s, 1.0))
-    assert ended.done()
-    return time.monotonic() - begun
+        await asyncio.wait([ended], timeout=pause_s)
 
 
 EARLY = b"POST /early HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n"
 
 
-@pytest.mark.parametrize("pause_s", [0.05, 5.0], ids=["drops", "nothing"])
+@pytest.mark.parametrize("pause_s", [0.05, GUARD_SECONDS], ids=["drops", "nothing"])
 async def test_a_body_that_nobody_reads_must_come_in_time(pause_s: float) -> None:
-    async with serving(0.3, echo, idle_s=2.0) as (reader, writer, _):
+    async with serving(1.0, echo, idle_s=1000.0) as (reader, writer, _):
         writer.write(EARLY)
         assert await response(reader) == b"HTTP/1.1 200 OK POST "
-        assert await seconds_of_writing(reader, writer, b"a", pause_s) > 0.2
+        await write_until_closed(reader, writer, b"a", pause_s)
 
 
-async def test_a_body_that_nobody_reads_ends_and_the_connection_is_idle() -> None:
-    async with serving(0.2, echo, idle_s=0.4) as (reader, writer, _):
+async def test_a_connection_is_kept_when_a_body_that_nobody_reads_has_come() -> None:
+    async with serving(1.0, echo, idle_s=1000.0) as (reader, writer, _):
         writer.write(EARLY)
         assert await response(reader) == b"HTTP/1.1 200 OK POST "
         for piece in (b"a" * 50, b"a" * 50):
             await asyncio.sleep(0.05)
             writer.write(piece)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.5)
         writer.write(REQUEST)
         assert await response(reader) == b"HTTP/1.1 200 OK GET "
-        begun = time.monotonic()
+
+
+async def test_a_connection_is_idle_when_a_body_that_nobody_reads_has_come() -> None:
+    async with serving(1000.0, echo, idle_s=0.5) as (reader, writer, _):
         writer.write(EARLY + b"a" * 100)  # All of it is there before the answer.
         assert await response(reader) == b"HTTP/1.1 200 OK POST "
-        assert await asyncio.wait_for(reader.read(), 2.0) == b""
-        assert time.monotonic() - begun > 0.3
+        assert await reader.read() == b""
 
 
 async def test_line_ends_between_requests_do_not_keep_a_connection() -> None:
-    async with serving(0.3, idle_s=0.3) as (reader, writer, _):
+    async with serving(1.0, idle_s=1.0) as (reader, writer, _):
         writer.write(REQUEST)
         assert await response(reader) == b"HTTP/1.1 200 OK xx"
-        await seconds_of_writing(reader, writer, b"\r\n", 0.05)
+        await write_until_closed(reader, writer, b"\r\n", 0.05)
 
 
 @pytest.mark.parametrize("cut", [1, 3, 5, len(REQUEST) - 1])
@@ -377,7 +379,7 @@ ENDLESS = {
 @pytest.mark.parametrize("kind", ENDLESS)
 async def test_an_endless_head_is_refused_and_the_answers_before_it_come(kind: str) -> None:
     begin, piece = ENDLESS[kind]
-    async with serving(0.1, echo) as (reader, _, state):
+    async with serving(0.5, echo) as (reader, _, state):
         await in_one_read(state, b"POST /slow HTTP/1.1\r\ncontent-length: 5\r\n\r\n12345" + REQUEST + begin)
         for _ in range(2 + MAX_HEAD_BYTES // len(piece)):
             await in_one_read(state, piece)
@@ -410,10 +412,10 @@ async def test_the_answers_before_what_is_not_http_come(wrong: bytes) -> None:
 
 
 async def test_an_answer_is_not_lost_when_the_next_head_does_not_come() -> None:
-    async with serving(0.1, echo) as (reader, writer, _):
+    async with serving(0.5, echo) as (reader, writer, _):
         writer.write(REQUEST.replace(b"/", b"/slow", 1) + REQUEST[:20])
         assert await response(reader) == b"HTTP/1.1 200 OK GET "
-        assert await asyncio.wait_for(reader.read(), 1.0) == b""
+        assert await reader.read() == b""
 
 
 CHUNKED = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n"
