@@ -18,7 +18,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.evaluation.baselines import Baselines, fit_baselines, penultimate_and_logits
 from psc_core.fitting import stages as fit
-from psc_core.fitting.checkpoint import StationStore
+from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.stages import FitOptions, FittedProjection
 from psc_core.model.predictor import PSC
 from psc_core.network.backbone import example_input, truncate
@@ -117,7 +117,7 @@ def _store(
     images: int | None,
     granularity: str,
     collapse_on: str | None = None,
-) -> StationStore:
+) -> Checkpoint:
     job = {
         "checkpoint": trained.name,
         "classes": train.classes,
@@ -132,7 +132,7 @@ def _store(
         job["collapse_on"] = collapse_on
     data = f"{train.name}-layer-of-{collapse_on}" if collapse_on else train.name
     folder = f"{trained.name}-{data}-{granularity}-{images or 'all'}-s{run.seed}.stages"
-    return StationStore(run.checkpoints / folder, job)
+    return Checkpoint(run.checkpoints / folder, job)
 
 
 def psc_of(run: Run, trained: Trained, parts: Stages, *, fit_images: int | None, density: str = "gda") -> PSC:

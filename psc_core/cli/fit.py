@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from psc_core.cli import options as cli_options
 from psc_core.errors import UsageError
-from psc_core.fitting.checkpoint import StationStore
+from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.version import __version__
 
 if TYPE_CHECKING:
@@ -156,10 +156,10 @@ def parser() -> argparse.ArgumentParser:
         type=cli_options.byte_count,
         default=1 << 30,
         metavar="SIZE",
-        help="budget of one station's statistics (default: 1G)",
+        help="budget of one stage's statistics (default: 1G)",
     )
     run.add_argument("--distributed", action="store_true", help="be one of the processes that torchrun started")
-    run.add_argument("--fresh", action="store_true", help="ignore stations of an interrupted run")
+    run.add_argument("--fresh", action="store_true", help="ignore stages of an interrupted run")
     run.add_argument(
         "--seed", type=cli_options.seed, default=0, help="splits the validation images and seeds the head (default: 0)"
     )
@@ -169,7 +169,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def fit(args: argparse.Namespace) -> None:
-    """Run all stations and write the bundle."""
+    """Run all stages and write the bundle."""
     from psc_core.bundle.manifest import check_origin
     from psc_core.compute.device import resolve_device
     from psc_core.compute.distributed import Reducer
@@ -194,20 +194,20 @@ def fit(args: argparse.Namespace) -> None:
     device = resolve_device(args.device)
     reducer = Reducer.start() if args.distributed else Reducer()
     options = FitOptions(device, args.precision, args.batch_images, args.epsilon, args.max_memory, args.seed, reducer)
-    _run_stations(args, net, train, val, options)
+    _run_stages(args, net, train, val, options)
 
 
-def _run_stations(
+def _run_stages(
     args: argparse.Namespace, net: nn.Module, train: ImageDataset, val: ImageDataset, options: FitOptions
 ) -> None:
     from psc_core.bundle.io import check_target
     from psc_core.bundle.manifest import MAX_NAME, check_text
-    from psc_core.fitting import stages as station
+    from psc_core.fitting import stages as stage
 
     check_target(args.out)
     if len(args.name) > MAX_NAME:
         raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(args.name)}")
-    station.check_promises(val, alpha=args.alpha, coverage=args.coverage, options=options)
+    stage.check_attainable_rates(val, alpha=args.alpha, coverage=args.coverage, options=options)
     first = options.reducer.rank == 0
     say = print if first else _silent
     say(f"train: {train.name}, {len(train)} images, {len(train.classes)} classes; val: {val.name}, {len(val)} images")
@@ -223,11 +223,11 @@ def _run_stations(
         "preprocess": train.preprocess.to_json(),
         "device": options.compute().device.type,
     }
-    store = StationStore(args.out.with_name(f".{args.out.name}.stations"), job, fresh=args.fresh)
+    store = Checkpoint(args.out.with_name(f".{args.out.name}.stages"), job, fresh=args.fresh)
 
     report = store.agreed(store.load_collapse(), options.reducer)
     if report is None:
-        report = station.measure_collapse(
+        report = stage.measure_collapse(
             net, train, val, layers=args.layers, granularity=args.granularity, options=options
         )
         store.save_collapse(report, writer=first)
@@ -236,7 +236,7 @@ def _run_stations(
 
     projection = store.agreed(store.load_projection(), options.reducer)
     if projection is None:
-        projection = station.fit_projection(
+        projection = stage.fit_projection(
             net,
             candidate,
             train,
@@ -250,7 +250,7 @@ def _run_stations(
         store.save_projection(projection, writer=first)
     say(projection.report.summary(report.nc4_of(candidate)))
 
-    psc = station.fit_psc(
+    psc = stage.fit_psc(
         net,
         candidate,
         projection,
@@ -308,7 +308,7 @@ _SETTINGS = (
 )
 
 _LATE_SETTINGS = ("density", "pca", "head", "predictions", "alpha", "coverage", "risk", "ood_score")
-"""Read behind the stations that are kept: changing them after an error does not start again."""
+"""Read behind the stages that are kept: changing them after an error does not start again."""
 
 
 def _provenance(args: argparse.Namespace, train: ImageDataset, val: ImageDataset) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What an interrupted fit keeps: the collapse report and the projection, in a directory beside the bundle.
 
-A station's file is used again only when the job is the same as far as it matters here: data, weights, version,
-preprocessing, device kind and the settings that these stations read, compared by digest.
+A stage's file is used again only when the job is the same as far as it matters here: data, weights, version,
+preprocessing, device kind and the settings that these stages read, compared by digest.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 Kept = TypeVar("Kept")
 
 
-class StationStore:
-    """Files of finished stations.
+class Checkpoint:
+    """Files of finished stages.
 
     Args:
         folder: Where they are kept.

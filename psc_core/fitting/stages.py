@@ -1,11 +1,11 @@
-"""From a trained network to a PSC, station by station, with the names of the paper's pseudo-code.
+"""From a trained network to a PSC, stage by stage, with the names of the paper's pseudo-code.
 
     net        = load_network("torchvision:resnet18", weights="net.safetensors", num_classes=10)
     candidate  = measure_collapse(net, train, val).candidate()
     projection = fit_projection(net, candidate, train, method="tucker")
     psc        = fit_psc(net, candidate, projection, train, val, head="laplace")
 
-The validation images are split once (:func:`psc_core.data.splits.split_validation`, same seed at every station):
+The validation images are split once (:func:`psc_core.data.splits.split_validation`, same seed at every stage):
 one half chooses the layer, the sizes, the prior precision and the temperature, the other half only calibrates.
 """
 
@@ -53,14 +53,14 @@ DEFAULT_MINIMUM_DIM = 64
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Options that several stations share.
+    """Options that several stages share.
 
     Attributes:
         device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
         precision: ``"fp32"`` or ``"bf16"`` of the network, at fit time and served.
         batch_images: Images sent through the network at once, at most; a CPU takes fewer.
         epsilon: Collapse cut-off (NC1).
-        max_memory_bytes: Budget of one station's statistics.
+        max_memory_bytes: Budget of one stage's statistics.
         seed: Splits the validation images and seeds the head.
         reducer: Sums over processes.
     """
@@ -89,7 +89,7 @@ def measure_collapse(
     granularity: str = "operations",
     options: FitOptions | None = None,
 ) -> CollapseReport:
-    """NC1 on ``train`` and NC4 on the choosing half of ``val``, after every layer.
+    """NC1 on ``train`` and NC4 on the selection split of ``val``, after every layer.
 
     Args:
         net: Trained network in eval mode.
@@ -108,12 +108,12 @@ def measure_collapse(
     options = options or FitOptions()
     options.reducer.require(train)
     _check_classes(train, val)
-    choose, _ = split_validation(val, options.seed)
+    selection, _ = split_validation(val, options.seed)
     compute = options.compute()
     return collapse.measure_collapse(
         net.to(compute.device),
         train,
-        choose,
+        selection,
         epsilon=options.epsilon,
         layers=layers,
         granularity=granularity,
@@ -137,7 +137,7 @@ def fit_projection(
     second_scaling: bool = True,
     options: FitOptions | None = None,
 ) -> FittedProjection:
-    """Moments and Tucker factors on ``train``; sizes on the choosing half of ``val`` (else on ``train``).
+    """Moments and Tucker factors on ``train``; sizes on the selection split of ``val`` (else on ``train``).
 
     Raises:
         UsageError: An unknown method.
@@ -148,13 +148,13 @@ def fit_projection(
     options = options or FitOptions()
     options.reducer.require(train)
     compute = options.compute()
-    choose = train if val is None else split_validation(val, options.seed)[0]
+    selection = train if val is None else split_validation(val, options.seed)[0]
     backbone = _cut(net, candidate, train, compute, keep_output=False)
     return FittedProjection(
         *fit_tucker(
             backbone,
             train,
-            choose,
+            selection,
             compute,
             epsilon=options.epsilon,
             c_proj=c_proj,
@@ -195,7 +195,7 @@ def fit_psc(
     collapse_report: CollapseReport | None = None,
     options: FitOptions | None = None,
 ) -> PSC:
-    """Density and head on z of ``train``, calibration on the calibrating half of ``val``.
+    """Density and head on z of ``train``, calibration on the calibration split of ``val``.
 
     Args:
         net: Trained network, from :func:`psc_core.load_network`; the result of another ``nn.Module`` predicts, but
@@ -212,7 +212,7 @@ def fit_psc(
         coverage: Nominal coverage of the prediction sets.
         risk: Error rate that images below the ambiguity threshold should have.
         ood_score: One of :data:`OOD_SCORES`: ``"density"`` (−log p(z), the paper's), or ``"density+entropy"``, which
-            adds the predictive entropy, both measured in their standard deviations over the choosing half of ``val``.
+            adds the predictive entropy, both measured in their standard deviations over the selection split of ``val``.
         name: Model name.
         provenance: Recorded in the bundle.
         collapse_report: Recorded in the bundle.
@@ -231,8 +231,8 @@ def fit_psc(
     _check_classes(train, val)
     options.reducer.require(train)
     compute = options.compute()
-    check_promises(val, alpha=alpha, coverage=coverage, options=options)
-    choose, calibrate = split_validation(val, options.seed)
+    check_attainable_rates(val, alpha=alpha, coverage=coverage, options=options)
+    selection, calibration_split = split_validation(val, options.seed)
     base = predictions == "base"
     backbone = _cut(net, candidate, train, compute, keep_output=base)
     if base:
@@ -246,7 +246,7 @@ def fit_psc(
         )
         fitted_head = None
         if not base:
-            z_val, _, val_labels = embed(backbone, project, choose, compute, Path(scratch) / "val", options.reducer)
+            z_val, _, val_labels = embed(backbone, project, selection, compute, Path(scratch) / "val", options.reducer)
             fitted_head = fit_head(
                 z,
                 labels,
@@ -259,15 +259,16 @@ def fit_psc(
                 class_names=train.classes,
             )
         del z, read  # Their file goes with the folder.
-    pipeline = Pipeline(
+    uncalibrated = Pipeline(
         train.preprocess, backbone, project, fitted_density, fitted_head, torch.empty(0), compute.precision
     ).to(compute.device)
+    weight = 0.0
     if ood_score == "density+entropy":
-        pipeline.entropy_weight = entropy_weight(predict_dataset(pipeline, choose, compute, "validation")[0])
-    outputs, targets = predict_dataset(pipeline, calibrate, compute, "calibration")
+        weight = entropy_weight(predict_dataset(uncalibrated, selection, compute, "validation")[0])
+        uncalibrated = uncalibrated.calibrated(torch.empty(0), entropy_weight=weight)
+    outputs, targets = predict_dataset(uncalibrated, calibration_split, compute, "calibration")
     calibration = fit_calibration(outputs["ood_score"], outputs["predictive_entropy"], outputs.probabilities, targets)
-    calibration.set_thresholds(coverage)  # both refuse a rate that so few images cannot promise
-    pipeline.calibration_scores = calibration.scores.to(compute.device)
+    pipeline = uncalibrated.calibrated(calibration.scores, entropy_weight=weight)
     right = outputs.probabilities.argmax(1) == targets
     ambiguous = ambiguity_threshold(outputs["predictive_entropy"], right, risk=risk)
     policy = Policy(alpha=alpha, ambiguity_threshold=ambiguous, coverage=coverage)
@@ -301,8 +302,8 @@ def entropy_weight(outputs: Outputs[Tensor]) -> float:
     return density / uncertainty if uncertainty > 0 else 0.0
 
 
-def check_promises(val: ImageDataset, *, alpha: float, coverage: float, options: FitOptions) -> None:
-    """Refuse rates that the calibrating half of ``val`` is too small for; only its size matters.
+def check_attainable_rates(val: ImageDataset, *, alpha: float, coverage: float, options: FitOptions) -> None:
+    """Refuse rates that the calibration split of ``val`` is too small for; only its size matters.
 
     Raises:
         UsageError: ``alpha`` below 1/(n + 1) or ``coverage`` above n/(n + 1).
@@ -400,7 +401,7 @@ def _check_classes(train: ImageDataset, val: ImageDataset) -> None:
 
 
 def _validation_metrics(outputs: Outputs[Tensor], targets: Tensor) -> dict[str, Any]:
-    """Of the calibrating half, on which nothing that they measure was chosen."""
+    """Of the calibration split, on which nothing that they measure was chosen."""
     probabilities = outputs.probabilities.double()
     confidence, predicted = probabilities.max(1)
     return {

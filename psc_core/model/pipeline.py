@@ -82,6 +82,7 @@ class Pipeline(nn.Module):
         self.register_buffer("scale", scale, persistent=False)
         self.register_buffer("shift", shift, persistent=False)
         self.register_buffer("calibration_scores", calibration_scores.float(), persistent=False)
+        self.preprocess = preprocess
         self.backbone = backbone
         self.projection = projection
         self.density = density
@@ -90,6 +91,11 @@ class Pipeline(nn.Module):
         self.entropy_weight = entropy_weight
         self._fused: tuple[Backbone, ...] = ()
         self.eval().requires_grad_(False)
+
+    def calibrated(self, scores: Float[Tensor, "n"], *, entropy_weight: float) -> Pipeline:
+        """The same pipeline with these calibration scores and this weight; nothing is copied."""
+        parts = (self.preprocess, self.backbone, self.projection, self.density, self.head)
+        return Pipeline(*parts, scores, self.precision, entropy_weight).to(self.scale.device)
 
     @property
     def concurrent(self) -> bool:

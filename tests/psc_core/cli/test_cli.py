@@ -54,7 +54,7 @@ def test_the_table_and_the_reason_are_printed(tiny_job, tmp_path: Path, capsys: 
     assert "penultimate" in out
     assert "has the highest NC4" in out
     assert "projection" in out
-    assert not list(tmp_path.glob(".*.stations"))
+    assert not list(tmp_path.glob(".*.stages"))
 
 
 def damaged(tiny_job, tmp_path: Path, change) -> list[str]:  # type: ignore[no-untyped-def]

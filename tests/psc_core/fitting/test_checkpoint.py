@@ -1,4 +1,4 @@
-"""Reproducible fits: equal jobs give equal bundles, and an interrupted job goes on from its stations."""
+"""Reproducible fits: equal jobs give equal bundles, and an interrupted job goes on from its stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from psc_core.bundle import io as bundle
 from psc_core.cli import fit as cli
 from psc_core.compute.distributed import Reducer
 from psc_core.fitting import stages as fit
-from psc_core.fitting.checkpoint import StationStore
+from psc_core.fitting.checkpoint import Checkpoint
 from tests.conftest import ROOT, TinyJob
 
 STATIONS = ("measure_collapse", "fit_projection", "fit_psc")
@@ -40,13 +40,13 @@ def uninterrupted(tiny_job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the stations that were run, in order."""
+    """Names of the stages that were run, in order."""
     ran: list[str] = []
 
-    def recorded(name: str, station: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(name: str, stage: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             ran.append(name)
-            return station(*args, **kwargs)
+            return stage(*args, **kwargs)
 
         return run
 
@@ -55,20 +55,20 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
-def interrupt(job: TinyJob, out: Path, station: str, more: Sequence[str] = ()) -> None:
-    """Run the job until ``station`` begins, and interrupt it there."""
+def interrupt(job: TinyJob, out: Path, stage: str, more: Sequence[str] = ()) -> None:
+    """Run the job until ``stage`` begins, and interrupt it there."""
 
     def killed(*_: Any, **__: Any) -> NoReturn:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, station, killed)
+        patch.setattr(fit, stage, killed)
         assert cli.main(arguments(job, out, *more)) == 130
     assert not out.exists()
 
 
 def kept(out: Path) -> set[str]:
-    return {file.name for folder in out.parent.glob(".*.stations") for file in folder.iterdir()}
+    return {file.name for folder in out.parent.glob(".*.stages") for file in folder.iterdir()}
 
 
 @pytest.mark.parametrize("head", ["laplace", "sngp", "duq"])
@@ -105,7 +105,7 @@ def test_another_seed_gives_another_version(tiny_job: TinyJob, tmp_path: Path, u
 
 
 @pytest.mark.parametrize(
-    ("station", "files", "left"),
+    ("stage", "files", "left"),
     [
         ("measure_collapse", set(), ["measure_collapse", "fit_projection", "fit_psc"]),
         ("fit_projection", {"job.txt", "collapse.json"}, ["fit_projection", "fit_psc"]),
@@ -117,12 +117,12 @@ def test_an_interrupted_fit_goes_on_to_the_same_bundle(
     tmp_path: Path,
     uninterrupted: str,
     calls: list[str],
-    station: str,
+    stage: str,
     files: set[str],
     left: list[str],
 ) -> None:
     out = tmp_path / "bundle"
-    interrupt(tiny_job, out, station)
+    interrupt(tiny_job, out, stage)
     assert kept(out) == files
     calls.clear()
     assert cli.main(arguments(tiny_job, out)) == 0
@@ -156,7 +156,7 @@ def test_what_the_stations_do_not_read_may_change(
 def test_half_a_station_counts_as_none(tiny_job: TinyJob, tmp_path: Path, uninterrupted: str, calls: list[str]) -> None:
     out = tmp_path / "bundle"
     interrupt(tiny_job, out, "fit_psc")
-    folder = next(tmp_path.glob(".*.stations"))
+    folder = next(tmp_path.glob(".*.stages"))
     (folder / "projection.json").rename(folder / "projection.json.part")
     calls.clear()
     assert cli.main(arguments(tiny_job, out)) == 0
@@ -177,8 +177,8 @@ class Peer:
 
 
 def test_processes_use_a_station_together_or_not_at_all() -> None:
-    assert StationStore.agreed("kept", Reducer()) == "kept"
-    assert StationStore.agreed(None, Reducer()) is None
-    assert StationStore.agreed("kept", Peer(1.0)) == "kept"
-    assert StationStore.agreed("kept", Peer(0.0)) is None
-    assert StationStore.agreed(None, Peer(1.0)) is None
+    assert Checkpoint.agreed("kept", Reducer()) == "kept"
+    assert Checkpoint.agreed(None, Reducer()) is None
+    assert Checkpoint.agreed("kept", Peer(1.0)) == "kept"
+    assert Checkpoint.agreed("kept", Peer(0.0)) is None
+    assert Checkpoint.agreed(None, Peer(1.0)) is None

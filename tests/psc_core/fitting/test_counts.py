@@ -61,7 +61,7 @@ def most(reads: Counter[int]) -> int:
 
 
 def test_a_fit_reads_the_training_images_four_times(data_root: Path) -> None:
-    """Collapse, moments, sizes, features; of the validation images the choosing half three times, the other once."""
+    """Collapse, moments, sizes, features; of the validation images the selection split three times, the other once."""
     net = tiny.network().eval()
     (train, train_reads), (val, val_reads) = counted(data_root, "train"), counted(data_root, "val")
     candidate = measure_collapse(net, train, val).candidate("4")

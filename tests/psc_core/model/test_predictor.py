@@ -72,7 +72,7 @@ def test_every_form_of_an_image_gives_the_same(psc: PSC, digits: torch.Tensor, t
     ):
         got = psc.predict(images)
         assert torch.equal(got.probabilities, expected.probabilities)
-        assert torch.equal(got["log_density"], expected["log_density"])
+        assert torch.equal(got.log_density, expected.log_density)
 
 
 def test_the_fields_of_a_prediction_agree_with_each_other(psc: PSC, digits: torch.Tensor) -> None:
