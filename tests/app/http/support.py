@@ -12,7 +12,7 @@ import torch
 
 from app.http.schemas import ProblemDocument
 from app.response import PredictResponse
-from psc_core.prediction import SCORES
+from psc_core.model.outputs import Outputs
 from tests.app.fakes import CLASSES, outputs_of, pixels, png
 from tests.app.support import Running, until
 
@@ -32,14 +32,16 @@ def check_predictions(response: httpx.Response, values: list[int]) -> list[dict[
     document = PredictResponse.model_validate_json(response.content)
     assert len(document.predictions) == len(values)
     images = torch.from_numpy(np.stack([pixels(value)[None] for value in values]))
-    for prediction, row in zip(document.predictions, outputs_of(images).numpy(), strict=True):
-        assert prediction.class_index == int(row[len(SCORES) :].argmax())
+    outputs = Outputs(outputs_of(images).numpy())
+    for k, prediction in enumerate(document.predictions):
+        probabilities = outputs.probabilities[k]
+        assert prediction.class_index == int(probabilities.argmax())
         assert prediction.label == CLASSES[prediction.class_index]
-        assert prediction.confidence == pytest.approx(row[len(SCORES) :].max(), abs=1e-6)
-        assert prediction.predictive_entropy == pytest.approx(row[0], abs=1e-6)
-        assert prediction.ood_score == pytest.approx(row[2], abs=1e-6)
+        assert prediction.confidence == pytest.approx(probabilities.max(), abs=1e-6)
+        assert prediction.predictive_entropy == pytest.approx(outputs["predictive_entropy"][k], abs=1e-6)
+        assert prediction.ood_score == pytest.approx(outputs["ood_score"][k], abs=1e-6)
         if prediction.probabilities is not None:
-            assert prediction.probabilities == pytest.approx(row[len(SCORES) :].tolist(), abs=1e-6)
+            assert prediction.probabilities == pytest.approx(probabilities.tolist(), abs=1e-6)
         assert prediction.label in prediction.prediction_set
     predictions: list[dict[str, Any]] = response.json()["predictions"]
     return predictions

@@ -127,7 +127,7 @@ async def test_bad_parameters_are_400(query: str) -> None:
         check_problem(await app.client.post(f"/predict?{query}", content=png(1), headers=PNG), 400, "malformed")
 
 
-async def test_an_alpha_the_calibration_cannot_promise_is_422() -> None:
+async def test_unattainable_alpha_is_422() -> None:
     async with running() as app:
         response = await app.client.post("/predict?alpha=0.001", content=png(1), headers=PNG)
         assert "1/(n + 1)" in check_problem(response, 422, "unattainable-alpha")["detail"]
@@ -167,7 +167,7 @@ async def test_malformed_bodies_are_400(content_type: str, body: bytes) -> None:
         check_problem(response, 400, "malformed")
 
 
-async def test_other_fields_are_ignored_up_to_a_number() -> None:
+async def test_ignores_other_fields_up_to_max_fields() -> None:
     async with running(max_fields=3) as app:
         files = [("images", ("a.png", png(1)))]
         response = await app.client.post("/predict", files=files, data={"note": "x", "token": "y"})
@@ -183,7 +183,7 @@ async def test_other_content_types_are_415(content_type: str) -> None:
         check_problem(response, 415, "unsupported-media")
 
 
-async def test_what_is_not_an_image_is_415_and_named() -> None:
+async def test_names_what_is_not_an_image() -> None:
     async with running() as app:
         files = [("images", ("good.png", png(1))), ("images", ("bad.txt", b"hello"))]
         document = check_problem(await app.client.post("/predict", files=files), 415, "unsupported-image")
@@ -292,7 +292,7 @@ async def test_not_ready_is_503_until_warm() -> None:
 
 
 @pytest.mark.parametrize("first", [POISON, NOT_FINITE])
-async def test_an_image_the_network_fails_on_is_500_and_only_that(first: int) -> None:
+async def test_failing_image_is_500_and_fails_alone(first: int) -> None:
     async with running(max_delay_ms=50) as app:
         good, bad = await asyncio.gather(
             app.client.post("/predict", content=png(1), headers=PNG),

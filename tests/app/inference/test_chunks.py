@@ -91,7 +91,7 @@ def test_an_error_waits_for_the_other_part(failing: int) -> None:
     assert ended == [True]
 
 
-def test_the_shipped_network_gives_the_same_rows_to_several_threads(shipped_bundle: Path) -> None:
+def test_shipped_network_on_several_threads(shipped_bundle: Path) -> None:
     pipeline = PSC.load(shipped_bundle, device="cpu").pipeline
     assert pipeline.concurrent
     images = torch.randint(0, 256, (4 * MIN_CHUNK_IMAGES, 1, 28, 28), dtype=torch.uint8)

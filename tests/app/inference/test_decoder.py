@@ -92,7 +92,7 @@ def test_a_single_image_does_not_wait_for_all_of_a_large_request(hands: Callable
     assert pool.answers == {"a": [0, 1, 2, 3], "b": [0, 1, 2], "c": [0]}
 
 
-def test_a_request_that_comes_later_waits_for_one_image_of_each_piece(hands: Callable[..., Hands]) -> None:
+def test_later_request_waits_for_one_image_of_each_piece(hands: Callable[..., Hands]) -> None:
     pool = hands(threads=2)
     pool.ask("a", 10)
     pool.step()
@@ -102,7 +102,7 @@ def test_a_request_that_comes_later_waits_for_one_image_of_each_piece(hands: Cal
     assert pool.answers == {"a": list(range(10)), "b": [0]}
 
 
-def test_small_images_are_decoded_for_a_few_milliseconds_before_others_go_first(hands: Callable[..., Hands]) -> None:
+def test_small_images_share_a_turn(hands: Callable[..., Hands]) -> None:
     """Guards against a hop for each of five hundred tiny images."""
     pool = hands(threads=2)
     pool.seconds = module.TURN_SECONDS / 50
@@ -126,7 +126,7 @@ def test_the_first_bad_image_is_named_whatever_the_order_of_decoding(hands: Call
     assert "image 4" in str(error)
 
 
-def test_nothing_is_decoded_for_a_request_nobody_waits_for(hands: Callable[..., Hands]) -> None:
+def test_unwanted_request_is_not_decoded(hands: Callable[..., Hands]) -> None:
     pool = hands(threads=2)
     pool.ask("a", 10)
     for _ in range(3):

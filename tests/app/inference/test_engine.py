@@ -1,4 +1,4 @@
-"""The engine: right rows for every image, and only the requests at fault fail."""
+"""The engine: right outputs for every image, and only the requests at fault fail."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def where_steps_run(setup: Setup) -> set[int]:
     return set(setup.network.callers)
 
 
-async def test_a_quick_step_runs_on_the_event_loop_and_any_other_on_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_quick_step_runs_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     async with engine() as setup:
         assert threading.get_ident() not in await where_steps_run(setup)
     monkeypatch.setattr("app.inference.steps.eager.QUICK_SECONDS", 60.0)
@@ -110,7 +110,7 @@ async def test_a_quick_step_runs_on_the_event_loop_and_any_other_on_its_thread(m
         assert threading.get_ident() not in await where_steps_run(setup)
 
 
-async def test_a_quick_step_waits_for_the_turn_of_the_loop_that_brings_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_quick_step_waits_until_no_more_requests_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.inference.steps.eager.QUICK_SECONDS", 60.0)
     async with engine(max_batch=8) as setup:
 
@@ -154,25 +154,25 @@ async def test_a_quick_step_takes_one_thread_unless_told(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("anywhere")
-async def test_every_image_gets_its_own_row_whatever_it_is_batched_with() -> None:
+async def test_every_image_gets_its_own_outputs() -> None:
     async with engine() as setup:
         counts = [1, 3, 20, 1, 7, 1, 40, 2]
         requests = [[pixels((13 * i + 7 * k) % 200) for k in range(n)] for i, n in enumerate(counts)]
         answers = await asyncio.gather(*(setup.arrays(*images) for images in requests))
-        for images, rows in zip(requests, answers, strict=True):
+        for images, packed in zip(requests, answers, strict=True):
             expected = outputs_of(torch.from_numpy(stack(*images))).numpy()
-            np.testing.assert_allclose(rows, expected, atol=1e-6)
+            np.testing.assert_allclose(packed, expected, atol=1e-6)
         assert sum(setup.metrics.batches) == sum(counts)
         assert max(setup.metrics.batches) == 8
 
 
 @pytest.mark.parametrize("inline", [0, 1 << 20])
-async def test_encoded_images_are_decoded_at_once_or_on_threads_with_equal_results(inline: int) -> None:
+async def test_decoding_at_once_and_on_threads_agree(inline: int) -> None:
     async with engine(inline=inline) as setup:
         uploads = [EncodedImage(png(10 * k)) for k in range(12)]
-        rows = (await setup.engine.predict(uploads, deadline_s=10)).packed
+        packed = (await setup.engine.predict(uploads, deadline_s=10)).packed
         expected = outputs_of(torch.from_numpy(stack(*(pixels(10 * k) for k in range(12))))).numpy()
-        np.testing.assert_allclose(rows, expected, atol=1e-6)
+        np.testing.assert_allclose(packed, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("inline", [0, 1 << 20])
@@ -191,7 +191,7 @@ async def test_the_first_bad_image_is_named(inline: int) -> None:
         assert setup.network.sizes == []
 
 
-async def test_small_files_of_many_pixels_are_not_decoded_on_the_event_loop() -> None:
+async def test_small_files_of_many_pixels_are_decoded_on_threads() -> None:
     async with engine() as setup:
         decoder = setup.engine._decoder
         assert decoder.decode_now([EncodedImage(png(0, size=90))]) is not None
@@ -200,7 +200,7 @@ async def test_small_files_of_many_pixels_are_not_decoded_on_the_event_loop() ->
             await setup.engine.predict([EncodedImage(png(0, size=200))], deadline_s=10)
 
 
-async def test_requests_that_wait_while_the_device_works_run_as_one_batch() -> None:
+async def test_waiting_requests_run_as_one_batch() -> None:
     async with engine() as setup:
         setup.network.gate.clear()
         first = asyncio.create_task(setup.arrays(pixels(1)))
@@ -217,9 +217,9 @@ async def test_requests_that_wait_while_the_device_works_run_as_one_batch() -> N
 async def test_out_of_memory_splits_the_batch_and_goes_on() -> None:
     async with engine() as setup:
         setup.network.memory = 3
-        rows = await setup.arrays(*(pixels(k) for k in range(8)))
+        packed = await setup.arrays(*(pixels(k) for k in range(8)))
         expected = outputs_of(torch.from_numpy(stack(*(pixels(k) for k in range(8))))).numpy()
-        np.testing.assert_allclose(rows, expected, atol=1e-6)
+        np.testing.assert_allclose(packed, expected, atol=1e-6)
         assert max(size for size in setup.network.sizes[1:] if size <= 3) == 2
         assert setup.engine.phase is Phase.READY
 
@@ -246,31 +246,31 @@ async def test_no_memory_even_for_one_image_fails_that_request_only() -> None:
 
 
 @pytest.mark.usefixtures("anywhere")
-async def test_a_poison_image_fails_only_its_own_request() -> None:
+async def test_failing_image_fails_only_its_request() -> None:
     async with engine(delay_ms=50) as setup:
         good = [setup.arrays(pixels(k)) for k in range(5)]
         bad = setup.arrays(pixels(9), pixels(9, first=POISON))
-        *rows, error = await asyncio.gather(*good, bad, return_exceptions=True)
+        *packed, error = await asyncio.gather(*good, bad, return_exceptions=True)
         assert isinstance(error, InferenceFailed)
         assert "image 1" in str(error)
-        for k, row in enumerate(rows):
+        for k, outputs in enumerate(packed):
             expected = outputs_of(torch.from_numpy(stack(pixels(k)))).numpy()
-            np.testing.assert_allclose(row, expected, atol=1e-6)
+            np.testing.assert_allclose(outputs, expected, atol=1e-6)
         assert setup.engine.phase is Phase.READY
         assert not setup.failures
 
 
 @pytest.mark.usefixtures("anywhere")
-async def test_outputs_that_are_not_finite_are_never_answered() -> None:
+async def test_outputs_that_are_not_finite() -> None:
     async with engine(delay_ms=50) as setup:
         good, bad = setup.arrays(pixels(1)), setup.arrays(pixels(2), pixels(3, first=NOT_FINITE))
-        rows, error = await asyncio.gather(good, bad, return_exceptions=True)
-        assert np.isfinite(rows).all()
+        packed, error = await asyncio.gather(good, bad, return_exceptions=True)
+        assert np.isfinite(packed).all()
         assert isinstance(error, InferenceFailed)
         assert "image 1" in str(error)
 
 
-async def test_a_device_that_dies_on_the_event_loop_is_reported_once_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_device_that_dies_on_the_event_loop_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.inference.steps.eager.QUICK_SECONDS", 60.0)
     async with engine() as setup:
         setup.network.dead = True
@@ -284,7 +284,7 @@ async def test_a_device_that_dies_on_the_event_loop_is_reported_once_too(monkeyp
     assert len(setup.failures) == 1
 
 
-async def test_a_dead_device_fails_everything_and_is_reported_once() -> None:
+async def test_dead_device_fails_everything_and_is_reported_once() -> None:
     async with engine() as setup:
         setup.network.gate.clear()
         requests = [asyncio.create_task(setup.arrays(pixels(k), pixels(k))) for k in range(20)]
@@ -300,7 +300,7 @@ async def test_a_dead_device_fails_everything_and_is_reported_once() -> None:
             await setup.arrays(pixels(1))
 
 
-async def test_a_failed_engine_is_failed_after_it_was_closed_too() -> None:
+async def test_failed_engine_stays_failed_when_closed() -> None:
     async with engine() as setup:
         setup.network.dead = True
         with pytest.raises(DeviceError):
@@ -311,7 +311,7 @@ async def test_a_failed_engine_is_failed_after_it_was_closed_too() -> None:
 
 
 @pytest.mark.usefixtures("anywhere")
-async def test_a_device_dead_at_warm_up_never_becomes_ready() -> None:
+async def test_device_dead_at_warm_up() -> None:
     async with engine(start=False) as setup:
         setup.network.dead = True
         with pytest.raises(DeviceError, match="warm-up"):
@@ -327,7 +327,7 @@ async def test_nothing_is_admitted_before_warm_up() -> None:
         await setup.engine.start()
 
 
-async def test_a_quick_step_does_not_change_what_the_next_one_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_quick_step_leaves_the_threads_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = torch.get_num_threads()
     network = CountsThreads()
     try:
@@ -350,7 +350,7 @@ class TimeAnImage(FakePipeline):
         return super().__call__(images)
 
 
-async def test_a_step_whose_full_batch_is_slow_is_not_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_step_with_a_slow_full_batch_is_not_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.inference.steps.eager.QUICK_SECONDS", 0.008)
     step = make_step(TimeAnImage(), (1, 8, 8), max_batch=8, device=torch.device("cpu"), compiled=False)
     step.warm_up()
@@ -372,9 +372,9 @@ async def test_fixed_shapes_pad_to_buckets_and_never_answer_the_padding() -> Non
     step = EagerStep(network, (1, 8, 8), max_batch=8, device=torch.device("cpu"), fixed_shapes=True)
     step.input(0)[:] = 77
     step.input(0)[:3] = stack(pixels(1), pixels(2), pixels(3))
-    rows = step.fetch(0, 3)
+    packed = step.fetch(0, 3)
     assert network.sizes == [4]
-    np.testing.assert_allclose(rows, outputs_of(torch.from_numpy(stack(pixels(1), pixels(2), pixels(3)))))
+    np.testing.assert_allclose(packed, outputs_of(torch.from_numpy(stack(pixels(1), pixels(2), pixels(3)))))
 
 
 async def test_the_deadline_is_kept_while_the_device_is_busy() -> None:
@@ -391,7 +391,7 @@ async def test_the_deadline_is_kept_while_the_device_is_busy() -> None:
         assert len(await setup.arrays(pixels(3))) == 1
 
 
-async def test_work_of_a_client_that_left_never_reaches_the_device() -> None:
+async def test_request_of_a_client_that_left_never_reaches_the_device() -> None:
     left = False
 
     async with engine() as setup:
@@ -412,7 +412,7 @@ async def test_work_of_a_client_that_left_never_reaches_the_device() -> None:
         assert setup.network.sizes == [1]
 
 
-async def test_a_cancelled_handler_drops_its_work() -> None:
+async def test_cancelled_handler_drops_its_request() -> None:
     async with engine() as setup:
         setup.network.gate.clear()
         first = asyncio.create_task(setup.arrays(pixels(1)))
@@ -440,7 +440,7 @@ async def test_a_full_queue_refuses_without_decoding() -> None:
         await asyncio.gather(first, waiting)
 
 
-async def test_closing_answers_what_was_admitted_and_admits_nothing_more() -> None:
+async def test_closing_finishes_what_was_admitted() -> None:
     async with engine() as setup:
         setup.network.seconds = 0.01
         requests = [asyncio.create_task(setup.arrays(*[pixels(k)] * 10)) for k in range(5)]
@@ -450,7 +450,7 @@ async def test_closing_answers_what_was_admitted_and_admits_nothing_more() -> No
         with pytest.raises(NotReady):
             await setup.arrays(pixels(1))
         answers = await asyncio.gather(*requests)
-        assert [len(rows) for rows in answers] == [10] * 5
+        assert [len(packed) for packed in answers] == [10] * 5
         await closing
         assert setup.engine.phase is Phase.CLOSED
 
@@ -506,7 +506,7 @@ class SlowStep(EagerStep):
         return self.network(torch.from_numpy(self.buffers[slot][:count])).numpy()
 
 
-async def test_a_full_batch_is_launched_behind_the_running_one_a_smaller_one_waits() -> None:
+async def test_only_a_full_batch_is_launched_behind_the_running_one() -> None:
     network = FakePipeline()
     step = SlowStep(network, max_batch=4)
     with ThreadPoolExecutor(1) as pool:

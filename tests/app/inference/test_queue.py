@@ -42,7 +42,7 @@ class Simulation(RuleBasedStateMachine):
         self.admitted: list[Request] = []
         self.running: list[Batch] = []
         self.finished: list[Request] = []
-        self.rows: dict[Request, list[int | None]] = {}
+        self.results: dict[Request, list[int | None]] = {}
         self.closed = False
 
     def gather(self) -> None:
@@ -63,7 +63,7 @@ class Simulation(RuleBasedStateMachine):
             assert not self.closed
             self.admitted.append(request)
             self.reserved.append(request)
-            self.rows[request] = [None] * count
+            self.results[request] = [None] * count
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data())
@@ -84,9 +84,9 @@ class Simulation(RuleBasedStateMachine):
         for part in batch.parts:
             assert part.request.kind == batch.kind
             assert part.request.deadline > self.now
-            for row in range(part.start, part.stop):
-                assert self.rows[part.request][row] is None, "handed out twice"
-                self.rows[part.request][row] = -1
+            for image in range(part.start, part.stop):
+                assert self.results[part.request][image] is None, "handed out twice"
+                self.results[part.request][image] = -1
         self.running.append(batch)
         self.gather()
 
@@ -95,8 +95,8 @@ class Simulation(RuleBasedStateMachine):
     def complete(self) -> None:
         batch = self.running.pop(0)
         for part in batch.parts:
-            for row in range(part.start, part.stop):
-                self.rows[part.request][row] = row
+            for image in range(part.start, part.stop):
+                self.results[part.request][image] = image
         self.batcher.complete(batch, now=self.now)
         self.gather()
 
@@ -136,7 +136,7 @@ class Simulation(RuleBasedStateMachine):
     def aligned(self) -> None:
         for request in self.finished:
             if request.error is None:
-                assert self.rows[request] == list(range(request.count))
+                assert self.results[request] == list(range(request.count))
 
     def teardown(self) -> None:
         if not hasattr(self, "batcher"):
@@ -156,7 +156,7 @@ class Simulation(RuleBasedStateMachine):
 TestSimulation = Simulation.TestCase
 
 
-def test_a_large_request_does_not_starve_single_images() -> None:
+def test_large_request_does_not_starve_single_images() -> None:
     batcher = make(batch=16, queue=2000)
     large = admit(batcher, 500)
     first = batcher.take(0.0)
@@ -166,7 +166,7 @@ def test_a_large_request_does_not_starve_single_images() -> None:
     assert {request for request, _, _ in parts(batch)} == {large, *singles}
 
 
-def test_a_large_request_advances_beside_a_stream_of_single_images() -> None:
+def test_single_images_do_not_starve_a_large_request() -> None:
     batcher = make(batch=16, queue=2000)
     large = admit(batcher, 100)
     for _ in range(200):
@@ -178,14 +178,14 @@ def test_a_large_request_advances_beside_a_stream_of_single_images() -> None:
     assert large.state is State.RUNNING
 
 
-def test_images_of_a_lonely_request_fill_the_batch_in_one_slice() -> None:
+def test_lonely_request_fills_the_batch_at_once() -> None:
     batcher = make(batch=64)
     request = admit(batcher, 100)
     assert parts(batcher.take(0.0)) == [(request, 0, 64)]
     assert parts(batcher.take(0.0)) == [(request, 64, 100)]
 
 
-def test_delay_holds_a_batch_back_until_it_is_full_or_old() -> None:
+def test_delay_ends_when_the_batch_is_full_or_old() -> None:
     batcher = make(batch=2, delay=1.0)
     admit(batcher, 1, now=0.0)
     assert batcher.take(0.5) is None
@@ -196,7 +196,7 @@ def test_delay_holds_a_batch_back_until_it_is_full_or_old() -> None:
     assert batcher.take(2.0) is not None
 
 
-def test_a_request_that_is_cancelled_after_its_first_turn_does_not_end_the_delay_of_others() -> None:
+def test_cancelled_request_does_not_end_the_delay_of_others() -> None:
     batcher = make(batch=8, delay=1.0)
     large = admit(batcher, 12)
     assert batcher.take(0.0) is not None
@@ -205,7 +205,7 @@ def test_a_request_that_is_cancelled_after_its_first_turn_does_not_end_the_delay
     assert batcher.due_in(0.0) == 1.0
 
 
-def test_full_asks_for_nothing_less_than_a_whole_batch() -> None:
+def test_full_waits_for_a_whole_batch() -> None:
     batcher = make(batch=4)
     admit(batcher, 3)
     assert batcher.take(0.0, full=True) is None
@@ -213,7 +213,7 @@ def test_full_asks_for_nothing_less_than_a_whole_batch() -> None:
     assert batcher.take(0.0, full=True) is not None
 
 
-def test_lanes_never_share_a_batch_and_take_turns() -> None:
+def test_kinds_take_turns_in_batches_of_their_own() -> None:
     batcher = make(batch=4)
     for _ in range(2):
         admit(batcher, 4, kind="a")
@@ -222,7 +222,7 @@ def test_lanes_never_share_a_batch_and_take_turns() -> None:
     assert [batch.kind for batch in taken if batch] == ["a", "b", "a", "b"]
 
 
-def test_expired_work_is_dropped_before_it_costs_device_time() -> None:
+def test_expired_requests_never_reach_the_device() -> None:
     batcher = make()
     late = admit(batcher, 3, deadline=1.0)
     good = admit(batcher, 1)
@@ -231,7 +231,7 @@ def test_expired_work_is_dropped_before_it_costs_device_time() -> None:
     assert isinstance(late.error, DeadlineExceeded)
 
 
-def test_cancelled_work_leaves_the_queue_at_once() -> None:
+def test_cancelled_request_leaves_at_once() -> None:
     batcher = make(queue=5)
     request = admit(batcher, 5)
     batcher.cancel(request)
@@ -253,7 +253,7 @@ def test_retry_after_follows_the_measured_drain_rate() -> None:
     assert caught.value.retry_after == 10
 
 
-def test_a_burst_after_quiet_is_not_judged_by_batches_of_one() -> None:
+def test_burst_after_quiet_is_not_timed_by_batches_of_one() -> None:
     batcher = make(batch=64, queue=4000)
     for second in range(5):
         admit(batcher, 1, now=second)
@@ -292,7 +292,7 @@ def test_drain_times_are_those_of_batches_of_about_the_size(steps: list[tuple[in
     assert batcher.drain_seconds(images) == pytest.approx(sum(map(of, sizes)) if found else 0.0)
 
 
-def test_a_batch_behind_another_is_timed_from_where_that_ended() -> None:
+def test_batch_behind_another_is_timed_from_its_end() -> None:
     batcher = make(batch=4)
     admit(batcher, 8)
     first, second = batcher.take(0.0), batcher.take(0.0)
@@ -302,7 +302,7 @@ def test_a_batch_behind_another_is_timed_from_where_that_ended() -> None:
     assert batcher.drain_seconds(4) == pytest.approx(1.0)
 
 
-def test_a_device_that_has_become_quicker_is_soon_trusted() -> None:
+def test_quicker_device_is_soon_trusted() -> None:
     batcher, now = make(batch=4), 0.0
     for seconds in [1.0] * 30 + [0.1] * 30:
         admit(batcher, 4, now=now)
@@ -313,7 +313,7 @@ def test_a_device_that_has_become_quicker_is_soon_trusted() -> None:
     assert batcher.drain_seconds(4) == pytest.approx(0.1, rel=0.02)
 
 
-def test_work_that_could_not_be_answered_in_time_is_refused_at_once() -> None:
+def test_refuses_what_cannot_be_answered_in_time() -> None:
     batcher = make(batch=10, queue=100)
     admit(batcher, 10, now=0.0)
     batch = batcher.take(0.0)
@@ -326,7 +326,7 @@ def test_work_that_could_not_be_answered_in_time_is_refused_at_once() -> None:
     batcher.reserve(1, now=1.0, deadline=16.5)
 
 
-def test_a_single_image_is_not_refused_for_a_large_request_that_it_overtakes() -> None:
+def test_admits_a_single_image_that_overtakes_a_large_request() -> None:
     batcher = make(batch=10, queue=200)
     admit(batcher, 10, now=0.0)
     batch = batcher.take(0.0)
@@ -360,7 +360,7 @@ def test_closed_admits_nothing_and_finishes_the_rest() -> None:
 
 
 @given(st.integers(-3, 0))
-def test_a_job_has_at_least_one_image(count: int) -> None:
+def test_request_has_at_least_one_image(count: int) -> None:
     with pytest.raises(ValueError, match="at least 1 image"):
         make().reserve(count, now=0.0, deadline=1.0)
 
@@ -371,7 +371,7 @@ def test_sizes_are_positive(batch: int, queue: int, delay: float) -> None:
         make(batch, queue, delay)
 
 
-def test_the_queue_wakes_a_blocked_taker_and_delivers_each_job_once() -> None:
+def test_put_wakes_a_blocked_take_and_delivers_once() -> None:
     delivered: list[Request] = []
     queue = RequestQueue(make(batch=4), delivered.extend)
     taken: list[Batch | None] = []
@@ -397,7 +397,7 @@ def test_the_queue_wakes_a_blocked_taker_and_delivers_each_job_once() -> None:
     assert all(request.error is None for request in requests)
 
 
-def test_a_large_request_is_through_in_time_however_long_an_overload_lasts() -> None:
+def test_large_request_ends_in_time_under_lasting_overload() -> None:
     """Three times more single images arrive than the device can do; each image takes 1/300 s."""
     batcher, now, arrived, large = make(64, 2048), 0.0, 0.0, None
     ended: list[Request] = []

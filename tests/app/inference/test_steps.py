@@ -35,9 +35,9 @@ class Network:
     def __call__(self, images: Tensor, /) -> Tensor:
         self.sizes.append(len(images))
         flat = images.flatten(1).float()
-        rows = torch.stack([flat.sum(1), flat.amax(1)], 1)
-        self.last = (images, rows)
-        return rows
+        packed = torch.stack([flat.sum(1), flat.amax(1)], 1)
+        self.last = (images, packed)
+        return packed
 
     def explain(self, images: Tensor, /) -> tuple[Tensor, dict[str, Tensor]]:
         return self(images), {"first": images[:, 0, 0, 0]}
@@ -85,12 +85,12 @@ class Cuda:
                 cuda.notes.append("wait for the event")
 
         class Graph:
-            images = rows = torch.empty(0)
+            images = packed = torch.empty(0)
 
             def replay(self) -> None:
                 cuda.notes.append(f"replay {len(self.images)}")
                 cuda.replaying = True
-                self.rows.copy_(cuda.network(self.images))
+                self.packed.copy_(cuda.network(self.images))
                 cuda.replaying = False
 
         @contextmanager
@@ -98,7 +98,7 @@ class Cuda:
             assert options["capture_error_mode"] == "thread_local"
             yield
             assert cuda.network.last is not None
-            graph.images, graph.rows = cuda.network.last
+            graph.images, graph.packed = cuda.network.last
             cuda.captured.append(len(graph.images))
 
         @contextmanager
@@ -172,10 +172,10 @@ def test_one_copy_in_one_replay_one_copy_out(step: GraphStep, cuda: Cuda, count:
     with Copies(cuda, step):
         step.launch(0, count)
         launched = list(cuda.notes)
-        rows = step.fetch(0, count)
+        packed = step.fetch(0, count)
     assert launched == [f"to device {count}", f"replay {bucket}", f"from device {count}", "record"]
     assert cuda.notes == [*launched, "wait for the event"]  # and nothing allocated on the device
-    np.testing.assert_array_equal(rows, expected)
+    np.testing.assert_array_equal(packed, expected)
 
 
 def test_every_bucket_is_captured_once_and_the_largest_first(network: Network, cuda: Cuda, step: GraphStep) -> None:
@@ -190,11 +190,11 @@ def test_two_slots_are_in_flight_at_once(step: GraphStep, cuda: Cuda) -> None:
     step.launch(1, 2)
     assert "wait for the event" not in cuda.notes  # launching never waits
     assert step.done(0)
-    rows = step.fetch(0, 4)
+    packed = step.fetch(0, 4)
     fill(step, 0, 4, 3)
     step.launch(0, 4)  # while the second is still to be fetched
     np.testing.assert_array_equal(step.fetch(1, 2), second)
-    np.testing.assert_array_equal(rows, first)  # the caller's own: later steps do not write into it
+    np.testing.assert_array_equal(packed, first)  # the caller's own: later steps do not write into it
 
 
 def test_outputs_of_the_padding_never_come_out(step: GraphStep) -> None:

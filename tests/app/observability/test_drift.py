@@ -60,14 +60,14 @@ def test_equals_the_definition(n: int, ranks: list[float]) -> None:
 @given(
     n=st.integers(1, 300),
     window=st.integers(1, 400),
-    shares=st.lists(st.sampled_from([0.0, 1e-3, 0.01, 0.5, 1.0]), min_size=4, max_size=4),
+    fractions=st.lists(st.sampled_from([0.0, 1e-3, 0.01, 0.5, 1.0]), min_size=4, max_size=4),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=30, deadline=None)
-def test_many_images_at_once_are_the_same_as_one_by_one(n: int, window: int, shares: list[float], seed: int) -> None:
-    """Streams of four stretches, each with its own share of strange images, so that alarms fall anywhere."""
+def test_many_images_at_once_equal_one_by_one(n: int, window: int, fractions: list[float], seed: int) -> None:
+    """Streams of four stretches, each with its own fraction of strange images, so that alarms fall anywhere."""
     generator = np.random.default_rng(seed)
-    strange = generator.random(600) < np.repeat(shares, 150)
+    strange = generator.random(600) < np.repeat(fractions, 150)
     p_values = np.where(strange, 1, generator.integers(1, n + 2, 600)) / (n + 1)
     at_once, one_by_one = (DriftMonitor(n, 0.2, window=window) for _ in range(2))
     assert at_once.update(p_values) == sum(one_by_one.update([p_value]) for p_value in p_values)
@@ -106,7 +106,7 @@ def test_drift_is_found_soon_early_or_late(quiet: int, shift: float, within: int
     assert found is not None
 
 
-def test_an_alarm_begins_a_new_run_and_alarms_repeat_under_lasting_drift() -> None:
+def test_alarms_repeat_under_lasting_drift() -> None:
     monitor = DriftMonitor(1000, 0.05)
     raised = [monitor.update([1 / 1001]) for _ in range(60)]
     first = raised.index(1)
@@ -164,7 +164,7 @@ def test_binomial_tail_of_long_windows(successes: int, trials: int, probability:
 
 
 @pytest.mark.parametrize("p_value", [0.0, -0.1, 1.1, math.nan, math.inf])
-def test_what_is_no_p_value_is_refused(p_value: float) -> None:
+def test_rejects_what_is_no_p_value(p_value: float) -> None:
     monitor = DriftMonitor(10, 0.05)
     with pytest.raises(ValueError, match="expected a p-value"):
         monitor.update([0.5, p_value])

@@ -26,8 +26,8 @@ def recorder(metrics: Metrics, name: str = "m", classes: tuple[str, ...] = CLASS
 def outputs_of(*images: tuple[float, float, float, int]) -> Outputs[FloatArray]:
     """Images by entropy, log density, p-value and class."""
     probabilities = np.eye(2, dtype=np.float32)
-    rows = [[entropy, density, 0.0, p_value, 0.0, *probabilities[k]] for entropy, density, p_value, k in images]
-    return Outputs(np.array(rows, np.float32))
+    packed = [[entropy, density, 0.0, p_value, 0.0, *probabilities[k]] for entropy, density, p_value, k in images]
+    return Outputs(np.array(packed, np.float32))
 
 
 def record(target: ModelRecorder, outputs: Outputs[FloatArray]) -> None:
