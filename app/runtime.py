@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,8 +14,9 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from prometheus_client.multiprocess import mark_process_dead
 
-from app.observability.metrics import forget_dead_processes
+from app.observability.metrics import PROCESS_FILES, forget_dead_processes
 from app.service import Service
 from app.settings import Settings
 from psc_core.compute.allocator import keep_freed_memory
@@ -70,20 +73,22 @@ class UvicornRuntime(Runtime):
 
     @contextlib.contextmanager
     def running(self, service: Service) -> Iterator[None]:
-        """SIGHUP reloads; SIGTERM drains, and ends uvicorn a moment later.
+        """SIGHUP reloads; SIGTERM drains, and ends uvicorn a moment later; so does the end of a worker's parent.
 
         Uvicorn closes idle connections when it is told to end, and a request that is already on the wire is lost.  In
         that moment clients learn from ``Connection: close`` and from ``/readyz`` to go elsewhere.
         """
         loop = asyncio.get_running_loop()
-        end = signal.getsignal(signal.SIGTERM)
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+        end, parent = before[signal.SIGTERM], multiprocessing.parent_process()
         tasks: set[asyncio.Task[None]] = set()
 
         def drain() -> None:
             service.begin_drain()
-            linger = min(LINGER_SECONDS, service.settings.drain_seconds)
+            if parent is not None:
+                loop.remove_reader(parent.sentinel)
             if callable(end):
-                loop.call_later(linger, end, signal.SIGTERM, None)
+                loop.call_later(linger_seconds(service.settings), end, signal.SIGTERM, None)
 
         def reload() -> None:
             task = loop.create_task(service.reload_quietly())
@@ -92,12 +97,22 @@ class UvicornRuntime(Runtime):
 
         loop.add_signal_handler(signal.SIGTERM, drain)
         loop.add_signal_handler(signal.SIGHUP, reload)
+        if parent is not None:
+            loop.add_reader(parent.sentinel, drain)
         try:
             yield
         finally:
-            loop.remove_signal_handler(signal.SIGTERM)
-            loop.remove_signal_handler(signal.SIGHUP)
+            for number, handler in before.items():
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+            if PROCESS_FILES in os.environ:
+                mark_process_dead(os.getpid())  # type: ignore[no-untyped-call]
             gc.unfreeze()  # Or libraries report at exit that their objects have leaked.
+
+
+def linger_seconds(settings: Settings) -> float:
+    """How long requests are still accepted after SIGTERM."""
+    return min(LINGER_SECONDS, settings.drain_seconds / 2)
 
 
 def network_threads(settings: Settings, default: int) -> int:

@@ -17,7 +17,7 @@ from app.main import create_app
 from app.observability.logs import log_config
 from app.observability.metrics import PROCESS_FILES
 from app.protocol import LimitedProtocol
-from app.runtime import UvicornRuntime
+from app.runtime import UvicornRuntime, linger_seconds
 from app.service import EXIT_BAD_INPUT, Service
 from app.settings import Settings
 
@@ -35,6 +35,15 @@ def build(settings: Settings) -> FastAPI:
     return create_app(settings, runtime=UvicornRuntime(settings))
 
 
+class Workers(Multiprocess):
+    """Uvicorn's workers; when they end, the parent stops listening too."""
+
+    def terminate_all(self) -> None:
+        for listener in self.sockets:
+            listener.close()
+        super().terminate_all()
+
+
 def uvicorn_config(settings: Settings) -> uvicorn.Config:
     """How uvicorn runs the application."""
     return uvicorn.Config(
@@ -50,7 +59,7 @@ def uvicorn_config(settings: Settings) -> uvicorn.Config:
         proxy_headers=False,
         backlog=BACKLOG,
         timeout_keep_alive=settings.keep_alive_seconds,
-        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+        timeout_graceful_shutdown=max(1, int(settings.drain_seconds - linger_seconds(settings))),
         timeout_worker_healthcheck=_WORKER_TIMEOUT_S,
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
@@ -62,13 +71,17 @@ def serve(settings: Settings, listener: socket.socket) -> tuple[int, str]:
 
     Returns:
         Exit code, and why in one line where it is not 0.
+
+    Raises:
+        UsageError: Settings that cannot be used.
     """
     config = uvicorn_config(settings)
     if settings.workers == 1:
         return _serve_alone(config, listener)
+    create_app(settings)  # Raises what is wrong with the settings here; uvicorn would start such a worker for ever.
     with tempfile.TemporaryDirectory(prefix="psc-metrics-") as folder:
         os.environ.setdefault(PROCESS_FILES, folder)
-        workers = Multiprocess(config, [listener])
+        workers = Workers(config, [listener])
         workers.run()
     failed = any(worker.exitcode == STARTUP_FAILURE for worker in workers.processes)
     return (EXIT_BAD_INPUT, "a worker could not start; see the log") if failed else (0, "")
