@@ -1,46 +1,156 @@
-"""The shipped bundle behind the real command line, in a process of its own."""
+"""``psc-serve`` in a process of its own, with a bundle or with the fake model."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Final
 
 import httpx
 
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 
+GUARD_SECONDS: Final = 120.0
+"""After this an event that a test waits for counts as missing."""
+
+PSC_SERVE: Final = (sys.executable, "-m", "app.cli")
+
+
+class Server:
+    """A started server.
+
+    Args:
+        flags: Of the command.
+        program: What is run.
+
+    Attributes:
+        process: Leader of a process group of its own.
+        url: Where it listens; empty when it ended before.
+        log: Lines on standard error.
+    """
+
+    def __init__(self, *flags: str, program: Sequence[str] = PSC_SERVE) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
+        self.process = subprocess.Popen(
+            [*program, "--port=0", "--device=cpu", *flags],
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.url = ""
+        self.log: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.until(lambda: self.url or not self._reader.is_alive())
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    @property
+    def workers(self) -> set[int]:
+        """Process ids of the live workers."""
+        pid = self.process.pid
+        children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        return {child for child in children if is_alive(child) and "--multiprocessing-fork" in command_line(child)}
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Wait for a condition."""
+        end = time.monotonic() + GUARD_SECONDS
+        while not condition():
+            if time.monotonic() > end:
+                raise TimeoutError("".join(self.log))
+            time.sleep(0.02)
+
+    def wait_ready(self) -> None:
+        """Until every model is warm."""
+        self.until(lambda: self.process.poll() is not None or self._is_ready())
+
+    def wait_for_log(self, text: str, count: int = 1) -> None:
+        """Until so many lines of the log have this text."""
+        self.until(lambda: sum(text in line for line in list(self.log)) >= count)
+
+    def metrics(self) -> str:
+        """The exposition of its metrics."""
+        return httpx.get(self.url + "/metrics", timeout=GUARD_SECONDS).text
+
+    def end(self) -> int:
+        """Wait for the exit code, and for the rest of the log."""
+        code = self.process.wait(GUARD_SECONDS)
+        self._reader.join(GUARD_SECONDS)
+        return code
+
+    def terminate(self) -> int:
+        """The exit code after SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.end()
+
+    def close(self) -> None:
+        """End whatever is left of it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.end()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+    def _is_ready(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(self.url + "/readyz", verify=False, timeout=GUARD_SECONDS).status_code == 200
+        return False
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if "listening on " in line:
+                self.url = line.split()[-1]
+            self.log.append(line)
+
+
+@contextmanager
+def serve(*flags: str, ready: bool = True, program: Sequence[str] = PSC_SERVE) -> Iterator[Server]:
+    """A started server, ready to predict unless told otherwise."""
+    server = Server(*flags, program=program)
+    try:
+        if ready:
+            server.wait_ready()
+        yield server
+    finally:
+        server.close()
+
+
+def serve_fake(*arguments: str, ready: bool = True) -> AbstractContextManager[Server]:
+    """The fake model ``m``; see :mod:`tests.app.serve_fake` for the arguments."""
+    program = (sys.executable, "-m", "tests.app.serve_fake")
+    return serve(f"--bundle=m={SHIPPED_BUNDLE}", "--max-batch-size=8", *arguments, ready=ready, program=program)
+
 
 @contextmanager
 def serve_shipped(*flags: str) -> Iterator[str]:
-    """URL of a ready service; at the end SIGTERM must end it with code 0."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PSC_")}
-    command = [sys.executable, "-m", "app.cli", "--bundle", str(SHIPPED_BUNDLE), "--port", "0", "--device", "cpu"]
-    process = subprocess.Popen([*command, *flags], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    line = next(line for line in process.stderr if "listening on" in line)
-    reader = threading.Thread(target=process.stderr.read, daemon=True)
-    reader.start()
-    address = line.split("listening on")[1].strip()
-    end = time.monotonic() + 60
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            if httpx.get(f"{address}/readyz").status_code == 200:
-                break
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
-    try:
-        yield address
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
-        reader.join()
-        process.stderr.close()
+    """URL of the shipped bundle's service; at the end SIGTERM must end it with code 0."""
+    with serve(f"--bundle={SHIPPED_BUNDLE}", *flags) as server:
+        yield server.url
+        assert server.terminate() == 0
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process and it has not ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+def command_line(pid: int) -> str:
+    """Of a process; empty when it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""

@@ -1,47 +1,52 @@
-"""A fake model behind the real server: ``serve_fake.py [--flags] [step=SECONDS] [die-after=SECONDS] [bad=FILE]``."""
+"""``psc-serve`` with a fake model in place of its bundles: ``python -m tests.app.serve_fake [--flags] [step=SECONDS]
+[state=FOLDER] [linger=SECONDS]``.
+
+A file in the folder changes what happens from then on.  ``dead``: every step fails.  ``hang``: the next step never ends
+and leaves a file ``hanging``.  ``bad``: no bundle can be loaded.
+"""
 
 from __future__ import annotations
 
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from torch import Tensor
 
-from app.cli import EXIT_BAD_INPUT, settings_from
-from app.dispatch import inherited_channel
-from app.observability.logs import configure_logs
-from app.sockets import make_socket
-from app.supervisor import Supervisor
+import app.runtime
+from app.cli import main
+from psc_core.errors import BundleError
+from psc_core.model.predictor import PSC
+from tests.app.fakes import FakeModel, FakePipeline
 
-
-def main() -> int:
-    flags = [each for each in sys.argv[1:] if each.startswith("--")]
-    extras = dict(each.split("=") for each in sys.argv[1:] if not each.startswith("--"))
-    settings = settings_from(flags)
-    configure_logs(settings.log_level)
-    channel = inherited_channel()
-    listeners = []
-    if channel is None:
-        listeners = [make_socket(settings.host, settings.port)]
-        print(f"port {listeners[0].getsockname()[1]}", flush=True)
-    if settings.workers > 1 and channel is None:
-        command = [sys.executable, *sys.argv]
-        return Supervisor(command, listeners[0], workers=settings.workers, drain_seconds=settings.drain_seconds).run()
-    if Path(extras.get("bad", "/nothing")).exists():
-        return EXIT_BAD_INPUT
-    from app.main import create_app
-    from app.server import Server
-    from tests.app.fakes import FakeModel
-
-    model = FakeModel()
-    model.pipeline.seconds = float(extras.get("step", 0))
-    if "die-after" in extras:
-        threading.Timer(float(extras["die-after"]), setattr, (model.pipeline, "dead", True)).start()
-    server = Server(create_app(settings, {"m": model}), settings, channel=channel)
-    server.run(listeners)
-    return server.service.exit_code
+OPTIONS = dict(each.split("=") for each in sys.argv[1:] if not each.startswith("--"))
+STATE = Path(OPTIONS.get("state", "/nowhere"))
 
 
+class ControlledPipeline(FakePipeline):
+    """A fake that obeys the files of the folder."""
+
+    def __call__(self, images: Tensor, /) -> Tensor:
+        self.dead = (STATE / "dead").exists()
+        if (STATE / "hang").exists():
+            (STATE / "hanging").touch()
+            threading.Event().wait()
+        return super().__call__(images)
+
+
+def load(*_: Any, **__: Any) -> FakeModel:
+    """In place of ``PSC.load``."""
+    if (STATE / "bad").exists():
+        raise BundleError("the bundle is bad")
+    model = FakeModel(pipeline=ControlledPipeline())
+    model.pipeline.seconds = float(OPTIONS.get("step", 0))
+    return model
+
+
+if __name__ in ("__main__", "__mp_main__"):  # In the workers too, which import this module under the second name.
+    PSC.load = load  # type: ignore[assignment, method-assign]
+    app.runtime.LINGER_SECONDS = float(OPTIONS.get("linger", 1.0))  # type: ignore[misc]
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.argv[1:] = [each for each in sys.argv[1:] if each.startswith("--")]
+    main()

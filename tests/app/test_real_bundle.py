@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from psc_core import PSC
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
 from tests.app.support import until
+from tests.served import GUARD_SECONDS, serve
 
 ALLOW = "tests.tiny:network"
 ADMIN = {"x-api-key": "root"}
@@ -43,7 +41,7 @@ def digits(data_root: Path) -> list[bytes]:
     return files
 
 
-def serve(bundle: Path, **settings: Any) -> Any:
+def application(bundle: Path, **settings: Any) -> Any:
     options = {"bundle": f"tiny={bundle}", "device": "cpu", "allow_factories": ALLOW, "admin_keys": "root"}
     return create_app(load_settings({**options, **settings}))
 
@@ -61,7 +59,7 @@ async def answer(client: httpx.AsyncClient, files: list[bytes], query: str = "")
 async def test_served_answers_are_those_of_predict_at_every_batch_size(tiny_bundle: Path, digits: list[bytes]) -> None:
     psc = PSC.load(tiny_bundle, device="cpu", allow_factories=(ALLOW,))
     expected = psc.predict(digits)
-    app = serve(tiny_bundle)
+    app = application(tiny_bundle)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
@@ -90,7 +88,7 @@ async def test_served_answers_are_those_of_predict_at_every_batch_size(tiny_bund
 @pytest.mark.anyio
 async def test_a_bundle_altered_on_disk_changes_nothing_when_reloaded(tiny_bundle: Path, tmp_path: Path) -> None:
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
-    app = serve(bundle)
+    app = application(bundle)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
@@ -108,30 +106,15 @@ async def test_a_bundle_altered_on_disk_changes_nothing_when_reloaded(tiny_bundl
 
 
 def test_psc_serve_starts_answers_and_stops(tiny_bundle: Path, digits: list[bytes]) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
-    with subprocess.Popen(
-        [Path(sys.executable).with_name("psc-serve"), "--bundle", str(tiny_bundle), "--port", "0", "--device", "cpu",
-         "--allow-factories", ALLOW],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        cwd=Path(__file__).resolve().parents[2],
-    ) as process:  # fmt: skip
-        assert process.stderr is not None
-        url = process.stderr.readline().split()[-1]
-        process.send_signal(signal.SIGHUP)  # there is nothing to reload yet
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            try:
-                if httpx.get(url + "/readyz").status_code == 200:
-                    break
-            except httpx.TransportError:
-                pass
-            time.sleep(0.05)
-        response = httpx.post(url + "/predict", content=digits[0], headers={"content-type": "image/png"})
-        process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=30)
-    assert response.status_code == 200, log
-    assert process.returncode == 0, log
-    assert '"message":"model ready"' in log
-    assert "Traceback" not in log
+    installed = str(Path(sys.executable).with_name("psc-serve"))
+    flags = (f"--bundle={tiny_bundle}", f"--allow-factories={ALLOW}")
+    with serve(*flags, ready=False, program=[installed]) as server:
+        server.process.send_signal(signal.SIGHUP)  # There is nothing to reload yet.
+        server.wait_ready()
+        response = httpx.post(
+            server.url + "/predict", content=digits[0], headers={"content-type": "image/png"}, timeout=GUARD_SECONDS
+        )
+        assert response.status_code == 200
+        assert server.terminate() == 0
+        assert any('"message":"model ready"' in line for line in server.log)
+        assert not any("Traceback" in line for line in server.log)

@@ -6,7 +6,6 @@ import shutil
 import ssl
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -14,7 +13,7 @@ import pytest
 
 from tests.app.fakes import png
 from tests.app.support import PNG, running
-from tests.app.test_server import Process
+from tests.served import GUARD_SECONDS, serve_fake
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")
@@ -25,36 +24,23 @@ def test_https_with_a_certificate(tmp_path: Path, workers: int) -> None:
         "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
     )
     subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    server = Process(f"--tls-certificate={certificate}", f"--tls-key={key}", f"--workers={workers}")
     trust = ssl.create_default_context(cafile=str(certificate))
-    try:
-        with httpx.Client(base_url=f"https://127.0.0.1:{server.port}", verify=trust) as client:
-            end = time.monotonic() + 60
-            while time.monotonic() < end:
-                try:
-                    if client.get("/readyz").status_code == 200:
-                        break
-                except httpx.TransportError:
-                    time.sleep(0.05)
-            answer = client.post("/predict", content=png(3), headers=PNG)
-            assert answer.status_code == 200
+    with serve_fake(f"--tls-certificate={certificate}", f"--tls-key={key}", f"--workers={workers}") as server:
+        assert server.url == f"https://127.0.0.1:{server.port}"
+        answer = httpx.post(server.url + "/predict", content=png(3), headers=PNG, verify=trust, timeout=GUARD_SECONDS)
+        assert answer.status_code == 200
         with pytest.raises(httpx.TransportError):
-            httpx.get(f"http://127.0.0.1:{server.port}/healthz")
-    finally:
-        server.process.terminate()
-        assert server.end() == 0
-        assert server.process.stdout is not None
-        assert server.process.stderr is not None
-        server.process.stdout.close()
-        server.process.stderr.close()
+            httpx.get(f"http://127.0.0.1:{server.port}/healthz", timeout=GUARD_SECONDS)
+        assert server.terminate() == 0
 
 
-def test_a_certificate_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path, tiny_bundle: Path) -> None:
+def test_rejects_an_unusable_certificate_in_one_line(tmp_path: Path, tiny_bundle: Path) -> None:
     missing, broken = tmp_path / "missing.pem", tmp_path / "broken.pem"
     broken.write_text("no certificate\n")
     for path in (missing, broken):
         words = ["--bundle", str(tiny_bundle), f"--tls-certificate={path}", f"--tls-key={path}"]
-        ended = subprocess.run([sys.executable, "-m", "app.cli", *words], capture_output=True, text=True, timeout=60)
+        program = [sys.executable, "-m", "app.cli", *words]
+        ended = subprocess.run(program, capture_output=True, text=True, timeout=GUARD_SECONDS, check=False)
         assert ended.returncode == 2
         assert f"certificate chain in {path}" in ended.stderr
         assert len(ended.stderr.splitlines()) == 1
