@@ -130,9 +130,9 @@ def errors(driver: Driver) -> list[str]:
     return [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
 
 
-def test_chosen_images_are_judged(page: Driver, files: dict[str, Path]) -> None:
+def test_classifies_chosen_images(page: Driver, files: dict[str, Path]) -> None:
     choose(page, files["clear"], files["between"], files["strange"])
-    until(lambda: text(page, "#status") == "3 of 3 images judged.")
+    until(lambda: text(page, "#status") == "3 of 3 images classified.")
     clear, between, strange = (card(page, f"{name}.png") for name in ("clear", "between", "strange"))
     assert text_in(clear, ".decision") == "✓ Accept"
     assert "Abstain: several classes fit" in between.text
@@ -143,8 +143,8 @@ def test_chosen_images_are_judged(page: Driver, files: dict[str, Path]) -> None:
     assert text_in(between, ".entropy") == "0.693 of 1.1 nats"
     rows = between.find_elements("css selector", ".classes li")
     assert [row.text.split("\n")[0] for row in rows[:2]] in (["dark", "middle"], ["middle", "dark"])
-    shares = [float(text_in(row, ".share").removesuffix(" %")) for row in rows[:2]]
-    assert shares == pytest.approx([50.0, 50.0], abs=2.0)
+    fractions = [float(text_in(row, ".share").removesuffix(" %")) for row in rows[:2]]
+    assert fractions == pytest.approx([50.0, 50.0], abs=2.0)
 
     def widths() -> list[float]:
         return [row.find_element("css selector", ".fill").rect["width"] for row in rows]
@@ -164,7 +164,7 @@ def test_chosen_images_are_judged(page: Driver, files: dict[str, Path]) -> None:
     assert errors(page) == []
 
 
-def test_dropped_images_are_judged_and_cleared(page: Driver, files: dict[str, Path]) -> None:
+def test_classifies_and_clears_dropped_images(page: Driver, files: dict[str, Path]) -> None:
     page.execute_script(DROP, "dropped.png", list(files["clear"].read_bytes()), "image/png")
     until(lambda: "✓ Accept" in text(page, ".card"))
     assert "dropped.png" in text(page, "figcaption")
@@ -180,7 +180,7 @@ def test_dropped_images_are_judged_and_cleared(page: Driver, files: dict[str, Pa
 
 def test_a_refused_image_says_why_and_spoils_no_other(page: Driver, files: dict[str, Path]) -> None:
     choose(page, files["broken"], files["clear"])
-    until(lambda: text(page, "#status") == "2 of 2 images judged.")
+    until(lambda: text(page, "#status") == "2 of 2 images classified.")
     broken = card(page, "broken.png")
     assert "expected one of JPEG, PNG" in broken.text
     assert "No preview" in broken.text
@@ -211,7 +211,7 @@ def test_a_busy_service_is_asked_again(driver: Driver, files: dict[str, Path]) -
         refused = 'psc_rejected_total{reason="queue-full"}'
         until(lambda: refused in httpx.get(f"{url}/metrics").text)
         model.pipeline.gate.set()
-        until(lambda: text(driver, "#status") == "3 of 3 images judged.")
+        until(lambda: text(driver, "#status") == "3 of 3 images classified.")
         assert find(driver, "[data-decision=error]") == []
 
 
@@ -238,7 +238,7 @@ def test_nothing_is_cut_off_at_any_width(page: Driver, files: dict[str, Path], s
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     try:
         choose(page, files["clear"], files["strange"])
-        until(lambda: text(page, "#status") == "2 of 2 images judged.")
+        until(lambda: text(page, "#status") == "2 of 2 images classified.")
         width, inner = page.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
         assert width <= inner == size[0]
         assert all(each.rect["width"] <= size[0] for each in find(page, ".card"))
@@ -265,7 +265,7 @@ def test_text_is_readable_in_both_schemes(page: Driver, files: dict[str, Path], 
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
     try:
         choose(page, files["clear"], files["between"], files["strange"], files["broken"])
-        until(lambda: text(page, "#status") == "4 of 4 images judged.")
+        until(lambda: text(page, "#status") == "4 of 4 images classified.")
         colours = page.execute_script(
             """
             const solid = (node) => {
@@ -288,7 +288,7 @@ def test_text_is_readable_in_both_schemes(page: Driver, files: dict[str, Path], 
 
 def test_names_and_labels_for_assistive_technology(page: Driver, files: dict[str, Path]) -> None:
     choose(page, files["clear"])
-    until(lambda: text(page, "#status") == "1 of 1 image judged.")
+    until(lambda: text(page, "#status") == "1 of 1 image classified.")
     tree = page.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
     seen = {
         (node["role"]["value"], node.get("name", {}).get("value", ""))

@@ -19,7 +19,7 @@ let model = null;
 let modelLoading = null;
 let running = 0;
 let added = 0;
-let judged = 0;
+let classified = 0;
 
 class Problem extends Error {
   constructor(status, detail, retryAfter) {
@@ -111,14 +111,14 @@ function newCard(file) {
 function work() {
   while (running < PARALLEL && queue.length > 0) {
     running += 1;
-    judge(queue.shift()).finally(() => {
+    classify(queue.shift()).finally(() => {
       running -= 1;
       work();
     });
   }
 }
 
-async function judge({ file, card }) {
+async function classify({ file, card }) {
   mark(card, "waiting", "Judging…");
   try {
     await modelLoading;
@@ -132,7 +132,7 @@ async function judge({ file, card }) {
     mark(card, "error", problem.message);
   }
   if (card.isConnected) {
-    judged += 1;
+    classified += 1;
     progress();
   }
 }
@@ -229,7 +229,7 @@ function mark(card, decision, text) {
 
 function progress() {
   const noun = added === 1 ? "image" : "images";
-  say(added === 0 ? "" : `${judged} of ${added} ${noun} judged.`);
+  say(added === 0 ? "" : `${classified} of ${added} ${noun} classified.`);
 }
 
 function say(text) {
@@ -254,7 +254,7 @@ function clear() {
   queue.length = 0;
   locked.length = 0;
   added = 0;
-  judged = 0;
+  classified = 0;
   element("clear").hidden = true;
   progress();
   element("files").focus();
@@ -286,7 +286,7 @@ element("key-form").addEventListener("submit", (event) => {
   element("key").value = "";
   element("key-form").hidden = true;
   modelLoading = loadModel();
-  judged -= locked.length;
+  classified -= locked.length;
   queue.push(...locked.splice(0));
   work();
 });
