@@ -36,7 +36,12 @@ def build(settings: Settings) -> FastAPI:
 
 
 class Workers(Multiprocess):
-    """Uvicorn's workers; when they end, the parent stops listening too."""
+    """Uvicorn's workers; one that dies while it is asked for its health is seen at once; at the end nobody listens."""
+
+    def keep_subprocess_alive(self) -> None:
+        for worker in self.processes:
+            worker.child_conn.close()  # The worker has its own; while this one is open, its death is no end of file.
+        super().keep_subprocess_alive()
 
     def terminate_all(self) -> None:
         for listener in self.sockets:

@@ -7,6 +7,7 @@ and leaves a file ``hanging``.  ``bad``: no bundle can be loaded.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from pathlib import Path
@@ -20,7 +21,8 @@ from psc_core.errors import BundleError
 from psc_core.model.predictor import PSC
 from tests.app.fakes import FakeModel, FakePipeline
 
-OPTIONS = dict(each.split("=") for each in sys.argv[1:] if not each.startswith("--"))
+WORDS = [each for each in sys.argv[1:] if not each.startswith("--")]
+OPTIONS = dict(each.split("=") for each in WORDS or os.environ.get("SERVE_FAKE", "").split())
 STATE = Path(OPTIONS.get("state", "/nowhere"))
 
 
@@ -48,5 +50,6 @@ if __name__ in ("__main__", "__mp_main__"):  # In the workers too, which import 
     PSC.load = load  # type: ignore[assignment, method-assign]
     app.runtime.LINGER_SECONDS = float(OPTIONS.get("linger", 1.0))  # type: ignore[misc]
 if __name__ == "__main__":
+    os.environ["SERVE_FAKE"] = " ".join(WORDS)  # For the workers.
     sys.argv[1:] = [each for each in sys.argv[1:] if each.startswith("--")]
     main()
