@@ -25,7 +25,7 @@ from benchmarks.ood.settings import AT_SCALE, GRANULARITIES, SETTINGS, Pair, Set
 from benchmarks.ood.variants import Extractor
 from benchmarks.paper import common
 from benchmarks.runs import Json, Run
-from psc_core.data.splits import split_validation
+from psc_core.data.dataset import split_validation
 from psc_core.metrics import ranking
 from psc_core.network.backbone import Backbone, example_input, truncate
 

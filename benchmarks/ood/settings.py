@@ -14,9 +14,8 @@ from benchmarks.checkpoints import Job, Trained
 from benchmarks.data import KNOWN_CLASSES, random_images
 from benchmarks.paper import common
 from benchmarks.runs import Run
-from psc_core.data.dataset import ImageDataset
+from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.data.spec import open_dataset
-from psc_core.data.splits import split_validation
 
 
 @dataclass(frozen=True)

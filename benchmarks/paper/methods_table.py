@@ -28,7 +28,7 @@ from benchmarks.fitting import Penultimate
 from benchmarks.ood.settings import SETTINGS, Pair, pairs
 from benchmarks.paper import common
 from benchmarks.runs import Json, Run
-from psc_core.data.splits import split_validation
+from psc_core.data.dataset import split_validation
 from psc_core.density.fit.density import fit_density
 from psc_core.evaluation.evaluate import score_images
 from psc_core.heads import Head

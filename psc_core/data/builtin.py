@@ -5,23 +5,66 @@ The validation split of each is held out of its training images at fixed positio
 
 from __future__ import annotations
 
+import gzip
+import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from psc_core.data.dataset import ImageDataset, concatenate, labelled
-from psc_core.data.formats import read_idx, read_tar
+from psc_core.data.dataset import ImageDataset, concatenate, held_out, labelled
 from psc_core.data.sources import ArraySource, EncodedSource
-from psc_core.data.splits import held_out
+from psc_core.errors import DataError
 from psc_core.images.preprocess import Preprocess
 
 _DIGITS = tuple("0123456789")
-
-
 _FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+
+
+def read_idx(path: Path, *, ndim: int | None = None) -> npt.NDArray[np.uint8]:
+    """Read an IDX file of unsigned bytes, plain or compressed (with ``.gz`` after its name).
+
+    The header is two zero bytes, the type code, the number of axes, and the length of each axis as big-endian uint32.
+
+    Raises:
+        DataError: No such file, another type, or a length that does not match the header.
+    """
+    packed = path.with_name(path.name + ".gz")
+    try:
+        data = gzip.decompress(packed.read_bytes()) if packed.exists() else path.read_bytes()
+    except (OSError, EOFError) as error:
+        raise DataError(f"cannot read the IDX file {packed} or {path}: {error}") from error
+    if len(data) < 4 or data[:3] != b"\x00\x00\x08":
+        raise DataError(f"{path}: expected an IDX header of unsigned bytes, got {data[:4]!r}")
+    axes = data[3]
+    shape = tuple(int(n) for n in np.frombuffer(data, ">u4", count=axes, offset=4))
+    if (ndim is not None and axes != ndim) or len(data) != 4 + 4 * axes + int(np.prod(shape)):
+        raise DataError(
+            f"{path}: expected {ndim or axes} axes and {shape} bytes, got {axes} axes and "
+            f"{len(data) - 4 - 4 * axes} bytes"
+        )
+    return np.frombuffer(data, np.uint8, offset=4 + 4 * axes).reshape(shape).copy()
+
+
+def read_tar(path: Path, prefix: str) -> tuple[list[str], list[bytes]]:
+    """Names and contents of the files below ``prefix`` in a tar archive, sorted by name, read into memory.
+
+    Raises:
+        DataError: Not a tar archive, or no files below ``prefix``.
+    """
+    try:
+        with tarfile.open(path) as tar:
+            members = sorted((m for m in tar if m.isfile() and m.name.startswith(prefix)), key=lambda m: m.name)
+            files = [(member.name, tar.extractfile(member)) for member in members]
+            pairs = [(name, handle.read()) for name, handle in files if handle is not None]
+    except (OSError, tarfile.TarError, EOFError) as error:
+        raise DataError(f"cannot read the tar archive {path}: {error}") from error
+    if not pairs:
+        raise DataError(f"{path} has no files below {prefix}; give the whole archive")
+    return [name for name, _ in pairs], [data for _, data in pairs]
 
 
 def _idx_pair(root: Path, folder: str, split: str) -> tuple[ArraySource, Tensor]:

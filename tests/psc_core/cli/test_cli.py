@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from psc_core import open_dataset
 from psc_core.cli import evaluate as cli_eval
 from psc_core.cli import fit as cli
-from psc_core.data.folder import image_folder
+from psc_core.data.spec import image_folder
 from psc_core.images.preprocess import PRESETS
 from tests.attacks import forge
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from psc_core.data.formats import read_idx
+from psc_core.data.builtin import read_idx, read_tar
 from psc_core.data.spec import open_dataset
+from psc_core.errors import DataError
 from psc_core.images.preprocess import PRESETS
 
 
@@ -31,3 +33,23 @@ def test_dirty_mnist_has_ten_training_labels_per_ambiguous_image(data_root: Path
     assert (len(clean), len(ambiguous), dirty.examples) == (800, 300, 1100)
     raw = read_idx(data_root / "AmbiguousMNIST/raw/t10k-images-idx3-ubyte")
     assert np.array_equal(dirty.image(int(ambiguous[7]))[0], raw[7])
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x00\x00\x08", b"\x00\x00\x09\x01\x00\x00\x00\x01\x00", b"\x00\x00\x08\x01\x00\x00\x00\x05\x01"]
+)
+def test_names_damaged_idx_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.gz").write_bytes(gzip.compress(content))
+    with pytest.raises(DataError, match="x: expected"):
+        read_idx(tmp_path / "x")
+
+
+def test_names_truncated_gzip(tmp_path: Path) -> None:
+    (tmp_path / "x.gz").write_bytes(gzip.compress(b"\x00\x00\x08\x01\x00\x00\x00\x05hello")[:-9])
+    with pytest.raises(DataError, match="cannot read the IDX file"):
+        read_idx(tmp_path / "x")
+
+
+def test_names_missing_archive(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="tar archive"):
+        read_tar(tmp_path / "none.tar.gz", "x/")

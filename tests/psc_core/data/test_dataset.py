@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.data.dataset import ImageDataset, by_class, labelled
+from psc_core.data.dataset import ImageDataset, by_class, labelled, split_validation
 from psc_core.data.sources import ArraySource
+from psc_core.data.spec import open_dataset
 from psc_core.errors import DataError
-from psc_core.images.preprocess import Preprocess
+from psc_core.images.preprocess import PRESETS, Preprocess
 
 TINY = Preprocess("L", 2, 2, None, (0.5,), (0.5,))
 
@@ -75,3 +78,26 @@ def test_subset_keeps_labels_with_images(labels: list[int], random: object) -> N
 def test_rejects_labels_out_of_range() -> None:
     with pytest.raises(DataError, match=r"expected labels in 0…2, got 0…3"):
         numbered(torch.tensor([0, 3]))
+
+
+def test_halves_are_disjoint_and_reproducible(data_root: Path) -> None:
+    val = open_dataset(f"dirty-mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
+    choose, calibrate = split_validation(val, seed=3)
+    assert sorted(choose.indices.tolist() + calibrate.indices.tolist()) == sorted(val.indices.tolist())
+    assert torch.equal(split_validation(val, seed=3)[1].indices, calibrate.indices)
+    assert sum(len(group) for group in choose.groups.values()) == len(choose)
+
+
+def test_groups_of_a_half_hold_its_own_images(data_root: Path) -> None:
+    val = open_dataset(f"dirty-mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
+    choose, _ = split_validation(val, seed=3)
+    assert choose.groups.keys() == val.groups.keys()
+    for name, group in choose.groups.items():
+        assert len(group)
+        assert set(choose.indices[group].tolist()) <= set(val.indices[val.groups[name]].tolist())
+
+
+def test_other_seed_gives_other_halves(data_root: Path) -> None:
+    val = open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
+    one, other = (split_validation(val, seed=seed)[0] for seed in (3, 4))
+    assert not torch.equal(one.indices, other.indices)

@@ -1,22 +1,17 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from psc_core.data.spec import open_dataset
+from psc_core.data.sources import FileSource
+from psc_core.data.spec import image_folder, open_dataset
 from psc_core.errors import DataError
 from psc_core.images.preprocess import PRESETS, Preprocess
 
 TINY = Preprocess("L", 2, 2, None, (0.5,), (0.5,))
-
-
-def test_spec_can_name_split(data_root: Path) -> None:
-    chosen = open_dataset(f"mnist:{data_root}#test", split="train", preprocess=PRESETS["mnist"])
-    assert len(chosen) == 800
-    with pytest.raises(DataError, match="expected a split"):
-        open_dataset(f"mnist:{data_root}#exam", split="train", preprocess=PRESETS["mnist"])
 
 
 def write_folder(root: Path, counts: dict[str, int]) -> Path:
@@ -25,6 +20,89 @@ def write_folder(root: Path, counts: dict[str, int]) -> Path:
         for i in range(count):
             Image.new("L", (3, 3), i).save(root / name / f"{i}.png")
     return root
+
+
+def test_classes_are_in_name_order(tmp_path: Path) -> None:
+    dataset = image_folder(write_folder(tmp_path, {"dog": 2, "cat": 3}), TINY)
+    assert dataset.classes == ("cat", "dog")
+    assert dataset.first_labels().tolist() == [0, 0, 0, 1, 1]
+    assert isinstance(dataset.source, FileSource)
+    assert [dataset.source.path(i).parent.name for i in range(5)] == ["cat"] * 3 + ["dog"] * 2
+    assert dataset.source.names.nbytes <= 5 * 20, "a few bytes an image, however long the folder's own path"
+
+
+def test_rejects_empty_class_folder(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {f"c{i:02d}": 0 if i == 16 else 1 for i in range(20)})
+    with pytest.raises(DataError, match=r"class folder 17 of 20, .*c16, has no images"):
+        image_folder(root, TINY)
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_class_may_lack_validation_and_test_images(tmp_path: Path, split: str) -> None:
+    """Its empty folder still says that it is one of the classes."""
+    root = write_folder(tmp_path, {"a": 2, "b": 0, "c": 1})
+    dataset = open_dataset(str(root), split=split, preprocess=TINY)
+    assert (dataset.classes, dataset.first_labels().tolist()) == (("a", "b", "c"), [0, 0, 2])
+    assert sum(len(batch.images) for batch in dataset.batches(2)) == 3
+    with pytest.raises(DataError, match=r"class folder 2 of 3, .*b, has no images"):
+        open_dataset(str(root), split="train", preprocess=TINY)
+
+
+def test_rejects_folders_without_images(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {"a": 0, "b": 0})
+    for labelled_images in (True, False):
+        with pytest.raises(DataError, match="has no images"):
+            open_dataset(str(root), split="test", preprocess=TINY, labelled_images=labelled_images)
+
+
+def test_rejects_missing_or_flat_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is not a directory"):
+        image_folder(tmp_path / "none", TINY)
+    Image.new("L", (3, 3)).save(tmp_path / "a.png")
+    with pytest.raises(DataError, match="no class folders"):
+        image_folder(tmp_path, TINY)
+    assert len(image_folder(tmp_path, TINY, labelled_images=False)) == 1
+    write_folder(tmp_path, {"more": 2})
+    assert len(image_folder(tmp_path, TINY, labelled_images=False)) == 3
+
+
+def test_names_damaged_file(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {"a": 1, "b": 1})
+    (root / "b" / "0.png").write_bytes(b"not an image")
+    with pytest.raises(DataError, match=r"b.0\.png: expected one of JPEG"):
+        list(image_folder(root, TINY).batches(10))
+
+
+def test_names_unreadable_file(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {"a": 1, "b": 1})
+    (root / "b" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    folder = image_folder(root, TINY)
+    for use in (lambda: list(folder.batches(10)), folder.digest):
+        with pytest.raises(DataError, match=r"gone\.png.*repair or remove"):
+            use()
+
+
+def test_file_names_may_be_any_bytes(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {"a": 1, "b": 1})
+    source = root / "b" / "0.png"
+    (root / "b" / os.fsdecode(b"caf\xe9.png")).write_bytes(source.read_bytes())
+    folder = image_folder(root, TINY)
+    assert sum(len(batch.images) for batch in folder.batches(10)) == 3
+    assert folder.digest()
+
+
+def test_rejects_class_names_outside_utf_8(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / os.fsdecode(b"caf\xe9"), {"a": 1, os.fsdecode(b"chien\xe9"): 1})
+    with pytest.raises(DataError, match=r"not UTF-8, 'chien\\udce9'; rename it"):
+        image_folder(root, TINY)
+    assert len(image_folder(root, TINY, labelled_images=False)) == 2
+
+
+def test_spec_can_name_split(data_root: Path) -> None:
+    chosen = open_dataset(f"mnist:{data_root}#test", split="train", preprocess=PRESETS["mnist"])
+    assert len(chosen) == 800
+    with pytest.raises(DataError, match="expected a split"):
+        open_dataset(f"mnist:{data_root}#exam", split="train", preprocess=PRESETS["mnist"])
 
 
 def test_directory_name_may_contain_number_sign(tmp_path: Path) -> None:
