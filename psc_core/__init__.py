@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from psc_core.data.dataset import ImageDataset
     from psc_core.data.spec import open_dataset
-    from psc_core.fitting.stages import FitOptions, fit_projection, fit_psc, measure_collapse
+    from psc_core.fitting.options import FitOptions
+    from psc_core.fitting.stages import fit_projection, fit_psc, measure_collapse
     from psc_core.images.preprocess import PRESETS, Preprocess
     from psc_core.model.prediction import Prediction
     from psc_core.model.predictor import PSC
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "PRESETS": "images.preprocess",
     "PSC": "model.predictor",
-    "FitOptions": "fitting.stages",
+    "FitOptions": "fitting.options",
     "ImageDataset": "data.dataset",
     "Prediction": "model.prediction",
     "Preprocess": "images.preprocess",

@@ -94,10 +94,10 @@ def test_on_cuda_nothing_waits_and_nothing_is_on_another_device(pipeline: Pipeli
 
 def test_the_tail_stays_in_its_budget(pipeline: Pipeline) -> None:
     with torch.no_grad():
-        features, _ = pipeline.running()(torch.randn(BATCH, 1, 28, 28))
-        z = pipeline.projection(features)
+        features, _ = pipeline.scorer.backbone(torch.randn(BATCH, 1, 28, 28))
+        z = pipeline.scorer.projection(features)
     for name, argument in (("projection", features), ("density", z), ("head", z)):
-        counts = counts_of(getattr(pipeline, name), argument)
+        counts = counts_of(getattr(pipeline.scorer, name), argument)
         within(counts.kernels.total(), TAIL[name][0], f"operations in the {name}: {dict(counts.kernels)}")
         within(counts.products, TAIL[name][1], f"products in the {name}")
 

@@ -10,8 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from psc_core.model.pipeline import Pipeline
-
 
 class Traffic(TorchDispatchMode):
     """Sums the bytes of all operations' arguments and results, except views."""
@@ -34,26 +32,6 @@ def operations(network: Any, images: Tensor) -> int:
     with FlopCounterMode(display=False) as counter:
         network(images)
     return int(counter.get_total_flops())
-
-
-@torch.no_grad()
-def pipeline_operations(pipeline: Pipeline, images: Tensor) -> int:
-    """Operations of a PSC, through its unfused backbone, whose operations the counter knows."""
-    return operations(Unfused(pipeline), images)
-
-
-class Unfused:
-    """A pipeline whose backbone runs as it is stored."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
-
-    def __call__(self, images: Tensor) -> Tensor:
-        p = self.pipeline
-        features, _ = p.backbone(images.float().mul_(p.scale).add_(p.shift))
-        z = p.projection(features)
-        density = p.density(z).log_density
-        return density if p.head is None else density + p.head(z).epistemic
 
 
 @torch.no_grad()

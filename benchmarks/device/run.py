@@ -45,12 +45,10 @@ from benchmarks.device.subjects import (
 )
 from benchmarks.device.timing import bandwidth, milliseconds, on_device, peak, ratio, take_turns
 from benchmarks.runs import RESULTS, Json, environment
-from psc_core.calibration.conformal import conformal_p_values
 from psc_core.compute.allocator import keep_freed_memory
 from psc_core.compute.device import resolve_device
 from psc_core.heads import entropy
-from psc_core.model.outputs import pack
-from psc_core.model.pipeline import Pipeline
+from psc_core.model.pipeline import Pipeline, Scored
 
 PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16")}
 MODES = {"cpu": ("eager",), "cuda": ("graph", "eager")}
@@ -87,14 +85,13 @@ def call(step: Step, images: np.ndarray[Any, Any]) -> None:
 
 def parts(pipeline: Pipeline, images: Tensor, device: torch.device) -> dict[str, Callable[[], Any]]:
     """Each part of the step alone, on the output of the part before it."""
-    p = pipeline
+    p = pipeline.scorer
     with torch.inference_mode():
-        inputs = images.float().mul_(p.scale).add_(p.shift)
-        backbone = p.running()
+        inputs = p.standardise(images)
 
         def features() -> list[Tensor]:
             with torch.autocast(device.type, torch.bfloat16, enabled=p.precision == "bf16", cache_enabled=False):
-                return backbone(inputs)[0]
+                return p.backbone(inputs)[0]
 
         given = features()
         z = p.projection(given)
@@ -103,18 +100,11 @@ def parts(pipeline: Pipeline, images: Tensor, device: torch.device) -> dict[str,
 
     def packed() -> Tensor:
         uncertainty = entropy(probabilities)
-        ood_score = p.entropy_weight * uncertainty - log_density if p.entropy_weight else -log_density
-        scores = {
-            "predictive_entropy": uncertainty,
-            "log_density": log_density,
-            "ood_score": ood_score,
-            "ood_p_value": conformal_p_values(p.calibration_scores, ood_score),
-            "epistemic": epistemic,
-        }
-        return pack(scores, probabilities)
+        scores = {"predictive_entropy": uncertainty, "log_density": log_density, "epistemic": epistemic}
+        return pipeline.outputs(Scored(scores, probabilities))
 
     return {
-        "standardise": lambda: images.float().mul_(p.scale).add_(p.shift),
+        "standardise": lambda: p.standardise(images),
         "backbone": features,
         "projection": lambda: p.projection(given),
         "density": lambda: p.density(z),
@@ -162,7 +152,7 @@ class Measurement:
 
     def psc(self, precision: str, density: str = "gda") -> Pipeline:
         """The PSC on the device."""
-        return self.subject.pipeline(self.net, _served(precision), density=density).to(self.device)
+        return self.subject.pipeline(self.net, _served(precision), self.device, density=density)
 
     def plain(self, precision: str) -> dict[str, Plain]:
         """The whole network, unfused and fused."""
@@ -210,7 +200,7 @@ class Measurement:
             variants["psc"](images)  # fuses, which is not part of a step
         whole = Plain([unfused(self.net, "fp32", self.device)], self.subject.preprocess, "fp32").to(self.device)
         return {
-            "psc_operations": floor.pipeline_operations(variants["psc"], images) / 8,
+            "psc_operations": floor.operations(variants["psc"], images) / 8,
             "plain_operations": floor.operations(whole, images) / 8,
             "psc_bytes": {count: self.bytes_of(variants["psc"], count) for count in self.buckets("eager")},
         }

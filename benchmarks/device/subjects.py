@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,11 @@ from psc_core.density.gaussian import ClasswiseDensity, TiedDensity
 from psc_core.heads import entropy
 from psc_core.heads.laplace import LaplaceHead
 from psc_core.images.preprocess import PRESETS, Preprocess
-from psc_core.model.pipeline import Pipeline
+from psc_core.model.pipeline import Pipeline, Scorer
 from psc_core.model.predictor import PSC
-from psc_core.network.backbone import truncate
+from psc_core.network.backbone import Backbone, truncate
 from psc_core.network.fuse import fuse
-from psc_core.network.graph import cut_graph
+from psc_core.network.cut import cut_graph
 from psc_core.network.layers import list_layers
 from psc_core.network.load import load_network
 from psc_core.projection.module import Projection
@@ -80,27 +81,31 @@ class Subject:
         """Whether there are so many covariances that the tied density is measured too."""
         return self.classes >= 1000
 
-    def pipeline(self, net: nn.Module, precision: str, *, density: str = "gda") -> Pipeline:
-        """The PSC of ``net``, or the shipped one."""
+    def pipeline(self, net: nn.Module, precision: str, device: torch.device, *, density: str = "gda") -> Pipeline:
+        """The PSC of ``net``, or the shipped one, on the device."""
+        backbone, parts, calibration_scores = self._parts(net, device, density)
+        scorer = Scorer(self.preprocess, backbone.fused(precision), *parts, precision)
+        return Pipeline(scorer, calibration_scores)
+
+    def _parts(self, net: nn.Module, device: torch.device, density: str) -> tuple[Backbone, Any, Tensor]:
+        """Backbone; projection, density and head; calibration scores."""
         if self.shipped:
-            pipeline = PSC.load(BUNDLE, device="cpu").pipeline
-            pipeline.precision = precision
-            return pipeline
+            psc = PSC.load(BUNDLE, device=device)
+            scorer = psc.pipeline.scorer
+            return psc.backbone, (scorer.projection, scorer.density, scorer.head), psc.calibration.scores
         example = self.preprocess.normalise(torch.zeros(1, 3, self.size, self.size, dtype=torch.uint8))
         channels, positions = next(
             layer.shape for layer in list_layers(net, example, granularity="all") if layer.name == self.layer
         )
         c_proj, d_proj, kept = self.sizes
         dim = c_proj * d_proj
-        return Pipeline(
-            self.preprocess,
-            truncate(net, [self.layer], keep_output=False),
+        parts = (
             random_projection(channels, positions, c_proj, d_proj),
             random_density(dim, kept, self.classes, kind=density),
             random_head(dim, self.classes),
-            torch.randn(4000).sort().values,
-            precision,
         )
+        backbone = truncate(net, [self.layer], keep_output=False).to(device)
+        return backbone, tuple(part.to(device) for part in parts), torch.randn(4000).sort().values
 
 
 _RESNET = ("layer1", "layer2", "layer3", "layer4")

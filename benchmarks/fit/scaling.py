@@ -32,7 +32,8 @@ from benchmarks.runs import RESULTS, environment, where, write_section
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import ArraySource
-from psc_core.fitting.stages import FitOptions, fit_projection, fit_psc, measure_collapse
+from psc_core.fitting.options import FitOptions
+from psc_core.fitting.stages import fit_projection, fit_psc, measure_collapse
 from psc_core.images.preprocess import PRESETS
 
 FILE = RESULTS / "fit-scaling.json"

@@ -94,7 +94,7 @@ def plain(run: Run) -> Json:
             "layer": psc.layer,
             "fit_images": images,
             "images": len(test),
-            "rows": qualities(run, train, val, tested, psc.pipeline.head),
+            "rows": qualities(run, train, val, tested, psc.pipeline.scorer.head),
             "divided": [qualities(run, train, *divide(run, val, tested, number)) for number in range(DIVISIONS)],
         }
 
@@ -148,7 +148,7 @@ def examples_of(run: Run, trained: Trained, psc: PSC, data: ImageDataset, *, log
     """What the classifiers of the table read of a data set."""
     z, labels = [], []
     for batch in track_images(data, fitting.compute_of(run), f"z of {data.name}"):
-        z.append(batch.per_example(psc.pipeline.embed(batch.images.to(run.device)).z).cpu())
+        z.append(batch.per_example(psc.pipeline.scorer.embed(batch.images.to(run.device)).z).cpu())
         labels.append(batch.labels)
     own = fitting.penultimate_features(run, trained, data, per_example=True).logits if logits else torch.empty(0)
     return Examples(torch.cat(z), torch.cat(labels), own)

@@ -117,12 +117,13 @@ def base_and_psc(run: Run, network: str, checkpoint: Path | None) -> dict[str, J
         scored = [score_images(psc, data, baselines, batch_images=batch) for data in (inside, outside)]
         base = [{"ood": each.ood["gda"], "entropy": each.entropy["base"]} for each in scored]
         skip = [{"ood": each.ood["psc"], "entropy": each.entropy["psc"]} for each in scored]
+        projection = psc.pipeline.scorer.projection
         layer = CollapseReport.from_json(psc.report["collapse"]).layer(psc.layers[0])
         extra = {
             "layer": psc.layer,
             "nc1": layer.nc1,
             "nc4": layer.nc4,
-            "z": f"{psc.pipeline.projection.c_proj} × {psc.pipeline.projection.d_proj}",
+            "z": f"{projection.c_proj} × {projection.d_proj}",
         }
         about = {"trained": trained.name if checkpoint else job.describe(), "fit_images": images}
         return {network: {**about, **row(inside, *base)}, f"{network}+PSC": {**about, **extra, **row(inside, *skip)}}

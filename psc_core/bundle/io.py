@@ -56,10 +56,12 @@ class Bundle:
     """A verified bundle in memory.
 
     Attributes:
+        path: The directory that it was read from.
         manifest: The checked manifest.
         parts: Tensors of each part, by name.
     """
 
+    path: Path
     manifest: Manifest
     parts: Mapping[str, Mapping[str, Tensor]]
 
@@ -201,7 +203,7 @@ def read_bundle(path: Path) -> Bundle:
             f"{path}: expected version {version}, the digest of manifest.json, it says "
             f"{manifest.version}; the manifest was edited, copy the bundle again"
         )
-    return Bundle(manifest, parts)
+    return Bundle(path, manifest, parts)
 
 
 def _read_file(folder: Path, name: str, most: int) -> bytes:

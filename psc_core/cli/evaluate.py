@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from psc_core.cli import options as cli_options
+from psc_core.cli import flags
 from psc_core.errors import UsageError
 from psc_core.version import __version__
 
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument(
         "--allow-factories",
         action="extend",
-        type=cli_options.by_commas,
+        type=flags.by_commas,
         default=[],
         metavar="SPEC[,SPEC]",
         help="network factories package.module:factory that the bundle may import",
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     cli.add_argument(
         "--batch-images",
-        type=cli_options.positive,
+        type=flags.positive,
         default=256,
         help="images sent through the network at once (default: 256)",
     )
@@ -65,7 +65,7 @@ def evaluate(args: argparse.Namespace) -> None:
     """Measure and print."""
     from psc_core.data.spec import open_dataset
     from psc_core.evaluation.evaluate import evaluate as measure
-    from psc_core.evaluation.report import to_markdown, to_text
+    from psc_core.evaluation.tables import to_json, to_markdown, to_text
     from psc_core.model.predictor import PSC
 
     given = [value is not None for value in (args.weights, args.train, args.val)]
@@ -83,7 +83,7 @@ def evaluate(args: argparse.Namespace) -> None:
     report = measure(psc, id_data, ood, _baselines(args, psc) if all(given) else None, batch_images=args.batch_images)
     print(to_text(report))
     if args.out:
-        (args.out / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
+        (args.out / "report.json").write_text(json.dumps(to_json(report), indent=2) + "\n")
         (args.out / "report.md").write_text(to_markdown(report))
 
 
@@ -107,7 +107,7 @@ def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:
     val = open_dataset(args.val, split="val", preprocess=psc.preprocess)
     for data in (train, val):
         check_classes(psc, data)
-    recipe = recipe_of(psc.pipeline.backbone)
+    recipe = recipe_of(psc.backbone)
     with bounded_size(recipe):
         net = load_network(
             recipe.spec,
@@ -125,13 +125,13 @@ def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:
         penultimate[0],
         train,
         val,
-        compute=Compute(psc.device, psc.pipeline.precision, args.batch_images),
+        compute=Compute(psc.device, psc.pipeline.scorer.precision, args.batch_images),
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``psc-eval``."""
-    return cli_options.run(evaluate, parser(), argv)
+    return flags.run(evaluate, parser(), argv)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from psc_core.cli import options as cli_options
+from psc_core.cli import flags
 from psc_core.errors import UsageError
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.version import __version__
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from psc_core.data.dataset import ImageDataset
-    from psc_core.fitting.stages import FitOptions
+    from psc_core.fitting.options import FitOptions
 
 _EXAMPLE = """example:
   psc-fit --model torchvision:resnet18 --weights net.safetensors --train images/train --val images/val --out bundle
@@ -39,130 +39,67 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     cli.add_argument("--version", action="version", version=f"psc {__version__}")
+
+    def number(group: argparse._ActionsContainer, flag: str, default: int | None, text: str) -> None:
+        kind, shown = (flags.positive_or_auto, "auto") if default is None else (flags.positive, default)
+        metavar = "N|auto" if default is None else "N"
+        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: {shown})")
+
+    def choice(group: argparse._ActionsContainer, flag: str, choices: Sequence[str], default: str, text: str) -> None:
+        group.add_argument(flag, choices=choices, default=default, help=f"{text} (default: {default})")
+
+    def rate(flag: str, text: str) -> None:
+        default = 0.95 if flag == "--coverage" else 0.05
+        method.add_argument(flag, type=flags.open_unit_interval, default=default, help=f"{text} (default: {default})")
+
     net = cli.add_argument_group("network")
-    net.add_argument(
-        "--model", required=True, metavar="SPEC", help="torchvision:NAME, timm:NAME or package.module:factory"
-    )
-    net.add_argument(
-        "--model-arg",
-        action="append",
-        default=[],
-        metavar="K=V",
-        help="argument of the network's constructor; repeat for more (stem=small, in_channels=1, …)",
-    )
+    specs = "torchvision:NAME, timm:NAME or package.module:factory"
+    net.add_argument("--model", required=True, metavar="SPEC", help=specs)
+    text = "argument of the network's constructor; repeat for more (stem=small, in_channels=1, …)"
+    net.add_argument("--model-arg", action="append", default=[], metavar="K=V", help=text)
     net.add_argument("--weights", type=Path, required=True, metavar="FILE", help="state dict, .safetensors")
     data = cli.add_argument_group("data")
     data.add_argument("--train", required=True, metavar="DIR", help="training images")
     data.add_argument("--val", required=True, metavar="DIR", help="validation images, none of them trained on")
-    cli_options.add_preprocess_flags(cli)
+    flags.add_preprocess_flags(cli)
+
     method = cli.add_argument_group("method")
     method.add_argument("--layer", default="auto", metavar="NAME", help="candidate layer, or auto (default)")
     method.add_argument("--layers", metavar="REGEX", help="measure only layers whose name matches")
-    method.add_argument(
-        "--granularity",
-        choices=("operations", "blocks", "all"),
-        default="operations",
-        help="which modules are layers (default: operations, the paper's)",
-    )
+    granularities = ("operations", "blocks", "all")
+    choice(method, "--granularity", granularities, "operations", "which modules are layers; operations is the paper's")
     method.add_argument("--epsilon", type=float, default=0.2, help="collapse cut-off for NC1 (default: 0.2)")
-    method.add_argument(
-        "--c-proj",
-        type=cli_options.positive_or_auto,
-        default=None,
-        metavar="N|auto",
-        help="channel components (default: auto)",
-    )
-    method.add_argument(
-        "--d-proj",
-        type=cli_options.positive_or_auto,
-        default=None,
-        metavar="N|auto",
-        help="spatial components (default: auto)",
-    )
-    method.add_argument(
-        "--minimum-dim",
-        type=cli_options.positive,
-        default=64,
-        metavar="N",
-        help="smallest c·d that auto considers (default: 64)",
-    )
+    number(method, "--c-proj", None, "channel components")
+    number(method, "--d-proj", None, "spatial components")
+    number(method, "--minimum-dim", 64, "smallest c·d that auto considers")
     method.add_argument("--no-second-scaling", action="store_true", help="do not standardise z")
-    method.add_argument(
-        "--density",
-        choices=("gda", "tied", "gda++", "pooled++", "rmd"),
-        default="pooled++",
-        help="what judges whether an image is ordinary; gda is the paper's (default: pooled++)",
+    densities = ("gda", "tied", "gda++", "pooled++", "rmd")
+    choice(method, "--density", densities, "pooled++", "what measures how typical an image is; gda is the paper's")
+    number(method, "--pca", None, "dimension the density works in")
+    choice(
+        method, "--head", ("laplace", "sngp", "duq"), "laplace", "what gives the probabilities; laplace is the paper's"
     )
-    method.add_argument(
-        "--pca",
-        type=cli_options.positive_or_auto,
-        default=None,
-        metavar="N|auto",
-        help="dimension the density works in (default: auto)",
+    text = "psc: the head's; base: the network's own, unchanged, with the density beside them"
+    choice(method, "--predictions", ("psc", "base"), "psc", text)
+    rate("--alpha", "false-alarm rate of the OOD decision")
+    text = (
+        "what the OOD decision ranks; density+entropy also counts how ambiguous an image is, for classes whose "
+        "images are not ambiguous by nature"
     )
-    method.add_argument(
-        "--head",
-        choices=("laplace", "sngp", "duq"),
-        default="laplace",
-        help="what gives the probabilities; laplace is the paper's (default: laplace)",
-    )
-    method.add_argument(
-        "--predictions",
-        choices=("psc", "base"),
-        default="psc",
-        help="psc: the head's; base: the network's own, unchanged, with the density beside them (default: psc)",
-    )
-    method.add_argument(
-        "--alpha",
-        type=cli_options.open_unit_interval,
-        default=0.05,
-        help="false-alarm rate of the OOD decision (default: 0.05)",
-    )
-    method.add_argument(
-        "--ood-score",
-        choices=("density", "density+entropy"),
-        default="density",
-        help="what the OOD decision ranks; density+entropy also counts how ambiguous an image is, for classes whose "
-        "images are not ambiguous by nature (default: density)",
-    )
-    method.add_argument(
-        "--coverage",
-        type=cli_options.open_unit_interval,
-        default=0.95,
-        help="coverage of the prediction sets (default: 0.95)",
-    )
-    method.add_argument(
-        "--risk",
-        type=cli_options.open_unit_interval,
-        default=0.05,
-        help="error rate that images below the ambiguity threshold should have (default: 0.05)",
-    )
+    choice(method, "--ood-score", ("density", "density+entropy"), "density", text)
+    rate("--coverage", "coverage of the prediction sets")
+    rate("--risk", "error rate that images below the ambiguity threshold should have")
+
     run = cli.add_argument_group("run")
     run.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    run.add_argument(
-        "--precision",
-        choices=("fp32", "bf16"),
-        default="fp32",
-        help="of the network, while fitting and served (default: fp32)",
-    )
-    run.add_argument(
-        "--batch-images",
-        type=cli_options.positive,
-        default=256,
-        help="images sent through the network at once (default: 256)",
-    )
-    run.add_argument(
-        "--max-memory",
-        type=cli_options.byte_count,
-        default=1 << 30,
-        metavar="SIZE",
-        help="budget of one stage's statistics (default: 1G)",
-    )
+    choice(run, "--precision", ("fp32", "bf16"), "fp32", "of the network, while fitting and served")
+    number(run, "--batch-images", 256, "images sent through the network at once")
+    text = "budget of one stage's statistics (default: 1G)"
+    run.add_argument("--max-memory", type=flags.byte_count, default=1 << 30, metavar="SIZE", help=text)
     run.add_argument("--distributed", action="store_true", help="be one of the processes that torchrun started")
-    run.add_argument("--fresh", action="store_true", help="ignore stages of an interrupted run")
-    run.add_argument(
-        "--seed", type=cli_options.seed, default=0, help="splits the validation images and seeds the head (default: 0)"
-    )
+    run.add_argument("--fresh", action="store_true", help="ignore the checkpoint of an interrupted run")
+    text = "splits the validation images and seeds the head (default: 0)"
+    run.add_argument("--seed", type=flags.seed, default=0, metavar="N", help=text)
     run.add_argument("--name", help="model name (default: the name of --out)")
     run.add_argument("--out", type=Path, required=True, metavar="DIR", help="bundle to write")
     return cli
@@ -174,15 +111,15 @@ def fit(args: argparse.Namespace) -> None:
     from psc_core.compute.device import resolve_device
     from psc_core.compute.distributed import Reducer
     from psc_core.data.spec import open_dataset  # torch is imported behind --help and usage errors
-    from psc_core.fitting.stages import FitOptions
+    from psc_core.fitting.options import FitOptions
     from psc_core.network.load import Recipe, load_network
 
     args.out = args.out.resolve()
     args.name = args.name or args.out.name
-    preprocess = cli_options.preprocess_from(args)
+    preprocess = flags.preprocess_from(args)
     train = open_dataset(args.train, split="train", preprocess=preprocess)
     val = open_dataset(args.val, split="val", preprocess=preprocess)
-    recipe = Recipe(args.model, len(train.classes), cli_options.key_values(args.model_arg))
+    recipe = Recipe(args.model, len(train.classes), flags.key_values(args.model_arg))
     check_origin(preprocess.to_json(), recipe.to_json())
     net = load_network(
         args.model,
@@ -203,11 +140,12 @@ def _run_stages(
     from psc_core.bundle.io import check_target
     from psc_core.bundle.manifest import MAX_NAME, check_text
     from psc_core.fitting import stages as stage
+    from psc_core.fitting.checks import check_attainable_rates
 
     check_target(args.out)
     if len(args.name) > MAX_NAME:
         raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(args.name)}")
-    stage.check_attainable_rates(val, alpha=args.alpha, coverage=args.coverage, options=options)
+    check_attainable_rates(val, alpha=args.alpha, coverage=args.coverage, options=options)
     first = options.reducer.rank == 0
     say = print if first else _silent
     say(f"train: {train.name}, {len(train)} images, {len(train.classes)} classes; val: {val.name}, {len(val)} images")
@@ -316,7 +254,7 @@ def _provenance(args: argparse.Namespace, train: ImageDataset, val: ImageDataset
     return {
         "psc_version": __version__,
         "model": args.model,
-        "model_args": cli_options.key_values(args.model_arg),
+        "model_args": flags.key_values(args.model_arg),
         "weights_sha256": _file_digest(args.weights),
         "train": _origin(train),
         "val": _origin(val),
@@ -345,7 +283,7 @@ def _file_digest(path: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``psc-fit``."""
-    return cli_options.run(fit, parser(), argv)
+    return flags.run(fit, parser(), argv)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""The one path from pixels to uncertainty that fitting, evaluation and serving share.
+"""The one path from pixels to outputs, which calibration, evaluation and serving share.
+
+::
 
     uint8 (B, C, H, W) ─▶ standardise ─▶ truncated backbone ─▶ projection ─▶ z ─┬▶ density ─▶ log p(z) ─┐
                                                                                 │                       ├▶ p-value
                                                                                 └▶ head ─▶ p ─▶ entropy ─┘
 
-One module, fixed shapes in and out, no host synchronisation: it can be compiled or captured in a CUDA
-graph.  The answer is one packed ``float32`` matrix, so one copy brings it to the host.
+:class:`Scorer` is everything that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  Shapes
+are fixed and nothing waits for the host, so both can be compiled or captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, UInt8
@@ -42,29 +44,47 @@ class Embedding(NamedTuple):
     logits: Tensor | None
 
 
+class Scored(NamedTuple):
+    """What is computed without calibration.
+
+    Attributes:
+        scores: (B,) by name, nats: ``predictive_entropy``, ``log_density``; ``epistemic`` in the head's unit.
+        probabilities: (B, K).
+    """
+
+    scores: Mapping[str, Tensor]
+    probabilities: Tensor
+
+
 def pool(features: Sequence[Float[Tensor, "batch _ _"]]) -> Float[Tensor, "batch channels"]:
     """Features averaged over positions, float32, the layers side by side."""
     return torch.cat([layer.float().mean(2) for layer in features], dim=1)
 
 
-class Pipeline(nn.Module):
-    """Pixels to packed outputs.
+def ood_score_of(scores: Mapping[str, Tensor], entropy_weight: float) -> Float[Tensor, " batch"]:
+    """−log p(z) + ``entropy_weight`` × predictive entropy, nats; higher is more unusual."""
+    if entropy_weight:
+        return entropy_weight * scores["predictive_entropy"] - scores["log_density"]
+    return -scores["log_density"]
+
+
+class Scorer(nn.Module):
+    """Pixels to class probabilities, log density and epistemic uncertainty.
+
+    All parts are on one device, where they stay: the backbone is made for it.
 
     Args:
-        preprocess: Device half is applied here.
-        backbone: Truncated network; keeps the network's output when ``head`` is None.
+        preprocess: Its device half is applied here.
+        backbone: Truncated network as it runs, see :meth:`psc_core.network.backbone.Backbone.fused`; it keeps the
+            network's output when ``head`` is None.
         projection: Features to z.
         density: log p(z).
-        head: g′ on z, or None to serve the network's own softmax ("base" predictions).
-        calibration_scores: ``float32 (n,)`` ascending OOD scores of the calibration images; empty before
-            calibration, when every p-value is 1.
+        head: g′ on z, or None for the network's own softmax ("base" predictions).
         precision: ``"fp32"`` or ``"bf16"`` of the backbone; everything after it is float32.
-        entropy_weight: What a nat of predictive entropy adds to the OOD score; 0 is the density alone.
     """
 
     scale: Tensor
     shift: Tensor
-    calibration_scores: Tensor
 
     def __init__(
         self,
@@ -73,95 +93,107 @@ class Pipeline(nn.Module):
         projection: Projection,
         density: Density,
         head: Head | None,
-        calibration_scores: Float[Tensor, "n"],
         precision: str = "fp32",
-        entropy_weight: float = 0.0,
     ) -> None:
         super().__init__()
         scale, shift = preprocess.scale_and_shift()
-        self.register_buffer("scale", scale, persistent=False)
-        self.register_buffer("shift", shift, persistent=False)
-        self.register_buffer("calibration_scores", calibration_scores.float(), persistent=False)
-        self.preprocess = preprocess
+        device = projection.mean.device
+        self.register_buffer("scale", scale.to(device), persistent=False)
+        self.register_buffer("shift", shift.to(device), persistent=False)
         self.backbone = backbone
         self.projection = projection
         self.density = density
         self.head = head
         self.precision = precision
-        self.entropy_weight = entropy_weight
-        self._fused: tuple[Backbone, ...] = ()
         self.eval().requires_grad_(False)
 
-    def calibrated(self, scores: Float[Tensor, "n"], *, entropy_weight: float) -> Pipeline:
-        """The same pipeline with these calibration scores and this weight; nothing is copied."""
-        parts = (self.preprocess, self.backbone, self.projection, self.density, self.head)
-        return Pipeline(*parts, scores, self.precision, entropy_weight).to(self.scale.device)
-
-    @property
-    def concurrent(self) -> bool:
-        """Whether several threads may call it at once; a network cut by hooks keeps features of one call."""
-        return self.backbone.method == "graph"
-
-    def running(self) -> Backbone:
-        """What computes the features: the backbone with fewer operations, made at the first call on a device."""
-        if not self._fused:
-            self._fused = (self.backbone.fused(self.precision),)
-        return self._fused[0]
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipeline:
-        self._fused = ()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call, unused-ignore]
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_fused": ()}  # a copy makes its own
+    def standardise(
+        self, images: UInt8[Tensor, "batch channels height width"]
+    ) -> Float[Tensor, "batch channels height width"]:
+        """The network's input."""
+        return images.float().mul_(self.scale).add_(self.shift)
 
     def features(
         self, inputs: Float[Tensor, "batch channels height width"]
     ) -> tuple[list[Float[Tensor, "batch _ _"]], Float[Tensor, "batch classes"] | None]:
-        """Features a layer of standardised images, and the logits when they are kept, as they are served."""
+        """Features of each layer, and the logits if the backbone keeps them."""
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            result: tuple[list[Tensor], Tensor | None] = self.running()(inputs)
+            result: tuple[list[Tensor], Tensor | None] = self.backbone(inputs)
         return result
 
     def embed(self, images: UInt8[Tensor, "batch channels height width"]) -> Embedding:
         """What density and head read."""
-        features, logits = self.features(images.float().mul_(self.scale).add_(self.shift))
+        features, logits = self.features(self.standardise(images))
         z = self.projection(features)
         read = pool(features) if self.density.reads == "pooled" else z
         return Embedding(z, read, None if logits is None else logits.float())
 
-    def forward(self, images: UInt8[Tensor, "batch channels height width"]) -> Float[Tensor, "batch columns"]:
-        """Packed outputs of a batch (:mod:`psc_core.model.outputs`), the same for an image in any batch."""
-        return self.outputs(self.embed(images))
+    def score(self, embedding: Embedding) -> Scored:
+        """Probabilities and scores from what density and head read.
 
-    def outputs(self, embedding: Embedding) -> Float[Tensor, "batch columns"]:
-        """Packed outputs from what density and head read: every score of :data:`psc_core.prediction.SCORES`."""
-        z, read, logits = embedding
-        log_density = self.density(read).log_density
+        Raises:
+            RuntimeError: There is neither a head nor the network's output.
+        """
+        log_density = self.density(embedding.read).log_density
         if self.head is not None:
-            probabilities, epistemic = self.head(z)
-        elif logits is not None:
-            probabilities, epistemic = logits.softmax(1), torch.zeros_like(log_density)
+            probabilities, epistemic = self.head(embedding.z)
+        elif embedding.logits is not None:
+            probabilities, epistemic = embedding.logits.softmax(1), torch.zeros_like(log_density)
         else:
-            raise RuntimeError("a pipeline without a head needs a backbone that keeps its output")
-        predictive_entropy = entropy(probabilities)
-        ood_score = self.entropy_weight * predictive_entropy - log_density if self.entropy_weight else -log_density
-        scores = {
-            "predictive_entropy": predictive_entropy,
-            "log_density": log_density,
-            "ood_score": ood_score,
-            "ood_p_value": conformal_p_values(self.calibration_scores, ood_score),
-            "epistemic": epistemic,
-        }
-        return pack(scores, probabilities)
+            raise RuntimeError("a scorer without a head needs a backbone that keeps the network's output")
+        scores = {"predictive_entropy": entropy(probabilities), "log_density": log_density, "epistemic": epistemic}
+        return Scored(scores, probabilities)
+
+    def forward(self, images: UInt8[Tensor, "batch channels height width"]) -> Scored:
+        """Probabilities and scores of a batch, the same for an image in any batch."""
+        return self.score(self.embed(images))
+
+    def explain(self, embedding: Embedding) -> dict[str, Tensor]:
+        """Distances to all classes, the nearest class, whitened deviations, and how the head splits the entropy."""
+        explanation = dict(self.density.explain(embedding.read)._asdict())
+        if self.head is not None:
+            explanation.update(self.head.split(embedding.z)._asdict())
+        return explanation
+
+
+class Pipeline(nn.Module):
+    """Pixels to packed outputs (:mod:`psc_core.model.outputs`), so that one copy brings them to the host.
+
+    Args:
+        scorer: Everything that needs no calibration.
+        calibration_scores: ``float32 (n,)`` ascending OOD scores of the calibration images.
+        entropy_weight: What a nat of predictive entropy adds to the OOD score; 0 is the density alone.
+    """
+
+    calibration_scores: Tensor
+
+    def __init__(self, scorer: Scorer, calibration_scores: Float[Tensor, " n"], entropy_weight: float = 0.0) -> None:
+        super().__init__()
+        self.scorer = scorer
+        scores = calibration_scores.float().to(scorer.scale.device)
+        self.register_buffer("calibration_scores", scores, persistent=False)
+        self.entropy_weight = entropy_weight
+        self.eval()
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether several threads may call it at once; a network cut by hooks keeps features of one call."""
+        return self.scorer.backbone.method == "graph"
+
+    def forward(self, images: UInt8[Tensor, "batch channels height width"]) -> Float[Tensor, "batch columns"]:
+        """Packed outputs of a batch, the same for an image in any batch."""
+        return self.outputs(self.scorer(images))
+
+    def outputs(self, scored: Scored) -> Float[Tensor, "batch columns"]:
+        """Packed outputs: every score of :data:`psc_core.prediction.SCORES` and the probabilities."""
+        ood_score = ood_score_of(scored.scores, self.entropy_weight)
+        p_value = conformal_p_values(self.calibration_scores, ood_score)
+        return pack({**scored.scores, "ood_score": ood_score, "ood_p_value": p_value}, scored.probabilities)
 
     def explain(
         self, images: UInt8[Tensor, "batch channels height width"]
     ) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
-        """Packed outputs, and why: distances to all classes, the nearest, whitened deviations, what the head splits."""
-        embedding = self.embed(images)
-        explanation = dict(self.density.explain(embedding.read)._asdict())
-        if self.head is not None:
-            explanation.update(self.head.split(embedding.z)._asdict())
-        return self.outputs(embedding), explanation
+        """Packed outputs and their explanation, see :meth:`Scorer.explain`, from one pass."""
+        embedding = self.scorer.embed(images)
+        explanation = self.scorer.explain(embedding)
+        return self.outputs(self.scorer.score(embedding)), explanation

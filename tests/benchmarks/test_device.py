@@ -84,11 +84,11 @@ def test_counts_operations_and_bytes() -> None:
 @pytest.mark.parametrize("density", ["gda", "tied"])
 @torch.inference_mode()
 def test_random_parts_make_a_valid_psc(density: str) -> None:
-    pipeline = TINY.pipeline(TINY.network(), "fp32", density=density)
+    pipeline = TINY.pipeline(TINY.network(), "fp32", CPU, density=density)
     outputs = Outputs(pipeline(images(3)))
     assert bool(outputs.packed.isfinite().all())
     torch.testing.assert_close(outputs.probabilities.sum(1), torch.ones(3))
-    assert floor.pipeline_operations(pipeline, images(2)) == 2 * floor.pipeline_operations(pipeline, images(1))
+    assert floor.operations(pipeline, images(2)) == 2 * floor.operations(pipeline, images(1))
     named = run.parts(pipeline, images(2), CPU)
     assert tuple(named) == report.PARTS
     torch.testing.assert_close(named["pack"](), pipeline(images(2)))

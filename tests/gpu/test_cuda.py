@@ -56,13 +56,12 @@ def test_a_captured_graph_equals_the_eager_pipeline(shipped_bundle: Path, digits
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_fused_features_are_the_originals(shipped_bundle: Path, digits: torch.Tensor, precision: str) -> None:
-    pipeline = PSC.load(shipped_bundle, device="cuda").pipeline
-    pipeline.precision = precision
+    backbone = PSC.load(shipped_bundle, device="cuda").backbone
     images = digits[:33].cuda().float() / 255
     with torch.inference_mode():
-        exact = pipeline.backbone(images)[0][0]
+        exact = backbone(images)[0][0]
         with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
-            got = pipeline.backbone.fused(precision)(images)[0][0]
+            got = backbone.fused(precision)(images)[0][0]
     assert got.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
     tolerance = 0.03 if precision == "bf16" else 1e-5
     torch.testing.assert_close(got.float(), exact, rtol=0, atol=tolerance * float(exact.abs().max()))

@@ -202,7 +202,7 @@ def check(setup: Setup, monkeypatch: pytest.MonkeyPatch, where: Path) -> None:
     """Both kinds of predictions, the second at the layer that the first chose."""
     images = images_of(setup.case, setup.folders)
     fitted, loaded = setup.run(monkeypatch, where / "psc")
-    assert loaded.pipeline.backbone.method == setup.case.method
+    assert loaded.backbone.method == setup.case.method
     assert loaded.version and len(loaded.classes) == CLASSES
     assert_loaded_is_fitted(fitted, loaded, images)
     monkeypatch.undo()

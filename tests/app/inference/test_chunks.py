@@ -100,5 +100,5 @@ def test_shipped_network_on_several_threads(shipped_bundle: Path) -> None:
     chunks = ParallelChunks(pipeline, 4, concurrent=True)
     for _ in range(5):
         torch.testing.assert_close(chunks(images), one_by_one, rtol=1e-4, atol=1e-5)
-    pipeline.backbone.method = "hooks"
+    pipeline.scorer.backbone.method = "hooks"
     assert not pipeline.concurrent

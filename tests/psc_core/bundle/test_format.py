@@ -85,9 +85,10 @@ def images(data_root: Path) -> torch.Tensor:
 def test_a_second_reader_gives_the_same_answers(bundles: dict[str, Path], images: torch.Tensor, name: str) -> None:
     psc, reader = PSC.load(bundles[name], device="cpu", allow_factories=ALLOW), SecondReader(bundles[name])
     with torch.inference_mode():
-        inputs = images.float() * psc.pipeline.scale + psc.pipeline.shift
-        features, logits = psc.pipeline.running()(inputs)
-        z = psc.pipeline.embed(images).z
+        scorer = psc.pipeline.scorer
+        inputs = scorer.standardise(images)
+        features, logits = scorer.backbone(inputs)
+        z = scorer.embed(images).z
         ours = Outputs(psc.pipeline(images))
     np.testing.assert_allclose(reader.standardise(images.numpy()), inputs.numpy(), rtol=1e-5, atol=1e-6)
     theirs = reader.answer([f.numpy() for f in features], None if logits is None else logits.double().numpy())

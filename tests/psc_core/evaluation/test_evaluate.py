@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from psc_core.bundle.manifest import Policy
 from psc_core.calibration.fit import fit_calibration
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset, labelled
@@ -17,12 +16,15 @@ from psc_core.data.sources import ArraySource
 from psc_core.errors import UsageError
 from psc_core.evaluation.baselines import fit_baselines
 from psc_core.evaluation.evaluate import ambiguity, evaluate, realised_rate, score_images
+from psc_core.evaluation.summary import summarise
 from psc_core.heads import entropy
 from psc_core.images.preprocess import Preprocess
 from psc_core.metrics import classification
-from psc_core.model.outputs import Outputs, pack
-from psc_core.model.pipeline import Pipeline
+from psc_core.model.outputs import Outputs
+from psc_core.model.pipeline import Pipeline, Scored, Scorer
 from psc_core.model.predictor import PSC
+from psc_core.network.backbone import truncate
+from psc_core.policy import Policy
 from tests.reference import metrics as naive
 
 
@@ -38,23 +40,20 @@ PREPROCESS = Preprocess("L", 2, 2, None, (0.5,), (0.25,))
 CLASSES = ("dark", "bright", "mixed")
 
 
-class FormulaPipeline(Pipeline):
+class FormulaScorer(Scorer):
     """Softmax of three contrasts of the pixels; density falls with their spread."""
 
-    def __init__(self, calibration_scores: Tensor) -> None:
+    def __init__(self) -> None:
         nn.Module.__init__(self)
         self.register_buffer("scale", torch.ones(1))
-        self.register_buffer("calibration_scores", calibration_scores)
         self.head = nn.Identity()  # type: ignore[assignment]
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Scored:
         x = images.flatten(1).float() / 255
         probabilities = torch.stack([1 - x[:, 0], x[:, 1], x[:, 2] - x[:, 3]], 1).mul(4).softmax(1)
         log_density = -10 * (x[:, 3] - 0.3).square() - x.mean(1)
-        at_least = len(self.calibration_scores) - torch.searchsorted(self.calibration_scores, -log_density)
-        p_value = (1.0 + at_least) / (1.0 + len(self.calibration_scores))
-        scores = {"predictive_entropy": entropy(probabilities), "log_density": log_density, "ood_score": -log_density}
-        return pack({**scores, "ood_p_value": p_value, "epistemic": x[:, 0]}, probabilities)
+        scores = {"predictive_entropy": entropy(probabilities), "log_density": log_density, "epistemic": x[:, 0]}
+        return Scored(scores, probabilities)
 
 
 def pixels(count: int, seed: int, *, low: int = 0, high: int = 200) -> Tensor:
@@ -68,8 +67,8 @@ def dataset(name: str, images: Tensor, labels: Tensor, classes: tuple[str, ...] 
 
 def inside(count: int, seed: int) -> ImageDataset:
     images = pixels(count, seed)
-    outputs = Outputs(FormulaPipeline(torch.zeros(1))(images[:, None]))
-    labels = torch.multinomial(outputs.probabilities, 1, generator=torch.Generator().manual_seed(seed)).squeeze(1)
+    scored = FormulaScorer()(images[:, None])
+    labels = torch.multinomial(scored.probabilities, 1, generator=torch.Generator().manual_seed(seed)).squeeze(1)
     return dataset("inside", images, labels)
 
 
@@ -77,12 +76,11 @@ def inside(count: int, seed: int) -> ImageDataset:
 def psc() -> PSC:
     data = inside(199, 0)
     batch = next(data.batches(199))
-    outputs = Outputs(FormulaPipeline(torch.zeros(1))(batch.images))
-    calibration = fit_calibration(
-        outputs["ood_score"], outputs["predictive_entropy"], outputs.probabilities, batch.labels
-    )
+    scores, probabilities = FormulaScorer()(batch.images)
+    calibration = fit_calibration(-scores["log_density"], scores["predictive_entropy"], probabilities, batch.labels)
     return PSC(
-        pipeline=FormulaPipeline(calibration.scores),
+        pipeline=Pipeline(FormulaScorer(), calibration.scores),
+        backbone=truncate(nn.Sequential(nn.Conv2d(1, 1, 1)), ["0"], keep_output=False),
         preprocess=PREPROCESS,
         classes=CLASSES,
         calibration=calibration,
@@ -120,7 +118,7 @@ def test_every_number_equals_a_loop(psc: PSC) -> None:
     assert own.auroc == pytest.approx(naive.auroc(i, o))
     assert own.aupr_out == pytest.approx(naive.aupr(o, i))
     assert own.fpr95 == pytest.approx(naive.fpr(i, o, 0.95))
-    assert own.lead == (0.0, 0.0)
+    assert own.auroc_difference == (0.0, 0.0)
     assert set(report.separation["outside"]) == {"psc", "psc-entropy", "psc-epistemic"}
     assert report.separation["outside"]["psc-entropy"].auroc == pytest.approx(
         naive.auroc(served["predictive_entropy"].tolist(), strange["predictive_entropy"].tolist())
@@ -131,14 +129,14 @@ def test_every_number_equals_a_loop(psc: PSC) -> None:
     sets = naive_sets(psc.calibration.set_thresholds(0.9), served.probabilities)
     assert report.misses.count == sum(not sets[m, y[m]] for m in range(120))
     assert report.mean_set_size == pytest.approx(float(sets.sum()) / 120)
-    assert (report.images, report.rows, report.ood_images) == (120, 120, {"outside": 60})
+    assert (report.images, report.examples, report.ood_images) == (120, 120, {"outside": 60})
     assert report.model == {"name": "formula", "version": "0" * 12, "layer": "layer3"}
     assert report.ambiguity == {}
 
 
 def test_promises_hold_on_data_like_the_calibration_data(psc: PSC) -> None:
     report = evaluate(psc, inside(2000, 5), {})
-    assert report.false_alarms.verdict == report.misses.verdict == "as promised"
+    assert report.false_alarms.assessment == report.misses.assessment == "as promised"
 
 
 def test_batch_size_does_not_matter(psc: PSC) -> None:
@@ -157,7 +155,7 @@ def test_images_with_several_labels_count_rows_for_losses_and_images_for_rates(p
     report = evaluate(psc, data, {"outside": OUTSIDE}, batch_images=7)
     p = Outputs(psc.pipeline(images[:, None])).probabilities.double()
     rows = p.repeat_interleave(2, 0).tolist()
-    assert (report.images, report.rows, report.false_alarms.images) == (30, 60, 30)
+    assert (report.images, report.examples, report.false_alarms.images) == (30, 60, 30)
     assert report.classification["psc"].nll == pytest.approx(
         naive.nll(rows, labels.flatten().tolist(), classification.LOG_FLOOR)
     )
@@ -191,25 +189,25 @@ def test_other_classifiers_stand_beside(psc: PSC) -> None:
     report = evaluate(psc, inside(90, 8), {"outside": OUTSIDE}, baselines)
     assert set(report.classification) == {"psc", "base", "temperature"}
     assert report.classification["base"].accuracy == report.classification["temperature"].accuracy
-    lead = report.separation["outside"]["knn"].lead
-    assert lead.value == pytest.approx(
+    difference = report.separation["outside"]["knn"].auroc_difference
+    assert difference.value == pytest.approx(
         report.separation["outside"]["psc"].auroc - report.separation["outside"]["knn"].auroc
     )
     assert len(report.separation["outside"]) == 10
-    assert report.verdicts()[0].startswith("outside: PSC ")
+    assert summarise(report)[0].startswith("outside: PSC ")
 
 
 def test_base_predictions_have_no_epistemic_score(psc: PSC) -> None:
-    pipeline = FormulaPipeline(psc.calibration.scores)
-    pipeline.head = None
-    base = dataclasses.replace(psc, pipeline=pipeline)
+    scorer = FormulaScorer()
+    scorer.head = None
+    base = dataclasses.replace(psc, pipeline=Pipeline(scorer, psc.calibration.scores))
     assert set(score_images(base, inside(5, 1)).ood) == {"psc", "psc-entropy"}
 
 
 def test_one_image_is_enough(psc: PSC) -> None:
     report = evaluate(psc, inside(1, 1), {"one": dataset("one", pixels(1, 2), torch.tensor([0]))})
     assert report.separation["one"]["psc"].auroc in (0.0, 0.5, 1.0)
-    assert report.separation["one"]["psc-entropy"].lead.standard_error == math.inf
+    assert report.separation["one"]["psc-entropy"].auroc_difference.standard_error == math.inf
 
 
 def test_data_that_does_not_belong_to_the_model_is_refused(psc: PSC) -> None:
@@ -227,8 +225,8 @@ def test_data_that_does_not_belong_to_the_model_is_refused(psc: PSC) -> None:
 
 def test_realised_rates_are_judged_by_the_beta_binomial() -> None:
     happened = torch.zeros(1000, dtype=torch.bool)
-    assert realised_rate(happened, 0.05, 199).verdict == "lower than promised"
+    assert realised_rate(happened, 0.05, 199).assessment == "lower than promised"
     happened[:75] = True
     noisy, sharp = realised_rate(happened, 0.05, 199), realised_rate(happened, 0.05, 99_999)
-    assert noisy.verdict == "as promised" and 75 not in noisy.acceptance
-    assert sharp.verdict == "higher than promised"
+    assert noisy.assessment == "as promised" and 75 not in noisy.acceptance
+    assert sharp.assessment == "higher than promised"

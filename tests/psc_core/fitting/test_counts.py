@@ -20,7 +20,8 @@ from psc_core.compute.passes import MAXIMUM_CPU_BATCH, Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.sources import ImageSource
 from psc_core.data.spec import open_dataset
-from psc_core.fitting.stages import FitOptions, fit_projection, fit_psc
+from psc_core.fitting.options import FitOptions
+from psc_core.fitting.stages import fit_projection, fit_psc
 from psc_core.heads.fit import softmax
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.numerics.scatter import ClassScatter, class_pairs

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import ArraySource
-from psc_core.fitting.stages import FitOptions, fit_projection, fit_psc, measure_collapse
+from psc_core.fitting.options import FitOptions
+from psc_core.fitting.stages import fit_projection, fit_psc, measure_collapse
 from psc_core.heads.fit import preconditioning, softmax
 from psc_core.images.preprocess import PRESETS
 from psc_core.numerics import matrix as rows

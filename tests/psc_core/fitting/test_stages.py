@@ -11,14 +11,11 @@ import torch
 
 from psc_core import FitOptions, fit_projection, fit_psc, load_network, measure_collapse, open_dataset
 from psc_core.collapse.candidate import Candidate
-from psc_core.data.dataset import ImageDataset
-from psc_core.data.splits import split_validation
+from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import DataError, FitError, UsageError
 from psc_core.fitting.stages import OOD_SCORES, FittedProjection, entropy_weight
 from psc_core.heads.fit import sngp, softmax
 from psc_core.images.preprocess import PRESETS
-from psc_core.model.outputs import Outputs, pack
-from psc_core.prediction import SCORES
 from psc_core.projection.fit.ranks import choose_ranks
 from tests.conftest import TinyJob
 
@@ -102,8 +99,8 @@ def test_the_calibrating_half_chooses_nothing(
     one, two = (
         fit_psc(net, candidate, projection, train, data, head="duq", options=OPTIONS).pipeline for data in (val, other)
     )
-    assert one.head is not None and two.head is not None
-    assert one.head.record == two.head.record
+    assert one.scorer.head is not None and two.scorer.head is not None
+    assert one.scorer.head.record == two.scorer.head.record
     for name, tensor in one.state_dict().items():
         assert torch.equal(tensor, two.state_dict()[name]), name
 
@@ -124,7 +121,9 @@ def test_the_seed_reaches_the_head(
         ).pipeline.state_dict()
         for seed in (0, 1)
     )
-    assert not torch.equal(one["head.phases"], two["head.phases"])  # The length-scale moves the frequencies alone.
+    assert not torch.equal(
+        one["scorer.head.phases"], two["scorer.head.phases"]
+    )  # The length-scale moves the frequencies alone.
 
 
 def test_the_risk_reaches_the_ambiguity_threshold(
@@ -140,15 +139,10 @@ def test_the_risk_reaches_the_ambiguity_threshold(
 
 
 def test_an_entropy_that_never_varies_does_not_count() -> None:
-    same, log_density = torch.full((5,), 0.3), torch.arange(5.0)
-    scores = dict.fromkeys(SCORES, log_density)
-
-    def weight(predictive_entropy: torch.Tensor) -> float:
-        packed = pack({**scores, "predictive_entropy": predictive_entropy}, torch.full((5, 2), 0.5))
-        return entropy_weight(Outputs(packed))
-
-    assert weight(same) == 0.0
-    assert weight(log_density / 4) == pytest.approx(4.0)
+    log_density = torch.arange(5.0)
+    assert entropy_weight({"log_density": log_density, "predictive_entropy": torch.full((5,), 0.3)}) == 0.0
+    weight = entropy_weight({"log_density": log_density, "predictive_entropy": log_density / 4})
+    assert weight == pytest.approx(4.0)
 
 
 def test_classes_must_be_the_same_and_at_least_two(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import io
@@ -18,11 +17,12 @@ from PIL import Image
 
 import psc_core
 from psc_core import PRESETS, PSC, open_dataset
-from psc_core.bundle.manifest import Policy
 from psc_core.errors import BundleError, ImageError, UsageError
 from psc_core.heads import entropy
+from psc_core.model.inputs import as_batch, read_image
 from psc_core.model.outputs import Outputs, pack
 from psc_core.model.pipeline import Pipeline
+from psc_core.policy import Policy
 from psc_core.prediction import SCORES
 
 ALLOW = ("tests.tiny:network",)
@@ -163,9 +163,9 @@ def test_a_device_without_room_is_no_fault_of_the_bundle(
 @pytest.mark.parametrize("image", [b"", "a.png", Path("a.png"), Image.new("L", (3, 3)), np.zeros((3, 3), np.uint8)])
 def test_a_single_image_is_asked_into_a_list(psc: PSC, image: Any) -> None:
     with pytest.raises(UsageError, match="put it into a list"):
-        inspect.unwrap(PSC._read)(psc, image)  # As where the tests' type checks are not.
+        inspect.unwrap(as_batch)(image, psc.preprocess)  # Without the type checks of the tests.
     with pytest.raises(UsageError, match=r"expected paths, encoded .* got a int"):
-        inspect.unwrap(PSC._read_one)(psc, 1)
+        inspect.unwrap(read_image)(1, psc.preprocess)
 
 
 def test_packing_is_a_round_trip() -> None:
@@ -210,20 +210,17 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 def test_a_network_that_gives_other_features_when_it_is_fused_is_refused(tiny_bundle: Path) -> None:
     psc = PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
     psc.probe()
-    stale = copy.deepcopy(psc.pipeline.backbone)
     with torch.no_grad():
-        for parameter in stale.parameters():
+        for parameter in psc.pipeline.scorer.backbone.parameters():
             parameter.mul_(1.2)
-    psc.pipeline._fused = (stale,)
-    with pytest.raises(BundleError, match="same features in fewer operations"):
+    with pytest.raises(BundleError, match="same features from .* in fewer operations"):
         psc.probe()
 
 
 def test_features_that_are_not_finite_are_seen_behind_a_relu_that_hides_them(tiny_bundle: Path) -> None:
     psc = PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
-    psc.pipeline.running()  # Packs the weights that are finite still.
-    with torch.no_grad():
-        next(psc.pipeline.backbone.parameters()).fill_(torch.nan)
+    with torch.no_grad():  # The fused copy has weights of its own.
+        next(psc.backbone.parameters()).fill_(torch.nan)
     with pytest.raises(BundleError, match="not finite"):
         psc.probe()
 
@@ -245,8 +242,8 @@ def test_an_explanation_comes_with_the_same_rows_from_one_pass(psc: PSC, monkeyp
     images = torch.randint(0, 256, (5, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = psc.pipeline(images)
-        passes, embed = [], psc.pipeline.embed
-        monkeypatch.setattr(psc.pipeline, "embed", lambda batch: passes.append(len(batch)) or embed(batch))
+        passes, embed = [], psc.pipeline.scorer.embed
+        monkeypatch.setattr(psc.pipeline.scorer, "embed", lambda batch: passes.append(len(batch)) or embed(batch))
         rows, explanation = psc.pipeline.explain(images)
     assert torch.equal(rows, expected)
     assert passes == [5]

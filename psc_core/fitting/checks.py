@@ -1,0 +1,61 @@
+"""What is checked before a stage spends hours: classes, attainable rates, the network's own output."""
+
+from __future__ import annotations
+
+import torch
+
+from psc_core.calibration.conformal import Calibration
+from psc_core.compute.passes import Compute
+from psc_core.data.dataset import ImageDataset, split_validation
+from psc_core.errors import DataError, UsageError
+from psc_core.fitting.options import FitOptions
+from psc_core.network.backbone import Backbone, example_input
+
+
+def check_classes(train: ImageDataset, val: ImageDataset) -> None:
+    """Require the same classes in both, at least two of them, each with at least two training images.
+
+    Raises:
+        DataError: They differ or have too few images.
+    """
+    if train.classes != val.classes:
+        odd = sorted(set(train.classes) ^ set(val.classes))
+        raise DataError(
+            f"expected the same class folders for training and validation, they differ in {odd[:10]}; "
+            "make the folders match (one without images is enough for a class that validation lacks)"
+        )
+    if len(train.classes) < 2:
+        raise DataError(f"expected at least two classes, got {list(train.classes)}; give a folder for each class")
+    counts = torch.bincount(train.labels, minlength=len(train.classes))
+    if counts.min() < 2:
+        rare = train.classes[int(counts.argmin())]
+        raise DataError(f"expected at least two training images of each class, got {int(counts.min())} of {rare!r}")
+
+
+def check_attainable_rates(val: ImageDataset, *, alpha: float, coverage: float, options: FitOptions) -> None:
+    """Reject rates that the calibration split of ``val`` is too small for; only its size matters.
+
+    Raises:
+        UsageError: ``alpha`` below 1/(n + 1) or ``coverage`` above n/(n + 1).
+    """
+    _, calibration_split = split_validation(val, options.seed)
+    blank = torch.zeros(len(calibration_split))
+    calibration = Calibration(blank, blank, blank, blank.long(), len(val.classes))
+    try:
+        calibration.ood_score_threshold(alpha)
+        calibration.set_thresholds(coverage)
+    except UsageError as error:
+        raise UsageError(f"{error} (half of the {len(val)} validation images calibrate)") from error
+
+
+def check_own_output(backbone: Backbone, train: ImageDataset, compute: Compute) -> None:
+    """Reject a network whose own output cannot be served as probabilities of the classes.
+
+    Raises:
+        UsageError: It has another number of outputs.
+    """
+    with torch.inference_mode():
+        logits = backbone(example_input(train.preprocess).to(compute.device))[1]
+    if logits is None or logits.shape[1] != len(train.classes):
+        got = None if logits is None else logits.shape[1]
+        raise UsageError(f"expected a network of {len(train.classes)} outputs to serve its own, got {got}")

@@ -1,0 +1,79 @@
+"""Images as users have them, read into the network's pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import UInt8
+from PIL import Image
+from torch import Tensor
+
+from psc_core.errors import UsageError
+from psc_core.images.decode import to_grey_or_rgb
+from psc_core.images.preprocess import Preprocess
+
+ImageLike = str | Path | bytes | Image.Image | npt.NDArray[Any]
+"""One image: a path, an encoded file, a Pillow image, or ``uint8`` pixels (height, width) or (height, width, 3)."""
+
+
+def as_batch(images: Sequence[ImageLike] | Tensor, preprocess: Preprocess) -> UInt8[Tensor, "n channels height width"]:
+    """Images of any size and form as one batch; a tensor has to be one already.
+
+    Raises:
+        ImageError: An image cannot be decoded.
+        UsageError: Something that is no list of images, a file that cannot be read, a tensor of another shape or type.
+    """
+    shape = (preprocess.channels, preprocess.height, preprocess.width)
+    if isinstance(images, Tensor):
+        if images.dtype != torch.uint8 or tuple(images.shape[1:]) != shape:
+            raise UsageError(
+                f"expected uint8 images of shape (n, {', '.join(map(str, shape))}), got "
+                f"{images.dtype} {tuple(images.shape)}"
+            )
+        return images
+    if isinstance(images, (str, bytes, Path, Image.Image, np.ndarray)):
+        raise UsageError(f"expected a list of images or a tensor, got {described(images)}; put it into a list")
+    pixels = [read_image(image, preprocess) for image in images]
+    return torch.from_numpy(np.stack(pixels)) if pixels else torch.empty((0, *shape), dtype=torch.uint8)
+
+
+def read_image(image: ImageLike, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
+    """One image as ``uint8 (channels, height, width)``.
+
+    Raises:
+        ImageError: It cannot be decoded.
+        UsageError: It is no image, or its file cannot be read.
+    """
+    if isinstance(image, str | Path):
+        try:
+            image = Path(image).read_bytes()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot read an image: {error}") from error
+    if isinstance(image, bytes):
+        return preprocess.from_bytes(image)
+    if isinstance(image, np.ndarray) and is_picture(image):
+        image = Image.fromarray(image)
+    if isinstance(image, Image.Image):
+        return preprocess.from_image(to_grey_or_rgb(image))
+    raise UsageError(
+        "expected paths, encoded images (bytes), Pillow images, or uint8 arrays (height, width) or "
+        f"(height, width, 3), got {described(image)}"
+    )
+
+
+def is_picture(pixels: npt.NDArray[Any]) -> bool:
+    """Whether an array is ``uint8`` (height, width) or (height, width, 3) and not empty."""
+    colours = pixels.shape[2:]
+    return pixels.dtype == np.uint8 and pixels.size > 0 and pixels.ndim >= 2 and colours in ((), (3,))
+
+
+def described(image: Any) -> str:
+    """What an image is, for messages."""
+    if isinstance(image, np.ndarray):
+        return f"an array of {image.dtype} {image.shape}"
+    return f"a {type(image).__name__}"
