@@ -104,7 +104,7 @@ def test_the_numbers_the_readme_reports(psc: PSC, full_data: Path) -> None:
     assert report.separation["fashion-mnist"]["psc"].auroc >= 0.98
     assert report.ambiguity["psc"] >= 0.93
     # Beta-binomial: 4,000 calibration images promise no more.  The README states the plain binomial too.
-    assert report.false_alarms.verdict == "as promised"
+    assert report.false_alarms.assessment == "as promised"
 
 
 def test_every_batch_size_gives_the_same_probabilities(psc: PSC, mixed: list[tuple[str, bytes]]) -> None:

@@ -1,10 +1,10 @@
 """Evaluate a PSC through its served path, beside the detectors people use instead.
 
-One pass over each data set.  What survives a batch is a handful of float64 numbers an image (scores) and a
-(image, label) row (losses); no features, no probabilities.
+One pass over each data set keeps a handful of float64 numbers for each image (scores) and each labelled example
+(losses), but no features and no probabilities.
 
-Several labels an image: accuracy, likelihood and selective metrics count (image, label) rows; OOD scores,
-false alarms and prediction sets count images, a set being judged by the first label as in calibration.
+Where images have several labels, accuracy, likelihood and selective metrics count labelled examples; OOD scores, false
+alarms and prediction sets count images, and a set is right if it holds the first label, as in calibration.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import Batch, ImageDataset
 from psc_core.errors import UsageError
 from psc_core.evaluation.baselines import Baselines
-from psc_core.evaluation.report import HEADLINE, Classification, EvaluationReport, RealisedRate, Separation
+from psc_core.evaluation.report import PRIMARY, Classification, EvaluationReport, RealisedRate, Separation
 from psc_core.heads import entropy
 from psc_core.metrics import intervals, ranking, selective
 from psc_core.metrics.classification import adaptive_ece, ece, label_brier, label_nll
@@ -32,25 +32,25 @@ LEVEL = 0.99
 """Probability of the intervals around realised rates."""
 
 AMBIGUOUS_PREFIX = "ambiguous"
-"""Groups of a data set whose name starts like this hold ambiguous images; all other groups are clean."""
+"""Prefix of the names of groups of ambiguous images; images of all other groups are clean."""
 
 
 @dataclass(frozen=True)
-class RowLosses:
-    """One classifier's losses, one entry a (image, label) row."""
+class Losses:
+    """One classifier's losses, one entry for each labelled example."""
 
-    nll: Float[Tensor, " rows"]
-    brier: Float[Tensor, " rows"]
-    confidence: Float[Tensor, " rows"]
-    correct: Bool[Tensor, " rows"]
+    nll: Float[Tensor, " examples"]
+    brier: Float[Tensor, " examples"]
+    confidence: Float[Tensor, " examples"]
+    correct: Bool[Tensor, " examples"]
 
 
 @dataclass(frozen=True)
 class ScoredImages:
-    """What one pass leaves, on the CPU, in the order of the data set.
+    """What one pass keeps, on the CPU, in the order of the data set.
 
     Attributes:
-        ood: By score name, ``float64 (n,)``, higher is more OOD.
+        ood: By score name, ``float64 (n,)``; higher is more unusual.
         alarm: ``bool (n,)`` p-value ≤ α.
         p_value: ``float32 (n,)``.
         entropy: By classifier, ``float64 (n,)`` nats.
@@ -65,7 +65,7 @@ class ScoredImages:
     entropy: Mapping[str, Tensor]
     set_size: Tensor
     covered: Tensor
-    losses: Mapping[str, RowLosses]
+    losses: Mapping[str, Losses]
 
 
 def evaluate(
@@ -82,11 +82,11 @@ def evaluate(
         psc: The fitted model, with its own α and coverage.
         id_data: Labelled in-distribution test images, none of them used to fit or calibrate.
         ood: Out-of-distribution images by name; labels are ignored.
-        baselines: Detectors from the same network, or None to look at PSC alone.
-        batch_images: Images a batch at most.
+        baselines: Detectors on the same network, or None for PSC alone.
+        batch_images: Maximum number of images in a batch.
 
     Raises:
-        UsageError: Data read through another preprocessing, or of other classes, than the model's.
+        UsageError: Data of other classes than the model's, or read through another preprocessing.
     """
     check_classes(psc, id_data)
     inside = score_images(psc, id_data, baselines, batch_images=batch_images)
@@ -96,7 +96,7 @@ def evaluate(
         model={"name": psc.name, "version": psc.version, "layer": psc.layer},
         id_name=id_data.name,
         images=len(id_data),
-        rows=id_data.examples,
+        examples=id_data.examples,
         classification={name: classification(losses) for name, losses in inside.losses.items()},
         ood_images={name: len(scored.alarm) for name, scored in outside.items()},
         separation={name: separation(inside.ood, scored.ood) for name, scored in outside.items()},
@@ -109,10 +109,10 @@ def evaluate(
 
 
 def check_classes(psc: PSC, data: ImageDataset) -> None:
-    """Refuse data of other classes than the model's.
+    """Require data of the model's classes.
 
     Raises:
-        UsageError: They differ; the message says in what.
+        UsageError: They differ; the message says how.
     """
     if data.classes != psc.classes:
         theirs, ours = set(data.classes), set(psc.classes)
@@ -139,7 +139,7 @@ def score_images(
             f"{data.preprocess}; open it with preprocess=psc.preprocess"
         )
     ood, entropies = defaultdict[str, list[Tensor]](list), defaultdict[str, list[Tensor]](list)
-    losses = defaultdict[str, list[RowLosses]](list)
+    losses = defaultdict[str, list[Losses]](list)
     alarm: list[Tensor] = []
     p_value: list[Tensor] = []
     set_size: list[Tensor] = []
@@ -150,20 +150,20 @@ def score_images(
             images = batch.images.to(psc.device)
             packed = psc.pipeline(images).cpu()
             outputs, decisions = Outputs(packed), psc.decide(Outputs(packed.numpy()))
-            batch_scores = {HEADLINE: outputs["ood_score"], f"{HEADLINE}-entropy": outputs["predictive_entropy"]}
-            if psc.predictions == HEADLINE:
-                batch_scores[f"{HEADLINE}-epistemic"] = outputs["epistemic"]
-            probabilities = {HEADLINE: outputs.probabilities}
+            batch_scores = {PRIMARY: outputs["ood_score"], f"{PRIMARY}-entropy": outputs["predictive_entropy"]}
+            if psc.predictions == PRIMARY:
+                batch_scores[f"{PRIMARY}-epistemic"] = outputs["epistemic"]
+            probabilities = {PRIMARY: outputs.probabilities}
             if baselines is not None:
-                rivals = baselines.score(images)
-                batch_scores |= rivals.scores
-                probabilities |= rivals.probabilities
+                others = baselines.score(images)
+                batch_scores |= others.scores
+                probabilities |= others.probabilities
             for name, values in batch_scores.items():
                 ood[name].append(values.double().cpu())
             for name, p in probabilities.items():
                 entropies[name].append(entropy(p.double()).cpu())
                 if labelled:
-                    losses[name].append(row_losses(p.cpu(), batch))
+                    losses[name].append(losses_of(p.cpu(), batch))
             sets = torch.from_numpy(decisions.prediction_set)
             alarm.append(torch.from_numpy(decisions.is_ood))
             p_value.append(outputs["ood_p_value"])
@@ -177,19 +177,19 @@ def score_images(
         entropy={name: torch.cat(parts) for name, parts in entropies.items()},
         set_size=torch.cat(set_size),
         covered=torch.cat(covered) if covered else torch.empty(0, dtype=torch.bool),
-        losses={name: _joined(parts) for name, parts in losses.items()},
+        losses={name: _concatenate(parts) for name, parts in losses.items()},
     )
 
 
-def row_losses(probabilities: Float[Tensor, "batch classes"], batch: Batch) -> RowLosses:
-    """Losses of a batch's (image, label) rows."""
+def losses_of(probabilities: Float[Tensor, "batch classes"], batch: Batch) -> Losses:
+    """Losses of a batch's labelled examples."""
     p, labels = batch.per_example(probabilities), batch.labels
     confidence, predicted = p.double().max(1)
-    return RowLosses(label_nll(p, labels), label_brier(p, labels), confidence, predicted == labels)
+    return Losses(label_nll(p, labels), label_brier(p, labels), confidence, predicted == labels)
 
 
-def _joined(parts: list[RowLosses]) -> RowLosses:
-    return RowLosses(
+def _concatenate(parts: list[Losses]) -> Losses:
+    return Losses(
         torch.cat([part.nll for part in parts]),
         torch.cat([part.brier for part in parts]),
         torch.cat([part.confidence for part in parts]),
@@ -202,38 +202,38 @@ def _first_labels(batch: Batch) -> Tensor:
     return batch.labels[first]
 
 
-def classification(losses: RowLosses) -> Classification:
-    """Summary of one classifier's rows."""
-    judged = losses.confidence, losses.correct
+def classification(losses: Losses) -> Classification:
+    """Metrics of one classifier."""
+    ranked = losses.confidence, losses.correct
     return Classification(
         accuracy=float(losses.correct.double().mean()),
         nll=float(losses.nll.mean()),
         brier=float(losses.brier.mean()),
-        ece=ece(*judged),
-        adaptive_ece=adaptive_ece(*judged),
-        aurc=selective.aurc(*judged),
-        augrc=selective.augrc(*judged),
-        coverage_at_risk_1_percent=selective.coverage_at_risk(*judged, 0.01),
-        coverage_at_risk_5_percent=selective.coverage_at_risk(*judged, 0.05),
+        ece=ece(*ranked),
+        adaptive_ece=adaptive_ece(*ranked),
+        aurc=selective.aurc(*ranked),
+        augrc=selective.augrc(*ranked),
+        coverage_at_risk_1_percent=selective.coverage_at_risk(*ranked, 0.01),
+        coverage_at_risk_5_percent=selective.coverage_at_risk(*ranked, 0.05),
     )
 
 
 def separation(inside: Mapping[str, Tensor], outside: Mapping[str, Tensor]) -> dict[str, Separation]:
-    """Every score's separation of the two sets of images, and PSC's lead over it."""
+    """How well every score separates the two sets of images, and the difference to PSC."""
     return {
         name: Separation(
             auroc=ranking.auroc(inside[name], outside[name]),
             aupr_in=ranking.aupr_in(inside[name], outside[name]),
             aupr_out=ranking.aupr_out(inside[name], outside[name]),
             fpr95=ranking.fpr95(inside[name], outside[name]),
-            lead=ranking.auroc_difference(inside[HEADLINE], outside[HEADLINE], inside[name], outside[name]),
+            auroc_difference=ranking.auroc_difference(inside[PRIMARY], outside[PRIMARY], inside[name], outside[name]),
         )
         for name in inside
     }
 
 
 def realised_rate(happened: Bool[Tensor, " n"], promised: float, calibration_images: int) -> RealisedRate:
-    """How often something happened against how often calibration promised it would."""
+    """How often something happened, beside how often calibration promises that it does."""
     count, images = int(happened.sum()), len(happened)
     return RealisedRate(
         promised=promised,
@@ -247,7 +247,7 @@ def realised_rate(happened: Bool[Tensor, " n"], promised: float, calibration_ima
 
 
 def ambiguity(entropies: Mapping[str, Tensor], groups: Mapping[str, Tensor]) -> dict[str, float]:
-    """AUROC of each classifier's entropy, ambiguous against clean images; empty without both kinds of group."""
+    """AUROC of each classifier's entropy, ambiguous against clean images; empty unless there are both."""
     ambiguous = [positions for name, positions in groups.items() if name.startswith(AMBIGUOUS_PREFIX)]
     clean = [positions for name, positions in groups.items() if not name.startswith(AMBIGUOUS_PREFIX)]
     if not ambiguous or not clean:

@@ -1,4 +1,4 @@
-"""Verdicts, tables and JSON of a report with known numbers."""
+"""Summary, tables and JSON of a report with known numbers."""
 
 from __future__ import annotations
 
@@ -8,22 +8,15 @@ import math
 
 import pytest
 
-from psc_core.evaluation.report import (
-    Classification,
-    EvaluationReport,
-    RealisedRate,
-    Separation,
-    Table,
-    tables,
-    to_markdown,
-    to_text,
-)
+from psc_core.evaluation.report import Classification, EvaluationReport, RealisedRate, Separation
+from psc_core.evaluation.summary import summarise
+from psc_core.evaluation.tables import Table, tables, to_json, to_markdown, to_text
 from psc_core.metrics.intervals import CountInterval, RateInterval
 from psc_core.metrics.ranking import Difference
 
 
-def separation(auroc: float, lead: float, error: float) -> Separation:
-    return Separation(auroc, aupr_in=0.9, aupr_out=0.8, fpr95=0.2, lead=Difference(lead, error))
+def separation(auroc: float, difference: float, error: float) -> Separation:
+    return Separation(auroc, aupr_in=0.9, aupr_out=0.8, fpr95=0.2, auroc_difference=Difference(difference, error))
 
 
 def classification(nll: float) -> Classification:
@@ -38,7 +31,7 @@ REPORT = EvaluationReport(
     model={"name": "digits", "version": "0123456789ab", "layer": "layer3.0"},
     id_name="mnist",
     images=1000,
-    rows=1000,
+    examples=1000,
     classification={"psc": classification(0.136), "base": classification(0.15), "temperature": classification(0.14)},
     ood_images={"fashion": 500, "near|far": 400, "hard": 300},
     separation={
@@ -64,8 +57,8 @@ REPORT = EvaluationReport(
 )
 
 
-def test_verdicts_say_who_wins_ties_and_loses() -> None:
-    wins, tie, loses, *rest = REPORT.verdicts()
+def test_wins_ties_and_losses() -> None:
+    wins, tie, loses, *rest = summarise(REPORT)
     assert wins == "fashion: PSC wins; the next is gda (AUROC 0.9900 against 0.9800, difference +0.0100 ± 0.0010)."
     assert tie.startswith("near|far: PSC ties with knn (AUROC 0.9000 against 0.9050")
     assert loses.startswith("hard: PSC loses to knn, gda; the best is knn")
@@ -75,35 +68,35 @@ def test_verdicts_say_who_wins_ties_and_loses() -> None:
     assert "higher than promised" in rest[-1]
 
 
-def test_psc_alone_claims_no_win() -> None:
+def test_psc_alone() -> None:
     alone = dataclasses.replace(
         REPORT, separation={"fashion": {"psc": separation(0.99, 0, 0)}}, classification={"psc": classification(0.1)}
     )
-    first, *rest = alone.verdicts()
+    first, *rest = summarise(alone)
     assert first == "fashion: PSC reaches AUROC 0.9900; no other method was run."
     assert len(rest) == 2
 
 
-def test_an_unknown_standard_error_is_a_tie() -> None:
+def test_unknown_standard_error_is_a_tie() -> None:
     tiny = {"psc": separation(0.5, 0, math.inf), "knn": separation(1.0, -0.5, math.inf)}
     report = dataclasses.replace(REPORT, separation={"one": tiny})
-    assert report.verdicts()[0].startswith("one: PSC ties with knn")
-    assert json.loads(json.dumps(report.to_json(), allow_nan=False))["separation"]["one"]["knn"]["lead"] == {
+    assert summarise(report)[0].startswith("one: PSC ties with knn")
+    assert json.loads(json.dumps(to_json(report), allow_nan=False))["separation"]["one"]["knn"]["auroc_difference"] == {
         "value": -0.5,
         "standard_error": None,
     }
 
 
-def test_json_holds_every_number_and_the_verdicts() -> None:
-    data = json.loads(json.dumps(REPORT.to_json(), allow_nan=False))
+def test_json_holds_every_number_and_the_summary() -> None:
+    data = json.loads(json.dumps(to_json(REPORT), allow_nan=False))
     assert data["classification"]["psc"]["nll"] == 0.136
-    assert data["separation"]["hard"]["gda"]["lead"] == {"value": -0.05, "standard_error": 0.01}
+    assert data["separation"]["hard"]["gda"]["auroc_difference"] == {"value": -0.05, "standard_error": 0.01}
     assert data["false_alarms"]["calibrated_acceptance"] == [20, 80]
-    assert data["false_alarms"]["rate"] == 0.05 and data["misses"]["verdict"] == "higher than promised"
-    assert data["verdicts"] == REPORT.verdicts()
+    assert data["false_alarms"]["rate"] == 0.05 and data["misses"]["assessment"] == "higher than promised"
+    assert data["summary"] == summarise(REPORT)
 
 
-def test_tables_rank_scores_and_show_the_lead() -> None:
+def test_tables_rank_scores() -> None:
     quality, fashion, *_, promises, ambiguity = tables(REPORT)
     assert [row[0] for row in quality.rows] == ["psc", "base", "temperature"]
     assert [row[0] for row in fashion.rows] == ["psc-entropy", "psc", "gda", "knn"]
@@ -120,19 +113,19 @@ def test_text_aligns_columns() -> None:
     assert text == "T\nname       x\n────────────\na        1.0\nlonger  12.0"
 
 
-def test_whole_pages_hold_title_verdicts_and_tables() -> None:
+def test_pages_hold_title_summary_and_tables() -> None:
     text, page = to_text(REPORT), to_markdown(REPORT)
     assert text.startswith("digits 0123456789ab (layer layer3.0) on mnist: 1000 images\n")
     assert page.startswith("# digits 0123456789ab")
     assert "- fashion: PSC wins" in page and "| psc | 0.9600 | 0.1360 |" in page
     assert "## near|far: 400 OOD images" in page
-    several = dataclasses.replace(REPORT, rows=1500)
+    several = dataclasses.replace(REPORT, examples=1500)
     assert "1000 images, 1500 labels" in to_text(several)
 
 
 @pytest.mark.parametrize(
-    ("count", "verdict"),
+    ("count", "assessment"),
     [(19, "lower than promised"), (20, "as promised"), (80, "as promised"), (81, "higher than promised")],
 )
-def test_rate_verdict_at_the_edges(count: int, verdict: str) -> None:
-    assert rate(count).verdict == verdict
+def test_assessment_at_the_edges(count: int, assessment: str) -> None:
+    assert rate(count).assessment == assessment

@@ -1,0 +1,76 @@
+"""An evaluation in plain sentences.
+
+One rule, the same for PSC and against it: a score *wins* over another when their AUROC differs by more than
+:data:`STANDARD_ERRORS` standard errors of the paired difference, else they *tie*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from psc_core.evaluation.report import PRIMARY, Classification, EvaluationReport, RealisedRate, Separation
+from psc_core.metrics.ranking import Difference
+
+STANDARD_ERRORS: Final = 2.0
+"""Difference, in standard errors, from which on one score beats another."""
+
+COMPARED: Final = {"accuracy": "Accuracy", "nll": "NLL", "ece": "ECE"}
+"""Metrics of the classifiers that are compared, with their names."""
+
+
+def summarise(report: EvaluationReport) -> list[str]:
+    """Which score wins on each OOD set, which classifier is best, and whether promised rates hold."""
+    sentences = [compare_scores(name, scores) for name, scores in report.separation.items()]
+    if len(report.classification) > 1:
+        sentences += [compare_classifiers(report.classification, metric) for metric in COMPARED]
+    return [
+        *sentences,
+        describe_rate("False alarms", report.false_alarms),
+        describe_rate("Labels outside the prediction set", report.misses),
+    ]
+
+
+def compare_scores(ood: str, scores: Mapping[str, Separation]) -> str:
+    """PSC against the other methods on one OOD set."""
+    own = scores[PRIMARY]
+    others = [name for name in scores if not name.startswith(PRIMARY)]
+    if not others:
+        return f"{ood}: PSC reaches AUROC {own.auroc:.4f}; no other method was run."
+    best = max(others, key=lambda name: scores[name].auroc)
+    better = [name for name in others if is_significant(scores[name].auroc_difference, sign=-1)]
+    difference = scores[best].auroc_difference
+    numbers = f"AUROC {own.auroc:.4f} against {scores[best].auroc:.4f}, difference {signed(difference)}"
+    if better:
+        return f"{ood}: PSC loses to {', '.join(better)}; the best is {best} ({numbers})."
+    if is_significant(difference):
+        return f"{ood}: PSC wins; the next is {best} ({numbers})."
+    return f"{ood}: PSC ties with {best} ({numbers})."
+
+
+def is_significant(difference: Difference, *, sign: int = 1) -> bool:
+    """Whether a difference of this sign is more than :data:`STANDARD_ERRORS` standard errors."""
+    return sign * difference.value > STANDARD_ERRORS * difference.standard_error
+
+
+def signed(difference: Difference) -> str:
+    """``+0.0100 ± 0.0010``."""
+    return f"{difference.value:+.4f} ± {difference.standard_error:.4f}"
+
+
+def compare_classifiers(classifiers: Mapping[str, Classification], metric: str) -> str:
+    """The best of several classifiers by one metric."""
+    values = {name: getattr(quality, metric) for name, quality in classifiers.items()}
+    best = max(values.values()) if metric == "accuracy" else min(values.values())
+    names = [name for name, value in values.items() if value == best]
+    listed = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+    return f"{COMPARED[metric]}: best is {' and '.join(names)} ({listed})."
+
+
+def describe_rate(what: str, rate: RealisedRate) -> str:
+    """A realised rate beside the promised one."""
+    low, high = rate.calibrated_acceptance
+    return (
+        f"{what}: {rate.count} of {rate.images} ({rate.rate:.2%}), {rate.assessment} ({rate.promised:.2%}; "
+        f"{low}…{high} expected at {rate.level:.0%})."
+    )
