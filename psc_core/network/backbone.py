@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from psc_core.errors import BundleError, NetworkError
 from psc_core.images.preprocess import Preprocess
+from psc_core.network.cut import HookedNetwork, cut_graph, plan_stop
 from psc_core.network.fuse import fuse, images_format
-from psc_core.network.graph import cut_graph
-from psc_core.network.hooks import HookedNetwork, plan_stop
 from psc_core.network.layout import INPUT, canonical, layout_of
 from psc_core.network.load import Recipe, bounded_size, copy_recipe, load_network, recipe_of
 from psc_core.network.weights import load_weights
@@ -199,11 +198,9 @@ def rebuild_backbone(
             f"{sorted(allow_factories)}; loading runs its code, so add it only if you trust it"
         )
     with torch.random.fork_rng(devices=[]), torch.no_grad(), bounded_size(recipe):
+        args = recipe.model_args
         net = load_network(
-            recipe.spec,
-            num_classes=recipe.num_classes,
-            model_args=recipe.model_args,
-            allow_factories=allow_factories,
+            recipe.spec, num_classes=recipe.num_classes, model_args=args, allow_factories=allow_factories
         )
     backbone = Backbone(net, spec["layers"], keep_output=bool(spec["keep_output"]), hooks=spec["hooks"])
     for key, tensor in backbone.state_dict().items():

@@ -68,9 +68,7 @@ def _set_in_channels(net: nn.Module, in_channels: int) -> None:
     raise NetworkError("in_channels needs a network with a convolution; drop the argument")
 
 
-_TIMM_FILES: Final = frozenset(
-    {"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
-)
+_TIMM_FILES: Final = {"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
 """Arguments of timm that load files, and may unpickle or download them."""
 
 
@@ -80,8 +78,7 @@ def from_timm(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.
     except ImportError as error:
         raise NetworkError(f"timm:{name} needs timm; pip install 'psc[timm]'") from error
     args = dict(model_args)
-    forbidden = sorted(_TIMM_FILES & set(args))
-    if forbidden:
+    if forbidden := sorted(_TIMM_FILES & set(args)):
         raise NetworkError(
             f"model arguments {', '.join(forbidden)} are not allowed, because they read files or download; give the "
             "weights as a safetensors file"

@@ -11,14 +11,17 @@ The original module does not change: it is what a bundle stores, and what is fit
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from psc_core.network.graph import shared_copy
+from psc_core.network.cut import shared_copy
+
+Weighted = TypeVar("Weighted", nn.Conv2d, nn.Linear)
 
 
 def fuse(body: nn.Module, *, precision: str) -> nn.Module:
@@ -52,8 +55,8 @@ def images_format(body: nn.Module, precision: str) -> torch.memory_format:
 
 def _fold_batch_norm(net: fx.GraphModule) -> None:
     for node, convolution in list(_convolutions(net)):
-        norm_node = _only_user(node)
-        if norm_node is None or norm_node.op != "call_module" or len(norm_node.args) != 1 or norm_node.kwargs:
+        norm_node = next(iter(node.users), node)
+        if len(node.users) != 1 or norm_node.op != "call_module" or len(norm_node.args) != 1 or norm_node.kwargs:
             continue
         norm = net.get_submodule(str(norm_node.target))
         if type(norm) is not nn.BatchNorm2d or norm.running_mean is None or norm.running_var is None or _hooked(norm):
@@ -62,7 +65,7 @@ def _fold_batch_norm(net: fx.GraphModule) -> None:
         wide = [part.detach().double() if isinstance(part, Tensor) else part for part in parts]
         bias = None if convolution.bias is None else convolution.bias.detach().double()
         weight, shift = fuse_conv_bn_weights(convolution.weight.detach().double(), bias, *wide)  # type: ignore[arg-type]
-        _set(net, node, _convolution_like(convolution, weight.float(), shift.float()))
+        _replace_weights(net, node, convolution, weight.float(), shift.float())
         norm_node.replace_all_uses_with(node)
         net.graph.erase_node(norm_node)
 
@@ -71,16 +74,11 @@ def _copy_weights(net: fx.GraphModule, dtype: torch.dtype, memory_format: torch.
     """Give convolutions and linear layers their own weights, of this dtype and memory format."""
     for node, convolution in list(_convolutions(net)):
         weight = convolution.weight.detach().to(dtype).contiguous(memory_format=memory_format)
-        bias = None if convolution.bias is None else convolution.bias.detach().to(dtype)
-        _set(net, node, _convolution_like(convolution, weight, bias))
+        _replace_weights(net, node, convolution, weight, convolution.bias)
     for node in _called_once(net):
         module = net.get_submodule(str(node.target))
         if type(module) is nn.Linear and not _hooked(module) and module.weight.dtype == torch.float32 != dtype:
-            rounded = nn.Linear(module.in_features, module.out_features, module.bias is not None, "meta")
-            rounded.weight = nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
-            if module.bias is not None:
-                rounded.bias = nn.Parameter(module.bias.detach().to(dtype), requires_grad=False)
-            _set(net, node, rounded.eval())
+            _replace_weights(net, node, module, module.weight.detach().to(dtype), module.bias)
 
 
 def _called_once(net: fx.GraphModule) -> list[fx.Node]:
@@ -109,29 +107,12 @@ def _hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _set(net: fx.GraphModule, node: fx.Node, module: nn.Module) -> None:
+def _replace_weights(net: fx.GraphModule, node: fx.Node, module: Weighted, weight: Tensor, bias: Tensor | None) -> None:
+    """Let ``node`` call a copy of ``module`` with other weights, and the bias in their dtype."""
+    twin = copy.copy(module)
+    twin._parameters = {
+        "weight": nn.Parameter(weight, requires_grad=False),
+        "bias": None if bias is None else nn.Parameter(bias.detach().to(weight.dtype), requires_grad=False),
+    }
     parent, _, attribute = str(node.target).rpartition(".")
-    setattr(net.get_submodule(parent), attribute, module)
-
-
-def _convolution_like(convolution: nn.Conv2d, weight: Tensor, bias: Tensor | None) -> nn.Conv2d:
-    """A convolution of the same settings with other weights."""
-    twin = nn.Conv2d(
-        convolution.in_channels,
-        convolution.out_channels,
-        convolution.kernel_size,  # type: ignore[arg-type]
-        convolution.stride,  # type: ignore[arg-type]
-        convolution.padding,  # type: ignore[arg-type]
-        convolution.dilation,  # type: ignore[arg-type]
-        convolution.groups,
-        bias is not None,
-        device="meta",
-    )
-    twin.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        twin.bias = nn.Parameter(bias, requires_grad=False)
-    return twin.eval()
+    setattr(net.get_submodule(parent), attribute, twin)

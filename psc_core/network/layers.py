@@ -10,11 +10,12 @@ is listed as a whole.  ``blocks`` lists residual, ConvNeXt, transformer and Swin
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -22,9 +23,11 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from psc_core.errors import NetworkError, UsageError
-from psc_core.network.layout import INPUT, canonical_shape, is_pooling, layout_of
+from psc_core.network.layout import INPUT, is_pooling, layout_of
 
 GRANULARITIES: Final = ("operations", "blocks", "all")
+
+_WEIGHTED: Final = (_ConvNd, nn.Linear)
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,7 @@ class LayerInfo:
     role: str = "hidden"
 
 
-@dataclass
-class _Run:
+class _Run(NamedTuple):
     """What one forward pass shows.
 
     Attributes:
@@ -59,26 +61,23 @@ class _Run:
         logits: Number of logits.
     """
 
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    vectors: dict[str, Tensor] = field(default_factory=dict)
-    reads: tuple[str, Tensor] | None = None
-    logits: int = 0
+    shapes: dict[str, tuple[int, ...]]
+    vectors: dict[str, Tensor]
+    reads: tuple[str, Tensor] | None
+    logits: int
 
 
 def list_layers(
-    net: nn.Module,
-    example: Float[Tensor, "1 channels height width"],
-    *,
-    granularity: str = "operations",
+    net: nn.Module, example: Float[Tensor, "1 channels height width"], *, granularity: str = "operations"
 ) -> list[LayerInfo]:
     """The layers of ``net`` in execution order, found by a forward pass of ``example``.
 
     A module that is called several times is listed once, at its last call.
 
     Args:
-        net: A classifier in evaluation mode.
+        net: A classifier, which is put in evaluation mode.
         example: One input.
-        granularity: ``"operations"``, ``"blocks"`` or ``"all"``.
+        granularity: One of :data:`GRANULARITIES`, see the module docstring.
 
     Raises:
         UsageError: Unknown granularity.
@@ -87,12 +86,13 @@ def list_layers(
     if granularity not in GRANULARITIES:
         raise UsageError(f"expected a granularity of {', '.join(GRANULARITIES)}, got {granularity!r}")
     run = _run(net, example)
-    chosen = _CHOICES[granularity](net)
+    chosen = _names(net, granularity)
     layers = []
     for name, shape in run.shapes.items():
         kind = layout_of(net, name).kind(shape) if name in chosen else None
         if kind is not None:
-            layers.append(LayerInfo(name, 0, kind, *canonical_shape(shape, kind)))
+            channels, grid = (shape[1], shape[2:]) if kind == "map" else (shape[-1], shape[1:-1] or (1,))
+            layers.append(LayerInfo(name, 0, kind, (channels, math.prod(grid)), grid))
     if not layers:
         raise NetworkError(f"{type(net).__name__} has no layers of granularity {granularity!r}; use another one")
     return [replace(layer, index=i) for i, layer in enumerate(_with_roles(net, layers, run))]
@@ -118,16 +118,17 @@ def select_layers(layers: Sequence[LayerInfo], pattern: str | None) -> list[Laye
 @torch.inference_mode()
 def _run(net: nn.Module, example: Tensor) -> _Run:
     """Run the network on two copies of the example, which shows the outputs without a batch axis."""
-    run = _Run()
     read_sizes = {module.in_features for module in net.modules() if isinstance(module, nn.Linear)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    vectors: dict[str, Tensor] = {}
     inputs: dict[str, Tensor] = {}
 
     def remember(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        run.shapes.pop(name, None)
+        shapes.pop(name, None)
         if isinstance(output, Tensor) and output.is_floating_point() and output.shape[:1] == (2,):
-            run.shapes[name] = tuple(output.shape)
+            shapes[name] = tuple(output.shape)
             if output[0].numel() in read_sizes:
-                run.vectors[name] = output.flatten(1).clone()
+                vectors[name] = output.flatten(1).clone()
             if isinstance(module, nn.Linear) and output.ndim == 2:
                 inputs[name] = args[0].clone()
 
@@ -145,11 +146,8 @@ def _run(net: nn.Module, example: Tensor) -> _Run:
     if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[0] != 2:
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise NetworkError(f"expected a classifier that returns logits (batch, classes), got {got}")
-    run.logits = logits.shape[1]
-    readers = [name for name in run.shapes if name in inputs and run.shapes[name] == tuple(logits.shape)]
-    if readers:
-        run.reads = (readers[-1], inputs[readers[-1]])
-    return run
+    readers = [name for name, shape in shapes.items() if name in inputs and shape == tuple(logits.shape)]
+    return _Run(shapes, vectors, (readers[-1], inputs[readers[-1]]) if readers else None, logits.shape[1])
 
 
 def _with_roles(net: nn.Module, layers: list[LayerInfo], run: _Run) -> list[LayerInfo]:
@@ -166,18 +164,19 @@ def _with_roles(net: nn.Module, layers: list[LayerInfo], run: _Run) -> list[Laye
     return [*hidden[:-1], *(replace(layer, role="penultimate") for layer in hidden[-1:]), *outputs]
 
 
-_WEIGHTED = (_ConvNd, nn.Linear)
-
-
-def _operations(net: nn.Module) -> set[str]:
-    operations = {name for name, m in net.named_modules() if isinstance(m, _WEIGHTED) or is_pooling(m)}
-    attending = [name for name in _blocks(net) if _attends(net.get_submodule(name))]
-    inside = {name for name in operations if any(name.startswith(f"{block}.") for block in attending)}
-    return (operations - inside) | set(attending)
-
-
-def _attends(module: nn.Module) -> bool:
-    return any("attention" in type(inner).__name__.lower() for inner in module.modules())
+def _names(net: nn.Module, granularity: str) -> set[str]:
+    """Names of the modules of this granularity."""
+    modules = {name: module for name, module in net.named_modules() if name}
+    if granularity == "all":
+        return set(modules)
+    blocks = _blocks(net)
+    if granularity == "blocks":
+        return blocks
+    attending = {
+        name for name in blocks if any("attention" in type(m).__name__.lower() for m in modules[name].modules())
+    }
+    operations = {name for name, module in modules.items() if isinstance(module, _WEIGHTED) or is_pooling(module)}
+    return attending | {name for name in operations if not any(name.startswith(f"{block}.") for block in attending)}
 
 
 def _blocks(net: nn.Module) -> set[str]:
@@ -185,32 +184,12 @@ def _blocks(net: nn.Module) -> set[str]:
 
     A stage is a container of blocks, and a list of stages is a container too, hence the innermost.
     """
-    members = set(_block_members(net))
-    outer = {name for name in members if any(other.startswith(f"{name}.") for other in members)}
-    return members - outer
-
-
-def _block_members(net: nn.Module) -> Iterator[str]:
+    members = set()
+    containers = (nn.Sequential, nn.ModuleList)
     for name, container in net.named_modules():
-        if not isinstance(container, nn.Sequential | nn.ModuleList):
-            continue
-        children = dict(container.named_children())
-        composite = [key for key, child in children.items() if _is_composite(child)]
-        if 2 * len(composite) > len(children):
-            yield from (f"{name}.{key}" if name else key for key in composite)
-
-
-def _is_composite(module: nn.Module) -> bool:
-    listed = isinstance(module, nn.Sequential | nn.ModuleList)
-    return not listed and next(module.children(), None) is not None
-
-
-def _all(net: nn.Module) -> set[str]:
-    return {name for name, _ in net.named_modules() if name}
-
-
-_CHOICES: Mapping[str, Callable[[nn.Module], set[str]]] = {
-    "operations": _operations,
-    "blocks": _blocks,
-    "all": _all,
-}
+        if isinstance(container, containers):
+            children = dict(container.named_children())
+            composite = [key for key, m in children.items() if not isinstance(m, containers) and list(m.children())]
+            if 2 * len(composite) > len(children):
+                members |= {f"{name}.{key}" if name else key for key in composite}
+    return {name for name in members if not any(other.startswith(f"{name}.") for other in members)}

@@ -30,7 +30,6 @@ from psc_core.errors import UsageError
 
 KINDS: Final = ("map", "map_last", "tokens", "vector")
 
-
 INPUT: Final = ":input"
 """After a module's name: its input, not its output."""
 
@@ -92,14 +91,10 @@ def layout_of(net: nn.Module, name: str) -> Layout:
     module = net.get_submodule(name.removesuffix(INPUT))
     if name.endswith(INPUT):
         return Layout(False, frozenset({int(getattr(module, "in_features", 0))}), frozenset())
-    if not name or is_pooling(module) or next(module.parameters(), None) is not None:
-        return _layout(module)
-    return layout_of(net, name.rpartition(".")[0])
-
-
-def _layout(module: nn.Module) -> Layout:
     if is_pooling(module):
         return Layout(True, frozenset(), frozenset(), "Pool1d" in type(module).__name__)
+    if name and next(module.parameters(), None) is None:
+        return layout_of(net, name.rpartition(".")[0])
     inside = list(module.modules())
     convolutions = [m for m in inside if isinstance(m, _ConvNd)]
     linears = [m for m in inside if isinstance(m, nn.Linear)]
@@ -133,13 +128,3 @@ def _normalised_width(module: nn.Module) -> int | None:
 
 def is_pooling(module: nn.Module) -> bool:
     return "Pool" in type(module).__name__ and next(module.children(), None) is None
-
-
-def canonical_shape(shape: tuple[int, ...], kind: str) -> tuple[tuple[int, int], tuple[int, ...]]:
-    channels, grid = {
-        "map": (shape[1], shape[2:]),
-        "map_last": (shape[-1], shape[1:-1]),
-        "tokens": (shape[-1], shape[1:-1]),
-        "vector": (shape[-1], (1,)),
-    }[kind]
-    return (channels, int(torch.Size(grid).numel())), grid

@@ -8,8 +8,6 @@
 For torchvision's networks there are two more model arguments: ``in_channels`` replaces the first convolution, and
 ``stem="small"`` gives ResNets (3×3 stride-1 first convolution, no max-pooling) and VGGs (no last max-pooling, global
 average pooling, one linear layer) the form for 28- and 32-pixel images.  All others go to the builder.
-
-A loaded network keeps its :class:`Recipe`, so that a bundle can rebuild it.
 """
 
 from __future__ import annotations
@@ -28,12 +26,10 @@ from psc_core.network.builders import BUILDERS, from_factory
 from psc_core.network.weights import load_weights, read_tensors
 
 _RECIPE = "psc_recipe"
-"""Attribute of a loaded network that holds its :class:`Recipe`."""
-
+"""Attribute of a loaded network that holds its :class:`Recipe`, so that a bundle can rebuild it."""
 
 MAX_WEIGHTS: Final = 1 << 31
 """Maximum number of weights of a network in a bundle (8 GiB of float32)."""
-
 
 MAX_MODULES: Final = 1 << 15
 """Maximum number of modules of a network in a bundle."""
@@ -44,7 +40,7 @@ class Recipe:
     """How to build a network again, without its weights.
 
     Attributes:
-        spec: ``torchvision:NAME``, ``timm:NAME`` or ``package.module:factory``.
+        spec: See the module docstring.
         num_classes: Number of logits.
         model_args: Arguments of the builder, as JSON types.
     """
@@ -79,7 +75,7 @@ def load_network(
     """Build a classifier, in evaluation mode.
 
     Args:
-        spec: ``torchvision:NAME``, ``timm:NAME`` or ``package.module:factory``.
+        spec: See the module docstring.
         weights: Safetensors file of the state dict; ``None`` keeps the random initialisation, which draws from torch's
             global generator.
         num_classes: Number of logits.
@@ -139,17 +135,11 @@ def bounded_size(recipe: Recipe) -> Iterator[None]:
     Raises:
         NetworkError: More than :data:`MAX_WEIGHTS` weights or :data:`MAX_MODULES` modules.
     """
-    with _counting():
-        if not recipe.is_factory:
-            _build_without_memory(recipe)
+    if not recipe.is_factory:
+        with _counting(), suppress(RuntimeError), torch.device("meta"):  # a builder that cannot run on it is skipped
+            load_network(recipe.spec, num_classes=recipe.num_classes, model_args=recipe.model_args)
     with _counting():
         yield
-
-
-def _build_without_memory(recipe: Recipe) -> None:
-    """Build on the ``meta`` device, with the errors of :func:`load_network`; a builder that cannot is skipped."""
-    with suppress(RuntimeError), torch.device("meta"):
-        load_network(recipe.spec, num_classes=recipe.num_classes, model_args=recipe.model_args)
 
 
 @contextmanager

@@ -5,10 +5,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from psc_core.network.graph import cut_graph
+from psc_core.errors import NetworkError
+from psc_core.network.cut import HookedNetwork, cut_graph
 
 
 class Meanwhile(nn.Module):
@@ -47,3 +49,13 @@ def test_concurrent_traces_restore_torch() -> None:
         time.sleep(0.01)
     assert len(cut) == 1
     assert nn.Module.__call__ is call
+
+
+def test_hooks_reject_non_tensor_outputs() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x
+
+    net = nn.Sequential(Pair())
+    with pytest.raises(NetworkError, match="expected a tensor from layer 0, got tuple"):
+        HookedNetwork(net, ["0"], keep_output=False, stop=None, dropped=())(torch.zeros(1, 1, 1, 1))

@@ -1,0 +1,227 @@
+"""Cut a network after some of its layers, in its traced graph or with hooks.
+
+:func:`cut_graph` traces the forward pass symbolically (torch.fx), ends it at the wanted layers and deletes what they do
+not need; the result runs and compiles like any network.  :class:`HookedNetwork` is for networks that cannot be traced
+(control flow on data): the network runs as it is, and an exception stops it after the last wanted layer.
+
+The output of a wanted layer is copied when its module returns, so that later modules cannot change it in place (as
+``nn.ReLU(inplace=True)`` after a convolution would).  If a module is called several times, its last call counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+import torchvision
+from torch import Tensor, fx, nn
+from torch.utils.hooks import RemovableHandle
+
+from psc_core.errors import NetworkError
+from psc_core.network.layout import INPUT
+
+
+def shared_copy(net: nn.Module) -> nn.Module:
+    """A copy of ``net`` in evaluation mode that shares its parameters and buffers.
+
+    Raises:
+        NetworkError: The modules cannot be copied.
+    """
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in chain(net.parameters(), net.buffers())}
+    try:
+        twin = copy.deepcopy(net, memo)
+    except (TypeError, RuntimeError) as error:
+        raise NetworkError(
+            f"{type(net).__name__} cannot be copied: {error}; remove locks, open files and non-leaf tensors from its "
+            "attributes"
+        ) from error
+    return twin.eval()
+
+
+_one_trace = threading.Lock()
+"""Tracing replaces methods of ``nn.Module`` for all threads, so two traces must not run at once."""
+
+
+class _Recorder(fx.Tracer):
+    """A tracer that copies the value of every wanted layer; networks that other threads run meanwhile run as usual."""
+
+    def __init__(self, wanted: Collection[str]) -> None:
+        super().__init__(autowrap_modules=(math, torchvision.ops))
+        self.wanted = wanted
+        self.values: dict[str, fx.Node] = {}
+        self._thread = threading.get_ident()
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        name = self.path_of_module(m)
+        if args:
+            self._record(name + INPUT, args[0])
+        output = super().call_module(m, forward, args, kwargs)
+        self._record(name, output)
+        return output
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def _record(self, name: str, value: Any) -> None:
+        if name in self.wanted and isinstance(value, fx.Proxy):
+            self.values[name] = value.clone().node
+
+
+def cut_graph(net: nn.Module, layers: Sequence[str], *, keep_output: bool) -> fx.GraphModule:
+    """Trace ``net`` and keep only what computes ``layers``, and the logits if ``keep_output``.
+
+    Returns:
+        A module whose forward returns a tuple: one tensor per layer in the order given, then the logits.
+
+    Raises:
+        NetworkError: The forward pass cannot be traced, or a layer is inside a module that is traced as one operation.
+    """
+    root = shared_copy(net)
+    tracer = _Recorder(set(layers))
+    try:
+        with _one_trace:
+            graph = tracer.trace(root)
+    except Exception as error:
+        raise NetworkError(f"{type(net).__name__} cannot be traced: {type(error).__name__}: {error}") from error
+    if hidden := [name for name in layers if name not in tracer.values]:
+        raise NetworkError(f"tracing {type(net).__name__} does not reach {', '.join(hidden)}")
+    ending = graph.find_nodes(op="output")[0]
+    outputs = [tracer.values[name] for name in layers]
+    if keep_output:
+        if not isinstance(ending.args[0], fx.Node):
+            raise NetworkError(f"expected {type(net).__name__} to return only logits, got {ending.args[0]}")
+        outputs.append(ending.args[0])
+    order = list(graph.nodes)
+    last = max(order.index(node) for node in outputs)
+    mutations = {node for node in order[:last] if not node.users and mutates(node, root)}
+    ending.args = (tuple(outputs),)
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in mutations)
+    for node in tracer.values.values():
+        source = node.args[0]
+        if isinstance(source, fx.Node) and len(source.users) == 1 and source.op != "placeholder":
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+    return fx.GraphModule(root, graph)
+
+
+def mutates(node: fx.Node, root: nn.Module) -> bool:
+    """Whether a node whose result is unused changes one of its arguments."""
+    if node.op == "call_module":
+        return bool(getattr(root.get_submodule(str(node.target)), "inplace", False))
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    named = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+    return named or bool(node.kwargs.get("inplace")) or node.kwargs.get("out") is not None
+
+
+class _Stop(Exception):
+    """All wanted layers have been reached."""
+
+
+class _Dropped(nn.Module):
+    """Placeholder for a module that the wanted layers do not need."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        raise NetworkError(
+            f"this input needs {self.name}, which was dropped because the example did not need it; fit with "
+            "predictions=base to keep the whole network"
+        )
+
+
+class HookedNetwork(nn.Module):
+    """A copy of ``net`` without the modules ``dropped`` that ends after layer ``stop``; one thread at a time.
+
+    Hooks catch the wanted outputs; :func:`plan_stop` says where to stop and what to drop.
+    """
+
+    def __init__(
+        self, net: nn.Module, layers: Sequence[str], *, keep_output: bool, stop: str | None, dropped: Sequence[str]
+    ) -> None:
+        super().__init__()
+        self.net = shared_copy(net)
+        self.layers = tuple(layers)
+        self.keep_output = keep_output
+        self.stop = stop
+        for name in dropped:
+            parent, _, attribute = name.rpartition(".")
+            setattr(self.net.get_submodule(parent), attribute, _Dropped(name))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """One tensor per layer, then the logits if ``keep_output``."""
+        values: dict[str, Tensor] = {}
+
+        def catch(name: str, _module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
+            value = args[0] if name.endswith(INPUT) else output
+            if not isinstance(value, Tensor):
+                raise NetworkError(f"expected a tensor from layer {name}, got {type(value).__name__}")
+            values[name] = value.clone()
+            if name == self.stop:
+                raise _Stop
+
+        logits: Tensor | None = None
+        handles = [_attach(self.net, name, partial(catch, name)) for name in self.layers]
+        try:
+            logits = self.net(x)
+        except _Stop:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+        if missing := [name for name in self.layers if name not in values]:
+            raise NetworkError(
+                f"this input does not reach layer {', '.join(missing)}; choose a layer that all inputs reach"
+            )
+        features = tuple(values[name] for name in self.layers)
+        if not self.keep_output:
+            return features
+        if not isinstance(logits, Tensor):
+            raise NetworkError(f"expected the network to return only logits, got {type(logits).__name__}")
+        return (*features, logits)
+
+
+def _attach(net: nn.Module, name: str, hook: Callable[..., None]) -> RemovableHandle:
+    module = net.get_submodule(name.removesuffix(INPUT))
+    return module.register_forward_pre_hook(hook) if name.endswith(INPUT) else module.register_forward_hook(hook)
+
+
+@torch.inference_mode()
+def plan_stop(net: nn.Module, layers: Sequence[str], example: Tensor) -> tuple[str | None, list[str]]:
+    """Where a hooked forward pass can stop, and which modules it then never calls.
+
+    Returns:
+        The wanted layer that comes last, and the outermost modules called only after it; ``(None, [])`` if the example
+        calls that layer more than once, because another input may call it more often.
+    """
+    events: list[str] = []
+    entered: list[tuple[int, str]] = []
+
+    def enter(name: str, *_: Any) -> None:
+        entered.append((len(events), name))
+
+    twin = shared_copy(net)
+    for name, module in twin.named_modules():
+        module.register_forward_pre_hook(partial(enter, name))
+    for name in layers:
+        _attach(twin, name, lambda *_, name=name: events.append(name))
+    twin(example)
+    if not events or events.count(events[-1]) > 1:
+        return None, []
+    before = {name for seen, name in entered if seen < len(events)}
+    after = [name for seen, name in entered if seen == len(events) and name not in before]
+    outermost = [name for name in dict.fromkeys(after) if not any(name.startswith(f"{other}.") for other in after)]
+    return events[-1], outermost
