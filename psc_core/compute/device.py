@@ -16,26 +16,20 @@ def resolve_device(name: str | torch.device) -> torch.device:
     Raises:
         UsageError: An unknown name, or a CUDA device that this machine does not have.
     """
-    device = _parse(name)
-    if device.type == "cuda":
-        torch.backends.cudnn.allow_tf32 = False
-        torch.backends.cuda.matmul.allow_tf32 = False
-    return device
-
-
-def _parse(name: str | torch.device) -> torch.device:
-    if isinstance(name, torch.device):
-        return name
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    unknown = UsageError(f"expected a device auto, cpu, cuda or cuda:N, got {name!r}")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UsageError(f"expected a device auto, cpu, cuda or cuda:N, got {name!r}") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(
-            f"no CUDA device {name!r}, this machine has {torch.cuda.device_count()}; use --device cpu or auto"
-        )
+        raise unknown from error
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"expected a device auto, cpu, cuda or cuda:N, got {name!r}")
+        raise unknown
+    if device.type == "cuda":
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise UsageError(
+                f"no CUDA device {name!r}, this machine has {torch.cuda.device_count()}; use --device cpu or auto"
+            )
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = False
     return device

@@ -75,19 +75,18 @@ def _idx_pair(root: Path, folder: str, split: str) -> tuple[ArraySource, Tensor]
 
 
 def mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
-    whole = labelled("mnist", _DIGITS, *_idx_pair(root, "MNIST", split), preprocess)
-    return whole if split == "test" else held_out(whole, split, every=12)
+    return held_out(labelled("mnist", _DIGITS, *_idx_pair(root, "MNIST", split), preprocess), split, every=12)
 
 
 def fashion_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
     whole = labelled("fashion-mnist", _FASHION, *_idx_pair(root, "FashionMNIST", split), preprocess)
-    return whole if split == "test" else held_out(whole, split, every=12)
+    return held_out(whole, split, every=12)
 
 
 def ambiguous_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
     source, labels = _idx_pair(root, "AmbiguousMNIST", split)
-    whole = labelled("ambiguous-mnist", _DIGITS, source, labels if split == "train" else labels[:, 0], preprocess)
-    return whole if split == "test" else held_out(whole, split, every=2)
+    labels = labels if split == "train" else labels[:, 0]
+    return held_out(labelled("ambiguous-mnist", _DIGITS, source, labels, preprocess), split, every=2)
 
 
 def dirty_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
@@ -102,8 +101,7 @@ def cifar10(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
     names, files = read_tar(root / "cifar10-jpeg.tar.gz", f"cifar10/{'test' if split == 'test' else 'train'}/")
     classes = sorted({name.split("/")[-2] for name in names})
     labels = torch.tensor([classes.index(name.split("/")[-2]) for name in names])
-    whole = labelled("cifar10", classes, EncodedSource(names, files), labels, preprocess)
-    return whole if split == "test" else held_out(whole, split, every=10)
+    return held_out(labelled("cifar10", classes, EncodedSource(names, files), labels, preprocess), split, every=10)
 
 
 BUILT_IN: Mapping[str, Callable[[Path, str, Preprocess], ImageDataset]] = {

@@ -219,7 +219,12 @@ def stable_order(labels: Tensor) -> Tensor:
 
 
 def held_out(dataset: ImageDataset, split: str, every: int) -> ImageDataset:
-    """The ``"train"`` or ``"val"`` split of training images, of which every ``every``-th is for validation."""
+    """The ``"train"`` or ``"val"`` split of training images, of which every ``every``-th is for validation.
+
+    Test images (``split="test"``) are returned as they are.
+    """
+    if split == "test":
+        return dataset
     position = torch.arange(len(dataset))
     is_val = position % every == every - 1
     return dataset.subset(position[is_val if split == "val" else ~is_val])

@@ -62,7 +62,8 @@ class EncodedSource:
         return len(self.files)
 
     def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
-        return _decode(self.files[index], self.names[index], preprocess)
+        with _naming(self.names[index]):
+            return preprocess.from_bytes(self.files[index])
 
     def fingerprint(self, index: int) -> bytes:
         return self.files[index]
@@ -89,27 +90,22 @@ class FileSource:
 
     def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
         path = self.path(index)
-        with _readable(path):
-            data = path.read_bytes()
-        return _decode(data, str(path), preprocess)
+        with _naming(path):
+            return preprocess.from_bytes(path.read_bytes())
 
     def fingerprint(self, index: int) -> bytes:
         path = self.path(index)
-        with _readable(path):
+        with _naming(path):
             size = path.stat().st_size
         return os.fsencode(path.relative_to(self.root).as_posix()) + f"\0{size}\n".encode()
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _naming(image: str | Path) -> Iterator[None]:
+    """A context whose errors name the image."""
     try:
         yield
-    except OSError as error:
-        raise DataError(f"cannot read the image {path}: {error.strerror}; repair or remove it") from error
-
-
-def _decode(data: bytes, name: str, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
-    try:
-        return preprocess.from_bytes(data)
     except ImageError as error:
-        raise DataError(f"{name}: {error}") from error
+        raise DataError(f"{image}: {error}") from error
+    except OSError as error:
+        raise DataError(f"cannot read the image {image}: {error.strerror}; repair or remove it") from error

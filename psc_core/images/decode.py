@@ -1,8 +1,8 @@
 """Decode an image file, checking every limit before any pixel is decoded.
 
 Fitting, evaluation and the service share this one decoder (Pillow), so calibrated thresholds hold for served images.
-The header is parsed first.  An image of more than ``max_pixels`` is rejected without decoding it, so a decompression
-bomb costs only its header; so is a file that would cost far more than its pixels (:mod:`psc_core.images.limits`).
+An image of more than ``max_pixels``, or one that would cost far more than its pixels (:mod:`psc_core.images.limits`),
+is rejected by its header, so a decompression bomb costs no more than that.
 """
 
 from __future__ import annotations
@@ -99,14 +99,9 @@ def to_grey_or_rgb(image: Image.Image) -> Image.Image:
         return Image.fromarray(narrow)
     if image.mode in ("1", "L", "RGB") and "transparency" not in image.info:
         return image.convert("L") if image.mode == "1" else image
-    if image.mode in ("LA", "La"):
-        grey, alpha = image.convert("LA").split()
-        black = Image.new("L", image.size, 0)
-        black.paste(grey, mask=alpha)
+    if image.mode in ("LA", "La", "RGBA", "RGBa", "PA") or "transparency" in image.info:
+        image = image.convert("LA" if image.mode in ("LA", "La") else "RGBA")
+        black = Image.new(image.mode.removesuffix("A"), image.size)
+        black.paste(image, mask=image.getchannel("A"))
         return black
-    if image.mode in ("RGBA", "RGBa", "PA") or "transparency" in image.info:
-        rgba = image.convert("RGBA")
-        canvas = Image.new("RGB", image.size, (0, 0, 0))
-        canvas.paste(rgba, mask=rgba.getchannel("A"))
-        return canvas
     return image.convert("RGB")

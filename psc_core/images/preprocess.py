@@ -119,8 +119,7 @@ class Preprocess:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Preprocess:
         """Inverse of :meth:`to_json`."""
-        fields = dict(data)
-        return cls(**{**fields, "mean": tuple(fields["mean"]), "std": tuple(fields["std"])})
+        return cls(**{**data, "mean": tuple(data["mean"]), "std": tuple(data["std"])})
 
 
 def _resize_shorter_side(image: Image.Image, length: int) -> Image.Image:

@@ -53,23 +53,21 @@ class FeatureMatrix:
 
     def map(self, function: Callable[[Tensor], Tensor], columns: int, dtype: torch.dtype) -> FeatureMatrix:
         """The matrix ``function(block)``, computed when a block is read."""
-        read = self._read
         shape = (len(self), columns)
-        return FeatureMatrix(lambda at: function(read(at)), shape, dtype=dtype, device=self.device, widest=self.widest)
+        return FeatureMatrix(lambda at: function(self[at]), shape, dtype=dtype, device=self.device, widest=self.widest)
 
     def take(self, positions: Int[Tensor, " m"]) -> FeatureMatrix:
         """The rows at ``positions``, in that order."""
-        read = self._read
         shape = (len(positions), self.shape[1])
         return FeatureMatrix(
-            lambda at: read(positions[at]), shape, dtype=self.dtype, device=self.device, widest=self.widest
+            lambda at: self[positions[at]], shape, dtype=self.dtype, device=self.device, widest=self.widest
         )
 
     def to(self, device: torch.device | str) -> FeatureMatrix:
         """The same rows, copied to ``device`` when they are read."""
-        read, target = self._read, torch.device(device)
+        target = torch.device(device)
         return FeatureMatrix(
-            lambda at: read(at).to(target), self.shape, dtype=self.dtype, device=target, widest=self.widest
+            lambda at: self[at].to(target), self.shape, dtype=self.dtype, device=target, widest=self.widest
         )
 
 
@@ -130,11 +128,7 @@ class FeatureFile(FeatureMatrix):
 
     def _runs(self, index: slice | Tensor) -> tuple[list[int], list[int]]:
         """First row and length of each run of consecutive rows."""
-        if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
-            if step == 1:
-                return [start], [max(0, stop - start)]
-        positions = torch.arange(start, stop, step) if isinstance(index, slice) else index
+        positions = torch.arange(*index.indices(len(self))) if isinstance(index, slice) else index
         if len(positions) == 0:
             return [], []
         starts = functional.pad(torch.nonzero(positions.diff() != 1)[:, 0] + 1, (1, 0))

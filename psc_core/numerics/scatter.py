@@ -16,11 +16,8 @@ One pass is as accurate as two: a batch is centred on its own class means m_c an
 
 with b_c examples of class c in the batch.  Only squares of differences are added, so nothing cancels, unlike in
 Σ‖h‖² − N‖μ‖², which loses every digit where collapse is strong.  The cost of a batch is its size times the number of
-classes in it, so images are best read class by class (:func:`psc_core.data.dataset.by_class`).
-
-An image with several labels is one feature vector and several labelled examples; these are summed as distinct
-(image, class) pairs weighted by their number of examples.  Features are converted one block of columns at a time, so
-there is never a float64 copy of a whole batch.
+classes in it, so images are best read class by class (:func:`psc_core.data.dataset.by_class`).  Features are converted
+to float64 one block of columns at a time, never a whole batch.
 """
 
 from __future__ import annotations
@@ -35,11 +32,9 @@ from torch import Tensor
 MIN_COLUMNS = 1024
 """Minimum number of columns worth a pass of their own, whatever the memory budget."""
 
-_BLOCK = {"cpu": 1 << 17}
-"""Entries converted to float64 at a time: on a CPU 1 MiB, which stays in a core's cache."""
-
-_BLOCK_ELSEWHERE = 1 << 23
-"""The same on any other device: 64 MiB, for few kernel launches."""
+_BLOCK = {"cpu": 1 << 17, "cuda": 1 << 23}
+"""Entries converted to float64 at a time: 1 MiB on a CPU, which stays in a core's cache; 64 MiB on CUDA, for few kernel
+launches."""
 
 _ROUNDING = 1e-28
 """Scatter below this fraction of Σ n_c‖μ_c‖² is float64 rounding of constant features."""
@@ -130,16 +125,12 @@ class ClassScatter:
             part = scatter[columns] if by_column else scatter
             part += _sum_of_squares(x, by_column=by_column)
         self.within += scatter
-        self._merge(batch_means, batch)
-
-    def _merge(self, batch_means: Float[Tensor, "present dim"], batch: ClassPairs) -> None:
-        """Merge the class means of a batch whose scatter about them is already added."""
         self.counts.index_add_(0, batch.present, batch.counts)
         fraction = (batch.counts / self.counts.index_select(0, batch.present))[:, None]
         gaps = batch_means.sub_(self.means.index_select(0, batch.present))
         self.means.index_add_(0, batch.present, gaps * fraction)
         gaps *= (batch.counts[:, None] * (1 - fraction)).sqrt_()
-        self.within += _sum_of_squares(gaps, by_column=self.within.ndim == 1)
+        self.within += _sum_of_squares(gaps, by_column=by_column)
 
     def all_reduce(self, sum_: Callable[[Tensor], Tensor]) -> None:
         """Merge the sums of all processes, as if one process had seen all examples."""
@@ -213,5 +204,5 @@ def _sum_of_squares(x: Tensor, *, by_column: bool) -> Tensor:
 
 
 def _columns(width: int, rows: int, device: torch.device) -> Iterator[slice]:
-    step = max(1, _BLOCK.get(device.type, _BLOCK_ELSEWHERE) // max(1, rows))
+    step = max(1, _BLOCK[device.type] // max(1, rows))
     return (slice(start, min(width, start + step)) for start in range(0, width, step))
