@@ -14,36 +14,24 @@ from dataclasses import dataclass
 from typing import Final
 
 from psc_core.errors import UsageError
+from psc_core.network.layers import LayerInfo
 
 EPSILON: Final = 0.2
 """Neural collapse cutoff ε on NC1, as in the paper."""
-
 
 NEAR: Final = 0.05
 """Maximum distance of NC1 from ε at which two layers are combined."""
 
 
 @dataclass(frozen=True)
-class LayerCollapse:
-    """Neural collapse measured after one layer.
+class LayerCollapse(LayerInfo):
+    """A layer and the neural collapse measured after it.
 
     Attributes:
-        name: Layer name.
-        index: Position in execution order.
-        kind: ``map``, ``map_last``, ``tokens`` or ``vector``.
-        shape: Canonical (channels, spatial).
-        grid: Shape of the spatial axis before flattening.
-        role: ``hidden``, ``penultimate`` or ``output``.
         nc1: Tr(Σ_W)/Tr(Σ_T) on the training data: 1 without class structure, 0 for complete collapse.
         nc4: Fraction of the labelled validation examples whose nearest class mean is that of their label.
     """
 
-    name: str
-    index: int
-    kind: str
-    shape: tuple[int, int]
-    grid: tuple[int, ...]
-    role: str
     nc1: float
     nc4: float
 
@@ -62,12 +50,7 @@ class Candidate:
 
 
 def choose_candidate(layers: Sequence[LayerCollapse], *, epsilon: float, pattern: str | None = None) -> Candidate:
-    """Select the candidate by the rule of this module.
-
-    Args:
-        layers: Measurements of every layer, in execution order.
-        epsilon: Neural collapse cutoff ε on NC1.
-        pattern: Regular expression that the candidate's name must match; ``None`` for any.
+    """Select the candidate by the rule of this module, among the layers whose name matches ``pattern``.
 
     Raises:
         UsageError: No layer before the output matches the pattern.
@@ -87,9 +70,11 @@ def choose_candidate(layers: Sequence[LayerCollapse], *, epsilon: float, pattern
     best = max(passing, key=lambda entry: (entry.nc4, entry.index))
     reason = f"{describe(best)}, has the highest NC4 of the {len(passing)} layers with NC1 > {epsilon:g}"
     following = next((entry for entry in eligible if entry.index > best.index), None)
-    if following is None or following.shape[0] != best.shape[0]:
-        return Candidate((best.name,), reason)
-    if all(abs(entry.nc1 - epsilon) > NEAR + 1e-12 for entry in (best, following)):
+    if (
+        following is None
+        or following.shape[0] != best.shape[0]
+        or all(abs(entry.nc1 - epsilon) > NEAR + 1e-12 for entry in (best, following))
+    ):
         return Candidate((best.name,), reason)
     return Candidate(
         (best.name, following.name),

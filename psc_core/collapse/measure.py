@@ -109,13 +109,19 @@ def measure_collapse(
     names = {layer.name for layer in select_layers(every, layers)}
     wanted = [layer for layer in every if layer.name in names or layer.role == "penultimate"]
     compute = Compute(torch.device(device), "fp32", batch_images)
-    measurement = _Measurement(counts.double().to(device), compute, reducer or Reducer())
+    measurement = _Measurement(train, val, counts.double().to(device), compute, reducer or Reducer())
     groups = _groups(wanted, len(counts), compute.batch_size, max_memory_bytes)
     for number, group in enumerate(groups, 1):
         cut_after = list(dict.fromkeys(part.layer.name for part in group))
         backbone = truncate(net, cut_after, keep_output=False, example=example)
-        measurement.measure(backbone, group, train, val, f"collapse {number}/{len(groups)}")
-    measured = [measurement.result(layer, val.examples) for layer in wanted]
+        label = f"collapse {number}/{len(groups)}"
+        means = measurement.add_scatter(backbone, group, label)
+        measurement.add_correct(backbone, group, means, label)
+    measured = []
+    for layer in wanted:
+        sums = measurement.sums[layer.name]
+        nc1 = nc1_from_scatter(sums.within, sums.between, sums.magnitude)
+        measured.append(LayerCollapse(**vars(layer), nc1=nc1, nc4=sums.n_correct / val.examples))
     return CollapseReport(tuple(measured), epsilon, granularity, layers, train.examples, val.examples, notes)
 
 
@@ -127,8 +133,7 @@ def _class_counts(train: ImageDataset, val: ImageDataset) -> tuple[Tensor, tuple
             f"({', '.join(train.classes[:4])}, …) and {len(val.classes)} ({', '.join(val.classes[:4])}, …)"
         )
     counts = torch.bincount(train.labels, minlength=len(train.classes))
-    missing = [train.classes[i] for i in torch.nonzero(counts == 0).flatten().tolist()]
-    if missing:
+    if missing := [train.classes[i] for i in torch.nonzero(counts == 0).flatten().tolist()]:
         raise FitError(f"classes without training images: {_some(missing)}; add images or remove the class")
     single = [train.classes[i] for i in torch.nonzero(counts == 1).flatten().tolist()]
     if not single:
@@ -163,22 +168,31 @@ def _groups(layers: Sequence[LayerInfo], classes: int, batch_images: int, budget
 
 
 class _Measurement:
-    """Passes over the data, and the sums that they add up for each layer."""
+    """Passes over this process's images, and the sums that they add up for each layer."""
 
-    def __init__(self, counts: Tensor, compute: Compute, reducer: Reducer) -> None:
+    def __init__(
+        self, train: ImageDataset, val: ImageDataset, counts: Tensor, compute: Compute, reducer: Reducer
+    ) -> None:
+        self.train = reducer.shard(train)
+        self.val = reducer.shard(val)
         self.counts = counts
         self.compute = compute
         self.reducer = reducer
         self.sums: dict[str, _LayerSums] = {}
-        self.scores: dict[str, Tensor] = {}
+        self.scores = torch.empty(0)
 
     @torch.inference_mode()
-    def measure(
-        self, backbone: Backbone, group: Sequence[_ColumnRange], train: ImageDataset, val: ImageDataset, label: str
-    ) -> None:
-        """Measure one group of layers in two passes."""
-        statistics = self._class_statistics(backbone, group, self.reducer.shard(train), label)
+    def add_scatter(self, backbone: Backbone, group: Sequence[_ColumnRange], label: str) -> list[Tensor]:
+        """Pass over the training images; returns the class means (classes, columns) of every column range."""
+        device = self.counts.device
+        statistics = [ClassScatter(len(self.counts), part.stop - part.start, device) for part in group]
+        order = by_class(self.train)
+        for batch, features in self._passes(backbone, group, self.train, f"{label}: class statistics", order):
+            pairs = class_pairs(batch.labels, batch.image_index, device)
+            for columns, scatter in zip(features, statistics, strict=True):
+                scatter.add(columns, pairs)
         for part, scatter in zip(group, statistics, strict=True):
+            scatter.all_reduce(self.reducer.sum_)
             between, magnitude = between_scatter(scatter.means, self.counts)
             sums = self.sums.setdefault(part.layer.name, _LayerSums())
             sums.within += float(scatter.within)
@@ -186,52 +200,31 @@ class _Measurement:
             sums.magnitude += float(magnitude)
             if not math.isfinite(sums.within + sums.between):
                 raise FitError(
-                    f"expected finite features, layer {part.layer.name} gives NaN or infinity on {train.name}; check "
-                    "the weights and the preprocessing"
+                    f"expected finite features, layer {part.layer.name} gives NaN or infinity on {self.train.name}; "
+                    "check the weights and the preprocessing"
                 )
-        self._nearest_means(backbone, group, self.reducer.shard(val), [scatter.means for scatter in statistics], label)
+        return [scatter.means for scatter in statistics]
 
-    def _class_statistics(
-        self, backbone: Backbone, group: Sequence[_ColumnRange], train: ImageDataset, label: str
-    ) -> list[ClassScatter]:
+    @torch.inference_mode()
+    def add_correct(self, backbone: Backbone, group: Sequence[_ColumnRange], means: list[Tensor], label: str) -> None:
+        """Pass over the validation images; ``means`` are overwritten."""
         device = self.counts.device
-        statistics = [ClassScatter(len(self.counts), part.stop - part.start, device) for part in group]
-        for batch, features in self._passes(backbone, group, train, f"{label}: class statistics", by_class(train)):
-            pairs = class_pairs(batch.labels, batch.image_index, device)
-            for columns, scatter in zip(features, statistics, strict=True):
-                scatter.add(columns, pairs)
-        for scatter in statistics:
-            scatter.all_reduce(self.reducer.sum_)
-        return statistics
-
-    def _nearest_means(
-        self, backbone: Backbone, group: Sequence[_ColumnRange], val: ImageDataset, means: Sequence[Tensor], label: str
-    ) -> None:
-        n_correct = torch.zeros(len(group), dtype=torch.int64, device=self.counts.device)
+        n_correct = torch.zeros(len(group), dtype=torch.int64, device=device)
         centroids = [Centroids(class_means) for class_means in means]
         seen = 0
-        for batch, features in self._passes(backbone, group, val, f"{label}: nearest mean"):
+        for batch, features in self._passes(backbone, group, self.val, f"{label}: nearest mean"):
             where = slice(seen, seen := seen + len(batch.images))
-            image_index, labels = batch.image_index.to(n_correct.device), batch.labels.to(n_correct.device)
+            image_index, labels = batch.image_index.to(device), batch.labels.to(device)
             for i, (part, columns) in enumerate(zip(group, features, strict=True)):
                 scores = centroids[i].scores(columns)
-                if not part.is_whole:
-                    scores = self._add_scores(part, len(val), where, scores)
+                if not part.is_whole:  # scores of column ranges add up
+                    if part.start == 0 and where.start == 0:
+                        self.scores = torch.zeros(len(self.val), scores.shape[1], dtype=scores.dtype)
+                    scores = self.scores[where].add_(scores.cpu())
                 if part.is_last:
-                    n_correct[i] += (scores.argmin(1).to(n_correct.device)[image_index] == labels).sum()
-        for part, hits in zip(group, self.reducer.sum_(n_correct).tolist(), strict=True):
-            self.sums[part.layer.name].n_correct += hits
-
-    def _add_scores(self, part: _ColumnRange, images: int, where: slice, scores: Tensor) -> Tensor:
-        """Sum of this column range's scores and those of the ranges before it."""
-        name = part.layer.name
-        if part.start == 0 and where.start == 0:
-            self.scores[name] = torch.zeros(images, scores.shape[1], dtype=scores.dtype)
-        self.scores[name][where] += scores.cpu()
-        total = self.scores[name][where]
-        if part.is_last and where.stop == images:
-            del self.scores[name]
-        return total
+                    n_correct[i] += (scores.argmin(1).to(device)[image_index] == labels).sum()
+        for part, correct in zip(group, self.reducer.sum_(n_correct).tolist(), strict=True):
+            self.sums[part.layer.name].n_correct += correct
 
     def _passes(
         self,
@@ -245,9 +238,3 @@ class _Measurement:
         for outputs, batch in passes(dataset, self.compute, description, feature_step(backbone), order=order):
             flat = {name: output.flatten(1) for name, output in zip(backbone.layers, outputs, strict=True)}
             yield batch, [flat[part.layer.name][:, part.start : part.stop] for part in group]
-
-    def result(self, layer: LayerInfo, val_examples: int) -> LayerCollapse:
-        """NC1 and NC4 of a layer, once all its column ranges are measured."""
-        sums = self.sums[layer.name]
-        nc1 = nc1_from_scatter(sums.within, sums.between, sums.magnitude)
-        return LayerCollapse(**vars(layer), nc1=nc1, nc4=sums.n_correct / val_examples)

@@ -48,7 +48,7 @@ class LayerInfo:
     kind: str
     shape: tuple[int, int]
     grid: tuple[int, ...]
-    role: str = "hidden"
+    role: str
 
 
 class _Run(NamedTuple):
@@ -92,7 +92,7 @@ def list_layers(
         kind = layout_of(net, name).kind(shape) if name in chosen else None
         if kind is not None:
             channels, grid = (shape[1], shape[2:]) if kind == "map" else (shape[-1], shape[1:-1] or (1,))
-            layers.append(LayerInfo(name, 0, kind, (channels, math.prod(grid)), grid))
+            layers.append(LayerInfo(name, 0, kind, (channels, math.prod(grid)), grid, "hidden"))
     if not layers:
         raise NetworkError(f"{type(net).__name__} has no layers of granularity {granularity!r}; use another one")
     return [replace(layer, index=i) for i, layer in enumerate(_with_roles(net, layers, run))]
@@ -160,7 +160,7 @@ def _with_roles(net: nn.Module, layers: list[LayerInfo], run: _Run) -> list[Laye
         name, features = run.reads
         last = run.vectors.get(hidden[-1].name) if hidden else None
         if last is None or not torch.equal(last, features):
-            hidden.append(LayerInfo(name + INPUT, 0, "vector", (features.shape[1], 1), (1,)))
+            hidden.append(LayerInfo(name + INPUT, 0, "vector", (features.shape[1], 1), (1,), "hidden"))
     return [*hidden[:-1], *(replace(layer, role="penultimate") for layer in hidden[-1:]), *outputs]
 
 
