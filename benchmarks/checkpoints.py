@@ -19,7 +19,7 @@ from benchmarks.runs import Run
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS, Preprocess
-from psc_core.network.weights import load_weights, read_tensors
+from psc_core.network.load import load_weights, read_tensors
 
 SPECTRAL_NORM = 3.0
 """The paper's bound."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.networks import NETWORKS, bound_spectral_norm, fold_spectral_norm
-from psc_core.compute.progress import track
+from psc_core.compute.passes import track
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS

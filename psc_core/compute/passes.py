@@ -1,22 +1,31 @@
-"""Run a truncated network over a data set, batch by batch: the only loop over images in fitting."""
+"""Run a truncated network over a data set, batch by batch: the only loop over images in fitting.
+
+Progress goes to stderr: a bar on a terminal, log lines elsewhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from psc_core.compute.progress import track
 from psc_core.data.dataset import Batch, ImageDataset
 
+Item = TypeVar("Item")
 Value = TypeVar("Value")
 
 MAXIMUM_CPU_BATCH = 64
 """Maximum batch size on a CPU.  With more images the activations leave the cache, and allocating them costs more than
 the network (a Wide-ResNet took twice as long per image at 256)."""
+
+LOG_SECONDS: Final = 30.0
+"""Shortest time between two lines in a log."""
 
 
 @dataclass(frozen=True)
@@ -72,3 +81,27 @@ def track_images(
     """The batches of ``dataset``, with a progress bar."""
     batches = dataset.batches(compute.batch_size, order=order)
     return track(batches, total=dataset.batch_count(compute.batch_size), description=description)
+
+
+def track(items: Iterable[Item], *, total: int, description: str) -> Iterator[Item]:
+    """Yield ``items`` and report how many of ``total`` are done, how fast, and the time left.
+
+    A file or pipe gets one line at the end and at most one every :data:`LOG_SECONDS`, without carriage returns.
+    """
+    if sys.stderr.isatty():
+        yield from tqdm(items, desc=description, total=total, dynamic_ncols=True)
+        return
+    began = last = time.monotonic()
+    done = 0
+    for done, item in enumerate(items, 1):
+        yield item
+        if (now := time.monotonic()) - last >= LOG_SECONDS and done < total:
+            last = now
+            _log(description, done, total, now - began)
+    _log(description, done, total, time.monotonic() - began)
+
+
+def _log(description: str, done: int, total: int, seconds: float) -> None:
+    left = f", {seconds * (total - done) / done:.0f} s left" if 0 < done < total else ""
+    rate = done / max(seconds, 1e-9)
+    print(f"{description} {done}/{total} ({rate:.1f}/s, {seconds:.0f} s{left})", file=sys.stderr, flush=True)

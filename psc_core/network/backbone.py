@@ -20,8 +20,7 @@ from psc_core.images.preprocess import Preprocess
 from psc_core.network.cut import HookedNetwork, cut_graph, plan_stop
 from psc_core.network.fuse import fuse, images_format
 from psc_core.network.layout import INPUT, canonical, layout_of
-from psc_core.network.load import Recipe, bounded_size, copy_recipe, load_network, recipe_of
-from psc_core.network.weights import load_weights
+from psc_core.network.load import Recipe, bounded_size, copy_recipe, load_network, load_weights, recipe_of
 
 FeatureStep = Callable[[Tensor], list[Tensor]]
 
