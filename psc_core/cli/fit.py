@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psc_core.cli import flags
+from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
+from psc_core.heads import HEADS
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.version import __version__
 
@@ -73,12 +75,10 @@ def parser() -> argparse.ArgumentParser:
     number(method, "--d-proj", None, "spatial components")
     number(method, "--minimum-dim", 64, "smallest c·d that auto considers")
     method.add_argument("--no-second-scaling", action="store_true", help="do not standardise z")
-    densities = ("gda", "tied", "gda++", "pooled++", "rmd")
-    choice(method, "--density", densities, "pooled++", "what measures how typical an image is; gda is the paper's")
+    text = "what measures how typical an image is; gda is the paper's"
+    choice(method, "--density", tuple(DENSITIES), "pooled++", text)
     number(method, "--pca", None, "dimension the density works in")
-    choice(
-        method, "--head", ("laplace", "sngp", "duq"), "laplace", "what gives the probabilities; laplace is the paper's"
-    )
+    choice(method, "--head", tuple(HEADS), "laplace", "what gives the probabilities; laplace is the paper's")
     text = "psc: the head's; base: the network's own, unchanged, with the density beside them"
     choice(method, "--predictions", ("psc", "base"), "psc", text)
     rate("--alpha", "false-alarm rate of the OOD decision")
