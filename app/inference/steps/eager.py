@@ -9,7 +9,6 @@ import torch
 
 from app.inference.queue import Images, Result
 from app.inference.steps.base import CompiledNetwork, bucket_of, buckets_to, explain
-from app.inference.steps.chunks import ParallelChunks
 from psc_core.model.outputs import FloatArray
 from psc_core.model.pipeline import Pipeline
 
@@ -22,7 +21,7 @@ dozens of operations of a small network then take several times as long as they 
 
 
 class EagerStep:
-    """Runs the network when fetched, on a CPU a large batch in parallel chunks.
+    """Runs the network when fetched.
 
     Args:
         network: uint8 batch to packed outputs.
@@ -54,12 +53,8 @@ class EagerStep:
         self._buffer: Images = self._host.numpy()
         self._buckets = buckets_to(max_batch)
         self._fixed_shapes = fixed_shapes
-        self._threads = threads
-        self._chunks = ParallelChunks(
-            network,
-            threads or default_threads or torch.get_num_threads(),
-            concurrent=device.type == "cpu" and network.concurrent,
-        )
+        self._threads = threads or default_threads or torch.get_num_threads()
+        self._quick_threads = threads or 1
 
     def input(self, slot: int) -> Images:
         return self._buffer
@@ -68,9 +63,9 @@ class EagerStep:
         for count in self._buckets:
             self.fetch(0, count)
         if self._device.type == "cpu":
-            default, self._chunks.threads = self._chunks.threads, self._threads or 1
+            self._threads, default = self._quick_threads, self._threads
             self.quick = all(self._is_quick(count) for count in (1, self._buckets[-1]))
-            self._chunks.threads = self._chunks.threads if self.quick else default
+            self._threads = self._quick_threads if self.quick else default
 
     def _is_quick(self, count: int) -> bool:
         seconds = []
@@ -89,7 +84,9 @@ class EagerStep:
     @torch.inference_mode()
     def fetch(self, slot: int, count: int) -> FloatArray:
         size = bucket_of(self._buckets, count) if self._fixed_shapes else count
-        packed = self._chunks(self._host[:size].to(self._device))
+        if torch.get_num_threads() != self._threads:  # PyTorch counts them for each calling thread.
+            torch.set_num_threads(self._threads)
+        packed = self._network(self._host[:size].to(self._device))
         return cast(FloatArray, packed[:count].float().cpu().numpy())
 
     @torch.inference_mode()
