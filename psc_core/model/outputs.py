@@ -29,7 +29,8 @@ class Outputs(Generic[Matrix]):
     """A packed matrix, read by name.
 
     Example:
-        >>> outputs = Outputs(torch.tensor([[0.6, -9.0, 9.0, 0.5, 0.1, 0.3, 0.7]]))
+        >>> scores = {name: torch.tensor([-9.0]) for name in SCORES}
+        >>> outputs = Outputs(pack(scores, torch.tensor([[0.3, 0.7]])))
         >>> outputs["log_density"], outputs.probabilities
         (tensor([-9.]), tensor([[0.3000, 0.7000]]))
 

@@ -16,8 +16,8 @@ from psc_core.prediction import DECISIONS, SCORES
 class Prediction:
     """Predictions for n images, on the CPU.
 
-    Every score of :class:`psc_core.prediction.ImagePrediction` is an attribute, ``float32 (n,)``:
-    ``predictive_entropy``, ``log_density``, ``ood_score``, ``ood_p_value``, ``epistemic``.
+    Every score of :class:`psc_core.prediction.ImagePrediction` is an attribute, ``float32 (n,)``, as
+    ``log_density``.
 
     Args:
         outputs: Of the network step.

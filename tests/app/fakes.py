@@ -18,6 +18,7 @@ from psc_core.calibration.conformal import Calibration
 from psc_core.images.preprocess import Preprocess
 from psc_core.model.outputs import pack
 from psc_core.policy import Policy
+from psc_core.prediction import SCORES
 
 CLASSES = ("dark", "middle", "bright")
 PREPROCESS = Preprocess("L", 8, 8, None, (0.5,), (0.5,))
@@ -87,7 +88,7 @@ def outputs_of(images: Tensor) -> Tensor:
     spread = images.float().std((1, 2, 3)) / 255.0
     entropy = torch.special.entr(probabilities).sum(1)
     p_value = (1.0 - 1.8 * spread).clamp(0.01, 1.0)
-    scores = {
+    scores = {name: torch.zeros_like(spread) for name in SCORES} | {
         "predictive_entropy": entropy,
         "log_density": -10.0 * spread,
         "ood_score": 10.0 * spread + 2.0 * entropy,
