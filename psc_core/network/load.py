@@ -95,7 +95,8 @@ def load_network(
     recipe = Recipe(spec, num_classes, dict(model_args or {}))
     source, separator, name = spec.partition(":")
     if not separator or not source or not name:
-        raise NetworkError(f"expected torchvision:NAME, timm:NAME or package.module:factory, got {spec!r}")
+        families = ", ".join(f"{family}:NAME" for family in BUILDERS)
+        raise NetworkError(f"expected {families} or package.module:factory, got {spec!r}")
     if recipe.is_factory:
         net = from_factory(spec, num_classes, recipe.model_args, allow_factories)
     else:
