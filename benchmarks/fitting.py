@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from benchmarks.checkpoints import Trained
 from benchmarks.data import random_images
 from benchmarks.runs import Run
-from psc_core.collapse.candidate import Candidate
-from psc_core.collapse.report import CollapseReport
+from psc_core.collapse.report import Candidate, CollapseReport
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from psc_core.collapse.candidate import EPSILON, LayerCollapse
-from psc_core.collapse.report import CollapseReport
+from psc_core.collapse.report import EPSILON, CollapseReport, LayerCollapse
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import Batch, ImageDataset, by_class
@@ -49,10 +48,6 @@ class _ColumnRange:
     layer: LayerInfo
     start: int
     stop: int
-
-    @property
-    def is_whole(self) -> bool:
-        return self.stop - self.start == math.prod(self.layer.shape)
 
     @property
     def is_last(self) -> bool:
@@ -90,7 +85,7 @@ def measure_collapse(
         val: All images that NC4 is measured on, likewise.
         epsilon: Neural collapse cutoff ε on NC1, recorded in the report.
         layers: Regular expression of layer names; the penultimate layer is always measured too.
-        granularity: ``"operations"``, ``"blocks"`` or ``"all"``, see :mod:`psc_core.network.layers`.
+        granularity: Which modules are layers, see :mod:`psc_core.network.layers`.
         max_memory_bytes: Memory budget for class means and the features of one batch.
         device: Device of the network and the sums; it must support float64.
         batch_images: Maximum batch size.
@@ -135,8 +130,7 @@ def _class_counts(train: ImageDataset, val: ImageDataset) -> tuple[Tensor, tuple
     counts = torch.bincount(train.labels, minlength=len(train.classes))
     if missing := [train.classes[i] for i in torch.nonzero(counts == 0).flatten().tolist()]:
         raise FitError(f"classes without training images: {_some(missing)}; add images or remove the class")
-    single = [train.classes[i] for i in torch.nonzero(counts == 1).flatten().tolist()]
-    if not single:
+    if not (single := [train.classes[i] for i in torch.nonzero(counts == 1).flatten().tolist()]):
         return counts, ()
     return counts, (f"only one training image of {_some(single)}: no within-class variability there, which lowers NC1",)
 
@@ -217,7 +211,7 @@ class _Measurement:
             image_index, labels = batch.image_index.to(device), batch.labels.to(device)
             for i, (part, columns) in enumerate(zip(group, features, strict=True)):
                 scores = centroids[i].scores(columns)
-                if not part.is_whole:  # scores of column ranges add up
+                if part.start > 0 or not part.is_last:  # scores of column ranges add up
                     if part.start == 0 and where.start == 0:
                         self.scores = torch.zeros(len(self.val), scores.shape[1], dtype=scores.dtype)
                     scores = self.scores[where].add_(scores.cpu())

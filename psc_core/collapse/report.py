@@ -1,16 +1,58 @@
-"""The collapse of every layer in one report: as text, CSV and JSON."""
+"""Neural collapse of every layer in one report, and the rule that selects the candidate layer(s) from it.
+
+Paper, section 4.1: of the layers whose features still vary within classes, NC1 > ε, take the one with the highest NC4,
+where the nearest class mean is right most often; of equals take the deepest.  If NC1 of this layer or of the next one
+is within :data:`NEAR` of ε and both have the same number of channels, take both: the layers before and after collapse.
+The logits are measured but never selected.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Final
 
-from psc_core.collapse.candidate import Candidate, LayerCollapse, choose_candidate, describe
 from psc_core.errors import UsageError
+from psc_core.network.layers import LayerInfo
+
+EPSILON: Final = 0.2
+"""Neural collapse cutoff ε on NC1, as in the paper."""
+
+NEAR: Final = 0.05
+"""Maximum distance of NC1 from ε at which two layers are combined."""
+
+
+@dataclass(frozen=True)
+class LayerCollapse(LayerInfo):
+    """A layer and the neural collapse measured after it.
+
+    Attributes:
+        nc1: Tr(Σ_W)/Tr(Σ_T) on the training data: 1 without class structure, 0 for complete collapse.
+        nc4: Fraction of the labelled validation examples whose nearest class mean is that of their label.
+    """
+
+    nc1: float
+    nc4: float
+
+    def __str__(self) -> str:
+        return f"{self.name} (NC1 {self.nc1:.4f}, NC4 {self.nc4:.4f})"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The layer(s) a PSC reads.
+
+    Attributes:
+        layers: One or two layer names, in execution order.
+        reason: Why these layers, in one sentence with the numbers.
+    """
+
+    layers: tuple[str, ...]
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -54,14 +96,39 @@ class CollapseReport:
         raise UsageError(f"expected one of the measured layers, got {name!r}; some are {', '.join(near)}")
 
     def candidate(self, layer: str | None = None) -> Candidate:
-        """The candidate by :func:`psc_core.collapse.candidate.choose_candidate`, or the layer that the caller names.
+        """The candidate by the rule of this module among the layers of the pattern, or the layer that the caller names.
 
         Raises:
             UsageError: ``layer`` was not measured, or no layer matches the pattern.
         """
         if layer is not None:
-            return Candidate((layer,), f"{describe(self.layer(layer))}, named by the caller")
-        return choose_candidate(self.layers, epsilon=self.epsilon, pattern=self.pattern)
+            return Candidate((layer,), f"{self.layer(layer)}, named by the caller")
+        matcher = re.compile(self.pattern or "")
+        eligible = [entry for entry in self.layers if entry.role != "output" and matcher.search(entry.name)]
+        if not eligible:
+            raise UsageError(f"no layer before the output matches {self.pattern!r}; widen the pattern")
+        passing = [entry for entry in eligible if entry.nc1 > self.epsilon]
+        if not passing:
+            highest = max(eligible, key=lambda entry: (entry.nc1, entry.nc4, entry.index))
+            return Candidate(
+                (highest.name,),
+                f"no layer has NC1 > {self.epsilon:g}, all have collapsed; the least collapsed one is "
+                f"{highest}: expect OOD detection no better than at the penultimate layer",
+            )
+        best = max(passing, key=lambda entry: (entry.nc4, entry.index))
+        reason = f"{best}, has the highest NC4 of the {len(passing)} layers with NC1 > {self.epsilon:g}"
+        following = next((entry for entry in eligible if entry.index > best.index), None)
+        if (
+            following is None
+            or following.shape[0] != best.shape[0]
+            or all(abs(entry.nc1 - self.epsilon) > NEAR + 1e-12 for entry in (best, following))
+        ):
+            return Candidate((best.name,), reason)
+        return Candidate(
+            (best.name, following.name),
+            f"{reason}; the next layer, {following}, joins it: NC1 is within {NEAR:g} of {self.epsilon:g} "
+            f"and both have {best.shape[0]} channels",
+        )
 
     def nc4_of(self, candidate: Candidate) -> float:
         """NC4 of the candidate's layer; the higher one of two."""
@@ -81,7 +148,7 @@ class CollapseReport:
             lines.append("  ".join([line, *marks]))
         lines.append(f"candidate: {chosen.reason}")
         if self.penultimate not in chosen.layers:
-            lines.append(f"penultimate: {describe(self.layer(self.penultimate))}, for comparison (DDU)")
+            lines.append(f"penultimate: {self.layer(self.penultimate)}, for comparison (DDU)")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_csv(self) -> str:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from psc_core.collapse.candidate import EPSILON
 from psc_core.collapse.measure import DEFAULT_MEMORY_BYTES
+from psc_core.collapse.report import EPSILON
 from psc_core.compute.device import resolve_device
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from psc_core.collapse.candidate import LayerCollapse
-from psc_core.collapse.report import CollapseReport
+from psc_core.collapse.report import CollapseReport, LayerCollapse
 from psc_core.errors import UsageError
 
 
@@ -62,3 +61,68 @@ def test_json_and_csv_round_trip() -> None:
         "nc1": "0.1",
         "nc4": "0.99",
     }
+
+
+def test_takes_highest_nc4_above_cutoff() -> None:
+    chosen = report(
+        ("a", 4, 0.9, 0.5), ("b", 4, 0.6, 0.8), ("c", 8, 0.4, 0.7), ("p", 8, 0.1, 0.99), ("o", 2, 0.9, 1.0)
+    ).candidate()
+    assert chosen.layers == ("b",)
+    assert "b (NC1 0.6000, NC4 0.8000), has the highest NC4 of the 3 layers with NC1 > 0.2" in chosen.reason
+
+
+def test_takes_deepest_of_equals() -> None:
+    assert report(
+        ("a", 4, 0.9, 0.8), ("b", 4, 0.6, 0.8), ("c", 4, 0.5, 0.7), ("p", 8, 0.1, 0.9), ("o", 2, 0.1, 0.9)
+    ).candidate().layers == ("b",)
+
+
+def test_nc1_at_cutoff_does_not_pass() -> None:
+    assert report(("a", 4, 0.5, 0.3), ("p", 8, 0.2, 0.9), ("o", 2, 0.1, 0.9)).candidate().layers == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("chosen_nc1", "next_nc1", "next_channels", "layers"),
+    [
+        (0.25, 0.01, 4, ("b", "c")),  # the chosen one is near
+        (0.60, 0.15, 4, ("b", "c")),  # the next one is near
+        (0.60, 0.14, 4, ("b",)),
+        (0.26, 0.14, 4, ("b",)),
+        (0.21, 0.19, 8, ("b",)),  # other channel counts cannot be concatenated
+    ],
+)
+def test_two_layers_near_the_cutoff(
+    chosen_nc1: float, next_nc1: float, next_channels: int, layers: tuple[str, ...]
+) -> None:
+    chosen = report(
+        ("a", 4, 0.9, 0.5),
+        ("b", 4, chosen_nc1, 0.9),
+        ("c", next_channels, next_nc1, 0.95),
+        ("p", 8, 0.1, 0.9),
+        ("o", 2, 0.1, 0.9),
+    ).candidate()
+    assert chosen.layers == layers
+    assert ("joins it" in chosen.reason) == (len(layers) == 2)
+
+
+def test_never_takes_output() -> None:
+    assert report(("a", 4, 0.5, 0.3), ("p", 2, 0.21, 0.9), ("o", 2, 0.2, 1.0)).candidate().layers == ("p",)
+
+
+def test_takes_least_collapsed_when_none_passes() -> None:
+    chosen = report(("a", 4, 0.19, 0.3), ("p", 8, 0.1, 0.9), ("o", 2, 0.9, 0.9)).candidate()
+    assert chosen.layers == ("a",)
+    assert "no layer has NC1 > 0.2" in chosen.reason
+
+
+def test_nc4_breaks_ties_of_collapsed_layers() -> None:
+    chosen = report(("a", 4, 0.1, 0.9), ("b", 4, 0.1, 0.5), ("p", 8, 0.05, 0.9), ("o", 2, 0.1, 0.9)).candidate()
+    assert chosen.layers == ("a",)
+
+
+def test_pattern_limits_choice() -> None:
+    limited = report(("a", 4, 0.9, 0.5), ("b", 4, 0.6, 0.8), ("p", 8, 0.7, 0.99), ("o", 2, 0.1, 0.9), pattern="^a$")
+    assert limited.candidate().layers == ("a",)
+    assert limited.penultimate == "p"
+    with pytest.raises(UsageError, match="no layer before the output"):
+        replace(limited, pattern="^o$").candidate()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from psc_core import PRESETS, PSC, FitOptions, fit_projection, fit_psc, load_network, open_dataset
-from psc_core.collapse.candidate import Candidate
+from psc_core.collapse.report import Candidate
 from tests.conftest import TinyJob
 
 FACTORY = "tests.tiny:network"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from psc_core import FitOptions, fit_projection, open_dataset
-from psc_core.collapse.candidate import Candidate
+from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import FitError
 from psc_core.images.preprocess import PRESETS
