@@ -92,11 +92,9 @@ class ImageDataset:
         """The images at ``positions`` (``int64``), in that order, with their labels and groups."""
         labels, counts = self._labels_of(positions)
         offsets = functional.pad(counts.cumsum(0), (1, 0))
-        groups: dict[str, Tensor] = {}
-        if self.groups:
-            where = torch.full((len(self),), -1, dtype=torch.int64)
-            where[positions] = torch.arange(len(positions))
-            groups = {name: kept[kept >= 0] for name, group in self.groups.items() for kept in [where[group]]}
+        where = torch.full((len(self),), -1, dtype=torch.int64)
+        where[positions] = torch.arange(len(positions))
+        groups = {name: kept[kept >= 0] for name, group in self.groups.items() for kept in [where[group]]}
         return replace(self, indices=self.indices[positions], labels=labels, offsets=offsets, groups=groups)
 
     def _labels_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,23 +114,23 @@ class ImageDataset:
         Raises:
             DataError: An image cannot be read; the message names it.
         """
+        order = torch.arange(len(self)) if order is None else order
         threads = ThreadPoolExecutor(workers or min(4, os.cpu_count() or 1), "psc-decode")
         with threads as pool, ThreadPoolExecutor(1, "psc-collate") as collator:
             ahead: Future[Batch] | None = None
             for start in range(0, len(self), batch_images):
-                batch = ahead.result() if ahead else self._collate(start, batch_images, order, pool)
-                following = start + batch_images
-                more = following < len(self)
-                ahead = collator.submit(self._collate, following, batch_images, order, pool) if more else None
-                yield batch
+                following = collator.submit(self._collate, order[start : start + batch_images], pool)
+                if ahead:
+                    yield ahead.result()
+                ahead = following
+            if ahead:
+                yield ahead.result()
 
     def batch_count(self, batch_images: int) -> int:
         """Number of batches that :meth:`batches` yields."""
         return -(-len(self) // batch_images)
 
-    def _collate(self, start: int, count: int, order: Tensor | None, pool: ThreadPoolExecutor) -> Batch:
-        stop = min(start + count, len(self))
-        positions = torch.arange(start, stop) if order is None else order[start:stop]
+    def _collate(self, positions: Tensor, pool: ThreadPoolExecutor) -> Batch:
         if isinstance(self.source, ArraySource) and self.source.fits(self.preprocess):
             images = torch.from_numpy(self.source.images[self.indices[positions].numpy()][:, None])
         else:
@@ -164,12 +162,6 @@ def labelled(
 
     Raises:
         DataError: No images, another number of labels than of images, or a label out of range.
-
-    Example:
-        >>> from psc_core import PRESETS
-        >>> source = ArraySource(np.zeros((2, 28, 28), np.uint8))
-        >>> len(labelled("two images", ["cat", "dog"], source, torch.tensor([0, 1]), PRESETS["mnist"]))
-        2
     """
     count, each = len(labels), 1 if labels.ndim == 1 else labels.shape[1]
     if len(source) != count or count == 0:

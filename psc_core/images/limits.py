@@ -20,8 +20,7 @@ MAXIMUM_SCANS: Final = 100
 the same limit for JPEG in TIFF."""
 
 _MAXIMUM_PIECES: Final = 10_000
-"""Segments of a JPEG and bytes between them in its header, chunks of a PNG, blocks of a GIF: Pillow reads each in
-Python."""
+"""Segments of a JPEG and bytes between them, chunks of a PNG, blocks of a GIF: Pillow reads each in Python."""
 
 MAXIMUM_EXIF_BYTES: Final = 1 << 20
 """Bytes of EXIF: Pillow needs two hundred times as much memory to unpack them."""
@@ -33,8 +32,7 @@ _MAXIMUM_TAGS: Final = 4096
 """Tags of a TIFF; libtiff sets the same limit."""
 
 _MAXIMUM_VALUES: Final = 3 << 16
-"""Values of a TIFF tag, such as strip offsets: Pillow makes an object of each.  A 16-bit transfer function has this
-many."""
+"""Values of a TIFF tag, such as strip offsets: Pillow makes an object of each.  A transfer function has this many."""
 
 _MAXIMUM_OVERLAP: Final = 10
 """How many times the strips of a TIFF may cover its bytes, on average."""
@@ -45,15 +43,12 @@ _MARKER: Final = re.compile(rb"\xff[\xc0-\xc7\xc9-\xcf\xd9-\xef\xfe]")
 _SCAN, _END, _APP1 = 0xDA, 0xD9, 0xE1
 
 _SIDES: Final = (256, 257, 322, 323)
-"""TIFF tags: width and height of the image, width and height of a tile."""
-
 _STRIP_BYTES, _TILE_BYTES = 279, 325
-_CHECKED: Final = (*_SIDES, _STRIP_BYTES, _TILE_BYTES)
+"""TIFF tags: width and height of the image, width and height of a tile, bytes of each strip and of each tile."""
+
 _NUMBERS: Final = {3: "u2", 4: "u4", 16: "u8"}
 _TEXTS: Final = (1, 2, 7)
 """Types of TIFF tags that stay bytes; :data:`_NUMBERS` are the others that matter here."""
-
-_PNG_CHUNK: Final = struct.Struct(">I4s")
 
 
 def check_file(data: bytes, max_pixels: int) -> io.BytesIO:
@@ -107,13 +102,12 @@ def _check_png(data: bytes) -> None:
     """Limit the chunks of a PNG."""
     at, maximum, chunks, profiles, kind = 8, _MAXIMUM_PIECES + len(data) // 128, 0, 0, b""
     while kind != b"IEND" and at + 8 <= len(data):
-        length, kind = _PNG_CHUNK.unpack_from(data, at)
+        length, kind = struct.unpack_from(">I4s", data, at)
         at += 12 + length
         chunks += 1
         profiles += kind == b"iCCP"
-        if chunks > maximum or profiles > _MAXIMUM_PROFILES:
-            check_count("colour profiles", _MAXIMUM_PROFILES, profiles)
-            check_count("chunks in a file of this size", maximum, chunks)
+        check_count("colour profiles", _MAXIMUM_PROFILES, profiles)
+        check_count("chunks in a file of this size", maximum, chunks)
 
 
 def _check_jpeg(data: bytes) -> None:
@@ -134,8 +128,7 @@ def _check_jpeg(data: bytes) -> None:
         elif kind == _APP1 and data.startswith(b"Exif\0\0", at + 2):
             exif += length
             check_count("bytes of EXIF", MAXIMUM_EXIF_BYTES, exif)
-        if segments > _MAXIMUM_PIECES:
-            check_count("segments", _MAXIMUM_PIECES, segments)
+        check_count("segments", _MAXIMUM_PIECES, segments)
         at += length
 
 
@@ -152,7 +145,7 @@ def _check_tiff(data: bytes, max_pixels: int) -> None:
     for tag, kind, count, value in entry.iter_unpack(data[at : at + number * entry.size]):
         if kind not in _TEXTS:
             check_count(f"values of tag {tag}", _MAXIMUM_VALUES, count)
-        if tag not in _CHECKED:
+        if tag not in (*_SIDES, _STRIP_BYTES, _TILE_BYTES):
             continue
         if kind not in _NUMBERS or tag in found:
             raise UndecodableImage(f"expected tag {tag} once, as integers; save the image again")

@@ -76,12 +76,9 @@ class Backbone(nn.Module):
         return features, outputs[-1] if self.keep_output else None
 
     def fused(self, precision: str) -> Backbone:
-        """A copy with fewer operations, which gives the same features up to rounding; see :mod:`psc_core.network.fuse`.
+        """A copy with fewer operations and the same features up to rounding, see :func:`psc_core.network.fuse.fuse`.
 
-        It is made for the device that the weights are on, and is not for storing.
-
-        Args:
-            precision: ``"fp32"``, or ``"bf16"`` to run under bfloat16 autocast.
+        It is not for storing.
         """
         twin = copy.copy(self)
         twin.memory_format = images_format(self.body, precision)
@@ -212,15 +209,7 @@ def rebuild_backbone(
 def feature_step(backbone: Backbone, precision: str | None = None) -> FeatureStep:
     """A function of images that returns the features of ``backbone`` without logits.
 
-    Args:
-        backbone: A truncated network.
-        precision: Fuse the network for this precision, as in serving; ``None`` runs it as it is, which is as fast
-            if every layer is wanted.
+    With a ``precision`` the network is fused for it, as in serving; as it is, it is as fast if every layer is wanted.
     """
     running = backbone if precision is None else backbone.fused(precision)
-
-    def step(images: Tensor) -> list[Tensor]:
-        features: list[Tensor] = running(images)[0]
-        return features
-
-    return step
+    return lambda images: running(images)[0]

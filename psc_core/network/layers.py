@@ -52,18 +52,11 @@ class LayerInfo:
 
 
 class _Run(NamedTuple):
-    """What one forward pass shows.
+    """What one forward pass shows."""
 
-    Attributes:
-        shapes: Output shapes by module name, in the order of the modules' last calls.
-        vectors: Flattened outputs with as many entries as some linear layer has inputs.
-        reads: Name and input of the last linear layer whose output has the shape of the logits.
-        logits: Number of logits.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
-    vectors: dict[str, Tensor]
-    reads: tuple[str, Tensor] | None
+    shapes: dict[str, tuple[int, ...]]  # output shapes by module name, in the order of the modules' last calls
+    vectors: dict[str, Tensor]  # flattened outputs with as many entries as some linear layer has inputs
+    reads: tuple[str, Tensor] | None  # name and input of the last linear layer whose output is shaped as the logits
     logits: int
 
 
