@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,13 +12,13 @@ from psc_core.cli import flags
 from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
 from psc_core.heads import HEADS
-from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.version import __version__
 
 if TYPE_CHECKING:
     from torch import nn
 
     from psc_core.data.dataset import ImageDataset
+    from psc_core.fitting.checkpoint import Checkpoint
     from psc_core.fitting.options import FitOptions
 
 _EXAMPLE = """example:
@@ -50,8 +48,7 @@ def parser() -> argparse.ArgumentParser:
     def choice(group: argparse._ActionsContainer, flag: str, choices: Sequence[str], default: str, text: str) -> None:
         group.add_argument(flag, choices=choices, default=default, help=f"{text} (default: {default})")
 
-    def rate(flag: str, text: str) -> None:
-        default = 0.95 if flag == "--coverage" else 0.05
+    def rate(flag: str, default: float, text: str) -> None:
         method.add_argument(flag, type=flags.open_unit_interval, default=default, help=f"{text} (default: {default})")
 
     net = cli.add_argument_group("network")
@@ -81,14 +78,14 @@ def parser() -> argparse.ArgumentParser:
     choice(method, "--head", tuple(HEADS), "laplace", "what gives the probabilities; laplace is the paper's")
     text = "psc: the head's; base: the network's own, unchanged, with the density beside them"
     choice(method, "--predictions", ("psc", "base"), "psc", text)
-    rate("--alpha", "false-alarm rate of the OOD decision")
+    rate("--alpha", 0.05, "false-alarm rate of the OOD decision")
     text = (
         "what the OOD decision ranks; density+entropy also counts how ambiguous an image is, for classes whose "
         "images are not ambiguous by nature"
     )
     choice(method, "--ood-score", ("density", "density+entropy"), "density", text)
-    rate("--coverage", "coverage of the prediction sets")
-    rate("--risk", "error rate that images below the ambiguity threshold should have")
+    rate("--coverage", 0.95, "coverage of the prediction sets")
+    rate("--risk", 0.05, "error rate that images below the ambiguity threshold should have")
 
     run = cli.add_argument_group("run")
     run.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
@@ -107,10 +104,15 @@ def parser() -> argparse.ArgumentParser:
 
 def fit(args: argparse.Namespace) -> None:
     """Run all stages and write the bundle."""
-    from psc_core.bundle.manifest import check_origin
+    # Imported here, because PyTorch takes a second that --help and usage errors need not wait for.
+    from psc_core.bundle.io import check_target
+    from psc_core.bundle.manifest import MAX_NAME, check_origin, check_text
+    from psc_core.cli.provenance import check_disjoint, job_of, provenance_of
     from psc_core.compute.device import resolve_device
     from psc_core.compute.distributed import Reducer
-    from psc_core.data.spec import open_dataset  # torch is imported behind --help and usage errors
+    from psc_core.data.spec import open_dataset
+    from psc_core.fitting.checkpoint import Checkpoint
+    from psc_core.fitting.checks import check_attainable_rates
     from psc_core.fitting.options import FitOptions
     from psc_core.network.load import Recipe, load_network
 
@@ -131,50 +133,51 @@ def fit(args: argparse.Namespace) -> None:
     device = resolve_device(args.device)
     reducer = Reducer.start() if args.distributed else Reducer()
     options = FitOptions(device, args.precision, args.batch_images, args.epsilon, args.max_memory, args.seed, reducer)
-    _run_stages(args, net, train, val, options)
-
-
-def _run_stages(
-    args: argparse.Namespace, net: nn.Module, train: ImageDataset, val: ImageDataset, options: FitOptions
-) -> None:
-    from psc_core.bundle.io import check_target
-    from psc_core.bundle.manifest import MAX_NAME, check_text
-    from psc_core.fitting import stages as stage
-    from psc_core.fitting.checks import check_attainable_rates
-
     check_target(args.out)
     if len(args.name) > MAX_NAME:
         raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(args.name)}")
     check_attainable_rates(val, alpha=args.alpha, coverage=args.coverage, options=options)
-    first = options.reducer.rank == 0
-    say = print if first else _silent
-    say(f"train: {train.name}, {len(train)} images, {len(train.classes)} classes; val: {val.name}, {len(val)} images")
-    provenance = _provenance(args, train, val)
-    _check_apart(train, val, provenance)
+    if reducer.rank == 0:
+        sizes = f"{len(train)} images, {len(train.classes)} classes"
+        print(f"train: {train.name}, {sizes}; val: {val.name}, {len(val)} images")
+    provenance = provenance_of(args, train, val)
+    check_disjoint(train, val, provenance)
     try:
         check_text({"name": args.name, **provenance})
     except ValueError as error:
         raise UsageError(f"expected names and flags in UTF-8, got {error}; change it") from error
-    job = {
-        **provenance,
-        "settings": {key: getattr(args, key) for key in _SETTINGS if key not in _LATE_SETTINGS},
-        "preprocess": train.preprocess.to_json(),
-        "device": options.compute().device.type,
-    }
-    store = Checkpoint(args.out.with_name(f".{args.out.name}.stages"), job, fresh=args.fresh)
+    folder = args.out.with_name(f".{args.out.name}.stages")
+    job = job_of(args, provenance, train, options.compute().device.type)
+    checkpoint = Checkpoint(folder, job, reducer, fresh=args.fresh)
+    run_stages(args, net, train, val, provenance, checkpoint, options)
 
-    report = store.agreed(store.load_collapse(), options.reducer)
+
+def run_stages(
+    args: argparse.Namespace,
+    net: nn.Module,
+    train: ImageDataset,
+    val: ImageDataset,
+    provenance: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    options: FitOptions,
+) -> None:
+    """Fit stage by stage, those in the checkpoint left out; of several processes the first prints and saves."""
+    from psc_core.fitting import stages
+
+    first = options.reducer.rank == 0
+    report = checkpoint.load_collapse()
     if report is None:
-        report = stage.measure_collapse(
+        report = stages.measure_collapse(
             net, train, val, layers=args.layers, granularity=args.granularity, options=options
         )
-        store.save_collapse(report, writer=first)
+        checkpoint.save_collapse(report)
     candidate = report.candidate(None if args.layer == "auto" else args.layer)
-    say(report.table(candidate))
+    if first:
+        print(report.table(candidate))
 
-    projection = store.agreed(store.load_projection(), options.reducer)
+    projection = checkpoint.load_projection()
     if projection is None:
-        projection = stage.fit_projection(
+        projection = stages.fit_projection(
             net,
             candidate,
             train,
@@ -185,10 +188,11 @@ def _run_stages(
             second_scaling=not args.no_second_scaling,
             options=options,
         )
-        store.save_projection(projection, writer=first)
-    say(projection.report.summary(report.nc4_of(candidate)))
+        checkpoint.save_projection(projection)
+    if first:
+        print(projection.report.summary(report.nc4_of(candidate)))
 
-    psc = stage.fit_psc(
+    psc = stages.fit_psc(
         net,
         candidate,
         projection,
@@ -210,75 +214,12 @@ def _run_stages(
     if first:
         manifest = psc.save(args.out)
         (args.out / "collapse.csv").write_text(report.to_csv())
-        store.clear()
+        checkpoint.clear()
         metrics = manifest.metrics
-        say(
+        print(
             f"wrote {args.out} (version {manifest.version}): validation accuracy {metrics['accuracy']:.4f}, "
             f"NLL {metrics['nll_nats']:.4f} nats, ECE {metrics['ece']:.4f}"
         )
-
-
-def _silent(*_: object) -> None:
-    """What the other processes say."""
-
-
-_SETTINGS = (
-    "layer",
-    "layers",
-    "granularity",
-    "epsilon",
-    "c_proj",
-    "d_proj",
-    "minimum_dim",
-    "no_second_scaling",
-    "density",
-    "pca",
-    "head",
-    "predictions",
-    "alpha",
-    "coverage",
-    "risk",
-    "ood_score",
-    "precision",
-    "batch_images",
-    "max_memory",
-    "seed",
-)
-
-_LATE_SETTINGS = ("density", "pca", "head", "predictions", "alpha", "coverage", "risk", "ood_score")
-"""Read behind the stages that are kept: changing them after an error does not start again."""
-
-
-def _provenance(args: argparse.Namespace, train: ImageDataset, val: ImageDataset) -> dict[str, Any]:
-    """What the bundle records of its origin: enough to fit it again, no path of this machine."""
-    return {
-        "psc_version": __version__,
-        "model": args.model,
-        "model_args": flags.key_values(args.model_arg),
-        "weights_sha256": _file_digest(args.weights),
-        "train": _origin(train),
-        "val": _origin(val),
-        "settings": {key: getattr(args, key) for key in _SETTINGS},
-    }
-
-
-def _origin(data: ImageDataset) -> dict[str, Any]:
-    name = os.fsencode(Path(data.name).name).decode(errors="replace")
-    return {"name": name, "images": len(data), "rows": data.examples, "sha256": data.digest()}
-
-
-def _check_apart(train: ImageDataset, val: ImageDataset, provenance: Mapping[str, Any]) -> None:
-    """Refuse the training images as validation images; the digests of files know their names and sizes alone."""
-    if provenance["train"]["sha256"] == provenance["val"]["sha256"] and bool((train.image(0) == val.image(0)).all()):
-        raise UsageError(
-            f"expected --val to be images that the network was not trained on, {val.name} holds the same images as "
-            "--train: what is chosen and calibrated on them promises nothing about new ones; hold some images out"
-        )
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """What an interrupted fit keeps: the collapse report and the projection, in a directory beside the bundle.
 
-A stage's file is used again only when the job is the same as far as it matters here: data, weights, version,
-preprocessing, device kind and the settings that these stages read, compared by digest.
+A stage is used again only by the same job: data, weights, version, preprocessing, kind of device and the settings that
+these stages read, compared by digest.
 """
 
 from __future__ import annotations
@@ -12,92 +12,73 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from psc_core.collapse.report import CollapseReport
-    from psc_core.compute.distributed import Reducer
-    from psc_core.fitting.stages import FittedProjection
+import torch
+from safetensors.torch import load, save
 
-Kept = TypeVar("Kept")
+from psc_core.collapse.report import CollapseReport
+from psc_core.compute.distributed import Reducer
+from psc_core.fitting.stages import FittedProjection
+from psc_core.projection.fit.projection import ProjectionReport
+from psc_core.projection.fit.ranks import RankChoice
+from psc_core.projection.module import Projection
+
+Stage = TypeVar("Stage")
 
 
 class Checkpoint:
-    """Files of finished stages.
+    """Results of finished stages; of several processes the first writes them.
 
     Args:
         folder: Where they are kept.
         job: What makes two runs the same job, JSON types.
+        reducer: The processes of the fit.
         fresh: Drop what an earlier run left.
     """
 
-    def __init__(self, folder: Path, job: Mapping[str, Any], *, fresh: bool = False) -> None:
+    def __init__(
+        self, folder: Path, job: Mapping[str, Any], reducer: Reducer | None = None, *, fresh: bool = False
+    ) -> None:
         self.folder = folder
+        self.reducer = reducer or Reducer()
         self.key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
         self._stamp = folder / "job.txt"
         if fresh or (folder.exists() and (not self._stamp.exists() or self._stamp.read_text() != self.key)):
             self.clear()
 
-    @staticmethod
-    def agreed(kept: Kept | None, reducer: Reducer) -> Kept | None:
-        """``kept`` if every process has it, else None for all: only one machine's disk may hold the files."""
-        import torch
-
-        have = reducer.sum_(torch.tensor([float(kept is not None)]))
-        return kept if int(have) == reducer.world else None
-
-    def _write(self, name: str, data: bytes) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._stamp.write_text(self.key)
-        part = self.folder / f"{name}.part"
-        part.write_bytes(data)
-        part.rename(self.folder / name)
-
     def load_collapse(self) -> CollapseReport | None:
-        """The finished report, if there is one."""
-        from psc_core.collapse.report import CollapseReport
-
+        """The report, if it is finished."""
         file = self.folder / "collapse.json"
-        return CollapseReport.from_json(json.loads(file.read_text())) if file.exists() else None
+        report = CollapseReport.from_json(json.loads(file.read_text())) if file.exists() else None
+        return agreed(report, self.reducer)
 
-    def save_collapse(self, report: CollapseReport, *, writer: bool = True) -> None:
-        """Keep a finished report; of several processes only the writer writes."""
-        if not writer:
-            return
+    def save_collapse(self, report: CollapseReport) -> None:
+        """Keep a finished report."""
         self._write("collapse.json", json.dumps(report.to_json()).encode())
 
     def load_projection(self) -> FittedProjection | None:
-        """The finished projection, if there is one."""
-        from safetensors.torch import load
-
-        from psc_core.fitting.stages import FittedProjection
-        from psc_core.projection.fit.projection import ProjectionReport
-        from psc_core.projection.fit.ranks import RankChoice
-        from psc_core.projection.module import Projection
-
+        """The projection, if it is finished."""
         file, notes = self.folder / "projection.safetensors", self.folder / "projection.json"
-        if not file.exists() or not notes.exists():
-            return None
-        tensors, body = load(file.read_bytes()), json.loads(notes.read_text())
-        report = ProjectionReport(
-            RankChoice(**body["choice"]),
-            body["scaled_nc1"],
-            body["scaled_nc4"],
-            tensors.pop("nc1"),
-            tensors.pop("nc4"),
-            body["pooled"],
-        )
-        return FittedProjection(Projection.restore(body["config"], tensors), report)
+        projection = None
+        if file.exists() and notes.exists():
+            tensors, body = load(file.read_bytes()), json.loads(notes.read_text())
+            report = ProjectionReport(
+                RankChoice(**body["choice"]),
+                body["scaled_nc1"],
+                body["scaled_nc4"],
+                tensors.pop("nc1"),
+                tensors.pop("nc4"),
+                body["pooled"],
+            )
+            projection = FittedProjection(Projection.restore(body["config"], tensors), report)
+        return agreed(projection, self.reducer)
 
-    def save_projection(self, fitted: FittedProjection, *, writer: bool = True) -> None:
-        """Keep a finished projection; of several processes only the writer writes."""
-        if not writer:
-            return
-        from safetensors.torch import save
-
+    def save_projection(self, fitted: FittedProjection) -> None:
+        """Keep a finished projection."""
         report = fitted.report
         tensors = {**fitted.projection.state_dict(), "nc1": report.nc1, "nc4": report.nc4}
-        self._write("projection.safetensors", save({k: v.contiguous() for k, v in tensors.items()}))
+        self._write("projection.safetensors", save({name: part.contiguous() for name, part in tensors.items()}))
         body = {
             "config": fitted.projection.config(),
             "choice": asdict(report.choice),
@@ -107,6 +88,21 @@ class Checkpoint:
         }
         self._write("projection.json", json.dumps(body).encode())
 
+    def _write(self, name: str, data: bytes) -> None:
+        if self.reducer.rank != 0:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._stamp.write_text(self.key)
+        part = self.folder / f"{name}.part"
+        part.write_bytes(data)
+        part.rename(self.folder / name)
+
     def clear(self) -> None:
         """Remove everything kept."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def agreed(stage: Stage | None, reducer: Reducer) -> Stage | None:
+    """``stage`` if every process has it, else None for all: the files may be on the disk of one machine only."""
+    have = reducer.sum_(torch.tensor([float(stage is not None)]))
+    return stage if int(have) == reducer.world else None

@@ -11,37 +11,26 @@ chooses the layer, the sizes, the prior precision and the temperature, the calib
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from psc_core.calibration.fit import ambiguity_threshold, fit_calibration
 from psc_core.collapse import measure as collapse
-from psc_core.collapse.candidate import Candidate
-from psc_core.collapse.report import CollapseReport
+from psc_core.collapse.report import Candidate, CollapseReport
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset, split_validation
-from psc_core.density import kind_of
-from psc_core.density.fit.density import fit_density
 from psc_core.errors import UsageError
+from psc_core.fitting.calibrate import OOD_SCORES, calibrate
 from psc_core.fitting.checks import check_attainable_rates, check_classes, check_own_output
 from psc_core.fitting.options import FitOptions
-from psc_core.fitting.passes import embed, score_dataset
-from psc_core.heads.fit.head import fit_head
-from psc_core.metrics import classification
-from psc_core.model.pipeline import Pipeline, Scored, Scorer, ood_score_of
+from psc_core.fitting.scorer import fit_scorer
 from psc_core.model.predictor import PSC
 from psc_core.network.backbone import Backbone, example_input, truncate
 from psc_core.policy import Policy
 from psc_core.projection.fit.projection import ProjectionReport, fit_tucker
 from psc_core.projection.module import Projection
-
-OOD_SCORES = ("density", "density+entropy")
-"""What the OOD score, and with it the p-value, is made of."""
 
 DEFAULT_MINIMUM_DIM = 64
 """Smallest dimension of z that is considered when sizes are chosen."""
@@ -57,6 +46,15 @@ def measure_collapse(
     options: FitOptions | None = None,
 ) -> CollapseReport:
     """NC1 on ``train`` and NC4 on the selection split of ``val``, after every layer.
+
+    Example:
+        >>> from functools import partial
+        >>> from psc_core import PRESETS, open_dataset
+        >>> open_split = partial(open_dataset, "mnist:tests/data", preprocess=PRESETS["mnist"])
+        >>> train, val = open_split(split="train"), open_split(split="val")
+        >>> net = nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10)).eval()
+        >>> [layer.name for layer in measure_collapse(net, train, val).layers]
+        ['1', '3:input', '3']
 
     Args:
         net: Trained network in eval mode.
@@ -105,6 +103,13 @@ def fit_projection(
     options: FitOptions | None = None,
 ) -> FittedProjection:
     """Moments and Tucker factors on ``train``; sizes on the selection split of ``val`` (else on ``train``).
+
+    Example:
+        >>> from psc_core import PRESETS, open_dataset
+        >>> train = open_dataset("mnist:tests/data", split="train", preprocess=PRESETS["mnist"])
+        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(1352, 10)).eval()
+        >>> fit_projection(net, Candidate(("0",), "by hand"), train, c_proj=4, d_proj=3).projection.config()
+        {'method': 'tucker', 'positions': [169], 'channels': 8, 'c_proj': 4, 'd_proj': 3}
 
     Args:
         net: Trained network in eval mode.
@@ -176,6 +181,18 @@ def fit_psc(
 ) -> PSC:
     """Density and head on z of ``train``, calibration on the calibration split of ``val``.
 
+    Example:
+        >>> from functools import partial
+        >>> from psc_core import PRESETS, open_dataset
+        >>> open_split = partial(open_dataset, "mnist:tests/data", preprocess=PRESETS["mnist"])
+        >>> train, val = open_split(split="train"), open_split(split="val")
+        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(1352, 10)).eval()
+        >>> candidate = measure_collapse(net, train, val).candidate("0")
+        >>> projection = fit_projection(net, candidate, train, val)
+        >>> psc = fit_psc(net, candidate, projection, train, val, head="duq")
+        >>> psc.predict(next(val.batches(3)).images).probabilities.shape
+        torch.Size([3, 10])
+
     Args:
         net: Trained network, from :func:`psc_core.load_network`; the result of another ``nn.Module`` predicts, but
             cannot be saved, because a bundle names the function that builds its network.
@@ -216,60 +233,29 @@ def fit_psc(
     backbone = cut(net, candidate, train, compute, keep_output=base)
     if base:
         check_own_output(backbone, train, compute)
-    project = projection.projection.to(compute.device)
-    with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
-        file, pooled = Path(scratch) / "train", kind_of(density).reads == "pooled"
-        embedded = embed(backbone, project, train, compute, file, options.reducer, pooled=pooled)
-        fitted_density = fit_density(
-            embedded.read,
-            embedded.labels,
-            num_classes=len(train.classes),
-            kind=density,
-            pca=pca,
-            class_names=train.classes,
-        )
-        fitted_head = None
-        if not base:
-            selected = embed(backbone, project, selection, compute, Path(scratch) / "val", options.reducer)
-            fitted_head = fit_head(
-                embedded.z,
-                embedded.labels,
-                selected.z[:],
-                selected.labels,
-                num_classes=len(train.classes),
-                kind=head,
-                seed=options.seed,
-                device=compute.device,
-                class_names=train.classes,
-            ).to(compute.device)
-    scorer = Scorer(
-        train.preprocess,
-        backbone.fused(compute.precision),
-        project,
-        fitted_density.to(compute.device),
-        fitted_head,
-        compute.precision,
+    scorer = fit_scorer(
+        backbone,
+        projection.projection,
+        train,
+        selection,
+        density=density,
+        pca=pca,
+        head=None if base else head,
+        options=options,
     )
-    weight = 0.0
-    if ood_score == "density+entropy":
-        weight = entropy_weight(score_dataset(scorer, selection, compute, "validation")[0].scores)
-    scored, labels = score_dataset(scorer, calibration_split, compute, "calibration")
-    entropies = scored.scores["predictive_entropy"]
-    calibration = fit_calibration(ood_score_of(scored.scores, weight), entropies, scored.probabilities, labels)
-    correct = scored.probabilities.argmax(1) == labels
-    threshold = ambiguity_threshold(entropies, correct, risk=risk)
+    calibrated = calibrate(scorer, selection, calibration_split, compute, ood_score=ood_score, risk=risk)
     report = {
         "collapse": None if collapse_report is None else collapse_report.to_json(),
-        "metrics": {**validation_metrics(scored, labels), "projection": projection_metrics(projection.report)},
+        "metrics": {**calibrated.metrics, "projection": projection_metrics(projection.report)},
         "provenance": dict(provenance or {}),
     }
     psc = PSC(
-        pipeline=Pipeline(scorer, calibration.scores, weight),
+        pipeline=calibrated.pipeline,
         backbone=backbone,
         preprocess=train.preprocess,
         classes=train.classes,
-        calibration=calibration,
-        policy=Policy(alpha=alpha, ambiguity_threshold=threshold, coverage=coverage),
+        calibration=calibrated.calibration,
+        policy=Policy(alpha=alpha, ambiguity_threshold=calibrated.ambiguity_threshold, coverage=coverage),
         layers=tuple(candidate.layers),
         name=name,
         report=report,
@@ -282,25 +268,6 @@ def cut(net: nn.Module, candidate: Candidate, data: ImageDataset, compute: Compu
     """``net`` cut behind the candidate layer(s), on the device, checked on one input."""
     example = example_input(data.preprocess).to(compute.device)
     return truncate(net.to(compute.device), candidate.layers, keep_output=keep_output, example=example)
-
-
-def entropy_weight(scores: Mapping[str, Tensor]) -> float:
-    """Standard deviation of the log density ÷ that of the predictive entropy; 0 where the entropy never varies."""
-    density, uncertainty = (float(scores[name].double().std()) for name in ("log_density", "predictive_entropy"))
-    return density / uncertainty if uncertainty > 0 else 0.0
-
-
-def validation_metrics(scored: Scored, labels: Tensor) -> dict[str, Any]:
-    """Metrics of the calibration split, on which nothing that they measure was chosen."""
-    probabilities = scored.probabilities.double()
-    confidence, predicted = probabilities.max(1)
-    return {
-        "validation_images": len(labels),
-        "accuracy": classification.accuracy(probabilities, labels),
-        "nll_nats": classification.nll(probabilities, labels),
-        "ece": classification.ece(confidence, predicted == labels),
-        "mean_entropy_nats": float(scored.scores["predictive_entropy"].double().mean()),
-    }
 
 
 def projection_metrics(report: ProjectionReport) -> dict[str, Any]:

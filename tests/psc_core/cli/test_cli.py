@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from psc_core import open_dataset
 from psc_core.cli import evaluate as cli_eval
 from psc_core.cli import fit as cli
+from psc_core.cli.provenance import check_disjoint, provenance_of
 from psc_core.data.spec import image_folder
 from psc_core.images.preprocess import PRESETS
 from tests.attacks import forge
@@ -236,15 +237,15 @@ def write_bitmaps(root: Path, shade: int) -> Path:
 def test_other_images_of_the_same_names_and_sizes_may_validate(tiny_job, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     args = cli.parser().parse_args([*tiny_job.args, "--out", str(tmp_path / "b")])
     train, val = (image_folder(write_bitmaps(tmp_path / str(n), n), PRESETS["mnist"]) for n in (10, 20))
-    provenance = cli._provenance(args, train, val)
+    provenance = provenance_of(args, train, val)
     assert provenance["train"]["sha256"] == provenance["val"]["sha256"]
-    cli._check_apart(train, val, provenance)
+    check_disjoint(train, val, provenance)
 
 
 def test_a_data_folder_may_have_any_name(tiny_job, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     args = cli.parser().parse_args([*tiny_job.args, "--out", str(tmp_path / "b")])
     data = image_folder(write_bitmaps(tmp_path / os.fsdecode(b"caf\xe9"), 0), PRESETS["mnist"])
-    assert cli._provenance(args, data, data)["train"]["name"] == "caf\N{REPLACEMENT CHARACTER}"
+    assert provenance_of(args, data, data)["train"]["name"] == "caf\N{REPLACEMENT CHARACTER}"
 
 
 def test_baselines_need_nothing_that_is_information(  # type: ignore[no-untyped-def]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,10 +16,10 @@ from psc_core.bundle import io as bundle
 from psc_core.cli import fit as cli
 from psc_core.compute.distributed import Reducer
 from psc_core.fitting import stages as fit
-from psc_core.fitting.checkpoint import Checkpoint
+from psc_core.fitting.checkpoint import agreed
 from tests.conftest import ROOT, TinyJob
 
-STATIONS = ("measure_collapse", "fit_projection", "fit_psc")
+STAGES = ("measure_collapse", "fit_projection", "fit_psc")
 NAME = ("--name", "digits")
 
 
@@ -50,7 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    for name in STATIONS:
+    for name in STAGES:
         monkeypatch.setattr(fit, name, recorded(name, getattr(fit, name)))
     return ran
 
@@ -139,11 +140,11 @@ def test_another_job_starts_from_the_beginning(
     interrupt(tiny_job, out, "fit_psc")
     calls.clear()
     assert cli.main(arguments(tiny_job, out, *change)) == 0
-    assert calls == list(STATIONS)
+    assert calls == list(STAGES)
 
 
 @pytest.mark.parametrize("change", [("--head", "duq"), ("--alpha", "0.1"), ("--predictions", "base")])
-def test_what_the_stations_do_not_read_may_change(
+def test_later_settings_keep_the_checkpoint(
     tiny_job: TinyJob, tmp_path: Path, calls: list[str], change: tuple[str, ...]
 ) -> None:
     out = tmp_path / "bundle"
@@ -153,7 +154,7 @@ def test_what_the_stations_do_not_read_may_change(
     assert calls == ["fit_psc"]
 
 
-def test_half_a_station_counts_as_none(tiny_job: TinyJob, tmp_path: Path, uninterrupted: str, calls: list[str]) -> None:
+def test_half_a_stage_counts_as_none(tiny_job: TinyJob, tmp_path: Path, uninterrupted: str, calls: list[str]) -> None:
     out = tmp_path / "bundle"
     interrupt(tiny_job, out, "fit_psc")
     folder = next(tmp_path.glob(".*.stages"))
@@ -164,21 +165,20 @@ def test_half_a_station_counts_as_none(tiny_job: TinyJob, tmp_path: Path, uninte
     assert version(out) == uninterrupted
 
 
-class Peer:
-    """One of two processes; the other one has ``others`` of what is summed."""
+@dataclass(frozen=True)
+class Peer(Reducer):
+    """One of two processes; ``others`` is what the other one adds to a sum."""
 
-    world = 2
-
-    def __init__(self, others: float) -> None:
-        self.others = others
+    world: int = 2
+    others: float = 0.0
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.add_(self.others)
 
 
-def test_processes_use_a_station_together_or_not_at_all() -> None:
-    assert Checkpoint.agreed("kept", Reducer()) == "kept"
-    assert Checkpoint.agreed(None, Reducer()) is None
-    assert Checkpoint.agreed("kept", Peer(1.0)) == "kept"
-    assert Checkpoint.agreed("kept", Peer(0.0)) is None
-    assert Checkpoint.agreed(None, Peer(1.0)) is None
+def test_processes_use_a_stage_together_or_not_at_all() -> None:
+    assert agreed("kept", Reducer()) == "kept"
+    assert agreed(None, Reducer()) is None
+    assert agreed("kept", Peer(others=1.0)) == "kept"
+    assert agreed("kept", Peer(others=0.0)) is None
+    assert agreed(None, Peer(others=1.0)) is None

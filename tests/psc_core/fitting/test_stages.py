@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from psc_core import FitOptions, fit_projection, fit_psc, load_network, measure_collapse, open_dataset
-from psc_core.collapse.candidate import Candidate
+from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import DataError, FitError, UsageError
-from psc_core.fitting.stages import OOD_SCORES, FittedProjection, entropy_weight
+from psc_core.fitting.calibrate import OOD_SCORES, entropy_weight
+from psc_core.fitting.stages import FittedProjection
 from psc_core.heads.fit import sngp, softmax
 from psc_core.images.preprocess import PRESETS
 from psc_core.projection.fit.ranks import choose_ranks
@@ -133,7 +134,7 @@ def test_the_risk_reaches_the_ambiguity_threshold(
     projection: FittedProjection,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("psc_core.fitting.stages.ambiguity_threshold", lambda *_, risk: risk)
+    monkeypatch.setattr("psc_core.fitting.calibrate.ambiguity_threshold", lambda *_, risk: risk)
     psc = fit_psc(net, Candidate(("4",), ""), projection, train, val, head="duq", risk=0.3, options=OPTIONS)
     assert psc.policy.ambiguity_threshold == 0.3
 

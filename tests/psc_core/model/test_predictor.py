@@ -213,7 +213,7 @@ def test_a_network_that_gives_other_features_when_it_is_fused_is_refused(tiny_bu
     with torch.no_grad():
         for parameter in psc.pipeline.scorer.backbone.parameters():
             parameter.mul_(1.2)
-    with pytest.raises(BundleError, match="same features from .* in fewer operations"):
+    with pytest.raises(BundleError, match=r"same features from .* in fewer operations"):
         psc.probe()
 
 

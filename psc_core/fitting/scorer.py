@@ -1,7 +1,12 @@
-"""Passes over a data set whose results a stage keeps: what density and head are fitted on, and scores."""
+"""Fit what needs no calibration: density and head on the features of the training images.
+
+The features lie in a scratch file class by class, so that memory does not grow with the images and a density reads one
+class at a time.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,12 +15,70 @@ from jaxtyping import Int
 from torch import Tensor
 
 from psc_core.compute.distributed import Reducer
-from psc_core.compute.passes import Compute, passes, track_images
+from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset, stable_order
-from psc_core.model.pipeline import Scored, Scorer, pool
+from psc_core.density import kind_of
+from psc_core.density.fit.density import fit_density
+from psc_core.fitting.options import FitOptions
+from psc_core.heads.fit.head import fit_head
+from psc_core.model.pipeline import Scorer, pool
 from psc_core.network.backbone import Backbone, example_input, feature_step
 from psc_core.numerics.matrix import FeatureFile, FeatureMatrix, blocks
 from psc_core.projection.module import Projection
+
+
+def fit_scorer(
+    backbone: Backbone,
+    projection: Projection,
+    train: ImageDataset,
+    selection: ImageDataset,
+    *,
+    density: str,
+    pca: int | None,
+    head: str | None,
+    options: FitOptions,
+) -> Scorer:
+    """Density on ``train``; head on ``train``, its precision and temperature chosen on ``selection``.
+
+    Args:
+        backbone: Truncated network; it keeps the network's output if there is no head.
+        projection: Features to z.
+        train: Training images.
+        selection: Selection split of the validation images.
+        density: One of :data:`psc_core.density.DENSITIES`.
+        pca: Dimension the density works in, or None to choose it.
+        head: One of :data:`psc_core.heads.HEADS`, or None for base predictions.
+        options: Shared options.
+
+    Raises:
+        UsageError: An unknown density or head.
+        FitError: Features that cannot be fitted.
+    """
+    compute = options.compute()
+    projection = projection.to(compute.device)
+    classes = train.classes
+    with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
+        file, pooled = Path(scratch) / "train", kind_of(density).reads == "pooled"
+        known = embed(backbone, projection, train, compute, file, options.reducer, pooled=pooled)
+        fitted_density = fit_density(
+            known.read, known.labels, num_classes=len(classes), kind=density, pca=pca, class_names=classes
+        ).to(compute.device)
+        fitted_head = None
+        if head is not None:
+            held_out = embed(backbone, projection, selection, compute, Path(scratch) / "val", options.reducer)
+            fitted_head = fit_head(
+                known.z,
+                known.labels,
+                held_out.z[:],
+                held_out.labels,
+                num_classes=len(classes),
+                kind=head,
+                seed=options.seed,
+                device=compute.device,
+                class_names=classes,
+            ).to(compute.device)
+    fused = backbone.fused(compute.precision)
+    return Scorer(train.preprocess, fused, projection, fitted_density, fitted_head, compute.precision)
 
 
 class Embedded(NamedTuple):
@@ -86,16 +149,3 @@ def embed(
 @torch.inference_mode()
 def _pooled_channels(backbone: Backbone, dataset: ImageDataset, compute: Compute) -> int:
     return pool(backbone(example_input(dataset.preprocess).to(compute.device))[0]).shape[1]
-
-
-@torch.inference_mode()
-def score_dataset(
-    scorer: Scorer, dataset: ImageDataset, compute: Compute, description: str
-) -> tuple[Scored, Int[Tensor, " n"]]:
-    """Scores and probabilities of every image through the path that serves, on the CPU, and one label of each."""
-    parts = []
-    for batch in track_images(dataset, compute, description):
-        scored = scorer(batch.images.to(compute.device))
-        parts.append(Scored({name: values.cpu() for name, values in scored.scores.items()}, scored.probabilities.cpu()))
-    scores = {name: torch.cat([part.scores[name] for part in parts]) for name in parts[0].scores}
-    return Scored(scores, torch.cat([part.probabilities for part in parts])), dataset.first_labels()

@@ -1,0 +1,102 @@
+"""Calibrate a scorer on validation images, through the path that serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from psc_core.calibration.conformal import Calibration
+from psc_core.calibration.fit import ambiguity_threshold, fit_calibration
+from psc_core.compute.passes import Compute, track_images
+from psc_core.data.dataset import ImageDataset
+from psc_core.metrics import classification
+from psc_core.model.pipeline import Pipeline, Scored, Scorer, ood_score_of
+
+OOD_SCORES: Final = ("density", "density+entropy")
+"""What the OOD score, and with it the p-value, is made of."""
+
+
+class Calibrated(NamedTuple):
+    """A calibrated pipeline.
+
+    Attributes:
+        pipeline: Pixels to outputs.
+        calibration: Scores of the calibration images.
+        ambiguity_threshold: Predictive entropy above which an image is ambiguous, nats.
+        metrics: Of the calibration split, JSON types.
+    """
+
+    pipeline: Pipeline
+    calibration: Calibration
+    ambiguity_threshold: float
+    metrics: dict[str, Any]
+
+
+def calibrate(
+    scorer: Scorer,
+    selection: ImageDataset,
+    calibration_split: ImageDataset,
+    compute: Compute,
+    *,
+    ood_score: str,
+    risk: float,
+) -> Calibrated:
+    """Weight of the entropy on ``selection``; calibration scores and ambiguity threshold on ``calibration_split``.
+
+    Args:
+        scorer: What needs no calibration.
+        selection: Selection split of the validation images; read for ``"density+entropy"`` only.
+        calibration_split: Images on which nothing was chosen.
+        compute: Device and batch size.
+        ood_score: One of :data:`OOD_SCORES`.
+        risk: Error rate that images below the ambiguity threshold should have.
+
+    Raises:
+        UsageError: ``risk`` is outside (0, 1).
+        FitError: Scores that are not finite.
+    """
+    weight = 0.0
+    if ood_score == "density+entropy":
+        weight = entropy_weight(score_dataset(scorer, selection, compute, "validation")[0].scores)
+    scored, labels = score_dataset(scorer, calibration_split, compute, "calibration")
+    entropies = scored.scores["predictive_entropy"]
+    calibration = fit_calibration(ood_score_of(scored.scores, weight), entropies, scored.probabilities, labels)
+    threshold = ambiguity_threshold(entropies, scored.probabilities.argmax(1) == labels, risk=risk)
+    pipeline = Pipeline(scorer, calibration.scores, weight)
+    return Calibrated(pipeline, calibration, threshold, validation_metrics(scored, labels))
+
+
+@torch.inference_mode()
+def score_dataset(
+    scorer: Scorer, dataset: ImageDataset, compute: Compute, description: str
+) -> tuple[Scored, Int[Tensor, " n"]]:
+    """Scores and probabilities of every image through the path that serves, on the CPU, and one label of each."""
+    parts = []
+    for batch in track_images(dataset, compute, description):
+        scored = scorer(batch.images.to(compute.device))
+        parts.append(Scored({name: values.cpu() for name, values in scored.scores.items()}, scored.probabilities.cpu()))
+    scores = {name: torch.cat([part.scores[name] for part in parts]) for name in parts[0].scores}
+    return Scored(scores, torch.cat([part.probabilities for part in parts])), dataset.first_labels()
+
+
+def entropy_weight(scores: Mapping[str, Tensor]) -> float:
+    """Standard deviation of the log density ÷ that of the predictive entropy; 0 where the entropy never varies."""
+    density, uncertainty = (float(scores[name].double().std()) for name in ("log_density", "predictive_entropy"))
+    return density / uncertainty if uncertainty > 0 else 0.0
+
+
+def validation_metrics(scored: Scored, labels: Tensor) -> dict[str, Any]:
+    """Metrics of the calibration split, on which nothing that they measure was chosen."""
+    probabilities = scored.probabilities.double()
+    confidence, predicted = probabilities.max(1)
+    return {
+        "validation_images": len(labels),
+        "accuracy": classification.accuracy(probabilities, labels),
+        "nll_nats": classification.nll(probabilities, labels),
+        "ece": classification.ece(confidence, predicted == labels),
+        "mean_entropy_nats": float(scored.scores["predictive_entropy"].double().mean()),
+    }
