@@ -19,6 +19,12 @@ class Prediction:
     Every score of :class:`psc_core.prediction.ImagePrediction` is an attribute, ``float32 (n,)``, as
     ``log_density``.
 
+    Example:
+        >>> from psc_core import PSC
+        >>> prediction = PSC.load("artifacts/dirty-mnist-resnet18").predict(["artifacts/examples/clean.png"])
+        >>> prediction.labels, prediction.prediction_set, prediction.predictive_entropy < 0.1
+        (('7',), (('7',),), tensor([True]))
+
     Args:
         outputs: Of the network step.
         decisions: Under the bundle's policy.

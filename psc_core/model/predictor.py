@@ -37,6 +37,12 @@ MAX_BATCH = 64
 class PSC:
     """A classifier with honest uncertainty in one forward pass.
 
+    Example:
+        >>> psc = PSC.load("artifacts/dirty-mnist-resnet18")
+        >>> prediction = psc.predict(["artifacts/examples/clean.png", "artifacts/examples/shirt.png"])
+        >>> prediction.decision
+        ('accept', 'abstain_ood')
+
     Attributes:
         pipeline: Pixels to packed outputs, on its device.
         backbone: The truncated network as it was fitted, which a bundle stores; the pipeline runs a fused copy.
