@@ -1,0 +1,85 @@
+"""A density: each class has the shape that all classes share, and a size of its own."""
+
+EDITS = {
+    "psc_core/density/gaussian.py": [
+        (
+            "class RelativeDensity(TiedDensity):",
+            '''class SphericalDensity(TiedDensity):
+    """:class:`TiedDensity` with one size for each class: ``‖w − m_k‖² / s_k²``; ``sizes_of_classes`` (K,) are s_k."""
+
+    kind = "spherical"
+    layout: ClassVar = {**TiedDensity.layout, "spreads": ("classes",)}
+    spreads: Tensor
+
+    def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
+        """``‖w − m_k‖ / s_k``."""
+        return super().class_distances(w) / self.spreads
+
+    def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
+        """``(w − m_k) / s_k``, k from ``classes``."""
+        return super().deviation(w, classes) / self.spreads[classes, None]
+
+
+class RelativeDensity(TiedDensity):''',
+        )
+    ],
+    "psc_core/density/__init__.py": [
+        ("    RelativeDensity,\n", "    RelativeDensity,\n    SphericalDensity,\n"),
+        ("PooledDensity, RelativeDensity)", "PooledDensity, RelativeDensity, SphericalDensity)"),
+    ],
+    "psc_core/density/fit/density.py": [
+        (
+            "import ClasswiseDensity, RelativeDensity\n",
+            "import ClasswiseDensity, RelativeDensity, SphericalDensity\n",
+        ),
+        (
+            "    return family(tensors, record=record)",
+            """    if family is SphericalDensity:
+        scatters = [linalg.scatter_about(x.take(own), mean) for own, mean in zip(members, pooled.means, strict=True)]
+        variances = [(root.T @ scatter @ root).trace() / (len(own) - 1) for scatter, own in zip(scatters, members)]
+        spreads = (torch.stack(variances) / x.shape[1]).sqrt().clamp(min=1e-3)
+        tensors |= {"spreads": spreads, "constants": constants - x.shape[1] * spreads.log()}
+    return family(tensors, record=record)""",
+        ),
+    ],
+    "tests/reference/density.py": [
+        (
+            "        covariances = [pooled] * classes\n",
+            """        covariances = [pooled] * classes
+    elif kind == "spherical":
+        own = [scatter / (n - 1) for scatter, n in zip(scatters, counts, strict=True)]
+        covariances = [(torch.linalg.inv(pooled) @ s).trace() / len(s) * pooled for s in own]
+""",
+        )
+    ],
+    "docs/method.md": [
+        (
+            "| `tied` | z, one covariance for all classes |\n",
+            "| `tied` | z, one covariance for all classes |\n| `spherical` | z, the same up to a factor for each class |\n",
+        )
+    ],
+    "docs/bundle-format.md": [
+        ("| `background` | (P, P)", "| `spreads` | (K) | spherical | s_k |\n| `background` | (P, P)"),
+        ("    joint_k = ", "    spherical    q_k = ‖ w − centres_k ‖² / spreads_k²\n    joint_k = "),
+    ],
+}
+
+PROGRAM = """
+import json, sys
+import pytest
+assert pytest.main(["-q", "-p", "no:cacheprovider", "tests/psc_core/density", "-k", "spherical"]) == 0
+
+from psc_core import PSC
+from psc_core.cli.fit import main
+from psc_core.data.spec import open_dataset
+from psc_core.density.fit.density import fit_density
+from tests.psc_core.density.fit.test_fit_density import assert_close_to_twin
+from tests.psc_core.density.support import images
+
+z, labels = images(240, 4, 3)
+assert_close_to_twin(fit_density(z, labels, num_classes=3, kind="spherical"), z, labels, z, None)
+
+assert main([*json.loads(sys.argv[1]), "--density", "spherical", "--out", "bundle"]) == 0
+psc = PSC.load("bundle", device="cpu", allow_factories=["tests.tiny:network"])
+assert type(psc.pipeline.scorer.density).__name__ == "SphericalDensity"
+"""

@@ -1,0 +1,58 @@
+"""A network family: ``tiny:NAME``, where :mod:`tests.tiny` plays the library."""
+
+EDITS = {
+    "psc_core/network/builders.py": [
+        (
+            "BUILDERS: ",
+            '''def from_tiny(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
+    tiny = importlib.import_module("tests.tiny")
+    if name != "network":
+        raise NetworkError(f"tiny has no network {name!r}; {_near(name, ['network'])}")
+    try:
+        net: nn.Module = tiny.network(num_classes, **model_args)
+    except TypeError as error:
+        raise NetworkError(f"tiny:{name} rejects the model arguments {dict(model_args)}: {error}") from error
+    return net
+
+
+BUILDERS: ''',
+        ),
+        ('    "timm": from_timm,\n', '    "timm": from_timm,\n    "tiny": from_tiny,\n'),
+    ],
+    "psc_core/cli/fit.py": [("torchvision:NAME, timm:NAME or", "torchvision:NAME, timm:NAME, tiny:NAME or")],
+    "tests/psc_core/network/test_builders.py": [
+        (
+            "from __future__ import annotations\n",
+            """from __future__ import annotations
+
+import pytest as _pytest
+from psc_core.errors import NetworkError as _NetworkError
+from psc_core.network.load import load_network as _load_network
+
+
+def test_tiny() -> None:
+    assert _load_network("tiny:network", num_classes=3)[-1].out_features == 3
+    with _pytest.raises(_NetworkError, match="did you mean network"):
+        _load_network("tiny:netwerk", num_classes=3)
+    with _pytest.raises(_NetworkError, match="rejects the model arguments"):
+        _load_network("tiny:network", num_classes=3, model_args={"depth": 3})
+
+""",
+        )
+    ],
+    "docs/bundle-format.md": [("`torchvision:NAME`, `timm:NAME` or", "`torchvision:NAME`, `timm:NAME`, `tiny:NAME` or")],
+}
+
+PROGRAM = """
+import json, sys
+import pytest
+assert pytest.main(["-q", "-p", "no:cacheprovider", "tests/psc_core/network/test_builders.py", "-k", "tiny"]) == 0
+
+from psc_core import PSC
+from psc_core.cli.fit import main
+
+arguments = json.loads(sys.argv[1])
+arguments[arguments.index("--model") + 1] = "tiny:network"
+assert main([*arguments, "--out", "bundle"]) == 0
+assert PSC.load("bundle", device="cpu").classes  # nothing has to be allowed
+"""
