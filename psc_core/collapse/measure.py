@@ -15,7 +15,7 @@ passes per group; a layer that does not fit alone is measured in column ranges, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from psc_core.collapse.report import EPSILON, CollapseReport, LayerCollapse
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes
-from psc_core.data.dataset import Batch, ImageDataset, by_class
+from psc_core.data.dataset import ImageDataset, by_class
 from psc_core.errors import FitError, UsageError
-from psc_core.network.backbone import Backbone, feature_step, truncate
+from psc_core.network.backbone import Backbone, FeatureStep, feature_step, truncate
 from psc_core.network.layers import LayerInfo, list_layers, select_layers
 from psc_core.numerics.scatter import (
     MIN_COLUMNS,
@@ -180,8 +180,8 @@ class _Measurement:
         """Pass over the training images; returns the class means (classes, columns) of every column range."""
         device = self.counts.device
         statistics = [ClassScatter(len(self.counts), part.stop - part.start, device) for part in group]
-        order = by_class(self.train)
-        for batch, features in self._passes(backbone, group, self.train, f"{label}: class statistics", order):
+        step, order = _columns(backbone, group), by_class(self.train)
+        for features, batch in passes(self.train, self.compute, f"{label}: class statistics", step, order=order):
             pairs = class_pairs(batch.labels, batch.image_index, device)
             for columns, scatter in zip(features, statistics, strict=True):
                 scatter.add(columns, pairs)
@@ -206,7 +206,7 @@ class _Measurement:
         n_correct = torch.zeros(len(group), dtype=torch.int64, device=device)
         centroids = [Centroids(class_means) for class_means in means]
         seen = 0
-        for batch, features in self._passes(backbone, group, self.val, f"{label}: nearest mean"):
+        for features, batch in passes(self.val, self.compute, f"{label}: nearest mean", _columns(backbone, group)):
             where = slice(seen, seen := seen + len(batch.images))
             image_index, labels = batch.image_index.to(device), batch.labels.to(device)
             for i, (part, columns) in enumerate(zip(group, features, strict=True)):
@@ -220,15 +220,13 @@ class _Measurement:
         for part, correct in zip(group, self.reducer.sum_(n_correct).tolist(), strict=True):
             self.sums[part.layer.name].n_correct += correct
 
-    def _passes(
-        self,
-        backbone: Backbone,
-        group: Sequence[_ColumnRange],
-        dataset: ImageDataset,
-        description: str,
-        order: Tensor | None = None,
-    ) -> Iterator[tuple[Batch, list[Tensor]]]:
-        """Batches with the features (batch, columns) of every column range of the group."""
-        for outputs, batch in passes(dataset, self.compute, description, feature_step(backbone), order=order):
-            flat = {name: output.flatten(1) for name, output in zip(backbone.layers, outputs, strict=True)}
-            yield batch, [flat[part.layer.name][:, part.start : part.stop] for part in group]
+
+def _columns(backbone: Backbone, group: Sequence[_ColumnRange]) -> FeatureStep:
+    """A function of images that returns the features (batch, columns) of every column range of the group."""
+    step = feature_step(backbone)
+
+    def columns(images: Tensor) -> list[Tensor]:
+        flat = {name: output.flatten(1) for name, output in zip(backbone.layers, step(images), strict=True)}
+        return [flat[part.layer.name][:, part.start : part.stop] for part in group]
+
+    return columns

@@ -44,12 +44,7 @@ class LayerCollapse(LayerInfo):
 
 @dataclass(frozen=True)
 class Candidate:
-    """The layer(s) a PSC reads.
-
-    Attributes:
-        layers: One or two layer names, in execution order.
-        reason: Why these layers, in one sentence with the numbers.
-    """
+    """The one or two layers that a PSC reads, in execution order, and why, in one sentence with the numbers."""
 
     layers: tuple[str, ...]
     reason: str

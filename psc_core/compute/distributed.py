@@ -21,12 +21,7 @@ from psc_core.errors import UsageError
 
 @dataclass(frozen=True)
 class Reducer:
-    """This process among all that fit one model; a single process by default.
-
-    Attributes:
-        rank: Index of this process, from 0.
-        world: Number of processes.
-    """
+    """Process ``rank`` (from 0) of the ``world`` processes that fit one model; a single process by default."""
 
     rank: int = 0
     world: int = 1
@@ -71,9 +66,7 @@ class Reducer:
 
     def shard(self, dataset: ImageDataset) -> ImageDataset:
         """The images of this process, in order."""
-        if self.world == 1:
-            return dataset
-        return dataset.subset(torch.arange(self.rank, len(dataset), self.world))
+        return dataset.subset(torch.arange(self.rank, len(dataset), self.world)) if self.world > 1 else dataset
 
     def shard_examples(self, dataset: ImageDataset) -> Int[Tensor, " examples"]:
         """Positions of the labelled examples of :meth:`shard` among those of ``dataset``."""

@@ -5,6 +5,7 @@ Progress goes to stderr: a bar on a terminal, log lines elsewhere.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -56,14 +57,9 @@ def passes(
     *,
     order: Tensor | None = None,
 ) -> Iterator[tuple[Value, Batch]]:
-    """Yield ``step(standardised images)`` and its batch, in inference mode.
+    """Yield ``step(standardised images)`` and its batch, in inference mode, and show ``description`` with the progress.
 
-    Args:
-        dataset: Images to read.
-        compute: Device, precision and batch size.
-        description: Text of the progress bar.
-        step: Function of float images (B, C, H, W) on the device.
-        order: Positions in ``dataset`` in reading order, see :meth:`psc_core.data.dataset.ImageDataset.batches`.
+    ``step`` is a function of float images (B, C, H, W) on the device, in the ``order`` of :meth:`ImageDataset.batches`.
     """
     batches = track_images(dataset, compute, description, order)
     autocast = torch.autocast(compute.device.type, torch.bfloat16, enabled=compute.precision == "bf16")
@@ -80,7 +76,7 @@ def track_images(
 ) -> Iterator[Batch]:
     """The batches of ``dataset``, with a progress bar."""
     batches = dataset.batches(compute.batch_size, order=order)
-    return track(batches, total=dataset.batch_count(compute.batch_size), description=description)
+    return track(batches, total=math.ceil(len(dataset) / compute.batch_size), description=description)
 
 
 def track(items: Iterable[Item], *, total: int, description: str) -> Iterator[Item]:

@@ -103,19 +103,16 @@ class ImageDataset:
         shift = (self.offsets[positions] - counts.cumsum(0) + counts).repeat_interleave(counts)
         return self.labels[shift.add_(torch.arange(len(shift)))], counts
 
-    def batches(self, batch_images: int, *, order: Tensor | None = None, workers: int | None = None) -> Iterator[Batch]:
-        """Stream the images in batches, decoded by threads one batch ahead of the consumer.
+    def batches(self, batch_images: int, *, order: Tensor | None = None) -> Iterator[Batch]:
+        """Stream the images in batches, decoded by threads one batch ahead of the consumer; the last may be smaller.
 
-        Args:
-            batch_images: Batch size; the last batch may be smaller.
-            order: ``int64 (n,)``, a permutation of the positions in this data set; in order by default.
-            workers: Number of decoding threads.
+        ``order``, ``int64 (n,)``, is a permutation of the positions in this data set.
 
         Raises:
             DataError: An image cannot be read; the message names it.
         """
         order = torch.arange(len(self)) if order is None else order
-        threads = ThreadPoolExecutor(workers or min(4, os.cpu_count() or 1), "psc-decode")
+        threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "psc-decode")
         with threads as pool, ThreadPoolExecutor(1, "psc-collate") as collator:
             ahead: Future[Batch] | None = None
             for start in range(0, len(self), batch_images):
@@ -125,10 +122,6 @@ class ImageDataset:
                 ahead = following
             if ahead:
                 yield ahead.result()
-
-    def batch_count(self, batch_images: int) -> int:
-        """Number of batches that :meth:`batches` yields."""
-        return -(-len(self) // batch_images)
 
     def _collate(self, positions: Tensor, pool: ThreadPoolExecutor) -> Batch:
         if isinstance(self.source, ArraySource) and self.source.fits(self.preprocess):
@@ -151,14 +144,7 @@ class ImageDataset:
 def labelled(
     name: str, classes: Sequence[str], source: ImageSource, labels: Tensor, preprocess: Preprocess
 ) -> ImageDataset:
-    """A data set of all images in ``source``.
-
-    Args:
-        name: Name in messages and reports.
-        classes: Class names.
-        source: n images.
-        labels: ``(n,)`` class indices, or ``(n, r)`` for r labels per image.
-        preprocess: How the images are read.
+    """A data set of the n images in ``source`` with ``labels`` (n,), or (n, r) for r labels per image: class indices.
 
     Raises:
         DataError: No images, another number of labels than of images, or a label out of range.
@@ -211,10 +197,7 @@ def stable_order(labels: Tensor) -> Tensor:
 
 
 def held_out(dataset: ImageDataset, split: str, every: int) -> ImageDataset:
-    """The ``"train"`` or ``"val"`` split of training images, of which every ``every``-th is for validation.
-
-    Test images (``split="test"``) are returned as they are.
-    """
+    """A split: every ``every``-th training image is ``"val"``, the others ``"train"``; test images stay as they are."""
     if split == "test":
         return dataset
     position = torch.arange(len(dataset))

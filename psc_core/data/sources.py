@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ from psc_core.errors import DataError, ImageError
 from psc_core.images.preprocess import Preprocess
 
 
-@runtime_checkable
 class ImageSource(Protocol):
     """Stored images, read one by one."""
 
@@ -73,9 +72,7 @@ class EncodedSource:
 class FileSource:
     """Encoded image files on disk, identified by their path below ``root`` and their size.
 
-    Attributes:
-        root: Directory of the files.
-        names: ``bytes (n,)``, encoded paths below ``root``; one array, because ``Path`` objects take ten times as much.
+    ``names`` are these paths, ``bytes (n,)``: one array, because ``Path`` objects take ten times as much.
     """
 
     root: Path

@@ -67,13 +67,9 @@ def open_dataset(spec: str, *, split: str, preprocess: Preprocess, labelled_imag
 def image_folder(
     root: Path, preprocess: Preprocess, *, labelled_images: bool = True, empty_classes: bool = False
 ) -> ImageDataset:
-    """The images below ``root``; each folder in it is a class, in name order.
+    """The images below ``root``; each folder in it is a class, in name order (one class without ``labelled_images``).
 
-    Args:
-        root: The directory.
-        preprocess: How the images are read.
-        labelled_images: When false, all images below ``root`` are one class.
-        empty_classes: Accept class folders without images, for test sets that lack a class.
+    ``empty_classes`` accepts class folders without images, for test sets that lack a class.
 
     Raises:
         DataError: Not a directory, no class folders, a class without images, or a class name that is not UTF-8.

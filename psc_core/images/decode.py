@@ -34,11 +34,7 @@ _WIDE_MODES: Final = frozenset({"I;16", "I;16B", "I;16L", "I;16N", "I", "F"})
 
 
 def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
-    """Decode the first frame of an encoded image, upright.
-
-    Args:
-        data: The encoded file.
-        max_pixels: Maximum width × height, in pixels.
+    """Decode the first frame of an encoded image of at most ``max_pixels``, upright.
 
     Returns:
         An image of mode ``"L"`` or ``"RGB"``, with EXIF orientation applied, alpha blended onto black, palette

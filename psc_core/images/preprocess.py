@@ -40,8 +40,7 @@ class Preprocess:
 
     Attributes:
         mode: ``"L"`` (one grey channel) or ``"RGB"``.
-        height: Height of the network input, pixels.
-        width: Width of the network input, pixels.
+        height, width: Size of the network input, pixels.
         resize: Length of the shorter side before the centre crop, pixels; ``None`` resizes directly to
             ``height × width``, without a crop.
         mean: Per-channel mean on the [0, 1] scale.

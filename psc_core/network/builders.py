@@ -55,14 +55,8 @@ def _set_in_channels(net: nn.Module, in_channels: int) -> None:
             if module.in_channels == in_channels:
                 return
             parent, _, attribute = name.rpartition(".")
-            first = nn.Conv2d(
-                in_channels,
-                module.out_channels,
-                kernel_size=module.kernel_size,  # type: ignore[arg-type]
-                stride=module.stride,  # type: ignore[arg-type]
-                padding=module.padding,  # type: ignore[arg-type]
-                bias=module.bias is not None,
-            )
+            settings: Any = {key: getattr(module, key) for key in ("kernel_size", "stride", "padding")}
+            first = nn.Conv2d(in_channels, module.out_channels, **settings, bias=module.bias is not None)
             setattr(net.get_submodule(parent), attribute, first)
             return
     raise NetworkError("in_channels needs a network with a convolution; drop the argument")

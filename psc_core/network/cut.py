@@ -173,7 +173,7 @@ class HookedNetwork(nn.Module):
             if name == self.stop:
                 raise _Stop
 
-        logits: Tensor | None = None
+        logits = None
         handles = [_attach(self.net, name, partial(catch, name)) for name in self.layers]
         try:
             logits = self.net(x)

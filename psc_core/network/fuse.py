@@ -98,8 +98,11 @@ def _convolutions(net: fx.GraphModule) -> Iterator[tuple[fx.Node, nn.Conv2d]]:
         module = net.get_submodule(str(node.target))
         if type(module) is not nn.Conv2d or _hooked(module) or len(node.args) != 1 or node.kwargs:
             continue
-        plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
-        if plain and module.weight.dtype == torch.float32:
+        if (
+            module.padding_mode == "zeros"
+            and not isinstance(module.padding, str)
+            and module.weight.dtype == torch.float32
+        ):
             yield node, module
 
 

@@ -65,12 +65,7 @@ def list_layers(
 ) -> list[LayerInfo]:
     """The layers of ``net`` in execution order, found by a forward pass of ``example``.
 
-    A module that is called several times is listed once, at its last call.
-
-    Args:
-        net: A classifier, which is put in evaluation mode.
-        example: One input.
-        granularity: One of :data:`GRANULARITIES`, see the module docstring.
+    A module that is called several times is listed once, at its last call.  ``net`` is put in evaluation mode.
 
     Raises:
         UsageError: Unknown granularity.
@@ -165,9 +160,7 @@ def _names(net: nn.Module, granularity: str) -> set[str]:
     blocks = _blocks(net)
     if granularity == "blocks":
         return blocks
-    attending = {
-        name for name in blocks if any("attention" in type(m).__name__.lower() for m in modules[name].modules())
-    }
+    attending = {n for n in blocks if any("attention" in type(m).__name__.lower() for m in modules[n].modules())}
     operations = {name for name, module in modules.items() if isinstance(module, _WEIGHTED) or is_pooling(module)}
     return attending | {name for name in operations if not any(name.startswith(f"{block}.") for block in attending)}
 

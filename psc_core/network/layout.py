@@ -42,10 +42,8 @@ def canonical(features: Float[Tensor, "batch ..."], kind: str) -> Float[Tensor, 
     """
     if kind == "map":
         return features.flatten(2)
-    if kind == "map_last":
-        return features.flatten(1, 2).transpose(1, 2)
-    if kind == "tokens":
-        return features.transpose(1, 2)
+    if kind in ("map_last", "tokens"):
+        return features.flatten(1, -2).transpose(1, 2)
     if kind == "vector":
         return features.unsqueeze(2)
     raise UsageError(f"expected a layer kind of {', '.join(KINDS)}, got {kind!r}")

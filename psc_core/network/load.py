@@ -38,13 +38,7 @@ MAX_MODULES: Final = 1 << 15
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build a network again, without its weights.
-
-    Attributes:
-        spec: See the module docstring.
-        num_classes: Number of logits.
-        model_args: Arguments of the builder, as JSON types.
-    """
+    """How to build a network again, without its weights; ``model_args`` of the builder are JSON types."""
 
     spec: str
     num_classes: int
@@ -148,12 +142,7 @@ def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, num_classes: in
     """Copy ``state`` into ``net``.
 
     Batch counters (``num_batches_tracked``) may be missing, because evaluation does not read them.
-
-    Args:
-        net: The network.
-        state: Tensors by name.
-        num_classes: Number of classes of the data, for messages.
-        origin: Source of the tensors, for messages.
+    The number of classes of the data and the ``origin`` of the tensors are for messages.
 
     Raises:
         NetworkError: Missing, unexpected or non-finite tensors, or tensors of the wrong shape.

@@ -71,10 +71,7 @@ def eigh(matrix: Float[Tensor, "d d"]) -> Eigen:
 def inverse_root(matrix: Float[Tensor, "d d"], *, scale: float, floor: float = EIGENVALUE_FLOOR) -> InverseRoot:
     """Symmetric inverse square root of a covariance, with eigenvalues clamped to at least ``floor * scale``.
 
-    Args:
-        matrix: Symmetric positive semi-definite.
-        scale: A typical eigenvalue, in the matrix's units; must be positive.
-        floor: Minimum eigenvalue, as a fraction of ``scale``.
+    ``scale`` is a typical eigenvalue, in the matrix's units, and positive.
     """
     values, vectors = eigh(matrix)
     clamped = values.clamp(min=floor * scale)
@@ -106,9 +103,7 @@ def oas_shrinkage(covariance: Float[Tensor, "d d"], samples: int) -> tuple[Float
     ``ρ = min(1, ((1 − 2/d) tr C² + tr² C) / ((m + 1 − 2/d)(tr C² − tr² C / d)))`` and
     ``C ← (1 − ρ) C + ρ (tr C / d) I``; Chen, Wiesel, Eldar & Hero 2010, equation 23.
 
-    Args:
-        covariance: Sample covariance.
-        samples: ``m``, its degrees of freedom.
+    ``m`` is ``samples``, the degrees of freedom of the sample covariance ``C``.
 
     Returns:
         The shrunk covariance and ``ρ`` in [0, 1] (1 when ``C`` is a multiple of the identity or zero).

@@ -1,7 +1,4 @@
-"""Feature matrices that need not fit in memory, read in blocks of rows from a tensor or a scratch file.
-
-Everything that is fitted to z reads it through :class:`FeatureMatrix`, so memory does not grow with the number of rows.
-"""
+"""Feature matrices, read in blocks of rows from a tensor or a scratch file, so that n rows need not fit in memory."""
 
 from __future__ import annotations
 
@@ -87,12 +84,7 @@ def chunk_rows(rows: int, columns: int) -> Iterator[slice]:
 def blocks(
     rows: Float[Tensor, "n d"] | FeatureMatrix, *, columns: int = 0
 ) -> Iterator[tuple[slice, Float[Tensor, "m d"]]]:
-    """``rows`` block by block, each with its slice.
-
-    Args:
-        rows: Feature matrix.
-        columns: Columns computed from a block, where these are more than its own; they bound the block.
-    """
+    """``rows`` block by block, each with its slice; if more ``columns`` are computed from a block, they bound it."""
     rows = as_matrix(rows)
     for chunk in chunk_rows(len(rows), max(columns, rows.widest)):
         yield chunk, rows[chunk]
@@ -102,11 +94,7 @@ class FeatureFile(FeatureMatrix):
     """A ``float32`` feature matrix in a file; only what is being read or written is in memory.
 
     Reads and writes are plain, not mapped: mapped pages count as memory of this process, and on a full disk a write
-    through a mapping kills the process, where here it raises ``OSError``.
-
-    Args:
-        file: Path of the file, which is created or overwritten.
-        shape: ``(n, d)``.
+    through a mapping kills the process, where here it raises ``OSError``.  The file is created or overwritten.
     """
 
     def __init__(self, file: Path, shape: tuple[int, int]) -> None:
@@ -156,11 +144,7 @@ def check_features(
 ) -> Int[Tensor, " classes"]:
     """Check that a model can be fitted to these features, and count the labelled examples of each class.
 
-    Args:
-        z: Features, one row per labelled example.
-        labels: Class index of each labelled example.
-        class_names: Class names for messages; one per class.
-        minimum: Labelled examples that every class must have.
+    ``z`` has one row per labelled example, and every class must have ``minimum``; ``class_names`` has one per class.
 
     Raises:
         FitError: A wrong shape, a label out of range, NaN or ∞, or a class with fewer than ``minimum`` examples.

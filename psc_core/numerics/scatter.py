@@ -63,13 +63,7 @@ class ClassPairs(NamedTuple):
 def class_pairs(
     labels: Int[Tensor, " examples"], image_index: Int[Tensor, " examples"], device: torch.device | str = "cpu"
 ) -> ClassPairs:
-    """Pairs of the labelled examples ``(image_index[m], labels[m])`` of one batch.
-
-    Args:
-        labels: Class indices, on the CPU.
-        image_index: Image of each example, ascending, on the CPU.
-        device: Device of the result.
-    """
+    """Pairs on ``device`` of the examples ``(image_index[m], labels[m])`` of a batch, on the CPU, images ascending."""
     alone = len(image_index) == 0 or (
         int(image_index[-1]) == len(image_index) - 1 and bool((image_index.diff() == 1).all())
     )

@@ -31,7 +31,7 @@ def test_batches_cover_every_example_once_in_order(labels: list[int], each: int,
     dataset = numbered(table)
     pixels, examples = [], []
     batches = list(dataset.batches(batch_images))
-    assert len(batches) == dataset.batch_count(batch_images)
+    assert len(batches) == -(-len(dataset) // batch_images)
     for batch in batches:
         assert len(batch.images) <= batch_images
         assert len(batch.labels) == each * len(batch.images)
