@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from psc_core.errors import DataError, ImageError
 from psc_core.images.preprocess import Preprocess
 
 
+@runtime_checkable  # so that annotations can be checked at run time
 class ImageSource(Protocol):
     """Stored images, read one by one."""
 
