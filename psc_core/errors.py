@@ -1,4 +1,4 @@
-"""The one tree of errors, each class tied to one arrow of the pipeline.
+"""All errors in one tree, each class for one arrow of the pipeline.
 
 ::
 
@@ -12,8 +12,8 @@
       │       └ DataError
       └ UsageError
 
-Messages say what was expected, what was found and what to do.  The command line ends with code 2 on any
-of them (one line, no traceback); the service maps them to HTTP in one table (``app/errors.py``).
+Messages say what is wrong and what to do.  The command line prints them in one line and exits with code 2; the service
+maps them to HTTP in one table (``app/errors.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class UsageError(PSCError):
 
 
 class DataError(PSCError):
-    """A data set that is missing, empty, or not laid out as promised."""
+    """A data set that is missing, empty, or laid out wrongly."""
 
 
 class NetworkError(PSCError):
@@ -36,27 +36,27 @@ class NetworkError(PSCError):
 
 
 class FitError(PSCError):
-    """Features from which the asked-for model cannot be fitted."""
+    """Features from which the model cannot be fitted."""
 
 
 class BundleError(PSCError):
-    """A bundle that is missing, corrupt, of another schema, or that names a factory not allowed."""
+    """A bundle that is missing, damaged, of another schema, or that names a factory that is not allowed."""
 
 
 class ImageError(PSCError):
-    """One input image that cannot be used; the three subclasses say why."""
+    """An image that cannot be used; the subclasses say why."""
 
 
 class UnsupportedImage(ImageError):
-    """Bytes that are not an image format we read."""
+    """Bytes that are not an image of a supported format."""
 
 
 class ImageTooLarge(ImageError):
-    """An image whose header promises more pixels than the limit."""
+    """An image whose header claims more pixels than the limit."""
 
 
 class UndecodableImage(ImageError):
-    """An image of a known format whose data is damaged, or made to cost far more to decode than its pixels."""
+    """An image of a supported format whose data is damaged, or made to be expensive to decode."""
 
 
 class DeviceError(PSCError):

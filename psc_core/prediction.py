@@ -1,4 +1,4 @@
-"""What is said of one image, each field declared once.
+"""The prediction for one image, each field declared once.
 
 The packed columns of the device step, the JSON answer, its OpenAPI schema, the tensors of the v2 protocol and the
 client's type all come from :class:`ImagePrediction`.  To add an output: declare it here as a :data:`Score` and compute
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 _SCORE: Final = "score"
 
 Score = Annotated[float, _SCORE]
-"""A number that the network step computes for each image: one column of its packed output."""
+"""A number that the network step computes for each image: one column of its packed outputs."""
 
 Decision = Literal["accept", "abstain_ambiguous", "abstain_ood"]
 

@@ -1,9 +1,9 @@
 """The bundle: a directory of ``manifest.json`` and safetensors files; ``docs/bundle-format.md`` specifies it.
 
-Reading verifies, in this order and before anything is used: the manifest's size, schema and agreement with
-itself, every file's place, length and SHA-256, every tensor's type and finiteness, the manifest's own digest.
-Nothing is unpickled, no code runs, and no size that a bundle claims is allocated before it is seen to be real.
-Writing goes to a temporary directory that replaces the target in one rename, so a bundle is whole or absent.
+Before anything is used, reading verifies in this order: the manifest's size, schema and consistency; every file's
+place, length and SHA-256; every tensor's type and values; the manifest's own digest.  Nothing is unpickled, no code
+runs, and nothing is allocated for a size that the bundle only claims.  Writing fills a temporary directory and renames
+it, so a bundle is whole or absent.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from psc_core.bundle.manifest import (
 from psc_core.errors import BundleError
 
 MAX_MANIFEST_BYTES: Final = 16 << 20
-"""Largest manifest; one of 100,000 classes and 1,000 layers has about 4 MiB."""
+"""Maximum size of a manifest; one of 100,000 classes and 1,000 layers has about 4 MiB."""
 
 MAX_DEPTH: Final = 32
-"""Deepest nesting of lists and objects in a manifest."""
+"""Maximum nesting of lists and objects in a manifest."""
 
 MAX_AXES: Final = 8
-"""Most axes of a tensor."""
+"""Maximum number of axes of a tensor."""
 
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16,
                   torch.int8, torch.uint8, torch.bool)  # fmt: skip
@@ -67,25 +67,23 @@ class Bundle:
 
 
 def check_target(path: Path) -> None:
-    """Refuse a place where a bundle cannot be written, before hours are spent on it.
+    """Check that a bundle can be written to ``path``, before hours are spent on it.
 
     Raises:
         BundleError: ``path`` is a file or a mount point, holds files that are no bundle, or its parent cannot be
             written to.
     """
     if path.exists() and not path.is_dir():
-        raise BundleError(f"expected {path} to be a directory or new, it is a file; choose another")
+        raise BundleError(f"cannot write a bundle to {path}, it is a file; choose another place")
     if path.is_mount():
-        raise BundleError(
-            f"expected {path} to be a directory that can be replaced, it is a mount point; choose a folder inside it"
-        )
+        raise BundleError(f"cannot replace {path}, it is a mount point; choose a folder inside it")
     if path.exists() and any(path.iterdir()) and not (path / "manifest.json").exists():
-        raise BundleError(f"expected {path} to be new, empty or a bundle, it holds other files; choose another")
+        raise BundleError(f"cannot write a bundle to {path}, it holds other files; choose another place")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        raise BundleError(f"expected to write to {path.parent}, {error.strerror}; choose another place") from error
+        raise BundleError(f"cannot write to {path.parent}: {error.strerror}; choose another place") from error
 
 
 def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapping[str, Tensor]]) -> Manifest:
@@ -99,11 +97,11 @@ def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapp
         parts: Tensors by part name, a subset of :data:`PARTS`.
 
     Returns:
-        The manifest as written.  Equal input gives equal bytes.
+        The manifest.  Equal input gives equal bytes.
 
     Raises:
         BundleError: ``path`` exists and is not a bundle, or cannot be replaced.
-        ValueError: A number or text that no manifest may hold.
+        ValueError: A number or text that a manifest cannot hold.
     """
     check_target(path)
     blobs = {f"{part}.safetensors": _serialise(tensors) for part, tensors in parts.items()}
@@ -136,7 +134,7 @@ def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapp
 
 
 def _serialise(tensors: Mapping[str, Tensor]) -> bytes:
-    """The tensors as safetensors, which refuses memory that two of them share: one module may have two names."""
+    """The tensors as safetensors.  Those that share memory (a module may have two names) are copied."""
     stored: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in sorted(tensors.items()):
@@ -148,13 +146,13 @@ def _serialise(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _parse_manifest(path: Path) -> tuple[Manifest, str]:
-    """The manifest, and the version that its content has."""
+    """The manifest, and the version computed from its content."""
     file = path / "manifest.json"
     if not file.exists():
-        raise BundleError(f"expected a bundle at {path}, it has no manifest.json; make one with psc-fit")
+        raise BundleError(f"{path} is not a bundle, it has no manifest.json; make one with psc-fit")
     text = _read_file(path, file.name, MAX_MANIFEST_BYTES)
     try:
-        body = json.loads(text.decode(), parse_constant=_no_constant, object_pairs_hook=_no_twins)
+        body = json.loads(text.decode(), parse_constant=_reject_constant, object_pairs_hook=_reject_duplicates)
         too_deep = _deeper_than(body, MAX_DEPTH)
         check_text(body)
     except RecursionError:
@@ -174,11 +172,11 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
         raise BundleError(f"{file}: {first_fault(error)}; fit the bundle again") from error
 
 
-def _no_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     body = dict(pairs)
     if len(body) != len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
@@ -194,7 +192,7 @@ def read_bundle(path: Path) -> Bundle:
     """Read and verify a whole bundle.
 
     Raises:
-        BundleError: Anything that is missing, extra, altered, damaged or not finite, by name.
+        BundleError: Something is missing, unexpected, altered, damaged or not finite; the message names it.
     """
     manifest, version = _parse_manifest(path)
     parts = {name.removesuffix(".safetensors"): _read_part(path, name, entry) for name, entry in manifest.files.items()}
@@ -206,17 +204,17 @@ def read_bundle(path: Path) -> Bundle:
     return Bundle(path, manifest, parts)
 
 
-def _read_file(folder: Path, name: str, most: int) -> bytes:
-    """The content of a regular file of at most ``most`` bytes that lies inside ``folder``."""
+def _read_file(folder: Path, name: str, limit: int) -> bytes:
+    """The content of a regular file inside ``folder``, of at most ``limit`` bytes."""
     file = folder / name
     try:
         if not file.resolve(strict=True).is_relative_to(folder.resolve(strict=True)):
-            raise BundleError(f"{file}: expected a file of the bundle, it is a link to elsewhere; put a copy there")
-        if not file.is_file():  # neither a device nor a pipe, which have no end
+            raise BundleError(f"{file}: this is a link to elsewhere; put a copy there")
+        if not file.is_file():  # Devices and pipes have no end.
             raise BundleError(f"{file}: expected a regular file; copy the bundle again")
         size = file.stat().st_size
-        if size > most:
-            raise BundleError(f"{file}: expected at most {most} bytes, got {size}; copy the bundle again")
+        if size > limit:
+            raise BundleError(f"{file}: expected at most {limit} bytes, got {size}; copy the bundle again")
         with file.open("rb") as stream:
             return stream.read(size)
     except (OSError, RuntimeError, MemoryError) as error:
@@ -225,7 +223,7 @@ def _read_file(folder: Path, name: str, most: int) -> bytes:
 
 
 def check_shapes(part: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check the names and shapes of one part against what the manifest promises, before any of it is used.
+    """Compare the tensors of one part with the names and shapes that the manifest promises.
 
     Raises:
         BundleError: A tensor is missing, unexpected or of another shape.

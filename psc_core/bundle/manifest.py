@@ -1,4 +1,4 @@
-"""``manifest.json`` as a schema: what each field may hold, and what two fields must agree on.
+"""The schema of ``manifest.json``: what each field may hold, and which fields must agree.
 
 ``docs/bundle-format.md`` specifies it; :mod:`psc_core.bundle.io` reads and writes the files.
 """
@@ -16,22 +16,22 @@ from psc_core.errors import UsageError
 from psc_core.policy import Policy
 
 SCHEMA: Final = 1
-"""Version of the bundle format; a reader refuses any other."""
+"""Version of the bundle format; readers reject any other."""
 
 PARTS = ("backbone", "projection", "density", "head", "calibration")
-"""Tensor files a bundle may have; ``head`` is absent for base predictions."""
+"""Tensor files of a bundle; ``head`` is absent for base predictions."""
 
 MAX_PART_BYTES: Final = 16 << 30
-"""Largest tensor file."""
+"""Maximum size of a tensor file."""
 
 MAX_NAME: Final = 200
-"""Longest model name, characters."""
+"""Maximum length of a model name, characters."""
 
 MAX_INPUT_PIXELS: Final = 1 << 22
-"""Largest network input, height × width."""
+"""Maximum size of the network input, height × width."""
 
 MAX_ARGUMENT: Final = 1 << 16
-"""Largest magnitude of a number among a network's model arguments: sizes and counts."""
+"""Maximum magnitude of a number among the arguments of a network: sizes and counts."""
 
 _Size = Annotated[int, Field(ge=1, le=1 << 31)]
 
@@ -119,14 +119,14 @@ def _section(model: type[BaseModel]) -> Any:
 
 
 def check_origin(preprocess: Mapping[str, Any], network: Mapping[str, Any]) -> None:
-    """Refuse, before anything is fitted, what no manifest could say of the input or the network.
+    """Check, before anything is fitted, that a manifest can describe the input and the network.
 
     Args:
         preprocess: ``Preprocess.to_json()``.
         network: ``Recipe.to_json()``.
 
     Raises:
-        UsageError: A size or an argument is beyond its limit.
+        UsageError: A size or an argument is above its limit.
     """
     try:
         check_text([preprocess, network])
@@ -164,7 +164,7 @@ class Manifest(_Strict):
 
     @model_validator(mode="after")
     def _check_agreement(self) -> Manifest:
-        """What two fields say of the same thing must be the same."""
+        """Fields that say the same thing must agree."""
         head, classes = self.head, len(self.classes)
         dim = self.projection["c_proj"] * self.projection["d_proj"]
         needed = {f"{part}.safetensors" for part in PARTS if part != "head" or head is not None}
@@ -188,10 +188,10 @@ class Manifest(_Strict):
 
 
 def check_text(body: object) -> None:
-    """Refuse text that JSON can escape and UTF-8 cannot hold: lone surrogates, as of a file's undecodable name.
+    """Reject lone surrogates, as in an undecodable file name: JSON can escape them, UTF-8 cannot hold them.
 
     Raises:
-        ValueError: There is some; the message shows where.
+        ValueError: There are some; the message shows where.
     """
     text = json.dumps(body, ensure_ascii=False)
     try:
@@ -201,13 +201,13 @@ def check_text(body: object) -> None:
 
 
 def manifest_digest(body: Mapping[str, Any]) -> str:
-    """``version`` of a manifest: 12 hexadecimal digits over every other field."""
+    """``version`` of a manifest: the first 12 hexadecimal digits of a SHA-256 over all other fields."""
     others = {key: value for key, value in body.items() if key != "version"}
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def first_fault(error: ValidationError) -> str:
-    """The first thing wrong, with its field, in one line."""
+    """The first error with its field, in one line."""
     first = error.errors(include_input=False)[0]
     where = ".".join(str(step) for step in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
@@ -221,12 +221,12 @@ def short(value: object) -> str:
 
 
 def inside(value: Any) -> Iterable[Any]:
-    """What a JSON list or object holds; nothing for any other value."""
+    """The values of a JSON list or object; none for any other value."""
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def leaves(value: Any) -> Iterable[Any]:
-    """The values of a JSON document that are no list or object."""
+    """The values of a JSON document that are neither lists nor objects."""
     if not isinstance(value, dict | list):
         yield value
     for item in inside(value):

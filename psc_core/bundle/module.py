@@ -1,11 +1,10 @@
-"""A fitted model as named tensors of declared shapes: what densities and heads have in common.
+"""Fitted models as named tensors of declared shapes: the base of densities and heads.
 
-A :class:`Fitted` module has no parameters and no structure beyond its buffers, so that
-``config()`` (JSON) and ``state_dict()`` (tensors) are the whole of it and
-``from_config(config, state)`` restores it without running code from a file.
+A :class:`Fitted` module consists of its buffers alone.  ``config()`` (JSON) and ``state_dict()`` (tensors) describe it
+completely, and ``from_config(config, state)`` restores it without running code from a file.
 
-Each subclass declares a ``kind`` and a ``layout``: tensor name → axis names.  An axis name stands for one
-size throughout a model; sizes are in the config, and restoring checks every tensor against them.
+Each subclass declares a ``kind`` and a ``layout``: tensor name → axis names.  An axis name stands for the same size in
+all tensors of a model; the config holds the sizes, and restoring checks every tensor against them.
 """
 
 from __future__ import annotations

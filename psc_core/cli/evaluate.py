@@ -76,7 +76,7 @@ def evaluate(args: argparse.Namespace) -> None:
     ood: dict[str, ImageDataset] = {}
     for name, spec in (_named(text) for text in args.ood):
         if name in ood:
-            raise UsageError(f"expected names that differ from each other, got --ood {name}=… twice")
+            raise UsageError(f"--ood {name}=… is given twice; use another name")
         ood[name] = open_dataset(spec, split="test", preprocess=psc.preprocess, labelled_images=False)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)

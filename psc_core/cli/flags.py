@@ -1,4 +1,4 @@
-"""What the command lines share: flags, how errors end a program, and how specs are parsed."""
+"""What both command lines use: exit codes, flags of the preprocessing, and types of arguments."""
 
 from __future__ import annotations
 

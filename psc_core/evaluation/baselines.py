@@ -1,6 +1,6 @@
-"""What people use instead of PSC, from one forward pass of the same network.
+"""The detectors that people use instead of PSC, from one forward pass of the same network.
 
-Every score is higher for images less like the training data.  Symbols: ``f_c`` logits, ``p = softmax(f)``,
+Every score is higher for images that are less like the training data.  Symbols: ``f_c`` logits, ``p = softmax(f)``,
 ``h`` the penultimate features (averaged over positions where the layer has any).
 
 ===================  =================================================================================
@@ -10,15 +10,14 @@ Every score is higher for images less like the training data.  Symbols: ``f_c`` 
 ``temperature``      max-softmax of f / T, T by validation NLL (Guo et al. 2017)
 ``gda``              −log p(h), one Gaussian a class: DDU without spectral normalisation (Mukhoti et al. 2023)
 ``knn``              distance to the k-th nearest h / ‖h‖ in the training data (Sun et al. 2022)
-``mahalanobis++``    least Mahalanobis distance of h / ‖h‖, tied covariance (Müller & Hein 2025)
+``mahalanobis++``    smallest Mahalanobis distance of h / ‖h‖, tied covariance (Müller & Hein 2025)
 ===================  =================================================================================
 
-``gda`` and ``mahalanobis++`` keep every component that the features have: what tells OOD images apart may
-lie in directions with next to no variance.  Softmax scores are computed from logits in float64, where a
-confident network does not saturate.
+``gda`` and ``mahalanobis++`` keep every component of the features, because directions with almost no variance may
+separate OOD images.  Softmax scores are computed from logits in float64, where a confident network does not saturate.
 
-Memory: features of a seeded random subset of the training images, at most :data:`BANK_BYTES` and
-``bank_images``; everything else streams.
+Memory: the features of a seeded random subset of the training images, at most :data:`BANK_BYTES` and ``bank_images``;
+everything else streams.
 """
 
 from __future__ import annotations
@@ -52,21 +51,21 @@ NEIGHBOURS: Final = 50
 """k of ``knn``, OpenOOD's choice for CIFAR-10."""
 
 BANK_BYTES: Final = 1 << 28
-"""Largest bank of training features, bytes of float32."""
+"""Maximum size of the bank of training features, bytes of float32."""
 
 BANK_CHUNK: Final = 8192
-"""Bank rows that one block of similarities covers."""
+"""Images of the bank in one block of similarities."""
 
 GAUSSIAN_ELEMENTS: Final = 1 << 28
-"""Largest K × P × P of the class-wise Gaussians (1 GiB of float32); P is reduced for many classes."""
+"""Maximum K × P × P of the class-wise Gaussians (1 GiB of float32); P is reduced for many classes."""
 
 
 class BaselineOutputs(NamedTuple):
-    """What the baselines say of a batch.
+    """The baselines on a batch.
 
     Attributes:
         scores: (B,) float64 for each of :data:`DETECTORS`.
-        probabilities: (B, K) float64, ``"base"`` and ``"temperature"``.
+        probabilities: (B, K) float64, by ``"base"`` and ``"temperature"``.
     """
 
     scores: dict[str, Tensor]
@@ -79,11 +78,11 @@ class Baselines:
 
     Attributes:
         backbone: The whole network, giving penultimate features and logits.
-        preprocess: Of the data it was fitted on.
+        preprocess: Of the data that they were fitted on.
         temperature: T.
         gda: Density of h.
         mahalanobis: Tied density of h / ‖h‖.
-        bank: ``(images, dim)`` unit-length training features.
+        bank: (images, dim) training features of unit length.
     """
 
     backbone: Backbone
@@ -126,11 +125,11 @@ def fit_baselines(
     Args:
         net: The classifier, logits out; moved to the device.
         penultimate_layer: Module whose output the last linear layer reads.
-        train: Features of the Gaussians and of the nearest-neighbour bank.
-        val: Chooses the temperature.
+        train: Training images, for the Gaussians and the nearest-neighbour bank.
+        val: Validation images, for the temperature.
         compute: Device and batch size; baselines always run in float32.
-        bank_images: Most training images whose features are kept.
-        seed: Of the subset.
+        bank_images: Maximum number of training images whose features are kept.
+        seed: Chooses these images.
 
     Raises:
         UsageError: The network gives another number of logits than ``train`` has classes.
@@ -148,34 +147,34 @@ def fit_baselines(
             "use the data it was trained for, and a factory that reads num_classes"
         )
     temperature = fit_temperature(*_validation_logits(backbone, val, compute))
-    features, rows, row_labels = _training_features(backbone, train, compute, bank_images, seed)
+    features, image_index, labels = _training_features(backbone, train, compute, bank_images, seed)
     unit = functional.normalize(features)
     return Baselines(
         backbone,
         train.preprocess,
         temperature,
-        gda=_usable_density(features, rows, row_labels, kind="gda"),
-        mahalanobis=_usable_density(unit, rows, row_labels, kind="tied"),
+        gda=_usable_density(features, image_index, labels, kind="gda"),
+        mahalanobis=_usable_density(unit, image_index, labels, kind="tied"),
         bank=unit,
     )
 
 
 def full_density(z: Float[Tensor, "n dim"], labels: Int[Tensor, " n"], *, num_classes: int, kind: str) -> Density:
-    """A density with all the components that the features have and memory allows.
+    """A density with all components of the features that memory allows.
 
     Args:
         z: Features.
-        labels: Class index of each row, at least two of every class.
+        labels: Class indices, at least two of every class.
         num_classes: K.
         kind: One of :data:`psc_core.density.DENSITIES`.
 
     Raises:
         FitError: As :func:`psc_core.density.fit.density.fit_density`.
     """
-    seen = functional.normalize(z) if DENSITIES[kind].unit_length else z
-    mean = linalg.mean_of_rows(seen)
-    variances = linalg.eigh(linalg.scatter_about(seen, mean) / (len(seen) - 1)).values
-    # stricter than the density's own rank, which an explicit number of components must not exceed
+    inputs = functional.normalize(z) if DENSITIES[kind].unit_length else z
+    mean = linalg.mean_of_rows(inputs)
+    variances = linalg.eigh(linalg.scatter_about(inputs, mean) / (len(inputs) - 1)).values
+    # Stricter than the density's own rank, which an explicit number of components must not exceed.
     noise = max(1e-9 * float(variances[0]), (10 * torch.finfo(z.dtype).eps * float(mean.norm())) ** 2)
     components = max(1, int((variances > noise).sum()))
     if issubclass(DENSITIES[kind], ClasswiseDensity):
@@ -193,9 +192,6 @@ def penultimate_and_logits(
     return features.float().mean(2), logits.double()
 
 
-# Pure scores ----------------------------------------------------------------------------------------------
-
-
 def max_softmax_score(logits: Float[Tensor, "batch classes"]) -> Float[Tensor, " batch"]:
     """1 − max p as −expm1(max f − logsumexp f), exact for p near one."""
     return -(logits.amax(1) - logits.logsumexp(1)).expm1()
@@ -204,9 +200,9 @@ def max_softmax_score(logits: Float[Tensor, "batch classes"]) -> Float[Tensor, "
 def knn_score(
     unit: Float[Tensor, "batch dim"], bank: Float[Tensor, "images dim"], *, neighbours: int = NEIGHBOURS
 ) -> Float[Tensor, " batch"]:
-    """Euclidean distance to the k-th nearest row of ``bank``; rows of both have unit length, k ≤ len(bank).
+    """Euclidean distance to the k-th nearest of ``bank``, or to the farthest if there are fewer.
 
-    ``√(2 − 2 cos)``, the bank in blocks of :data:`BANK_CHUNK` rows with the k largest cosines carried along.
+    ``√(2 − 2 cos)`` of unit vectors; the bank is read in blocks, and the k largest cosines so far are kept.
     """
     k = min(neighbours, len(bank))
     best = unit.new_empty(len(unit), 0)
@@ -216,12 +212,9 @@ def knn_score(
     return (2 - 2 * best[:, -1]).clamp_min(0).sqrt()
 
 
-# Passes over data -----------------------------------------------------------------------------------------
-
-
 def _validation_logits(
     backbone: Backbone, val: ImageDataset, compute: Compute
-) -> tuple[Float[Tensor, "rows classes"], Int[Tensor, " rows"]]:
+) -> tuple[Float[Tensor, "examples classes"], Int[Tensor, " examples"]]:
     logits, labels = [], []
     step = partial(penultimate_and_logits, backbone)
     for (_, output), batch in passes(val, compute, "baselines: temperature", step):
@@ -232,28 +225,28 @@ def _validation_logits(
 
 def _training_features(
     backbone: Backbone, train: ImageDataset, compute: Compute, bank_images: int, seed: int
-) -> tuple[Float[Tensor, "images dim"], Int[Tensor, " rows"], Int[Tensor, " rows"]]:
-    """Features of a random subset; for each of its (image, label) rows the image's position and the label."""
+) -> tuple[Float[Tensor, "images dim"], Int[Tensor, " examples"], Int[Tensor, " examples"]]:
+    """Features of a random subset; image index and label of each of its labelled examples."""
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
     subset = train.subset(order[:bank_images])
-    kept, owners, labels = [], [], []
+    kept, image_index, labels = [], [], []
     images = 0
     step = partial(penultimate_and_logits, backbone)
     for (features, _), batch in passes(subset, compute, "baselines: features", step):
         kept.append(features)
-        owners.append(batch.image_index + images)
+        image_index.append(batch.image_index + images)
         labels.append(batch.labels)
         images += len(features)
         if images * features.shape[1] * features.element_size() >= BANK_BYTES:
             break
-    return torch.cat(kept), torch.cat(owners).to(compute.device), torch.cat(labels).to(compute.device)
+    return torch.cat(kept), torch.cat(image_index).to(compute.device), torch.cat(labels).to(compute.device)
 
 
-def _usable_density(features: Tensor, rows: Tensor, labels: Tensor, *, kind: str) -> Density:
-    """:func:`full_density` of the classes that have two rows in the subset: no covariance can be had from fewer."""
+def _usable_density(features: Tensor, image_index: Tensor, labels: Tensor, *, kind: str) -> Density:
+    """:func:`full_density` of the classes with at least two labelled examples; fewer give no covariance."""
     usable = labels.bincount() >= 2
     if not bool(usable.any()):
-        raise FitError("expected a class with at least two images for the baselines, none has; fit on more images")
+        raise FitError("the baselines need a class with at least two images; fit on more images")
     keep = usable[labels]
-    names = (usable.cumsum(0) - 1)[labels[keep]]
-    return full_density(features[rows[keep]], names, num_classes=int(usable.sum()), kind=kind)
+    renumbered = (usable.cumsum(0) - 1)[labels[keep]]
+    return full_density(features[image_index[keep]], renumbered, num_classes=int(usable.sum()), kind=kind)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -35,8 +36,7 @@ AMBIGUOUS_PREFIX = "ambiguous"
 """Prefix of the names of groups of ambiguous images; images of all other groups are clean."""
 
 
-@dataclass(frozen=True)
-class Losses:
+class Losses(NamedTuple):
     """One classifier's losses, one entry for each labelled example."""
 
     nll: Float[Tensor, " examples"]
@@ -52,7 +52,6 @@ class ScoredImages:
     Attributes:
         ood: By score name, ``float64 (n,)``; higher is more unusual.
         alarm: ``bool (n,)`` p-value ≤ α.
-        p_value: ``float32 (n,)``.
         entropy: By classifier, ``float64 (n,)`` nats.
         set_size: ``int64 (n,)`` classes in the prediction set.
         covered: ``bool (n,)`` the first label is in the set; empty for data of other classes.
@@ -61,7 +60,6 @@ class ScoredImages:
 
     ood: Mapping[str, Tensor]
     alarm: Tensor
-    p_value: Tensor
     entropy: Mapping[str, Tensor]
     set_size: Tensor
     covered: Tensor
@@ -120,8 +118,8 @@ def check_classes(psc: PSC, data: ImageDataset) -> None:
                  if names]  # fmt: skip
         raise UsageError(
             f"expected the model's {len(psc.classes)} classes in {data.name}, got {len(data.classes)} "
-            f"({'; '.join(found) or 'in another order'}); use data of the classes "
-            "it was fitted on (an empty folder is enough for one without images)"
+            f"({'; '.join(found) or 'in another order'}); use data of the model's classes "
+            "(an empty folder is enough for a class without images)"
         )
 
 
@@ -132,7 +130,11 @@ def _some(names: set[str]) -> str:
 def score_images(
     psc: PSC, data: ImageDataset, baselines: Baselines | None = None, *, batch_images: int = 256
 ) -> ScoredImages:
-    """One pass of ``data`` through the served pipeline and the baselines."""
+    """One pass of ``data`` through the served pipeline and the baselines.
+
+    Raises:
+        UsageError: Data read through another preprocessing than the model's.
+    """
     if data.preprocess != psc.preprocess:
         raise UsageError(
             f"expected {data.name} to be read through the model's preprocessing {psc.preprocess}, got "
@@ -141,7 +143,6 @@ def score_images(
     ood, entropies = defaultdict[str, list[Tensor]](list), defaultdict[str, list[Tensor]](list)
     losses = defaultdict[str, list[Losses]](list)
     alarm: list[Tensor] = []
-    p_value: list[Tensor] = []
     set_size: list[Tensor] = []
     covered: list[Tensor] = []
     labelled = data.classes == psc.classes
@@ -166,18 +167,17 @@ def score_images(
                     losses[name].append(losses_of(p.cpu(), batch))
             sets = torch.from_numpy(decisions.prediction_set)
             alarm.append(torch.from_numpy(decisions.is_ood))
-            p_value.append(outputs["ood_p_value"])
             set_size.append(sets.sum(1))
             if labelled:
-                covered.append(sets.gather(1, _first_labels(batch)[:, None]).squeeze(1))
+                first = torch.searchsorted(batch.image_index, torch.arange(len(images)))
+                covered.append(sets.gather(1, batch.labels[first, None]).squeeze(1))
     return ScoredImages(
         ood={name: torch.cat(parts) for name, parts in ood.items()},
         alarm=torch.cat(alarm),
-        p_value=torch.cat(p_value),
         entropy={name: torch.cat(parts) for name, parts in entropies.items()},
         set_size=torch.cat(set_size),
         covered=torch.cat(covered) if covered else torch.empty(0, dtype=torch.bool),
-        losses={name: _concatenate(parts) for name, parts in losses.items()},
+        losses={name: Losses(*map(torch.cat, zip(*parts, strict=True))) for name, parts in losses.items()},
     )
 
 
@@ -186,20 +186,6 @@ def losses_of(probabilities: Float[Tensor, "batch classes"], batch: Batch) -> Lo
     p, labels = batch.per_example(probabilities), batch.labels
     confidence, predicted = p.double().max(1)
     return Losses(label_nll(p, labels), label_brier(p, labels), confidence, predicted == labels)
-
-
-def _concatenate(parts: list[Losses]) -> Losses:
-    return Losses(
-        torch.cat([part.nll for part in parts]),
-        torch.cat([part.brier for part in parts]),
-        torch.cat([part.confidence for part in parts]),
-        torch.cat([part.correct for part in parts]),
-    )
-
-
-def _first_labels(batch: Batch) -> Tensor:
-    first = torch.searchsorted(batch.image_index, torch.arange(len(batch.images)))
-    return batch.labels[first]
 
 
 def classification(losses: Losses) -> Classification:

@@ -27,7 +27,7 @@ from psc_core.policy import Policy
 from psc_core.prediction import SCORES
 
 FUSION_TOLERANCE = {"fp32": 0.01, "bf16": 0.5}
-"""How far served features may be from the network's own, relative to the largest; rounding is far below."""
+"""Maximum difference between fused and stored features, relative to the largest; rounding is far below."""
 
 MAX_BATCH = 64
 """Images that :meth:`PSC.predict` sends through the pipeline at once."""
@@ -35,7 +35,7 @@ MAX_BATCH = 64
 
 @dataclass(frozen=True)
 class PSC:
-    """A classifier with honest uncertainty in one forward pass.
+    """A classifier that recognises ambiguous and out-of-distribution images, in one forward pass.
 
     Example:
         >>> psc = PSC.load("artifacts/dirty-mnist-resnet18")
@@ -103,7 +103,7 @@ class PSC:
 
         Raises:
             ImageError: An image cannot be decoded.
-            UsageError: Something else than these, a file that cannot be read, a tensor of another shape or type.
+            UsageError: Another type, a file that cannot be read, or a tensor of another shape.
         """
         batch = as_batch(images, self.preprocess)
         with torch.inference_mode():
