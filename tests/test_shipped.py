@@ -38,7 +38,7 @@ def example(name: str) -> tuple[str, bytes]:
     return name, (EXAMPLES / name).read_bytes()
 
 
-def test_the_readmes_three_images(url: str) -> None:
+def test_readme_examples(url: str) -> None:
     (clean,) = ask(url, example("clean.png"))
     assert (clean["label"], clean["is_ood"], clean["decision"]) == ("7", False, "accept")
     assert clean["predictive_entropy"] < 0.1
@@ -70,9 +70,7 @@ def mixed(psc: PSC, data_root: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 16, 37, 64])
-def test_served_probabilities_are_the_fitted_ones(
-    url: str, psc: PSC, mixed: list[tuple[str, bytes]], size: int
-) -> None:
+def test_served_equals_fitted(url: str, psc: PSC, mixed: list[tuple[str, bytes]], size: int) -> None:
     expected = psc.predict([data for _, data in mixed])
     parts = [mixed[start : start + size] for start in range(0, len(mixed), size)]
     with ThreadPoolExecutor(8) as pool:  # requests overlap, so batches mix images of several requests
@@ -84,7 +82,7 @@ def test_served_probabilities_are_the_fitted_ones(
     assert [prediction["label"] for prediction in served] == list(expected.labels)
 
 
-def test_the_bundle_is_small_and_says_how_it_was_made(psc: PSC) -> None:
+def test_size_and_provenance(psc: PSC) -> None:
     assert sum(file.stat().st_size for file in SHIPPED_BUNDLE.iterdir()) <= 25_000_000
     provenance = psc.report["provenance"]
     assert provenance["model"] == "torchvision:resnet18"
@@ -94,7 +92,7 @@ def test_the_bundle_is_small_and_says_how_it_was_made(psc: PSC) -> None:
 
 
 @pytest.mark.data
-def test_the_numbers_the_readme_reports(psc: PSC, full_data: Path) -> None:
+def test_readme_numbers(psc: PSC, full_data: Path) -> None:
     from psc_core.evaluation.evaluate import evaluate
 
     digits = open_dataset(f"dirty-mnist:{full_data}", split="test", preprocess=psc.preprocess)
@@ -107,7 +105,7 @@ def test_the_numbers_the_readme_reports(psc: PSC, full_data: Path) -> None:
     assert report.false_alarms.assessment == "as promised"
 
 
-def test_every_batch_size_gives_the_same_probabilities(psc: PSC, mixed: list[tuple[str, bytes]]) -> None:
+def test_batch_sizes_agree(psc: PSC, mixed: list[tuple[str, bytes]]) -> None:
     images = torch.stack([torch.from_numpy(psc.preprocess.from_bytes(data)) for _, data in mixed[:64]])
     whole = psc.predict(images).probabilities
     for size in range(1, 64):
@@ -132,7 +130,7 @@ def jpeg() -> bytes:
     ],
     ids=["not an image", "truncated JPEG", "100-megapixel header", "empty body"],
 )
-def test_bad_images_get_a_documented_problem_and_change_nothing(url: str, body: bytes, status: int, words: str) -> None:
+def test_bad_images_get_a_problem(url: str, body: bytes, status: int, words: str) -> None:
     before = ask(url, example("clean.png"))
     answer = httpx.post(f"{url}/predict", content=body, headers={"content-type": "image/png"})
     assert answer.status_code == status

@@ -50,7 +50,7 @@ def within(got: int, budget: int, what: str) -> None:
     assert got <= budget, f"a step takes {got} {what}, its budget is {budget}: see the module on raising it"
 
 
-def test_the_step_stays_in_its_budget(pipeline: Pipeline) -> None:
+def test_step_within_budget(pipeline: Pipeline) -> None:
     operations, products, fresh, bytes_ = BUDGET
     for count in (1, BATCH):
         counts = counts_of(pipeline, images(count))
@@ -61,13 +61,13 @@ def test_the_step_stays_in_its_budget(pipeline: Pipeline) -> None:
         within(counts.fresh_bytes, bytes_ * count, "bytes of fresh tensors")
 
 
-def test_nothing_waits_for_the_host_or_leaves_the_device(pipeline: Pipeline) -> None:
+def test_step_does_not_synchronise_or_copy(pipeline: Pipeline) -> None:
     counts = counts_of(pipeline, images(BATCH))
     assert not set(counts.kernels) & set(SYNCHRONISING)
     assert counts.copied_bytes == 0
 
 
-def test_the_guard_sees_what_it_guards_against() -> None:
+def test_counts_synchronisation_and_copies() -> None:
     def careless(x: Tensor) -> Tensor:
         return x * float(x.sum()) if bool((x > 0).any()) else x.to("meta")
 
@@ -76,7 +76,7 @@ def test_the_guard_sees_what_it_guards_against() -> None:
     assert counts_of(careless, torch.zeros(3)).copied_bytes == 12
 
 
-def test_on_cuda_nothing_waits_and_nothing_is_on_another_device(pipeline: Pipeline) -> None:
+def test_step_on_fake_cuda(pipeline: Pipeline) -> None:
     """With tensors that have a device and a shape but no values: reading one would be an error."""
     on_cuda = copy.deepcopy(pipeline)
     mode = FakeTensorMode()
@@ -88,11 +88,11 @@ def test_on_cuda_nothing_waits_and_nothing_is_on_another_device(pipeline: Pipeli
                         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
                     store[name] = nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
     with mode, torch.inference_mode():
-        rows = on_cuda(torch.empty(BATCH, 1, 28, 28, dtype=torch.uint8, device="cuda"))
-    assert (rows.device.type, tuple(rows.shape), rows.dtype) == ("cuda", (BATCH, 15), torch.float32)
+        packed = on_cuda(torch.empty(BATCH, 1, 28, 28, dtype=torch.uint8, device="cuda"))
+    assert (packed.device.type, tuple(packed.shape), packed.dtype) == ("cuda", (BATCH, 15), torch.float32)
 
 
-def test_the_tail_stays_in_its_budget(pipeline: Pipeline) -> None:
+def test_tail_within_budget(pipeline: Pipeline) -> None:
     with torch.no_grad():
         features, _ = pipeline.scorer.backbone(torch.randn(BATCH, 1, 28, 28))
         z = pipeline.scorer.projection(features)
@@ -103,7 +103,7 @@ def test_the_tail_stays_in_its_budget(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gda", "tied"])
-def test_no_operation_is_done_class_by_class(kind: str) -> None:
+def test_no_operation_per_class(kind: str) -> None:
     z = torch.randn(4, 12)
     for few, many in (
         (random_density(12, 6, 3, kind=kind), random_density(12, 6, 300, kind=kind)),
@@ -112,7 +112,7 @@ def test_no_operation_is_done_class_by_class(kind: str) -> None:
         assert counts_of(few, z).kernels == counts_of(many, z).kernels
 
 
-def test_the_services_step_adds_no_copy(pipeline: Pipeline) -> None:
+def test_service_step_adds_no_copy(pipeline: Pipeline) -> None:
     step = EagerStep(pipeline, (1, 28, 28), max_batch=BATCH, device=torch.device("cpu"))
     step.input(0)[:] = images(BATCH).numpy()
     step.warm_up()
@@ -120,10 +120,10 @@ def test_the_services_step_adds_no_copy(pipeline: Pipeline) -> None:
         pipeline(images(BATCH))
     with Counts() as counts:
         step.launch(0, BATCH)
-        rows = step.fetch(0, BATCH)
+        packed = step.fetch(0, BATCH)
     assert counts.kernels - bare.kernels == {}
     assert counts.copied_bytes == 0
-    assert rows.shape == (BATCH, 15)
+    assert packed.shape == (BATCH, 15)
 
 
 @pytest.fixture(autouse=True)

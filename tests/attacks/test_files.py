@@ -33,7 +33,7 @@ def quick() -> Iterator[None]:
 
 @needs_unix
 @pytest.mark.parametrize("name", ["manifest.json", "head.safetensors"])
-def test_a_link_out_of_the_bundle_is_refused(bundle: Path, tmp_path: Path, name: str) -> None:
+def test_rejects_links_out_of_the_bundle(bundle: Path, tmp_path: Path, name: str) -> None:
     outside = tmp_path / "outside"
     shutil.move(bundle / name, outside)
     (bundle / name).symlink_to(outside)
@@ -42,7 +42,7 @@ def test_a_link_out_of_the_bundle_is_refused(bundle: Path, tmp_path: Path, name:
 
 
 @needs_unix
-def test_links_within_the_bundle_and_to_it_are_fine(bundle: Path, tmp_path: Path) -> None:
+def test_accepts_links_inside_the_bundle(bundle: Path, tmp_path: Path) -> None:
     """Mounted volumes and releases behind a ``current`` link look like this."""
     (bundle / "..data").mkdir()
     for file in [*bundle.glob("*.safetensors"), bundle / "manifest.json"]:
@@ -55,7 +55,7 @@ def test_links_within_the_bundle_and_to_it_are_fine(bundle: Path, tmp_path: Path
 @needs_unix
 @pytest.mark.parametrize("name", ["manifest.json", "head.safetensors"])
 @pytest.mark.parametrize("kind", ["device", "loop", "pipe", "folder", "dangling"])
-def test_what_is_no_file_is_refused(bundle: Path, name: str, kind: str) -> None:
+def test_rejects_what_is_not_a_file(bundle: Path, name: str, kind: str) -> None:
     """Neither read for ever (``/dev/zero``) nor waited for (a pipe nobody writes to)."""
     file = bundle / name
     file.unlink()
@@ -68,12 +68,12 @@ def test_what_is_no_file_is_refused(bundle: Path, name: str, kind: str) -> None:
     if name != "manifest.json":
         forge.edit(bundle, lambda body: body["files"][name].update(bytes=0))
     reason = {"device": "link to elsewhere", "pipe": "regular file", "folder": "regular file"}.get(kind)
-    told = rf"{name}: expected .*{reason}" if reason else rf"{name}: cannot be read|it has no {name}"
+    told = rf"{name}: .*{reason}" if reason else rf"{name}: cannot be read|it has no {name}"
     with pytest.raises(BundleError, match=told):
         read_bundle(bundle)
 
 
-def test_a_sparse_file_of_a_terabyte_is_not_read(bundle: Path) -> None:
+def test_rejects_a_sparse_terabyte(bundle: Path) -> None:
     with (bundle / "head.safetensors").open("ab") as file:
         file.truncate(1 << 40)
     with pytest.raises(BundleError, match=r"head\.safetensors"):
@@ -110,7 +110,7 @@ HEADERS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("part", ["backbone", "density", "calibration"])
 @pytest.mark.parametrize("case", HEADERS)
-def test_a_header_that_lies_is_refused(bundle: Path, case: str, part: str) -> None:
+def test_rejects_wrong_safetensors_headers(bundle: Path, case: str, part: str) -> None:
     forge.replace_part(bundle, part, HEADERS[case])
     with pytest.raises(BundleError) as caught:
         PSC.load(bundle, device="cpu", allow_factories=forge.ALLOW)
@@ -141,7 +141,7 @@ OTHER_SHAPE = {
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.complex64], ids=str)
-def test_tensors_of_another_type_are_refused(bundle: Path, part: str, dtype: torch.dtype) -> None:
+def test_rejects_other_tensor_types(bundle: Path, part: str, dtype: torch.dtype) -> None:
     change_tensor(bundle, part, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor.float())
     told = rf"{part}\.safetensors: tensor .* torch\.complex64" if dtype.is_complex else OTHER_TYPE[part]
     with pytest.raises(BundleError, match=told):
@@ -150,14 +150,14 @@ def test_tensors_of_another_type_are_refused(bundle: Path, part: str, dtype: tor
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("shape", [(0,), (1,), (), (1, 1, 1, 1, 1)], ids=str)
-def test_tensors_of_another_shape_are_refused(bundle: Path, part: str, shape: tuple[int, ...]) -> None:
+def test_rejects_other_tensor_shapes(bundle: Path, part: str, shape: tuple[int, ...]) -> None:
     change_tensor(bundle, part, lambda tensor: torch.zeros(shape, dtype=tensor.dtype))
     with pytest.raises(BundleError, match=OTHER_SHAPE[part]):
         PSC.load(bundle, device="cpu", allow_factories=forge.ALLOW)
 
 
 @pytest.mark.parametrize("part", ["backbone", "projection", "density", "head"])
-def test_finite_numbers_that_overflow_are_refused(bundle: Path, part: str) -> None:
+def test_rejects_values_that_overflow(bundle: Path, part: str) -> None:
     largest = float(np.finfo(np.float32).max)
     change_tensor(bundle, part, lambda tensor: torch.full_like(tensor, largest))
     with pytest.raises(BundleError, match="not finite"):

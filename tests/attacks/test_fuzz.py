@@ -1,4 +1,4 @@
-"""Random damage to a real bundle, its digests kept right: refused with a PSCError, or it predicts finite numbers."""
+"""Random damage to a real bundle with valid digests: rejected with a PSCError, or its predictions are finite."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from psc_core.bundle.manifest import PARTS
 from psc_core.errors import PSCError
 from tests.attacks import forge
 
-UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+NO_DEADLINE = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 values = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 70), st.sampled_from([10**5, 10**9, 2**63, -(2**70)]),
@@ -44,7 +44,7 @@ def places(body: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [place for key, value in items for place in [(*at, key), *places(value, (*at, key))]]
 
 
-def survives(bundle: Path) -> None:
+def rejected_or_finite(bundle: Path) -> None:
     try:
         psc = PSC.load(bundle, device="cpu", allow_factories=forge.ALLOW)
         size = (4, psc.preprocess.channels, psc.preprocess.height, psc.preprocess.width)
@@ -60,7 +60,7 @@ def survives(bundle: Path) -> None:
     psc.pipeline.explain(images)
 
 
-@settings(UNHURRIED, max_examples=150)
+@settings(NO_DEADLINE, max_examples=150)
 @given(data=st.data())
 def test_edited_manifests(victim: tuple[Path, dict[str, Any]], data: st.DataObject) -> None:
     bundle, whole = victim
@@ -80,10 +80,10 @@ def test_edited_manifests(victim: tuple[Path, dict[str, Any]], data: st.DataObje
         else:
             parent.insert(0, data.draw(values, "value"))
     forge.write(bundle, body)
-    survives(bundle)
+    rejected_or_finite(bundle)
 
 
-@settings(UNHURRIED, max_examples=80)
+@settings(NO_DEADLINE, max_examples=80)
 @given(
     part=st.sampled_from(PARTS),
     flips=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)), min_size=1, max_size=8),
@@ -99,17 +99,17 @@ def test_flipped_bits_in_tensors(
         blob[int(where * len(blob))] ^= 1 << bit
     try:
         forge.replace_part(bundle, part, bytes(blob))
-        survives(bundle)
+        rejected_or_finite(bundle)
     finally:
         (bundle / f"{part}.safetensors").write_bytes(original)
 
 
-@settings(UNHURRIED, max_examples=60)
+@settings(NO_DEADLINE, max_examples=60)
 @given(where=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
 @example(where=0.0, byte=0xEF)
-def test_one_byte_of_the_manifest(victim: tuple[Path, dict[str, Any]], where: float, byte: int) -> None:
+def test_one_changed_byte_of_the_manifest(victim: tuple[Path, dict[str, Any]], where: float, byte: int) -> None:
     bundle, whole = victim
     text = bytearray(json.dumps(whole).encode())
     text[int(where * len(text))] = byte
     (bundle / "manifest.json").write_bytes(bytes(text))
-    survives(bundle)
+    rejected_or_finite(bundle)

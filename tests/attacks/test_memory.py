@@ -1,4 +1,4 @@
-"""Memory bombs, in a process of their own: refused at once, and next to nothing is allocated.
+"""Memory bombs, in a process of their own: rejected at once, and next to nothing is allocated.
 
 The process may not take more than a few GiB, so that a bomb that goes off ends that process and nothing else.
 """
@@ -22,8 +22,8 @@ from tests.attacks import forge
 
 pytest.importorskip("resource")
 
-MOST_MIB = 512
-MOST_S = 20.0
+MAXIMUM_MIB = 512
+MAXIMUM_SECONDS = 20.0
 
 _CHILD = """
 import json, resource, sys, time
@@ -42,7 +42,7 @@ for path in sys.argv[2:]:
         PSC.load(path, device="cpu", allow_factories=("tests.tiny:network",))
         answer = "loaded"
     except PSCError as error:
-        answer = f"refused: {error}"
+        answer = f"rejected: {error}"
     except BaseException as error:
         answer = f"{type(error).__name__}: {error}"
     print(json.dumps([answer, rss() - before, time.process_time() - start]), flush=True)
@@ -116,13 +116,14 @@ def test_memory_bombs(tiny_bundle: Path, tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         [sys.executable, "-c", _CHILD, str(tiny_bundle), *map(str, paths)], cwd=root, capture_output=True, text=True,
-        timeout=MOST_S * len(BOMBS), env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}, check=False,
+        timeout=MAXIMUM_SECONDS * len(BOMBS), check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
     )  # fmt: skip
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == len(BOMBS), done.stderr[-2000:]
     for name, (answer, mib, seconds) in zip(BOMBS, answers, strict=True):
-        assert answer.startswith("refused"), f"{name}: {answer}"
-        assert mib < MOST_MIB, f"{name}: {mib:.0f} MiB, {answer}"
-        assert seconds < MOST_S, f"{name}: {seconds:.1f} s, {answer}"
-        assert "allocate" not in answer, f"{name}: refused by the machine alone, {answer}"
+        assert answer.startswith("rejected"), f"{name}: {answer}"
+        assert mib < MAXIMUM_MIB, f"{name}: {mib:.0f} MiB, {answer}"
+        assert seconds < MAXIMUM_SECONDS, f"{name}: {seconds:.1f} s, {answer}"
+        assert "allocate" not in answer, f"{name}: rejected by the machine alone, {answer}"
         print(f"{name}: {mib:.0f} MiB, {seconds:.2f} s, {answer[-160:]}")

@@ -31,7 +31,7 @@ def nothing_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     assert not MARK.exists()
 
 
-def refused(bundle: Path, **network: Any) -> str:
+def rejection(bundle: Path, **network: Any) -> str:
     forge.edit(bundle, lambda body: body["backbone"]["network"].update(network))
     with pytest.raises(BundleError) as caught:
         PSC.load(bundle, device="cpu", allow_factories=forge.ALLOW)
@@ -45,13 +45,13 @@ def refused(bundle: Path, **network: Any) -> str:
         "tests.tiny:train", "tests.tiny:network ", "tests.tiny.network", "torch.hub:load", "", ":", "a:", ":b",
     ],
 )  # fmt: skip
-def test_factories_that_nobody_allowed(bundle: Path, spec: str) -> None:
-    assert "allow-list" in refused(bundle, spec=spec)
+def test_rejects_other_factories(bundle: Path, spec: str) -> None:
+    assert "allow-list" in rejection(bundle, spec=spec)
 
 
 @pytest.mark.parametrize("name", ["os.system", "quantization.resnet18", "../resnet18", "resnet18\x00", "detection.fcn"])
-def test_other_names_of_torchvision(bundle: Path, name: str) -> None:
-    assert "torchvision" in refused(bundle, spec=f"torchvision:{name}")
+def test_rejects_other_torchvision_names(bundle: Path, name: str) -> None:
+    assert "torchvision" in rejection(bundle, spec=f"torchvision:{name}")
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,11 @@ def test_other_names_of_torchvision(bundle: Path, name: str) -> None:
      {"zero_init_residual": {"a": 1}}, {"width_per_group": 0}, {"groups": 0}, {"in_channels": "x"}, {"": 1}],
     ids=str,
 )  # fmt: skip
-def test_arguments_that_make_a_constructor_fail(bundle: Path, argument: dict[str, Any]) -> None:
-    refused(bundle, spec="torchvision:resnet18", model_args=argument)
+def test_rejects_arguments_that_fail(bundle: Path, argument: dict[str, Any]) -> None:
+    rejection(bundle, spec="torchvision:resnet18", model_args=argument)
 
 
-def test_arguments_of_timm_that_would_unpickle_or_download(bundle: Path) -> None:
+def test_rejects_timm_arguments_that_load_files(bundle: Path) -> None:
     timm = pytest.importorskip("timm")
     torch.save({"state_dict": Payload()}, "evil.pth")
     Path("evil.pkl").write_bytes(pickle.dumps(Payload()))
@@ -77,16 +77,16 @@ def test_arguments_of_timm_that_would_unpickle_or_download(bundle: Path) -> None
         {"cache_dir": "/tmp"},
     ]
     for argument in arguments:
-        assert "they read files or download" in refused(bundle, spec="timm:resnet18", model_args=argument)
+        assert "they read files or download" in rejection(bundle, spec="timm:resnet18", model_args=argument)
         with pytest.raises(NetworkError):
             load_network("timm:resnet18", num_classes=2, model_args=argument)
-    assert "timm has no network" in refused(bundle, spec="timm:hf_hub:evil/net", model_args={})
+    assert "timm has no network" in rejection(bundle, spec="timm:hf_hub:evil/net", model_args={})
     assert timm.is_model("resnet18")
 
 
 @pytest.mark.parametrize("layer", ["nowhere", "", ".", "2:input:input", "0.weight", "__class__", "2.forward"])
 @pytest.mark.parametrize("hooks", [None, {"stop": None, "dropped": []}])
-def test_layers_that_are_none(bundle: Path, layer: str, hooks: Any) -> None:
+def test_rejects_unknown_layers(bundle: Path, layer: str, hooks: Any) -> None:
     def change(body: dict[str, Any]) -> None:
         body["layers"] = body["backbone"]["layers"] = [layer]
         body["backbone"]["hooks"] = hooks
@@ -111,7 +111,7 @@ def test_layers_that_are_none(bundle: Path, layer: str, hooks: Any) -> None:
     ],
     ids=str,
 )
-def test_hooks_that_drop_what_they_should_not(bundle: Path, hooks: Any, told: str) -> None:
+def test_rejects_wrong_hooks(bundle: Path, hooks: Any, told: str) -> None:
     forge.edit(bundle, lambda body: body["backbone"].update(hooks=hooks))
     with pytest.raises(BundleError, match=told):
         PSC.load(bundle, device="cpu", allow_factories=forge.ALLOW)

@@ -25,9 +25,7 @@ def digits(data_root: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["tiny", "shipped"])
-def test_the_gpu_gives_the_cpus_numbers(
-    name: str, tiny_bundle: Path, shipped_bundle: Path, digits: torch.Tensor
-) -> None:
+def test_gpu_equals_cpu(name: str, tiny_bundle: Path, shipped_bundle: Path, digits: torch.Tensor) -> None:
     path = tiny_bundle if name == "tiny" else shipped_bundle
     cpu = PSC.load(path, device="cpu", allow_factories=ALLOW).predict(digits)
     gpu = PSC.load(path, device="cuda", allow_factories=ALLOW).predict(digits)
@@ -37,7 +35,7 @@ def test_the_gpu_gives_the_cpus_numbers(
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 33, 64])
-def test_a_captured_graph_equals_the_eager_pipeline(shipped_bundle: Path, digits: torch.Tensor, size: int) -> None:
+def test_graph_equals_eager(shipped_bundle: Path, digits: torch.Tensor, size: int) -> None:
     from app.inference.steps import make_step
 
     psc = PSC.load(shipped_bundle, device="cuda")
@@ -46,16 +44,16 @@ def test_a_captured_graph_equals_the_eager_pipeline(shipped_bundle: Path, digits
     step.warm_up()
     step.input(0)[:size] = digits[:size].numpy()
     step.launch(0, size)
-    rows = step.fetch(0, size)
+    packed = step.fetch(0, size)
     with torch.inference_mode():
         expected = Outputs(psc.pipeline(digits[:size].cuda()).cpu())
-    got = Outputs(torch.from_numpy(np.array(rows)))
+    got = Outputs(torch.from_numpy(np.array(packed)))
     torch.testing.assert_close(got.probabilities, expected.probabilities, atol=1e-5, rtol=0)
     torch.testing.assert_close(got["log_density"], expected["log_density"], atol=1e-2, rtol=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_fused_features_are_the_originals(shipped_bundle: Path, digits: torch.Tensor, precision: str) -> None:
+def test_fused_equals_original(shipped_bundle: Path, digits: torch.Tensor, precision: str) -> None:
     backbone = PSC.load(shipped_bundle, device="cuda").backbone
     images = digits[:33].cuda().float() / 255
     with torch.inference_mode():
@@ -68,7 +66,7 @@ def test_fused_features_are_the_originals(shipped_bundle: Path, digits: torch.Te
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_a_replayed_step_waits_for_nothing(shipped_bundle: Path, digits: torch.Tensor) -> None:
+def test_replay_does_not_synchronise(shipped_bundle: Path, digits: torch.Tensor) -> None:
     from app.inference.steps import make_step
 
     psc = PSC.load(shipped_bundle, device="cuda")
@@ -82,12 +80,12 @@ def test_a_replayed_step_waits_for_nothing(shipped_bundle: Path, digits: torch.T
             step.launch(slot, count)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    rows = [step.fetch(slot, count) for slot, count in ((0, 64), (1, 5))]
-    np.testing.assert_allclose(rows[0][:5], rows[1], atol=0.05, rtol=1e-4)
+    packed = [step.fetch(slot, count) for slot, count in ((0, 64), (1, 5))]
+    np.testing.assert_allclose(packed[0][:5], packed[1], atol=0.05, rtol=1e-4)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-def test_the_device_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.device import run
 
     monkeypatch.setattr(run, "RESULTS", tmp_path)
@@ -99,7 +97,7 @@ def test_the_device_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {cell["precision"] for cell in report["subjects"]["ResNet-18, 28"]["cells"]} == {"fp32", "tf32", "bf16"}
 
 
-def test_a_fit_on_the_gpu_chooses_like_the_cpu(tiny_job, tiny_bundle: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_gpu_fit_chooses_like_the_cpu(tiny_job, tiny_bundle: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     args = [arg if arg != "cpu" else "cuda" for arg in tiny_job.args]
     assert main([*args, "--out", str(tmp_path / "b")]) == 0
     gpu, cpu = (json.loads((path / "manifest.json").read_text()) for path in (tmp_path / "b", tiny_bundle))
@@ -108,7 +106,7 @@ def test_a_fit_on_the_gpu_chooses_like_the_cpu(tiny_job, tiny_bundle: Path, tmp_
         assert on_gpu["nc1"] == pytest.approx(on_cpu["nc1"], rel=1e-4)
 
 
-def test_bf16_agrees_with_fp32_in_its_decisions(tiny_job, tmp_path: Path, digits: torch.Tensor) -> None:  # type: ignore[no-untyped-def]
+def test_bf16_fit(tiny_job, tmp_path: Path, digits: torch.Tensor) -> None:  # type: ignore[no-untyped-def]
     args = [arg if arg != "cpu" else "cuda" for arg in tiny_job.args]
     assert main([*args, "--precision", "bf16", "--out", str(tmp_path / "b")]) == 0
     half = PSC.load(tmp_path / "b", device="cuda", allow_factories=ALLOW).predict(digits)

@@ -221,11 +221,11 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
         file.unlink()
 
 
-def test_a_small_network(folders: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_network(folders: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(set_up(TINY, folders, scratch), monkeypatch, scratch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_every_family(case: Case, folders: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_family(case: Case, folders: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(set_up(case, folders, scratch), monkeypatch, scratch)

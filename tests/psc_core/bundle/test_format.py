@@ -82,7 +82,7 @@ def images(data_root: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["pooled++-laplace", *JOBS])
-def test_a_second_reader_gives_the_same_answers(bundles: dict[str, Path], images: torch.Tensor, name: str) -> None:
+def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, name: str) -> None:
     psc, reader = PSC.load(bundles[name], device="cpu", allow_factories=ALLOW), SecondReader(bundles[name])
     with torch.inference_mode():
         scorer = psc.pipeline.scorer
@@ -112,7 +112,7 @@ def test_a_second_reader_gives_the_same_answers(bundles: dict[str, Path], images
     assert {"accept", "abstain_ood"} <= set(theirs.decision)
 
 
-def test_the_fits_show_every_kind(bundles: dict[str, Path]) -> None:
+def test_fits_cover_every_kind(bundles: dict[str, Path]) -> None:
     manifests = [json.loads((path / "manifest.json").read_text()) for path in bundles.values()]
     assert {m["density"]["kind"] for m in manifests} == set(DENSITIES)
     assert {m["head"]["kind"] for m in manifests if m["head"]} == set(HEADS)
@@ -120,21 +120,21 @@ def test_the_fits_show_every_kind(bundles: dict[str, Path]) -> None:
     assert manifests[6]["projection"]["positions"] < [196]
 
 
-def test_the_second_reader_is_independent() -> None:
+def test_second_reader_is_independent() -> None:
     code = "import sys, tests.second_reader; print({'torch', 'psc_core', 'safetensors'} & set(sys.modules))"
     root = DOCUMENT.parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
 
-def test_the_second_reader_parses_safetensors(bundles: dict[str, Path]) -> None:
+def test_second_reader_parses_safetensors(bundles: dict[str, Path]) -> None:
     for file in bundles["rmd-base"].glob("*.safetensors"):
         expected, got = load_file(file), parse_safetensors(file.read_bytes())
         assert set(got) == set(expected)
         assert all(np.array_equal(got[name], expected[name].numpy()) for name in got)
 
 
-def test_the_second_reader_refuses_what_was_altered(bundles: dict[str, Path], tmp_path: Path) -> None:
+def test_second_reader_rejects_altered_bundles(bundles: dict[str, Path], tmp_path: Path) -> None:
     body = json.loads((bundles["rmd-base"] / "manifest.json").read_text())
     body["policy"]["alpha"] = 0.5
     (tmp_path / "manifest.json").write_text(json.dumps(body))
@@ -169,7 +169,7 @@ def deep_names(value: Any) -> Iterator[str]:
             yield from deep_names(inside)
 
 
-def test_every_field_of_real_manifests_is_documented(bundles: dict[str, Path]) -> None:
+def test_fields_are_documented(bundles: dict[str, Path]) -> None:
     for path in bundles.values():
         body = json.loads((path / "manifest.json").read_text())
         assert [name for name in fields(body) if name not in WORDS] == []
@@ -183,7 +183,7 @@ def test_every_field_of_real_manifests_is_documented(bundles: dict[str, Path]) -
         assert {f"collapse.{name}" for name in body["collapse"]} <= WORDS
 
 
-def test_no_field_is_documented_that_does_not_exist(bundles: dict[str, Path]) -> None:
+def test_documented_fields_exist(bundles: dict[str, Path]) -> None:
     real = {name for path in bundles.values() for name in fields(json.loads((path / "manifest.json").read_text()))}
     real |= {"collapse.layers", *(f"collapse.{n}" for n in ("epsilon", "granularity", "pattern", "train_rows",
                                                             "val_rows", "notes"))}  # fmt: skip
@@ -205,26 +205,26 @@ def documented_tensors(heading: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("heading", "kinds"), [("Density", DENSITIES), ("Head", HEADS)])
-def test_tensor_tables_are_the_layouts(heading: str, kinds: dict[str, Any]) -> None:
+def test_tensor_tables_match_layouts(heading: str, kinds: dict[str, Any]) -> None:
     real = {(name, kind) for kind, family in kinds.items() for name in family.layout}
     said = {(name, each) for name, kind in documented_tensors(heading) for each in (kinds if kind == "all" else [kind])}
     assert said == real
 
 
 @pytest.mark.parametrize(("heading", "part"), [("Projection", "projection"), ("Calibration", "calibration")])
-def test_tensor_tables_are_the_files(bundles: dict[str, Path], heading: str, part: str) -> None:
+def test_tensor_tables_match_files(bundles: dict[str, Path], heading: str, part: str) -> None:
     for path in bundles.values():
         with safe_open(path / f"{part}.safetensors", "numpy") as file:
             assert {(name, "") for name in file.keys()} == documented_tensors(heading)  # noqa: SIM118
 
 
-def test_backbone_tensors_carry_the_documented_prefix(bundles: dict[str, Path]) -> None:
+def test_prefix_of_backbone_tensors(bundles: dict[str, Path]) -> None:
     for path in bundles.values():
         with safe_open(path / "backbone.safetensors", "numpy") as file:
             assert all(name.startswith("body.") for name in file.keys())  # noqa: SIM118
 
 
-def test_limits_are_as_documented() -> None:
+def test_documented_limits() -> None:
     assert MAX_MANIFEST_BYTES == 16 << 20 and "at most 16 MiB" in TEXT
     assert MAX_DEPTH == 32 and "at most 32 levels" in TEXT
     assert MAX_INPUT_PIXELS == 1 << 22 and "≤ 2²²" in TEXT

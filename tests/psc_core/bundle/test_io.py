@@ -1,4 +1,4 @@
-"""The bundle: whole or refused, and the refusal names what is wrong."""
+"""Reading and writing bundles: a bundle is whole or rejected, and the message names what is wrong."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def edit_part(bundle: Path, part: str, change: Any) -> None:
     forge.replace_part(bundle, part, save(tensors))
 
 
-def test_a_bundle_is_safetensors_and_json_alone(tiny_bundle: Path) -> None:
+def test_files_of_a_bundle(tiny_bundle: Path) -> None:
     names = {file.name for file in tiny_bundle.iterdir()}
     assert names == {"manifest.json", "collapse.csv", *(f"{part}.safetensors" for part in PARTS)}
     assert set(read_bundle(tiny_bundle).parts) == set(PARTS)
 
 
-def test_a_bundle_may_be_read_by_other_users(tiny_bundle: Path) -> None:
+def test_mode_of_a_bundle(tiny_bundle: Path) -> None:
     assert stat.S_IMODE(tiny_bundle.stat().st_mode) == 0o755
 
 
-def test_saving_a_loaded_bundle_gives_the_same_bytes(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_saving_again_gives_the_same_bytes(tiny_bundle: Path, tmp_path: Path) -> None:
     psc = PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
     manifest = psc.save(tmp_path / "again")
     assert manifest.version == psc.version
@@ -64,14 +64,14 @@ def test_saving_a_loaded_bundle_gives_the_same_bytes(tiny_bundle: Path, tmp_path
         assert (tmp_path / "again" / name).read_bytes() == (tiny_bundle / name).read_bytes()
 
 
-def test_the_manifest_names_no_path_of_this_machine(tiny_bundle: Path) -> None:
+def test_manifest_has_no_local_path(tiny_bundle: Path) -> None:
     text = (tiny_bundle / "manifest.json").read_text()
     assert str(Path.home()) not in text
     assert str(tiny_bundle.parent) not in text
     assert str(Path(__file__).parents[3]) not in text
 
 
-def test_a_missing_bundle(tmp_path: Path) -> None:
+def test_missing_bundle(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="no manifest"):
         read_bundle(tmp_path)
 
@@ -89,21 +89,21 @@ def test_a_missing_bundle(tmp_path: Path) -> None:
         ({"files": {"../evil.safetensors": {"bytes": 1, "sha256": "0" * 64}}}, "expected files to be"),
     ],
 )
-def test_a_wrong_manifest_is_named(bundle: Path, changes: dict[str, Any], message: str) -> None:
+def test_rejects_wrong_manifest(bundle: Path, changes: dict[str, Any], message: str) -> None:
     edit_manifest(bundle, **changes)
     with pytest.raises(BundleError, match=message):
         read_bundle(bundle)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema_version": 1}'])
-def test_a_manifest_that_is_not_one(bundle: Path, content: bytes) -> None:
+def test_rejects_malformed_manifest(bundle: Path, content: bytes) -> None:
     (bundle / "manifest.json").write_bytes(content)
     with pytest.raises(BundleError, match="manifest"):
         read_bundle(bundle)
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_every_damaged_file_is_named(bundle: Path, part: str) -> None:
+def test_names_damaged_files(bundle: Path, part: str) -> None:
     file = bundle / f"{part}.safetensors"
     blob = bytearray(file.read_bytes())
     blob[-1] ^= 1
@@ -119,7 +119,7 @@ def test_every_damaged_file_is_named(bundle: Path, part: str) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_numbers_that_are_not_finite_are_refused(bundle: Path, part: str) -> None:
+def test_rejects_values_that_are_not_finite(bundle: Path, part: str) -> None:
     def poison(tensors: dict[str, torch.Tensor]) -> None:
         name = next(name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel())
         tensors[name] = torch.full_like(tensors[name], torch.nan)
@@ -139,7 +139,7 @@ MISSING = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_missing_tensors_are_refused(bundle: Path, part: str) -> None:
+def test_rejects_missing_tensors(bundle: Path, part: str) -> None:
     def drop(tensors: dict[str, torch.Tensor]) -> None:
         del tensors[min(tensors)]
 
@@ -158,7 +158,7 @@ GROWN = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_wrong_shapes_are_refused(bundle: Path, part: str) -> None:
+def test_rejects_wrong_shapes(bundle: Path, part: str) -> None:
     def grow(tensors: dict[str, torch.Tensor]) -> None:
         name = max(sorted(tensors), key=lambda key: tensors[key].numel())
         tensors[name] = torch.cat([tensors[name], tensors[name]])
@@ -168,18 +168,18 @@ def test_wrong_shapes_are_refused(bundle: Path, part: str) -> None:
         PSC.load(bundle, device="cpu", allow_factories=ALLOW)
 
 
-def test_the_number_of_classes_must_agree(bundle: Path) -> None:
+def test_rejects_other_number_of_classes(bundle: Path) -> None:
     edit_manifest(bundle, classes=["a", "b", "c"])
     with pytest.raises(BundleError, match="num_classes to be 3, got 10"):
         PSC.load(bundle, device="cpu", allow_factories=ALLOW)
 
 
-def test_a_factory_is_imported_only_when_allowed(tiny_bundle: Path) -> None:
+def test_factories_need_permission(tiny_bundle: Path) -> None:
     with pytest.raises(BundleError, match=r"tests\.tiny:network"):
         PSC.load(tiny_bundle, device="cpu")
 
 
-def test_saving_never_replaces_a_folder_of_something_else(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_save_never_replaces_other_files(tiny_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     psc = PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
     with pytest.raises(BundleError, match="holds other files"):
@@ -187,7 +187,7 @@ def test_saving_never_replaces_a_folder_of_something_else(tiny_bundle: Path, tmp
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
-def test_saving_again_keeps_what_else_lies_there(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_save_keeps_other_files_of_a_bundle(tiny_bundle: Path, tmp_path: Path) -> None:
     psc = PSC.load(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
     out = tmp_path / "bundle"
     psc.save(out)
@@ -201,7 +201,7 @@ def test_saving_again_keeps_what_else_lies_there(tiny_bundle: Path, tmp_path: Pa
     assert [entry.name for entry in tmp_path.iterdir()] == ["bundle"]
 
 
-def test_tensors_that_share_memory_are_kept_under_each_name(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_tensors_that_share_memory(tiny_bundle: Path, tmp_path: Path) -> None:
     """A network cut by hooks may hold one module under two names."""
     bundle = read_bundle(tiny_bundle)
     weight = bundle.parts["backbone"]["body.0.weight"]
@@ -212,7 +212,7 @@ def test_tensors_that_share_memory_are_kept_under_each_name(tiny_bundle: Path, t
     assert torch.equal(again["body.b"], weight[1:])
 
 
-def test_text_that_no_reader_takes_is_not_written(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_rejects_text_outside_utf8(tiny_bundle: Path, tmp_path: Path) -> None:
     bundle = read_bundle(tiny_bundle)
     fields = bundle.manifest.model_dump(exclude={"version", "files"})
     with pytest.raises(ValueError, match="text that UTF-8 cannot hold"):
@@ -220,7 +220,7 @@ def test_text_that_no_reader_takes_is_not_written(tiny_bundle: Path, tmp_path: P
     assert not (tmp_path / "b").exists()
 
 
-def test_a_mount_point_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_a_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It cannot be renamed, which is how a bundle is replaced."""
     out = tmp_path / "mounted"
     out.mkdir()

@@ -48,7 +48,7 @@ def test_help_is_complete(capsys: pytest.CaptureFixture[str], main, words: list[
         assert word in out
 
 
-def test_the_table_and_the_reason_are_printed(tiny_job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+def test_fit_prints_table_and_reason(tiny_job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = run(capsys, cli.main, [*tiny_job.args, "--out", str(tmp_path / "b")])
     assert code == 0
     assert "◀ candidate" in out
@@ -77,7 +77,7 @@ def other_classes(tensors) -> None:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(("change", "message"), [(drop_key, "2.weight"), (other_classes, "7")])
-def test_weights_that_do_not_fit(tiny_job, tmp_path: Path, capsys, change, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_rejects_other_weights(tiny_job, tmp_path: Path, capsys, change, message: str) -> None:  # type: ignore[no-untyped-def]
     args = damaged(tiny_job, tmp_path, change)
     code, _, err = run(capsys, cli.main, [*args, "--out", str(tmp_path / "b")])
     assert code == 2
@@ -117,7 +117,7 @@ def test_weights_that_do_not_fit(tiny_job, tmp_path: Path, capsys, change, messa
         ("--model-arg", "in_channels=123456", "65536"),
     ],
 )
-def test_bad_flags_end_with_one_clear_line(  # type: ignore[no-untyped-def]
+def test_bad_flags_give_one_line(  # type: ignore[no-untyped-def]
     tiny_job, tmp_path: Path, capsys, flag: str, value: str, message: str
 ) -> None:
     code, _, err = run(capsys, cli.main, [*tiny_job.args, "--out", str(tmp_path / "b"), flag, value])
@@ -127,7 +127,7 @@ def test_bad_flags_end_with_one_clear_line(  # type: ignore[no-untyped-def]
     assert not (tmp_path / "b").exists()
 
 
-def test_evaluation_writes_what_it_prints(tiny_job, tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_eval_writes_its_report(tiny_job, tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     weights = tiny_job.args[tiny_job.args.index("--weights") + 1]
     data = f"dirty-mnist:{data_root}"
     code, out, err = run(
@@ -165,7 +165,7 @@ def test_evaluation_writes_what_it_prints(tiny_job, tiny_bundle: Path, data_root
 @pytest.mark.parametrize(
     "extra", [["--ood", "nameless"], ["--weights", "w"], ["--id", "nowhere"], ["--ood", "a=x", "--ood", "a=y"]]
 )
-def test_evaluation_refuses_bad_flags(tiny_bundle: Path, data_root: Path, capsys, extra: list[str]) -> None:  # type: ignore[no-untyped-def]
+def test_eval_rejects_bad_flags(tiny_bundle: Path, data_root: Path, capsys, extra: list[str]) -> None:  # type: ignore[no-untyped-def]
     code, _, err = run(
         capsys,
         cli_eval.main,
@@ -175,7 +175,7 @@ def test_evaluation_refuses_bad_flags(tiny_bundle: Path, data_root: Path, capsys
     assert "expected" in err or "is not a directory" in err
 
 
-def test_an_output_that_cannot_be_written_is_refused_first(  # type: ignore[no-untyped-def]
+def test_checks_the_output_first(  # type: ignore[no-untyped-def]
     tiny_job, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("not a directory")
@@ -185,7 +185,7 @@ def test_an_output_that_cannot_be_written_is_refused_first(  # type: ignore[no-u
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "mounted")
     for out, message in (
         ("file", "it is a file"),
-        ("file/bundle", "expected to write"),
+        ("file/bundle", "cannot write to"),
         ("other", "holds other files"),
         ("mounted", "choose a folder inside it"),
     ):
@@ -196,7 +196,7 @@ def test_an_output_that_cannot_be_written_is_refused_first(  # type: ignore[no-u
     assert (tmp_path / "other" / "thesis.txt").read_text() == "years of work"
 
 
-def test_baselines_want_the_images_of_the_fit(tiny_job, tiny_bundle: Path, data_root: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_baselines_need_the_same_classes(tiny_job, tiny_bundle: Path, data_root: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     weights = tiny_job.args[tiny_job.args.index("--weights") + 1]
     digits, clothes = f"mnist:{data_root}", f"fashion-mnist:{data_root}"
     words = ["--bundle", str(tiny_bundle), "--id", digits, "--allow-factories", "tests.tiny:network"]
@@ -207,7 +207,7 @@ def test_baselines_want_the_images_of_the_fit(tiny_job, tiny_bundle: Path, data_
     assert "expected the model's 10 classes in fashion-mnist, got 10 (missing: " in err
 
 
-def test_errors_of_the_system_end_with_one_line(tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_os_errors_give_one_line(tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "file").write_text("")
     words = ["--bundle", str(tiny_bundle), "--id", f"mnist:{data_root}", "--allow-factories", "tests.tiny:network"]
     code, printed, err = run(capsys, cli_eval.main, [*words, "--device", "cpu", "--out", str(tmp_path / "file")])
@@ -216,7 +216,7 @@ def test_errors_of_the_system_end_with_one_line(tiny_bundle: Path, data_root: Pa
     assert "Traceback" not in err
 
 
-def test_training_images_validate_nothing(tiny_job, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_rejects_training_images_as_validation(tiny_job, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     same = f"mnist:{data_root}#train"
     args = [*tiny_job.args, "--train", same, "--val", same, "--out", str(tmp_path / "b")]
     code, printed, err = run(capsys, cli.main, args)
@@ -234,7 +234,7 @@ def write_bitmaps(root: Path, shade: int) -> Path:
     return root
 
 
-def test_other_images_of_the_same_names_and_sizes_may_validate(tiny_job, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_accepts_other_images_of_equal_names_and_sizes(tiny_job, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     args = cli.parser().parse_args([*tiny_job.args, "--out", str(tmp_path / "b")])
     train, val = (image_folder(write_bitmaps(tmp_path / str(n), n), PRESETS["mnist"]) for n in (10, 20))
     provenance = provenance_of(args, train, val)
@@ -242,13 +242,13 @@ def test_other_images_of_the_same_names_and_sizes_may_validate(tiny_job, tmp_pat
     check_disjoint(train, val, provenance)
 
 
-def test_a_data_folder_may_have_any_name(tiny_job, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_undecodable_folder_name(tiny_job, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     args = cli.parser().parse_args([*tiny_job.args, "--out", str(tmp_path / "b")])
     data = image_folder(write_bitmaps(tmp_path / os.fsdecode(b"caf\xe9"), 0), PRESETS["mnist"])
     assert provenance_of(args, data, data)["train"]["name"] == "caf\N{REPLACEMENT CHARACTER}"
 
 
-def test_baselines_need_nothing_that_is_information(  # type: ignore[no-untyped-def]
+def test_baselines_without_provenance(  # type: ignore[no-untyped-def]
     tiny_job, tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys
 ) -> None:
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
@@ -261,7 +261,7 @@ def test_baselines_need_nothing_that_is_information(  # type: ignore[no-untyped-
     assert "temperature" in out
 
 
-def test_a_test_set_may_lack_a_class(tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_eval_without_images_of_a_class(tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
     for name in digits.classes:
         (tmp_path / "test" / name).mkdir(parents=True)

@@ -93,7 +93,7 @@ def test_max_softmax_does_not_saturate() -> None:
 
 
 @given(st.integers(1, 30), st.integers(1, 6), st.integers(1, 40), st.integers(0, 3))
-def test_knn_equals_loop_whatever_the_blocks(bank: int, queries: int, neighbours: int, seed: int) -> None:
+def test_knn_equals_loop(bank: int, queries: int, neighbours: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows = nn.functional.normalize(torch.randn(bank + queries, 3, generator=generator, dtype=torch.float64))
     chunk, module.BANK_CHUNK = module.BANK_CHUNK, 4  # type: ignore[misc]
@@ -105,7 +105,7 @@ def test_knn_equals_loop_whatever_the_blocks(bank: int, queries: int, neighbours
     assert got.tolist() == pytest.approx(expected, abs=1e-7)
 
 
-def test_every_detector_gives_one_finite_score_an_image(fitted: Baselines) -> None:
+def test_detectors_give_one_finite_score_per_image(fitted: Baselines) -> None:
     out = fitted.score(next(images(7, 3).batches(7)).images)
     assert tuple(out.scores) == DETECTORS
     for values in out.scores.values():
@@ -114,7 +114,7 @@ def test_every_detector_gives_one_finite_score_an_image(fitted: Baselines) -> No
         assert torch.allclose(p.sum(1), torch.ones(7, dtype=torch.float64))
 
 
-def test_logit_scores_are_those_of_the_network(fitted: Baselines) -> None:
+def test_logit_scores_equal_the_network(fitted: Baselines) -> None:
     batch = next(images(9, 3).batches(9))
     logits = trained()(PREPROCESS.normalise(batch.images)).double()
     out = fitted.score(batch.images)
@@ -126,7 +126,7 @@ def test_logit_scores_are_those_of_the_network(fitted: Baselines) -> None:
     assert torch.allclose(out.scores["energy"], -logits.logsumexp(1), atol=1e-5)
 
 
-def test_mahalanobis_equals_the_dense_formula(fitted: Baselines) -> None:
+def test_mahalanobis_equals_dense_formula(fitted: Baselines) -> None:
     net, train = trained(), next(images(180, 1).batches(180))
     query = next(images(8, 4).batches(8)).images
 
@@ -143,14 +143,14 @@ def test_mahalanobis_equals_the_dense_formula(fitted: Baselines) -> None:
     assert torch.allclose(fitted.score(query).scores["mahalanobis++"], expected, rtol=2e-2)
 
 
-def test_noise_is_told_from_training_images(fitted: Baselines) -> None:
+def test_noise_is_detected(fitted: Baselines) -> None:
     inside = fitted.score(next(images(90, 5).batches(90)).images).scores
     outside = fitted.score(next(images(90, 6, noise=True).batches(90)).images).scores
     for name in ("gda", "knn", "mahalanobis++"):
         assert auroc(inside[name], outside[name]) > 0.9, name
 
 
-def test_a_subset_bounds_the_bank_and_a_seed_fixes_it() -> None:
+def test_bank_is_a_seeded_subset() -> None:
     net, train, val = trained(), images(120, 1), images(30, 2)
     first = fit_baselines(net, "pool", train, val, compute=CPU, bank_images=60)
     again = fit_baselines(net, "pool", train, val, compute=CPU, bank_images=60)
@@ -160,7 +160,7 @@ def test_a_subset_bounds_the_bank_and_a_seed_fixes_it() -> None:
     assert torch.allclose(first.bank.norm(dim=1), torch.ones(60))
 
 
-def test_rare_classes_are_left_out_and_several_labels_count_as_rows() -> None:
+def test_rare_classes_and_several_labels() -> None:
     net, val = trained(), images(30, 2)
     base = images(120, 1)
     several = labelled("several", base.classes, base.source, torch.stack([base.labels, base.labels], 1), PREPROCESS)
@@ -173,13 +173,13 @@ def test_rare_classes_are_left_out_and_several_labels_count_as_rows() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 7])
-def test_a_network_of_another_width_than_the_classes_is_refused(width: int) -> None:
+def test_rejects_wrong_number_of_outputs(width: int) -> None:
     net = trained()
     net.fc = nn.Linear(32, width)
     with pytest.raises(UsageError, match=rf"expected a network of 3 outputs, .* got {width}"):
         fit_baselines(net.eval(), "pool", images(30, 1), images(30, 2), compute=CPU)
 
 
-def test_an_unknown_layer_is_named() -> None:
+def test_rejects_unknown_layer() -> None:
     with pytest.raises(NetworkError, match="no layer 'avgpool'"):
         fit_baselines(trained(), "avgpool", images(30, 1), images(30, 2), compute=CPU)

@@ -1,4 +1,4 @@
-"""Evaluation against loops over a pipeline whose answers are a formula of the pixels."""
+"""Evaluation against loops, with a scorer that is a formula of the pixels."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tests.reference import metrics as naive
 
 def naive_sets(thresholds: Tensor, probabilities: Tensor) -> Tensor:
     members = [
-        [p >= t or p == max(row) for p, t in zip(row, thresholds.tolist(), strict=True)]
-        for row in probabilities.tolist()
+        [p >= t or p == max(image) for p, t in zip(image, thresholds.tolist(), strict=True)]
+        for image in probabilities.tolist()
     ]
     return torch.tensor(members)
 
@@ -94,7 +94,7 @@ def psc() -> PSC:
 OUTSIDE = dataset("outside", pixels(60, 9, low=150, high=256), torch.arange(60) % 5, tuple("vwxyz"))
 
 
-def test_every_number_equals_a_loop(psc: PSC) -> None:
+def test_equals_loops(psc: PSC) -> None:
     data = inside(120, 1)
     report = evaluate(psc, data, {"outside": OUTSIDE}, batch_images=17)
     batch, out = next(data.batches(120)), next(OUTSIDE.batches(60))
@@ -134,36 +134,36 @@ def test_every_number_equals_a_loop(psc: PSC) -> None:
     assert report.ambiguity == {}
 
 
-def test_promises_hold_on_data_like_the_calibration_data(psc: PSC) -> None:
+def test_rates_hold_on_exchangeable_data(psc: PSC) -> None:
     report = evaluate(psc, inside(2000, 5), {})
     assert report.false_alarms.assessment == report.misses.assessment == "as promised"
 
 
-def test_batch_size_does_not_matter(psc: PSC) -> None:
+def test_batch_size_changes_nothing(psc: PSC) -> None:
     data = inside(41, 2)
-    whole, single = (score_images(psc, data, batch_images=rows) for rows in (41, 1))
+    whole, single = (score_images(psc, data, batch_images=size) for size in (41, 1))
     for name in whole.ood:
         assert torch.equal(whole.ood[name], single.ood[name])
     assert torch.equal(whole.losses["psc"].nll, single.losses["psc"].nll)
     assert torch.equal(whole.covered, single.covered)
 
 
-def test_images_with_several_labels_count_rows_for_losses_and_images_for_rates(psc: PSC) -> None:
+def test_several_labels_per_image(psc: PSC) -> None:
     images = pixels(30, 3)
     labels = torch.stack([torch.arange(30) % 3, torch.arange(30) // 10], 1)
     data = dataset("several", images, labels)
     report = evaluate(psc, data, {"outside": OUTSIDE}, batch_images=7)
     p = Outputs(psc.pipeline(images[:, None])).probabilities.double()
-    rows = p.repeat_interleave(2, 0).tolist()
+    repeated = p.repeat_interleave(2, 0).tolist()
     assert (report.images, report.examples, report.false_alarms.images) == (30, 60, 30)
     assert report.classification["psc"].nll == pytest.approx(
-        naive.nll(rows, labels.flatten().tolist(), classification.LOG_FLOOR)
+        naive.nll(repeated, labels.flatten().tolist(), classification.LOG_FLOOR)
     )
     sets = naive_sets(psc.calibration.set_thresholds(0.9), p.float())
     assert report.misses.count == sum(not sets[m, m % 3] for m in range(30))
 
 
-def test_entropy_separates_marked_ambiguous_images(psc: PSC) -> None:
+def test_ambiguity_of_marked_images(psc: PSC) -> None:
     data = dataclasses.replace(
         inside(50, 4), groups={"mnist": torch.arange(30), "ambiguous-mnist": torch.arange(30, 50)}
     )
@@ -175,12 +175,12 @@ def test_entropy_separates_marked_ambiguous_images(psc: PSC) -> None:
     assert ambiguity(values, {"clean": torch.arange(4), "ambiguous": torch.arange(0)}) == {}
 
 
-def test_only_names_that_begin_with_ambiguous_mark_ambiguous_images() -> None:
+def test_prefix_marks_ambiguous_images() -> None:
     groups = {"unambiguous": torch.arange(2), "ambiguous-mnist": torch.arange(2, 4)}
     assert ambiguity({"psc": torch.arange(4.0)}, groups) == {"psc": 1.0}
 
 
-def test_other_classifiers_stand_beside(psc: PSC) -> None:
+def test_with_baselines(psc: PSC) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval().requires_grad_(False)
@@ -204,13 +204,13 @@ def test_base_predictions_have_no_epistemic_score(psc: PSC) -> None:
     assert set(score_images(base, inside(5, 1)).ood) == {"psc", "psc-entropy"}
 
 
-def test_one_image_is_enough(psc: PSC) -> None:
+def test_one_image(psc: PSC) -> None:
     report = evaluate(psc, inside(1, 1), {"one": dataset("one", pixels(1, 2), torch.tensor([0]))})
     assert report.separation["one"]["psc"].auroc in (0.0, 0.5, 1.0)
     assert report.separation["one"]["psc-entropy"].auroc_difference.standard_error == math.inf
 
 
-def test_data_that_does_not_belong_to_the_model_is_refused(psc: PSC) -> None:
+def test_rejects_other_data(psc: PSC) -> None:
     with pytest.raises(
         UsageError, match=r"model's 3 classes in outside, got 5 \(missing: bright, dark, mixed; unknown: "
     ):
@@ -223,7 +223,7 @@ def test_data_that_does_not_belong_to_the_model_is_refused(psc: PSC) -> None:
         evaluate(psc, other, {})
 
 
-def test_realised_rates_are_judged_by_the_beta_binomial() -> None:
+def test_realised_rates_follow_the_beta_binomial() -> None:
     happened = torch.zeros(1000, dtype=torch.bool)
     assert realised_rate(happened, 0.05, 199).assessment == "lower than promised"
     happened[:75] = True

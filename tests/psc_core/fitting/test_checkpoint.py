@@ -86,7 +86,7 @@ def test_equal_jobs_give_equal_bytes(
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
-def test_another_interpreter_gives_the_same_version(tiny_job: TinyJob, tmp_path: Path, uninterrupted: str) -> None:
+def test_new_interpreter_gives_the_same_version(tiny_job: TinyJob, tmp_path: Path, uninterrupted: str) -> None:
     program = "import sys, torch; torch.set_num_threads(1); from psc_core.cli.fit import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments(tiny_job, tmp_path / "bundle")],
@@ -100,7 +100,7 @@ def test_another_interpreter_gives_the_same_version(tiny_job: TinyJob, tmp_path:
     assert version(tmp_path / "bundle") == uninterrupted
 
 
-def test_another_seed_gives_another_version(tiny_job: TinyJob, tmp_path: Path, uninterrupted: str) -> None:
+def test_seed_changes_the_version(tiny_job: TinyJob, tmp_path: Path, uninterrupted: str) -> None:
     assert cli.main(arguments(tiny_job, tmp_path / "bundle", "--seed", "1")) == 0
     assert version(tmp_path / "bundle") != uninterrupted
 
@@ -113,7 +113,7 @@ def test_another_seed_gives_another_version(tiny_job: TinyJob, tmp_path: Path, u
         ("fit_psc", {"job.txt", "collapse.json", "projection.json", "projection.safetensors"}, ["fit_psc"]),
     ],
 )
-def test_an_interrupted_fit_goes_on_to_the_same_bundle(
+def test_resumed_fit_gives_the_same_bundle(
     tiny_job: TinyJob,
     tmp_path: Path,
     uninterrupted: str,
@@ -133,9 +133,7 @@ def test_an_interrupted_fit_goes_on_to_the_same_bundle(
 
 
 @pytest.mark.parametrize("change", [("--seed", "1"), ("--mean", "0.2"), ("--epsilon", "0.3"), ("--fresh",)])
-def test_another_job_starts_from_the_beginning(
-    tiny_job: TinyJob, tmp_path: Path, calls: list[str], change: tuple[str, ...]
-) -> None:
+def test_changed_job_starts_again(tiny_job: TinyJob, tmp_path: Path, calls: list[str], change: tuple[str, ...]) -> None:
     out = tmp_path / "bundle"
     interrupt(tiny_job, out, "fit_psc")
     calls.clear()
@@ -154,7 +152,9 @@ def test_later_settings_keep_the_checkpoint(
     assert calls == ["fit_psc"]
 
 
-def test_half_a_stage_counts_as_none(tiny_job: TinyJob, tmp_path: Path, uninterrupted: str, calls: list[str]) -> None:
+def test_incomplete_stage_is_fitted_again(
+    tiny_job: TinyJob, tmp_path: Path, uninterrupted: str, calls: list[str]
+) -> None:
     out = tmp_path / "bundle"
     interrupt(tiny_job, out, "fit_psc")
     folder = next(tmp_path.glob(".*.stages"))
@@ -176,7 +176,7 @@ class Peer(Reducer):
         return tensor.add_(self.others)
 
 
-def test_processes_use_a_stage_together_or_not_at_all() -> None:
+def test_processes_agree_on_finished_stages() -> None:
     assert agreed("kept", Reducer()) == "kept"
     assert agreed(None, Reducer()) is None
     assert agreed("kept", Peer(others=1.0)) == "kept"

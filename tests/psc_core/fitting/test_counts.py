@@ -56,20 +56,20 @@ def counted(data_root: Path, split: str) -> tuple[ImageDataset, Counter[int]]:
     return replace(dataset, source=source), source.reads
 
 
-def most(reads: Counter[int]) -> int:
-    """Reads of an ordinary image: the first one also serves as an example."""
+def typical(reads: Counter[int]) -> int:
+    """Reads of the median image: the first one also serves as an example."""
     return reads.most_common()[len(reads) // 2][1]
 
 
-def test_a_fit_reads_the_training_images_four_times(data_root: Path) -> None:
+def test_fit_reads_training_images_four_times(data_root: Path) -> None:
     """Collapse, moments, sizes, features; of the validation images the selection split three times, the other once."""
     net = tiny.network().eval()
     (train, train_reads), (val, val_reads) = counted(data_root, "train"), counted(data_root, "val")
     candidate = measure_collapse(net, train, val).candidate("4")
-    assert (most(train_reads), set(val_reads.values())) == (1, {1})
+    assert (typical(train_reads), set(val_reads.values())) == (1, {1})
     train_reads.clear(), val_reads.clear()
     projection = fit_projection(net, candidate, train, val, minimum_dim=8, options=OPTIONS)
-    assert most(train_reads) == 2
+    assert typical(train_reads) == 2
     assert set(val_reads.values()) == {1} and len(val_reads) == len(val) // 2
     train_reads.clear(), val_reads.clear()
     fit_psc(net, candidate, projection, train, val, options=OPTIONS)
@@ -77,7 +77,7 @@ def test_a_fit_reads_the_training_images_four_times(data_root: Path) -> None:
     assert set(val_reads.values()) == {1} and len(val_reads) == len(val)
 
 
-def test_column_ranges_change_nothing(data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_column_ranges_give_the_same(data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Class means beyond the budget are taken a range of columns at a time, in passes of their own."""
     net = tiny.network().eval()
     (train, reads), (val, _) = counted(data_root, "train"), counted(data_root, "val")
@@ -88,13 +88,13 @@ def test_column_ranges_change_nothing(data_root: Path, monkeypatch: pytest.Monke
     reads.clear()
     few = replace(OPTIONS, max_memory_bytes=8 * 10 * 100)
     parts = fit_projection(net, candidate, train, val, minimum_dim=8, options=few).report
-    assert most(reads) == 1 + 3, "16 channels × 16 positions in ranges of 100 columns"
+    assert typical(reads) == 1 + 3, "16 channels × 16 positions in ranges of 100 columns"
     assert parts.scaled_nc1 == pytest.approx(whole.scaled_nc1, rel=1e-9)
     assert parts.scaled_nc4 == whole.scaled_nc4
     assert torch.equal(parts.nc1, whole.nc1) and torch.equal(parts.nc4, whole.nc4)
 
 
-def test_a_cpu_takes_few_images_at_once() -> None:
+def test_batch_size_on_a_cpu() -> None:
     assert Compute(torch.device("cpu"), batch_images=10_000).batch_size == MAXIMUM_CPU_BATCH
     assert Compute(torch.device("cpu"), batch_images=3).batch_size == 3
     assert Compute(torch.device("cuda"), batch_images=256).batch_size == 256
@@ -113,7 +113,7 @@ class FirstConvolution(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_every_layer_is_measured_from_one_forward_an_image(data_root: Path) -> None:
+def test_collapse_takes_one_forward_pass(data_root: Path) -> None:
     (train, _), (val, _) = counted(data_root, "train"), counted(data_root, "val")
     net = tiny.network().eval()
     with FirstConvolution() as seen:
@@ -145,19 +145,19 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def test_no_float64_copy_of_a_batch_is_made() -> None:
+def test_no_float64_copy_of_a_batch() -> None:
     images, dim, classes = 64, 50_000, 2
     features = torch.randn(images, dim)
     sums = ClassScatter(classes, dim)
-    rows = class_pairs(torch.arange(images) * classes // images, torch.arange(images))
+    pairs = class_pairs(torch.arange(images) * classes // images, torch.arange(images))
     with Float64Entries() as seen:
-        sums.add(features, rows)
+        sums.add(features, pairs)
     assert classes * dim <= seen.largest <= 1 << 17
     assert seen.largest < features.numel() / 20
 
 
-@pytest.mark.parametrize(("images", "most"), [(2000, 140), (40_000, 60)])
-def test_a_head_reads_the_rows_so_often(images: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("images", "maximum"), [(2000, 140), (40_000, 60)])
+def test_passes_over_the_features(images: int, maximum: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluations of the whole path of prior precisions; fewer where the curvature is measured as it is."""
     random = torch.Generator().manual_seed(0)
     labels = torch.arange(images) % 5
@@ -165,4 +165,4 @@ def test_a_head_reads_the_rows_so_often(images: int, most: int, monkeypatch: pyt
     calls, objective = [], softmax.objective
     monkeypatch.setattr(softmax, "objective", lambda *args, **named: calls.append(1) or objective(*args, **named))
     softmax.choose_softmax(z, labels, z[:500], labels[:500], num_classes=5)
-    assert len(calls) <= most
+    assert len(calls) <= maximum

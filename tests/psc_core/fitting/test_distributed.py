@@ -140,7 +140,7 @@ def fits(tiny_job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> Fits:
     return folders
 
 
-def test_collapse_is_the_same(fits: Fits) -> None:
+def test_collapse_agrees(fits: Fits) -> None:
     alone, pair = (fits.manifest(folder)["collapse"]["layers"] for folder in (fits.alone, fits.pair))
     assert [layer["name"] for layer in pair] == [layer["name"] for layer in alone]
     for one, two in zip(alone, pair, strict=True):
@@ -148,7 +148,7 @@ def test_collapse_is_the_same(fits: Fits) -> None:
         assert two["nc4"] == one["nc4"]
 
 
-def test_moments_and_factors_are_the_same_to_1e_8(fits: Fits) -> None:
+def test_moments_and_factors_agree(fits: Fits) -> None:
     alone = load_file(fits.alone / "alone.safetensors")
     for rank in range(2):
         pair = load_file(fits.pair / f"{rank}.safetensors")
@@ -159,7 +159,7 @@ def test_moments_and_factors_are_the_same_to_1e_8(fits: Fits) -> None:
             torch.testing.assert_close(pair[name], expected, rtol=0, atol=1e-8 * scale)
 
 
-def test_the_projection_is_the_same(fits: Fits) -> None:
+def test_projection_agrees(fits: Fits) -> None:
     one, two = (fits.manifest(folder) for folder in (fits.alone, fits.pair))
     assert two["layers"] == one["layers"]
     assert two["projection"] == one["projection"]
@@ -171,7 +171,7 @@ def test_the_projection_is_the_same(fits: Fits) -> None:
         torch.testing.assert_close(pair[name], expected, rtol=1e-6, atol=1e-7)
 
 
-def test_predictions_are_the_same(fits: Fits, data_root: Path) -> None:
+def test_predictions_agree(fits: Fits, data_root: Path) -> None:
     digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
     images = next(digits.batches(64)).images
     alone, pair = (

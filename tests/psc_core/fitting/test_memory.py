@@ -20,7 +20,7 @@ from psc_core.fitting.options import FitOptions
 from psc_core.fitting.stages import fit_projection, fit_psc, measure_collapse
 from psc_core.heads.fit import preconditioning, softmax
 from psc_core.images.preprocess import PRESETS
-from psc_core.numerics import matrix as rows
+from psc_core.numerics import matrix
 
 BYTES_AN_IMAGE = 100
 """Labels, offsets and positions, and as much again while they are put in order."""
@@ -30,13 +30,13 @@ OPTIONS = FitOptions(device="cpu")
 
 
 class LiveBytes(TorchDispatchMode):
-    """Most bytes of tensors alive at a time, of those that any operation of this thread reads or makes."""
+    """Maximum bytes of tensors alive at a time, of those that any operation of this thread reads or makes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors: Counter[int] = Counter()
         self.bytes = 0
-        self.most = 0
+        self.maximum = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -46,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
             self.bytes += size * (self.tensors[address] == 0)
             self.tensors[address] += 1
             weakref.finalize(tensor, self._ended, address, size)
-        self.most = max(self.most, self.bytes)
+        self.maximum = max(self.maximum, self.bytes)
         return out
 
     def _ended(self, address: int, size: int) -> None:
@@ -72,7 +72,7 @@ def repeated(images: int, distinct: int = 200) -> ImageDataset:
     return replace(once, indices=at, labels=labels[at], offsets=torch.arange(images + 1))
 
 
-def most_bytes(images: int) -> int:
+def maximum_bytes(images: int) -> int:
     """Of a whole fit with the default density and head."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 64, 7, stride=4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -82,14 +82,14 @@ def most_bytes(images: int) -> int:
         candidate = measure_collapse(net, train, val, options=OPTIONS).candidate("0")
         projection = fit_projection(net, candidate, train, val, c_proj=64, d_proj=8, options=OPTIONS)
         fit_psc(net, candidate, projection, train, val, options=OPTIONS)
-    return live.most
+    return live.maximum
 
 
-def test_memory_does_not_grow_with_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "CHUNK_ELEMENTS", 1 << 16)
+def test_memory_does_not_grow_with_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "CHUNK_ELEMENTS", 1 << 16)
     monkeypatch.setattr(preconditioning, "CURVATURE_ROWS", 500)
     monkeypatch.setattr(preconditioning, "CURVATURE_ROWS_PER_COLUMN", 1)
     monkeypatch.setattr(softmax, "PRECISIONS", (1e2, 1e1))
     few, many = 1000, 4000  # rows of 576 columns: more than any block
-    growth = (most_bytes(many) - most_bytes(few)) / (many - few)
+    growth = (maximum_bytes(many) - maximum_bytes(few)) / (many - few)
     assert growth < BYTES_AN_IMAGE, f"{growth:.0f} bytes an image"

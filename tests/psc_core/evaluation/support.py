@@ -1,0 +1,49 @@
+"""A report with known numbers."""
+
+from __future__ import annotations
+
+from psc_core.evaluation.report import Classification, EvaluationReport, RealisedRate, Separation
+from psc_core.metrics.intervals import CountInterval, RateInterval
+from psc_core.metrics.ranking import Difference
+
+
+def separation(auroc: float, difference: float, error: float) -> Separation:
+    return Separation(auroc, aupr_in=0.9, aupr_out=0.8, fpr95=0.2, auroc_difference=Difference(difference, error))
+
+
+def classification(nll: float) -> Classification:
+    return Classification(0.96, nll, 0.05, 0.005, 0.006, 0.001, 0.002, 0.9, 1.0)
+
+
+def rate(count: int) -> RealisedRate:
+    return RealisedRate(0.05, count, 1000, 0.99, RateInterval(0.03, 0.07), CountInterval(33, 69), CountInterval(20, 80))
+
+
+REPORT = EvaluationReport(
+    model={"name": "digits", "version": "0123456789ab", "layer": "layer3.0"},
+    id_name="mnist",
+    images=1000,
+    examples=1000,
+    classification={"psc": classification(0.136), "base": classification(0.15), "temperature": classification(0.14)},
+    ood_images={"fashion": 500, "near|far": 400, "hard": 300},
+    separation={
+        "fashion": {
+            "psc": separation(0.99, 0, 0),
+            "psc-entropy": separation(0.999, -0.009, 0.001),
+            "knn": separation(0.97, 0.02, 0.002),
+            "gda": separation(0.98, 0.01, 0.001),
+        },
+        "near|far": {"psc": separation(0.90, 0, 0), "knn": separation(0.905, -0.005, 0.004)},
+        "hard": {
+            "psc": separation(0.80, 0, 0),
+            "knn": separation(0.9, -0.1, 0.01),
+            "gda": separation(0.85, -0.05, 0.01),
+            "energy": separation(0.7, 0.1, 0.01),
+        },
+    },
+    flagged={"fashion": 0.93, "near|far": 0.5, "hard": 0.4},
+    false_alarms=rate(50),
+    misses=rate(95),
+    mean_set_size=1.07,
+    ambiguity={"psc": 0.97, "base": 0.96},
+)

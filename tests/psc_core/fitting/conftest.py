@@ -1,0 +1,39 @@
+"""A trained network, its images and a projection."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from psc_core import FitOptions, fit_projection, load_network, measure_collapse, open_dataset
+from psc_core.data.dataset import ImageDataset
+from psc_core.fitting.stages import FittedProjection
+from psc_core.images.preprocess import PRESETS
+from tests.conftest import TinyJob
+
+FACTORY = "tests.tiny:network"
+OPTIONS = FitOptions(device="cpu")
+
+
+@pytest.fixture(scope="session")
+def net(tiny_job: TinyJob) -> torch.nn.Module:
+    weights = tiny_job.args[tiny_job.args.index("--weights") + 1]
+    return load_network(FACTORY, weights=weights, num_classes=10, allow_factories=(FACTORY,))
+
+
+@pytest.fixture(scope="session")
+def train(data_root: Path) -> ImageDataset:
+    return open_dataset(f"mnist:{data_root}", split="train", preprocess=PRESETS["mnist"])
+
+
+@pytest.fixture(scope="session")
+def val(data_root: Path) -> ImageDataset:
+    return open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
+
+
+@pytest.fixture(scope="session")
+def projection(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> FittedProjection:
+    candidate = measure_collapse(net, train, val, options=OPTIONS).candidate("4")
+    return fit_projection(net, candidate, train, val, options=OPTIONS)

@@ -1,0 +1,81 @@
+"""Calibration on the calibration split alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from psc_core import FitOptions, fit_projection, fit_psc, measure_collapse
+from psc_core.collapse.report import Candidate
+from psc_core.data.dataset import ImageDataset, split_validation
+from psc_core.fitting.calibrate import OOD_SCORES, entropy_weight
+from psc_core.fitting.stages import FittedProjection
+
+OPTIONS = FitOptions(device="cpu")
+
+
+def test_entropy_counts_as_much_as_density(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
+) -> None:
+    candidate = measure_collapse(net, train, val, layers="^4$", options=OPTIONS).candidate("4")
+    plain, both = (
+        fit_psc(net, candidate, projection, train, val, head="duq", ood_score=score, options=OPTIONS)
+        for score in OOD_SCORES
+    )
+    choose, calibrate = split_validation(val, OPTIONS.seed)
+    alone = plain.predict(next(choose.batches(len(choose))).images)
+    weight = both.pipeline.entropy_weight
+    assert plain.pipeline.entropy_weight == 0.0
+    assert weight == pytest.approx(
+        np.std(alone.log_density.double().numpy(), ddof=1) / np.std(alone.predictive_entropy.double().numpy(), ddof=1)
+    )
+    images = next(calibrate.batches(len(calibrate))).images
+    alone, told = plain.predict(images), both.predict(images)
+    assert torch.equal(alone.ood_score, -alone.log_density)
+    torch.testing.assert_close(told.log_density, alone.log_density)
+    torch.testing.assert_close(told.ood_score, weight * told.predictive_entropy - told.log_density)
+    torch.testing.assert_close(both.calibration.scores, told.ood_score.sort().values)
+    n = len(images)  # of n calibration images themselves, the k-th strangest has the p-value (k + 1) / (n + 1)
+    assert sorted((told.ood_p_value * (n + 1)).round().int().tolist()) == list(range(2, n + 2))
+
+
+def test_calibration_split_selects_nothing(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
+) -> None:
+    calibrates = torch.isin(val.indices, split_validation(val, OPTIONS.seed)[1].indices)
+    other = replace(val, labels=torch.where(calibrates, (val.labels + 1) % 10, val.labels))
+    collapse, other_collapse = (
+        measure_collapse(net, train, data, layers="^4$", options=OPTIONS) for data in (val, other)
+    )
+    assert collapse == other_collapse
+    candidate = collapse.candidate("4")
+    assert fit_projection(net, candidate, train, other, options=OPTIONS).report.choice == projection.report.choice
+    one, two = (
+        fit_psc(net, candidate, projection, train, data, head="duq", options=OPTIONS).pipeline for data in (val, other)
+    )
+    assert one.scorer.head is not None and two.scorer.head is not None
+    assert one.scorer.head.record == two.scorer.head.record
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, two.state_dict()[name]), name
+
+
+def test_risk_reaches_the_ambiguity_threshold(
+    net: torch.nn.Module,
+    train: ImageDataset,
+    val: ImageDataset,
+    projection: FittedProjection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("psc_core.fitting.calibrate.ambiguity_threshold", lambda *_, risk: risk)
+    psc = fit_psc(net, Candidate(("4",), ""), projection, train, val, head="duq", risk=0.3, options=OPTIONS)
+    assert psc.policy.ambiguity_threshold == 0.3
+
+
+def test_constant_entropy_has_no_weight() -> None:
+    log_density = torch.arange(5.0)
+    assert entropy_weight({"log_density": log_density, "predictive_entropy": torch.full((5,), 0.3)}) == 0.0
+    weight = entropy_weight({"log_density": log_density, "predictive_entropy": log_density / 4})
+    assert weight == pytest.approx(4.0)

@@ -1,0 +1,55 @@
+"""What is checked before anything is fitted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from psc_core import FitOptions, fit_psc, measure_collapse
+from psc_core.collapse.report import Candidate
+from psc_core.data.dataset import ImageDataset
+from psc_core.errors import DataError, FitError, UsageError
+from psc_core.fitting.stages import FittedProjection
+
+OPTIONS = FitOptions(device="cpu")
+
+
+def test_rejects_unattainable_rates(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
+) -> None:
+    candidate = measure_collapse(net, train, val, layers="^4$", options=OPTIONS).candidate("4")
+    for rates, message in (({"alpha": 1e-4}, "alpha"), ({"coverage": 0.9999}, "coverage")):
+        with pytest.raises(UsageError, match=message):
+            fit_psc(net, candidate, projection, train, val, head="duq", options=OPTIONS, **rates)
+    with pytest.raises(UsageError, match="'psc' or 'base'"):
+        fit_psc(net, candidate, projection, train, val, predictions="both", options=OPTIONS)
+    with pytest.raises(UsageError, match="ood_score to be one of density, density"):
+        fit_psc(net, candidate, projection, train, val, ood_score="entropy", options=OPTIONS)
+    with pytest.raises(FitError, match="pca"):
+        fit_psc(net, candidate, projection, train, val, pca=999, options=OPTIONS)
+
+
+def test_rejects_other_classes_or_fewer_than_two(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> None:
+    with pytest.raises(DataError, match="the same class folders"):
+        measure_collapse(net, train, replace(val, classes=(*val.classes[:-1], "x")), options=OPTIONS)
+    alone = [replace(data, classes=("all",), labels=torch.zeros_like(data.labels)) for data in (train, val)]
+    with pytest.raises(DataError, match="at least two classes"):
+        measure_collapse(net, *alone, options=OPTIONS)
+
+
+def test_rejects_a_class_of_one_image(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> None:
+    labels = train.labels.clone()
+    labels[labels == 3] = 4
+    labels[0] = 3
+    with pytest.raises(DataError, match="two training images of each class, got 1 of '3'"):
+        measure_collapse(net, replace(train, labels=labels), val, options=OPTIONS)
+
+
+def test_base_predictions_need_one_output_per_class(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
+) -> None:
+    wide = torch.nn.Sequential(*list(net)[:-1], torch.nn.Linear(16, 20)).eval()  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match="10 outputs to serve its own, got 20"):
+        fit_psc(wide, Candidate(("4",), ""), projection, train, val, predictions="base", options=OPTIONS)

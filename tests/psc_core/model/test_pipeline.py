@@ -1,0 +1,29 @@
+"""The pipeline on batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from psc_core import PSC
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 33, 64])
+def test_outputs_do_not_depend_on_the_batch(psc: PSC, digits: torch.Tensor, size: int) -> None:
+    whole = psc.predict(digits[:64])
+    parts = [psc.predict(part) for part in digits[:64].split(size)]
+    joined = torch.cat([part.probabilities for part in parts])
+    torch.testing.assert_close(joined, whole.probabilities, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.cat([p.log_density for p in parts]), whole.log_density, atol=1e-3, rtol=1e-5)
+
+
+def test_explanation_takes_one_pass(psc: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = torch.randint(0, 256, (5, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = psc.pipeline(images)
+        passes, embed = [], psc.pipeline.scorer.embed
+        monkeypatch.setattr(psc.pipeline.scorer, "embed", lambda batch: passes.append(len(batch)) or embed(batch))
+        packed, explanation = psc.pipeline.explain(images)
+    assert torch.equal(packed, expected)
+    assert passes == [5]
+    assert explanation["class_distances"].shape == (5, 10)
