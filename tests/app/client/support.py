@@ -6,7 +6,9 @@ from typing import Any
 
 import httpx
 
-PREDICTION = {
+from psc_core.prediction import SCORES
+
+PREDICTION = dict.fromkeys(SCORES, 0.0) | {
     "label": "7",
     "class_index": 7,
     "confidence": 0.97,
