@@ -22,7 +22,7 @@ from tests.conftest import ROOT, TinyJob
 from tests.toys import density, head, network_family, output_field
 
 COPIED: Final = ("psc_core", "app", "docs", "tests")
-LEFT_OUT: Final = shutil.ignore_patterns("__pycache__", "data", "attacks", "browser", "deploy", "benchmarks")
+LEFT_OUT: Final = shutil.ignore_patterns("data", "attacks", "browser", "deploy", "benchmarks")
 
 Edits = Mapping[str, Sequence[tuple[str, str]]]
 """Path → (text that occurs once, its replacement); an empty text: a new file."""

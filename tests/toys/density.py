@@ -5,7 +5,7 @@ EDITS = {
         (
             "class RelativeDensity(TiedDensity):",
             '''class SphericalDensity(TiedDensity):
-    """:class:`TiedDensity` with one size for each class: ``‖w − m_k‖² / s_k²``; ``sizes_of_classes`` (K,) are s_k."""
+    """:class:`TiedDensity` with one size for each class: ``‖w − m_k‖² / s_k²``; ``spreads`` (K,) are s_k."""
 
     kind = "spherical"
     layout: ClassVar = {**TiedDensity.layout, "spreads": ("classes",)}
@@ -35,8 +35,8 @@ class RelativeDensity(TiedDensity):''',
         (
             "    return family(tensors, record=record)",
             """    if family is SphericalDensity:
-        scatters = [linalg.scatter_about(x.take(own), mean) for own, mean in zip(members, pooled.means, strict=True)]
-        variances = [(root.T @ scatter @ root).trace() / (len(own) - 1) for scatter, own in zip(scatters, members)]
+        parts = [(linalg.scatter_about(x.take(own), linalg.mean_of_rows(x.take(own))), own) for own in members]
+        variances = [(root.T @ scatter @ root).trace() / (len(own) - 1) for scatter, own in parts]
         spreads = (torch.stack(variances) / x.shape[1]).sqrt().clamp(min=1e-3)
         tensors |= {"spreads": spreads, "constants": constants - x.shape[1] * spreads.log()}
     return family(tensors, record=record)""",
@@ -55,10 +55,28 @@ class RelativeDensity(TiedDensity):''',
     "docs/method.md": [
         (
             "| `tied` | z, one covariance for all classes |\n",
-            "| `tied` | z, one covariance for all classes |\n| `spherical` | z, the same up to a factor for each class |\n",
+            "| `tied` | z, one covariance for all classes |\n| `spherical` | z, one up to a factor |\n",
+        )
+    ],
+    "tests/second_reader.py": [
+        (
+            '        elif kind in ("tied", "rmd"):\n',
+            """        elif kind == "spherical":
+            difference = (w[:, None] - t["centres"]) / t["spreads"][:, None]
+        elif kind in ("tied", "rmd"):
+""",
+        )
+    ],
+    "tests/psc_core/bundle/test_format.py": [
+        (
+            "JOBS: dict[str, tuple[str, ...]] = {\n",
+            """JOBS: dict[str, tuple[str, ...]] = {
+    "spherical": ("--density", "spherical"),
+""",
         )
     ],
     "docs/bundle-format.md": [
+        ("| `centres` | (K, P) | tied, rmd |", "| `centres` | (K, P) | tied, rmd, spherical |"),
         ("| `background` | (P, P)", "| `spreads` | (K) | spherical | s_k |\n| `background` | (P, P)"),
         ("    joint_k = ", "    spherical    q_k = ‖ w − centres_k ‖² / spreads_k²\n    joint_k = "),
     ],
@@ -67,7 +85,10 @@ class RelativeDensity(TiedDensity):''',
 PROGRAM = """
 import json, sys
 import pytest
-assert pytest.main(["-q", "-p", "no:cacheprovider", "tests/psc_core/density", "-k", "spherical"]) == 0
+
+tests = ["tests/psc_core/density", "tests/psc_core/bundle/test_format.py"]
+tests += ["-k", "(spherical or tables_match_layouts) and not second_reader"]
+assert pytest.main(["-q", "--noconftest", "-p", "no:cacheprovider", *tests]) == 0
 
 from psc_core import PSC
 from psc_core.cli.fit import main
@@ -82,4 +103,13 @@ assert_close_to_twin(fit_density(z, labels, num_classes=3, kind="spherical"), z,
 assert main([*json.loads(sys.argv[1]), "--density", "spherical", "--out", "bundle"]) == 0
 psc = PSC.load("bundle", device="cpu", allow_factories=["tests.tiny:network"])
 assert type(psc.pipeline.scorer.density).__name__ == "SphericalDensity"
+from pathlib import Path
+import numpy as np
+import torch
+from tests.second_reader import SecondReader
+
+density = psc.pipeline.scorer.density
+z = torch.randn(20, density.sizes["dim"])
+theirs = SecondReader(Path("bundle")).log_density(z.double().numpy(), [])
+np.testing.assert_allclose(theirs, density(z).log_density.numpy(), rtol=1e-4, atol=1e-3)
 """

@@ -4,7 +4,7 @@ EDITS = {
     "psc_core/heads/centroid.py": [
         (
             "",
-            '''"""Class means: ``softmax(−‖φ − m_c‖² / 2t)``; epistemic uncertainty is the squared distance to the nearest."""
+            '''"""Class means: ``softmax(−‖φ − m_c‖² / 2t)``; epistemic: the squared distance to the nearest."""
 
 from __future__ import annotations
 
@@ -121,7 +121,28 @@ def test_probabilities_are_the_definition_in_float64() -> None:
         )
     ],
     "docs/method.md": [("| `duq` | RBF", "| `centroid` | a softmax over distances to class means |\n| `duq` | RBF")],
+    "tests/second_reader.py": [
+        ('"duq": _duq}', '"duq": _duq, "centroid": _centroid}'),
+        (
+            "def _log_sum_exp(",
+            """def _centroid(t: dict[str, Array], phi: Array) -> tuple[Array, Array]:
+    squared = ((phi[:, None] - t["centroids"]) ** 2).sum(2)
+    return _softmax(-squared / (2 * t["temperature"])), squared.min(1)
+
+
+def _log_sum_exp(""",
+        ),
+    ],
+    "tests/psc_core/bundle/test_format.py": [
+        (
+            "JOBS: dict[str, tuple[str, ...]] = {\n",
+            """JOBS: dict[str, tuple[str, ...]] = {
+    "centroid": ("--head", "centroid"),
+""",
+        )
+    ],
     "docs/bundle-format.md": [
+        ("| `centroids` | (K, D) | duq |", "| `centroids` | (K, D) | duq, centroid |"),
         ("| `embedding` | (D, D)", "| `temperature` | () | centroid | t |\n| `embedding` | (D, D)"),
         ("    null      prob", "    centroid  probabilities = softmax(−‖ φ − centroids_c ‖² / 2t)\n    null      prob"),
     ],
@@ -130,7 +151,10 @@ def test_probabilities_are_the_definition_in_float64() -> None:
 PROGRAM = """
 import json, sys
 import pytest
-assert pytest.main(["-q", "-p", "no:cacheprovider", "tests/psc_core/heads", "-k", "centroid"]) == 0
+
+tests = ["tests/psc_core/heads", "tests/psc_core/bundle/test_format.py"]
+tests += ["-k", "(centroid or tables_match_layouts) and not second_reader"]
+assert pytest.main(["-q", "--noconftest", "-p", "no:cacheprovider", *tests]) == 0
 
 from psc_core import PSC
 from psc_core.cli.fit import main
@@ -138,4 +162,13 @@ from psc_core.cli.fit import main
 assert main([*json.loads(sys.argv[1]), "--head", "centroid", "--out", "bundle"]) == 0
 psc = PSC.load("bundle", device="cpu", allow_factories=["tests.tiny:network"])
 assert type(psc.pipeline.scorer.head).__name__ == "CentroidHead"
+from pathlib import Path
+import numpy as np
+import torch
+from tests.second_reader import SecondReader
+
+head = psc.pipeline.scorer.head
+z = torch.randn(20, head.sizes["dim"])
+for got, expected in zip(SecondReader(Path("bundle")).classify(z.double().numpy(), None), head(z), strict=True):
+    np.testing.assert_allclose(got, expected.numpy(), rtol=1e-3, atol=1e-4)
 """

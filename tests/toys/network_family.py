@@ -4,7 +4,7 @@ EDITS = {
     "psc_core/network/builders.py": [
         (
             "BUILDERS: ",
-            '''def from_tiny(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
+            """def from_tiny(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
     tiny = importlib.import_module("tests.tiny")
     if name != "network":
         raise NetworkError(f"tiny has no network {name!r}; {_near(name, ['network'])}")
@@ -15,38 +15,35 @@ EDITS = {
     return net
 
 
-BUILDERS: ''',
+BUILDERS: """,
         ),
         ('    "timm": from_timm,\n', '    "timm": from_timm,\n    "tiny": from_tiny,\n'),
     ],
     "psc_core/cli/fit.py": [("torchvision:NAME, timm:NAME or", "torchvision:NAME, timm:NAME, tiny:NAME or")],
     "tests/psc_core/network/test_builders.py": [
         (
-            "from __future__ import annotations\n",
-            """from __future__ import annotations
+            "def test_timm_networks_load(",
+            """def test_tiny_networks_load() -> None:
+    assert load_network("tiny:network", num_classes=3)[-1].out_features == 3
+    with pytest.raises(NetworkError, match="did you mean network"):
+        load_network("tiny:netwerk", num_classes=3)
+    with pytest.raises(NetworkError, match="rejects the model arguments"):
+        load_network("tiny:network", num_classes=3, model_args={"depth": 3})
 
-import pytest as _pytest
-from psc_core.errors import NetworkError as _NetworkError
-from psc_core.network.load import load_network as _load_network
 
-
-def test_tiny() -> None:
-    assert _load_network("tiny:network", num_classes=3)[-1].out_features == 3
-    with _pytest.raises(_NetworkError, match="did you mean network"):
-        _load_network("tiny:netwerk", num_classes=3)
-    with _pytest.raises(_NetworkError, match="rejects the model arguments"):
-        _load_network("tiny:network", num_classes=3, model_args={"depth": 3})
-
-""",
+def test_timm_networks_load(""",
         )
     ],
-    "docs/bundle-format.md": [("`torchvision:NAME`, `timm:NAME` or", "`torchvision:NAME`, `timm:NAME`, `tiny:NAME` or")],
+    "docs/bundle-format.md": [
+        ("`torchvision:NAME`, `timm:NAME` or", "`torchvision:NAME`, `timm:NAME`, `tiny:NAME` or")
+    ],
 }
 
 PROGRAM = """
 import json, sys
 import pytest
-assert pytest.main(["-q", "-p", "no:cacheprovider", "tests/psc_core/network/test_builders.py", "-k", "tiny"]) == 0
+tests = ["tests/psc_core/network/test_builders.py", "-k", "tiny_networks"]
+assert pytest.main(["-q", "--noconftest", "-p", "no:cacheprovider", *tests]) == 0
 
 from psc_core import PSC
 from psc_core.cli.fit import main

@@ -4,19 +4,15 @@ EDITS = {
     "psc_core/prediction.py": [
         (
             "    is_ood: bool = ",
-            """    max_probability_gap: Score = Field(
-        ge=0, le=1, description="Probability of the most probable class minus that of the next."
-    )
+            """    max_probability_gap: Score = Field(description="Confidence minus the probability of the next class.")
     is_ood: bool = """,
         )
     ],
     "psc_core/model/pipeline.py": [
         (
-            "        return Scored(scores, probabilities)\n",
-            """        first, second = probabilities.topk(2, dim=1).values.unbind(1)
-        scores["max_probability_gap"] = first - second
-        return Scored(scores, probabilities)
-""",
+            "        return pack({**scored.scores, ",
+            """        first, second = scored.probabilities.topk(2, dim=1).values.unbind(1)
+        return pack({**scored.scores, "max_probability_gap": first - second, """,
         )
     ],
     "docs/service.md": [
@@ -48,7 +44,7 @@ torch.testing.assert_close(getattr(prediction, NAME)[0], first - second)
 
 file = io.BytesIO()
 Image.fromarray(image).save(file, "PNG")
-with TestClient(create_app(load_settings({"bundle": sys.argv[1], "device": "cpu"}))) as client:
+with TestClient(create_app(load_settings({"bundle": sys.argv[1], "device": "cpu", "max_batch_size": 1}))) as client:
     deadline = time.monotonic() + 60
     while client.get("/readyz").status_code != 200 and time.monotonic() < deadline:
         time.sleep(0.05)
