@@ -13,6 +13,8 @@ serve: $(VENV)/.serve           ## set up everything and serve the shipped bundl
 test: $(VENV)/.dev              ## set up everything and run the tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu"
 
+QUICK := $(addprefix tests/,$(addprefix psc_core/,images data numerics calibration) $(addprefix app/,inference models observability))
+
 test-quick: $(VENV)/.dev        ## the tests of single modules, in less than a minute
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu" $(QUICK)
 
