@@ -1,6 +1,6 @@
-"""A second reader of bundles, written from ``docs/bundle-format.md``: NumPy, json and hashlib, nothing of ours.
+"""A second reader of bundles, written from ``docs/bundle-format.md``: with NumPy, json and hashlib alone.
 
-It reads everything behind the network, in float64: features of the candidate layer(s) in, answers out.
+It reads everything behind the network, in float64: features of the candidate layer(s) in, outputs and decisions out.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4",
            "BOOL": "?"}  # fmt: skip
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """The directory is no bundle of version 1."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the format says of B images."""
+    """Outputs and decisions of B images."""
 
     z: Array
     log_density: Array
@@ -65,12 +65,12 @@ class SecondReader:
     def __init__(self, folder: Path) -> None:
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text("utf-8"))
         if self.manifest["schema_version"] != 1 or self.manifest["version"] != version_of(self.manifest):
-            raise Refused("schema or version")
+            raise Rejected("schema or version")
         self.parts: dict[str, dict[str, Array]] = {}
         for name, entry in self.manifest["files"].items():
             blob = (folder / name).read_bytes()
             if len(blob) != entry["bytes"] or hashlib.sha256(blob).hexdigest() != entry["sha256"]:
-                raise Refused(name)
+                raise Rejected(name)
             self.parts[name.removesuffix(".safetensors")] = parse_safetensors(blob)
 
     def tensors(self, part: str) -> dict[str, Array]:
@@ -112,7 +112,7 @@ class SecondReader:
         elif kind in ("tied", "rmd"):
             difference = w[:, None] - t["centres"]
         else:
-            raise Refused(kind)
+            raise Rejected(kind)
         joint = t["constants"] - (difference**2).sum(2) / 2
         if kind == "rmd":
             joint -= (t["background_constant"] - ((w @ t["background"]) ** 2).sum(1) / 2)[:, None]
@@ -132,7 +132,7 @@ class SecondReader:
     # -- decisions ------------------------------------------------------------------------------------------------
 
     def p_values(self, ood_score: Array) -> Array:
-        """Share of calibration images at least as unusual."""
+        """p-value of each image."""
         scores = self.tensors("calibration")["scores"]
         return (1 + (scores[None] <= -ood_score[:, None]).sum(1)) / (len(scores) + 1)
 
@@ -143,7 +143,7 @@ class SecondReader:
         return float(given[len(given) - rank])
 
     def answer(self, features: list[Array], logits: Array | None = None) -> Answer:
-        """Everything for features of each candidate layer, and the logits where predictions are ``base``."""
+        """Outputs and decisions from the features of each candidate layer, and from the logits for base predictions."""
         policy = self.manifest["policy"]
         z = self.project([np.asarray(f, np.float64) for f in features])
         log_density = self.log_density(z, features)

@@ -26,14 +26,11 @@ def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser
     args = cli.parse_args(argv)
     keep_freed_memory()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack some of the tables' characters
-    sys.path.append(str(Path.cwd()))  # where package.module:factory specs are looked up last
+        sys.stdout.reconfigure(errors="replace")  # A terminal may lack some of the tables' characters.
+    sys.path.append(str(Path.cwd()))  # Where package.module:factory specs are looked up last.
     try:
         main(args)
-    except PSCError as error:
-        print(f"{cli.prog}: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except OSError as error:  # a full disk, a folder that may not be written to
+    except (PSCError, OSError) as error:  # OSError: a full disk, a folder that may not be written to.
         print(f"{cli.prog}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:

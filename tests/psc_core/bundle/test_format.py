@@ -26,7 +26,7 @@ from psc_core.model.outputs import Outputs
 from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS
 from psc_core.prediction import DECISIONS
 from tests.conftest import TinyJob
-from tests.second_reader import Refused, SecondReader, parse_safetensors
+from tests.second_reader import Rejected, SecondReader, parse_safetensors
 
 ALLOW = ("tests.tiny:network",)
 DOCUMENT = Path(__file__).parents[3] / "docs" / "bundle-format.md"
@@ -138,7 +138,7 @@ def test_second_reader_rejects_altered_bundles(bundles: dict[str, Path], tmp_pat
     body = json.loads((bundles["rmd-base"] / "manifest.json").read_text())
     body["policy"]["alpha"] = 0.5
     (tmp_path / "manifest.json").write_text(json.dumps(body))
-    with pytest.raises(Refused):
+    with pytest.raises(Rejected):
         SecondReader(tmp_path)
 
 

@@ -35,9 +35,8 @@ def test_seed_reaches_the_head(
         ).pipeline.state_dict()
         for seed in (0, 1)
     )
-    assert not torch.equal(
-        one["scorer.head.phases"], two["scorer.head.phases"]
-    )  # The length-scale moves the frequencies alone.
+    # The length-scale moves the frequencies alone.
+    assert not torch.equal(one["scorer.head.phases"], two["scorer.head.phases"])
 
 
 def test_unknown_options(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> None:
