@@ -23,8 +23,8 @@ from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.model.pipeline import Pipeline, Scorer
 from psc_core.model.predictor import PSC
 from psc_core.network.backbone import Backbone, truncate
-from psc_core.network.fuse import fuse
 from psc_core.network.cut import cut_graph
+from psc_core.network.fuse import fuse
 from psc_core.network.layers import list_layers
 from psc_core.network.load import load_network
 from psc_core.projection.module import Projection

@@ -9,27 +9,25 @@ from typing import Any
 
 import torch
 import uvicorn
-from torch import Tensor, nn
+from torch import Tensor
 
 from app.main import create_app
 from app.runtime import UvicornRuntime
 from app.server import BACKLOG, uvicorn_config
 from app.settings import Settings
 from benchmarks.serving.adapters.settings import FACTORY, port
+from psc_core.model.pipeline import Pipeline
 from psc_core.model.predictor import PSC
 
 
-class Instant(nn.Module):
-    """The same outputs for every image."""
+class Instant(Pipeline):
+    """A pipeline that gives ``row`` as the outputs of every image."""
 
     row: Tensor
-    scale: Tensor
-    concurrent = True
 
-    def __init__(self, row: Tensor) -> None:
-        super().__init__()
+    def __init__(self, pipeline: Pipeline, row: Tensor) -> None:
+        super().__init__(pipeline.scorer, pipeline.calibration_scores)
         self.register_buffer("row", row)
-        self.register_buffer("scale", torch.empty(0))
 
     def forward(self, images: Tensor) -> Tensor:
         """(n, S + K)."""
@@ -43,7 +41,7 @@ def main() -> None:
     size = psc.preprocess
     with torch.inference_mode():
         row = psc.pipeline(torch.zeros((1, size.channels, size.height, size.width), dtype=torch.uint8))[0]
-    model: Any = replace(psc, pipeline=Instant(row))
+    model: Any = replace(psc, pipeline=Instant(psc.pipeline, row))
     config = uvicorn_config(settings)
     config.app = lambda: create_app(settings, {"instant": model}, runtime=UvicornRuntime(settings))
     uvicorn.Server(config).run([socket.create_server(("127.0.0.1", port()), backlog=BACKLOG)])
