@@ -12,20 +12,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from psc_core.compute.passes import Compute, track_images
-from psc_core.data.dataset import Batch, ImageDataset
+from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.evaluation.baselines import Baselines
-from psc_core.evaluation.report import PRIMARY, Classification, EvaluationReport, RealisedRate, Separation
+from psc_core.evaluation.losses import METRICS, Losses, losses_of
+from psc_core.evaluation.report import PRIMARY, EvaluationReport, RealisedRate, Separation
 from psc_core.heads import entropy
-from psc_core.metrics import intervals, ranking, selective
-from psc_core.metrics.classification import adaptive_ece, ece, label_brier, label_nll
+from psc_core.metrics import intervals, ranking
 from psc_core.model.outputs import Outputs
 from psc_core.model.predictor import PSC
 
@@ -36,34 +35,16 @@ AMBIGUOUS_PREFIX = "ambiguous"
 """Prefix of the names of groups of ambiguous images; images of all other groups are clean."""
 
 
-class Losses(NamedTuple):
-    """One classifier's losses, one entry for each labelled example."""
-
-    nll: Float[Tensor, " examples"]
-    brier: Float[Tensor, " examples"]
-    confidence: Float[Tensor, " examples"]
-    correct: Bool[Tensor, " examples"]
-
-
 @dataclass(frozen=True)
 class ScoredImages:
-    """What one pass keeps, on the CPU, in the order of the data set.
+    """What one pass keeps of n images, on the CPU, in the order of the data set."""
 
-    Attributes:
-        ood: By score name, ``float64 (n,)``; higher is more unusual.
-        alarm: ``bool (n,)`` p-value ≤ α.
-        entropy: By classifier, ``float64 (n,)`` nats.
-        set_size: ``int64 (n,)`` classes in the prediction set.
-        covered: ``bool (n,)`` the first label is in the set; empty for data of other classes.
-        losses: By classifier; empty for data of other classes.
-    """
-
-    ood: Mapping[str, Tensor]
-    alarm: Tensor
-    entropy: Mapping[str, Tensor]
-    set_size: Tensor
-    covered: Tensor
-    losses: Mapping[str, Losses]
+    ood: Mapping[str, Tensor]  # by score, float64 (n,); higher is more unusual
+    alarm: Tensor  # bool (n,), p-value ≤ α
+    entropy: Mapping[str, Tensor]  # by classifier, float64 (n,), nats
+    set_size: Tensor  # int64 (n,), classes in the prediction set
+    covered: Tensor  # bool (n,), the first label is in the set; empty for data of other classes
+    losses: Mapping[str, Losses]  # by classifier; empty for data of other classes
 
 
 def evaluate(
@@ -95,7 +76,10 @@ def evaluate(
         id_name=id_data.name,
         images=len(id_data),
         examples=id_data.examples,
-        classification={name: classification(losses) for name, losses in inside.losses.items()},
+        classification={
+            name: {metric: compute(losses) for metric, (_, compute) in METRICS.items()}
+            for name, losses in inside.losses.items()
+        },
         ood_images={name: len(scored.alarm) for name, scored in outside.items()},
         separation={name: separation(inside.ood, scored.ood) for name, scored in outside.items()},
         flagged={name: float(scored.alarm.double().mean()) for name, scored in outside.items()},
@@ -178,29 +162,6 @@ def score_images(
         set_size=torch.cat(set_size),
         covered=torch.cat(covered) if covered else torch.empty(0, dtype=torch.bool),
         losses={name: Losses(*map(torch.cat, zip(*parts, strict=True))) for name, parts in losses.items()},
-    )
-
-
-def losses_of(probabilities: Float[Tensor, "batch classes"], batch: Batch) -> Losses:
-    """Losses of a batch's labelled examples."""
-    p, labels = batch.per_example(probabilities), batch.labels
-    confidence, predicted = p.double().max(1)
-    return Losses(label_nll(p, labels), label_brier(p, labels), confidence, predicted == labels)
-
-
-def classification(losses: Losses) -> Classification:
-    """Metrics of one classifier."""
-    ranked = losses.confidence, losses.correct
-    return Classification(
-        accuracy=float(losses.correct.double().mean()),
-        nll=float(losses.nll.mean()),
-        brier=float(losses.brier.mean()),
-        ece=ece(*ranked),
-        adaptive_ece=adaptive_ece(*ranked),
-        aurc=selective.aurc(*ranked),
-        augrc=selective.augrc(*ranked),
-        coverage_at_risk_1_percent=selective.coverage_at_risk(*ranked, 0.01),
-        coverage_at_risk_5_percent=selective.coverage_at_risk(*ranked, 0.05),
     )
 
 

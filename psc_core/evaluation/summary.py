@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from psc_core.evaluation.report import PRIMARY, Classification, EvaluationReport, RealisedRate, Separation
+from psc_core.evaluation.losses import METRICS
+from psc_core.evaluation.report import PRIMARY, EvaluationReport, RealisedRate, Separation
 from psc_core.metrics.ranking import Difference
 
 STANDARD_ERRORS: Final = 2.0
 """Difference, in standard errors, from which on one score beats another."""
 
-COMPARED: Final = {"accuracy": "Accuracy", "nll": "NLL", "ece": "ECE"}
-"""Metrics of the classifiers that are compared, with their names."""
+COMPARED: Final = ("accuracy", "nll", "ece")
+"""Metrics by which classifiers are compared."""
 
 
 def summarise(report: EvaluationReport) -> list[str]:
@@ -58,13 +59,13 @@ def signed(difference: Difference) -> str:
     return f"{difference.value:+.4f} ± {difference.standard_error:.4f}"
 
 
-def compare_classifiers(classifiers: Mapping[str, Classification], metric: str) -> str:
+def compare_classifiers(classifiers: Mapping[str, Mapping[str, float]], metric: str) -> str:
     """The best of several classifiers by one metric."""
-    values = {name: getattr(quality, metric) for name, quality in classifiers.items()}
+    values = {name: quality[metric] for name, quality in classifiers.items()}
     best = max(values.values()) if metric == "accuracy" else min(values.values())
     names = [name for name, value in values.items() if value == best]
     listed = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-    return f"{COMPARED[metric]}: best is {' and '.join(names)} ({listed})."
+    return f"{METRICS[metric][0]}: best is {' and '.join(names)} ({listed})."
 
 
 def describe_rate(what: str, rate: RealisedRate) -> str:

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any
 
+from psc_core.evaluation.losses import METRICS
 from psc_core.evaluation.report import PRIMARY, EvaluationReport, RealisedRate
 from psc_core.evaluation.summary import signed, summarise
-
-METRICS: Final[Mapping[str, str]] = {
-    "accuracy": "Accuracy",
-    "nll": "NLL",
-    "brier": "Brier",
-    "ece": "ECE",
-    "adaptive_ece": "aECE",
-    "aurc": "AURC",
-    "augrc": "AUGRC",
-    "coverage_at_risk_1_percent": "cov@1%",
-    "coverage_at_risk_5_percent": "cov@5%",
-}
-"""Metrics of a classifier, with their column titles."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +84,6 @@ def to_json(report: EvaluationReport) -> dict[str, Any]:
     for key in ("false_alarms", "misses"):
         rate: RealisedRate = getattr(report, key)
         data[key] |= {"rate": rate.rate, "assessment": rate.assessment}
-        for interval in ("interval", "acceptance", "calibrated_acceptance"):
-            data[key][interval] = list(data[key][interval])
     return {**data, "summary": summarise(report)}
 
 
@@ -111,9 +97,9 @@ def heading(report: EvaluationReport) -> str:
 def classification_table(report: EvaluationReport) -> Table:
     """Every metric of every classifier."""
     rows = [
-        [name, *(f"{getattr(quality, key):.4f}" for key in METRICS)] for name, quality in report.classification.items()
+        [name, *(f"{quality[metric]:.4f}" for metric in METRICS)] for name, quality in report.classification.items()
     ]
-    return Table("Classification", ["classifier", *METRICS.values()], rows)
+    return Table("Classification", ["classifier", *(title for title, _ in METRICS.values())], rows)
 
 
 def separation_table(report: EvaluationReport, ood: str) -> Table:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from psc_core.evaluation.report import Classification, EvaluationReport, RealisedRate, Separation
+from psc_core.evaluation.losses import METRICS
+from psc_core.evaluation.report import EvaluationReport, RealisedRate, Separation
 from psc_core.metrics.intervals import CountInterval, RateInterval
 from psc_core.metrics.ranking import Difference
 
@@ -11,8 +12,9 @@ def separation(auroc: float, difference: float, error: float) -> Separation:
     return Separation(auroc, aupr_in=0.9, aupr_out=0.8, fpr95=0.2, auroc_difference=Difference(difference, error))
 
 
-def classification(nll: float) -> Classification:
-    return Classification(0.96, nll, 0.05, 0.005, 0.006, 0.001, 0.002, 0.9, 1.0)
+def classification(nll: float) -> dict[str, float]:
+    values = (0.96, nll, 0.05, 0.005, 0.006, 0.001, 0.002, 0.9, 1.0)
+    return dict(zip(METRICS, values, strict=True))
 
 
 def rate(count: int) -> RealisedRate:

@@ -103,15 +103,15 @@ def test_equals_loops(psc: PSC) -> None:
     confidence, correct = p.amax(1).tolist(), (p.argmax(1) == y).tolist()
 
     quality = report.classification["psc"]
-    assert quality.accuracy == pytest.approx(sum(correct) / 120)
-    assert quality.nll == pytest.approx(naive.nll(p.tolist(), y.tolist(), classification.LOG_FLOOR))
-    assert quality.brier == pytest.approx(naive.brier(p.tolist(), y.tolist()))
-    assert quality.ece == pytest.approx(naive.ece(confidence, correct, 15))
-    assert quality.adaptive_ece == pytest.approx(naive.adaptive_ece(confidence, correct, 15))
-    assert quality.aurc == pytest.approx(naive.aurc(confidence, correct))
-    assert quality.augrc == pytest.approx(naive.augrc(confidence, correct))
-    assert quality.coverage_at_risk_1_percent == pytest.approx(naive.coverage_at_risk(confidence, correct, 0.01))
-    assert quality.coverage_at_risk_5_percent == pytest.approx(naive.coverage_at_risk(confidence, correct, 0.05))
+    assert quality["accuracy"] == pytest.approx(sum(correct) / 120)
+    assert quality["nll"] == pytest.approx(naive.nll(p.tolist(), y.tolist(), classification.LOG_FLOOR))
+    assert quality["brier"] == pytest.approx(naive.brier(p.tolist(), y.tolist()))
+    assert quality["ece"] == pytest.approx(naive.ece(confidence, correct, 15))
+    assert quality["adaptive_ece"] == pytest.approx(naive.adaptive_ece(confidence, correct, 15))
+    assert quality["aurc"] == pytest.approx(naive.aurc(confidence, correct))
+    assert quality["augrc"] == pytest.approx(naive.augrc(confidence, correct))
+    assert quality["coverage_at_risk_1_percent"] == pytest.approx(naive.coverage_at_risk(confidence, correct, 0.01))
+    assert quality["coverage_at_risk_5_percent"] == pytest.approx(naive.coverage_at_risk(confidence, correct, 0.05))
 
     own = report.separation["outside"]["psc"]
     i, o = (-served["log_density"]).tolist(), (-strange["log_density"]).tolist()
@@ -156,7 +156,7 @@ def test_several_labels_per_image(psc: PSC) -> None:
     p = Outputs(psc.pipeline(images[:, None])).probabilities.double()
     repeated = p.repeat_interleave(2, 0).tolist()
     assert (report.images, report.examples, report.false_alarms.images) == (30, 60, 30)
-    assert report.classification["psc"].nll == pytest.approx(
+    assert report.classification["psc"]["nll"] == pytest.approx(
         naive.nll(repeated, labels.flatten().tolist(), classification.LOG_FLOOR)
     )
     sets = naive_sets(psc.calibration.set_thresholds(0.9), p.float())
@@ -188,7 +188,7 @@ def test_with_baselines(psc: PSC) -> None:
     baselines = fit_baselines(net, "2", train, inside(100, 7), compute=Compute(torch.device("cpu")))
     report = evaluate(psc, inside(90, 8), {"outside": OUTSIDE}, baselines)
     assert set(report.classification) == {"psc", "base", "temperature"}
-    assert report.classification["base"].accuracy == report.classification["temperature"].accuracy
+    assert report.classification["base"]["accuracy"] == report.classification["temperature"]["accuracy"]
     difference = report.separation["outside"]["knn"].auroc_difference
     assert difference.value == pytest.approx(
         report.separation["outside"]["psc"].auroc - report.separation["outside"]["knn"].auroc
