@@ -43,11 +43,6 @@ def nll(probabilities: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) ->
     return float(label_nll(probabilities, labels).mean())
 
 
-def brier(probabilities: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
-    """Mean Brier score in [0, 2]."""
-    return float(label_brier(probabilities, labels).mean())
-
-
 def ece(confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, bins: int = ECE_BINS) -> float:
     """Expected calibration error over ``bins`` equal-width bins (a, b]; a confidence of 0 joins the first."""
     check_same_length("ece", confidence, correct)

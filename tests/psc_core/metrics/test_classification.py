@@ -26,14 +26,16 @@ def classified(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 def test_likelihoods_match_loops(case: tuple[torch.Tensor, torch.Tensor]) -> None:
     p, y = case
     assert classification.nll(p, y) == pytest.approx(naive.nll(p.tolist(), y.tolist(), classification.LOG_FLOOR))
-    assert classification.brier(p, y) == pytest.approx(naive.brier(p.tolist(), y.tolist()), abs=1e-12)
+    assert float(classification.label_brier(p, y).mean()) == pytest.approx(
+        naive.brier(p.tolist(), y.tolist()), abs=1e-12
+    )
     assert classification.accuracy(p, y) == pytest.approx(float((p.argmax(1) == y).double().mean()))
 
 
 def test_certain_errors_have_a_finite_nll() -> None:
     p, y = torch.tensor([[1.0, 0.0]]), torch.tensor([1])
     assert classification.nll(p, y) == pytest.approx(87.336, abs=1e-3)
-    assert classification.brier(p, y) == 2.0
+    assert classification.label_brier(p, y).tolist() == [2.0]
     assert classification.nll(p, torch.tensor([0])) == 0.0
 
 
