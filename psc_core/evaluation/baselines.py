@@ -37,7 +37,8 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.density import DENSITIES, Density
 from psc_core.density.fit.density import fit_density
 from psc_core.density.gaussian import ClasswiseDensity
-from psc_core.errors import FitError, NetworkError, UsageError
+from psc_core.errors import FitError, NetworkError
+from psc_core.fitting.checks import check_own_output
 from psc_core.heads import entropy
 from psc_core.heads.fit.temperature import fit_temperature
 from psc_core.images.preprocess import Preprocess
@@ -61,36 +62,22 @@ GAUSSIAN_ELEMENTS: Final = 1 << 28
 
 
 class BaselineOutputs(NamedTuple):
-    """The baselines on a batch.
+    """The baselines on a batch."""
 
-    Attributes:
-        scores: (B,) float64 for each of :data:`DETECTORS`.
-        probabilities: (B, K) float64, by ``"base"`` and ``"temperature"``.
-    """
-
-    scores: dict[str, Tensor]
-    probabilities: dict[str, Tensor]
+    scores: dict[str, Tensor]  # (B,) float64 for each of DETECTORS
+    probabilities: dict[str, Tensor]  # (B, K) float64, by "base" and "temperature"
 
 
 @dataclass(frozen=True)
 class Baselines:
-    """Fitted detectors around one network.
+    """Fitted detectors around one network."""
 
-    Attributes:
-        backbone: The whole network, giving penultimate features and logits.
-        preprocess: Of the data that they were fitted on.
-        temperature: T.
-        gda: Density of h.
-        mahalanobis: Tied density of h / ‖h‖.
-        bank: (images, dim) training features of unit length.
-    """
-
-    backbone: Backbone
-    preprocess: Preprocess
-    temperature: float
-    gda: Density
-    mahalanobis: Density
-    bank: Float[Tensor, "images dim"]
+    backbone: Backbone  # the whole network, giving penultimate features and logits
+    preprocess: Preprocess  # of the data that they were fitted on
+    temperature: float  # T
+    gda: Density  # of h
+    mahalanobis: Density  # of h / ‖h‖, tied
+    bank: Float[Tensor, "images dim"]  # training features of unit length
 
     @torch.no_grad()
     def score(self, images: UInt8[Tensor, "batch channels height width"]) -> BaselineOutputs:
@@ -125,8 +112,8 @@ def fit_baselines(
     Args:
         net: The classifier, logits out; moved to the device.
         penultimate_layer: Module whose output the last linear layer reads.
-        train: Training images, for the Gaussians and the nearest-neighbour bank.
-        val: Validation images, for the temperature.
+        train: For the Gaussians and the nearest-neighbour bank.
+        val: For the temperature.
         compute: Device and batch size; baselines always run in float32.
         bank_images: Maximum number of training images whose features are kept.
         seed: Chooses these images.
@@ -139,22 +126,21 @@ def fit_baselines(
     net.to(compute.device)
     example = train.preprocess.normalise(torch.tensor(train.image(0)[None], device=compute.device))
     backbone = truncate(net, [penultimate_layer], keep_output=True, example=example)
-    with torch.no_grad():
-        width = penultimate_and_logits(backbone, example)[1].shape[1]
-    if width != len(train.classes):
-        raise UsageError(
-            f"expected a network of {len(train.classes)} outputs, one for each class of {train.name}, got {width}; "
-            "use the data it was trained for, and a factory that reads num_classes"
-        )
-    temperature = fit_temperature(*_validation_logits(backbone, val, compute))
-    features, image_index, labels = _training_features(backbone, train, compute, bank_images, seed)
+    check_own_output(backbone, train, compute)
+    step = partial(penultimate_and_logits, backbone)
+    logits, labels = [], []
+    for (_, output), batch in passes(val, compute, "baselines: temperature", step):
+        logits.append(batch.per_example(output).float().cpu())
+        labels.append(batch.labels)
+    temperature = fit_temperature(torch.cat(logits), torch.cat(labels))
+    features, image_index, known = _training_features(backbone, train, compute, bank_images, seed)
     unit = functional.normalize(features)
     return Baselines(
         backbone,
         train.preprocess,
         temperature,
-        gda=_usable_density(features, image_index, labels, kind="gda"),
-        mahalanobis=_usable_density(unit, image_index, labels, kind="tied"),
+        gda=_usable_density(features, image_index, known, kind="gda"),
+        mahalanobis=_usable_density(unit, image_index, known, kind="tied"),
         bank=unit,
     )
 
@@ -162,14 +148,8 @@ def fit_baselines(
 def full_density(z: Float[Tensor, "n dim"], labels: Int[Tensor, " n"], *, num_classes: int, kind: str) -> Density:
     """A density with all components of the features that memory allows.
 
-    Args:
-        z: Features.
-        labels: Class indices, at least two of every class.
-        num_classes: K.
-        kind: One of :data:`psc_core.density.DENSITIES`.
-
-    Raises:
-        FitError: As :func:`psc_core.density.fit.density.fit_density`.
+    Every class has at least two labels; arguments and errors are those of
+    :func:`psc_core.density.fit.density.fit_density`.
     """
     inputs = functional.normalize(z) if DENSITIES[kind].unit_length else z
     mean = linalg.mean_of_rows(inputs)
@@ -210,17 +190,6 @@ def knn_score(
         candidates = torch.cat([best, unit @ block.T], dim=1)
         best = candidates.topk(min(k, candidates.shape[1]), dim=1).values
     return (2 - 2 * best[:, -1]).clamp_min(0).sqrt()
-
-
-def _validation_logits(
-    backbone: Backbone, val: ImageDataset, compute: Compute
-) -> tuple[Float[Tensor, "examples classes"], Int[Tensor, " examples"]]:
-    logits, labels = [], []
-    step = partial(penultimate_and_logits, backbone)
-    for (_, output), batch in passes(val, compute, "baselines: temperature", step):
-        logits.append(batch.per_example(output).float().cpu())
-        labels.append(batch.labels)
-    return torch.cat(logits), torch.cat(labels)
 
 
 def _training_features(

@@ -49,13 +49,16 @@ def check_attainable_rates(val: ImageDataset, *, alpha: float, coverage: float, 
 
 
 def check_own_output(backbone: Backbone, train: ImageDataset, compute: Compute) -> None:
-    """Reject a network whose own output cannot be served as probabilities of the classes.
+    """Reject a network whose own output cannot be probabilities of the classes.
 
     Raises:
         UsageError: It has another number of outputs.
     """
     with torch.inference_mode():
         logits = backbone(example_input(train.preprocess).to(compute.device))[1]
-    if logits is None or logits.shape[1] != len(train.classes):
-        got = None if logits is None else logits.shape[1]
-        raise UsageError(f"expected a network of {len(train.classes)} outputs to serve its own, got {got}")
+    width = None if logits is None else logits.shape[1]
+    if width != len(train.classes):
+        raise UsageError(
+            f"expected a network of {len(train.classes)} outputs, one for each class of {train.name}, got {width}; "
+            "use the data it was trained for, and a factory that reads num_classes"
+        )
