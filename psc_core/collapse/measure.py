@@ -81,8 +81,8 @@ def measure_collapse(
 
     Args:
         net: A classifier.  It is moved to ``device`` and put in evaluation mode.
-        train: All images that NC1 is measured on; each process reads its own shard.
-        val: All images that NC4 is measured on, likewise.
+        train: All images that NC1 is measured on, some of every class; each process reads its own shard.
+        val: All images that NC4 is measured on, of the same classes, likewise.
         epsilon: Neural collapse cutoff ε on NC1, recorded in the report.
         layers: Regular expression of layer names; the penultimate layer is always measured too.
         granularity: Which modules are layers, see :mod:`psc_core.network.layers`.
@@ -92,13 +92,13 @@ def measure_collapse(
         reducer: This process among several; a single process by default.
 
     Raises:
-        FitError: A class without training images, different classes in ``val``, or non-finite features.
+        FitError: Non-finite features.
         UsageError: ``epsilon`` outside (0, 1), or a pattern that matches no layer.
         NetworkError: The network cannot be run or cut.
     """
     if not 0.0 < epsilon < 1.0:
         raise UsageError(f"expected epsilon between 0 and 1, got {epsilon}")
-    counts, notes = _class_counts(train, val)
+    counts = torch.bincount(train.labels, minlength=len(train.classes))
     example = train.preprocess.normalise(torch.tensor(train.image(0), device=device)[None])
     every = list_layers(net.to(device), example, granularity=granularity)
     names = {layer.name for layer in select_layers(every, layers)}
@@ -117,27 +117,7 @@ def measure_collapse(
         sums = measurement.sums[layer.name]
         nc1 = nc1_from_scatter(sums.within, sums.between, sums.magnitude)
         measured.append(LayerCollapse(**vars(layer), nc1=nc1, nc4=sums.n_correct / val.examples))
-    return CollapseReport(tuple(measured), epsilon, granularity, layers, train.examples, val.examples, notes)
-
-
-def _class_counts(train: ImageDataset, val: ImageDataset) -> tuple[Tensor, tuple[str, ...]]:
-    """Labelled training examples per class, and notes for the report."""
-    if train.classes != val.classes:
-        raise FitError(
-            f"expected training and validation data of the same classes, got {len(train.classes)} "
-            f"({', '.join(train.classes[:4])}, …) and {len(val.classes)} ({', '.join(val.classes[:4])}, …)"
-        )
-    counts = torch.bincount(train.labels, minlength=len(train.classes))
-    if missing := [train.classes[i] for i in torch.nonzero(counts == 0).flatten().tolist()]:
-        raise FitError(f"classes without training images: {_some(missing)}; add images or remove the class")
-    if not (single := [train.classes[i] for i in torch.nonzero(counts == 1).flatten().tolist()]):
-        return counts, ()
-    return counts, (f"only one training image of {_some(single)}: no within-class variability there, which lowers NC1",)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(repr(name) for name in names[:5]) + more
+    return CollapseReport(tuple(measured), epsilon, granularity, layers, train.examples, val.examples)
 
 
 def _groups(layers: Sequence[LayerInfo], classes: int, batch_images: int, budget: int) -> list[list[_ColumnRange]]:

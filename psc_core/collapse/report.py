@@ -12,7 +12,7 @@ import csv
 import io
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import Any, Final
 
@@ -28,15 +28,10 @@ NEAR: Final = 0.05
 
 @dataclass(frozen=True)
 class LayerCollapse(LayerInfo):
-    """A layer and the neural collapse measured after it.
+    """A layer and the neural collapse measured after it."""
 
-    Attributes:
-        nc1: Tr(Σ_W)/Tr(Σ_T) on the training data: 1 without class structure, 0 for complete collapse.
-        nc4: Fraction of the labelled validation examples whose nearest class mean is that of their label.
-    """
-
-    nc1: float
-    nc4: float
+    nc1: float  # Tr(Σ_W)/Tr(Σ_T) on the training data: 1 without class structure, 0 for complete collapse
+    nc4: float  # fraction of the labelled validation examples whose nearest class mean is that of their label
 
     def __str__(self) -> str:
         return f"{self.name} (NC1 {self.nc1:.4f}, NC4 {self.nc4:.4f})"
@@ -52,25 +47,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class CollapseReport:
-    """Neural collapse of every measured layer.
+    """Neural collapse of every measured layer."""
 
-    Attributes:
-        layers: In execution order.
-        epsilon: Neural collapse cutoff ε on NC1.
-        granularity: Which modules were measured, see :mod:`psc_core.network.layers`.
-        pattern: Regular expression that the candidate's name must match; ``None`` for any.
-        train_rows: Number of labelled examples that NC1 was measured on.
-        val_rows: Number of labelled examples that NC4 was measured on.
-        notes: Remarks on the data.
-    """
-
-    layers: tuple[LayerCollapse, ...]
-    epsilon: float
-    granularity: str
-    pattern: str | None
-    train_rows: int
-    val_rows: int
-    notes: tuple[str, ...] = ()
+    layers: tuple[LayerCollapse, ...]  # in execution order
+    epsilon: float  # neural collapse cutoff ε on NC1
+    granularity: str  # which modules were measured, see :mod:`psc_core.network.layers`
+    pattern: str | None  # regular expression that the candidate's name must match; None for any
+    train_rows: int  # labelled examples that NC1 was measured on
+    val_rows: int  # labelled examples that NC4 was measured on
 
     @property
     def penultimate(self) -> str:
@@ -144,7 +128,7 @@ class CollapseReport:
         lines.append(f"candidate: {chosen.reason}")
         if self.penultimate not in chosen.layers:
             lines.append(f"penultimate: {self.layer(self.penultimate)}, for comparison (DDU)")
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return "\n".join(lines)
 
     def to_csv(self) -> str:
         """One line per layer, with a header."""
@@ -156,8 +140,8 @@ class CollapseReport:
         return text.getvalue()
 
     def to_json(self) -> dict[str, Any]:
-        """The attributes as JSON types."""
-        return asdict(self)
+        """The fields as JSON types; the format's remarks on the data stay empty."""
+        return {**asdict(self), "notes": []}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CollapseReport:
@@ -166,4 +150,4 @@ class CollapseReport:
             LayerCollapse(**{**entry, "shape": tuple(entry["shape"]), "grid": tuple(entry["grid"])})
             for entry in data["layers"]
         )
-        return cls(**{**data, "layers": layers, "notes": tuple(data["notes"])})
+        return cls(layers, *(data[field.name] for field in fields(cls)[1:]))

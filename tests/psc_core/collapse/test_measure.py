@@ -173,24 +173,6 @@ def test_pattern_always_includes_penultimate_layer() -> None:
     assert report.candidate().layers[0] in ("conv", "hidden")
 
 
-def test_rejects_class_without_training_images() -> None:
-    labels = torch.arange(40) % 2
-    with pytest.raises(FitError, match="classes without training images: '2'"):
-        measure_collapse(Net(), images(0, 40, labels), images(1, 21))
-
-
-def test_notes_class_of_one_image() -> None:
-    labels = torch.cat([torch.arange(39) % 2, torch.tensor([2])])
-    report = measure_collapse(Net(), images(0, 40, labels), images(1, 21))
-    assert report.notes == ("only one training image of '2': no within-class variability there, which lowers NC1",)
-    assert "note: only one training image" in report.table()
-
-
-def test_rejects_different_validation_classes() -> None:
-    with pytest.raises(FitError, match="of the same classes"):
-        measure_collapse(Net(), images(0, 40), images(1, 21, classes=4))
-
-
 def test_non_finite_features_name_layer() -> None:
     net = Net()
     with torch.no_grad():

@@ -39,11 +39,14 @@ def test_rejects_other_classes_or_fewer_than_two(net: torch.nn.Module, train: Im
         measure_collapse(net, *alone, options=OPTIONS)
 
 
-def test_rejects_a_class_of_one_image(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> None:
+@pytest.mark.parametrize("count", [0, 1])
+def test_rejects_classes_of_fewer_than_two_images(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, count: int
+) -> None:
     labels = train.labels.clone()
     labels[labels == 3] = 4
-    labels[0] = 3
-    with pytest.raises(DataError, match="two training images of each class, got 1 of '3'"):
+    labels[:count] = 3
+    with pytest.raises(DataError, match=f"two training images of each class, got {count} of '3'"):
         measure_collapse(net, replace(train, labels=labels), val, options=OPTIONS)
 
 
