@@ -8,8 +8,8 @@ calibration images and of future in-distribution images are exchangeable and, wi
 * the smallest p-value is ``1 / (n + 1)``: a smaller α could never raise an alarm and is rejected;
 * prediction set with coverage 1 − α: the classes whose probability is at least the k-th largest
   calibration probability of a true label, ``k = ⌈(n + 1)(1 − α)⌉`` (score ``1 − p_y``: Sadinle et al. 2019).
-  It holds the true label with probability ≥ 1 − α, over all images (marginal) or over the images of each
-  class (Mondrian).  The most probable class is always in the set, which can only raise coverage;
+  It holds the true label with probability ≥ 1 − α, over all images (marginal).  The most probable class is always
+  in the set, which can only raise coverage.
 
 All comparisons are between float32 scores as they were produced, without rounding in between.
 """
@@ -33,28 +33,16 @@ ROUNDING: Final = 1e-9
 
 @dataclass(frozen=True)
 class Calibration:
-    """Scores of n calibration images, float32.
+    """Scores of n calibration images, float32, each sorted for itself."""
 
-    Attributes:
-        scores: OOD scores, ascending, nats.
-        entropies: Predictive entropies, ascending, nats.
-        label_probabilities: Predicted probability of the true label, ascending.
-        labels: The true label of each entry of ``label_probabilities``.
-        num_classes: K.
-    """
-
-    scores: Float[Tensor, " n"]
-    entropies: Float[Tensor, " n"]
-    label_probabilities: Float[Tensor, " n"]
-    labels: Int[Tensor, " n"]
-    num_classes: int
+    scores: Float[Tensor, " n"]  # OOD scores, ascending, nats
+    entropies: Float[Tensor, " n"]  # predictive entropies, ascending, nats
+    label_probabilities: Float[Tensor, " n"]  # of the true label, ascending
+    labels: Int[Tensor, " n"]  # the true label of each entry of label_probabilities
+    num_classes: int  # K
 
     def __len__(self) -> int:
         return len(self.scores)
-
-    def p_values(self, ood_score: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-        """p-value of each image, see :func:`conformal_p_values`."""
-        return conformal_p_values(self.scores, ood_score)
 
     def ood_score_threshold(self, alpha: float) -> float:
         """The OOD score (nats) above which an image's p-value is at most α.
@@ -64,29 +52,32 @@ class Calibration:
         Raises:
             UsageError: ``alpha`` is not in (0, 1) or below ``1 / (n + 1)``.
         """
-        rank = self.alpha_rank(alpha)
-        return self.scores[len(self) - rank].item()
+        check_fraction(alpha, "alpha")
+        rank = math.floor(alpha * (len(self) + 1) + ROUNDING)
+        if rank < 1:
+            needed = tolerant_ceil(1 / max(alpha, 1e-300)) - 1
+            raise UsageError(
+                f"expected alpha ≥ 1/(n + 1) = {1 / (len(self) + 1):.3g} with n = {len(self)} calibration images, got "
+                f"{alpha:g}: no p-value is smaller than 1/(n + 1), so no image could be called out-of-distribution; "
+                f"raise alpha or calibrate with at least {needed} images"
+            )
+        return self.scores[len(self) - min(rank, len(self))].item()  # alpha within rounding of 1 gives rank n + 1
 
-    def set_thresholds(self, coverage: float, *, per_class: bool = False) -> Float[Tensor, " classes"]:
+    def set_thresholds(self, coverage: float) -> Float[Tensor, " classes"]:
         """The smallest probability with which each class is in a prediction set (:mod:`psc_core.model.decision`).
 
-        With ``per_class``, a class with fewer than ``coverage / (1 − coverage)`` calibration images gets 0 and is in
-        every set: nothing else would guarantee its coverage.
-
         Raises:
-            UsageError: ``coverage`` is not in (0, 1), or (marginal) n is too small for it.
+            UsageError: ``coverage`` is not in (0, 1), or n is too small for it.
         """
-        if not per_class:
-            rank = self.coverage_rank(coverage)
-            return self.label_probabilities[len(self) - rank].expand(self.num_classes).clone()
         check_fraction(coverage, "coverage")
-        thresholds = torch.zeros(self.num_classes, device=self.labels.device)
-        for k in range(self.num_classes):
-            own = self.label_probabilities[self.labels == k]
-            rank = tolerant_ceil((len(own) + 1) * coverage)
-            if rank <= len(own):
-                thresholds[k] = own[len(own) - rank]
-        return thresholds
+        rank = tolerant_ceil((len(self) + 1) * coverage)
+        if rank > len(self):
+            needed = tolerant_ceil(coverage / (1 - coverage))
+            raise UsageError(
+                f"expected coverage ≤ n/(n + 1) with n = {len(self)} calibration images, got {coverage:g}; lower it or "
+                f"calibrate with at least {needed} images"
+            )
+        return self.label_probabilities[len(self) - rank].expand(self.num_classes).clone()
 
     def tensors(self) -> dict[str, Tensor]:
         """The scores by name, for a safetensors file; OOD scores negated, so that those of a density are log p(z)."""
@@ -122,31 +113,6 @@ class Calibration:
                 f"{int(labels.min())} … {int(labels.max())}; fit it again"
             )
         return cls(-scores[0].flip(0), scores[1], scores[2], labels, classes)
-
-    def alpha_rank(self, alpha: float) -> int:
-        """``⌊α (n + 1)⌋``, at least 1 and (for α within rounding of 1) at most n."""
-        check_fraction(alpha, "alpha")
-        rank = math.floor(alpha * (len(self) + 1) + ROUNDING)
-        if rank < 1:
-            needed = tolerant_ceil(1 / max(alpha, 1e-300)) - 1
-            raise UsageError(
-                f"expected alpha ≥ 1/(n + 1) = {1 / (len(self) + 1):.3g} with n = {len(self)} calibration images, got "
-                f"{alpha:g}: no p-value is smaller than 1/(n + 1), so no image could be called out-of-distribution; "
-                f"raise alpha or calibrate with at least {needed} images"
-            )
-        return min(rank, len(self))
-
-    def coverage_rank(self, coverage: float) -> int:
-        """``⌈(n + 1) coverage⌉``, at most n."""
-        check_fraction(coverage, "coverage")
-        rank = tolerant_ceil((len(self) + 1) * coverage)
-        if rank > len(self):
-            needed = tolerant_ceil(coverage / (1 - coverage))
-            raise UsageError(
-                f"expected coverage ≤ n/(n + 1) with n = {len(self)} calibration images, got {coverage:g}; lower it or "
-                f"calibrate with at least {needed} images"
-            )
-        return rank
 
 
 def conformal_p_values(ascending: Float[Tensor, " n"], ood_score: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:

@@ -35,9 +35,3 @@ def ambiguity_threshold(entropy: Tensor, correct: Tensor, risk: float, quantile:
         if (accepted.count(False) + 1) / (len(accepted) + 1) <= risk and (best is None or h > best):
             best = h
     return limit if best is None else min(limit, best)
-
-
-def class_threshold(true_probabilities: Sequence[float], coverage: Fraction) -> float:
-    """The k-th largest probability of a class's calibration images, k = ⌈(n + 1) coverage⌉; 0 if they are fewer."""
-    k = math.ceil((len(true_probabilities) + 1) * coverage)
-    return sorted(true_probabilities, reverse=True)[k - 1] if k <= len(true_probabilities) else 0.0

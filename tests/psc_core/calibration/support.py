@@ -18,14 +18,12 @@ FLOATS = st.one_of(FEW_VALUES, st.floats(-1e6, 1e6, width=32))
 SCORES = st.lists(FLOATS, min_size=1, max_size=60)
 
 
-def calibrate(n: int = 200, classes: int = 4, *, seed: int = 0, labels: Tensor | None = None) -> Calibration:
-    random = torch.Generator().manual_seed(seed)
+def calibrate(n: int = 200, classes: int = 4) -> Calibration:
+    random = torch.Generator().manual_seed(0)
     probabilities = torch.randn(n, classes, generator=random).mul(2).softmax(1)
     drawn = torch.multinomial(probabilities, 1, generator=random)[:, 0]
     entropy = torch.special.entr(probabilities).sum(1)
-    return fit_calibration(
-        torch.randn(n, generator=random), entropy, probabilities, drawn if labels is None else labels
-    )
+    return fit_calibration(torch.randn(n, generator=random), entropy, probabilities, drawn)
 
 
 def prediction_sets(thresholds: Tensor, probabilities: Tensor) -> Tensor:
