@@ -26,19 +26,8 @@ def fit_calibration(
             images would make n too large, and the guarantees void.
 
     Raises:
-        FitError: No images, lengths that differ, labels out of range, or scores that are not finite.
+        FitError: Scores that are not finite.
     """
-    lengths = {len(ood_score), len(entropy), len(probabilities), len(labels)}
-    if len(lengths) != 1 or len(labels) == 0:
-        raise FitError(
-            f"expected one score and one label for each calibration image, at least one, got {sorted(lengths)}"
-        )
-    classes = probabilities.shape[1]
-    if labels.min() < 0 or labels.max() >= classes:
-        raise FitError(
-            f"expected calibration labels 0 … {classes - 1}, got {int(labels.min())} … "
-            f"{int(labels.max())}; check the classes of the calibration images"
-        )
     given = probabilities.gather(1, labels[:, None])[:, 0].float()
     for name, scores in (("OOD scores", ood_score), ("entropies", entropy), ("probabilities", given)):
         if not scores.isfinite().all():
@@ -52,7 +41,7 @@ def fit_calibration(
         entropies=entropy.float().sort().values,
         label_probabilities=given[order],
         labels=labels[order],
-        num_classes=classes,
+        num_classes=probabilities.shape[1],
     )
 
 
