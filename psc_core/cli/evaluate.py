@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from psc_core.cli import flags
 from psc_core.errors import UsageError
-from psc_core.version import __version__
 
 if TYPE_CHECKING:
     from psc_core.data.dataset import ImageDataset
@@ -26,18 +25,12 @@ _EXAMPLE = """example:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of ``psc-eval``."""
-    cli = argparse.ArgumentParser(
-        prog="psc-eval",
-        description="Accuracy, calibration, OOD detection and promised rates of a bundle.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    cli.add_argument("--version", action="version", version=f"psc {__version__}")
+    description = "Accuracy, calibration, OOD detection and promised rates of a bundle."
+    cli = flags.command("psc-eval", description, _EXAMPLE)
     cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="from psc-fit")
     cli.add_argument("--id", required=True, metavar="DIR", help="labelled in-distribution test images")
-    cli.add_argument(
-        "--ood", action="append", default=[], metavar="NAME=DIR", help="out-of-distribution images; repeat for more"
-    )
+    text = "out-of-distribution images; repeat for more"
+    cli.add_argument("--ood", action="append", default=[], metavar="NAME=DIR", help=text)
     beside = cli.add_argument_group("baselines (all three or none)")
     beside.add_argument("--weights", type=Path, metavar="FILE", help="the whole network's state dict, .safetensors")
     beside.add_argument("--train", metavar="DIR", help="training images")
@@ -51,12 +44,8 @@ def parser() -> argparse.ArgumentParser:
         help="network factories package.module:factory that the bundle may import",
     )
     cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    cli.add_argument(
-        "--batch-images",
-        type=flags.positive,
-        default=256,
-        help="images sent through the network at once (default: 256)",
-    )
+    text = "images sent through the network at once (default: 256)"
+    cli.add_argument("--batch-images", type=flags.positive, default=256, help=text)
     cli.add_argument("--out", type=Path, metavar="DIR", help="write report.json and report.md here")
     return cli
 
@@ -74,7 +63,10 @@ def evaluate(args: argparse.Namespace) -> None:
     psc = PSC.load(args.bundle, device=args.device, allow_factories=args.allow_factories)
     id_data = open_dataset(args.id, split="test", preprocess=psc.preprocess)
     ood: dict[str, ImageDataset] = {}
-    for name, spec in (_named(text) for text in args.ood):
+    for text in args.ood:
+        name, _, spec = text.partition("=")
+        if not name or not spec:
+            raise UsageError(f"expected --ood NAME=DIR, got {text!r}")
         if name in ood:
             raise UsageError(f"--ood {name}=… is given twice; use another name")
         ood[name] = open_dataset(spec, split="test", preprocess=psc.preprocess, labelled_images=False)
@@ -85,13 +77,6 @@ def evaluate(args: argparse.Namespace) -> None:
     if args.out:
         (args.out / "report.json").write_text(json.dumps(to_json(report), indent=2) + "\n")
         (args.out / "report.md").write_text(to_markdown(report))
-
-
-def _named(text: str) -> tuple[str, str]:
-    name, separator, spec = text.partition("=")
-    if not separator or not name or not spec:
-        raise UsageError(f"expected --ood NAME=DIR, got {text!r}")
-    return name, spec
 
 
 def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:
@@ -120,13 +105,8 @@ def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:
     penultimate = [layer.name for layer in layers if layer.role == "penultimate"]
     if not penultimate:
         raise UsageError(f"expected a network with a layer before its output for the baselines, {recipe.spec} has none")
-    return fit_baselines(
-        net,
-        penultimate[0],
-        train,
-        val,
-        compute=Compute(psc.device, psc.pipeline.scorer.precision, args.batch_images),
-    )
+    compute = Compute(psc.device, batch_images=args.batch_images)
+    return fit_baselines(net, penultimate[0], train, val, compute=compute)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

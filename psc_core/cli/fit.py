@@ -12,7 +12,6 @@ from psc_core.cli import flags
 from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
 from psc_core.heads import HEADS
-from psc_core.version import __version__
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,13 +31,8 @@ torchrun --nproc-per-node N -m psc_core.cli --distributed …
 
 def parser() -> argparse.ArgumentParser:
     """The command line of ``psc-fit``."""
-    cli = argparse.ArgumentParser(
-        prog="psc-fit",
-        description="Fit uncertainty to a trained image classifier, without retraining it.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    cli.add_argument("--version", action="version", version=f"psc {__version__}")
+    description = "Fit uncertainty to a trained image classifier, without retraining it."
+    cli = flags.command("psc-fit", description, _EXAMPLE)
 
     def number(group: argparse._ActionsContainer, flag: str, default: int | None, text: str) -> None:
         kind, shown = (flags.positive_or_auto, "auto") if default is None else (flags.positive, default)

@@ -15,10 +15,20 @@ from typing import Any
 from psc_core.compute.allocator import keep_freed_memory
 from psc_core.errors import PSCError, UsageError
 from psc_core.images.preprocess import PRESETS, Preprocess, replace_size
+from psc_core.version import __version__
 
 EXIT_OK, EXIT_USAGE = 0, 2  # Python itself ends a traceback with 1.
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def command(prog: str, description: str, example: str) -> argparse.ArgumentParser:
+    """A command line with ``--version`` and an example below its help."""
+    cli = argparse.ArgumentParser(
+        prog=prog, description=description, epilog=example, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cli.add_argument("--version", action="version", version=f"psc {__version__}")
+    return cli
 
 
 def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
@@ -47,18 +57,10 @@ def by_commas(text: str) -> list[str]:
 def add_preprocess_flags(cli: argparse.ArgumentParser) -> None:
     """Flags that :func:`preprocess_from` reads."""
     group = cli.add_argument_group("preprocessing")
-    group.add_argument(
-        "--preset",
-        choices=sorted(PRESETS),
-        default="imagenet",
-        help="input size, colour mode and statistics (default: imagenet)",
-    )
-    group.add_argument(
-        "--size",
-        type=positive,
-        help="resize images to N × N pixels and crop nothing, instead of the preset's size",
-        metavar="N",
-    )
+    text = "input size, colour mode and statistics (default: imagenet)"
+    group.add_argument("--preset", choices=sorted(PRESETS), default="imagenet", help=text)
+    text = "resize images to N × N pixels and crop nothing, instead of the preset's size"
+    group.add_argument("--size", type=positive, metavar="N", help=text)
     group.add_argument("--mean", type=float, nargs="+", help="per-channel mean on [0, 1], instead of the preset's")
     group.add_argument("--std", type=float, nargs="+", help="per-channel standard deviation, instead of the preset's")
 
@@ -89,20 +91,16 @@ def key_values(pairs: Sequence[str]) -> dict[str, Any]:
     return result
 
 
-def positive_or_auto(text: str) -> int | None:
-    """``"auto"`` → None, else a positive integer (argparse type)."""
-    if text == "auto":
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer or auto, got {text!r}")
-    return int(text)
-
-
-def positive(text: str) -> int:
+def positive(text: str, wanted: str = "a positive integer") -> int:
     """A positive integer (argparse type)."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}")
     return int(text)
+
+
+def positive_or_auto(text: str) -> int | None:
+    """``"auto"`` → None, else a positive integer (argparse type)."""
+    return None if text == "auto" else positive(text, "a positive integer or auto")
 
 
 def seed(text: str) -> int:
