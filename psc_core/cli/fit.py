@@ -141,8 +141,7 @@ def fit(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise UsageError(f"expected names and flags in UTF-8, got {error}; change it") from error
     folder = args.out.with_name(f".{args.out.name}.stages")
-    job = job_of(args, provenance, train, options.compute().device.type)
-    checkpoint = Checkpoint(folder, job, reducer, fresh=args.fresh)
+    checkpoint = Checkpoint(folder, job_of(provenance, train, device.type), reducer, fresh=args.fresh)
     run_stages(args, net, train, val, provenance, checkpoint, options)
 
 

@@ -15,27 +15,10 @@ from psc_core.errors import UsageError
 from psc_core.version import __version__
 
 SETTINGS: Final = (
-    "layer",
-    "layers",
-    "granularity",
-    "epsilon",
-    "c_proj",
-    "d_proj",
-    "minimum_dim",
-    "no_second_scaling",
-    "density",
-    "pca",
-    "head",
-    "predictions",
-    "alpha",
-    "coverage",
-    "risk",
-    "ood_score",
-    "precision",
-    "batch_images",
-    "max_memory",
-    "seed",
-)
+    "layer", "layers", "granularity", "epsilon", "c_proj", "d_proj", "minimum_dim", "no_second_scaling",
+    "density", "pca", "head", "predictions", "alpha", "coverage", "risk", "ood_score",
+    "precision", "batch_images", "max_memory", "seed",
+)  # fmt: skip
 """Flags that a bundle records."""
 
 LATE_SETTINGS: Final = ("density", "pca", "head", "predictions", "alpha", "coverage", "risk", "ood_score")
@@ -61,14 +44,10 @@ def origin_of(data: ImageDataset) -> dict[str, Any]:
     return {"name": name, "images": len(data), "rows": data.examples, "sha256": data.digest()}
 
 
-def job_of(args: argparse.Namespace, provenance: Mapping[str, Any], train: ImageDataset, device: str) -> dict[str, Any]:
+def job_of(provenance: Mapping[str, Any], train: ImageDataset, device: str) -> dict[str, Any]:
     """What the stages in a checkpoint depend on, JSON types."""
-    return {
-        **provenance,
-        "settings": {key: getattr(args, key) for key in SETTINGS if key not in LATE_SETTINGS},
-        "preprocess": train.preprocess.to_json(),
-        "device": device,
-    }
+    settings = {key: value for key, value in provenance["settings"].items() if key not in LATE_SETTINGS}
+    return {**provenance, "settings": settings, "preprocess": train.preprocess.to_json(), "device": device}
 
 
 def check_disjoint(train: ImageDataset, val: ImageDataset, provenance: Mapping[str, Any]) -> None:
