@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load, save
+from safetensors import safe_open
+from safetensors.torch import save
 
 from psc_core.collapse.report import CollapseReport
 from psc_core.compute.distributed import Reducer
@@ -59,34 +60,22 @@ class Checkpoint:
 
     def load_projection(self) -> FittedProjection | None:
         """The projection, if it is finished."""
-        file, notes = self.folder / "projection.safetensors", self.folder / "projection.json"
+        file = self.folder / "projection.safetensors"
         projection = None
-        if file.exists() and notes.exists():
-            tensors, body = load(file.read_bytes()), json.loads(notes.read_text())
-            report = ProjectionReport(
-                RankChoice(**body["choice"]),
-                body["scaled_nc1"],
-                body["scaled_nc4"],
-                tensors.pop("nc1"),
-                tensors.pop("nc4"),
-                body["pooled"],
-            )
-            projection = FittedProjection(Projection.restore(body["config"], tensors), report)
+        if file.exists():
+            with safe_open(file, "pt") as kept:
+                config, report = json.loads(kept.metadata()["config"]), json.loads(kept.metadata()["report"])
+                tensors = {name: kept.get_tensor(name) for name in kept.keys()}  # noqa: SIM118 - not a mapping
+            report |= {"choice": RankChoice(**report["choice"]), "nc1": tensors.pop("nc1"), "nc4": tensors.pop("nc4")}
+            projection = FittedProjection(Projection.restore(config, tensors), ProjectionReport(**report))
         return agreed(projection, self.reducer)
 
     def save_projection(self, fitted: FittedProjection) -> None:
-        """Keep a finished projection."""
-        report = fitted.report
-        tensors = {**fitted.projection.state_dict(), "nc1": report.nc1, "nc4": report.nc4}
-        self._write("projection.safetensors", save({name: part.contiguous() for name, part in tensors.items()}))
-        body = {
-            "config": fitted.projection.config(),
-            "choice": asdict(report.choice),
-            "pooled": report.pooled,
-            "scaled_nc1": report.scaled_nc1,
-            "scaled_nc4": report.scaled_nc4,
-        }
-        self._write("projection.json", json.dumps(body).encode())
+        """Keep a finished projection: tensors, and the rest as JSON among the metadata of their file."""
+        report = asdict(fitted.report)
+        tensors = {**fitted.projection.state_dict(), "nc1": report.pop("nc1"), "nc4": report.pop("nc4")}
+        metadata = {"config": json.dumps(fitted.projection.config()), "report": json.dumps(report)}
+        self._write("projection.safetensors", save({k: part.contiguous() for k, part in tensors.items()}, metadata))
 
     def _write(self, name: str, data: bytes) -> None:
         if self.reducer.rank != 0:
