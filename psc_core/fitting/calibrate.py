@@ -21,19 +21,12 @@ OOD_SCORES: Final = ("density", "density+entropy")
 
 
 class Calibrated(NamedTuple):
-    """A calibrated pipeline.
+    """A calibrated pipeline."""
 
-    Attributes:
-        pipeline: Pixels to outputs.
-        calibration: Scores of the calibration images.
-        ambiguity_threshold: Predictive entropy above which an image is ambiguous, nats.
-        metrics: Of the calibration split, JSON types.
-    """
-
-    pipeline: Pipeline
-    calibration: Calibration
-    ambiguity_threshold: float
-    metrics: dict[str, Any]
+    pipeline: Pipeline  # pixels to outputs
+    calibration: Calibration  # scores of the calibration images
+    ambiguity_threshold: float  # predictive entropy above which an image is ambiguous, nats
+    metrics: dict[str, Any]  # of the calibration split, JSON types
 
 
 def calibrate(
@@ -47,13 +40,8 @@ def calibrate(
 ) -> Calibrated:
     """Weight of the entropy on ``selection``; calibration scores and ambiguity threshold on ``calibration_split``.
 
-    Args:
-        scorer: What needs no calibration.
-        selection: Selection split of the validation images; read for ``"density+entropy"`` only.
-        calibration_split: Images on which nothing was chosen.
-        compute: Device and batch size.
-        ood_score: One of :data:`OOD_SCORES`.
-        risk: Error rate that images below the ambiguity threshold should have.
+    ``ood_score`` is one of :data:`OOD_SCORES`; ``risk`` is the error rate that images below the ambiguity threshold
+    should have.
 
     Raises:
         UsageError: ``risk`` is outside (0, 1).

@@ -1,8 +1,4 @@
-"""Fit what needs no calibration: density and head on the features of the training images.
-
-The features lie in a scratch file class by class, so that memory does not grow with the images and a density reads one
-class at a time.
-"""
+"""Fit what needs no calibration: density and head on the features of the training images."""
 
 from __future__ import annotations
 
@@ -40,15 +36,8 @@ def fit_scorer(
 ) -> Scorer:
     """Density on ``train``; head on ``train``, its precision and temperature chosen on ``selection``.
 
-    Args:
-        backbone: Truncated network; it keeps the network's output if there is no head.
-        projection: Features to z.
-        train: Training images.
-        selection: Selection split of the validation images.
-        density: One of :data:`psc_core.density.DENSITIES`.
-        pca: Dimension the density works in, or None to choose it.
-        head: One of :data:`psc_core.heads.HEADS`, or None for base predictions.
-        options: Shared options.
+    ``pca`` is the dimension that the density works in, or None to choose it.  Without a ``head`` (base predictions)
+    the backbone keeps the network's output.
 
     Raises:
         UsageError: An unknown density or head.
@@ -82,17 +71,11 @@ def fit_scorer(
 
 
 class Embedded(NamedTuple):
-    """The features of n labelled examples, ordered by class.
+    """The features of n labelled examples, ordered by class."""
 
-    Attributes:
-        z: (n, D) projected features, which the head reads.
-        read: What the density reads: z itself, or (n, C) pooled features.
-        labels: (n,) class indices, ascending.
-    """
-
-    z: FeatureMatrix
-    read: FeatureMatrix
-    labels: Int[Tensor, " n"]
+    z: FeatureMatrix  # (n, D) projected features, which the head reads
+    read: FeatureMatrix  # what the density reads: z itself, or (n, C) pooled features
+    labels: Int[Tensor, " n"]  # class indices, ascending
 
 
 def embed(
@@ -105,21 +88,16 @@ def embed(
     *,
     pooled: bool = False,
 ) -> Embedded:
-    """Features of every labelled example, in ``file``, so that memory does not grow with the images.
+    """Features of every labelled example, in the new ``file``, so that memory does not grow with the images.
 
-    They are written class by class, because a density reads one class at a time.
-
-    Args:
-        backbone: Truncated network.
-        projection: Features to z.
-        dataset: Images with labels.
-        compute: Device, precision and batch size.
-        file: A new file.
-        reducer: Sums over processes.
-        pooled: Keep pooled features beside z, for a density that reads them.
+    They are written class by class, because a density reads one class at a time; with ``pooled``, pooled features lie
+    beside z for a density that reads them.
     """
     dim = projection.c_proj * projection.d_proj
-    channels = _pooled_channels(backbone, dataset, compute) if pooled else 0
+    channels = 0
+    if pooled:
+        with torch.inference_mode():
+            channels = pool(backbone(example_input(dataset.preprocess).to(compute.device))[0]).shape[1]
     features_of = feature_step(backbone, compute.precision)
     kept = FeatureFile(file, (dataset.examples, dim + channels))
     where = torch.empty_like(dataset.labels)
@@ -144,8 +122,3 @@ def embed(
         kept.map(lambda part: part[:, dim:], channels, kept.dtype),
         labels,
     )
-
-
-@torch.inference_mode()
-def _pooled_channels(backbone: Backbone, dataset: ImageDataset, compute: Compute) -> int:
-    return pool(backbone(example_input(dataset.preprocess).to(compute.device))[0]).shape[1]
