@@ -33,16 +33,8 @@ class Table:
     def to_markdown(self) -> str:
         """A pipe table under a heading."""
         align = ["---", *["---:"] * (len(self.header) - 1)]
-        lines = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in (self.header, *self.rows)]
-        return "\n".join(
-            [
-                f"## {self.title}",
-                "",
-                f"| {lines[0]} |",
-                f"| {' | '.join(align)} |",
-                *(f"| {line} |" for line in lines[1:]),
-            ]
-        )
+        lines = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in (self.header, align, *self.rows)]
+        return "\n".join([f"## {self.title}", "", *(f"| {line} |" for line in lines)])
 
 
 def tables(report: EvaluationReport) -> list[Table]:
@@ -51,13 +43,8 @@ def tables(report: EvaluationReport) -> list[Table]:
     found += [separation_table(report, name) for name in report.separation]
     found.append(rates_table(report))
     if report.ambiguity:
-        found.append(
-            Table(
-                "Ambiguous against clean images",
-                ["entropy of", "AUROC"],
-                [[name, f"{value:.4f}"] for name, value in report.ambiguity.items()],
-            )
-        )
+        rows = [[name, f"{value:.4f}"] for name, value in report.ambiguity.items()]
+        found.append(Table("Ambiguous against clean images", ["entropy of", "AUROC"], rows))
     return found
 
 
