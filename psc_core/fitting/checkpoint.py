@@ -60,7 +60,7 @@ class Checkpoint:
 
     def load_projection(self) -> FittedProjection | None:
         """The projection, if it is finished."""
-        file = self.folder / "projection.safetensors"
+        file = self.folder / "fitted_projection.safetensors"
         projection = None
         if file.exists():
             with safe_open(file, "pt") as kept:
@@ -75,7 +75,8 @@ class Checkpoint:
         report = asdict(fitted.report)
         tensors = {**fitted.projection.state_dict(), "nc1": report.pop("nc1"), "nc4": report.pop("nc4")}
         metadata = {"config": json.dumps(fitted.projection.config()), "report": json.dumps(report)}
-        self._write("projection.safetensors", save({k: part.contiguous() for k, part in tensors.items()}, metadata))
+        data = save({name: part.contiguous() for name, part in tensors.items()}, metadata)
+        self._write("fitted_projection.safetensors", data)
 
     def _write(self, name: str, data: bytes) -> None:
         if self.reducer.rank != 0:

@@ -110,7 +110,7 @@ def test_seed_changes_the_version(tiny_job: TinyJob, tmp_path: Path, uninterrupt
     [
         ("measure_collapse", set(), ["measure_collapse", "fit_projection", "fit_psc"]),
         ("fit_projection", {"job.txt", "collapse.json"}, ["fit_projection", "fit_psc"]),
-        ("fit_psc", {"job.txt", "collapse.json", "projection.safetensors"}, ["fit_psc"]),
+        ("fit_psc", {"job.txt", "collapse.json", "fitted_projection.safetensors"}, ["fit_psc"]),
     ],
 )
 def test_resumed_fit_gives_the_same_bundle(
@@ -158,7 +158,7 @@ def test_incomplete_stage_is_fitted_again(
     out = tmp_path / "bundle"
     interrupt(tiny_job, out, "fit_psc")
     folder = next(tmp_path.glob(".*.stages"))
-    (folder / "projection.safetensors").rename(folder / "projection.safetensors.part")
+    (folder / "fitted_projection.safetensors").rename(folder / "fitted_projection.safetensors.part")
     calls.clear()
     assert cli.main(arguments(tiny_job, out)) == 0
     assert calls == ["fit_projection", "fit_psc"]
