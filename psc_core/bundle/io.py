@@ -36,7 +36,7 @@ from psc_core.bundle.manifest import (
     manifest_digest,
     short,
 )
-from psc_core.errors import BundleError
+from psc_core.errors import BundleError, UsageError
 
 MAX_MANIFEST_BYTES: Final = 16 << 20
 """Maximum size of a manifest; one of 100,000 classes and 1,000 layers has about 4 MiB."""
@@ -108,13 +108,15 @@ def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapp
     files = {name: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for name, blob in blobs.items()}
     body = json.loads(json.dumps({**fields, "schema_version": SCHEMA, "files": files}, allow_nan=False))
     check_text(body)
-    manifest = Manifest.model_validate({**body, "version": manifest_digest(body)})
+    body["version"] = manifest_digest(body)
+    manifest = Manifest.model_validate_json(json.dumps(body))
+    ordered = {name: body[name] for name in Manifest.model_fields}
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         for name, blob in blobs.items():
             (scratch / name).write_bytes(blob)
-        (scratch / "manifest.json").write_text(json.dumps(manifest.model_dump(mode="json"), indent=1) + "\n")
+        (scratch / "manifest.json").write_text(json.dumps(ordered, indent=1) + "\n")
         scratch.chmod(0o755)
         if path.exists():
             retired = path.with_name(f"{scratch.name}.old")
@@ -167,9 +169,11 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
             "the release that wrote it or fit again"
         )
     try:
-        return Manifest.model_validate(body), manifest_digest(body)
+        return Manifest.model_validate_json(json.dumps(body)), manifest_digest(body)
     except ValidationError as error:
         raise BundleError(f"{file}: {first_fault(error)}; fit the bundle again") from error
+    except UsageError as error:
+        raise BundleError(f"{file}: field 'preprocess': {error}; fit the bundle again") from error
 
 
 def _reject_constant(name: str) -> NoReturn:

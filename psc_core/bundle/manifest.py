@@ -10,9 +10,10 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from psc_core.errors import UsageError
+from psc_core.images.preprocess import Preprocess
 from psc_core.policy import Policy
 
 SCHEMA: Final = 1
@@ -26,9 +27,6 @@ MAX_PART_BYTES: Final = 16 << 30
 
 MAX_NAME: Final = 200
 """Maximum length of a model name, characters."""
-
-MAX_INPUT_PIXELS: Final = 1 << 22
-"""Maximum size of the network input, height × width."""
 
 MAX_ARGUMENT: Final = 1 << 16
 """Maximum magnitude of a number among the arguments of a network: sizes and counts."""
@@ -45,21 +43,6 @@ class FileEntry(_Strict):
 
     bytes: int = Field(ge=0, le=MAX_PART_BYTES)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
-
-
-class _Preprocess(_Strict):
-    mode: Literal["L", "RGB"]
-    height: _Size
-    width: _Size
-    resize: Annotated[int, Field(ge=1, le=8192)] | None
-    mean: list[float]
-    std: list[Annotated[float, Field(gt=0)]]
-
-    @model_validator(mode="after")
-    def _fits(self) -> _Preprocess:
-        if self.height * self.width > MAX_INPUT_PIXELS:
-            raise ValueError(f"expected at most {MAX_INPUT_PIXELS} input pixels, got {self.height}×{self.width}")
-        return self
 
 
 class _Network(_Strict):
@@ -105,33 +88,15 @@ class _Calibration(_Strict):
     entropy_weight: float = Field(default=0.0, ge=0)
 
 
-def _section(model: type[BaseModel]) -> Any:
-    """An object that ``model`` accepts, kept as it was written."""
-
-    def check(value: dict[str, Any]) -> dict[str, Any]:
-        try:
-            model.model_validate(value)
-        except ValidationError as error:
-            raise ValueError(first_fault(error)) from error
-        return value
-
-    return AfterValidator(check)
-
-
-def check_origin(preprocess: Mapping[str, Any], network: Mapping[str, Any]) -> None:
-    """Check, before anything is fitted, that a manifest can describe the input and the network.
-
-    Args:
-        preprocess: ``Preprocess.to_json()``.
-        network: ``Recipe.to_json()``.
+def check_network(network: Mapping[str, Any]) -> None:
+    """Check, before anything is fitted, that a manifest can describe the network: the fields of its ``Recipe``.
 
     Raises:
         UsageError: A size or an argument is above its limit.
     """
     try:
-        check_text([preprocess, network])
-        for model, section in ((_Preprocess, preprocess), (_Network, network)):
-            model.model_validate(json.loads(json.dumps(section, allow_nan=False)))
+        check_text(network)
+        _Network.model_validate_json(json.dumps(network, allow_nan=False))
     except ValidationError as error:
         raise UsageError(first_fault(error)) from error
     except (TypeError, ValueError) as error:
@@ -141,22 +106,20 @@ def check_origin(preprocess: Mapping[str, Any], network: Mapping[str, Any]) -> N
 class Manifest(_Strict):
     """``manifest.json``; every field is described in ``docs/bundle-format.md``."""
 
-    model_config = ConfigDict(strict=False)  # JSON's lists are tuples here
-
     schema_version: Literal[1] = SCHEMA
     name: str = Field(min_length=1, max_length=MAX_NAME)
     version: str = Field(pattern="^[0-9a-f]{12}$")
     classes: tuple[str, ...] = Field(min_length=2)
-    preprocess: Annotated[dict[str, Any], _section(_Preprocess)]
+    preprocess: Preprocess
     precision: Literal["fp32", "bf16"]
     predictions: Literal["psc", "base"]
     layers: tuple[str, ...] = Field(min_length=1)
     policy: Policy
-    backbone: Annotated[dict[str, Any], _section(_Backbone)]
-    projection: Annotated[dict[str, Any], _section(_Projection)]
-    density: Annotated[dict[str, Any], _section(_Fitted)]
-    head: Annotated[dict[str, Any], _section(_Fitted)] | None
-    calibration: Annotated[dict[str, Any], _section(_Calibration)]
+    backbone: _Backbone
+    projection: _Projection
+    density: _Fitted
+    head: _Fitted | None
+    calibration: _Calibration
     collapse: dict[str, Any] | None
     metrics: dict[str, Any]
     provenance: dict[str, Any]
@@ -166,18 +129,18 @@ class Manifest(_Strict):
     def _check_agreement(self) -> Manifest:
         """Fields that say the same thing must agree."""
         head, classes = self.head, len(self.classes)
-        dim = self.projection["c_proj"] * self.projection["d_proj"]
+        dim = self.projection.c_proj * self.projection.d_proj
         needed = {f"{part}.safetensors" for part in PARTS if part != "head" or head is not None}
         agreements: tuple[tuple[str, Any, Any], ...] = (
             ("files", sorted(needed), sorted(self.files)),
             ("predictions", "base" if head is None else "psc", self.predictions),
-            ("backbone.keep_output", head is None, self.backbone["keep_output"]),
-            ("backbone.layers", list(self.layers), self.backbone["layers"]),
-            ("backbone.network.num_classes", classes, self.backbone["network"]["num_classes"]),
-            ("projection.positions (their number)", len(self.layers), len(self.projection["positions"])),
-            ("density.sizes.classes", classes, self.density["sizes"].get("classes")),
-            ("head.sizes.classes", classes, classes if head is None else head["sizes"].get("classes")),
-            ("head.sizes.dim", dim, dim if head is None else head["sizes"].get("dim")),
+            ("backbone.keep_output", head is None, self.backbone.keep_output),
+            ("backbone.layers", list(self.layers), self.backbone.layers),
+            ("backbone.network.num_classes", classes, self.backbone.network.num_classes),
+            ("projection.positions (their number)", len(self.layers), len(self.projection.positions)),
+            ("density.sizes.classes", classes, self.density.sizes.get("classes")),
+            ("head.sizes.classes", classes, classes if head is None else head.sizes.get("classes")),
+            ("head.sizes.dim", dim, dim if head is None else head.sizes.get("dim")),
         )
         for where, expected, got in agreements:
             if expected != got:

@@ -100,7 +100,7 @@ def fit(args: argparse.Namespace) -> None:
     """Run all stages and write the bundle."""
     # Imported here, because PyTorch takes a second that --help and usage errors need not wait for.
     from psc_core.bundle.io import check_target
-    from psc_core.bundle.manifest import MAX_NAME, check_origin, check_text
+    from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
     from psc_core.cli.provenance import check_disjoint, job_of, provenance_of
     from psc_core.compute.device import resolve_device
     from psc_core.compute.distributed import Reducer
@@ -116,7 +116,7 @@ def fit(args: argparse.Namespace) -> None:
     train = open_dataset(args.train, split="train", preprocess=preprocess)
     val = open_dataset(args.val, split="val", preprocess=preprocess)
     recipe = Recipe(args.model, len(train.classes), flags.key_values(args.model_arg))
-    check_origin(preprocess.to_json(), recipe.to_json())
+    check_network(recipe.to_json())
     net = load_network(
         args.model,
         weights=args.weights,

@@ -9,17 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from jaxtyping import Float, UInt8
 from PIL import Image
+from pydantic import ConfigDict
 from torch import Tensor
 
 from psc_core.errors import UsageError
 from psc_core.images.decode import DEFAULT_MAX_PIXELS, decode_image
+
+MAX_INPUT_PIXELS: Final = 1 << 22
+"""Maximum size of the network input, height × width."""
+
+MAX_RESIZE: Final = 8192
+"""Maximum length of the shorter side before the crop, pixels."""
 
 _CHANNELS = {"L": 1, "RGB": 3}
 
@@ -47,6 +54,8 @@ class Preprocess:
         std: Per-channel standard deviation on the [0, 1] scale.
     """
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)  # of the field of a manifest
+
     mode: str
     height: int
     width: int
@@ -66,10 +75,14 @@ class Preprocess:
             raise UsageError(f"expected positive stds, got {self.std}")
         if not all(bool(part.isfinite().all()) for part in self.scale_and_shift()):
             raise UsageError(f"expected means and stds that give finite inputs, got {self.mean} and {self.std}")
-        if min(self.height, self.width) < 1:
-            raise UsageError(f"expected a positive size, got {self.height}×{self.width}")
-        if self.resize is not None and self.resize < max(self.height, self.width):
-            raise UsageError(f"expected resize ≥ the crop {self.height}×{self.width}, got {self.resize}")
+        if min(self.height, self.width) < 1 or self.height * self.width > MAX_INPUT_PIXELS:
+            raise UsageError(
+                f"expected height × width of 1 to {MAX_INPUT_PIXELS} input pixels, got {self.height}×{self.width}"
+            )
+        if self.resize is not None and not max(self.height, self.width) <= self.resize <= MAX_RESIZE:
+            raise UsageError(
+                f"expected resize from the crop {self.height}×{self.width} up to {MAX_RESIZE}, got {self.resize}"
+            )
 
     @property
     def channels(self) -> int:
@@ -114,11 +127,6 @@ class Preprocess:
     def to_json(self) -> dict[str, Any]:
         """The attributes as JSON types."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Preprocess:
-        """Inverse of :meth:`to_json`."""
-        return cls(**{**data, "mean": tuple(data["mean"]), "std": tuple(data["std"])})
 
 
 def _resize_shorter_side(image: Image.Image, length: int) -> Image.Image:

@@ -164,7 +164,7 @@ class PSC:
         manifest, parts = bundle.manifest, restore_parts(bundle, allow_factories)
         backbone = parts.backbone.to(target)
         scorer = Scorer(
-            parts.preprocess,
+            manifest.preprocess,
             backbone.fused(manifest.precision),
             parts.projection.to(target),
             parts.density.to(target),
@@ -172,9 +172,9 @@ class PSC:
             manifest.precision,
         )
         psc = cls(
-            pipeline=Pipeline(scorer, parts.calibration.scores, manifest.calibration.get("entropy_weight", 0.0)),
+            pipeline=Pipeline(scorer, parts.calibration.scores, manifest.calibration.entropy_weight),
             backbone=backbone,
-            preprocess=parts.preprocess,
+            preprocess=manifest.preprocess,
             classes=manifest.classes,
             calibration=parts.calibration,
             policy=manifest.policy,

@@ -15,7 +15,6 @@ from psc_core.calibration.conformal import Calibration
 from psc_core.density import Density, restore_density
 from psc_core.errors import BundleError, NetworkError
 from psc_core.heads import Head, restore_head
-from psc_core.images.preprocess import Preprocess
 from psc_core.network.backbone import Backbone, rebuild_backbone
 from psc_core.projection.module import Projection
 
@@ -23,7 +22,6 @@ from psc_core.projection.module import Projection
 class Parts(NamedTuple):
     """The modules of a model; ``head`` is None for base predictions."""
 
-    preprocess: Preprocess
     backbone: Backbone
     projection: Projection
     density: Density
@@ -44,14 +42,15 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str] = ()) -> Part
     manifest, tensors = bundle.manifest, bundle.parts
     try:
         check_tensors(bundle)
-        preprocess = Preprocess.from_json(manifest.preprocess)
-        backbone = rebuild_backbone(manifest.backbone, tensors["backbone"], allow_factories=allow_factories)
-        projection = Projection.restore(manifest.projection, tensors["projection"])
-        density = restore_density(manifest.density, tensors["density"])
+        backbone = rebuild_backbone(
+            manifest.backbone.model_dump(), tensors["backbone"], allow_factories=allow_factories
+        )
+        projection = Projection.restore(manifest.projection.model_dump(), tensors["projection"])
+        density = restore_density(manifest.density.model_dump(), tensors["density"])
         dim = len(projection.z_mean)
         if density.reads == "z" and len(density.mean) != dim:
             raise BundleError(f"expected density.sizes.dim to be {dim}, got {len(density.mean)}; fit the bundle again")
-        head = None if manifest.head is None else restore_head(manifest.head, tensors["head"])
+        head = None if manifest.head is None else restore_head(manifest.head.model_dump(), tensors["head"])
         calibration = Calibration.from_tensors(tensors["calibration"])
         calibration.ood_score_threshold(manifest.policy.alpha)
         calibration.set_thresholds(manifest.policy.coverage)
@@ -61,7 +60,7 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str] = ()) -> Part
         raise BundleError(f"{bundle.path}: {error}") from error
     except Exception as error:  # A hostile file can make a network's constructor fail in any way.
         raise BundleError(f"{bundle.path}: the manifest and the tensors do not fit together: {error}") from error
-    return Parts(preprocess, backbone, projection, density, head, calibration)
+    return Parts(backbone, projection, density, head, calibration)
 
 
 def check_tensors(bundle: Bundle) -> None:
@@ -70,9 +69,9 @@ def check_tensors(bundle: Bundle) -> None:
     Raises:
         BundleError: A tensor is missing, unexpected, or of another shape or type.
     """
-    sizes, images = bundle.manifest.projection, bundle.manifest.calibration["images"]
-    channels, positions = sizes["channels"], sum(sizes["positions"])
-    c_proj, d_proj = sizes["c_proj"], sizes["d_proj"]
+    sizes, images = bundle.manifest.projection, bundle.manifest.calibration.images
+    channels, positions = sizes.channels, sum(sizes.positions)
+    c_proj, d_proj = sizes.c_proj, sizes.d_proj
     projection, calibration = bundle.parts["projection"], bundle.parts["calibration"]
     check_shapes("projection", projection, {
         "mean": (channels, positions), "inverse_std": (channels, positions), "channel_factor": (channels, c_proj),

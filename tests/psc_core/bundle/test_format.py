@@ -18,10 +18,11 @@ from safetensors.torch import load_file
 
 from psc_core import PRESETS, PSC, open_dataset
 from psc_core.bundle.io import MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES
-from psc_core.bundle.manifest import MAX_ARGUMENT, MAX_INPUT_PIXELS, PARTS, Manifest
+from psc_core.bundle.manifest import MAX_ARGUMENT, PARTS, Manifest
 from psc_core.density import DENSITIES
 from psc_core.heads import HEADS
 from psc_core.heads.fit import sngp
+from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE
 from psc_core.model.outputs import Outputs
 from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS
 from psc_core.prediction import DECISIONS
@@ -228,6 +229,7 @@ def test_documented_limits() -> None:
     assert MAX_MANIFEST_BYTES == 16 << 20 and "at most 16 MiB" in TEXT
     assert MAX_DEPTH == 32 and "at most 32 levels" in TEXT
     assert MAX_INPUT_PIXELS == 1 << 22 and "≤ 2²²" in TEXT
+    assert MAX_RESIZE == 8192 and "at most 8192" in TEXT
     assert MAX_ARGUMENT == 1 << 16 and "at most 2¹⁶ in magnitude" in TEXT
     assert MAX_AXES == 8 and "more than 8 axes" in TEXT
     assert (MAX_WEIGHTS, MAX_MODULES) == (1 << 31, 1 << 15) and "2³¹ weights, 2¹⁵ modules" in TEXT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from pydantic import TypeAdapter, ValidationError
 
 from psc_core.errors import UsageError
 from psc_core.images.preprocess import PRESETS, Preprocess, replace_size
@@ -50,7 +52,10 @@ def test_normalise_equals_float64_formula(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_json_round_trip(name: str) -> None:
-    assert Preprocess.from_json(PRESETS[name].to_json()) == PRESETS[name]
+    text = json.dumps(PRESETS[name].to_json())
+    assert TypeAdapter(Preprocess).validate_json(text) == PRESETS[name]
+    with pytest.raises(ValidationError):
+        TypeAdapter(Preprocess).validate_json(text.replace('"mode"', '"modus"'))
 
 
 def test_replace_size_does_not_crop() -> None:
@@ -68,7 +73,9 @@ def test_replace_size_does_not_crop() -> None:
         {"mean": (0.5, 0.5)},
         {"std": (0.0,)},
         {"height": 0},
+        {"height": 1 << 18},
         {"resize": 10},
+        {"resize": 8193},
     ],
 )
 def test_rejects_invalid_settings(fields: dict[str, object]) -> None:
