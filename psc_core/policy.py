@@ -18,13 +18,7 @@ Coverage = Annotated[float, Field(gt=0, lt=1, description="Nominal coverage of `
 
 
 class Policy(BaseModel):
-    """Decision thresholds.
-
-    Attributes:
-        alpha: An image is out of distribution when its p-value is at most this.
-        ambiguity_threshold: Otherwise it is ambiguous when its predictive entropy (nats) is above this.
-        coverage: Nominal coverage of the prediction sets.
-    """
+    """Decision thresholds.  Only an image that is not out of distribution can be ambiguous."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 

@@ -53,17 +53,11 @@ _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64, t
 
 @dataclass(frozen=True)
 class Bundle:
-    """A verified bundle in memory.
+    """A verified bundle in memory."""
 
-    Attributes:
-        path: The directory that it was read from.
-        manifest: The checked manifest.
-        parts: Tensors of each part, by name.
-    """
-
-    path: Path
+    path: Path  # the directory that it was read from
     manifest: Manifest
-    parts: Mapping[str, Mapping[str, Tensor]]
+    parts: Mapping[str, Mapping[str, Tensor]]  # tensors of each of PARTS, by name
 
 
 def check_target(path: Path) -> None:

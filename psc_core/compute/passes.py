@@ -31,17 +31,11 @@ LOG_SECONDS: Final = 30.0
 
 @dataclass(frozen=True)
 class Compute:
-    """Where and how features are computed while fitting.
-
-    Attributes:
-        device: Compute device.
-        precision: ``"fp32"`` or ``"bf16"``, of the network.
-        batch_images: Maximum batch size.
-    """
+    """Where and how features are computed while fitting."""
 
     device: torch.device
-    precision: str = "fp32"
-    batch_images: int = 256
+    precision: str = "fp32"  # or "bf16", of the network
+    batch_images: int = 256  # maximum batch size
 
     @property
     def batch_size(self) -> int:

@@ -25,17 +25,11 @@ from psc_core.images.preprocess import Preprocess
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of images and their labelled examples.
+    """Images and their labelled examples: example m is image ``image_index[m]`` with the class ``labels[m]``."""
 
-    Attributes:
-        images: ``uint8 (batch, channels, height, width)``.
-        labels: ``int64 (examples,)`` class indices.
-        image_index: ``int64 (examples,)``; example m is image ``image_index[m]`` with label ``labels[m]``.
-    """
-
-    images: Tensor
-    labels: Tensor
-    image_index: Tensor
+    images: Tensor  # uint8 (batch, channels, height, width)
+    labels: Tensor  # int64 (examples,)
+    image_index: Tensor  # int64 (examples,)
 
     def per_example(self, features: Tensor) -> Tensor:
         """Repeat per-image ``features`` (batch, …) for each labelled example (examples, …)."""

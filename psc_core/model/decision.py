@@ -18,21 +18,13 @@ ACCEPT, ABSTAIN_AMBIGUOUS, ABSTAIN_OOD = range(len(DECISIONS))
 
 
 class Decisions(NamedTuple):
-    """What is decided for n images.
+    """What is decided for n images."""
 
-    Attributes:
-        class_index: ``int64 (n,)``, the most probable class.
-        confidence: ``float32 (n,)``, its probability.
-        is_ood: ``bool (n,)``, p-value ≤ alpha.
-        decision: ``int8 (n,)``, a position in :data:`psc_core.prediction.DECISIONS`.
-        prediction_set: ``bool (n, K)``, the classes in the set.
-    """
-
-    class_index: npt.NDArray[np.int64]
-    confidence: FloatArray
-    is_ood: npt.NDArray[np.bool_]
-    decision: npt.NDArray[np.int8]
-    prediction_set: npt.NDArray[np.bool_]
+    class_index: npt.NDArray[np.int64]  # (n,) the most probable class
+    confidence: FloatArray  # (n,) its probability
+    is_ood: npt.NDArray[np.bool_]  # (n,) p-value ≤ alpha
+    decision: npt.NDArray[np.int8]  # (n,) positions in :data:`psc_core.prediction.DECISIONS`
+    prediction_set: npt.NDArray[np.bool_]  # (n, K) the classes in the set
 
 
 def decide(outputs: Outputs[FloatArray], set_thresholds: FloatArray, policy: Policy) -> Decisions:

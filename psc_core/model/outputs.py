@@ -33,12 +33,9 @@ class Outputs(Generic[Matrix]):
         >>> outputs = Outputs(pack(scores, torch.tensor([[0.3, 0.7]])))
         >>> outputs["log_density"], outputs.probabilities
         (tensor([-9.]), tensor([[0.3000, 0.7000]]))
-
-    Attributes:
-        packed: ``float32 (n, S + K)``.
     """
 
-    packed: Matrix
+    packed: Matrix  # float32 (n, S + K)
 
     def __len__(self) -> int:
         return len(self.packed)

@@ -31,29 +31,18 @@ PRECISIONS = ("fp32", "bf16")
 
 
 class Embedding(NamedTuple):
-    """What density and head read.
+    """What density and head read."""
 
-    Attributes:
-        z: (B, D) projected features, which the head reads.
-        read: What the density reads: z itself, or (B, C) from :func:`pool`.
-        logits: (B, K) of the network, for base predictions.
-    """
-
-    z: Tensor
-    read: Tensor
-    logits: Tensor | None
+    z: Float[Tensor, "batch dim"]  # projected features, which the head reads
+    read: Float[Tensor, "batch _"]  # what the density reads: z itself, or features from :func:`pool`
+    logits: Float[Tensor, "batch classes"] | None  # of the network, for base predictions
 
 
 class Scored(NamedTuple):
-    """What is computed without calibration.
+    """What is computed without calibration."""
 
-    Attributes:
-        scores: (B,) by name, nats: ``predictive_entropy``, ``log_density``; ``epistemic`` in the head's unit.
-        probabilities: (B, K).
-    """
-
-    scores: Mapping[str, Tensor]
-    probabilities: Tensor
+    scores: Mapping[str, Float[Tensor, " batch"]]  # predictive_entropy, log_density (nats), epistemic (the head's unit)
+    probabilities: Float[Tensor, "batch classes"]
 
 
 def pool(features: Sequence[Float[Tensor, "batch _ _"]]) -> Float[Tensor, "batch channels"]:

@@ -32,24 +32,20 @@ _REPEATABLE = 1e-3
 
 
 class Backbone(nn.Module):
-    """A network cut after ``layers``.
-
-    Attributes:
-        layers: Names of the layers, in the order their features are returned.
-        keep_output: Whether the logits are computed too.
-        method: ``"graph"`` (compiles, thread-safe) or ``"hooks"`` (one thread at a time, does not compile).
-        memory_format: Memory format that images are converted to.
-    """
+    """A network cut after ``layers``, whose features it returns in this order, and the logits if ``keep_output``."""
 
     def __init__(
         self, net: nn.Module, layers: Sequence[str], *, keep_output: bool, hooks: Mapping[str, Any] | None
     ) -> None:
-        """Cut ``net`` by its graph, or by hooks if ``hooks`` gives the arguments of :class:`HookedNetwork`."""
+        """Cut ``net`` by its graph, or by hooks if ``hooks`` gives the arguments of :class:`HookedNetwork`.
+
+        A graph compiles, and several threads may run it at once; with hooks it is one thread at a time.
+        """
         super().__init__()
         self.layers = tuple(layers)
         self.keep_output = keep_output
         self.method = "graph" if hooks is None else "hooks"
-        self.memory_format = torch.contiguous_format
+        self.memory_format = torch.contiguous_format  # that images are converted to
         self.body: nn.Module
         if hooks is None:
             self.body = cut_graph(net, layers, keep_output=keep_output)

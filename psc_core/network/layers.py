@@ -32,23 +32,14 @@ _WEIGHTED: Final = (_ConvNd, nn.Linear)
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """One layer of a network.
+    """One layer of a network."""
 
-    Attributes:
-        name: Module name, dots between levels.
-        index: Position in execution order among the layers of its granularity, from 0.
-        kind: One of :data:`psc_core.network.layout.KINDS`.
-        shape: Canonical (channels, spatial).
-        grid: Shape of the spatial axis before flattening: (height, width), (tokens,) or (1,).
-        role: ``"hidden"``; ``"penultimate"``, the input of the output layer; or ``"output"``, the logits.
-    """
-
-    name: str
-    index: int
-    kind: str
-    shape: tuple[int, int]
-    grid: tuple[int, ...]
-    role: str
+    name: str  # of the module, dots between levels
+    index: int  # position in execution order among the layers of its granularity, from 0
+    kind: str  # one of :data:`psc_core.network.layout.KINDS`
+    shape: tuple[int, int]  # canonical (channels, spatial)
+    grid: tuple[int, ...]  # the spatial axis before flattening: (height, width), (tokens,) or (1,)
+    role: str  # "hidden"; "penultimate", the input of the output layer; or "output", the logits
 
 
 class _Run(NamedTuple):

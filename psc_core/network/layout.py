@@ -51,19 +51,12 @@ def canonical(features: Float[Tensor, "batch ..."], kind: str) -> Float[Tensor, 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a module's weights tell about the channel axis of its output of three or four dimensions.
+    """What a module's weights tell about the channel axis of its output of three or four dimensions."""
 
-    Attributes:
-        convolves: Contains a convolution or batch normalisation (channels first).
-        widths: Output widths of its linear layers and layer normalisations (channels last).
-        channels: Output channels of its convolutions.
-        one_dimensional: Contains a one-dimensional convolution or batch normalisation, or is such a pooling.
-    """
-
-    convolves: bool
-    widths: frozenset[int]
-    channels: frozenset[int]
-    one_dimensional: bool = False
+    convolves: bool  # contains a convolution or batch normalisation (channels first)
+    widths: frozenset[int]  # output widths of its linear layers and layer normalisations (channels last)
+    channels: frozenset[int]  # output channels of its convolutions
+    one_dimensional: bool = False  # contains such a convolution or batch normalisation, or is such a pooling
 
     def kind(self, shape: Sequence[int]) -> str | None:
         """Kind of an output of this shape; ``None`` if it is no batch of features.
