@@ -44,8 +44,7 @@ class ArraySource:
 
     def fits(self, preprocess: Preprocess) -> bool:
         """Whether ``preprocess`` leaves these images unchanged, so that they need not be read one by one."""
-        size = (preprocess.height, preprocess.width)
-        return preprocess.mode == "L" and preprocess.resize is None and self.images.shape[1:] == size
+        return preprocess.resize is None and (1, *self.images.shape[1:]) == preprocess.shape
 
     def fingerprint(self, index: int) -> bytes:
         return bytes(self.images[index].data)
@@ -94,8 +93,7 @@ class FileSource:
     def fingerprint(self, index: int) -> bytes:
         path = self.path(index)
         with _naming(path):
-            size = path.stat().st_size
-        return os.fsencode(path.relative_to(self.root).as_posix()) + f"\0{size}\n".encode()
+            return bytes(self.names[index]) + f"\0{path.stat().st_size}\n".encode()
 
 
 @contextmanager

@@ -22,6 +22,10 @@ from torch import Tensor
 from psc_core.errors import UsageError
 from psc_core.images.decode import DEFAULT_MAX_PIXELS, decode_image
 
+Pixels = UInt8[Tensor, "batch channels height width"]
+Inputs = Float[Tensor, "batch channels height width"]
+"""Images of the network's size, before and after standardisation."""
+
 MAX_INPUT_PIXELS: Final = 1 << 22
 """Maximum size of the network input, height × width."""
 
@@ -89,6 +93,11 @@ class Preprocess:
         """Number of input channels."""
         return _CHANNELS[self.mode]
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(channels, height, width)."""
+        return self.channels, self.height, self.width
+
     def from_bytes(self, data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> npt.NDArray[np.uint8]:
         """Decode, resize and crop an encoded image; see :func:`psc_core.images.decode.decode_image` for the errors.
 
@@ -117,9 +126,11 @@ class Preprocess:
         shift = torch.tensor([-m / s for m, s in zip(self.mean, self.std, strict=True)])
         return scale[:, None, None], shift[:, None, None]
 
-    def normalise(
-        self, images: UInt8[Tensor, "batch channels height width"]
-    ) -> Float[Tensor, "batch channels height width"]:
+    def noise(self) -> Pixels:
+        """One image of noise, the same on every call, for use without real images."""
+        return torch.randint(0, 256, (1, *self.shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+    def normalise(self, images: Pixels) -> Inputs:
         """Device half: ``uint8`` to standardised ``float32``, on the device of ``images``."""
         scale, shift = self.scale_and_shift()
         return images.float() * scale.to(images.device) + shift.to(images.device)

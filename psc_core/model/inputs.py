@@ -9,37 +9,35 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from jaxtyping import UInt8
 from PIL import Image
 from torch import Tensor
 
 from psc_core.errors import UsageError
 from psc_core.images.decode import to_grey_or_rgb
-from psc_core.images.preprocess import Preprocess
+from psc_core.images.preprocess import Pixels, Preprocess
 
 ImageLike = str | Path | bytes | Image.Image | npt.NDArray[Any]
 """One image: a path, an encoded file, a Pillow image, or ``uint8`` pixels (height, width) or (height, width, 3)."""
 
 
-def as_batch(images: Sequence[ImageLike] | Tensor, preprocess: Preprocess) -> UInt8[Tensor, "n channels height width"]:
+def as_batch(images: Sequence[ImageLike] | Tensor, preprocess: Preprocess) -> Pixels:
     """Images of any size and form as one batch; a tensor has to be one already.
 
     Raises:
         ImageError: An image cannot be decoded.
         UsageError: Something that is no list of images, a file that cannot be read, a tensor of another shape or type.
     """
-    shape = (preprocess.channels, preprocess.height, preprocess.width)
     if isinstance(images, Tensor):
-        if images.dtype != torch.uint8 or tuple(images.shape[1:]) != shape:
+        if images.dtype != torch.uint8 or images.shape[1:] != preprocess.shape:
             raise UsageError(
-                f"expected uint8 images of shape (n, {', '.join(map(str, shape))}), got "
+                f"expected uint8 images of shape (n, {', '.join(map(str, preprocess.shape))}), got "
                 f"{images.dtype} {tuple(images.shape)}"
             )
         return images
     if isinstance(images, (str, bytes, Path, Image.Image, np.ndarray)):
         raise UsageError(f"expected a list of images or a tensor, got {described(images)}; put it into a list")
     pixels = [read_image(image, preprocess) for image in images]
-    return torch.from_numpy(np.stack(pixels)) if pixels else torch.empty((0, *shape), dtype=torch.uint8)
+    return torch.from_numpy(np.stack(pixels)) if pixels else torch.empty((0, *preprocess.shape), dtype=torch.uint8)
 
 
 def read_image(image: ImageLike, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
@@ -68,12 +66,10 @@ def read_image(image: ImageLike, preprocess: Preprocess) -> npt.NDArray[np.uint8
 
 def is_picture(pixels: npt.NDArray[Any]) -> bool:
     """Whether an array is ``uint8`` (height, width) or (height, width, 3) and not empty."""
-    colours = pixels.shape[2:]
-    return pixels.dtype == np.uint8 and pixels.size > 0 and pixels.ndim >= 2 and colours in ((), (3,))
+    return pixels.dtype == np.uint8 and pixels.size > 0 and (pixels.ndim == 2 or pixels.shape[2:] == (3,))
 
 
 def described(image: Any) -> str:
     """What an image is, for messages."""
-    if isinstance(image, np.ndarray):
-        return f"an array of {image.dtype} {image.shape}"
-    return f"a {type(image).__name__}"
+    is_array = isinstance(image, np.ndarray)
+    return f"an array of {image.dtype} {image.shape}" if is_array else f"a {type(image).__name__}"

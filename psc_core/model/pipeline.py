@@ -16,15 +16,15 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from psc_core.calibration.conformal import conformal_p_values
 from psc_core.density import Density
 from psc_core.heads import Head, entropy
-from psc_core.images.preprocess import Preprocess
+from psc_core.images.preprocess import Inputs, Pixels, Preprocess
 from psc_core.model.outputs import pack
-from psc_core.network.backbone import Backbone
+from psc_core.network.backbone import Backbone, FeaturesAndLogits
 from psc_core.projection.module import Projection
 
 PRECISIONS = ("fp32", "bf16")
@@ -96,21 +96,17 @@ class Scorer(nn.Module):
         self.precision = precision
         self.eval().requires_grad_(False)
 
-    def standardise(
-        self, images: UInt8[Tensor, "batch channels height width"]
-    ) -> Float[Tensor, "batch channels height width"]:
+    def standardise(self, images: Pixels) -> Inputs:
         """The network's input."""
         return images.float().mul_(self.scale).add_(self.shift)
 
-    def features(
-        self, inputs: Float[Tensor, "batch channels height width"]
-    ) -> tuple[list[Float[Tensor, "batch _ _"]], Float[Tensor, "batch classes"] | None]:
+    def features(self, inputs: Inputs) -> FeaturesAndLogits:
         """Features of each layer, and the logits if the backbone keeps them."""
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            result: tuple[list[Tensor], Tensor | None] = self.backbone(inputs)
+            result: FeaturesAndLogits = self.backbone(inputs)
         return result
 
-    def embed(self, images: UInt8[Tensor, "batch channels height width"]) -> Embedding:
+    def embed(self, images: Pixels) -> Embedding:
         """What density and head read."""
         features, logits = self.features(self.standardise(images))
         z = self.projection(features)
@@ -133,7 +129,7 @@ class Scorer(nn.Module):
         scores = {"predictive_entropy": entropy(probabilities), "log_density": log_density, "epistemic": epistemic}
         return Scored(scores, probabilities)
 
-    def forward(self, images: UInt8[Tensor, "batch channels height width"]) -> Scored:
+    def forward(self, images: Pixels) -> Scored:
         """Probabilities and scores of a batch, the same for an image in any batch."""
         return self.score(self.embed(images))
 
@@ -169,7 +165,7 @@ class Pipeline(nn.Module):
         """Whether several threads may call it at once; a network cut by hooks keeps features of one call."""
         return self.scorer.backbone.method == "graph"
 
-    def forward(self, images: UInt8[Tensor, "batch channels height width"]) -> Float[Tensor, "batch columns"]:
+    def forward(self, images: Pixels) -> Float[Tensor, "batch columns"]:
         """Packed outputs of a batch, the same for an image in any batch."""
         return self.outputs(self.scorer(images))
 
@@ -179,9 +175,7 @@ class Pipeline(nn.Module):
         p_value = conformal_p_values(self.calibration_scores, ood_score)
         return pack({**scored.scores, "ood_score": ood_score, "ood_p_value": p_value}, scored.probabilities)
 
-    def explain(
-        self, images: UInt8[Tensor, "batch channels height width"]
-    ) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
+    def explain(self, images: Pixels) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
         """Packed outputs and their explanation, see :meth:`Scorer.explain`, from one pass."""
         embedding = self.scorer.embed(images)
         explanation = self.scorer.explain(embedding)

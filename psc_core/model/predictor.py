@@ -194,8 +194,7 @@ class PSC:
             torch.OutOfMemoryError, torch.AcceleratorError, MemoryError: The device has no room for it, or is broken.
         """
         scorer = self.pipeline.scorer
-        shape = (1, self.preprocess.channels, self.preprocess.height, self.preprocess.width)
-        noise = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        noise = self.preprocess.noise()
         images = torch.cat([torch.zeros_like(noise), torch.full_like(noise, 255), noise]).to(self.device)
         try:
             with torch.inference_mode():

@@ -16,13 +16,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from psc_core.errors import BundleError, NetworkError
-from psc_core.images.preprocess import Preprocess
+from psc_core.images.preprocess import Inputs, Preprocess
 from psc_core.network.cut import HookedNetwork, cut_graph, plan_stop
 from psc_core.network.fuse import fuse, images_format
 from psc_core.network.layout import INPUT, canonical, layout_of
 from psc_core.network.load import Recipe, bounded_size, copy_recipe, load_network, load_weights, recipe_of
 
 FeatureStep = Callable[[Tensor], list[Tensor]]
+
+FeaturesAndLogits = tuple[list[Float[Tensor, "batch _ _"]], Float[Tensor, "batch classes"] | None]
+"""Canonical features (batch, channels, spatial) of each layer; logits."""
 
 _TOLERANCE = 1e-5
 """Maximum difference between the traced and the original network, relative to the largest value."""
@@ -56,10 +59,8 @@ class Backbone(nn.Module):
         self._layouts = [layout_of(net, name) for name in layers]
         self.eval()
 
-    def forward(
-        self, x: Float[Tensor, "batch channels height width"]
-    ) -> tuple[list[Float[Tensor, "batch _ _"]], Float[Tensor, "batch classes"] | None]:
-        """Canonical features (batch, channels, spatial) of each layer, and the logits if ``keep_output``."""
+    def forward(self, x: Inputs) -> FeaturesAndLogits:
+        """Features of each layer, and the logits if ``keep_output``."""
         outputs = self.body(x.contiguous(memory_format=self.memory_format))
         features = []
         for name, layout, output in zip(self.layers, self._layouts, outputs, strict=False):
@@ -95,11 +96,9 @@ class Backbone(nn.Module):
         }
 
 
-def example_input(preprocess: Preprocess) -> Float[Tensor, "1 channels height width"]:
+def example_input(preprocess: Preprocess) -> Inputs:
     """A standardised image of noise, the same on every call, for use without real images."""
-    size = (1, preprocess.channels, preprocess.height, preprocess.width)
-    noise = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    return preprocess.normalise(noise)
+    return preprocess.normalise(preprocess.noise())
 
 
 def truncate(
@@ -107,7 +106,7 @@ def truncate(
     layers: Sequence[str],
     *,
     keep_output: bool,
-    example: Float[Tensor, "1 channels height width"] | None = None,
+    example: Inputs | None = None,
 ) -> Backbone:
     """Cut ``net`` after ``layers``; the result shares its weights.
 

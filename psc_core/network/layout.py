@@ -56,7 +56,7 @@ class Layout:
     convolves: bool  # contains a convolution or batch normalisation (channels first)
     widths: frozenset[int]  # output widths of its linear layers and layer normalisations (channels last)
     channels: frozenset[int]  # output channels of its convolutions
-    one_dimensional: bool = False  # contains such a convolution or batch normalisation, or is such a pooling
+    one_dimensional: bool = False  # convolves, normalises or pools along one axis only
 
     def kind(self, shape: Sequence[int]) -> str | None:
         """Kind of an output of this shape; ``None`` if it is no batch of features.

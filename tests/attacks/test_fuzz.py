@@ -47,7 +47,7 @@ def places(body: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 def rejected_or_finite(bundle: Path) -> None:
     try:
         psc = PSC.load(bundle, device="cpu", allow_factories=forge.ALLOW)
-        size = (4, psc.preprocess.channels, psc.preprocess.height, psc.preprocess.width)
+        size = (4, *psc.preprocess.shape)
         images = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
         prediction = psc.predict(images)
     except PSCError as error:

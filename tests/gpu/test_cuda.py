@@ -39,7 +39,7 @@ def test_graph_equals_eager(shipped_bundle: Path, digits: torch.Tensor, size: in
     from app.inference.steps import make_step
 
     psc = PSC.load(shipped_bundle, device="cuda")
-    shape = (psc.preprocess.channels, psc.preprocess.height, psc.preprocess.width)
+    shape = psc.preprocess.shape
     step = make_step(psc.pipeline, shape, max_batch=64, device=psc.device, compiled=False)
     step.warm_up()
     step.input(0)[:size] = digits[:size].numpy()

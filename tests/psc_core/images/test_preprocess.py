@@ -22,7 +22,7 @@ from psc_core.images.preprocess import PRESETS, Preprocess, replace_size
 def test_any_image_becomes_input_size(name: str, width: int, height: int, grey: bool) -> None:
     preprocess = PRESETS[name]
     array = preprocess.from_image(Image.new("L" if grey else "RGB", (width, height), 128 if grey else (128,) * 3))
-    assert array.shape == (preprocess.channels, preprocess.height, preprocess.width)
+    assert array.shape == preprocess.shape
     assert array.dtype == np.uint8
     assert (array == 128).all()
 
