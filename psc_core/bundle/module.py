@@ -1,7 +1,7 @@
 """Fitted models as named tensors of declared shapes: the base of densities and heads.
 
 A :class:`Fitted` module consists of its buffers alone.  ``config()`` (JSON) and ``state_dict()`` (tensors) describe it
-completely, and ``from_config(config, state)`` restores it without running code from a file.
+completely, and :func:`restore` makes it from them without running code from a file.
 
 Each subclass declares a ``kind`` and a ``layout``: tensor name → axis names.  An axis name stands for the same size in
 all tensors of a model; the config holds the sizes, and restoring checks every tensor against them.
@@ -48,41 +48,26 @@ class Fitted(nn.Module):
         """Kind, axis sizes and record, as JSON types; with ``state_dict()`` all that restoring needs."""
         return {"kind": self.kind, "sizes": dict(self.sizes), "record": dict(self.record)}
 
-    @classmethod
-    def from_config(cls: type[AnyFitted], config: Mapping[str, Any], state: Mapping[str, Tensor]) -> AnyFitted:
-        """Inverse of :meth:`config` and ``state_dict()``.
-
-        Raises:
-            BundleError: The tensors do not fit the layout or the sizes that the config promises.
-        """
-        missing = {"kind", "sizes", "record"} - set(config)
-        if missing or config["kind"] != cls.kind:
-            raise BundleError(
-                f"expected a config of kind {cls.kind!r} with sizes and record, got "
-                f"{dict(config)}; fit the bundle again"
-            )
-        other = {name: str(tensor.dtype) for name, tensor in state.items() if tensor.dtype != torch.float32}
-        if other:
-            raise BundleError(f"expected float32 tensors of {cls.kind!r}, got {other}; fit the bundle again")
-        model = cls(state, record=config["record"])
-        if model.sizes != config["sizes"]:
-            raise BundleError(
-                f"expected tensors of {cls.kind!r} with sizes {config['sizes']}, got "
-                f"{model.sizes}; the bundle is inconsistent, fit it again"
-            )
-        return model
-
 
 def restore(kinds: Mapping[str, type[AnyFitted]], config: Mapping[str, Any], state: Mapping[str, Tensor]) -> AnyFitted:
-    """Restore the model whose kind the config names.
+    """Inverse of ``config()`` and ``state_dict()`` for a model of one of ``kinds``.
 
     Raises:
-        BundleError: An unknown kind, or as :meth:`Fitted.from_config`.
+        BundleError: An unknown kind, or tensors that do not fit its layout or the sizes that the config promises.
     """
-    kind = config.get("kind")
-    if not isinstance(kind, str) or kind not in kinds:
+    kind, sizes = config["kind"], config["sizes"]
+    if kind not in kinds:
         raise BundleError(f"expected kind one of {sorted(kinds)}, got {kind!r}; use a newer version of psc")
-    return kinds[kind].from_config(config, state)
+    other = {name: str(tensor.dtype) for name, tensor in state.items() if tensor.dtype != torch.float32}
+    if other:
+        raise BundleError(f"expected float32 tensors of {kind!r}, got {other}; fit the bundle again")
+    model = kinds[kind](state, record=config["record"])
+    if model.sizes != sizes:
+        raise BundleError(
+            f"expected tensors of {kind!r} with sizes {sizes}, got {model.sizes}; the bundle is inconsistent, "
+            "fit it again"
+        )
+    return model
 
 
 def _bind_axes(kind: str, layout: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -34,8 +34,6 @@ def test_rejects_unusable_config_and_tensors() -> None:
     config, state = model.config(), dict(model.state_dict())
     with pytest.raises(BundleError, match="kind one of"):
         restore_density({**config, "kind": "pickle"}, state)
-    with pytest.raises(BundleError, match="expected a config"):
-        restore_density({"kind": "tied"}, state)
     with pytest.raises(BundleError, match="expected tensors"):
         restore_density(config, {"mean": state["mean"]})
     with pytest.raises(BundleError, match=r"tied\.centres with axes"):
