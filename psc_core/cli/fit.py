@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +117,7 @@ def fit(args: argparse.Namespace) -> None:
     train = open_dataset(args.train, split="train", preprocess=preprocess)
     val = open_dataset(args.val, split="val", preprocess=preprocess)
     recipe = Recipe(args.model, len(train.classes), flags.key_values(args.model_arg))
-    check_network(recipe.to_json())
+    check_network(asdict(recipe))
     net = load_network(
         args.model,
         weights=args.weights,

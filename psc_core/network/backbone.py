@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
 from typing import Any
 
@@ -20,7 +21,7 @@ from psc_core.images.preprocess import Inputs, Preprocess
 from psc_core.network.cut import HookedNetwork, cut_graph, plan_stop
 from psc_core.network.fuse import fuse, images_format
 from psc_core.network.layout import INPUT, canonical, layout_of
-from psc_core.network.load import Recipe, bounded_size, copy_recipe, load_network, load_weights, recipe_of
+from psc_core.network.load import RECIPE, Recipe, bounded_size, load_network, load_weights, recipe_of
 
 FeatureStep = Callable[[Tensor], list[Tensor]]
 
@@ -55,7 +56,7 @@ class Backbone(nn.Module):
         else:
             self.body = HookedNetwork(net, layers, keep_output=keep_output, **hooks)
         self._hooks = hooks
-        copy_recipe(net, self)
+        setattr(self, RECIPE, getattr(net, RECIPE, None))
         self._layouts = [layout_of(net, name) for name in layers]
         self.eval()
 
@@ -89,7 +90,7 @@ class Backbone(nn.Module):
             NetworkError: The network did not come from ``load_network``.
         """
         return {
-            "network": recipe_of(self).to_json(),
+            "network": asdict(recipe_of(self)),
             "layers": list(self.layers),
             "keep_output": self.keep_output,
             "hooks": None if self._hooks is None else dict(self._hooks),
@@ -182,17 +183,14 @@ def rebuild_backbone(
         BundleError: The network's factory is not on the allow-list, or the state has other dtypes than the network.
         NetworkError: The network cannot be built or cut, is too large, or the state does not fit it.
     """
-    recipe = Recipe.from_json(spec["network"])
+    recipe = Recipe(**spec["network"])
     if recipe.is_factory and recipe.spec not in allow_factories:
         raise BundleError(
             f"the bundle's network comes from the factory {recipe.spec}, which is not on the allow-list "
             f"{sorted(allow_factories)}; loading runs its code, so add it only if you trust it"
         )
     with torch.random.fork_rng(devices=[]), torch.no_grad(), bounded_size(recipe):
-        args = recipe.model_args
-        net = load_network(
-            recipe.spec, num_classes=recipe.num_classes, model_args=args, allow_factories=allow_factories
-        )
+        net = load_network(**spec["network"], allow_factories=allow_factories)
     backbone = Backbone(net, spec["layers"], keep_output=bool(spec["keep_output"]), hooks=spec["hooks"])
     for key, tensor in backbone.state_dict().items():
         if key in state and state[key].dtype != tensor.dtype:

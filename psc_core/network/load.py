@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from psc_core.errors import NetworkError
 from psc_core.network.builders import BUILDERS, from_factory
 
-_RECIPE = "psc_recipe"
+RECIPE: Final = "psc_recipe"
 """Attribute of a loaded network that holds its :class:`Recipe`, so that a bundle can rebuild it."""
 
 MAX_WEIGHTS: Final = 1 << 31
@@ -48,15 +48,6 @@ class Recipe:
     def is_factory(self) -> bool:
         """Whether building imports code other than torchvision and timm."""
         return self.spec.partition(":")[0] not in BUILDERS
-
-    def to_json(self) -> dict[str, Any]:
-        """The attributes as JSON types."""
-        return {"spec": self.spec, "num_classes": self.num_classes, "model_args": dict(self.model_args)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Recipe:
-        """Inverse of :meth:`to_json`."""
-        return cls(str(data["spec"]), int(data["num_classes"]), dict(data["model_args"]))
 
 
 def load_network(
@@ -97,7 +88,7 @@ def load_network(
         net = BUILDERS[source](name, num_classes, recipe.model_args)
     if weights is not None:
         load_weights(net, read_tensors(Path(weights)), num_classes=num_classes, origin=str(weights))
-    setattr(net, _RECIPE, recipe)
+    setattr(net, RECIPE, recipe)
     return net.eval()
 
 
@@ -107,18 +98,13 @@ def recipe_of(net: nn.Module) -> Recipe:
     Raises:
         NetworkError: The network did not come from :func:`load_network`.
     """
-    recipe = getattr(net, _RECIPE, None)
+    recipe = getattr(net, RECIPE, None)
     if not isinstance(recipe, Recipe):
         raise NetworkError(
             "a bundle cannot rebuild a network built by hand; build it in a function and load it with "
             "load_network('package.module:function', …)"
         )
     return recipe
-
-
-def copy_recipe(source: nn.Module, target: nn.Module) -> None:
-    """Copy the recipe of ``source``, if it has one, to ``target``."""
-    setattr(target, _RECIPE, getattr(source, _RECIPE, None))
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
