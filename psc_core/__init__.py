@@ -9,15 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from psc_core.data.dataset import ImageDataset
-    from psc_core.data.spec import open_dataset
-    from psc_core.fitting.options import FitOptions
-    from psc_core.fitting.stages import fit_projection, fit_psc, measure_collapse
-    from psc_core.images.preprocess import PRESETS, Preprocess
-    from psc_core.model.prediction import Prediction
-    from psc_core.model.predictor import PSC
-    from psc_core.network.load import load_network
-    from psc_core.version import __version__
+    from psc_core.data.dataset import ImageDataset as ImageDataset
+    from psc_core.data.spec import open_dataset as open_dataset
+    from psc_core.fitting.options import FitOptions as FitOptions
+    from psc_core.fitting.stages import fit_projection as fit_projection
+    from psc_core.fitting.stages import fit_psc as fit_psc
+    from psc_core.fitting.stages import measure_collapse as measure_collapse
+    from psc_core.images.preprocess import PRESETS as PRESETS
+    from psc_core.images.preprocess import Preprocess as Preprocess
+    from psc_core.model.prediction import Prediction as Prediction
+    from psc_core.model.predictor import PSC as PSC
+    from psc_core.network.load import load_network as load_network
+    from psc_core.version import __version__ as __version__
 
 _MODULES = {
     "PRESETS": "images.preprocess",
@@ -34,20 +37,7 @@ _MODULES = {
     "open_dataset": "data.spec",
 }
 
-__all__ = [
-    "PRESETS",
-    "PSC",
-    "FitOptions",
-    "ImageDataset",
-    "Prediction",
-    "Preprocess",
-    "__version__",
-    "fit_projection",
-    "fit_psc",
-    "load_network",
-    "measure_collapse",
-    "open_dataset",
-]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
@@ -57,4 +47,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__]
+    return __all__
