@@ -161,22 +161,15 @@ class PSC:
         """
         target = resolve_device(device)
         bundle = read_bundle(Path(path))
-        manifest, parts = bundle.manifest, restore_parts(bundle, allow_factories)
-        backbone = parts.backbone.to(target)
-        scorer = Scorer(
-            manifest.preprocess,
-            backbone.fused(manifest.precision),
-            parts.projection.to(target),
-            parts.density.to(target),
-            None if parts.head is None else parts.head.to(target),
-            manifest.precision,
-        )
+        backbone, projection, density, head, calibration = restore_parts(bundle, allow_factories)
+        manifest, fused = bundle.manifest, backbone.to(target).fused(bundle.manifest.precision)
+        scorer = Scorer(manifest.preprocess, fused, projection, density, head, manifest.precision).to(target)
         psc = cls(
-            pipeline=Pipeline(scorer, parts.calibration.scores, manifest.calibration.entropy_weight),
+            pipeline=Pipeline(scorer, calibration.scores, manifest.calibration.entropy_weight),
             backbone=backbone,
             preprocess=manifest.preprocess,
             classes=manifest.classes,
-            calibration=parts.calibration,
+            calibration=calibration,
             policy=manifest.policy,
             layers=manifest.layers,
             name=manifest.name,

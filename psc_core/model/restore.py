@@ -6,7 +6,6 @@ The shapes that the manifest promises are checked before anything of that size i
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
 
 import torch
 
@@ -19,22 +18,10 @@ from psc_core.network.backbone import Backbone, rebuild_backbone
 from psc_core.projection.module import Projection
 
 
-class Parts(NamedTuple):
-    """The modules of a model; ``head`` is None for base predictions."""
-
-    backbone: Backbone
-    projection: Projection
-    density: Density
-    head: Head | None
-    calibration: Calibration
-
-
-def restore_parts(bundle: Bundle, allow_factories: Collection[str] = ()) -> Parts:
-    """Build the modules of a bundle.
-
-    Args:
-        bundle: From :func:`psc_core.bundle.io.read_bundle`.
-        allow_factories: Network factories (``package.module:factory``) that may be imported.
+def restore_parts(
+    bundle: Bundle, allow_factories: Collection[str]
+) -> tuple[Backbone, Projection, Density, Head | None, Calibration]:
+    """Build the modules of a bundle; there is no head for base predictions.
 
     Raises:
         BundleError: Parts that do not fit the manifest or each other.
@@ -60,7 +47,7 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str] = ()) -> Part
         raise BundleError(f"{bundle.path}: {error}") from error
     except Exception as error:  # A hostile file can make a network's constructor fail in any way.
         raise BundleError(f"{bundle.path}: the manifest and the tensors do not fit together: {error}") from error
-    return Parts(backbone, projection, density, head, calibration)
+    return backbone, projection, density, head, calibration
 
 
 def check_tensors(bundle: Bundle) -> None:
