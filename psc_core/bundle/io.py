@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 from pydantic import ValidationError
@@ -100,7 +100,7 @@ def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapp
     check_target(path)
     blobs = {f"{part}.safetensors": _serialise(tensors) for part, tensors in parts.items()}
     files = {name: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for name, blob in blobs.items()}
-    body = json.loads(json.dumps({**fields, "schema_version": SCHEMA, "files": files}, allow_nan=False))
+    body = json.loads(json.dumps({**fields, "schema_version": SCHEMA, "files": files}))
     check_text(body)
     body["version"] = manifest_digest(body)
     manifest = Manifest.model_validate_json(json.dumps(body))
@@ -148,7 +148,7 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
         raise BundleError(f"{path} is not a bundle, it has no manifest.json; make one with psc-fit")
     text = _read_file(path, file.name, MAX_MANIFEST_BYTES)
     try:
-        body = json.loads(text.decode(), parse_constant=_reject_constant, object_pairs_hook=_reject_duplicates)
+        body = json.loads(text.decode(), object_pairs_hook=_reject_duplicates)
         too_deep = _deeper_than(body, MAX_DEPTH)
         check_text(body)
     except RecursionError:
@@ -168,10 +168,6 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
         raise BundleError(f"{file}: {first_fault(error)}; fit the bundle again") from error
     except UsageError as error:
         raise BundleError(f"{file}: field 'preprocess': {error}; fit the bundle again") from error
-
-
-def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def check_network(network: Mapping[str, Any]) -> None:
     """
     try:
         check_text(network)
-        _Network.model_validate_json(json.dumps(network, allow_nan=False))
+        _Network.model_validate_json(json.dumps(network))
     except ValidationError as error:
         raise UsageError(first_fault(error)) from error
     except (TypeError, ValueError) as error:
@@ -154,9 +154,9 @@ def check_text(body: object) -> None:
     """Reject lone surrogates, as in an undecodable file name: JSON can escape them, UTF-8 cannot hold them.
 
     Raises:
-        ValueError: There are some; the message shows where.
+        ValueError: There are some; the message shows where.  Or a number is NaN or infinite.
     """
-    text = json.dumps(body, ensure_ascii=False)
+    text = json.dumps(body, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
     except UnicodeEncodeError as error:
