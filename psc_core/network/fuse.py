@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from psc_core.network.cut import shared_copy
-
-Weighted = TypeVar("Weighted", nn.Conv2d, nn.Linear)
 
 
 def fuse(body: nn.Module, *, precision: str) -> nn.Module:
@@ -65,7 +63,7 @@ def _fold_batch_norm(net: fx.GraphModule) -> None:
         wide = [part.detach().double() if isinstance(part, Tensor) else part for part in parts]
         bias = None if convolution.bias is None else convolution.bias.detach().double()
         weight, shift = fuse_conv_bn_weights(convolution.weight.detach().double(), bias, *wide)  # type: ignore[arg-type]
-        _replace_weights(net, node, convolution, weight.float(), shift.float())
+        _replace_weights(net, node, weight.float(), shift.float())
         norm_node.replace_all_uses_with(node)
         net.graph.erase_node(norm_node)
 
@@ -74,11 +72,11 @@ def _copy_weights(net: fx.GraphModule, dtype: torch.dtype, memory_format: torch.
     """Give convolutions and linear layers their own weights, of this dtype and memory format."""
     for node, convolution in list(_convolutions(net)):
         weight = convolution.weight.detach().to(dtype).contiguous(memory_format=memory_format)
-        _replace_weights(net, node, convolution, weight, convolution.bias)
+        _replace_weights(net, node, weight, convolution.bias)
     for node in _called_once(net):
         module = net.get_submodule(str(node.target))
         if type(module) is nn.Linear and not _hooked(module) and module.weight.dtype == torch.float32 != dtype:
-            _replace_weights(net, node, module, module.weight.detach().to(dtype), module.bias)
+            _replace_weights(net, node, module.weight.detach().to(dtype), module.bias)
 
 
 def _called_once(net: fx.GraphModule) -> list[fx.Node]:
@@ -98,11 +96,8 @@ def _convolutions(net: fx.GraphModule) -> Iterator[tuple[fx.Node, nn.Conv2d]]:
         module = net.get_submodule(str(node.target))
         if type(module) is not nn.Conv2d or _hooked(module) or len(node.args) != 1 or node.kwargs:
             continue
-        if (
-            module.padding_mode == "zeros"
-            and not isinstance(module.padding, str)
-            and module.weight.dtype == torch.float32
-        ):
+        plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+        if plain and module.weight.dtype == torch.float32:
             yield node, module
 
 
@@ -110,9 +105,9 @@ def _hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def _replace_weights(net: fx.GraphModule, node: fx.Node, module: Weighted, weight: Tensor, bias: Tensor | None) -> None:
-    """Let ``node`` call a copy of ``module`` with other weights, and the bias in their dtype."""
-    twin = copy.copy(module)
+def _replace_weights(net: fx.GraphModule, node: fx.Node, weight: Tensor, bias: Tensor | None) -> None:
+    """Let ``node`` call a copy of its module with other weights, and the bias in their dtype."""
+    twin = copy.copy(net.get_submodule(str(node.target)))
     twin._parameters = {
         "weight": nn.Parameter(weight, requires_grad=False),
         "bias": None if bias is None else nn.Parameter(bias.detach().to(weight.dtype), requires_grad=False),
