@@ -7,9 +7,12 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torchvision
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -217,6 +220,41 @@ def test_folds_batch_normalisation() -> None:
     fused = check(unlike_new(Small(two_summands)), "third", torch.randn(2, 3, 8, 8))
     called = [type(fused.get_submodule(str(node.target))) for node in fused.graph.nodes if node.op == "call_module"]  # type: ignore[union-attr,operator]
     assert called == [nn.Conv2d] * 4
+
+
+@given(
+    groups=st.sampled_from([1, 2, 4]),
+    bias=st.booleans(),
+    affine=st.booleans(),
+    variance=st.sampled_from([0.0, 1e-8, 1.0, 1e4]),
+    eps=st.sampled_from([1e-5, 1e-3]),
+    seed=st.integers(0, 1 << 30),
+)
+def test_folding_equals_float64(groups: int, bias: bool, affine: bool, variance: float, eps: float, seed: int) -> None:
+    """Against w · γ / √(σ² + ε) and β + (b − μ) · γ / √(σ² + ε), and against the network that is not folded."""
+    torch.manual_seed(seed)
+    convolution, norm = nn.Conv2d(4, 8, 3, padding=1, groups=groups, bias=bias), nn.BatchNorm2d(8, eps, affine=affine)
+    net = unlike_new(nn.Sequential(convolution, norm, nn.ReLU()))
+    assert norm.running_mean is not None and norm.running_var is not None
+    norm.running_var.mul_(variance)
+    fused = fuse(cut_graph(net, ["2"], keep_output=False), precision="fp32")
+    folded = fused.get_submodule("0")
+    assert isinstance(folded, nn.Conv2d) and folded.bias is not None
+
+    scale = np.ones(8) if norm.weight is None else norm.weight.detach().double().numpy()
+    scale = scale / np.sqrt(norm.running_var.double().numpy() + eps)
+    b = np.zeros(8) if convolution.bias is None else convolution.bias.detach().double().numpy()
+    shift = np.zeros(8) if norm.bias is None else norm.bias.detach().double().numpy()
+    weight = convolution.weight.detach().double().numpy() * scale[:, None, None, None]
+    ulp = float(np.finfo(np.float32).eps)
+    np.testing.assert_allclose(folded.weight.numpy(), weight, rtol=ulp)
+    expected = shift + (b - norm.running_mean.double().numpy()) * scale
+    np.testing.assert_allclose(folded.bias.numpy(), expected, rtol=ulp, atol=1e-12 * float(scale.max()))
+
+    x = torch.randn(2, 4, 7, 5)
+    with torch.inference_mode():
+        exact = copy.deepcopy(net).double()(x.double())
+        assert float((fused(x)[0].double() - exact).abs().max()) <= 1e-5 * float(exact.abs().max())
 
 
 def test_wanted_convolution_is_not_folded() -> None:
