@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from psc_core.errors import NetworkError, UsageError
-from psc_core.network.layout import INPUT, is_pooling, layout_of
+from psc_core.network.layout import INPUT, Kind, is_pooling, layout_of
 
 GRANULARITIES: Final = ("operations", "blocks", "all")
 
@@ -36,7 +36,7 @@ class LayerInfo:
 
     name: str  # of the module, dots between levels
     index: int  # position in execution order among the layers of its granularity, from 0
-    kind: str  # one of :data:`psc_core.network.layout.KINDS`
+    kind: Kind  # of its output
     shape: tuple[int, int]  # canonical (channels, spatial)
     grid: tuple[int, ...]  # the spatial axis before flattening: (height, width), (tokens,) or (1,)
     role: str  # "hidden"; "penultimate", the input of the output layer; or "output", the logits

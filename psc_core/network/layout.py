@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from jaxtyping import Float
@@ -26,27 +26,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from psc_core.errors import UsageError
-
-KINDS: Final = ("map", "map_last", "tokens", "vector")
+Kind = Literal["map", "map_last", "tokens", "vector"]
 
 INPUT: Final = ":input"
 """After a module's name: its input, not its output."""
 
 
-def canonical(features: Float[Tensor, "batch ..."], kind: str) -> Float[Tensor, "batch channels spatial"]:
-    """Reshape a layer's output of the given kind to (batch, channels, spatial).
-
-    Raises:
-        UsageError: Unknown kind.
-    """
+def canonical(features: Float[Tensor, "batch ..."], kind: Kind) -> Float[Tensor, "batch channels spatial"]:
+    """Reshape a layer's output of the given kind to (batch, channels, spatial)."""
     if kind == "map":
         return features.flatten(2)
-    if kind in ("map_last", "tokens"):
-        return features.flatten(1, -2).transpose(1, 2)
-    if kind == "vector":
-        return features.unsqueeze(2)
-    raise UsageError(f"expected a layer kind of {', '.join(KINDS)}, got {kind!r}")
+    return features.unsqueeze(2) if kind == "vector" else features.flatten(1, -2).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -58,7 +48,7 @@ class Layout:
     channels: frozenset[int]  # output channels of its convolutions
     one_dimensional: bool = False  # convolves, normalises or pools along one axis only
 
-    def kind(self, shape: Sequence[int]) -> str | None:
+    def kind(self, shape: Sequence[int]) -> Kind | None:
         """Kind of an output of this shape; ``None`` if it is no batch of features.
 
         Convolutions keep channels first, linear layers last, unless only the other axis fits a width.  Three dimensions
