@@ -74,10 +74,7 @@ class Backbone(nn.Module):
         return features, outputs[-1] if self.keep_output else None
 
     def fused(self, precision: str) -> Backbone:
-        """A copy with fewer operations and the same features up to rounding, see :func:`psc_core.network.fuse.fuse`.
-
-        It is not for storing.
-        """
+        """A copy that is :func:`psc_core.network.fuse.fuse`-d: the same features up to rounding; not for storing."""
         twin = copy.copy(self)
         twin.memory_format = images_format(self.body, precision)
         twin._modules = {"body": fuse(self.body, precision=precision)}
@@ -180,15 +177,11 @@ def rebuild_backbone(
     """Restore a backbone from :meth:`Backbone.spec` and its state dict; global random state is left alone.
 
     Raises:
-        BundleError: The network's factory is not on the allow-list, or the state has other dtypes than the network.
-        NetworkError: The network cannot be built or cut, is too large, or the state does not fit it.
+        BundleError: The state has other dtypes than the network.
+        NetworkError: The network comes from a factory that is not on the allow-list, cannot be built or cut, is too
+            large, or the state does not fit it.
     """
     recipe = Recipe(**spec["network"])
-    if recipe.is_factory and recipe.spec not in allow_factories:
-        raise BundleError(
-            f"the bundle's network comes from the factory {recipe.spec}, which is not on the allow-list "
-            f"{sorted(allow_factories)}; loading runs its code, so add it only if you trust it"
-        )
     with torch.random.fork_rng(devices=[]), torch.no_grad(), bounded_size(recipe):
         net = load_network(**spec["network"], allow_factories=allow_factories)
     backbone = Backbone(net, spec["layers"], keep_output=bool(spec["keep_output"]), hooks=spec["hooks"])

@@ -42,11 +42,16 @@ def rejection(bundle: Path, **network: Any) -> str:
     "spec",
     [
         "os:system", "builtins:exec", "pickle:loads", "subprocess:Popen", "psc_core.network.load:load_network",
-        "tests.tiny:train", "tests.tiny:network ", "tests.tiny.network", "torch.hub:load", "", ":", "a:", ":b",
+        "tests.tiny:train", "tests.tiny:network ", "torch.hub:load",
     ],
 )  # fmt: skip
 def test_rejects_other_factories(bundle: Path, spec: str) -> None:
     assert "allow-list" in rejection(bundle, spec=spec)
+
+
+@pytest.mark.parametrize("spec", ["tests.tiny.network", "", ":", "a:", ":b"])
+def test_rejects_other_specs(bundle: Path, spec: str) -> None:
+    assert "package.module:factory" in rejection(bundle, spec=spec)
 
 
 @pytest.mark.parametrize("name", ["os.system", "quantization.resnet18", "../resnet18", "resnet18\x00", "detection.fcn"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from psc_core.errors import BundleError, NetworkError
+from psc_core.errors import NetworkError
 from psc_core.images.preprocess import PRESETS
 from psc_core.network.backbone import Backbone, example_input, rebuild_backbone, truncate
 from psc_core.network.layers import list_layers
@@ -341,7 +341,7 @@ def test_rebuild_rejects_wrong_state() -> None:
     net, _ = build("mlp")
     backbone = truncate(net, ["3"], keep_output=False)
     spec, state = backbone.spec(), backbone.state_dict()
-    with pytest.raises(BundleError, match="allow-list"):
+    with pytest.raises(NetworkError, match="allow-list"):
         rebuilt(spec, state, ())
     with pytest.raises(NetworkError, match="1 missing"):
         rebuilt(spec, dict(list(state.items())[1:]))
