@@ -40,8 +40,21 @@ class Fitted(nn.Module):
     def __init__(self, tensors: Mapping[str, Tensor], *, record: Mapping[str, float | int]) -> None:
         super().__init__()
         self.record: Record = dict(record)
-        self.sizes = _bind_axes(self.kind, self.layout, tensors)
-        for name in self.layout:
+        self.sizes: dict[str, int] = {}
+        if set(tensors) != set(self.layout):
+            raise BundleError(
+                f"expected tensors {sorted(self.layout)} for {self.kind!r}, got {sorted(tensors)}; fit the bundle again"
+            )
+        for name, axes in self.layout.items():
+            shape = tuple(tensors[name].shape)
+            expected = tuple(self.sizes.setdefault(axis, size) for axis, size in zip(axes, shape, strict=False))
+            if len(shape) != len(axes) or shape != expected:
+                raise BundleError(
+                    f"expected {self.kind}.{name} with axes {axes} and the sizes {self.sizes}, got shape {shape}; "
+                    "fit the bundle again"
+                )
+            if not tensors[name].isfinite().all():
+                raise BundleError(f"expected finite numbers in {self.kind}.{name}, got NaN or ∞; fit the bundle again")
             self.register_buffer(name, tensors[name].detach().float().contiguous())
 
     def config(self) -> dict[str, Any]:
@@ -68,23 +81,3 @@ def restore(kinds: Mapping[str, type[AnyFitted]], config: Mapping[str, Any], sta
             "fit it again"
         )
     return model
-
-
-def _bind_axes(kind: str, layout: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Check tensors against a layout and return the size of each axis."""
-    if set(tensors) != set(layout):
-        raise BundleError(
-            f"expected tensors {sorted(layout)} for {kind!r}, got {sorted(tensors)}; fit the bundle again"
-        )
-    sizes: dict[str, int] = {}
-    for name, axes in layout.items():
-        shape = tuple(tensors[name].shape)
-        expected = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes, shape, strict=False))
-        if len(shape) != len(axes) or shape != expected:
-            raise BundleError(
-                f"expected {kind}.{name} with axes {axes} and the sizes {sizes}, got shape {shape}; "
-                "fit the bundle again"
-            )
-        if not tensors[name].isfinite().all():
-            raise BundleError(f"expected finite numbers in {kind}.{name}, got NaN or ∞; fit the bundle again")
-    return sizes
