@@ -49,8 +49,8 @@ def read_idx(path: Path, *, ndim: int | None = None) -> npt.NDArray[np.uint8]:
     return np.frombuffer(data, np.uint8, offset=4 + 4 * axes).reshape(shape).copy()
 
 
-def read_tar(path: Path, prefix: str) -> tuple[list[str], list[bytes]]:
-    """Names and contents of the files below ``prefix`` in a tar archive, sorted by name, read into memory.
+def read_tar(path: Path, prefix: str) -> dict[str, bytes]:
+    """Contents of the files below ``prefix`` in a tar archive by name, sorted, read into memory.
 
     Raises:
         DataError: Not a tar archive, or no files below ``prefix``.
@@ -58,13 +58,12 @@ def read_tar(path: Path, prefix: str) -> tuple[list[str], list[bytes]]:
     try:
         with tarfile.open(path) as tar:
             members = sorted((m for m in tar if m.isfile() and m.name.startswith(prefix)), key=lambda m: m.name)
-            files = [(member.name, tar.extractfile(member)) for member in members]
-            pairs = [(name, handle.read()) for name, handle in files if handle is not None]
+            files = {member.name: file.read() for member in members if (file := tar.extractfile(member))}
     except (OSError, tarfile.TarError, EOFError) as error:
         raise DataError(f"cannot read the tar archive {path}: {error}") from error
-    if not pairs:
+    if not files:
         raise DataError(f"{path} has no files below {prefix}; give the whole archive")
-    return [name for name, _ in pairs], [data for _, data in pairs]
+    return files
 
 
 def _idx_pair(root: Path, folder: str, split: str) -> tuple[ArraySource, Tensor]:
@@ -98,10 +97,12 @@ def dirty_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
 
 
 def cifar10(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
-    names, files = read_tar(root / "cifar10-jpeg.tar.gz", f"cifar10/{'test' if split == 'test' else 'train'}/")
-    classes = sorted({name.split("/")[-2] for name in names})
-    labels = torch.tensor([classes.index(name.split("/")[-2]) for name in names])
-    return held_out(labelled("cifar10", classes, EncodedSource(names, files), labels, preprocess), split, every=10)
+    files = read_tar(root / "cifar10-jpeg.tar.gz", f"cifar10/{'test' if split == 'test' else 'train'}/")
+    folders = [name.split("/")[-2] for name in files]
+    classes = sorted(set(folders))
+    source = EncodedSource(list(files), list(files.values()))
+    labels = torch.tensor([classes.index(folder) for folder in folders])
+    return held_out(labelled("cifar10", classes, source, labels, preprocess), split, every=10)
 
 
 BUILT_IN: Mapping[str, Callable[[Path, str, Preprocess], ImageDataset]] = {

@@ -38,17 +38,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class ImageDataset:
-    """n images with labels, read through one :class:`Preprocess`.
-
-    Attributes:
-        name: Name in messages and reports.
-        classes: Class names; a label is an index into it.
-        source: Where the images are stored.
-        indices: ``int64 (n,)`` positions in ``source``.
-        labels: ``int64 (examples,)`` labels of all images, in image order.
-        offsets: ``int64 (n + 1,)``; image i has ``labels[offsets[i]:offsets[i + 1]]``.
-        preprocess: Host and device preprocessing.
-        groups: Named parts for reports, as ``int64`` positions in this data set.
+    """n images with labels, read through one :class:`Preprocess`; :func:`labelled` makes one.
 
     Example:
         >>> from psc_core import PRESETS, open_dataset
@@ -57,14 +47,14 @@ class ImageDataset:
         ((1, 28, 28), torch.Size([64, 1, 28, 28]))
     """
 
-    name: str
-    classes: tuple[str, ...]
-    source: ImageSource
-    indices: Tensor
-    labels: Tensor
-    offsets: Tensor
+    name: str  # in messages and reports
+    classes: tuple[str, ...]  # names; a label is a position here
+    source: ImageSource  # where the images are stored
+    indices: Tensor  # int64 (n,) positions in source
+    labels: Tensor  # int64 (examples,) of all images, in image order
+    offsets: Tensor  # int64 (n + 1,); image i has labels[offsets[i]:offsets[i + 1]]
     preprocess: Preprocess
-    groups: Mapping[str, Tensor] = field(default_factory=dict)
+    groups: Mapping[str, Tensor] = field(default_factory=dict)  # parts for reports, int64 positions in this data set
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -166,17 +156,18 @@ def concatenate(name: str, parts: Sequence[ImageDataset]) -> ImageDataset:
     arrays = [part.source.images[part.indices.numpy()] for part in parts if isinstance(part.source, ArraySource)]
     if len(arrays) != len(parts):
         raise DataError(f"{name}: expected parts stored in arrays, got {[type(p.source).__name__ for p in parts]}")
-    starts = np.cumsum([0, *(len(part) for part in parts)])
-    counts = torch.cat([part.offsets[1:] - part.offsets[:-1] for part in parts])
+    positions = torch.arange(sum(map(len, parts)))
+    counts = torch.cat([part.offsets.diff() for part in parts])
+    groups = zip([part.name for part in parts], torch.split(positions, [len(part) for part in parts]), strict=True)
     return ImageDataset(
         name,
         first.classes,
         ArraySource(np.concatenate(arrays)),
-        torch.arange(int(starts[-1])),
+        positions,
         torch.cat([part.labels for part in parts]),
-        torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]),
+        functional.pad(counts.cumsum(0), (1, 0)),
         first.preprocess,
-        {part.name: torch.arange(int(a), int(b)) for part, a, b in zip(parts, starts, starts[1:], strict=False)},
+        dict(groups),
     )
 
 

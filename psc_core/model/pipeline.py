@@ -60,7 +60,7 @@ def ood_score_of(scores: Mapping[str, Tensor], entropy_weight: float) -> Float[T
 class Scorer(nn.Module):
     """Pixels to class probabilities, log density and epistemic uncertainty.
 
-    All parts are on one device, where they stay: the backbone is made for it.
+    All parts are on one device; a fused backbone is made for it.
 
     Args:
         preprocess: Its device half is applied here.

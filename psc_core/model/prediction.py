@@ -24,15 +24,10 @@ class Prediction:
         >>> prediction = PSC.load("artifacts/dirty-mnist-resnet18").predict(["artifacts/examples/clean.png"])
         >>> prediction.labels, prediction.prediction_set, prediction.predictive_entropy < 0.1
         (('7',), (('7',),), tensor([True]))
-
-    Args:
-        outputs: Of the network step.
-        decisions: Under the bundle's policy.
-        classes: Class names.
     """
 
-    outputs: Outputs[Tensor]
-    decisions: Decisions
+    outputs: Outputs[Tensor]  # of the network step
+    decisions: Decisions  # under the bundle's policy
     classes: tuple[str, ...]
 
     def __len__(self) -> int:

@@ -42,30 +42,18 @@ class PSC:
         >>> prediction = psc.predict(["artifacts/examples/clean.png", "artifacts/examples/shirt.png"])
         >>> prediction.decision
         ('accept', 'abstain_ood')
-
-    Attributes:
-        pipeline: Pixels to packed outputs, on its device.
-        backbone: The truncated network as it was fitted, which a bundle stores; the pipeline runs a fused copy.
-        preprocess: Host and device preprocessing.
-        classes: Class names; a class index is a position in it.
-        calibration: Calibration scores, thresholds and prediction sets.
-        policy: Default thresholds.
-        layers: Names of the candidate layer(s).
-        name: Model name.
-        report: What fitting measured: ``collapse``, ``metrics`` and ``provenance``, JSON types.
-        version: Digest of the bundle, empty before it is saved.
     """
 
-    pipeline: Pipeline = field(repr=False)
-    backbone: Backbone = field(repr=False)
+    pipeline: Pipeline = field(repr=False)  # pixels to packed outputs, on its device
+    backbone: Backbone = field(repr=False)  # as it was fitted, for the bundle; the pipeline runs a fused copy
     preprocess: Preprocess
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # names; a class index is a position here
     calibration: Calibration = field(repr=False)
-    policy: Policy
-    layers: tuple[str, ...]
+    policy: Policy  # default thresholds
+    layers: tuple[str, ...]  # candidate layer(s)
     name: str
-    report: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    version: str = ""
+    report: Mapping[str, Any] = field(default_factory=dict, repr=False)  # collapse, metrics, provenance; JSON types
+    version: str = ""  # digest of the bundle, empty before it is saved
 
     @property
     def device(self) -> torch.device:
