@@ -14,6 +14,7 @@ import copy
 import math
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -174,14 +175,10 @@ class HookedNetwork(nn.Module):
                 raise _Stop
 
         logits = None
-        handles = [_attach(self.net, name, partial(catch, name)) for name in self.layers]
-        try:
+        with ExitStack() as hooks, suppress(_Stop):
+            for name in self.layers:
+                hooks.enter_context(_attach(self.net, name, partial(catch, name)))
             logits = self.net(x)
-        except _Stop:
-            pass
-        finally:
-            for handle in handles:
-                handle.remove()
         if missing := [name for name in self.layers if name not in values]:
             raise NetworkError(
                 f"this input does not reach layer {', '.join(missing)}; choose a layer that all inputs reach"

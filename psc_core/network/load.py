@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -163,10 +164,8 @@ def _count(what: str, keys: list[str]) -> str:
 
 def _prefix_hint(missing: list[str], unexpected: list[str]) -> str:
     """A hint if unexpected names are missing ones with a prefix; batch counters are never missing."""
-    endings = tuple(f".{name}" for name in missing)
-    for key in unexpected:
-        if key.endswith(endings):
-            name = max((ending[1:] for ending in endings if key.endswith(ending)), key=len)
+    for key, name in product(unexpected, sorted(missing, key=len, reverse=True)):
+        if key.endswith(f".{name}"):
             return f"; its names have the prefix {key.removesuffix(name)!r}: remove it"
     return ""
 
@@ -202,14 +201,10 @@ def _counting() -> Iterator[None]:
                 "model arguments"
             )
 
-    register = torch.nn.modules.module
-    handles = [
-        register.register_module_parameter_registration_hook(count),
-        register.register_module_buffer_registration_hook(count),
-        register.register_module_module_registration_hook(count),
-    ]
-    try:
+    all_modules = torch.nn.modules.module
+    with (
+        all_modules.register_module_parameter_registration_hook(count),
+        all_modules.register_module_buffer_registration_hook(count),
+        all_modules.register_module_module_registration_hook(count),
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
