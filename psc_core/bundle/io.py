@@ -81,17 +81,14 @@ def check_target(path: Path) -> None:
 
 
 def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapping[str, Tensor]]) -> Manifest:
-    """Write ``parts`` and a manifest of ``fields`` to the directory ``path``, replacing a bundle there.
+    """Write a bundle to the directory ``path``, replacing one there; its other files and folders stay.
 
-    Other files and folders in it stay.
+    Equal input gives equal bytes.
 
     Args:
         path: Directory to write.
         fields: The manifest without ``version`` and ``files``, which are computed here.
         parts: Tensors by part name, a subset of :data:`PARTS`.
-
-    Returns:
-        The manifest.  Equal input gives equal bytes.
 
     Raises:
         BundleError: ``path`` exists and is not a bundle, or cannot be replaced.
@@ -149,14 +146,13 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
     text = _read_file(path, file.name, MAX_MANIFEST_BYTES)
     try:
         body = json.loads(text.decode(), object_pairs_hook=_reject_duplicates)
-        too_deep = _deeper_than(body, MAX_DEPTH)
+        if _deeper_than(body, MAX_DEPTH):
+            raise RecursionError
         check_text(body)
-    except RecursionError:
-        too_deep = True
+    except RecursionError as error:
+        raise BundleError(f"{file}: expected at most {MAX_DEPTH} levels of nesting; fit the bundle again") from error
     except ValueError as error:
         raise BundleError(f"{file}: expected JSON, {error}; fit the bundle again or restore it") from error
-    if too_deep:
-        raise BundleError(f"{file}: expected at most {MAX_DEPTH} levels of nesting; fit the bundle again")
     if isinstance(body, dict) and body.get("schema_version") != SCHEMA:
         raise BundleError(
             f"{file}: expected schema_version {SCHEMA}, got {short(body.get('schema_version'))}; use "

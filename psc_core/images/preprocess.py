@@ -42,29 +42,24 @@ _MAXIMUM_ASPECT = 8
 class Preprocess:
     """How an image becomes a network input.
 
+    The shorter side is resized to ``resize`` pixels before a centre crop of ``height × width``; ``None`` resizes
+    directly to that size, without a crop.
+
     Raises:
         UsageError: Settings that give no valid input.
 
     Example:
         >>> PRESETS["imagenet"].from_image(Image.new("RGB", (640, 480))).shape
         (3, 224, 224)
-
-    Attributes:
-        mode: ``"L"`` (one grey channel) or ``"RGB"``.
-        height, width: Size of the network input, pixels.
-        resize: Length of the shorter side before the centre crop, pixels; ``None`` resizes directly to
-            ``height × width``, without a crop.
-        mean: Per-channel mean on the [0, 1] scale.
-        std: Per-channel standard deviation on the [0, 1] scale.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)  # of the field of a manifest
 
-    mode: str
+    mode: str  # "L" (one grey channel) or "RGB"
     height: int
     width: int
     resize: int | None
-    mean: tuple[float, ...]
+    mean: tuple[float, ...]  # of each channel, on the [0, 1] scale
     std: tuple[float, ...]
 
     def __post_init__(self) -> None:
