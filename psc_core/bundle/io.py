@@ -213,11 +213,7 @@ def _read_file(folder: Path, name: str, limit: int) -> bytes:
 
 
 def check_shapes(part: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare the tensors of one part with the names and shapes that the manifest promises.
-
-    Raises:
-        BundleError: A tensor is missing, unexpected or of another shape.
-    """
+    """Raise :class:`BundleError` unless a part has exactly the tensors that the manifest promises."""
     if set(tensors) != set(shapes):
         raise BundleError(f"expected {part} tensors {sorted(shapes)}, got {short(sorted(tensors))}; fit it again")
     for name, shape in shapes.items():

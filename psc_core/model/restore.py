@@ -12,7 +12,7 @@ import torch
 from psc_core.bundle.io import Bundle, check_shapes
 from psc_core.calibration.conformal import Calibration
 from psc_core.density import Density, restore_density
-from psc_core.errors import BundleError, NetworkError
+from psc_core.errors import BundleError, PSCError
 from psc_core.heads import Head, restore_head
 from psc_core.network.backbone import Backbone, rebuild_backbone
 from psc_core.projection.module import Projection
@@ -41,9 +41,7 @@ def restore_parts(
         calibration = Calibration.from_tensors(tensors["calibration"])
         calibration.ood_score_threshold(manifest.policy.alpha)
         calibration.set_thresholds(manifest.policy.coverage)
-    except BundleError:
-        raise
-    except NetworkError as error:
+    except PSCError as error:
         raise BundleError(f"{bundle.path}: {error}") from error
     except Exception as error:  # A hostile file can make a network's constructor fail in any way.
         raise BundleError(f"{bundle.path}: the manifest and the tensors do not fit together: {error}") from error
@@ -51,11 +49,7 @@ def restore_parts(
 
 
 def check_tensors(bundle: Bundle) -> None:
-    """Compare projection and calibration with the shapes that the manifest promises.
-
-    Raises:
-        BundleError: A tensor is missing, unexpected, or of another shape or type.
-    """
+    """Raise :class:`BundleError` unless projection and calibration are as the manifest promises."""
     sizes, images = bundle.manifest.projection, bundle.manifest.calibration.images
     channels, positions = sizes.channels, sum(sizes.positions)
     c_proj, d_proj = sizes.c_proj, sizes.d_proj
