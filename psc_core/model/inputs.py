@@ -71,5 +71,6 @@ def is_picture(pixels: npt.NDArray[Any]) -> bool:
 
 def described(image: Any) -> str:
     """What an image is, for messages."""
-    is_array = isinstance(image, np.ndarray)
-    return f"an array of {image.dtype} {image.shape}" if is_array else f"a {type(image).__name__}"
+    if isinstance(image, np.ndarray):
+        return f"an array of {image.dtype} {image.shape}"
+    return f"a {type(image).__name__}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,6 @@ from psc_core.prediction import SCORES
 FloatArray = npt.NDArray[np.float32]
 
 Matrix = TypeVar("Matrix", Tensor, FloatArray)
-
-_COLUMN: Final = {name: column for column, name in enumerate(SCORES)}
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Outputs(Generic[Matrix]):
 
     def __getitem__(self, score: str) -> Matrix:
         """A view of the column of one score, (n,)."""
-        return self.packed[:, _COLUMN[score]]
+        return self.packed[:, SCORES.index(score)]
 
     @property
     def probabilities(self) -> Matrix:
