@@ -94,11 +94,7 @@ class Preprocess:
         return self.channels, self.height, self.width
 
     def from_bytes(self, data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> npt.NDArray[np.uint8]:
-        """Decode, resize and crop an encoded image; see :func:`psc_core.images.decode.decode_image` for the errors.
-
-        Returns:
-            ``uint8`` array of shape (channels, height, width).
-        """
+        """:meth:`from_image` of an encoded image; see :func:`psc_core.images.decode.decode_image` for the errors."""
         return self.from_image(decode_image(data, max_pixels=max_pixels))
 
     def from_image(self, image: Image.Image) -> npt.NDArray[np.uint8]:

@@ -74,7 +74,7 @@ class Backbone(nn.Module):
         return features, outputs[-1] if self.keep_output else None
 
     def fused(self, precision: str) -> Backbone:
-        """A copy that is :func:`psc_core.network.fuse.fuse`-d: the same features up to rounding; not for storing."""
+        """A faster copy (:func:`psc_core.network.fuse.fuse`) with the same features up to rounding; not for storing."""
         twin = copy.copy(self)
         twin.memory_format = images_format(self.body, precision)
         twin._modules = {"body": fuse(self.body, precision=precision)}
@@ -99,13 +99,7 @@ def example_input(preprocess: Preprocess) -> Inputs:
     return preprocess.normalise(preprocess.noise())
 
 
-def truncate(
-    net: nn.Module,
-    layers: Sequence[str],
-    *,
-    keep_output: bool,
-    example: Inputs | None = None,
-) -> Backbone:
+def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, example: Inputs | None = None) -> Backbone:
     """Cut ``net`` after ``layers``; the result shares its weights.
 
     Args:
@@ -184,7 +178,7 @@ def rebuild_backbone(
     recipe = Recipe(**spec["network"])
     with torch.random.fork_rng(devices=[]), torch.no_grad(), bounded_size(recipe):
         net = load_network(**spec["network"], allow_factories=allow_factories)
-    backbone = Backbone(net, spec["layers"], keep_output=bool(spec["keep_output"]), hooks=spec["hooks"])
+    backbone = Backbone(net, spec["layers"], keep_output=spec["keep_output"], hooks=spec["hooks"])
     for key, tensor in backbone.state_dict().items():
         if key in state and state[key].dtype != tensor.dtype:
             raise BundleError(f"expected {key} of type {tensor.dtype}, got {state[key].dtype}; fit the bundle again")

@@ -50,16 +50,15 @@ def _small_stem(net: nn.Module, name: str, num_classes: int) -> None:
 
 def _set_in_channels(net: nn.Module, in_channels: int) -> None:
     """Replace the first convolution by one that reads ``in_channels`` channels."""
-    for name, module in net.named_modules():
-        if isinstance(module, nn.Conv2d):
-            if module.in_channels == in_channels:
-                return
-            parent, _, attribute = name.rpartition(".")
-            settings: Any = {key: getattr(module, key) for key in ("kernel_size", "stride", "padding")}
-            first = nn.Conv2d(in_channels, module.out_channels, **settings, bias=module.bias is not None)
-            setattr(net.get_submodule(parent), attribute, first)
-            return
-    raise NetworkError("in_channels needs a network with a convolution; drop the argument")
+    convolutions = [(name, module) for name, module in net.named_modules() if isinstance(module, nn.Conv2d)]
+    if not convolutions:
+        raise NetworkError("in_channels needs a network with a convolution; drop the argument")
+    name, old = convolutions[0]
+    if old.in_channels != in_channels:
+        parent, _, attribute = name.rpartition(".")
+        settings: Any = {key: getattr(old, key) for key in ("kernel_size", "stride", "padding")}
+        first = nn.Conv2d(in_channels, old.out_channels, **settings, bias=old.bias is not None)
+        setattr(net.get_submodule(parent), attribute, first)
 
 
 _TIMM_FILES: Final = {"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}

@@ -79,8 +79,8 @@ def load_network(
         torch.Size([2, 10])
     """
     recipe = Recipe(spec, num_classes, dict(model_args or {}))
-    source, separator, name = spec.partition(":")
-    if not separator or not source or not name:
+    source, _, name = spec.partition(":")
+    if not source or not name:
         families = ", ".join(f"{family}:NAME" for family in BUILDERS)
         raise NetworkError(f"expected {families} or package.module:factory, got {spec!r}")
     if recipe.is_factory:
