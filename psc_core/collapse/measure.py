@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from psc_core.collapse.report import EPSILON, CollapseReport, LayerCollapse
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes
-from psc_core.data.dataset import ImageDataset, by_class
+from psc_core.data.dataset import ImageDataset, stable_order
 from psc_core.errors import FitError, UsageError
 from psc_core.network.backbone import Backbone, FeatureStep, feature_step, truncate
 from psc_core.network.layers import LayerInfo, list_layers, select_layers
@@ -160,7 +160,7 @@ class _Measurement:
         """Pass over the training images; returns the class means (classes, columns) of every column range."""
         device = self.counts.device
         statistics = [ClassScatter(len(self.counts), part.stop - part.start, device) for part in group]
-        step, order = _columns(backbone, group), by_class(self.train)
+        step, order = _columns(backbone, group), stable_order(self.train.first_labels())
         for features, batch in passes(self.train, self.compute, f"{label}: class statistics", step, order=order):
             pairs = class_pairs(batch.labels, batch.image_index, device)
             for columns, scatter in zip(features, statistics, strict=True):

@@ -171,11 +171,6 @@ def concatenate(name: str, parts: Sequence[ImageDataset]) -> ImageDataset:
     )
 
 
-def by_class(dataset: ImageDataset) -> Tensor:
-    """``int64 (n,)`` positions of the images, sorted by class (their first label)."""
-    return stable_order(dataset.first_labels())
-
-
 def stable_order(labels: Tensor) -> Tensor:
     """``int64 (n,)`` positions that sort ``labels`` stably, with 4 bytes per entry of scratch (torch.sort takes 32)."""
     return torch.from_numpy(np.argsort(labels.numpy(), kind="stable"))

@@ -16,8 +16,8 @@ One pass is as accurate as two: a batch is centred on its own class means m_c an
 
 with b_c examples of class c in the batch.  Only squares of differences are added, so nothing cancels, unlike in
 Σ‖h‖² − N‖μ‖², which loses every digit where collapse is strong.  The cost of a batch is its size times the number of
-classes in it, so images are best read class by class (:func:`psc_core.data.dataset.by_class`).  Features are converted
-to float64 one block of columns at a time, never a whole batch.
+classes in it, so images are best read class by class (:func:`psc_core.data.dataset.stable_order`).  Features are
+converted to float64 one block of columns at a time, never a whole batch.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes
-from psc_core.data.dataset import ImageDataset, by_class
+from psc_core.data.dataset import ImageDataset, stable_order
 from psc_core.network.backbone import FeatureStep
 from psc_core.numerics.scatter import (
     MIN_COLUMNS,
@@ -69,7 +69,7 @@ def measure_sizes(
     hits = torch.zeros(c_max, d_max, dtype=torch.int64, device=device)
     scaled_hits = torch.zeros((), dtype=torch.int64, device=device)
     within = between = level = 0.0
-    order = by_class(train)
+    order = stable_order(train.first_labels())
     scores = torch.zeros(len(selection) if len(ranges) > 1 else 0, classes, dtype=torch.float64)
     for columns in ranges:
         first, last = columns.start == 0, columns.stop == width

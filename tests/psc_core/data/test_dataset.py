@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.data.dataset import ImageDataset, by_class, labelled, split_validation
+from psc_core.data.dataset import ImageDataset, labelled, split_validation, stable_order
 from psc_core.data.sources import ArraySource
 from psc_core.data.spec import open_dataset
 from psc_core.errors import DataError
@@ -60,8 +60,8 @@ def test_ordered_batches_equal_subset(order: list[int], each: int, batch_images:
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=20))
-def test_by_class_is_stable(labels: list[int]) -> None:
-    assert by_class(numbered(torch.tensor(labels))).tolist() == sorted(range(len(labels)), key=labels.__getitem__)
+def test_stable_order(labels: list[int]) -> None:
+    assert stable_order(torch.tensor(labels)).tolist() == sorted(range(len(labels)), key=labels.__getitem__)
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.randoms(use_true_random=False))
