@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,13 +95,7 @@ def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:
         check_classes(psc, data)
     recipe = recipe_of(psc.backbone)
     with bounded_size(recipe):
-        net = load_network(
-            recipe.spec,
-            weights=args.weights,
-            num_classes=recipe.num_classes,
-            model_args=recipe.model_args,
-            allow_factories=args.allow_factories,
-        )
+        net = load_network(**asdict(recipe), weights=args.weights, allow_factories=args.allow_factories)
     layers = list_layers(net, example_input(psc.preprocess))
     penultimate = [layer.name for layer in layers if layer.role == "penultimate"]
     if not penultimate:

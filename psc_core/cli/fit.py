@@ -118,13 +118,7 @@ def fit(args: argparse.Namespace) -> None:
     val = open_dataset(args.val, split="val", preprocess=preprocess)
     recipe = Recipe(args.model, len(train.classes), flags.key_values(args.model_arg))
     check_network(asdict(recipe))
-    net = load_network(
-        args.model,
-        weights=args.weights,
-        num_classes=recipe.num_classes,
-        model_args=recipe.model_args,
-        allow_factories=(args.model,),
-    )
+    net = load_network(**asdict(recipe), weights=args.weights, allow_factories=(args.model,))
     device = resolve_device(args.device)
     reducer = Reducer.start() if args.distributed else Reducer()
     options = FitOptions(device, args.precision, args.batch_images, args.epsilon, args.max_memory, args.seed, reducer)
