@@ -86,7 +86,6 @@ def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapp
     Equal input gives equal bytes.
 
     Args:
-        path: Directory to write.
         fields: The manifest without ``version`` and ``files``, which are computed here.
         parts: Tensors by part name, a subset of :data:`PARTS`.
 

@@ -53,11 +53,7 @@ class Reducer:
         return tensor
 
     def require(self, dataset: ImageDataset) -> None:
-        """Check that every process has an image, in all of them alike, so that none waits for one that failed.
-
-        Raises:
-            UsageError: Fewer images than processes.
-        """
+        """Raise :class:`UsageError` if a process would have no image, in all of them, so that none waits for it."""
         if len(dataset) < self.world:
             raise UsageError(
                 f"expected at least one image of {dataset.name} for each of {self.world} processes, got "

@@ -55,9 +55,8 @@ def passes(
 
     ``step`` is a function of float images (B, C, H, W) on the device, in the ``order`` of :meth:`ImageDataset.batches`.
     """
-    batches = track_images(dataset, compute, description, order)
     autocast = torch.autocast(compute.device.type, torch.bfloat16, enabled=compute.precision == "bf16")
-    for batch in batches:
+    for batch in track_images(dataset, compute, description, order):
         with torch.inference_mode():
             images = dataset.preprocess.normalise(batch.images.to(compute.device, non_blocking=True))
             with autocast:

@@ -35,7 +35,6 @@ def open_dataset(spec: str, *, split: str, preprocess: Preprocess, labelled_imag
     """Open the data set that ``spec`` names (see the module docstring).
 
     Args:
-        spec: Directory, name with root, or factory; an optional ``#split`` overrides ``split``.
         split: ``"train"``, ``"val"`` or ``"test"``.  A directory is the same for every split, but only for
             ``"train"`` must each of its class folders hold images.
         preprocess: How the images are read.

@@ -28,13 +28,10 @@ class Decisions(NamedTuple):
 
 
 def decide(outputs: Outputs[FloatArray], set_thresholds: FloatArray, policy: Policy) -> Decisions:
-    """Apply a policy to outputs.
+    """Apply a policy to the outputs of n images.
 
-    Args:
-        outputs: Of n images.
-        set_thresholds: (K,) the smallest probability with which a class is in the prediction set; the most probable
-            class always is (``Calibration.set_thresholds`` at the policy's coverage).
-        policy: Thresholds.
+    ``set_thresholds`` (K,) are the smallest probabilities with which a class is in the prediction set
+    (``Calibration.set_thresholds`` at the policy's coverage); the most probable class always is.
     """
     probabilities = outputs.probabilities
     images, class_index = np.arange(len(outputs)), probabilities.argmax(axis=1)

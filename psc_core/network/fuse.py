@@ -25,9 +25,8 @@ from psc_core.network.cut import shared_copy
 def fuse(body: nn.Module, *, precision: str) -> nn.Module:
     """A copy of ``body`` with fewer and faster operations, for the device that its weights are on.
 
-    Args:
-        body: A traced network (``fx.GraphModule``) in evaluation mode; any other module is returned unchanged.
-        precision: ``"fp32"``, or ``"bf16"`` to run under bfloat16 autocast.
+    Only a traced network, in evaluation mode, can be rewritten; any other is returned as it is.  ``precision`` is
+    ``"fp32"``, or ``"bf16"`` to run under bfloat16 autocast.
     """
     if not isinstance(body, fx.GraphModule):
         return body

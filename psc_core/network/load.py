@@ -145,7 +145,7 @@ def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, num_classes: in
     for key, tensor in state.items():
         expected, got = tuple(wanted[key].shape), tuple(tensor.shape)
         if expected != got:
-            if expected and got and expected[0] == num_classes and expected[1:] == got[1:]:
+            if got and expected == (num_classes, *got[1:]):
                 raise NetworkError(
                     f"{origin} is for {got[0]} classes ({key} is {got}), the data has {num_classes}; use the data that "
                     "the network was trained on"
