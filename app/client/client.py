@@ -18,9 +18,10 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 from urllib.parse import quote
 
 import httpx
@@ -163,11 +164,6 @@ def _response(document: Mapping[str, Any]) -> PredictResponse:
         raise BadAnswer(f"the answer is not a prediction ({where}: {fault['msg']}); check the URL") from error
 
 
-def _connection_failed(error: httpx.HTTPError, url: httpx.URL) -> ConnectionFailed:
-    reason = str(error) or type(error).__name__
-    return ConnectionFailed(f"expected an answer from {url}, got: {reason}; is the service running there?")
-
-
 class _Base:
     """What both clients share: options for httpx, and the decision after each attempt."""
 
@@ -187,13 +183,24 @@ class _Base:
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise InputError("expected an API key of printable ASCII, got one that no header can carry; check it")
 
-    def _after_response(self, response: httpx.Response, attempt: int) -> float | None:
-        if response.status_code not in _RETRIED_STATUS:
-            return None
-        return self._retry.wait_s(attempt, retry_after_seconds(response.headers.get("retry-after")))
+    def _wait_s(self, outcome: httpx.Response | httpx.HTTPError, attempt: int) -> float | None:
+        """Seconds before the next attempt, or ``None`` if ``outcome`` is the answer.
 
-    def _after_error(self, error: httpx.HTTPError, attempt: int) -> float | None:
-        return self._retry.wait_s(attempt, None) if isinstance(error, _NOT_SENT) else None
+        Raises:
+            ConnectionFailed: There was no answer, and no attempt is left.
+        """
+        asked, again = None, isinstance(outcome, _NOT_SENT)
+        if isinstance(outcome, httpx.Response):
+            again = outcome.status_code in _RETRIED_STATUS
+            asked = retry_after_seconds(outcome.headers.get("retry-after"))
+        wait_s = self._retry.wait_s(attempt, asked) if again else None
+        if wait_s is None and isinstance(outcome, httpx.HTTPError):
+            reason = str(outcome) or type(outcome).__name__
+            url = outcome.request.url
+            raise ConnectionFailed(
+                f"expected an answer from {url}, got: {reason}; is the service running there?"
+            ) from outcome
+        return wait_s
 
 
 class Client(_Base):
@@ -263,21 +270,17 @@ class Client(_Base):
         return _document(self._send(_model_call(name)))
 
     def _send(self, call: _Call) -> httpx.Response:
-        attempt = 0
-        while True:
-            attempt += 1
-            request = call.build(self._http)
+        outcome: httpx.Response | httpx.HTTPError
+        for attempt in count(1):
             try:
-                response = self._http.send(request)
+                outcome = self._http.send(call.build(self._http))
             except httpx.HTTPError as error:
-                wait_s = self._after_error(error, attempt)
-                if wait_s is None:
-                    raise _connection_failed(error, request.url) from error
-            else:
-                wait_s = self._after_response(response, attempt)
-                if wait_s is None:
-                    return response
+                outcome = error
+            wait_s = self._wait_s(outcome, attempt)
+            if wait_s is None:
+                break
             time.sleep(wait_s)
+        return cast(httpx.Response, outcome)
 
 
 class AsyncClient(_Base):
@@ -327,18 +330,14 @@ class AsyncClient(_Base):
         return _document(await self._send(_model_call(name)))
 
     async def _send(self, call: _Call) -> httpx.Response:
-        attempt = 0
-        while True:
-            attempt += 1
-            request = call.build(self._http)
+        outcome: httpx.Response | httpx.HTTPError
+        for attempt in count(1):
             try:
-                response = await self._http.send(request)
+                outcome = await self._http.send(call.build(self._http))
             except httpx.HTTPError as error:
-                wait_s = self._after_error(error, attempt)
-                if wait_s is None:
-                    raise _connection_failed(error, request.url) from error
-            else:
-                wait_s = self._after_response(response, attempt)
-                if wait_s is None:
-                    return response
+                outcome = error
+            wait_s = self._wait_s(outcome, attempt)
+            if wait_s is None:
+                break
             await asyncio.sleep(wait_s)
+        return cast(httpx.Response, outcome)
