@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.observability.tracing import SAMPLED, TraceContext, begin_trace, current_trace, traceparent_of
+from app.observability.tracing import TraceContext, begin_trace, current_trace, traceparent_of
 from psc_core.errors import UsageError
 
 
@@ -20,19 +20,21 @@ class SpanMiddleware:
 
     def __init__(self, app: ASGIApp) -> None:
         from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self.app = app
         self._otel: Any = trace
+        self._propagator = TraceContextTextMapPropagator()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         otel, method = self._otel, scope["method"]
-        caller = begin_trace(traceparent_of(scope["headers"]))
-        with otel.get_tracer("psc").start_as_current_span(
-            method, context=self._parent_context(caller), kind=otel.SpanKind.SERVER
-        ) as span:
+        header = traceparent_of(scope["headers"])
+        caller = begin_trace(header)
+        context = None if caller.parent_id is None else self._propagator.extract({"traceparent": header})
+        with otel.get_tracer("psc").start_as_current_span(method, context=context, kind=otel.SpanKind.SERVER) as span:
             recorded = span.get_span_context()
             span.set_attribute("http.request.method", method)
             span.set_attribute("url.path", scope["path"])
@@ -62,19 +64,6 @@ class SpanMiddleware:
             if route is not None:
                 span.update_name(f"{method} {route}")
                 span.set_attribute("http.route", route)
-
-    def _parent_context(self, caller: TraceContext) -> Any:
-        """The caller's span as an OpenTelemetry context; ``None`` (the ambient context) without a caller."""
-        if caller.parent_id is None:
-            return None
-        otel = self._otel
-        parent = otel.SpanContext(
-            trace_id=int(caller.trace_id, 16),
-            span_id=int(caller.parent_id, 16),
-            is_remote=True,
-            trace_flags=otel.TraceFlags(SAMPLED if caller.sampled else 0),
-        )
-        return otel.set_span_in_context(otel.NonRecordingSpan(parent))
 
 
 def configure_export() -> None:
