@@ -15,7 +15,7 @@ from app.inference.engine import Engine, QueueLimits
 from app.inference.steps import make_step
 from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
-from app.observability.recorder import ModelRecorder, RecordedModel
+from app.observability.recorder import ModelRecorder
 from app.settings import Settings
 from psc_core.errors import BundleError, UsageError
 from psc_core.model.decision import Decisions, decide
@@ -97,24 +97,14 @@ class ModelStarter:
             set_thresholds: FloatArray = model.calibration.set_thresholds(policy.coverage).cpu().numpy()
         except UsageError as error:
             raise BundleError(f"model {name!r}: {error}") from error
-        calibration_images = len(model.calibration.scores)
         drift = DriftMonitor(
-            calibration_images,
+            len(model.calibration.scores),
             policy.alpha,
             false_alarm_probability=settings.drift_false_alarm,
             window=settings.drift_window,
         )
-        recorded = RecordedModel(
-            name,
-            model.version,
-            model.layer,
-            str(model.device),
-            model.classes,
-            policy,
-            calibration_images,
-            settings.max_queue_images,
-        )
-        recorder = ModelRecorder(recorded, self._metrics, drift)
+        limit = settings.max_queue_images
+        recorder = ModelRecorder(name, model, alpha=policy.alpha, queue_limit=limit, metrics=self._metrics, drift=drift)
         decoder = Decoder(
             self._pool,
             threads=self._decode_threads,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +17,7 @@ from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
 from psc_core.model.decision import ABSTAIN_AMBIGUOUS, ABSTAIN_OOD, Decisions
 from psc_core.model.outputs import FloatArray, Outputs
-from psc_core.policy import Policy
+from psc_core.model.predictor import PSC
 
 logger = logging.getLogger("psc.drift")
 
@@ -29,47 +28,30 @@ _FLUSH_AT: Final = 4096
 _ABSTENTIONS: Final = {"ood": ABSTAIN_OOD, "ambiguous": ABSTAIN_AMBIGUOUS}
 
 
-@dataclass(frozen=True)
-class RecordedModel:
-    """A model as the metrics show it.
-
-    Attributes:
-        name: Under which it is served.
-        version: Digest of its bundle.
-        layer: Candidate layer(s).
-        device: Where it computes.
-        classes: Labels by class index.
-        policy: Default thresholds.
-        calibration_images: Behind its p-values.
-        queue_limit: Maximum number of images in its queue.
-    """
-
-    name: str
-    version: str
-    layer: str
-    device: str
-    classes: tuple[str, ...]
-    policy: Policy
-    calibration_images: int
-    queue_limit: int
-
-
 class ModelRecorder:
     """Records one model; :meth:`batch` and :meth:`decoded` may be called on any thread.
 
     Args:
-        model: What is recorded.
+        name: Under which it is served.
+        model: The fitted model.
+        alpha: Default false-alarm rate.
+        queue_limit: Maximum number of images in its queue.
         metrics: Of the application.
         drift: Monitor of its p-values.
     """
 
-    def __init__(self, model: RecordedModel, metrics: Metrics, drift: DriftMonitor) -> None:
-        self.model = model
+    def __init__(
+        self, name: str, model: PSC, *, alpha: float, queue_limit: int, metrics: Metrics, drift: DriftMonitor
+    ) -> None:
+        self._name = name
+        self._classes = model.classes
+        self._alpha = alpha
+        self._queue_limit = queue_limit
+        self._identity = {"version": model.version, "layer": model.layer, "device": str(model.device)}
         self._metrics = metrics
         self._drift = drift
         self._hidden = False
         self._predictions: list[tuple[Outputs[FloatArray], Decisions]] = []
-        name = model.name
         self._batch_size = metrics.get("psc_batch_size", model=name)
         self._inference_seconds = metrics.get("psc_inference_seconds", model=name)
         self._queue_seconds = metrics.get("psc_queue_seconds", model=name)
@@ -103,15 +85,14 @@ class ModelRecorder:
             return
         predictions, self._predictions = self._predictions, []
         outputs = Outputs(np.concatenate([each.packed for each, _ in predictions]))
-        name, metrics = self.model.name, self._metrics
+        name, metrics = self._name, self._metrics
         for score, histogram in self._histograms.items():
             for value in outputs[score].tolist():
                 histogram.observe(value)
         n_by_class = np.bincount(np.concatenate([each.class_index for _, each in predictions]))
         for index in n_by_class.nonzero()[0].tolist():
-            metrics.get("psc_predictions_total", model=name, label=self.model.classes[index]).inc(
-                int(n_by_class[index])
-            )
+            images = int(n_by_class[index])
+            metrics.get("psc_predictions_total", model=name, label=self._classes[index]).inc(images)
         metrics.get("psc_ood_total", model=name).inc(sum(int(each.is_ood.sum()) for _, each in predictions))
         decisions = np.concatenate([each.decision for _, each in predictions])
         for reason, code in _ABSTENTIONS.items():
@@ -121,16 +102,16 @@ class ModelRecorder:
 
     def show(self) -> None:
         """Expose its identity, its drift and its counters at 0: a rate needs a first value."""
-        model, metrics = self.model, self._metrics
+        name, metrics = self._name, self._metrics
         self._info().set(1.0)
-        metrics.get("psc_alpha", model=model.name).set(model.policy.alpha)
-        metrics.get("psc_queue_limit_images", model=model.name).set(model.queue_limit)
-        metrics.get("psc_ood_total", model=model.name)
+        metrics.get("psc_alpha", model=name).set(self._alpha)
+        metrics.get("psc_queue_limit_images", model=name).set(self._queue_limit)
+        metrics.get("psc_ood_total", model=name)
         for reason in _ABSTENTIONS:
-            metrics.get("psc_abstained_total", model=model.name, reason=reason)
-        for label in model.classes[:MAX_LABELS_AT_ZERO]:
-            metrics.get("psc_predictions_total", model=model.name, label=label)
-        metrics.get("psc_drift_alarms_total", model=model.name)
+            metrics.get("psc_abstained_total", model=name, reason=reason)
+        for label in self._classes[:MAX_LABELS_AT_ZERO]:
+            metrics.get("psc_predictions_total", model=name, label=label)
+        metrics.get("psc_drift_alarms_total", model=name)
         self._watch_drift(np.empty(0, np.float32))
 
     def hide(self) -> None:
@@ -139,12 +120,10 @@ class ModelRecorder:
         self._info().set(0.0)
 
     def _info(self) -> Any:
-        model = self.model
-        identity = {"version": model.version, "layer": model.layer, "device": model.device}
-        return self._metrics.get("psc_model_info", model=model.name, **identity)
+        return self._metrics.get("psc_model_info", model=self._name, **self._identity)
 
     def _watch_drift(self, p_values: npt.NDArray[np.float32]) -> None:
-        name, metrics = self.model.name, self._metrics
+        name, metrics = self._name, self._metrics
         alarms, state = self._drift.update(p_values), self._drift.state
         if alarms:
             metrics.get("psc_drift_alarms_total", model=name).inc(alarms)

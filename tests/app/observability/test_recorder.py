@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 
 from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
-from app.observability.recorder import MAX_LABELS_AT_ZERO, ModelRecorder, RecordedModel
+from app.observability.recorder import MAX_LABELS_AT_ZERO, ModelRecorder
 from psc_core.model.decision import decide
 from psc_core.model.outputs import FloatArray, Outputs
 from psc_core.policy import Policy
@@ -19,8 +22,9 @@ CLASSES = ("a", "b")
 
 
 def recorder(metrics: Metrics, name: str = "m", classes: tuple[str, ...] = CLASSES, window: int = 10) -> ModelRecorder:
-    model = RecordedModel(name, "v1", "layer3", "cpu", classes, POLICY, 99, 64)
-    return ModelRecorder(model, metrics, DriftMonitor(99, POLICY.alpha, window=window))
+    model: Any = SimpleNamespace(version="v1", layer="layer3", device="cpu", classes=classes)
+    drift = DriftMonitor(99, POLICY.alpha, window=window)
+    return ModelRecorder(name, model, alpha=POLICY.alpha, queue_limit=64, metrics=metrics, drift=drift)
 
 
 def outputs_of(*images: tuple[float, float, float, int]) -> Outputs[FloatArray]:
