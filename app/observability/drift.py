@@ -77,9 +77,6 @@ class DriftMonitor:
         alpha: The p-value at or below which an image counts as out of distribution.
         false_alarm_probability: δ, the bound on a false alarm in one run, ever.
         window: Images in the window.
-
-    Raises:
-        ValueError: An argument out of range.
     """
 
     def __init__(
@@ -90,17 +87,6 @@ class DriftMonitor:
         false_alarm_probability: float = 0.01,
         window: int = 1000,
     ) -> None:
-        if calibration_count < 1:
-            raise ValueError(f"expected at least 1 calibration image, got {calibration_count}; calibrate the bundle")
-        if not 0.0 < alpha < 1.0:
-            raise ValueError(f"expected alpha between 0 and 1, got {alpha}; use for example 0.05")
-        if not 0.0 < false_alarm_probability < 1.0:
-            raise ValueError(
-                f"expected a false-alarm probability between 0 and 1, got {false_alarm_probability}; "
-                "use for example 0.01"
-            )
-        if window < 1:
-            raise ValueError(f"expected a window of at least 1 image, got {window}; use for example 1000")
         self.calibration_count = calibration_count
         self.alpha = alpha
         self.false_alarm_probability = false_alarm_probability

@@ -171,18 +171,3 @@ def test_rejects_what_is_no_p_value(p_value: float) -> None:
     before = DriftMonitor(10, 0.05)
     before.update([0.5])
     assert monitor.state == before.state
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"calibration_count": 0}, "calibration image"),
-        ({"alpha": 0.0}, "alpha"),
-        ({"alpha": 1.0}, "alpha"),
-        ({"false_alarm_probability": 0.0}, "false-alarm"),
-        ({"window": 0}, "window"),
-    ],
-)
-def test_arguments_are_checked(arguments: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DriftMonitor(**{"calibration_count": 10, "alpha": 0.05, **arguments})  # type: ignore[arg-type]
