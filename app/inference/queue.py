@@ -95,46 +95,33 @@ def _room(count: int, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return np.empty((count, *like.shape[1:]), like.dtype)
 
 
-class Request:
-    """One request's images on their way through the device.
-
-    Attributes:
-        count: Number of images.
-        deadline: When the result must be there, seconds of the batcher's clock.
-        urgent_at: From this time on it keeps its turn until all of its images are taken.
-        kind: Requests of one kind may share a batch.
-        waiter: Whoever waits for the result; never looked at here.
-        images: Set before it is queued.
-        state: Where it is in its life.
-        n_taken: Images handed out in batches so far.
-        n_done: Images completed so far.
-        queued_at: When it was queued.
-        result: Of the images completed so far.
-        error: Why it failed; ``None`` after FINISHED means success.
-    """
-
-    __slots__ = (
-        "count", "deadline", "error", "images", "kind", "n_done", "n_taken", "queued_at", "result", "state",
-        "urgent_at", "waiter",
-    )  # fmt: skip
-
-    def __init__(self, count: int, deadline: float, urgent_at: float, kind: str, waiter: Any) -> None:
-        self.count = count
-        self.deadline = deadline
-        self.urgent_at = urgent_at
-        self.kind = kind
-        self.waiter = waiter
-        self.images: Images = _NO_IMAGES
-        self.state = State.RESERVED
-        self.n_taken = 0
-        self.n_done = 0
-        self.queued_at = 0.0
-        self.result: Result = _NO_RESULT
-        self.error: Exception | None = None
-
-
-_NO_IMAGES: Final = np.empty((0, 0, 0, 0), np.uint8)
 _NO_RESULT: Final = Result(np.empty((0, len(SCORES)), np.float32))
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One request's images on their way through the device."""
+
+    count: int
+    deadline: float
+    """When the result must be there, seconds of the batcher's clock."""
+    urgent_at: float
+    """From this time on it keeps its turn until all of its images are taken."""
+    kind: str
+    """Requests of one kind may share a batch."""
+    waiter: Any
+    """Whoever waits for the result; never looked at here."""
+    images: Images = field(init=False)
+    """Set before it is queued."""
+    state: State = State.RESERVED
+    n_taken: int = 0
+    """Images handed out in batches so far."""
+    n_done: int = 0
+    queued_at: float = 0.0
+    result: Result = _NO_RESULT
+    """Of the images completed so far."""
+    error: Exception | None = None
+    """Why it failed; ``None`` after FINISHED means success."""
 
 
 class Part(NamedTuple):
