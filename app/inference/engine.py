@@ -17,7 +17,6 @@ import enum
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -52,15 +51,6 @@ class EngineObserver(Protocol):
         """A request's images were decoded."""
 
 
-@dataclass(frozen=True)
-class QueueLimits:
-    """Sizes and times of the queue; see the settings of the same names."""
-
-    max_batch_size: int
-    max_queue_images: int
-    max_delay_ms: float
-
-
 class Engine:
     """Batches requests for one model; create, call, and close it on one event loop.
 
@@ -68,7 +58,7 @@ class Engine:
         name: For threads and logs.
         step: The device computation, used by this engine alone.
         decoder: Bytes to arrays.
-        limits: Of the queue.
+        batcher: The state of its queue, used by this engine alone.
         observer: Told of batches and decodes.
         on_failure: Called on the event loop, once, when the device is dead.
     """
@@ -79,7 +69,7 @@ class Engine:
         step: Step,
         decoder: Decoder,
         *,
-        limits: QueueLimits,
+        batcher: Batcher,
         observer: EngineObserver,
         on_failure: Callable[[Exception], None],
     ) -> None:
@@ -92,13 +82,8 @@ class Engine:
         self._on_failure = on_failure
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._arrivals: list[Request] = []
-        self._max_batch = limits.max_batch_size
+        self._max_batch = batcher.max_batch
         self._watched: dict[Request, Callable[[], bool]] = {}
-        batcher = Batcher(
-            max_batch_size=limits.max_batch_size,
-            max_queue_images=limits.max_queue_images,
-            max_delay_s=limits.max_delay_ms / 1000.0,
-        )
         self._queue = RequestQueue(batcher, self._deliver)
         self._clock = self._queue.clock
         self._worker = DeviceWorker(
@@ -108,7 +93,7 @@ class Engine:
             on_failure=lambda error: self._call_on_loop(self._failed, error),
             on_batch=self._observe_batch,
             name=f"psc-device-{name}",
-            may_run_inline=limits.max_delay_ms == 0,
+            may_run_inline=batcher.max_delay_s == 0,
         )
 
     @property

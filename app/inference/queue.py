@@ -175,14 +175,9 @@ class Batcher:
     """
 
     def __init__(self, *, max_batch_size: int, max_queue_images: int, max_delay_s: float = 0.0) -> None:
-        if max_batch_size < 1 or max_queue_images < 1 or max_delay_s < 0:
-            raise ValueError(
-                "expected positive sizes and a delay of 0 or more, got "
-                f"{max_batch_size=}, {max_queue_images=}, {max_delay_s=}"
-            )
-        self._max_batch = max_batch_size
+        self.max_batch = max_batch_size
         self._max_queue = max_queue_images
-        self._max_delay = max_delay_s
+        self.max_delay_s = max_delay_s
         self._quantum = max(1, max_batch_size // 8)
         self._rings: dict[str, _Ring] = {}
         self._live: OrderedDict[Request, None] = OrderedDict()
@@ -207,8 +202,8 @@ class Batcher:
 
         A batch larger than any measured counts as the largest measured.
         """
-        full, rest = divmod(images, self._max_batch)
-        return full * self._seconds_of(self._max_batch) + (self._seconds_of(rest) if rest else 0.0)
+        full, rest = divmod(images, self.max_batch)
+        return full * self._seconds_of(self.max_batch) + (self._seconds_of(rest) if rest else 0.0)
 
     def check(self, count: int, *, now: float, deadline: float) -> None:
         """Refuse a request that :meth:`reserve` would refuse, before its body is read.
@@ -241,10 +236,7 @@ class Batcher:
         Raises:
             QueueFull: No room, or too little time to ``deadline`` at the present rate.
             NotReady: Closed.
-            ValueError: ``count`` is not positive.
         """
-        if count < 1:
-            raise ValueError(f"expected a request of at least 1 image, got {count}")
         self.check(count, now=now, deadline=deadline)
         request = Request(count, deadline, now + _WAIT_FRACTION * (deadline - now), kind, waiter)
         self._live[request] = None
@@ -286,7 +278,7 @@ class Batcher:
 
     def due_in(self, now: float, *, full: bool = False) -> float | None:
         """Seconds until :meth:`take` would give a batch: 0 now, ``None`` not before something is put."""
-        waits = [ring.due_in(now, self._max_batch, self._max_delay, full) for ring in self._rings.values()]
+        waits = [ring.due_in(now, self.max_batch, self.max_delay_s, full) for ring in self._rings.values()]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def take(self, now: float, *, full: bool = False) -> Batch | None:
@@ -297,7 +289,7 @@ class Batcher:
             full: Only a batch of ``max_batch_size``, whatever the delay.
         """
         for kind, ring in list(self._rings.items()):
-            while ring.due_in(now, self._max_batch, self._max_delay, full) == 0:
+            while ring.due_in(now, self.max_batch, self.max_delay_s, full) == 0:
                 batch = self._fill(kind, ring, now)
                 if batch is not None:
                     self._rings[kind] = self._rings.pop(kind)
@@ -324,7 +316,7 @@ class Batcher:
 
     def _fill(self, kind: str, ring: _Ring, now: float) -> Batch | None:
         parts: list[Part] = []
-        room = self._max_batch
+        room = self.max_batch
         while room and ring.requests:
             request = next(iter(ring.requests))
             if request.deadline <= now:
@@ -344,7 +336,7 @@ class Batcher:
                 del ring.requests[request]
             elif not keeps_turn:
                 ring.requests.move_to_end(request)
-        return Batch(kind, parts, self._max_batch - room, now) if parts else None
+        return Batch(kind, parts, self.max_batch - room, now) if parts else None
 
     def _expire(self, request: Request) -> None:
         seconds = (request.deadline - request.urgent_at) / (1 - _WAIT_FRACTION)
@@ -377,7 +369,7 @@ class Batcher:
         for larger in range(smallest, len(self._batch_seconds)):
             seconds = self._batch_seconds[larger]
             if seconds is not None:
-                return seconds if larger == smallest else seconds * size / min(1 << larger, self._max_batch)
+                return seconds if larger == smallest else seconds * size / min(1 << larger, self.max_batch)
         return next((seconds for seconds in reversed(self._batch_seconds) if seconds is not None), 0.0)
 
 

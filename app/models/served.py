@@ -11,7 +11,8 @@ import torch
 
 from app.errors import UnattainableAlpha
 from app.inference.decoder import Decoder
-from app.inference.engine import Engine, QueueLimits
+from app.inference.engine import Engine
+from app.inference.queue import Batcher
 from app.inference.steps import make_step
 from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
@@ -121,11 +122,16 @@ class ModelStarter:
             threads=settings.threads,
             default_threads=self._default_threads,
         )
+        batcher = Batcher(
+            max_batch_size=settings.max_batch_size,
+            max_queue_images=settings.max_queue_images,
+            max_delay_s=settings.max_delay_ms / 1000.0,
+        )
         engine = Engine(
             name,
             step,
             decoder,
-            limits=QueueLimits(settings.max_batch_size, settings.max_queue_images, settings.max_delay_ms),
+            batcher=batcher,
             observer=recorder,
             on_failure=self._on_failure,
         )

@@ -23,7 +23,8 @@ from app.errors import (
     QueueFull,
 )
 from app.inference.decoder import Decoder, EncodedImage
-from app.inference.engine import Engine, Phase, QueueLimits
+from app.inference.engine import Engine, Phase
+from app.inference.queue import Batcher
 from app.inference.steps import EagerStep, make_step
 from app.inference.steps.base import buckets_to
 from psc_core.errors import DeviceError
@@ -72,7 +73,7 @@ async def engine(
             "m",
             step,
             decoder,
-            limits=QueueLimits(max_batch, queue, delay_ms),
+            batcher=Batcher(max_batch_size=max_batch, max_queue_images=queue, max_delay_s=delay_ms / 1000),
             observer=metrics,
             on_failure=failures.append,
         )
@@ -512,7 +513,12 @@ async def test_only_a_full_batch_is_launched_behind_the_running_one() -> None:
     with ThreadPoolExecutor(1) as pool:
         decoder = Decoder(pool, threads=1, preprocess=PREPROCESS, max_pixels=100, inline_bytes=0)
         made = Engine(
-            "m", step, decoder, limits=QueueLimits(4, 100, 0.0), observer=Metrics(), on_failure=lambda error: None
+            "m",
+            step,
+            decoder,
+            batcher=Batcher(max_batch_size=4, max_queue_images=100),
+            observer=Metrics(),
+            on_failure=lambda error: None,
         )
         await made.start()
         step.launched.clear()

@@ -359,18 +359,6 @@ def test_closed_admits_nothing_and_finishes_the_rest() -> None:
     assert parts(batcher.take(0.0)) == [(request, 0, 1)]
 
 
-@given(st.integers(-3, 0))
-def test_request_has_at_least_one_image(count: int) -> None:
-    with pytest.raises(ValueError, match="at least 1 image"):
-        make().reserve(count, now=0.0, deadline=1.0)
-
-
-@pytest.mark.parametrize(("batch", "queue", "delay"), [(0, 1, 0.0), (1, 0, 0.0), (1, 1, -1.0)])
-def test_sizes_are_positive(batch: int, queue: int, delay: float) -> None:
-    with pytest.raises(ValueError, match="positive"):
-        make(batch, queue, delay)
-
-
 def test_put_wakes_a_blocked_take_and_delivers_once() -> None:
     delivered: list[Request] = []
     queue = RequestQueue(make(batch=4), delivered.extend)
