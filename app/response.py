@@ -8,20 +8,22 @@ from psc_core.policy import Policy
 from psc_core.prediction import ImagePrediction
 
 
-class ModelRef(BaseModel):
-    """Which model answered."""
+class Document(BaseModel):
+    """Immutable, with the declared members only."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelRef(Document):
+    """Which model answered."""
 
     name: str
     version: str = Field(description="Digest of the bundle.")
     layer: str = Field(description="Candidate layer(s) whose features are used.")
 
 
-class PredictResponse(BaseModel):
+class PredictResponse(Document):
     """Predictions in the order of the images."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: ModelRef
     policy: Policy = Field(description="The thresholds that were used.")

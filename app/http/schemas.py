@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
+from app.response import Document
 from psc_core.policy import Policy
-
-
-class Document(BaseModel):
-    """Immutable, with the declared members only."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ProblemDocument(BaseModel):

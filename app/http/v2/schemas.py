@@ -6,17 +6,12 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from app.response import Document
 from psc_core.policy import Alpha
 from psc_core.prediction import SCORES
 
 OUTPUTS: Final = ("probabilities", *SCORES, "is_ood", "label", "class_index")
 """Names of the output tensors."""
-
-
-class Document(BaseModel):
-    """Immutable, with the declared members only."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 class ErrorDocument(Document):
