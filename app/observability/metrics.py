@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -34,11 +33,7 @@ PROCESS_FILES: Final = "PROMETHEUS_MULTIPROC_DIR"
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the table; counters are exposed under their name, which ends in ``_total``.
-
-    Attributes:
-        across_processes: How a gauge is combined over processes.
-    """
+    """One row of the table; counters are exposed under their name, which ends in ``_total``."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -46,6 +41,7 @@ class Metric:
     help: str
     buckets: tuple[float, ...] = ()
     across_processes: str = "livesum"
+    """How a gauge is combined."""
 
 
 def _gauge(name: str, labels: tuple[str, ...], text: str, across: str = "livesum") -> Metric:
@@ -130,10 +126,10 @@ def _make(row: Metric, registry: CollectorRegistry) -> MetricWrapperBase:
     return Gauge(row.name, row.help, row.labels, registry=registry, multiprocess_mode=mode)
 
 
-def markdown_table(rows: Iterable[Metric] = METRICS) -> str:
+def markdown_table() -> str:
     """The metrics table for the documentation."""
     lines = ["| metric | kind | labels | meaning |", "| --- | --- | --- | --- |"]
-    for row in rows:
+    for row in METRICS:
         labels = ", ".join(f"`{label}`" for label in row.labels)
         lines.append(f"| `{row.name}` | {row.kind} | {labels} | {row.help} |")
     return "\n".join(lines) + "\n"

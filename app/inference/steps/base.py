@@ -54,8 +54,6 @@ _MAX_COMPILED_SHAPES: Final = 1 << 16
 class CompiledNetwork:
     """A network whose forward pass is compiled, one graph per shape; ``explain`` stays as it is."""
 
-    concurrent = False
-
     def __init__(self, network: Pipeline) -> None:
         torch._dynamo.config.recompile_limit = _MAX_COMPILED_SHAPES  # The default of 8 is for recompiling by mistake.
         torch._dynamo.config.accumulated_recompile_limit = _MAX_COMPILED_SHAPES
