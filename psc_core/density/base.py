@@ -16,30 +16,18 @@ from psc_core.bundle.module import Fitted
 
 
 class DensityOutput(NamedTuple):
-    """Log-densities of a batch.
+    """Log-densities of a batch, nats."""
 
-    Attributes:
-        log_density: ``log p`` of each image, nats.
-        class_log_joint: ``log π_k + log N(y; μ_k, Σ_k)``, nats; ``log_density`` is its logsumexp.
-    """
-
-    log_density: Float[Tensor, " batch"]
-    class_log_joint: Float[Tensor, "batch classes"]
+    log_density: Float[Tensor, " batch"]  # log p, the logsumexp of class_log_joint
+    class_log_joint: Float[Tensor, "batch classes"]  # log π_k + log N(y; μ_k, Σ_k)
 
 
 class DensityExplanation(NamedTuple):
-    """Where a batch lies relative to the classes.
+    """Where a batch lies relative to the classes."""
 
-    Attributes:
-        class_distances: Mahalanobis distance to each class, in standard deviations.
-        nearest_class: Index of the class at the smallest distance.
-        component_deviation: Whitened difference from that class along each kept component; its Euclidean
-            norm is the distance.
-    """
-
-    class_distances: Float[Tensor, "batch classes"]
-    nearest_class: Int[Tensor, " batch"]
-    component_deviation: Float[Tensor, "batch kept"]
+    class_distances: Float[Tensor, "batch classes"]  # Mahalanobis, in standard deviations
+    nearest_class: Int[Tensor, " batch"]  # index of the class at the smallest distance
+    component_deviation: Float[Tensor, "batch kept"]  # whitened difference from it; its norm is the distance
 
 
 class Density(Fitted):

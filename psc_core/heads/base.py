@@ -17,27 +17,17 @@ from psc_core.bundle.module import Fitted
 
 
 class HeadOutput(NamedTuple):
-    """Predictions of a batch.
+    """Predictions of a batch."""
 
-    Attributes:
-        probabilities: Of each class; they sum to 1.
-        epistemic: Uncertainty that more training data would remove, in the head's own ``epistemic_unit``.
-    """
-
-    probabilities: Float[Tensor, "batch classes"]
-    epistemic: Float[Tensor, " batch"]
+    probabilities: Float[Tensor, "batch classes"]  # of each class; they sum to 1
+    epistemic: Float[Tensor, " batch"]  # what more training data would remove, in the head's own epistemic_unit
 
 
 class Split(NamedTuple):
-    """The two parts of the predictive uncertainty.
+    """The two parts of the predictive uncertainty."""
 
-    Attributes:
-        aleatoric: Ambiguity of the image itself, nats.
-        epistemic: As in :class:`HeadOutput`.
-    """
-
-    aleatoric: Float[Tensor, " batch"]
-    epistemic: Float[Tensor, " batch"]
+    aleatoric: Float[Tensor, " batch"]  # ambiguity of the image itself, nats
+    epistemic: Float[Tensor, " batch"]  # as in HeadOutput
 
 
 class Head(Fitted):

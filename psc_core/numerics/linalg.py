@@ -31,19 +31,12 @@ class Eigen(NamedTuple):
 
 
 class InverseRoot(NamedTuple):
-    """``root = C^(−1/2)`` (symmetric) with eigenvalues clamped to a floor.
+    """``C^(−1/2)`` with eigenvalues clamped to a floor."""
 
-    Attributes:
-        root: Symmetric matrix with ``root @ C @ root = I``.
-        log_det: ``log det C`` of the clamped matrix.
-        n_clamped: Number of eigenvalues below the floor.
-        largest_increase: Largest amount added to an eigenvalue (0 when none was clamped).
-    """
-
-    root: Float[Tensor, "d d"]
-    log_det: float
-    n_clamped: int
-    largest_increase: float
+    root: Float[Tensor, "d d"]  # symmetric, root @ C @ root = I
+    log_det: float  # log det C of the clamped matrix
+    n_clamped: int  # number of eigenvalues below the floor
+    largest_increase: float  # largest amount added to an eigenvalue
 
 
 def fix_signs(vectors: Float[Tensor, "d k"]) -> Float[Tensor, "d k"]:

@@ -41,23 +41,14 @@ _ROUNDING = 1e-28
 
 
 class ClassPairs(NamedTuple):
-    """The labelled examples of a batch as distinct (image, class) pairs, weighted by their number of examples.
+    """The labelled examples of a batch as distinct (image, class) pairs, weighted by their number of examples."""
 
-    Attributes:
-        image_index: Image of each pair; ``None`` when pair m is image m.
-        present: The classes in the batch, ascending.
-        position: Position of each pair's class in ``present``.
-        counts: ``float64``, number of examples of each class in ``present``.
-        indicator: ``float64 (present, pairs)``, the weight of each pair in the row of its class, zero elsewhere.
-        root_weights: Square root of the weight of each pair; ``None`` when all weights are one.
-    """
-
-    image_index: Int[Tensor, " pairs"] | None
-    present: Int[Tensor, " present"]
-    position: Int[Tensor, " pairs"]
-    counts: Float[Tensor, " present"]
-    indicator: Float[Tensor, "present pairs"]
-    root_weights: Float[Tensor, " pairs"] | None
+    image_index: Int[Tensor, " pairs"] | None  # image of each pair; None when pair m is image m
+    present: Int[Tensor, " present"]  # the classes in the batch, ascending
+    position: Int[Tensor, " pairs"]  # of each pair's class in present
+    counts: Float[Tensor, " present"]  # float64, number of examples of each class
+    indicator: Float[Tensor, "present pairs"]  # float64, weight of each pair in the row of its class, zero elsewhere
+    root_weights: Float[Tensor, " pairs"] | None  # square root of each weight; None when all are one
 
 
 def class_pairs(
@@ -85,12 +76,9 @@ def class_pairs(
 
 
 class ClassScatter:
-    """Class means and within-class scatter of the labelled examples seen so far.
+    """``counts`` (classes,), class ``means`` (classes, dim) and the scatter ``within`` of the examples so far, float64.
 
-    Attributes:
-        counts: ``float64 (classes,)`` number of examples of each class.
-        means: ``float64 (classes, dim)``.
-        within: Σ_i ‖h_i − μ_label‖²: ``float64 ()``, or ``(dim,)`` with one entry per column.
+    ``within`` is Σ_i ‖h_i − μ_label‖², or with ``by_column`` its summand (dim,) of each column.
     """
 
     def __init__(self, classes: int, dim: int, device: torch.device | str = "cpu", *, by_column: bool = False) -> None:

@@ -33,19 +33,12 @@ RANK_TOLERANCE: Final = 1e-10
 
 
 class PCA(NamedTuple):
-    """A fitted projection, float64.
+    """A fitted projection, float64."""
 
-    Attributes:
-        mean: Of z.
-        components: Orthonormal columns, largest variance first.
-        variances: Variance of each kept component.
-        explained: Fraction of the total variance that is kept.
-    """
-
-    mean: Float[Tensor, " dim"]
-    components: Float[Tensor, "dim kept"]
-    variances: Float[Tensor, " kept"]
-    explained: float
+    mean: Float[Tensor, " dim"]  # of z
+    components: Float[Tensor, "dim kept"]  # orthonormal columns, largest variance first
+    variances: Float[Tensor, " kept"]  # of each kept component
+    explained: float  # fraction of the total variance that is kept
 
     @property
     def whitening(self) -> Float[Tensor, "dim kept"]:

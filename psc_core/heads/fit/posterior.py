@@ -25,17 +25,11 @@ def nll(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[
 
 
 class Choice(NamedTuple):
-    """The chosen posterior.
+    """The chosen posterior."""
 
-    Attributes:
-        precision: τ of the posterior's prior.
-        temperature: T that the mean logits are divided by.
-        val_nll: Mean validation NLL with both, nats.
-    """
-
-    precision: float
-    temperature: float
-    val_nll: float
+    precision: float  # τ of its prior
+    temperature: float  # T that the mean logits are divided by
+    val_nll: float  # mean validation NLL with both, nats
 
 
 def choose_posterior(

@@ -44,19 +44,12 @@ PAIRS: Final = 20
 
 
 class SoftmaxFit(NamedTuple):
-    """A fitted multinomial logistic regression.
-
-    Attributes:
-        weight: W.
-        bias: b.
-        precision: τ of the prior.
-        val_nll: Mean validation NLL, nats.
-    """
+    """A fitted multinomial logistic regression."""
 
     weight: Float[Tensor, "classes dim"]
     bias: Float[Tensor, " classes"]
-    precision: float
-    val_nll: float
+    precision: float  # τ of the prior
+    val_nll: float  # mean validation NLL, nats
 
     def theta(self) -> Float[Tensor, "classes columns"]:
         """``[W b]``."""

@@ -35,15 +35,9 @@ Sum = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ChannelMoments:
-    """Moments of X.
+    """Moments of X, float64."""
 
-    Attributes:
-        count: Number of labelled examples.
-        mean: ``float64 (C, d)``.
-        covariance: ``float64 (C, d, d)``.
-    """
-
-    count: int
+    count: int  # number of labelled examples
     mean: Float[Tensor, "channels positions"]
     covariance: Float[Tensor, "channels positions positions"]
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from psc_core.compute.distributed import Reducer
@@ -30,23 +31,14 @@ MAX_COMPONENTS = 2048
 
 @dataclass(frozen=True)
 class ProjectionReport:
-    """What fitting a projection measured.
-
-    Attributes:
-        choice: The chosen sizes with NC1 and NC4 of the projected features.
-        scaled_nc1: NC1 of the scaled, unprojected layer.
-        scaled_nc4: NC4 of the scaled, unprojected layer.
-        nc1: ``float64 (c_max, d_max)`` NC1 of every size.
-        nc4: ``float64 (c_max, d_max)`` NC4 of every size.
-        pooled: A sentence on spatial pooling; empty when there was none.
-    """
+    """What fitting a projection measured."""
 
     choice: RankChoice
-    scaled_nc1: float
+    scaled_nc1: float  # of the scaled, unprojected layer
     scaled_nc4: float
-    nc1: Tensor
-    nc4: Tensor
-    pooled: str
+    nc1: Float[Tensor, "c_max d_max"]  # of every size, float64
+    nc4: Float[Tensor, "c_max d_max"]
+    pooled: str  # a sentence on spatial pooling; empty when there was none
 
     def summary(self, raw_nc4: float) -> str:
         """The choice beside the scaled and the raw layer, for the terminal."""

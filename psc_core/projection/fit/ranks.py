@@ -42,21 +42,13 @@ def nearest_mean_hits(
 
 @dataclass(frozen=True)
 class RankChoice:
-    """The chosen projection sizes and their NC1 and NC4.
-
-    Attributes:
-        c_proj: Channel components kept.
-        d_proj: Spatial components kept.
-        nc1: NC1 of the projected features.
-        nc4: NC4 of the projected features.
-        warning: What is wrong with the choice; empty when nothing is.
-    """
+    """The chosen projection sizes, and NC1 and NC4 of the features so projected."""
 
     c_proj: int
     d_proj: int
     nc1: float
     nc4: float
-    warning: str
+    warning: str  # what is wrong with the choice; empty when nothing is
 
 
 def choose_ranks(
