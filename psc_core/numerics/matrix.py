@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -18,61 +18,45 @@ from psc_core.errors import FitError
 CHUNK_ELEMENTS: Final = 1 << 18
 """Entries of one float64 block (2 MiB), which stays in a core's cache."""
 
-Read = Callable[[slice | Tensor], Tensor]
-Transfer = Callable[[int, list[memoryview], int], int]
-"""``os.preadv`` or ``os.pwritev``: file, buffers, offset in the file; bytes transferred."""
 
-
+@dataclass(eq=False)
 class FeatureMatrix:
-    """An n × d matrix of features; indexing it with a slice or ``int64`` positions reads these rows as a tensor.
+    """An n × d matrix of features; indexing it with a slice or ``int64`` positions reads these rows as a tensor."""
 
-    Attributes:
-        shape: ``(n, d)``.
-        widest: Number of columns of the widest matrix that reading passes through, which bounds the rows of a block.
-        dtype: Type of the entries.
-        device: Device of the tensors that are read.
-    """
-
-    def __init__(
-        self, read: Read, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device, widest: int = 0
-    ) -> None:
-        self._read = read
-        self.shape = shape
-        self.widest = max(widest, shape[1])
-        self.dtype = dtype
-        self.device = device
+    read: Callable[[slice | Tensor], Tensor]
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device  # of the tensors that are read
+    widest: int  # columns of the widest matrix that reading passes through, which bounds the rows of a block
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, index: slice | Tensor) -> Tensor:
-        return self._read(index)
+        return self.read(index)
 
     def map(self, function: Callable[[Tensor], Tensor], columns: int, dtype: torch.dtype) -> FeatureMatrix:
         """The matrix ``function(block)``, computed when a block is read."""
-        shape = (len(self), columns)
-        return FeatureMatrix(lambda at: function(self[at]), shape, dtype=dtype, device=self.device, widest=self.widest)
+        shape, widest = (len(self), columns), max(self.widest, columns)
+        return FeatureMatrix(lambda at: function(self[at]), shape, dtype, self.device, widest)
 
     def take(self, positions: Int[Tensor, " m"]) -> FeatureMatrix:
         """The rows at ``positions``, in that order."""
         shape = (len(positions), self.shape[1])
-        return FeatureMatrix(
-            lambda at: self[positions[at]], shape, dtype=self.dtype, device=self.device, widest=self.widest
-        )
+        return FeatureMatrix(lambda at: self[positions[at]], shape, self.dtype, self.device, self.widest)
 
     def to(self, device: torch.device | str) -> FeatureMatrix:
         """The same rows, copied to ``device`` when they are read."""
         target = torch.device(device)
-        return FeatureMatrix(
-            lambda at: self[at].to(target), self.shape, dtype=self.dtype, device=target, widest=self.widest
-        )
+        return FeatureMatrix(lambda at: self[at].to(target), self.shape, self.dtype, target, self.widest)
 
 
 def as_matrix(rows: Float[Tensor, "n d"] | FeatureMatrix) -> FeatureMatrix:
     """A tensor as a feature matrix, without a copy."""
     if isinstance(rows, FeatureMatrix):
         return rows
-    return FeatureMatrix(rows.__getitem__, (rows.shape[0], rows.shape[1]), dtype=rows.dtype, device=rows.device)
+    n, d = rows.shape
+    return FeatureMatrix(rows.__getitem__, (n, d), rows.dtype, rows.device, d)
 
 
 def chunk_rows(rows: int, columns: int) -> Iterator[slice]:
@@ -98,41 +82,42 @@ class FeatureFile(FeatureMatrix):
     """
 
     def __init__(self, file: Path, shape: tuple[int, int]) -> None:
-        super().__init__(self._copy, shape, dtype=torch.float32, device=torch.device("cpu"))
-        self._path = file
-        self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        weakref.finalize(self, os.close, self._file)
-        os.ftruncate(self._file, 4 * shape[0] * shape[1])
+        super().__init__(self._copy, shape, torch.float32, torch.device("cpu"), shape[1])
+        self._file = file.open("w+b")
+        weakref.finalize(self, self._file.raw.close)
+        self._file.truncate(4 * shape[0] * shape[1])
 
     def _copy(self, index: slice | Tensor) -> Tensor:
-        first, counts = self._runs(index)
-        values = torch.empty(sum(counts), self.shape[1])
-        self._transfer(os.preadv, values, first, counts)
+        runs = self._runs(index)
+        values = torch.empty(sum(count for _, count in runs), self.shape[1])
+        at = 0
+        for first, count in runs:
+            self._file.seek(4 * self.shape[1] * first)
+            part = values[at : at + count].numpy()
+            missing = part.nbytes - self._file.readinto(part.data)
+            if missing:
+                raise OSError(f"{self._file.name} ends {missing} bytes early; has it been changed?")
+            at += count
         return values
 
     def write(self, index: slice | Tensor, values: Float[Tensor, "m d"]) -> None:
         """Overwrite the rows at ``index``."""
-        self._transfer(os.pwritev, values.float().contiguous(), *self._runs(index))
+        values = values.float().contiguous()
+        at = 0
+        for first, count in self._runs(index):
+            self._file.seek(4 * self.shape[1] * first)
+            self._file.write(values[at : at + count].numpy().data)
+            at += count
+        self._file.flush()
 
-    def _runs(self, index: slice | Tensor) -> tuple[list[int], list[int]]:
+    def _runs(self, index: slice | Tensor) -> list[tuple[int, int]]:
         """First row and length of each run of consecutive rows."""
         positions = torch.arange(*index.indices(len(self))) if isinstance(index, slice) else index
         if len(positions) == 0:
-            return [], []
+            return []
         starts = functional.pad(torch.nonzero(positions.diff() != 1)[:, 0] + 1, (1, 0))
         counts = functional.pad(starts, (0, 1), value=len(positions)).diff()
-        return positions[starts].tolist(), counts.tolist()
-
-    def _transfer(self, call: Transfer, values: Tensor, first: list[int], counts: list[int]) -> None:
-        row_bytes = 4 * self.shape[1]
-        view, at = values.view(torch.uint8).flatten().numpy().data, 0
-        for start, count in zip(first, counts, strict=True):
-            end, offset = at + count * row_bytes, start * row_bytes
-            while at < end:
-                done = call(self._file, [view[at:end]], offset)
-                if done == 0:
-                    raise OSError(f"{self._path} ends {end - at} bytes early; has it been changed?")
-                at, offset = at + done, offset + done
+        return list(zip(positions[starts].tolist(), counts.tolist(), strict=True))
 
 
 def check_features(
