@@ -12,6 +12,7 @@ are fixed and nothing waits for the host, so both can be compiled or captured in
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from psc_core.heads import Head, entropy
 from psc_core.images.preprocess import Inputs, Pixels, Preprocess
 from psc_core.model.outputs import pack
 from psc_core.network.backbone import Backbone, FeaturesAndLogits
+from psc_core.network.onnx import OnnxBackbone
 from psc_core.projection.module import Projection
 
 PRECISIONS = ("fp32", "bf16")
@@ -78,7 +80,7 @@ class Scorer(nn.Module):
     def __init__(
         self,
         preprocess: Preprocess,
-        backbone: Backbone,
+        backbone: Backbone | OnnxBackbone,
         projection: Projection,
         density: Density,
         head: Head | None,
@@ -164,6 +166,13 @@ class Pipeline(nn.Module):
     def concurrent(self) -> bool:
         """Whether several threads may call it at once; a network cut by hooks keeps features of one call."""
         return self.scorer.backbone.method == "graph"
+
+    def with_backbone(self, backbone: Backbone | OnnxBackbone) -> Pipeline:
+        """A pipeline that shares everything else with this one."""
+        twin, scorer = copy.copy(self), copy.copy(self.scorer)
+        scorer._modules = {**scorer._modules, "backbone": backbone}
+        twin._modules = {"scorer": scorer}
+        return twin
 
     def forward(self, images: Pixels) -> Float[Tensor, "batch columns"]:
         """Packed outputs of a batch, the same for an image in any batch."""

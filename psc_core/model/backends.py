@@ -1,0 +1,88 @@
+"""Other ways to run the truncated network of a fitted model, with the same outputs up to rounding.
+
+``folded`` is what fitting, calibration and :class:`psc_core.model.predictor.PSC` run; ``plain`` is the network as it
+was trained; ``onnx`` is ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from psc_core.errors import NetworkError
+from psc_core.images.preprocess import Preprocess
+from psc_core.model.outputs import Outputs
+from psc_core.model.pipeline import Pipeline
+from psc_core.model.predictor import PSC
+from psc_core.network.onnx import INSTALLED, OnnxBackbone
+
+BACKENDS = ("folded", "plain", "onnx")
+
+OUTPUT_TOLERANCE = 1e-4
+"""Maximum difference between two backends in a probability, and in a log density relative to its size."""
+
+_CHECKED_IMAGES = 32
+
+
+def available_backends(psc: PSC) -> tuple[str, ...]:
+    """The backends that a model can run on, ``folded`` first.
+
+    Only a traced float32 network on a CPU has more than one.
+    """
+    scorer = psc.pipeline.scorer
+    if psc.device.type != "cpu" or scorer.precision != "fp32" or not psc.pipeline.concurrent:
+        return BACKENDS[:1]
+    return BACKENDS if INSTALLED else BACKENDS[:2]
+
+
+def pipeline_on(psc: PSC, backend: str) -> Pipeline:
+    """The pipeline of a model on one of its :func:`available_backends`.
+
+    Raises:
+        NetworkError: The backend is not installed, the network cannot be exported, or its outputs differ from those
+            that were calibrated.
+    """
+    if backend == "folded":
+        return psc.pipeline
+    if backend == "plain":
+        return psc.pipeline.with_backbone(psc.backbone)
+    if not INSTALLED:
+        raise NetworkError("the backend onnx needs ONNX Runtime; pip install 'psc[onnx]'")
+    size = (psc.preprocess.channels, psc.preprocess.height, psc.preprocess.width)
+    pipeline = psc.pipeline.with_backbone(OnnxBackbone(psc.backbone, size))
+    images = _smooth_noise(psc.preprocess)
+    with torch.inference_mode():
+        check_agreement(Outputs(psc.pipeline(images)), Outputs(pipeline(images)), len(psc.calibration))
+    return pipeline
+
+
+def check_agreement(calibrated: Outputs[Tensor], other: Outputs[Tensor], calibration_images: int) -> None:
+    """Compare the outputs of two backends for the same images.
+
+    A p-value may move by the one calibration image whose score rounding passes.
+
+    Raises:
+        NetworkError: They differ by more than rounding.
+    """
+    size = calibrated["log_density"].abs().clamp(min=1)
+    limits = {
+        "probabilities": (calibrated.probabilities - other.probabilities, OUTPUT_TOLERANCE),
+        "log densities": ((calibrated["log_density"] - other["log_density"]) / size, OUTPUT_TOLERANCE),
+        "p-values": (calibrated["ood_p_value"] - other["ood_p_value"], 1.5 / (calibration_images + 1)),
+    }
+    for name, (difference, limit) in limits.items():
+        if not difference.abs().max() <= limit:
+            raise NetworkError(
+                f"the network gives other {name} on another backend, by up to {difference.abs().max():.3g}"
+            )
+
+
+def _smooth_noise(shape: Preprocess) -> Tensor:
+    """``uint8`` images of noise, from coarse to fine, the same on every call."""
+    generator = torch.Generator().manual_seed(0)
+    images = []
+    for index in range(_CHECKED_IMAGES):
+        cells = 1 + index * (min(shape.height, shape.width) - 1) // (_CHECKED_IMAGES - 1)
+        coarse = torch.randint(0, 256, (1, shape.channels, cells, cells), generator=generator).float()
+        images.append(torch.nn.functional.interpolate(coarse, (shape.height, shape.width), mode="bilinear"))
+    return torch.cat(images).round().to(torch.uint8)

@@ -1,0 +1,117 @@
+"""A truncated network in ONNX Runtime, which on a CPU takes less time than PyTorch; needs the extra ``psc[onnx]``.
+
+A process of its own exports the network, because exporting changes PyTorch's state for all threads.  It builds the
+network as a bundle's is built: ``python -m psc_core.network.onnx FOLDER`` reads :data:`SPEC` and :data:`WEIGHTS` from
+a folder and writes :data:`MODEL` beside them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import torch
+from jaxtyping import Float
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from psc_core.errors import NetworkError
+from psc_core.network.backbone import Backbone, rebuild_backbone
+
+INSTALLED: Final = all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
+SPEC: Final = "spec.json"
+WEIGHTS: Final = "weights.safetensors"
+MODEL: Final = "model.onnx"
+
+
+class OnnxBackbone(nn.Module):
+    """A truncated network on the CPU, called like :class:`psc_core.network.backbone.Backbone`.
+
+    A session keeps its number of threads, so there is one for each number that PyTorch is told to use.
+
+    Args:
+        backbone: As it was fitted, traced, float32; it does not change.
+        size: (channels, height, width) of its input; any number of images of this size can be computed.
+
+    Raises:
+        NetworkError: The network cannot be exported.
+    """
+
+    method = "graph"
+
+    def __init__(self, backbone: Backbone, size: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.keep_output = backbone.keep_output
+        try:
+            self._model = _export_in_process(backbone, size)
+        except OSError as error:
+            raise NetworkError(f"no process could be run to export the network to ONNX: {error}") from error
+        self._sessions: dict[int, Any] = {}
+
+    def forward(
+        self, x: Float[Tensor, "batch channels height width"]
+    ) -> tuple[list[Float[Tensor, "batch _ _"]], Float[Tensor, "batch classes"] | None]:
+        """Canonical features (batch, channels, spatial) of each layer, and the logits if the network keeps them."""
+        arrays = self._session(torch.get_num_threads()).run(None, {"images": x.contiguous().numpy()})
+        outputs = [torch.from_numpy(array) for array in arrays]
+        return (outputs[:-1], outputs[-1]) if self.keep_output else (outputs, None)
+
+    def _session(self, threads: int) -> Any:
+        if threads not in self._sessions:
+            import onnxruntime
+
+            options = onnxruntime.SessionOptions()
+            options.intra_op_num_threads = threads
+            cpu = ["CPUExecutionProvider"]
+            self._sessions[threads] = onnxruntime.InferenceSession(self._model, options, providers=cpu)
+        return self._sessions[threads]
+
+
+def _export_in_process(backbone: Backbone, size: tuple[int, int, int]) -> bytes:
+    with TemporaryDirectory(prefix="psc-onnx-") as name:
+        folder = Path(name)
+        (folder / SPEC).write_text(json.dumps({**backbone.spec(), "size": size}))
+        save_file({key: value.contiguous() for key, value in backbone.state_dict().items()}, folder / WEIGHTS)
+        command = [sys.executable, "-m", __name__, name]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if result.returncode:
+            reason = (result.stderr.strip() or f"exit code {result.returncode}").splitlines()[-1]
+            raise NetworkError(f"the network after {'+'.join(backbone.layers)} has no ONNX model: {reason}")
+        return (folder / MODEL).read_bytes()
+
+
+def export(folder: Path) -> None:
+    """Write the ONNX model, for any number of images, of the network whose spec and weights lie in ``folder``."""
+    spec = json.loads((folder / SPEC).read_text())
+    backbone = rebuild_backbone(spec, load_file(folder / WEIGHTS), allow_factories=[spec["network"]["spec"]])
+    images = torch.zeros(2, *spec["size"])
+    any_number = ({0: torch.export.Dim.DYNAMIC},)
+    with torch.no_grad():
+        program = torch.onnx.export(
+            _SideBySide(backbone), (images,), dynamo=True, input_names=["images"], dynamic_shapes=any_number
+        )
+    assert program is not None
+    (folder / MODEL).write_bytes(program.model_proto.SerializeToString())
+
+
+class _SideBySide(nn.Module):
+    """A backbone whose features and logits are one tuple of tensors."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        features, logits = self.backbone(images)
+        return tuple(features) if logits is None else (*features, logits)
+
+
+if __name__ == "__main__":
+    export(Path(sys.argv[1]))

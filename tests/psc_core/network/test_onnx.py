@@ -1,0 +1,79 @@
+"""A network in ONNX Runtime gives what it gives in PyTorch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from psc_core.errors import NetworkError
+from psc_core.network.backbone import Backbone, truncate
+from psc_core.network.load import load_network
+from psc_core.network.onnx import OnnxBackbone
+
+SIZE = (1, 28, 28)
+
+
+def backbone(layers: list[str], *, keep_output: bool = False) -> Backbone:
+    torch.manual_seed(0)
+    net = load_network("tests.tiny:network", num_classes=4, allow_factories=["tests.tiny:network"])
+    return truncate(net, layers, keep_output=keep_output)
+
+
+@pytest.mark.parametrize("keep_output", [False, True])
+def test_outputs_equal_pytorch_for_any_number_of_images_and_threads(keep_output: bool) -> None:
+    net = backbone(["2", "6"], keep_output=keep_output)
+    exported = OnnxBackbone(net, SIZE)
+    before = torch.get_num_threads()
+    for threads, count in ((1, 1), (1, 5), (2, 3)):
+        torch.set_num_threads(threads)
+        images = torch.randn(count, *SIZE)
+        with torch.inference_mode():
+            (expected, logits), (got, got_logits) = net(images), exported(images.to(memory_format=torch.channels_last))
+        torch.testing.assert_close(got, expected)
+        assert (got_logits is None) == (logits is None) == (not keep_output)
+        if logits is not None:
+            torch.testing.assert_close(got_logits, logits)
+    torch.set_num_threads(before)
+
+
+def test_names_what_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = backbone(["2"])
+    net.psc_recipe = load_network(  # type: ignore[assignment]
+        f"{__name__}:sorts", num_classes=4, allow_factories=[f"{__name__}:sorts"]
+    ).psc_recipe
+    with pytest.raises(NetworkError, match="the network after 2 has no ONNX model: "):
+        OnnxBackbone(net, SIZE)
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(NetworkError, match="no process could be run to export"):
+        OnnxBackbone(net, SIZE)
+
+
+def sorts(num_classes: int) -> nn.Module:
+    """A factory of another network than its weights are of."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.ReLU(), nn.Linear(8, num_classes))
+
+
+def test_a_warm_step_runs_nothing_in_onednn(tmp_path: Path) -> None:
+    """Eager PyTorch gives oneDNN its weights in another order than the kernels read, on every call."""
+    program = tmp_path / "step.py"
+    program.write_text(
+        "import torch\n"
+        "from tests.psc_core.network.test_onnx import SIZE, backbone\n"
+        "from psc_core.network.onnx import OnnxBackbone\n"
+        "net = backbone(['2'])\n"
+        "exported, images = OnnxBackbone(net, SIZE), torch.randn(4, *SIZE)\n"
+        "with torch.inference_mode(), torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):\n"
+        "    for run in (exported, net):\n"
+        "        print(type(run).__name__, flush=True)\n"
+        "        run(images)\n"
+    )
+    environment = {"PYTHONPATH": ":".join(sys.path), "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    log = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=True).stdout
+    in_onnx, in_pytorch = log.split("Backbone\n")[1:]
+    assert "reorder" not in in_onnx and "convolution" not in in_onnx
+    assert "convolution" in in_pytorch
