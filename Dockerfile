@@ -8,8 +8,8 @@ ARG BASE=python:3.12-slim
 FROM ${BASE} AS list
 WORKDIR /src
 COPY pyproject.toml ./
-RUN python3 -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
-    > direct.txt
+RUN python3 -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+    print(*project['dependencies'], *project['optional-dependencies']['onnx'], sep='\n')" > direct.txt
 
 FROM ${BASE} AS dependencies
 WORKDIR /src

@@ -76,6 +76,11 @@ class Settings(BaseSettings):
         description="CPU threads of the network; unset: torch's choice, shared by the workers, and one where a full "
         "batch takes less than 2 ms.",
     )
+    backend: Literal["auto", "folded", "plain", "onnx"] = Field(
+        default="auto",
+        description="How the network runs on a CPU: `folded` (batch normalisation folded into convolutions), `plain`, "
+        "`onnx` (ONNX Runtime, extra `psc[onnx]`); `auto` takes the fastest on this machine.",
+    )
     compile: bool = Field(default=False, description="Run the network through `torch.compile`.")
     allow_factories: tuple[str, ...] = Field(
         default=(),

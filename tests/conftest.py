@@ -15,6 +15,7 @@ from jaxtyping import install_import_hook
 install_import_hook("psc_core", "beartype.beartype")
 
 torch.set_num_threads(1)
+os.environ.setdefault("PSC_BACKEND", "folded")  # Measuring backends takes seconds, and its result varies.
 settings.register_profile("nightly", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("nightly"), derandomize=True, max_examples=40)
 settings.load_profile("ci")

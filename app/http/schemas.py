@@ -59,6 +59,7 @@ class ModelDocument(Document):
     predictions: str = Field(description="`psc` or `base`.")
     epistemic_unit: str = Field(description="Of `epistemic`; empty for base predictions, which have none.")
     device: str
+    backend: str
     classes: list[str]
     input: dict[str, Any] = Field(description="Preprocessing.")
     policy: Policy

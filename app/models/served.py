@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from app.errors import UnattainableAlpha
+from app.inference.backend import choose_backend
 from app.inference.decoder import Decoder
 from app.inference.engine import Engine
 from app.inference.queue import Batcher
@@ -32,6 +35,7 @@ class ServedModel:
     Attributes:
         name: Under which it is served.
         model: The fitted model.
+        backend: What its network runs on, see :mod:`psc_core.model.backends`.
         engine: Its queue and device worker.
         policy: Thresholds when the request sets none.
         set_thresholds: (K,) of the prediction sets.
@@ -40,6 +44,7 @@ class ServedModel:
 
     name: str
     model: PSC
+    backend: str
     engine: Engine
     policy: Policy
     set_thresholds: FloatArray
@@ -89,6 +94,7 @@ class ModelStarter:
 
         Raises:
             BundleError: The calibration images are too few for the policy.
+            NetworkError: The network does not run on the backend that was asked for.
             DeviceError: The network failed while it was warmed up.
         """
         settings = self._settings
@@ -113,8 +119,12 @@ class ModelStarter:
             max_pixels=settings.max_pixels,
             inline_bytes=settings.inline_decode_bytes,
         )
+        wanted = "folded" if settings.compile else settings.backend
+        threads = settings.threads or self._default_threads
+        choose = partial(choose_backend, model, wanted, max_batch=settings.max_batch_size, threads=threads)
+        backend, pipeline = await asyncio.to_thread(choose)
         step = make_step(
-            model.pipeline,
+            pipeline,
             decoder.shape,
             max_batch=settings.max_batch_size,
             device=model.device,
@@ -136,7 +146,7 @@ class ModelStarter:
             on_failure=self._on_failure,
         )
         await engine.start()
-        return ServedModel(name, model, engine, policy, set_thresholds, recorder)
+        return ServedModel(name, model, backend, engine, policy, set_thresholds, recorder)
 
     def close(self) -> None:
         """End the decode threads."""

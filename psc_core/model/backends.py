@@ -16,7 +16,8 @@ from psc_core.model.pipeline import Pipeline
 from psc_core.model.predictor import PSC
 from psc_core.network.onnx import INSTALLED, OnnxBackbone
 
-BACKENDS = ("folded", "plain", "onnx")
+DEFAULT_BACKEND = "folded"
+BACKENDS = (DEFAULT_BACKEND, "plain", "onnx")
 
 OUTPUT_TOLERANCE = 1e-4
 """Maximum difference between two backends in a probability, and in a log density relative to its size."""
@@ -42,14 +43,13 @@ def pipeline_on(psc: PSC, backend: str) -> Pipeline:
         NetworkError: The backend is not installed, the network cannot be exported, or its outputs differ from those
             that were calibrated.
     """
-    if backend == "folded":
+    if backend == DEFAULT_BACKEND:
         return psc.pipeline
     if backend == "plain":
         return psc.pipeline.with_backbone(psc.backbone)
     if not INSTALLED:
         raise NetworkError("the backend onnx needs ONNX Runtime; pip install 'psc[onnx]'")
-    size = (psc.preprocess.channels, psc.preprocess.height, psc.preprocess.width)
-    pipeline = psc.pipeline.with_backbone(OnnxBackbone(psc.backbone, size))
+    pipeline = psc.pipeline.with_backbone(OnnxBackbone(psc.backbone, psc.preprocess.shape))
     images = _smooth_noise(psc.preprocess)
     with torch.inference_mode():
         check_agreement(Outputs(psc.pipeline(images)), Outputs(pipeline(images)), len(psc.calibration))

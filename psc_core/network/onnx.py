@@ -17,12 +17,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
-from jaxtyping import Float
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
-from psc_core.network.backbone import Backbone, rebuild_backbone
+from psc_core.images.preprocess import Inputs
+from psc_core.network.backbone import Backbone, FeaturesAndLogits, rebuild_backbone
 
 INSTALLED: Final = all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
 SPEC: Final = "spec.json"
@@ -54,9 +54,7 @@ class OnnxBackbone(nn.Module):
             raise NetworkError(f"no process could be run to export the network to ONNX: {error}") from error
         self._sessions: dict[int, Any] = {}
 
-    def forward(
-        self, x: Float[Tensor, "batch channels height width"]
-    ) -> tuple[list[Float[Tensor, "batch _ _"]], Float[Tensor, "batch classes"] | None]:
+    def forward(self, x: Inputs) -> FeaturesAndLogits:
         """Canonical features (batch, channels, spatial) of each layer, and the logits if the network keeps them."""
         arrays = self._session(torch.get_num_threads()).run(None, {"images": x.contiguous().numpy()})
         outputs = [torch.from_numpy(array) for array in arrays]

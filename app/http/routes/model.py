@@ -43,6 +43,7 @@ def model_document(served: ServedModel, names: tuple[str, ...]) -> ModelDocument
         predictions=model.predictions,
         epistemic_unit=model.epistemic_unit,
         device=str(model.device),
+        backend=served.backend,
         classes=list(model.classes),
         input=model.preprocess.to_json(),
         policy=served.policy,

@@ -1,0 +1,112 @@
+"""Which backend a model runs on: the fastest, as measured on the machine that serves, before the first request."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from psc_core.errors import NetworkError
+from psc_core.model.backends import DEFAULT_BACKEND, available_backends, pipeline_on
+from psc_core.model.pipeline import Pipeline
+from psc_core.model.predictor import PSC
+
+logger = logging.getLogger("psc.backend")
+
+Seconds = list[float]
+"""Of one batch, round by round."""
+
+AUTO: Final = "auto"
+TOLERANCE: Final = 1.03
+"""A backend is not used if at some batch size it took longer than the plain network, by this factor, in every round."""
+
+_ROUNDS: Final = 10
+_SIZE_SECONDS: Final = 0.5
+"""Rounds of a batch size end after this time, but not before the second."""
+
+_LONG_SECONDS: Final = 0.25
+"""Once a batch takes so long, larger ones are not measured: they take as long for each image."""
+
+
+def choose_backend(model: PSC, wanted: str, *, max_batch: int, threads: int) -> tuple[str, Pipeline]:
+    """The name of the backend and the pipeline that runs on it.
+
+    Args:
+        model: A fitted model.
+        wanted: A backend, or ``"auto"`` to measure them.  A model that has only one runs on that.
+        max_batch: Maximum number of images in a step.
+        threads: PyTorch's threads while measuring.
+
+    Raises:
+        NetworkError: The network does not run on the backend that was asked for.
+    """
+    if wanted == DEFAULT_BACKEND:
+        return wanted, model.pipeline
+    names = available_backends(model)
+    if wanted != AUTO and len(names) > 1:
+        return wanted, pipeline_on(model, wanted)
+    pipelines: dict[str, Pipeline] = {}
+    for name in names:
+        try:
+            pipelines[name] = pipeline_on(model, name)
+        except NetworkError as error:
+            logger.warning("backend not used", extra={"backend": name, "reason": str(error)})
+    if len(pipelines) == 1:
+        return next(iter(pipelines.items()))
+    images = torch.zeros((max_batch, *model.preprocess.shape), dtype=torch.uint8)
+    with _torch_threads(threads):
+        seconds = measure(pipelines, [images[:size] for size in sorted({1, min(8, max_batch), max_batch})])
+    chosen = fastest(seconds, "plain")
+    milliseconds = {name: [round(1e3 * median(rounds), 2) for rounds in times] for name, times in seconds.items()}
+    logger.info("backend chosen", extra={"backend": chosen, "milliseconds": milliseconds})
+    return chosen, pipelines[chosen]
+
+
+@torch.inference_mode()
+def measure(networks: Mapping[str, Callable[[Tensor], Tensor]], batches: Sequence[Tensor]) -> dict[str, list[Seconds]]:
+    """Seconds of each network on each batch, in rounds in which the networks take turns."""
+    seconds: dict[str, list[Seconds]] = {name: [] for name in networks}
+    for batch in batches:
+        for name, network in networks.items():
+            network(batch)
+            seconds[name].append([])
+        end = time.perf_counter() + _SIZE_SECONDS
+        for done in range(_ROUNDS):
+            if done >= 2 and time.perf_counter() > end:
+                break
+            for name, network in networks.items():
+                began = time.perf_counter()
+                network(batch)
+                seconds[name][-1].append(time.perf_counter() - began)
+        if any(min(times[-1]) > _LONG_SECONDS for times in seconds.values()):
+            break
+    return seconds
+
+
+def fastest(seconds: Mapping[str, Sequence[Seconds]], baseline: str) -> str:
+    """The name with the least product of median times over batch sizes, see :data:`TOLERANCE`."""
+
+    def is_slower(times: Seconds, base: Seconds) -> bool:
+        return all(own > TOLERANCE * other for own, other in zip(times, base, strict=True))
+
+    def is_eligible(name: str) -> bool:
+        return not any(map(is_slower, seconds[name], seconds[baseline]))
+
+    return min(filter(is_eligible, seconds), key=lambda name: math.prod(map(median, seconds[name])))
+
+
+@contextmanager
+def _torch_threads(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

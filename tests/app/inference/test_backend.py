@@ -1,0 +1,103 @@
+"""The backend is chosen by measuring, and a backend that cannot be used is left out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from app.inference import backend
+from app.inference.backend import AUTO, choose_backend, fastest, measure
+from app.settings import Settings
+from psc_core import PSC
+from psc_core.errors import NetworkError
+from psc_core.model.backends import BACKENDS
+
+
+@pytest.fixture(scope="module")
+def psc(shipped_bundle: Path) -> PSC:
+    return PSC.load(shipped_bundle, device="cpu")
+
+
+def test_settings_name_every_backend() -> None:
+    assert get_args(Settings.model_fields["backend"].annotation) == (AUTO, *BACKENDS)
+
+
+def test_fastest_has_the_least_product_of_medians() -> None:
+    seconds = {"plain": [[1.0], [10.0]], "folded": [[0.9], [9.0]], "onnx": [[0.5], [10.2]]}
+    assert fastest(seconds, "plain") == "onnx"
+
+
+def test_slower_in_every_round_at_one_size_is_out() -> None:
+    seconds = {
+        "plain": [[1.0, 1.0], [10.0, 10.0]],
+        "folded": [[0.9, 0.9], [9.0, 9.0]],
+        "onnx": [[0.5, 0.5], [10.4, 10.5]],
+    }
+    assert fastest(seconds, "plain") == "folded"
+    seconds["onnx"][1][0] = 10.2
+    assert fastest(seconds, "plain") == "onnx"
+    assert fastest({"plain": [[1.0]], "onnx": [[1.1]]}, "plain") == "plain"
+
+
+def test_measures_in_turn_and_stops_at_long_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(backend, "_ROUNDS", 2)
+    networks = {
+        name: lambda images, name=name: (calls.append((name, len(images))), images)[1] for name in ("plain", "onnx")
+    }
+    batches = [torch.zeros(size) for size in (1, 8)]
+    seconds = measure(networks, batches)
+    assert calls == [(name, size) for size in (1, 8) for _ in range(3) for name in ("plain", "onnx")]
+    assert {name: [len(rounds) for rounds in times] for name, times in seconds.items()} == {
+        "plain": [2, 2],
+        "onnx": [2, 2],
+    }
+    monkeypatch.setattr(backend, "_LONG_SECONDS", 0.0)
+    assert [len(times) for times in measure(networks, batches).values()] == [1, 1]
+
+
+def test_auto_takes_the_fastest_that_works(
+    psc: PSC, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def pipeline_on(model: PSC, name: str) -> object:
+        if name == "onnx":
+            raise NetworkError("no counterpart")
+        if name == "folded":
+            return lambda images: (time.sleep(0.01), model.pipeline(images))[1]
+        return model.pipeline
+
+    monkeypatch.setattr(backend, "pipeline_on", pipeline_on)
+    caplog.set_level(logging.INFO, "psc.backend")
+    before = torch.get_num_threads()
+    name, pipeline = choose_backend(psc, AUTO, max_batch=4, threads=1)
+    assert (name, pipeline) == ("plain", psc.pipeline)
+    assert torch.get_num_threads() == before
+    skipped, chosen = caplog.records
+    assert (skipped.message, skipped.reason) == ("backend not used", "no counterpart")  # type: ignore[attr-defined]
+    assert {name: len(times) for name, times in chosen.milliseconds.items()} == {"folded": 2, "plain": 2}  # type: ignore[attr-defined]
+
+
+def test_a_backend_that_was_asked_for_must_work(psc: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psc_core.model.backends.INSTALLED", False)
+    with pytest.raises(NetworkError, match=r"pip install 'psc\[onnx\]'"):
+        choose_backend(psc, "onnx", max_batch=4, threads=1)
+
+
+def test_the_only_backend_is_not_measured(psc: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psc.pipeline.scorer, "precision", "bf16")
+    monkeypatch.setattr(backend, "measure", None)
+    for wanted in (AUTO, "onnx"):
+        assert choose_backend(psc, wanted, max_batch=4, threads=1) == ("folded", psc.pipeline)
+
+
+def test_onnx_runtime_gives_the_outputs_of_the_shipped_bundle(psc: PSC) -> None:
+    name, pipeline = choose_backend(psc, "onnx", max_batch=4, threads=1)
+    images = torch.randint(0, 256, (3, 1, 28, 28), dtype=torch.uint8)
+    with torch.inference_mode():
+        torch.testing.assert_close(pipeline(images), psc.pipeline(images), rtol=1e-4, atol=1e-4)
+    assert name == "onnx"
