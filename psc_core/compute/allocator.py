@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import Final
 
@@ -26,3 +27,9 @@ def keep_freed_memory() -> None:
     mallopt(_M_TRIM_THRESHOLD, _NEVER)
     mallopt(_M_MMAP_MAX, 0)
     mallopt(_M_ARENA_MAX, 1)
+
+
+def release_freed_memory() -> None:
+    """Return memory that is free to the system, which :func:`keep_freed_memory` leaves to the process."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from psc_core.compute.allocator import release_freed_memory
 from psc_core.data.dataset import Batch, ImageDataset
 
 Item = TypeVar("Item")
@@ -55,6 +56,7 @@ def passes(
 
     ``step`` is a function of float images (B, C, H, W) on the device, in the ``order`` of :meth:`ImageDataset.batches`.
     """
+    release_freed_memory()
     autocast = torch.autocast(compute.device.type, torch.bfloat16, enabled=compute.precision == "bf16")
     for batch in track_images(dataset, compute, description, order):
         with torch.inference_mode():

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from psc_core.compute.allocator import release_freed_memory
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset
@@ -107,12 +108,14 @@ def fit_tucker(
             yield batch.per_example(reshape_features(features, positions)).float()
 
     moments = channel_moments(features_of_examples(), all_reduce=reducer.sum_)
-    a, b = tucker_factors(moments.correlation(), c_max, d_max)
+    mean, std, correlation = moments.mean, moments.std(), moments.correlation()
+    del moments  # The covariance is as large as the budget allows, and so is what the decomposition needs beside it.
+    release_freed_memory()
+    a, b = tucker_factors(correlation, c_max, d_max)
+    del correlation
     c_max, d_max = a.shape[1], b.shape[1]
     zeros, ones = torch.zeros(c_max * d_max), torch.ones(c_max * d_max)
-    largest = Projection(positions, moments.mean, moments.std(), a, b, zeros, ones).to(compute.device)
-
-    del moments
+    largest = Projection(positions, mean, std, a, b, zeros, ones).to(compute.device)
     sized = measure_sizes(largest, shard, selection, compute, step, max_memory_bytes, reducer)
     choice = choose_ranks(
         sized.nc1,

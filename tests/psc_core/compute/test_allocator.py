@@ -41,3 +41,28 @@ def test_large_tensors_fault_in_once(mebibytes: int) -> None:
         return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
     assert faults("keep") < 100 < faults("return")
+
+
+RELEASE = """
+import re
+from pathlib import Path
+import torch
+from psc_core.compute.allocator import keep_freed_memory, release_freed_memory
+
+def resident_mib():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
+
+keep_freed_memory()
+large, later = torch.ones(64 << 18), torch.ones(1)
+del large
+print(resident_mib())
+release_freed_memory()
+print(resident_mib())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
+def test_kept_memory_can_be_released() -> None:
+    run = subprocess.run([sys.executable, "-c", RELEASE], capture_output=True, text=True, check=True)
+    kept, released = map(int, run.stdout.split())
+    assert kept - released > 56
