@@ -5,7 +5,7 @@ eigenvalues and eigenvectors, ``C = U diag(λ) Uᵀ``.
 
 Covariances are sums of centred outer products over blocks of rows, in two passes with the mean first, so that nothing
 cancels and no feature matrix is copied to float64 as a whole.  Singular covariances are repaired by clamping small
-eigenvalues to a floor relative to a given scale; how many and by how much is returned, so that callers can record it.
+eigenvalues to a floor; how many and by how much is returned, so that callers can record it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from torch import Tensor
 from psc_core.numerics.matrix import FeatureMatrix, blocks
 
 EIGENVALUE_FLOOR: Final = 1e-6
-"""Minimum eigenvalue relative to the scale of the matrix: float32 features do not resolve standard deviations 1,000
-times smaller than typical ones."""
+"""Minimum eigenvalue where 1 is typical: float32 features do not resolve standard deviations 1,000 times smaller than
+typical ones."""
+
+SAMPLES_PER_COLUMN: Final = 10
+"""Minimum degrees of freedom per column for a covariance that is not shrunk."""
 
 
 class Eigen(NamedTuple):
@@ -61,13 +64,10 @@ def eigh(matrix: Float[Tensor, "d d"]) -> Eigen:
     return Eigen(values.flip(0).clamp(min=0.0), fix_signs(vectors.flip(1)))
 
 
-def inverse_root(matrix: Float[Tensor, "d d"], *, scale: float, floor: float = EIGENVALUE_FLOOR) -> InverseRoot:
-    """Symmetric inverse square root of a covariance, with eigenvalues clamped to at least ``floor * scale``.
-
-    ``scale`` is a typical eigenvalue, in the matrix's units, and positive.
-    """
+def inverse_root(matrix: Float[Tensor, "d d"]) -> InverseRoot:
+    """Symmetric inverse square root of a covariance whose eigenvalues are about 1, or are clamped to a floor."""
     values, vectors = eigh(matrix)
-    clamped = values.clamp(min=floor * scale)
+    clamped = values.clamp(min=EIGENVALUE_FLOOR)
     root = (vectors * clamped.rsqrt()) @ vectors.T
     increase = clamped - values
     return InverseRoot(root, clamped.log().sum().item(), int((increase > 0).sum()), increase.max().item())
@@ -88,6 +88,14 @@ def scatter_about(rows: Float[Tensor, "n d"] | FeatureMatrix, mean: Float[Tensor
         centred = block.double() - mean
         total += centred.T @ centred
     return total
+
+
+def covariance(scatter: Float[Tensor, "d d"], degrees_of_freedom: int) -> tuple[Float[Tensor, "d d"], float]:
+    """``scatter / degrees_of_freedom``, shrunk where these are few, and the intensity ρ in [0, 1] of that."""
+    sample = scatter / degrees_of_freedom
+    if degrees_of_freedom >= SAMPLES_PER_COLUMN * len(scatter):
+        return sample, 0.0
+    return oas_shrinkage(sample, degrees_of_freedom)
 
 
 def oas_shrinkage(covariance: Float[Tensor, "d d"], samples: int) -> tuple[Float[Tensor, "d d"], float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -124,12 +124,14 @@ def check_features(
     z: Float[Tensor, "n dim"] | FeatureMatrix,
     labels: Int[Tensor, " n"],
     *,
-    class_names: tuple[str, ...],
+    num_classes: int,
+    class_names: Sequence[str] | None,
     minimum: int,
 ) -> Int[Tensor, " classes"]:
     """Check that a model can be fitted to these features, and count the labelled examples of each class.
 
-    ``z`` has one row per labelled example, and every class must have ``minimum``; ``class_names`` has one per class.
+    ``z`` has one row per labelled example, and every class must have ``minimum``; messages call class k
+    ``class_names[k]``, or k.
 
     Raises:
         FitError: A wrong shape, a label out of range, NaN or ∞, or a class with fewer than ``minimum`` examples.
@@ -140,16 +142,16 @@ def check_features(
         )
     if len(z) == 0:
         raise FitError("no features to fit; give a non-empty data set")
-    classes = len(class_names)
-    if labels.min() < 0 or labels.max() >= classes:
+    if labels.min() < 0 or labels.max() >= num_classes:
         raise FitError(
-            f"expected labels 0 … {classes - 1}, got {int(labels.min())} … {int(labels.max())}; "
+            f"expected labels 0 … {num_classes - 1}, got {int(labels.min())} … {int(labels.max())}; "
             "check the number of classes"
         )
     if not all(bool(block.isfinite().all()) for _, block in blocks(z)):
         raise FitError("expected finite features, got NaN or ∞; check the network's weights and precision")
-    counts = torch.bincount(labels, minlength=classes)
-    short = [f"{class_names[i]!r} ({int(counts[i])})" for i in (counts < minimum).nonzero()[:, 0].tolist()]
+    counts = torch.bincount(labels, minlength=num_classes)
+    names = class_names or [str(k) for k in range(num_classes)]
+    short = [f"{names[i]!r} ({int(counts[i])})" for i in (counts < minimum).nonzero()[:, 0].tolist()]
     if short:
         shown = ", ".join(short[:10]) + (f" and {len(short) - 10} more" if len(short) > 10 else "")
         raise FitError(

@@ -20,9 +20,6 @@ LENGTH_SCALES: Final = tuple(10.0 ** (k / 8) for k in range(-16, 17))
 EXPONENTS: Final = tuple(10.0 ** (k / 8) for k in range(-16, 33))
 """γ tried: 10⁻² … 10⁴, eight to a decade."""
 
-IMAGES_PER_COLUMN: Final = 10
-"""Minimum number of training examples per column for a covariance that is not shrunk."""
-
 
 def fit_duq(data: HeadData) -> DuqHead:
     """Embedding, centroids, length-scale and exponent."""
@@ -70,8 +67,5 @@ def whitening(
     for chunk, block in blocks(phi):
         centred = block.double() - means[labels[chunk]]
         scatter += centred.T @ centred
-    degrees_of_freedom = max(1, n - num_classes)
-    covariance, shrinkage = scatter / degrees_of_freedom, 0.0
-    if degrees_of_freedom < IMAGES_PER_COLUMN * dim:
-        covariance, shrinkage = linalg.oas_shrinkage(covariance, degrees_of_freedom)
-    return means, linalg.inverse_root(covariance, scale=1.0).root, shrinkage
+    covariance, shrinkage = linalg.covariance(scatter, max(1, n - num_classes))
+    return means, linalg.inverse_root(covariance).root, shrinkage

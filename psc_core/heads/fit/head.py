@@ -56,11 +56,10 @@ def fit_head(
     """
     if kind not in FITS:
         raise UsageError(f"expected a head of {', '.join(FITS)}, got {kind!r}")
-    names = tuple(class_names) if class_names is not None else tuple(map(str, range(num_classes)))
     train = z_train.to(device)
     train_labels, val, val_labels = (part.to(device) for part in (y_train, z_val, y_val))
-    check_features(train, train_labels, class_names=names, minimum=1)
-    check_features(val, val_labels, class_names=names, minimum=0)
+    check_features(train, train_labels, num_classes=num_classes, class_names=class_names, minimum=1)
+    check_features(val, val_labels, num_classes=num_classes, class_names=class_names, minimum=0)
     standardisation = fit_standardisation(train)
     data = HeadData(
         train=standardisation(train),

@@ -49,29 +49,30 @@ def test_eigh_falls_back_to_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 8), SEEDS, st.sampled_from([1e-6, 1.0, 1e6]))
-def test_inverse_root_of_regular_matrix_is_exact(columns: int, seed: int, scale: float) -> None:
-    c = covariance(20 * columns, columns, seed, scale)
-    inverse = linalg.inverse_root(c, scale=scale**2)
+@given(st.integers(1, 8), SEEDS)
+def test_inverse_root_of_regular_matrix_is_exact(columns: int, seed: int) -> None:
+    c = covariance(20 * columns, columns, seed)
+    inverse = linalg.inverse_root(c)
     torch.testing.assert_close(inverse.root @ c @ inverse.root, torch.eye(columns, dtype=torch.float64))
     torch.testing.assert_close(inverse.root, inverse.root.T)
     assert inverse.log_det == pytest.approx(torch.logdet(c).item(), rel=1e-9)
     assert (inverse.n_clamped, inverse.largest_increase) == (0, 0.0)
 
 
-@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
-def test_inverse_root_clamps_relative_to_scale(scale: float) -> None:
-    inverse = linalg.inverse_root(scale * torch.diag(torch.tensor([4.0, 0.0, 1e-9])), scale=scale)
+def test_inverse_root_clamps_to_the_floor() -> None:
+    inverse = linalg.inverse_root(torch.diag(torch.tensor([4.0, 0.0, 1e-9])))
     assert inverse.n_clamped == 2
-    assert inverse.largest_increase == pytest.approx(1e-6 * scale)
-    expected = torch.tensor([0.5, 1e3, 1e3], dtype=torch.float64) / scale**0.5
+    assert inverse.largest_increase == pytest.approx(1e-6)
+    expected = torch.tensor([0.5, 1e3, 1e3], dtype=torch.float64)
     torch.testing.assert_close(inverse.root.diag(), expected, rtol=1e-6, atol=0)
 
 
 @given(st.integers(1, 8), st.integers(1, 12), SEEDS)
 def test_inverse_root_equals_naive_loop(columns: int, rows: int, seed: int) -> None:
     c = covariance(rows, columns, seed)
-    inverse = linalg.inverse_root(c, scale=0.5, floor=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linalg, "EIGENVALUE_FLOOR", 0.05)
+        inverse = linalg.inverse_root(c)
     root, log_det, n_clamped = reference.inverse_root(c.numpy(), 0.05)
     np.testing.assert_allclose(inverse.root.numpy(), root, rtol=0, atol=1e-9)
     assert inverse.log_det == pytest.approx(log_det, rel=1e-9, abs=1e-9)
@@ -118,3 +119,12 @@ def test_oas_hand_computed() -> None:
     assert whole == 1.0
     torch.testing.assert_close(same, torch.eye(3, dtype=torch.float64))
     assert linalg.oas_shrinkage(torch.zeros(3, 3, dtype=torch.float64), 5)[1] == 1.0
+
+
+@pytest.mark.parametrize(("degrees_of_freedom", "shrunk"), [(30, False), (29, True)])
+def test_covariance_of_few_samples_is_shrunk(degrees_of_freedom: int, shrunk: bool) -> None:
+    c = covariance(9, 3, 0).numpy()
+    expected, intensity = reference.oas_shrinkage(c, degrees_of_freedom) if shrunk else (c, 0.0)
+    got, rho = linalg.covariance(degrees_of_freedom * torch.from_numpy(c), degrees_of_freedom)
+    assert rho == pytest.approx(intensity)
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-12)
