@@ -27,14 +27,13 @@ Here p (and H, its entropy) is the probit approximation with the variance of the
 ``s_c² = Σ_j (Q_B − mean_c Q_B)²_cj v_j``.  A constant added to all logits changes no probability and
 B has no curvature in that direction, so its posterior variance is the prior's.  The plain probit approximation counts
 that variance, which flattens probabilities and would inflate the mutual information several times.
-:meth:`LaplaceHead.sample` estimates the same quantities by Monte Carlo.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -42,22 +41,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.heads.base import Head, HeadOutput, Split, entropy
-
-
-class MonteCarlo(NamedTuple):
-    """Averages over samples of the logits; entropies in nats.
-
-    Attributes:
-        probabilities: Mean of the sampled softmax.
-        predictive_entropy: Entropy of ``probabilities``.
-        aleatoric: Mean entropy of the sampled softmax.
-        mutual_information: ``predictive_entropy − aleatoric``.
-    """
-
-    probabilities: Float[Tensor, "batch classes"]
-    predictive_entropy: Float[Tensor, " batch"]
-    aleatoric: Float[Tensor, " batch"]
-    mutual_information: Float[Tensor, " batch"]
 
 
 class LaplaceHead(Head):
@@ -117,61 +100,27 @@ class LaplaceHead(Head):
         for name, tensor in derived.items():
             self.register_buffer(name, tensor.float().contiguous(), persistent=False)
 
-    def logits(
+    def posterior(
         self, z: Float[Tensor, "batch dim"]
-    ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes"], Float[Tensor, "batch two_classes"]]:
-        """Mean μ of the logits, the variances v along the columns of ``output_vectors``, and the divisors' squares."""
+    ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, " batch"], Float[Tensor, " batch"]]:
+        """Probit probabilities, H of the centred ones, and the aleatoric fraction ``exp(−δ / H)`` of it."""
         classes = len(self.bias)
         inner = torch.addmm(self.inner_offset, z, self.inner)
+        mean = inner[:, :classes]
         outer = torch.addmm(self.outer_offset, inner[:, classes:].square(), self.outer)
-        return inner[:, :classes], outer[:, :classes], outer[:, classes:]
+        v, shrink = outer[:, :classes], outer[:, classes:].rsqrt().view(-1, 2, classes)
+        probabilities, p = (mean[:, None] * shrink).softmax(dim=2).unbind(1)
+        squares, vectors = (p @ self.spread_terms).chunk(2, dim=1)
+        minus_delta = torch.addcmul(squares, vectors, vectors).clamp_(max=0.0).mul_(v).sum(dim=1)
+        total = entropy(p)
+        return probabilities, total, (minus_delta / total.clamp(min=torch.finfo(total.dtype).tiny)).exp_()
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
         """Probit probabilities and mutual information in nats."""
-        mean, v, widening = self.logits(z)
-        probabilities, centred = self._probit(mean, widening)
-        total, fraction = self._split(centred, v)
+        probabilities, total, fraction = self.posterior(z)
         return HeadOutput(probabilities, torch.addcmul(total, total, fraction, value=-1.0))
 
     def split(self, z: Float[Tensor, "batch dim"]) -> Split:
         """Both in nats; their sum is H of the module's text."""
-        mean, v, widening = self.logits(z)
-        total, fraction = self._split(self._probit(mean, widening)[1], v)
+        _, total, fraction = self.posterior(z)
         return Split(total * fraction, torch.addcmul(total, total, fraction, value=-1.0))
-
-    def sample(self, z: Float[Tensor, "batch dim"], samples: int, *, seed: int) -> MonteCarlo:
-        """Monte-Carlo predictive from the full K × K covariance of each image's logits.
-
-        Args:
-            z: Feature vectors.
-            samples: Number of draws; memory does not grow with it.
-            seed: Of the random numbers, which depend on the device.
-        """
-        mean, v, _ = self.logits(z)
-        generator = torch.Generator(device=z.device).manual_seed(seed)
-        probabilities, aleatoric = torch.zeros_like(mean), mean.new_zeros(len(mean))
-        for _ in range(samples):
-            noise = torch.randn(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
-            drawn = (mean + (v.sqrt() * noise) @ self.output_vectors.T).softmax(dim=1)
-            probabilities += drawn / samples
-            aleatoric += entropy(drawn) / samples
-        total = entropy(probabilities)
-        return MonteCarlo(probabilities, total, aleatoric, total - aleatoric)
-
-    @staticmethod
-    def _probit(
-        mean: Float[Tensor, "batch classes"], widening: Float[Tensor, "batch two_classes"]
-    ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes"]]:
-        """Probit probabilities with the variances of the logits, and with those of the centred logits."""
-        shrink = widening.rsqrt().view(-1, 2, mean.shape[1])
-        plain, centred = (mean[:, None] * shrink).softmax(dim=2).unbind(1)
-        return plain, centred
-
-    def _split(
-        self, p: Float[Tensor, "batch classes"], v: Float[Tensor, "batch classes"]
-    ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
-        """H of the centred probabilities, and its aleatoric fraction exp(−δ / H)."""
-        squares, vectors = (p @ self.spread_terms).chunk(2, dim=1)
-        minus_delta = torch.addcmul(squares, vectors, vectors).clamp_(max=0.0).mul_(v).sum(dim=1)
-        total = entropy(p)
-        return total, (minus_delta / total.clamp(min=torch.finfo(total.dtype).tiny)).exp_()

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from psc_core.heads import LaplaceHead
+
 
 def softmax_objective(theta: Tensor, phi: Tensor, labels: Tensor, precision: float) -> Tensor:
     """Penalised mean NLL, differentiable by autograd."""
@@ -52,6 +54,22 @@ def saturating_information(mean: Tensor, covariance: Tensor) -> float:
     fisher = torch.diag(probabilities) - torch.outer(probabilities, probabilities)
     total = entropy(probabilities)
     return 0.0 if total == 0 else total * (1 - math.exp(-0.5 * (fisher @ covariance).trace().item() / total))
+
+
+def sampled(head: LaplaceHead, z: Tensor, samples: int, *, seed: int) -> tuple[Tensor, Tensor]:
+    """Mean of the softmax over samples of the logits, and its mean entropy, from the head's stored tensors."""
+    stored = {name: tensor.double() for name, tensor in head.state_dict().items()}
+    phi = (z.double() - stored["center"]) * stored["inverse_scale"]
+    mean = phi @ stored["weight"].T + stored["bias"]
+    deviations = ((phi @ stored["input_vectors"]).square() @ stored["weight_spectrum"] + stored["bias_spectrum"]).sqrt()
+    generator = torch.Generator().manual_seed(seed)
+    probabilities, aleatoric = torch.zeros_like(mean), torch.zeros(len(z), dtype=torch.float64)
+    for _ in range(samples):
+        noise = torch.randn(mean.shape, generator=generator, dtype=torch.float64)
+        drawn = (mean + (deviations * noise) @ stored["output_vectors"].T).softmax(dim=1)
+        probabilities += drawn / samples
+        aleatoric -= torch.special.xlogy(drawn, drawn).sum(1) / samples
+    return probabilities, aleatoric
 
 
 def random_feature_variance(psi_train: Tensor, p: Tensor, precision: float, psi: Tensor) -> float:
