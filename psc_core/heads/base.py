@@ -48,8 +48,9 @@ class Head(Fitted):
         raise NotImplementedError
 
     def split(self, z: Float[Tensor, "batch dim"]) -> Split:
-        """Aleatoric and epistemic uncertainty of a batch of feature vectors."""
-        raise NotImplementedError
+        """Aleatoric (here the entropy of the probabilities) and epistemic uncertainty of a batch of feature vectors."""
+        probabilities, epistemic = self(z)
+        return Split(entropy(probabilities), epistemic)
 
 
 def entropy(probabilities: Float[Tensor, "*batch classes"]) -> Float[Tensor, "*batch"]:

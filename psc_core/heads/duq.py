@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.heads.base import Head, HeadOutput, Split, entropy
+from psc_core.heads.base import Head, HeadOutput
 
 
 class DuqHead(Head):
@@ -42,20 +42,11 @@ class DuqHead(Head):
     length_scale: Tensor
     exponent: Tensor
 
-    def log_kernels(self, z: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch classes"]:
-        """``log k_c``."""
-        squared = squared_distances(self.standardise(z) @ self.embedding, self.centroids)
-        return -squared / (2 * self.centroids.shape[1] * self.length_scale.square())
-
     def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
         """Normalised powers of the kernels; one minus the largest kernel."""
-        log_kernels = self.log_kernels(z)
+        squared = squared_distances(self.standardise(z) @ self.embedding, self.centroids)
+        log_kernels = -squared / (2 * self.centroids.shape[1] * self.length_scale.square())
         return HeadOutput((self.exponent * log_kernels).softmax(dim=1), -torch.expm1(log_kernels.amax(dim=1)))
-
-    def split(self, z: Float[Tensor, "batch dim"]) -> Split:
-        """Entropy of the probabilities (nats), and one minus the largest kernel."""
-        probabilities, epistemic = self(z)
-        return Split(entropy(probabilities), epistemic)
 
 
 def squared_distances(

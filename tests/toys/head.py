@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.heads.base import Head, HeadOutput, Split, entropy
+from psc_core.heads.base import Head, HeadOutput
 
 
 class CentroidHead(Head):
@@ -35,11 +35,6 @@ class CentroidHead(Head):
         """Softmax over distances; the smallest distance."""
         squared = torch.cdist(self.standardise(z), self.centroids).square()
         return HeadOutput((-squared / (2 * self.temperature)).softmax(dim=1), squared.amin(dim=1))
-
-    def split(self, z: Float[Tensor, "batch dim"]) -> Split:
-        """Entropy of the probabilities, and the smallest distance."""
-        probabilities, epistemic = self(z)
-        return Split(entropy(probabilities), epistemic)
 ''',
         )
     ],
@@ -74,7 +69,7 @@ def fit_centroid(data: HeadData) -> CentroidHead:
     losses = {t: nll(-squared / (2 * t), data.val_labels).mean().item() for t in TEMPERATURES}
     temperature = min(losses, key=losses.__getitem__)
     return CentroidHead(
-        {**data.shared_tensors, "centroids": centroids, "temperature": torch.tensor(temperature)},
+        {**data.standardisation._asdict(), "centroids": centroids, "temperature": torch.tensor(temperature)},
         record={"temperature": temperature, "val_nll": losses[temperature]},
     )
 ''',
