@@ -23,7 +23,7 @@ CONSTANT_COLUMN: Final = 1e-6
 
 
 class Standardisation(NamedTuple):
-    """Mean and reciprocal standard deviation of each column, float64."""
+    """Mean and reciprocal standard deviation of each column, float64; every head stores both."""
 
     center: Float[Tensor, " dim"]
     inverse_scale: Float[Tensor, " dim"]
@@ -75,8 +75,3 @@ class HeadData:
     num_classes: int
     seed: int
     standardisation: Standardisation
-
-    @property
-    def shared_tensors(self) -> dict[str, Tensor]:
-        """The tensors that every head stores."""
-        return dict(self.standardisation._asdict())

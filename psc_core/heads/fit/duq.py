@@ -32,7 +32,7 @@ def fit_duq(data: HeadData) -> DuqHead:
     exponent = min(EXPONENTS, key=lambda gamma: nll(gamma * log_kernels, labels).mean().item())
     return DuqHead(
         {
-            **data.shared_tensors,
+            **data.standardisation._asdict(),
             "embedding": embedding,
             "centroids": centroids,
             "length_scale": torch.tensor(length_scale, device=embedding.device),

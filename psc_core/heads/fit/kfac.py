@@ -36,23 +36,29 @@ def fit_kfac(
 ) -> Kfac:
     """KFAC posterior of a linear layer by laplace-torch, in float64.
 
-    laplace-torch's own curvature back ends compute B with one backward pass per class.  The one given to it here
-    (:func:`linear_softmax_backend`) sums outer products, and agrees with them to rounding.
+    laplace-torch's own curvature back ends compute B with one backward pass per class.  The one given to it here sums
+    outer products, and agrees with them to rounding.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its optional back ends warn when imported
         from laplace import Laplace
+        from laplace.curvature import GGNInterface
+        from laplace.utils import Kron
+
+    class LinearSoftmax(GGNInterface):  # type: ignore[misc, unused-ignore]
+        @torch.no_grad()
+        def kron(self, x: Any, y: Tensor, N: int, **_: Any) -> tuple[Tensor, Any]:
+            """The terms of A and B from this batch."""
+            logits = self.model(x)
+            p = logits.softmax(dim=1)
+            outputs = p.sum(0).diag() - p.T @ p
+            factors: Any = [[outputs, x.T @ x / N], [outputs.clone()]]
+            return self.lossfunc(logits, y), Kron(factors)
 
     layer = nn.Linear(weight.shape[1], weight.shape[0], device=phi.device, dtype=torch.float64)
-    with torch.no_grad():
-        layer.weight.copy_(weight)
-        layer.bias.copy_(bias)
+    layer.load_state_dict({"weight": weight, "bias": bias})
     posterior: Any = Laplace(
-        layer,
-        "classification",
-        subset_of_weights="all",
-        hessian_structure="kron",
-        backend=linear_softmax_backend(),
+        layer, "classification", subset_of_weights="all", hessian_structure="kron", backend=LinearSoftmax
     )
     posterior.fit(FeatureLoader(phi, labels))
     output_values, input_values = posterior.H.eigenvalues[0]
@@ -70,24 +76,3 @@ class FeatureLoader:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for chunk, block in blocks(self.dataset):
             yield block.double(), self.labels[chunk]
-
-
-def linear_softmax_backend() -> Any:
-    """A laplace-torch curvature back end for one linear layer under the softmax likelihood.
-
-    Defined in a function because its base class is in laplace-torch, which is imported only to fit.
-    """
-    from laplace.curvature import GGNInterface
-    from laplace.utils import Kron
-
-    class LinearSoftmax(GGNInterface):  # type: ignore[misc, unused-ignore]
-        @torch.no_grad()
-        def kron(self, x: Any, y: Tensor, N: int, **_: Any) -> tuple[Tensor, Any]:
-            """The terms of A and B from this batch."""
-            logits = self.model(x)
-            p = logits.softmax(dim=1)
-            outputs = p.sum(0).diag() - p.T @ p
-            factors: Any = [[outputs, x.T @ x / N], [outputs.clone()]]
-            return self.lossfunc(logits, y), Kron(factors)
-
-    return LinearSoftmax

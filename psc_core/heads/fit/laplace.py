@@ -8,7 +8,6 @@ from typing import Final
 
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional
 
 from psc_core.heads.fit.data import HeadData
 from psc_core.heads.fit.kfac import Kfac, fit_kfac
@@ -20,29 +19,15 @@ PRECISIONS: Final = tuple(10.0 ** (k / 4) for k in range(-16, 17))
 """Prior precisions τ tried for the posterior: 10⁻⁴ … 10⁴, four to a decade."""
 
 
-def probit(
-    mean: Float[Tensor, "batch classes"],
-    v: Float[Tensor, "batch classes"],
-    output_vectors: Float[Tensor, "classes classes"],
-) -> Float[Tensor, "batch classes"]:
-    """``μ_c / √(1 + π s_c² / 8)`` with ``s_c² = Σ_j (output_vectors)²_cj v_j``."""
-    variance = v @ output_vectors.square().T
-    return mean * (1.0 + (math.pi / 8.0) * variance).rsqrt()
-
-
 def fit_laplace(data: HeadData) -> LaplaceHead:
-    """Maximum a posteriori weights, their posterior, then τ and temperature by validation NLL of the probit predictive.
-
-    τ and temperature are chosen after the weights, as in laplace-torch's grid search, by
-    :func:`.posterior.choose_posterior`.
-    """
+    """Weights, their posterior, then τ and temperature, in the order of laplace-torch's grid search."""
     softmax = choose_softmax(data.train, data.train_labels, data.val, data.val_labels, num_classes=data.num_classes)
     kfac = fit_kfac(softmax.weight, softmax.bias, data.train, data.train_labels)
     choice = choose_posterior(validation_logits(softmax, kfac, data.val), data.val_labels, PRECISIONS)
     weight_spectrum, bias_spectrum = kfac.spectra(choice.precision)
     return LaplaceHead(
         {
-            **data.shared_tensors,
+            **data.standardisation._asdict(),
             "weight": softmax.weight / choice.temperature,
             "bias": softmax.bias / choice.temperature,
             "input_vectors": kfac.input_vectors,
@@ -61,13 +46,14 @@ def fit_laplace(data: HeadData) -> LaplaceHead:
 
 
 def validation_logits(softmax: SoftmaxFit, kfac: Kfac, val: Float[Tensor, "m dim"]) -> Callable[[float], Tensor]:
-    """Probit logits of the validation examples as a function of τ."""
-    mean = functional.linear(val, softmax.weight.to(val.dtype), softmax.bias.to(val.dtype))
-    squares = (val @ kfac.input_vectors.to(val.dtype)).square()
-    output_vectors = kfac.output_vectors.to(val.dtype)
+    """Probit logits ``μ_c / √(1 + π s_c² / 8)`` of the validation examples as a function of τ."""
+    mean = softmax.logits(val)
+    inputs = (val @ kfac.input_vectors.to(val.dtype)).square()
+    outputs = kfac.output_vectors.to(val.dtype).square().T
 
     def logits_with(precision: float) -> Tensor:
         weights, biases = (part.to(val.dtype) for part in kfac.spectra(precision))
-        return probit(mean, squares @ weights + biases, output_vectors)
+        variance = (inputs @ weights + biases) @ outputs
+        return mean * (1.0 + (math.pi / 8.0) * variance).rsqrt()
 
     return logits_with

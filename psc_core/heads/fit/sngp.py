@@ -9,7 +9,6 @@ from typing import Final
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional
 
 from psc_core.heads.fit.data import HeadData, in_memory
 from psc_core.heads.fit.posterior import choose_posterior
@@ -53,7 +52,7 @@ def fit_sngp(data: HeadData) -> SngpHead:
     choice = choose_posterior(validation_logits(psi_val, softmax, covariance), data.val_labels, PRECISIONS)
     return SngpHead(
         {
-            **data.shared_tensors,
+            **data.standardisation._asdict(),
             "frequencies": frequencies,
             "phases": phases,
             "weight": softmax.weight / choice.temperature,
@@ -95,7 +94,7 @@ def information_matrix(
     total = torch.zeros(psi.shape[1], psi.shape[1], dtype=torch.float64, device=psi.device)
     for _, block in blocks(psi):
         wide = block.double()
-        largest = functional.linear(wide, softmax.weight, softmax.bias).softmax(dim=1).amax(dim=1)
+        largest = softmax.logits(wide).softmax(dim=1).amax(dim=1)
         total += wide.T @ (wide * (largest * (1 - largest))[:, None])
     return total
 
@@ -104,7 +103,7 @@ def validation_logits(
     psi: Float[Tensor, "m features"], softmax: SoftmaxFit, covariance: linalg.Eigen
 ) -> Callable[[float], Tensor]:
     """Mean-field logits of the validation examples as a function of τ."""
-    mean = functional.linear(psi, softmax.weight.to(psi.dtype), softmax.bias.to(psi.dtype))
+    mean = softmax.logits(psi)
     squares = (psi @ covariance.vectors.to(psi.dtype)).square()
 
     def logits_with(precision: float) -> Tensor:

@@ -51,6 +51,10 @@ class SoftmaxFit(NamedTuple):
     precision: float  # τ of the prior
     val_nll: float  # mean validation NLL, nats
 
+    def logits(self, features: Float[Tensor, "m dim"]) -> Float[Tensor, "m classes"]:
+        """``W φ + b``, in the type of the features."""
+        return functional.linear(features, self.weight.to(features.dtype), self.bias.to(features.dtype))
+
     def theta(self) -> Float[Tensor, "classes columns"]:
         """``[W b]``."""
         return torch.cat([self.weight, self.bias[:, None]], dim=1)
