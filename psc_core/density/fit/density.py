@@ -89,10 +89,11 @@ def fit_density(
         scatter += linalg.scatter_about(x.take(own), mean)
     covariance, shrinkage = linalg.covariance(scatter, len(z) - num_classes)
     pooled = linalg.inverse_root(covariance)
-    tensors = {"mean": projection.mean, "basis": projection.whitening @ pooled.root}
+    root = pooled.root
     # −2 × the log-density at the centre of one Gaussian for all images
     volume = len(projection.variances) * math.log(2 * math.pi) + projection.variances.log().sum().item()
     constants = (counts / len(z)).double().log() - 0.5 * volume - 0.5 * pooled.log_det
+    tensors = {"mean": projection.mean, "basis": projection.whitening @ root, "constants": constants}
     record: Record = {
         "components": len(projection.variances),
         "explained_variance": projection.explained,
@@ -101,8 +102,9 @@ def fit_density(
         "largest_lift": pooled.largest_increase,
     }
     if classwise:
-        w = x.map(lambda part: part @ pooled.root, x.shape[1], torch.float64)
-        whiteners, offsets = means.new_empty(num_classes, *pooled.root.shape, dtype=torch.float32), means.float()
+        w = x.map(lambda part: part @ root, x.shape[1], torch.float64)
+        whiteners = torch.empty(num_classes, *root.shape, device=z.device)
+        offsets = torch.empty(num_classes, len(root), device=z.device)
         shrinkages = []
         for k, own in enumerate(members):
             mean = linalg.mean_of_rows(w.take(own))
@@ -117,9 +119,9 @@ def fit_density(
         record["shrunk_classes"] = sum(shrinkage > 0 for shrinkage in shrinkages)
         record["mean_shrinkage"] = sum(shrinkages) / num_classes
     else:
-        tensors["centres"] = means @ pooled.root
+        tensors["centres"] = means @ root
     if family is RelativeDensity:
         # x has zero mean and identity covariance over all images, and x = w V⁻¹
-        tensors["background"] = torch.linalg.inv(pooled.root)
+        tensors["background"] = torch.linalg.inv(root)
         tensors["background_constant"] = torch.tensor(-0.5 * volume, device=z.device)
-    return family({**tensors, "constants": constants}, record=record).to(z.device)
+    return family(tensors, record=record).to(z.device)
