@@ -83,21 +83,17 @@ class Projection(nn.Module):
         """Spatial components."""
         return self.spatial_factor.shape[1]
 
-    def reshape(self, features: Sequence[Tensor]) -> Float[Tensor, "batch channels positions"]:
-        """Canonical features of each layer, (B, C, d_l), pooled and concatenated to X (B, C, d)."""
-        return reshape_features(features, self.positions)
-
     def scaled(self, features: Sequence[Tensor]) -> Float[Tensor, "batch channels positions"]:
-        """X after the first scaling."""
-        return torch.addcmul(self.shift, self.reshape(features).float(), self.inverse_std)
+        """X after the first scaling, from canonical features (B, C, d_l) of each layer."""
+        return torch.addcmul(self.shift, reshape_features(features, self.positions).float(), self.inverse_std)
 
-    def block(self, features: Sequence[Tensor]) -> Float[Tensor, "batch c_proj d_proj"]:
-        """Z before the second scaling."""
-        return (self.channel_factor.T @ self.scaled(features)) @ self.spatial_factor
+    def project(self, x: Float[Tensor, "batch channels positions"]) -> Float[Tensor, "batch c_proj d_proj"]:
+        """Z before the second scaling, from scaled X."""
+        return (self.channel_factor.T @ x) @ self.spatial_factor
 
     def forward(self, features: Sequence[Tensor]) -> Float[Tensor, "batch dim"]:
         """z (B, c_proj · d_proj), row-major over (channel, spatial) components."""
-        return torch.addcmul(self.z_shift, self.block(features).flatten(1), self.z_inverse_std)
+        return torch.addcmul(self.z_shift, self.project(self.scaled(features)).flatten(1), self.z_inverse_std)
 
     def leading(self, c_proj: int, d_proj: int) -> Projection:
         """The same projection with only the leading components."""
@@ -132,18 +128,9 @@ class Projection(nn.Module):
     @classmethod
     def restore(cls, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Projection:
         """Inverse of :meth:`config` and ``state_dict()``; names and shapes have to match."""
-        positions, c = list(config["positions"]), int(config["channels"])
-        c_proj, d_proj, d = int(config["c_proj"]), int(config["d_proj"]), sum(config["positions"])
-        dim = c_proj * d_proj
-        module = cls(
-            positions,
-            torch.zeros(c, d),
-            torch.ones(c, d),
-            torch.zeros(c, c_proj),
-            torch.zeros(d, d_proj),
-            torch.zeros(dim),
-            torch.ones(dim),
-        )
+        c, c_proj, d_proj, d = config["channels"], config["c_proj"], config["d_proj"], sum(config["positions"])
+        shapes = (c, d), (c, d), (c, c_proj), (d, d_proj), (c_proj * d_proj,), (c_proj * d_proj,)
+        module = cls(config["positions"], *map(torch.ones, shapes))
         module.load_state_dict(dict(state), strict=True)
         module._derive()
         return module

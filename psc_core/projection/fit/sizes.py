@@ -49,16 +49,9 @@ def measure_sizes(
     max_memory_bytes: int,
     reducer: Reducer,
 ) -> Sizes:
-    """Both passes, once for each range of columns of the scaled layer that fits ``max_memory_bytes``.
+    """Both passes, once for each range of columns of the scaled layer whose class means fit ``max_memory_bytes``.
 
-    Args:
-        largest: The largest projection, without second scaling.
-        train: This process's shard of the training images.
-        selection: Validation images that sizes are chosen on.
-        compute: Device, precision and batch size.
-        step: Images to features.
-        max_memory_bytes: Budget of the class means of the scaled layer.
-        reducer: Sums over processes.
+    ``largest`` has no second scaling; ``train`` is this process's shard.
     """
     classes, device = len(train.classes), compute.device
     c_max, d_max = largest.c_proj, largest.d_proj
@@ -79,7 +72,7 @@ def measure_sizes(
             x = largest.scaled(features)
             scaled.add(x.flatten(1)[:, columns], pairs)
             if first:
-                block.add(((largest.channel_factor.T @ x) @ largest.spatial_factor).flatten(1), pairs)
+                block.add(largest.project(x).flatten(1), pairs)
         scaled.all_reduce(reducer.sum_)
         if first:
             block.all_reduce(reducer.sum_)
@@ -98,8 +91,7 @@ def measure_sizes(
             if last:
                 scaled_hits += (here.argmin(1)[image_index] == labels).sum()
             if first:
-                z = (largest.channel_factor.T @ x) @ largest.spatial_factor
-                hits += nearest_mean_hits(batch.per_example(z), means, labels)
+                hits += nearest_mean_hits(batch.per_example(largest.project(x)), means, labels)
     nc1 = nc1_prefixes(block.within.view(c_max, d_max), block.total().view(c_max, d_max))
     scaled_nc4 = int(scaled_hits) / selection.examples
     return Sizes(nc1_from_scatter(within, between, level), scaled_nc4, nc1, hits.double() / selection.examples, block)
