@@ -29,9 +29,6 @@ from psc_core.errors import FitError
 DEAD_UNIT = 1e-2
 """Minimum standard deviation, relative to the root mean square over the layer."""
 
-Sum = Callable[[Tensor], Tensor]
-"""All-reduces a tensor over processes; the identity in one process."""
-
 
 @dataclass(frozen=True)
 class ChannelMoments:
@@ -63,13 +60,13 @@ class ChannelMoments:
 
 
 def channel_moments(
-    batches: Iterable[Float[Tensor, "batch channels positions"]], *, all_reduce: Sum = lambda tensor: tensor
+    batches: Iterable[Float[Tensor, "batch channels positions"]],
+    *,
+    all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> ChannelMoments:
-    """Mean and covariance of every channel in one pass.
+    """Mean and covariance of every channel in one pass over features of any float type.
 
-    Args:
-        batches: Features of any float type.
-        all_reduce: Sums over processes.
+    ``all_reduce`` sums a tensor over processes.
 
     Raises:
         FitError: No features, or a value that is not finite.
