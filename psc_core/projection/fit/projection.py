@@ -17,8 +17,8 @@ from psc_core.compute.allocator import release_freed_memory
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset
-from psc_core.errors import FitError, UsageError
-from psc_core.network.backbone import Backbone, FeatureStep, feature_step
+from psc_core.errors import FitError
+from psc_core.network.backbone import Backbone, example_input, feature_step
 from psc_core.projection.fit.moments import channel_moments
 from psc_core.projection.fit.ranks import RankChoice, choose_ranks
 from psc_core.projection.fit.sizes import measure_sizes
@@ -83,23 +83,20 @@ def fit_tucker(
         reducer: Sums over processes.
 
     Raises:
-        FitError: ``c_proj`` is larger than the layer, or the part of it that is measured, allows.
-        UsageError: No training images.
+        FitError: ``c_proj`` or ``d_proj`` is larger than the layer, or the part of it that is measured, allows.
     """
     step = feature_step(backbone, compute.precision)
-    shapes = feature_shapes(train, compute, step)
+    with torch.inference_mode():
+        features = backbone(example_input(train.preprocess).to(compute.device))[0]
+    shapes = [(layer.shape[1], layer.shape[2]) for layer in features]
     if all(d == 1 for _, d in shapes):
         shapes = [(1, c) for c, _ in shapes]  # as reshape_features lays out vectors
     positions = [pooled_positions(c, d, max_memory_bytes // len(shapes) ** 2) for c, d in shapes]
     have = [d for _, d in shapes]
-    pooled = (
-        ""
-        if positions == have
-        else (
-            f"positions {have} → {positions} by average pooling, to keep the covariance within "
-            f"{max_memory_bytes >> 20} MiB"
-        )
-    )
+    pooled = ""
+    if positions != have:
+        budget = f"{max_memory_bytes >> 20} MiB"
+        pooled = f"positions {have} → {positions} by average pooling, to keep the covariance within {budget}"
     c_max, d_max = largest_sizes(shapes[0][0], sum(positions), c_proj, d_proj)
     shard = reducer.shard(train)
 
@@ -152,8 +149,9 @@ def largest_sizes(channels: int, d: int, c_proj: int | None, d_proj: int | None)
     c_max = min(channels, max(c_proj or 0, MAX_CHANNEL_COMPONENTS))
     d_max = min(d, max(d_proj or 0, MAX_COMPONENTS // c_max, 1))
     here, ever = (min(channels, n * (n + 1) // 2) for n in (d_max, d))  # see tucker_factors
-    if c_proj and c_proj > ever:
-        raise FitError(f"expected c_proj in 1…{ever} for this layer, got {c_proj}; give a smaller one or auto")
+    for name, value, limit in (("c_proj", c_proj, ever), ("d_proj", d_proj, d)):
+        if value is not None and not 1 <= value <= limit:
+            raise FitError(f"expected {name} in 1…{limit} for this layer, got {value}; give a smaller one or auto")
     if c_proj and c_proj > here:
         needed = next(n for n in range(d_max, d + 1) if n * (n + 1) // 2 >= c_proj)
         raise FitError(
@@ -161,11 +159,3 @@ def largest_sizes(channels: int, d: int, c_proj: int | None, d_proj: int | None)
             f"least {needed}, or a smaller c_proj"
         )
     return c_max, d_max
-
-
-def feature_shapes(train: ImageDataset, compute: Compute, step: FeatureStep) -> list[tuple[int, int]]:
-    """(channels, positions) of each candidate layer, from one image."""
-    probe = train.subset(torch.arange(1))
-    for features, _ in passes(probe, compute, "probe", step):
-        return [(f.shape[1], f.shape[2]) for f in features]
-    raise UsageError("expected at least one training image")

@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from psc_core.errors import FitError
 from psc_core.numerics.matrix import chunk_rows
 
 
@@ -76,14 +75,8 @@ def choose_ranks(
         c_proj: Fixes the number of channel components.
         d_proj: Fixes the number of spatial components.
         minimum: Smallest c·d considered, or the largest there is where that is smaller.
-
-    Raises:
-        FitError: A fixed size is larger than the largest measured one.
     """
     c_max, d_max = nc1.shape
-    for name, value, limit in (("c_proj", c_proj, c_max), ("d_proj", d_proj, d_max)):
-        if value is not None and not 1 <= value <= limit:
-            raise FitError(f"expected {name} in 1…{limit} for this layer, got {value}; give a smaller one or auto")
     c = torch.arange(1, c_max + 1)[:, None].expand(c_max, d_max)
     d = torch.arange(1, d_max + 1)[None, :].expand(c_max, d_max)
     size = (c * d).double()

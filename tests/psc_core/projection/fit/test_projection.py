@@ -46,3 +46,5 @@ def test_error_names_the_d_proj_that_would_do(
 def test_rejects_more_components_than_the_layer_has(net: torch.nn.Module, train: ImageDataset) -> None:
     with pytest.raises(FitError, match=r"c_proj in 1…16 for this layer, got 17"):
         fit_projection(net, CANDIDATE, train, c_proj=17, d_proj=6, options=OPTIONS)
+    with pytest.raises(FitError, match=r"d_proj in 1…49 for this layer, got 50"):
+        fit_projection(net, CANDIDATE, train, d_proj=50, options=OPTIONS)
