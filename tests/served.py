@@ -40,7 +40,7 @@ class Server:
     def __init__(self, *flags: str, program: Sequence[str] = PSC_SERVE) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
         self.process = subprocess.Popen(
-            [*program, "--port=0", "--device=cpu", *flags],
+            [*program, "--port=0", "--device=cpu", "--backend=folded", *flags],
             cwd=ROOT,
             env=environment,
             stderr=subprocess.PIPE,
