@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import torch
 from torch import Tensor
@@ -15,6 +16,23 @@ def softmax_objective(theta: Tensor, phi: Tensor, labels: Tensor, precision: flo
     """Penalised mean NLL, differentiable by autograd."""
     nll = functional.cross_entropy(phi @ theta[:, :-1].T + theta[:, -1], labels, reduction="sum")
     return (nll + 0.5 * precision * theta.square().sum()) / len(phi)
+
+
+def softmax_curvature(theta: Tensor, phi: Tensor, ridge: float, *, exact: bool) -> Tensor:
+    """Dense curvature of the objective in ``θ.flatten()``, or the Kronecker product in its place, by loops."""
+    classes, columns = theta.shape
+    whole, outputs = theta.new_zeros(theta.numel(), theta.numel()), theta.new_zeros(classes, classes)
+    inputs, total = theta.new_zeros(columns, columns), 0.0
+    for row in phi:
+        augmented = torch.cat([row, row.new_ones(1)])
+        p = (theta @ augmented).softmax(0)
+        fisher, outer, weight = p.diag() - torch.outer(p, p), torch.outer(augmented, augmented), 1 - (p @ p).item()
+        whole += torch.kron(fisher, outer) / len(phi)
+        outputs += fisher / len(phi)
+        inputs += weight * outer
+        total += weight
+    curvature = whole if exact else torch.kron(outputs, inputs / total)
+    return curvature + ridge * torch.eye(len(curvature), dtype=torch.float64)
 
 
 def kfac_factors(weight: Tensor, bias: Tensor, phi: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,6 +118,28 @@ def kernel_loss(kernels: list[list[float]], labels: list[int]) -> float:
     for row, label in zip(kernels, labels, strict=True):
         total -= sum(math.log(k if c == label else 1 - k) for c, k in enumerate(row))
     return total / len(labels)
+
+
+def length_scale(
+    phi: Tensor, labels: Tensor, val: Tensor, val_labels: Tensor, omega: Tensor, phases: Tensor, precision: float
+) -> float:
+    """SNGP: 0.5, 1 or 2 times the median distance, by the validation NLL of a regression on the random features."""
+    n, classes = len(phi), int(labels.max()) + 1
+    distances = [(phi[i] - phi[j]).norm().item() for i in range(n) for j in range(i)]
+    median = statistics.median_low([distance for distance in distances if distance > 0])
+    losses = {}
+    for scale in (0.5 * median, median, 2 * median):
+        psi, psi_val = (math.sqrt(2) * torch.cos(part @ (omega / scale) + phases) for part in (phi, val))
+        theta = torch.zeros(classes, psi.shape[1] + 1, dtype=torch.float64).requires_grad_()
+        for _ in range(20):  # Newton
+            loss = softmax_objective(theta, psi, labels, precision)
+            (gradient,) = torch.autograd.grad(loss, theta)
+            curvature = softmax_curvature(theta.detach(), psi, precision / n, exact=True)
+            step = torch.linalg.solve(curvature, gradient.flatten()).view_as(theta)
+            theta = (theta - step).detach().requires_grad_()
+        found = theta.detach()
+        losses[scale] = functional.cross_entropy(psi_val @ found[:, :-1].T + found[:, -1], val_labels).item()
+    return min(losses, key=losses.__getitem__)
 
 
 def choose_posterior(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,6 +19,22 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
             gap = x[i, c] - mean[c]
             covariance[c] += torch.outer(gap, gap) / n
     return mean, covariance
+
+
+def tucker(tensor: Tensor, c: int, d: int, iterations: int) -> tuple[Tensor, Tensor]:
+    """A and B by higher-order orthogonal iteration: leading singular vectors of each unfolding, others projected."""
+    r = tensor.numpy()
+
+    def leading(part: npt.NDArray[np.float64], mode: int, count: int) -> npt.NDArray[np.float64]:
+        unfolded = np.moveaxis(part, mode, 0).reshape(part.shape[mode], -1)
+        return np.linalg.svd(unfolded, full_matrices=False)[0][:, :count]
+
+    a, left, right = leading(r, 0, c), leading(r, 1, d), leading(r, 2, d)
+    for _ in range(iterations):
+        a = leading(np.einsum("cde,dq,er->cqr", r, left, right), 0, c)
+        left = leading(np.einsum("cde,cp,er->pdr", r, a, right), 1, d)
+        right = leading(np.einsum("cde,cp,dq->pqe", r, a, left), 2, d)
+    return torch.from_numpy(a), torch.from_numpy(left)
 
 
 def nc1(z: Tensor, labels: Tensor) -> float:

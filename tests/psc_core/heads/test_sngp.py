@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from psc_core.heads import sngp
+from psc_core.heads.fit import sngp as sngp_fit
 from psc_core.heads.fit import softmax
+from psc_core.heads.fit.data import HeadData, fit_standardisation
 from psc_core.heads.fit.head import fit_head
 from tests.psc_core.heads.support import fit, images, maximum
 from tests.reference import heads as naive
@@ -37,6 +39,25 @@ def test_variance_matches_the_dense_posterior() -> None:
         assert output.epistemic[i].item() == pytest.approx(variance, rel=1e-2)
         expected = naive.probit_probabilities(logits[i], torch.tensor(variance))
         torch.testing.assert_close(output.probabilities[i].double(), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("stripes", [2, 4, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_length_scale_matches_search(stripes: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(softmax, "PRECISIONS", (0.1,))
+    random = torch.Generator().manual_seed(seed)
+    z = torch.rand(60, 2, generator=random)
+    z[1] = z[0]  # a distance of zero does not count
+    labels = (z[:, 0] * stripes).long() % 2
+    phi = fit_standardisation(z)
+    omega, phases = torch.randn(2, 20, generator=random), 2 * math.pi * torch.rand(20, generator=random)
+    val, val_labels = torch.rand(40, 2, generator=random), torch.arange(40) % 2
+    val[:, 0] = (val[:, 0] + torch.arange(40) % stripes) / stripes
+    data = HeadData(phi(z), labels, phi(val)[:].float(), val_labels, 2, seed, phi)
+    expected = naive.length_scale(
+        phi(z)[:], labels, phi(val)[:], val_labels, omega.double(), phases.double(), precision=0.1
+    )
+    assert sngp_fit.choose_length_scale(data, omega, phases) == pytest.approx(expected, rel=1e-5)
 
 
 def test_striped_classes_shorten_the_length_scale(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from psc_core.density import DENSITIES
@@ -16,6 +21,8 @@ from psc_core.heads.fit import sngp
 from psc_core.heads.fit.head import fit_head
 from psc_core.numerics import matrix
 from psc_core.numerics.matrix import FeatureFile, as_matrix, blocks
+
+SEEDS = st.integers(0, 2**16)
 
 
 def sample(n: int = 240, dim: int = 5, classes: int = 3) -> tuple[Tensor, Tensor]:
@@ -43,6 +50,37 @@ def test_file_reads_back_what_was_written(tmp_path: Path) -> None:
     assert torch.equal(stored.take(picked)[1:], values[picked[1:]])
     doubled = stored.map(lambda part: 2 * part.double(), 5, torch.float64)
     assert torch.equal(doubled.take(picked)[torch.tensor([0])], 2 * values[5:6].double())
+
+
+@given(st.integers(1, 20), st.integers(1, 5), st.lists(st.sampled_from(["map", "take", "to"]), max_size=4), SEEDS)
+def test_derived_matrices_match_numpy(n: int, dim: int, steps: list[str], seed: int) -> None:
+    """Every chain of views, read in blocks and by position, of a matrix in memory and of one in a file."""
+    random = np.random.default_rng(seed)
+    dense = random.standard_normal((n, dim)).astype(np.float32).astype(np.float64)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matrix, "CHUNK_ELEMENTS", 7)
+        found = [as_matrix(torch.from_numpy(dense)), in_file(torch.from_numpy(dense), Path(folder))]
+        for step in steps:
+            positions, weights = random.integers(0, n, n), random.standard_normal((dense.shape[1], 2))
+            if step == "map":
+                dense = dense @ weights
+                found = [part.map(times(torch.from_numpy(weights)), 2, torch.float64) for part in found]
+            elif step == "take":
+                dense = dense[positions]
+                found = [part.take(torch.from_numpy(positions)) for part in found]
+            else:
+                found = [part.to("cpu") for part in found]
+        some = random.integers(0, n, 3)
+        for part in found:
+            assert part.shape == dense.shape
+            whole = torch.cat([block for _, block in blocks(part)]).numpy()
+            np.testing.assert_allclose(whole, dense, rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(part[n // 3 :: 2].numpy(), dense[n // 3 :: 2], rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(part[torch.from_numpy(some)].numpy(), dense[some], rtol=1e-12, atol=1e-12)
+
+
+def times(weights: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda part: part.double() @ weights
 
 
 def test_block_is_a_copy_of_the_file(tmp_path: Path) -> None:

@@ -40,3 +40,21 @@ def test_variables_invert_and_flatten_the_curvature(
     curvature = torch.autograd.functional.hessian(loss, v.detach()).reshape(v.numel(), -1)
     # with the same p for every image, as at θ = 0, the curvature is a Kronecker product
     torch.testing.assert_close(curvature, torch.eye(v.numel(), dtype=torch.float64), rtol=0, atol=1e-8)
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 4), st.integers(2, 4), SEEDS, st.sampled_from([0.1, 10.0]), st.booleans())
+def test_variables_match_the_dense_curvature(dim: int, classes: int, seed: int, precision: float, exact: bool) -> None:
+    """``‖V‖² = vec(θ)ᵀ C vec(θ)`` in any direction, away from θ = 0 too."""
+    random = torch.Generator().manual_seed(seed)
+    phi = torch.randn(30, dim, generator=random, dtype=torch.float64)
+    theta = torch.randn(classes, dim + 1, generator=random, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preconditioning, "CURVATURE_ROWS", 30)
+        patch.setattr(preconditioning, "EXACT_REPEATS", 1 if exact else 2)
+        variables = preconditioning.variables_at(theta, phi, precision=precision)
+    curvature = naive.softmax_curvature(theta, phi, precision / 30, exact=exact)
+    directions = torch.randn(5, classes, dim + 1, generator=random, dtype=torch.float64)
+    lengths = torch.stack([variables.of(direction).square().sum() for direction in directions])
+    flat = directions.flatten(1)
+    torch.testing.assert_close(lengths, torch.einsum("ni,ij,nj->n", flat, curvature, flat))

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.projection.fit.tucker import tucker_factors
+from psc_core.projection.fit.tucker import ITERATIONS, tucker_factors
+from tests.reference import projection as naive
 
 
 def correlation_of(channels: int, d: int, rank_c: int, rank_d: int, seed: int) -> torch.Tensor:
@@ -36,6 +37,21 @@ def test_reconstructs_a_low_rank_tensor() -> None:
     core = torch.einsum("cde,cp,dq,er->pqr", tensor, a, b, b)
     rebuilt = torch.einsum("pqr,cp,dq,er->cde", core, a, b, b)
     torch.testing.assert_close(rebuilt, tensor, atol=1e-9, rtol=1e-9)
+
+
+@given(st.integers(2, 6), st.integers(2, 6), st.integers(0, 50))
+def test_factors_match_the_naive_iteration(channels: int, d: int, seed: int) -> None:
+    """The same subspaces where the tensor has them, under noise of a thousandth."""
+    rank = min(2, channels)
+    tensor = correlation_of(channels, d, rank, 2, seed)
+    noise = torch.randn(channels, d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    tensor += 1e-3 * tensor.abs().max() * (noise + noise.transpose(1, 2))
+    a, b = tucker_factors(tensor, rank, 2)
+    captured, expected = (
+        torch.einsum("cde,cp,dq,er->pqr", tensor, *factors, factors[1]).square().sum()
+        for factors in ((a, b), naive.tucker(tensor, rank, 2, ITERATIONS))
+    )
+    torch.testing.assert_close(captured, expected, rtol=1e-5, atol=0)
 
 
 def test_one_channel_is_an_eigendecomposition() -> None:
