@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
 import torch
 from jaxtyping import Bool, Float, Int
+from scipy import stats
 from torch import Tensor
 
 from psc_core.calibration.conformal import Calibration, check_fraction, tolerant_ceil
 from psc_core.errors import FitError
+
+CONFIDENCE: Final = 0.95
+"""Probability over calibration sets with which the error rate of unambiguous images is kept."""
 
 
 def fit_calibration(
@@ -47,29 +54,48 @@ def fit_calibration(
 
 def ambiguity_threshold(
     entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, risk: float, quantile: float = 0.95
-) -> float:
+) -> float | None:
     """The predictive entropy (nats) above which an image counts as ambiguous.
 
-    The largest entropy h such that the images of entropy at most h are wrong at a rate of at most ``risk``,
-    counted as (errors + 1) / (images + 1); but at most the ``quantile`` of all entropies, so that even a
-    classifier without errors abstains on its most uncertain images.  Where no h satisfies the risk, it is the quantile.
+    With :data:`CONFIDENCE` over calibration sets, images of at most this entropy are wrong at a rate of at most
+    ``risk``.  The entropies are tested as thresholds in ascending order, each by the Clopper–Pearson bound on the error
+    rate of the images below it, until one fails (fixed-sequence testing: Bauer 1991; Angelopoulos et al. 2021).  Given
+    the k-th smallest entropy the k − 1 images below it are independent draws from all images below it, so every
+    test has its level, and a threshold that is too large passes only if the first one that is does.
 
     Args:
         entropy: Of calibration images.
         correct: Whether the most probable class was the label.
         risk: Error rate among accepted images, in (0, 1).
-        quantile: In (0, 1).
+        quantile: Of the entropies, the largest threshold, so that even a classifier without errors abstains on its
+            most uncertain images; in (0, 1).
+
+    Returns:
+        ``None`` if no threshold passes: too many errors, or too few images.
 
     Raises:
         UsageError: ``risk`` or ``quantile`` is outside (0, 1).
     """
     check_fraction(risk, "risk")
     check_fraction(quantile, "quantile")
+    count = len(entropy)
     ascending, order = entropy.double().sort(stable=True)
-    wrong = (~correct)[order].double().cumsum(0)
-    rates = (wrong + 1) / (torch.arange(1, len(entropy) + 1, device=entropy.device) + 1)
+    errors = (~correct)[order].cumsum(0)
+    accepted = torch.arange(1, count + 1)
     # Images of equal entropy are accepted together.
-    last = torch.cat([ascending[1:] > ascending[:-1], torch.ones(1, dtype=torch.bool, device=entropy.device)])
-    kept = ((rates <= risk) & last).nonzero()[:, 0]
-    limit = float(ascending[min(len(entropy), tolerant_ceil((len(entropy) + 1) * quantile)) - 1])
-    return min(limit, float(ascending[kept[-1]])) if len(kept) else limit
+    last = torch.cat([ascending[1:] > ascending[:-1], torch.ones(1, dtype=torch.bool)])
+    tested = last & (accepted >= first_test(count, risk)) & (accepted <= tolerant_ceil((count + 1) * quantile))
+    correct_below = (accepted - 1 - errors)[tested].clamp(min=0)
+    bounds = torch.from_numpy(stats.beta.ppf(CONFIDENCE, errors[tested] + 1, correct_below)).nan_to_num(nan=1.0)
+    passed = (bounds <= risk).cumprod(0).sum()
+    return float(ascending[tested][passed - 1]) if passed else None
+
+
+def first_test(count: int, risk: float) -> int:
+    """Number of images that the smallest threshold accepts.
+
+    It is four times as many as pass without an error, so that a single one does not end the tests, but at most half of
+    the images where half of them are enough.
+    """
+    fewest = math.ceil(math.log(1 - CONFIDENCE) / math.log(1 - risk)) + 1
+    return max(fewest, min(4 * fewest, count // 2))

@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     )
     choice(method, "--ood-score", ("density", "density+entropy"), "density", text)
     rate("--coverage", 0.95, "coverage of the prediction sets")
-    rate("--risk", 0.05, "error rate that images below the ambiguity threshold should have")
+    rate("--risk", 0.05, "error rate that images below the ambiguity threshold keep, with 95 %% confidence")
 
     run = cli.add_argument_group("run")
     run.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
@@ -208,6 +208,11 @@ def run_stages(
             f"wrote {args.out} (version {manifest.version}): validation accuracy {metrics['accuracy']:.4f}, "
             f"NLL {metrics['nll_nats']:.4f} nats, ECE {metrics['ece']:.4f}"
         )
+        if metrics["risk"]["threshold"] is None:
+            print(
+                f"warning: no entropy threshold keeps the error rate at {args.risk:g} with 95 % confidence, so no "
+                "image is called ambiguous; raise --risk or validate on more images"
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

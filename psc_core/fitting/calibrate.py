@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -10,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from psc_core.calibration.conformal import Calibration
-from psc_core.calibration.fit import ambiguity_threshold, fit_calibration
+from psc_core.calibration.fit import CONFIDENCE, ambiguity_threshold, fit_calibration
 from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.metrics import classification
@@ -25,7 +26,7 @@ class Calibrated(NamedTuple):
 
     pipeline: Pipeline  # pixels to outputs
     calibration: Calibration  # scores of the calibration images
-    ambiguity_threshold: float  # predictive entropy above which an image is ambiguous, nats
+    ambiguity_threshold: float  # predictive entropy above which an image is ambiguous, nats; log K: none is
     metrics: dict[str, Any]  # of the calibration split, JSON types
 
 
@@ -41,7 +42,7 @@ def calibrate(
     """Weight of the entropy on ``selection``; calibration scores and ambiguity threshold on ``calibration_split``.
 
     ``ood_score`` is one of :data:`OOD_SCORES`; ``risk`` is the error rate that images below the ambiguity threshold
-    should have.
+    keep with :data:`psc_core.calibration.fit.CONFIDENCE`.
 
     Raises:
         UsageError: ``risk`` is outside (0, 1).
@@ -53,9 +54,16 @@ def calibrate(
     scored, labels = score_dataset(scorer, calibration_split, compute, "calibration")
     entropies = scored.scores["predictive_entropy"]
     calibration = fit_calibration(ood_score_of(scored.scores, weight), entropies, scored.probabilities, labels)
-    threshold = ambiguity_threshold(entropies, scored.probabilities.argmax(1) == labels, risk=risk)
-    pipeline = Pipeline(scorer, calibration.scores, weight)
-    return Calibrated(pipeline, calibration, threshold, validation_metrics(scored, labels))
+    correct = scored.probabilities.argmax(1) == labels
+    threshold = ambiguity_threshold(entropies, correct, risk=risk)
+    metrics = {
+        **validation_metrics(scored, labels),
+        "risk": {"promised": risk, "confidence": CONFIDENCE, "threshold": threshold},
+    }
+    never = math.log(calibration.num_classes)  # The largest entropy there is.
+    return Calibrated(
+        Pipeline(scorer, calibration.scores, weight), calibration, never if threshold is None else threshold, metrics
+    )
 
 
 @torch.inference_mode()

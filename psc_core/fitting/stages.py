@@ -206,7 +206,7 @@ def fit_psc(
         predictions: ``"psc"`` (the head) or ``"base"`` (the network's own output, unchanged).
         alpha: Default false-alarm rate.
         coverage: Nominal coverage of the prediction sets.
-        risk: Error rate that images below the ambiguity threshold should have.
+        risk: Error rate that images below the ambiguity threshold keep, with 95 % confidence.
         ood_score: One of :data:`OOD_SCORES`: ``"density"`` (−log p(z), the paper's), or ``"density+entropy"``, which
             adds the predictive entropy, both measured in their standard deviations over the selection split of ``val``.
         name: Model name.

@@ -23,15 +23,20 @@ def prediction_set(true_probabilities: Sequence[float], probabilities: Sequence[
     return chosen | {max(range(len(probabilities)), key=lambda c: probabilities[c])}
 
 
-def ambiguity_threshold(entropy: Tensor, correct: Tensor, risk: float, quantile: float) -> float:
-    """Every entropy tried as the threshold, by counting."""
-    values = entropy.double().tolist()
-    right = correct.tolist()
-    count = len(values)
-    limit = sorted(values)[min(count, math.ceil((count + 1) * quantile - 1e-9)) - 1]
+def ambiguity_threshold(
+    entropy: Tensor, correct: Tensor, risk: float, quantile: float, *, confidence: float, first: int
+) -> float | None:
+    """Every entropy in turn, by summing binomial probabilities at ``risk``."""
+    images = list(zip(entropy.double().tolist(), correct.tolist(), strict=True))
     best = None
-    for h in values:
-        accepted = [ok for value, ok in zip(values, right, strict=True) if value <= h]
-        if (accepted.count(False) + 1) / (len(accepted) + 1) <= risk and (best is None or h > best):
-            best = h
-    return limit if best is None else min(limit, best)
+    for threshold in sorted({value for value, _ in images}):
+        accepted = [right for value, right in images if value <= threshold]
+        if not first <= len(accepted) <= math.ceil((len(images) + 1) * quantile - 1e-9):
+            continue
+        n, errors = len(accepted) - 1, accepted.count(False)
+        # The bound is at most ``risk`` exactly where so few errors have a probability of at most 1 − confidence.
+        tail = math.fsum(math.comb(n, k) * risk**k * (1 - risk) ** (n - k) for k in range(errors + 1))
+        if errors >= n or tail > 1 - confidence:
+            return best
+        best = threshold
+    return best

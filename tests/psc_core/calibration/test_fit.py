@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.calibration.fit import ambiguity_threshold, fit_calibration
+from psc_core.calibration.fit import CONFIDENCE, ambiguity_threshold, first_test, fit_calibration
 from psc_core.errors import FitError
 from tests.reference import calibration as naive
 
@@ -25,8 +25,32 @@ def test_rejects_scores_that_are_not_finite() -> None:
     st.sampled_from([0.01, 0.05, 0.3, 0.9]),
     st.sampled_from([0.5, 0.95]),
 )
-def test_ambiguity_threshold_matches_search(images: list[tuple[float, bool]], risk: float, quantile: float) -> None:
+def test_ambiguity_threshold_matches_counting(images: list[tuple[float, bool]], risk: float, quantile: float) -> None:
     entropy = torch.tensor([value for value, _ in images])
     correct = torch.tensor([right for _, right in images])
-    expected = naive.ambiguity_threshold(entropy, correct, risk, quantile)
-    assert ambiguity_threshold(entropy, correct, risk=risk, quantile=quantile) == pytest.approx(expected)
+    first = first_test(len(images), risk)
+    expected = naive.ambiguity_threshold(entropy, correct, risk, quantile, confidence=CONFIDENCE, first=first)
+    got = ambiguity_threshold(entropy, correct, risk=risk, quantile=quantile)
+    assert got == (None if expected is None else pytest.approx(expected))
+
+
+@pytest.mark.parametrize("hardness", [0.15, 0.6, 20.0])
+def test_realised_risk_is_kept_in_the_stated_fraction_of_calibrations(hardness: float) -> None:
+    """An image of entropy h is wrong with probability ``hardness`` h³, so the risk of a threshold t is t³ / 4 of it."""
+    generator = torch.Generator().manual_seed(0)
+    kept = found = 0
+    for _ in range(200):
+        entropy = torch.rand(1000, generator=generator)
+        correct = torch.rand(1000, generator=generator) >= (hardness * entropy**3).clamp(max=1)
+        threshold = ambiguity_threshold(entropy, correct, risk=0.05)
+        kept += threshold is None or hardness * threshold**3 / 4 <= 0.05
+        found += threshold is not None
+    assert kept >= 0.95 * 200
+    assert found >= 190 if hardness < 1 else found <= 10
+
+
+def test_without_enough_images_there_is_no_threshold() -> None:
+    entropy, right = torch.linspace(0, 1, 40), torch.ones(40, dtype=torch.bool)
+    assert ambiguity_threshold(entropy, right, risk=0.05) is None
+    assert ambiguity_threshold(entropy, right, risk=0.3) == pytest.approx(0.95, abs=0.03)
+    assert ambiguity_threshold(entropy, ~right, risk=0.3) is None

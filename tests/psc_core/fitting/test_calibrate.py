@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -69,9 +70,13 @@ def test_risk_reaches_the_ambiguity_threshold(
     projection: FittedProjection,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("psc_core.fitting.calibrate.ambiguity_threshold", lambda *_, risk: risk)
-    psc = fit_psc(net, Candidate(("4",), ""), projection, train, val, head="duq", risk=0.3, options=OPTIONS)
-    assert psc.policy.ambiguity_threshold == 0.3
+    for found in (0.3, None):
+        monkeypatch.setattr(
+            "psc_core.fitting.calibrate.ambiguity_threshold", lambda *_, risk, found=found: found and risk
+        )
+        psc = fit_psc(net, Candidate(("4",), ""), projection, train, val, head="duq", risk=0.3, options=OPTIONS)
+        assert psc.policy.ambiguity_threshold == pytest.approx(found or math.log(10))
+        assert psc.report["metrics"]["risk"] == {"promised": 0.3, "confidence": 0.95, "threshold": found}
 
 
 def test_constant_entropy_has_no_weight() -> None:
