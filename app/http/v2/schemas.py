@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from app.response import Document
 from psc_core.policy import Alpha
@@ -95,11 +95,19 @@ class RequestPart(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
 
+def _reject(value: Any) -> None:
+    if value is not None:
+        raise ValueError("not supported by this server; leave it out")
+
+
+_Unsupported = Annotated[None, BeforeValidator(_reject), Field(description="Not supported.")]
+
+
 class _TensorParameters(RequestPart):
     """What this server does not offer is refused rather than ignored."""
 
-    shared_memory_region: None = Field(default=None, description="Not supported.")
-    classification: None = Field(default=None, description="Not supported.")
+    shared_memory_region: _Unsupported = None
+    classification: _Unsupported = None
 
 
 class InputParameters(_TensorParameters):

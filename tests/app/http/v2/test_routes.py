@@ -249,7 +249,7 @@ def without_data(**parameters: Any) -> dict[str, Any]:
         ({"inputs": [{**GOOD, "parameters": {"layout": "HWCN"}}]}, 400, "layout"),
         ({"inputs": [{**GOOD, "parameters": {"layout": "NCHW"}}]}, 400, "NCHW"),
         ({"inputs": [{**GOOD, "parameters": 3}]}, 400, "inputs.0.parameters"),
-        ({"inputs": [{**GOOD, "parameters": {"shared_memory_region": "r"}}]}, 400, "shared_memory_region"),
+        ({"inputs": [{**GOOD, "parameters": {"shared_memory_region": "r"}}]}, 400, "not supported"),
         ({"inputs": [without_data()]}, 400, "either data or binary_data_size"),
         ({"inputs": [without_data(binary_data_size=64)]}, 400, "expected 64 bytes"),
         ({"inputs": [without_data(binary_data_size="64")]}, 400, "binary_data_size"),
@@ -266,7 +266,7 @@ def without_data(**parameters: Any) -> dict[str, Any]:
         (
             {"inputs": [GOOD], "outputs": [{"name": "label", "parameters": {"classification": 2}}]},
             400,
-            "classification",
+            "classification: not supported",
         ),
         ({"inputs": [GOOD], "parameters": {"binary_data_output": "yes"}}, 400, "binary_data_output"),
         ({"inputs": [GOOD], "parameters": {"alpha": 2}}, 400, "alpha"),
