@@ -80,3 +80,26 @@ async def test_access_log(caplog: pytest.LogCaptureFixture, access_log: bool) ->
     assert [(record["method"], record["path"], record["status"]) for record in records] == (
         [("GET", "/healthz", 200)] if access_log else []
     )
+
+
+@pytest.mark.anyio
+async def test_the_trace_id_is_continued_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with running(access_log=True) as app:
+        trace_id = "0af7651916cd43dd8448eb211c80319c"
+        headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
+        response = await app.client.get("/healthz", headers=headers)
+        assert response.headers["traceresponse"].split("-")[1] == trace_id
+        record = next(record for record in caplog.records if record.message == "request")
+        assert vars(record)["path"] == "/healthz"
+        assert vars(record)["status"] == 200
+
+
+@pytest.mark.anyio
+async def test_unknown_paths_and_methods_are_problems_under_one_metric() -> None:
+    async with running() as app:
+        for method, path, status in (("GET", "/x", 404), ("GET", "/predict", 405), ("GET", "/" + "y" * 50, 404)):
+            response = await app.client.request(method, path)
+            assert response.status_code == status
+            assert response.headers["content-type"] == "application/problem+json"
+        assert await app.metric('psc_request_seconds_count{route="unmatched",status="404"}') == 2

@@ -1,0 +1,22 @@
+"""``GET /model`` and ``GET /models/{name}``."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.http.schemas import ModelDocument
+from tests.app.fakes import FakeModel
+from tests.app.support import running
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_the_model_document() -> None:
+    async with running({"m": FakeModel(), "n": FakeModel("v9")}) as app:
+        document = ModelDocument.model_validate_json((await app.client.get("/model")).content)
+        assert (document.name, document.version, document.models) == ("m", "v1", ["m", "n"])
+        assert sum(document.calibration.ood_score.counts) == document.calibration.images == 99
+        assert len(document.calibration.ood_score.edges) == len(document.calibration.ood_score.counts) + 1
+        assert document.report == {"metrics": {"accuracy": 0.99}}
+        assert (await app.client.get("/models/n")).json()["version"] == "v9"
+        assert (await app.client.get("/models/x")).status_code == 404

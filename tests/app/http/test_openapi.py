@@ -1,0 +1,42 @@
+"""The OpenAPI document names every body, problem and parameter."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from app.http.problems import responses
+from tests.app.support import running
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_openapi_declares_the_three_bodies_and_every_problem() -> None:
+    async with running() as app:
+        document = (await app.client.get("/openapi.json")).json()
+        for path in ("/predict", "/models/{name}/predict"):
+            operation = document["paths"][path]["post"]
+            assert set(operation["requestBody"]["content"]) == {"multipart/form-data", "application/json", "image/*"}
+            assert set(operation["responses"]) >= {"200", "400", "401", "413", "415", "422", "429", "503", "504"}
+            assert {each["name"] for each in operation["parameters"]} >= {"top_k", "explain", "alpha"}
+        _check_references(document, document)
+        assert "HTTPValidationError" not in json.dumps(document["paths"])
+        assert (await app.client.get("/docs")).status_code == 200
+
+
+def _check_references(node: Any, document: dict[str, Any]) -> None:
+    if isinstance(node, dict):
+        if "$ref" in node:
+            assert node["$ref"].rsplit("/", 1)[1] in document["components"]["schemas"], node
+        for value in node.values():
+            _check_references(value, document)
+    elif isinstance(node, list):
+        for value in node:
+            _check_references(value, document)
+
+
+def test_every_problem_status_has_a_description() -> None:
+    for status in (400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 500, 503, 504):
+        assert responses(status)[status]["description"]
