@@ -181,7 +181,13 @@ class Settings(BaseSettings):
         default=0.01,
         gt=0,
         lt=1,
-        description="Bound on the probability of a false drift alarm in the life of one process.",
+        description="Bound on the probability that any of `drift_monitors` ever raises a false alarm.",
+    )
+    drift_monitors: int = Field(
+        default=100,
+        ge=1,
+        le=1_000_000,
+        description="Monitors that share the bound: each start and reload of each process begins one per model.",
     )
 
     @field_validator(

@@ -107,7 +107,7 @@ class ModelStarter:
         drift = DriftMonitor(
             len(model.calibration.scores),
             policy.alpha,
-            false_alarm_probability=settings.drift_false_alarm,
+            false_alarm_probability=settings.drift_false_alarm / settings.drift_monitors,
             window=settings.drift_window,
         )
         limit = settings.max_queue_images

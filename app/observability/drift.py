@@ -25,7 +25,7 @@ A long quiet stretch costs at most ``ln(k + 1)`` nats, so late drift is found ab
 **Bound.**  An alarm is raised when the value reaches ``1/δ``; then a new run begins at value one (the counts
 per cell stay).  By Ville's inequality the probability that a run ever raises a false alarm is at most δ, and
 runs multiply: ``P(at least k false alarms in the life of one monitor) ≤ δ^k``.  A new process, replica or bundle
-begins a new monitor, so the false alarms of a fleet add up.
+begins a new monitor; N of them with δ/N each raise a false alarm with probability at most δ, whatever they share.
 
 Under lasting drift alarms repeat until the drifted images have become usual among all images seen; the
 window's rate stays high for as long as the drift lasts.  State: ``n + 1`` counters, ``window`` flags, one

@@ -69,7 +69,7 @@ METRICS: Final = (
     _gauge("psc_alpha", ("model",), "Images with p ≤ this are out of distribution.", "livemax"),
     Metric("psc_reloads_total", "counter", ("model", "result"), "Reloads: `ok` or `failed`."),
     _gauge("psc_drift_log_martingale", ("model",), "Log of the conformal test martingale.", "livemax"),
-    Metric("psc_drift_alarms_total", "counter", ("model",), "Drift alarms; see drift_false_alarm."),
+    Metric("psc_drift_alarms_total", "counter", ("model",), "Drift alarms; see drift_false_alarm and drift_monitors."),
     _gauge("psc_drift_window_ood_rate", ("model",), "Fraction of the window with p ≤ alpha.", "livemax"),
     _gauge(
         "psc_drift_window_tail_probability",

@@ -32,3 +32,12 @@ async def test_decides_with_the_policy_and_the_thresholds_of_the_coverage() -> N
         assert served.policy.coverage == 0.8
         assert served.decide(outputs, served.policy).is_ood.tolist() == [True]
         assert served.decide(outputs, served.policy_with(alpha=0.05)).is_ood.tolist() == [False]
+
+
+async def test_monitors_share_the_bound_on_false_alarms() -> None:
+    outputs = Outputs(np.array([[0.0, -1.0, 1.0, 0.01, 0.0, 0.7, 0.2, 0.1]] * 3, np.float32))
+    for monitors, alarms in ((1, 1.0), (1_000_000, 0.0)):
+        async with running(drift_false_alarm=0.2, drift_monitors=monitors) as app:
+            served = app.service.registry.get()
+            served.recorder.predicted(outputs, served.decide(outputs, served.policy))
+            assert await app.metric('psc_drift_alarms_total{model="m"}') == alarms

@@ -92,6 +92,20 @@ def test_false_alarms_stay_below_the_bound_with_one_fixed_calibration_set(ties: 
     assert alarmed / runs <= DELTA + 2 * math.sqrt(DELTA * (1 - DELTA) / runs)
 
 
+def test_false_alarms_of_a_fleet_stay_below_the_bound_that_its_monitors_share() -> None:
+    """Replicas, restarts and reloads begin monitors that share one calibration set."""
+    generator = np.random.default_rng(3)
+    fleets, monitors, n, length = 40, 20, 200, 500
+    sharing = alone = 0
+    for _ in range(fleets):
+        calibration = generator.normal(size=n)
+        streams = [served_p_values(calibration, generator.normal(size=length)) for _ in range(monitors)]
+        sharing += any(DriftMonitor(n, 0.05, false_alarm_probability=DELTA / monitors).update(each) for each in streams)
+        alone += any(DriftMonitor(n, 0.05, false_alarm_probability=DELTA).update(each) for each in streams)
+    assert sharing / fleets <= DELTA
+    assert alone > sharing
+
+
 @pytest.mark.parametrize("quiet", [0, 20_000])
 @pytest.mark.parametrize(("shift", "within"), [(-6.0, 15), (-2.0, 60), (-0.7, 500)])
 def test_drift_is_found_soon_early_or_late(quiet: int, shift: float, within: int) -> None:
