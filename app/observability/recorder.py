@@ -107,6 +107,8 @@ class ModelRecorder:
         metrics.get("psc_alpha", model=name).set(self._alpha)
         metrics.get("psc_queue_limit_images", model=name).set(self._queue_limit)
         metrics.get("psc_ood_total", model=name)
+        for result in ("ok", "failed"):
+            metrics.get("psc_reloads_total", model=name, result=result)
         for reason in _ABSTENTIONS:
             metrics.get("psc_abstained_total", model=name, reason=reason)
         for label in self._classes[:MAX_LABELS_AT_ZERO]:

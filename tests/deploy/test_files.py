@@ -225,7 +225,10 @@ def test_every_alert_has_a_firing_and_a_quiet_case() -> None:
 def test_every_alert_says_what_to_do() -> None:
     for rule in rules("alert"):
         assert rule["labels"]["severity"] in {"critical", "warning"}
-        assert set(rule["annotations"]) == {"summary", "action"}
+        assert set(rule["annotations"]) == {"summary", "action", "runbook_url"}
+        assert rule["annotations"]["runbook_url"] == f"docs/runbooks.md#{rule['alert'].lower()}"
+    headings = re.findall(r"^## (\w+)$", (ROOT / "docs/runbooks.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert headings == [rule["alert"] for rule in rules("alert")]
 
 
 def documented(series: str) -> Metric:
@@ -250,7 +253,7 @@ def test_expressions_use_documented_metrics_and_labels(expression: str) -> None:
         metric = documented(series)
         for label in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", matchers):
             assert label in {*metric.labels, "le", "job", "instance"}, (series, label)
-    assert named or "up{" in expression or re.search(r"\binstance(_model)?:psc", expression)
+    assert named or "up{" in expression or re.search(r"\b(instance|job_model):psc", expression)
 
 
 def test_alerts_name_the_defaults_they_follow() -> None:
