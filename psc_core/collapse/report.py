@@ -1,8 +1,9 @@
 """Neural collapse of every layer in one report, and the rule that selects the candidate layer(s) from it.
 
 Paper, section 4.1: of the layers whose features still vary within classes, NC1 > ε, take the one with the highest NC4,
-where the nearest class mean is right most often; of equals take the deepest.  If NC1 of this layer or of the next one
-is within :data:`NEAR` of ε and both have the same number of channels, take both: the layers before and after collapse.
+where the nearest class mean is right most often; of equals take the deepest.  If the next layer has collapsed, NC1
+≤ ε, if NC1 of either is within :data:`NEAR` of ε, and if both have the same number of channels, take both: the layers
+before and after collapse.
 The logits are measured but never selected.
 """
 
@@ -99,14 +100,15 @@ class CollapseReport:
         following = next((entry for entry in eligible if entry.index > best.index), None)
         if (
             following is None
+            or following.nc1 > self.epsilon
             or following.shape[0] != best.shape[0]
             or all(abs(entry.nc1 - self.epsilon) > NEAR + 1e-12 for entry in (best, following))
         ):
             return Candidate((best.name,), reason)
         return Candidate(
             (best.name, following.name),
-            f"{reason}; the next layer, {following}, joins it: NC1 is within {NEAR:g} of {self.epsilon:g} "
-            f"and both have {best.shape[0]} channels",
+            f"{reason}; the next layer, {following}, joins it: it has collapsed, NC1 is within {NEAR:g} of "
+            f"{self.epsilon:g} and both have {best.shape[0]} channels",
         )
 
     def nc4_of(self, candidate: Candidate) -> float:

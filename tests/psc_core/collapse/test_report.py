@@ -86,6 +86,7 @@ def test_nc1_at_cutoff_does_not_pass() -> None:
         (0.60, 0.14, 4, ("b",)),
         (0.26, 0.14, 4, ("b",)),
         (0.21, 0.19, 8, ("b",)),  # other channel counts cannot be concatenated
+        (0.21, 0.22, 4, ("b",)),  # the next one has not collapsed
     ],
 )
 def test_two_layers_near_the_cutoff(
@@ -94,7 +95,7 @@ def test_two_layers_near_the_cutoff(
     chosen = report(
         ("a", 4, 0.9, 0.5),
         ("b", 4, chosen_nc1, 0.9),
-        ("c", next_channels, next_nc1, 0.95),
+        ("c", next_channels, next_nc1, 0.85),
         ("p", 8, 0.1, 0.9),
         ("o", 2, 0.1, 0.9),
     ).candidate()
