@@ -4,9 +4,12 @@ For each layer, with the sums of :mod:`psc_core.numerics.scatter`,
 
     NC1 = Tr(Σ_W) / Tr(Σ_T)      within-class fraction of the variability, over the labelled training examples
     NC4 = fraction of the labelled validation examples whose nearest class mean (Euclidean) is that of their label
+    NC4's error = √(Σ_i d_i²) / examples      standard error of its difference to the best layer's NC4
 
-(paper, section 4.1 and appendix "Measuring collapse": after each layer).  This takes one pass over the training images,
-class by class, and one over the validation images.
+with d_i the difference in the number of labels of validation image i that the two layers meet: where each image has one
+label, McNemar's √(b + c) / n of the b + c images that one layer has right and the other wrong.  (Paper, section 4.1 and
+appendix "Measuring collapse": after each layer.)  This takes one pass over the training images, class by class, and one
+over the validation images.
 
 Class means take classes × width × 8 bytes per layer.  Layers are measured in groups that fit the memory budget, two
 passes per group; a layer that does not fit alone is measured in column ranges, over which scatter and distances add up.
@@ -16,9 +19,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from psc_core.collapse.report import EPSILON, CollapseReport, LayerCollapse
@@ -61,7 +67,7 @@ class _LayerSums:
     within: float = 0.0
     between: float = 0.0
     magnitude: float = 0.0
-    n_correct: int = 0
+    correct: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))  # bits, one an example
 
 
 def measure_collapse(
@@ -116,8 +122,27 @@ def measure_collapse(
     for layer in wanted:
         sums = measurement.sums[layer.name]
         nc1 = nc1_from_scatter(sums.within, sums.between, sums.magnitude)
-        measured.append(LayerCollapse(**vars(layer), nc1=nc1, nc4=sums.n_correct / val.examples))
-    return CollapseReport(tuple(measured), epsilon, granularity, layers, train.examples, val.examples)
+        measured.append(LayerCollapse(**vars(layer), nc1=nc1, nc4=measurement.nc4(layer.name)))
+    report = CollapseReport(tuple(measured), epsilon, granularity, layers, train.examples, val.examples)
+    if report.best is None:
+        return report
+    best = measurement.correct(report.best.name)
+    errors = (paired_error(measurement.correct(layer.name), best, val.offsets) for layer in measured)
+    return replace(
+        report, layers=tuple(replace(layer, nc4_error=error) for layer, error in zip(measured, errors, strict=True))
+    )
+
+
+def paired_error(
+    one: Bool[Tensor, " examples"], other: Bool[Tensor, " examples"], offsets: Int[Tensor, " starts"]
+) -> float:
+    """Standard error of the difference between the fractions of labelled examples that two layers have right.
+
+    Labels of one image are met or missed together, so its examples, from one of ``offsets`` to the next, count as one.
+    """
+    image_index = torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff())
+    differences = torch.zeros(len(offsets) - 1).double().index_add_(0, image_index, one.double() - other.double())
+    return float(differences.norm()) / len(one)
 
 
 def _groups(layers: Sequence[LayerInfo], classes: int, batch_images: int, budget: int) -> list[list[_ColumnRange]]:
@@ -149,6 +174,8 @@ class _Measurement:
     ) -> None:
         self.train = reducer.shard(train)
         self.val = reducer.shard(val)
+        self.own_examples = reducer.shard_examples(val).to(counts.device)
+        self.val_examples = val.examples
         self.counts = counts
         self.compute = compute
         self.reducer = reducer
@@ -179,16 +206,25 @@ class _Measurement:
                 )
         return [scatter.means for scatter in statistics]
 
+    def correct(self, layer: str) -> Bool[Tensor, " examples"]:
+        """For each labelled validation example whether its nearest class mean after ``layer`` is that of its label."""
+        return torch.from_numpy(np.unpackbits(self.sums[layer].correct, count=self.val_examples)).bool()
+
+    def nc4(self, layer: str) -> float:
+        """NC4 after ``layer``."""
+        return int(self.correct(layer).sum()) / self.val_examples
+
     @torch.inference_mode()
     def add_correct(self, backbone: Backbone, group: Sequence[_ColumnRange], means: list[Tensor], label: str) -> None:
         """Pass over the validation images; ``means`` are overwritten."""
         device = self.counts.device
-        n_correct = torch.zeros(len(group), dtype=torch.int64, device=device)
+        correct = torch.zeros(len(group), self.val_examples, dtype=torch.uint8, device=device)
         centroids = [Centroids(class_means) for class_means in means]
-        seen = 0
+        seen = seen_examples = 0
         for features, batch in passes(self.val, self.compute, f"{label}: nearest mean", _columns(backbone, group)):
             where = slice(seen, seen := seen + len(batch.images))
             image_index, labels = batch.image_index.to(device), batch.labels.to(device)
+            own = self.own_examples[seen_examples : (seen_examples := seen_examples + len(labels))]
             for i, (part, columns) in enumerate(zip(group, features, strict=True)):
                 scores = centroids[i].scores(columns)
                 if part.start > 0 or not part.is_last:  # scores of column ranges add up
@@ -196,9 +232,10 @@ class _Measurement:
                         self.scores = torch.zeros(len(self.val), scores.shape[1], dtype=scores.dtype)
                     scores = self.scores[where].add_(scores.cpu())
                 if part.is_last:
-                    n_correct[i] += (scores.argmin(1).to(device)[image_index] == labels).sum()
-        for part, correct in zip(group, self.reducer.sum_(n_correct).tolist(), strict=True):
-            self.sums[part.layer.name].n_correct += correct
+                    correct[i, own] = (scores.argmin(1).to(device)[image_index] == labels).to(correct.dtype)
+        for part, row in zip(group, self.reducer.sum_(correct).cpu().numpy(), strict=True):
+            if part.is_last:
+                self.sums[part.layer.name].correct = np.packbits(row)
 
 
 def _columns(backbone: Backbone, group: Sequence[_ColumnRange]) -> FeatureStep:

@@ -1,10 +1,12 @@
 """Neural collapse of every layer in one report, and the rule that selects the candidate layer(s) from it.
 
 Paper, section 4.1: of the layers whose features still vary within classes, NC1 > ε, take the one with the highest NC4,
-where the nearest class mean is right most often; of equals take the deepest.  If the next layer has collapsed, NC1
-≤ ε, if NC1 of either is within :data:`NEAR` of ε, and if both have the same number of channels, take both: the layers
-before and after collapse.
-The logits are measured but never selected.
+where the nearest class mean is right most often.  Validation images decide this up to an error, so of the layers whose
+NC4 is within one paired standard error of the highest, take the deepest.  If the next layer has collapsed, NC1 ≤ ε, if
+NC1 of either is within :data:`NEAR` of ε, and if both have the same number of channels, take both: the layers before
+and after collapse.  The logits are measured but never selected.
+
+Without standard errors (reports of older bundles) only equals of the highest NC4 count.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class LayerCollapse(LayerInfo):
 
     nc1: float  # Tr(Σ_W)/Tr(Σ_T) on the training data: 1 without class structure, 0 for complete collapse
     nc4: float  # fraction of the labelled validation examples whose nearest class mean is that of their label
+    nc4_error: float | None = None  # standard error of the difference between nc4 and that of the report's best layer
 
     def __str__(self) -> str:
         return f"{self.name} (NC1 {self.nc1:.4f}, NC4 {self.nc4:.4f})"
@@ -75,6 +78,18 @@ class CollapseReport:
         near = get_close_matches(name, names, n=3) or names[-4:]
         raise UsageError(f"expected one of the measured layers, got {name!r}; some are {', '.join(near)}")
 
+    @property
+    def eligible(self) -> list[LayerCollapse]:
+        """The layers before the output whose name matches the pattern."""
+        matcher = re.compile(self.pattern or "")
+        return [layer for layer in self.layers if layer.role != "output" and matcher.search(layer.name)]
+
+    @property
+    def best(self) -> LayerCollapse | None:
+        """The layer with NC1 > ε and the highest NC4, the deepest of equals; None if all have collapsed."""
+        passing = [layer for layer in self.eligible if layer.nc1 > self.epsilon]
+        return max(passing, key=lambda layer: (layer.nc4, layer.index), default=None)
+
     def candidate(self, layer: str | None = None) -> Candidate:
         """The candidate by the rule of this module among the layers of the pattern, or the layer that the caller names.
 
@@ -83,32 +98,36 @@ class CollapseReport:
         """
         if layer is not None:
             return Candidate((layer,), f"{self.layer(layer)}, named by the caller")
-        matcher = re.compile(self.pattern or "")
-        eligible = [entry for entry in self.layers if entry.role != "output" and matcher.search(entry.name)]
+        eligible, best = self.eligible, self.best
         if not eligible:
             raise UsageError(f"no layer before the output matches {self.pattern!r}; widen the pattern")
-        passing = [entry for entry in eligible if entry.nc1 > self.epsilon]
-        if not passing:
+        if best is None:
             highest = max(eligible, key=lambda entry: (entry.nc1, entry.nc4, entry.index))
             return Candidate(
                 (highest.name,),
                 f"no layer has NC1 > {self.epsilon:g}, all have collapsed; the least collapsed one is "
                 f"{highest}: expect OOD detection no better than at the penultimate layer",
             )
-        best = max(passing, key=lambda entry: (entry.nc4, entry.index))
-        reason = f"{best}, has the highest NC4 of the {len(passing)} layers with NC1 > {self.epsilon:g}"
-        following = next((entry for entry in eligible if entry.index > best.index), None)
+        passing = [entry for entry in eligible if entry.nc1 > self.epsilon]
+        chosen = [entry for entry in passing if best.nc4 - entry.nc4 <= (entry.nc4_error or 0.0)][-1]
+        reason = f"{chosen}, has the highest NC4 of the {len(passing)} layers with NC1 > {self.epsilon:g}"
+        if chosen is not best:
+            reason = (
+                f"{chosen}, is the deepest of the {len(passing)} layers with NC1 > {self.epsilon:g} whose NC4 is "
+                f"within one standard error ({chosen.nc4_error:.4f}) of the highest, {best.nc4:.4f} after {best.name}"
+            )
+        following = next((entry for entry in eligible if entry.index > chosen.index), None)
         if (
             following is None
             or following.nc1 > self.epsilon
-            or following.shape[0] != best.shape[0]
-            or all(abs(entry.nc1 - self.epsilon) > NEAR + 1e-12 for entry in (best, following))
+            or following.shape[0] != chosen.shape[0]
+            or all(abs(entry.nc1 - self.epsilon) > NEAR + 1e-12 for entry in (chosen, following))
         ):
-            return Candidate((best.name,), reason)
+            return Candidate((chosen.name,), reason)
         return Candidate(
-            (best.name, following.name),
+            (chosen.name, following.name),
             f"{reason}; the next layer, {following}, joins it: it has collapsed, NC1 is within {NEAR:g} of "
-            f"{self.epsilon:g} and both have {best.shape[0]} channels",
+            f"{self.epsilon:g} and both have {chosen.shape[0]} channels",
         )
 
     def nc4_of(self, candidate: Candidate) -> float:

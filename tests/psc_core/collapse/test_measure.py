@@ -6,10 +6,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional
 
 from psc_core.collapse import measure as collapse
-from psc_core.collapse.measure import measure_collapse
+from psc_core.collapse.measure import measure_collapse, paired_error
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import ArraySource
 from psc_core.errors import FitError, UsageError
@@ -79,6 +82,34 @@ def test_every_layer_equals_naive_loop(several: bool) -> None:
         assert layer.nc4 == reference.nc4(features, labels, val_features, val_labels, 3)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_errors_equal_naive_loop(several: bool) -> None:
+    net = Net().eval()
+    val_labels = torch.randint(0, 3, (33, 4), generator=torch.Generator().manual_seed(1)) if several else None
+    train, val = images(0, 40), images(1, 33, val_labels)
+    report = measure_collapse(net, train, val, batch_images=16)
+    hits = {}
+    for layer in report.layers:
+        features, labels = examples_of(net, layer.name, train)
+        hits[layer.name] = reference.hits(features, labels, *examples_of(net, layer.name, val), 3)
+    assert report.best is not None
+    owners = np.repeat(np.arange(33), 4 if several else 1).tolist()
+    expected = [reference.paired_error(hits[layer.name], hits[report.best.name], owners) for layer in report.layers]
+    assert max(expected) > 0
+    assert [layer.nc4_error for layer in report.layers] == pytest.approx(expected, rel=1e-12)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.integers(0, 2**31))
+def test_paired_error_equals_twin(labels_each: list[int], seed: int) -> None:
+    one, other = torch.randint(0, 2, (2, sum(labels_each)), generator=torch.Generator().manual_seed(seed)).bool()
+    counts = torch.tensor(labels_each)
+    owners = torch.arange(len(counts)).repeat_interleave(counts)
+    error = paired_error(one, other, functional.pad(counts.cumsum(0), (1, 0)))
+    assert error == pytest.approx(reference.paired_error(one.tolist(), other.tolist(), owners.tolist()), rel=1e-12)
+    if max(labels_each) == 1:
+        assert error == pytest.approx(math.sqrt(int((one ^ other).sum())) / len(one), rel=1e-12)
+
+
 def test_each_validation_label_counts() -> None:
     net = Net().eval()
     val = images(1, 20, torch.stack([torch.arange(20) % 3, (torch.arange(20) + 1) % 3], dim=1))
@@ -130,7 +161,8 @@ def test_groups_and_column_ranges_change_nothing(budget: int, monkeypatch: pytes
     parts = measure_collapse(net, train, val, batch_images=8, max_memory_bytes=budget)
     assert len(collapse._groups(list_layers(net, torch.zeros(1, 1, 6, 6)), 3, 8, budget)) > 1
     for one, other in zip(whole.layers, parts.layers, strict=True):
-        assert other.nc1 == pytest.approx(one.nc1, rel=1e-6) and other.nc4 == one.nc4
+        assert other.nc1 == pytest.approx(one.nc1, rel=1e-6)
+        assert (other.nc4, other.nc4_error) == (one.nc4, one.nc4_error)
 
 
 def test_groups_fit_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from psc_core.collapse.report import CollapseReport, LayerCollapse
 from psc_core.errors import UsageError
+from tests.reference import collapse as reference
 
 
 def report(*numbers: tuple[str, int, float, float], pattern: str | None = None, output: bool = True) -> CollapseReport:
@@ -101,6 +104,43 @@ def test_two_layers_near_the_cutoff(
     ).candidate()
     assert chosen.layers == layers
     assert ("joins it" in chosen.reason) == (len(layers) == 2)
+
+
+def with_errors(measured: CollapseReport, *errors: float) -> CollapseReport:
+    pairs = zip(measured.layers, errors, strict=True)
+    return replace(measured, layers=tuple(replace(layer, nc4_error=error) for layer, error in pairs))
+
+
+def test_takes_deepest_within_one_error() -> None:
+    measured = report(
+        ("a", 4, 0.9, 0.90), ("b", 4, 0.6, 0.89), ("c", 4, 0.5, 0.88), ("d", 4, 0.4, 0.85), ("p", 8, 0.1, 0.99)
+    )
+    chosen = with_errors(measured, 0.0, 0.02, 0.021, 0.03, 0.0).candidate()
+    assert chosen.layers == ("c",)
+    assert "within one standard error (0.0210) of the highest, 0.9000 after a" in chosen.reason
+    assert with_errors(measured, 0.0, 0.02, 0.019, 0.049, 0.0).candidate().layers == ("b",)
+    assert measured.candidate().layers == ("a",)
+
+
+@given(st.lists(st.tuples(*[st.floats(0, 1)] * 3), min_size=1, max_size=8))
+def test_rule_equals_twin(numbers: list[tuple[float, float, float]]) -> None:
+    layers = [(f"layer{i}", i + 1, nc1, nc4) for i, (nc1, nc4, _) in enumerate(numbers)]
+    measured = with_errors(report(*layers, output=False), *(error for _, _, error in numbers))
+    nc1s, nc4s, errors = zip(*numbers, strict=True)
+    assume(max(nc1s) > measured.epsilon)
+    assert measured.best is not None
+    best = measured.best.index  # whose own error is 0, as it is measured
+    errors = tuple(0.0 if i == best else error for i, error in enumerate(errors))
+    chosen = with_errors(measured, *errors).candidate()
+    assert chosen.layers == (f"layer{reference.candidate(nc1s, nc4s, errors, measured.epsilon)}",)
+
+
+def test_reads_reports_without_errors() -> None:
+    measured = report(("a", 4, 0.9, 0.5), ("p", 8, 0.1, 0.99), output=False)
+    old = {**measured.to_json(), "notes": []}
+    for layer in old["layers"]:
+        del layer["nc4_error"]
+    assert CollapseReport.from_json(old) == measured
 
 
 def test_never_takes_output() -> None:
