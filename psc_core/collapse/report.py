@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import Any, Final
@@ -27,6 +27,9 @@ EPSILON: Final = 0.2
 
 NEAR: Final = 0.05
 """Maximum distance of NC1 from ε at which two layers are combined."""
+
+EARLY: Final = 4
+"""A candidate among the first 1/EARLY of the layers is worth a note."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Candidate:
 
     layers: tuple[str, ...]
     reason: str
+    notes: tuple[str, ...] = ()  # what speaks against it
 
 
 @dataclass(frozen=True)
@@ -97,14 +101,14 @@ class CollapseReport:
             UsageError: ``layer`` was not measured, or no layer matches the pattern.
         """
         if layer is not None:
-            return Candidate((layer,), f"{self.layer(layer)}, named by the caller")
+            return self._noted([self.layer(layer)], f"{self.layer(layer)}, named by the caller")
         eligible, best = self.eligible, self.best
         if not eligible:
             raise UsageError(f"no layer before the output matches {self.pattern!r}; widen the pattern")
         if best is None:
             highest = max(eligible, key=lambda entry: (entry.nc1, entry.nc4, entry.index))
-            return Candidate(
-                (highest.name,),
+            return self._noted(
+                [highest],
                 f"no layer has NC1 > {self.epsilon:g}, all have collapsed; the least collapsed one is "
                 f"{highest}: expect OOD detection no better than at the penultimate layer",
             )
@@ -123,12 +127,28 @@ class CollapseReport:
             or following.shape[0] != chosen.shape[0]
             or all(abs(entry.nc1 - self.epsilon) > NEAR + 1e-12 for entry in (chosen, following))
         ):
-            return Candidate((chosen.name,), reason)
-        return Candidate(
-            (chosen.name, following.name),
+            return self._noted([chosen], reason)
+        return self._noted(
+            [chosen, following],
             f"{reason}; the next layer, {following}, joins it: it has collapsed, NC1 is within {NEAR:g} of "
             f"{self.epsilon:g} and both have {chosen.shape[0]} channels",
         )
+
+    def _noted(self, chosen: Sequence[LayerCollapse], reason: str) -> Candidate:
+        """The candidate ``chosen`` with what a user should know about it."""
+        before = [layer for layer in self.layers if layer.role != "output"]
+        notes = []
+        if all(layer.nc1 > self.epsilon for layer in before):
+            notes.append(
+                f"nothing has collapsed, NC1 > {self.epsilon:g} after every layer: expect no gain over the penultimate "
+                "layer, or train the network longer"
+            )
+        if EARLY * (1 + max(map(before.index, chosen), default=0)) <= len(before):
+            notes.append(
+                f"the candidate is among the first {len(before) // EARLY} of {len(before)} layers, whose features tell "
+                f"textures apart, not kinds: compare with a deeper one, as --layer {self.penultimate}"
+            )
+        return Candidate(tuple(layer.name for layer in chosen), reason, tuple(notes))
 
     def nc4_of(self, candidate: Candidate) -> float:
         """NC4 of the candidate's layer; the higher one of two."""
@@ -147,6 +167,7 @@ class CollapseReport:
             line = f"{entry.index:>4}  {entry.name:<{width}}  {entry.kind:<8}  {size:>16}  {numbers}"
             lines.append("  ".join([line, *marks]))
         lines.append(f"candidate: {chosen.reason}")
+        lines += [f"note: {note}" for note in chosen.notes]
         if self.penultimate not in chosen.layers:
             lines.append(f"penultimate: {self.layer(self.penultimate)}, for comparison (DDU)")
         return "\n".join(lines)
@@ -161,8 +182,8 @@ class CollapseReport:
         return text.getvalue()
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON types; the format's remarks on the data stay empty."""
-        return {**asdict(self), "notes": []}
+        """The fields as JSON types."""
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CollapseReport:

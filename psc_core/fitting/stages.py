@@ -245,7 +245,7 @@ def fit_psc(
     )
     calibrated = calibrate(scorer, selection, calibration_split, compute, ood_score=ood_score, risk=risk)
     report = {
-        "collapse": None if collapse_report is None else collapse_report.to_json(),
+        "collapse": None if collapse_report is None else {**collapse_report.to_json(), "notes": list(candidate.notes)},
         "metrics": {**calibrated.metrics, "projection": projection_metrics(projection.report)},
         "provenance": dict(provenance or {}),
     }

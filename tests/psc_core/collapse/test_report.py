@@ -135,6 +135,22 @@ def test_rule_equals_twin(numbers: list[tuple[float, float, float]]) -> None:
     assert chosen.layers == (f"layer{reference.candidate(nc1s, nc4s, errors, measured.epsilon)}",)
 
 
+def test_notes_say_that_nothing_has_collapsed() -> None:
+    measured = report(("a", 4, 0.9, 0.5), ("b", 4, 0.6, 0.8), ("p", 8, 0.3, 0.7), ("o", 2, 0.1, 0.9))
+    (note,) = measured.candidate().notes
+    assert note.startswith("nothing has collapsed, NC1 > 0.2 after every layer")
+    assert f"note: {note}" in measured.table().splitlines()
+
+
+def test_notes_say_that_candidate_is_early() -> None:
+    deeper = [(f"l{i}", 4, 0.1, 0.9) for i in range(6)]
+    measured = report(("a", 4, 0.9, 0.5), ("b", 8, 0.6, 0.4), *deeper)
+    (note,) = measured.candidate().notes
+    assert "among the first 1 of 7 layers" in note and "--layer l4" in note
+    assert measured.candidate("a").notes == (note,)
+    assert measured.candidate("b").notes == () == measured.candidate("l4").notes
+
+
 def test_reads_reports_without_errors() -> None:
     measured = report(("a", 4, 0.9, 0.5), ("p", 8, 0.1, 0.99), output=False)
     old = {**measured.to_json(), "notes": []}
