@@ -50,7 +50,13 @@ def fit_scorer(
         file, pooled = Path(scratch) / "train", kind_of(density).reads == "pooled"
         known = embed(backbone, projection, train, compute, file, options.reducer, pooled=pooled)
         fitted_density = fit_density(
-            known.read, known.labels, num_classes=len(classes), kind=density, pca=pca, class_names=classes
+            known.read,
+            known.labels,
+            num_classes=len(classes),
+            kind=density,
+            pca=pca,
+            class_names=classes,
+            images=known.images,
         ).to(compute.device)
         fitted_head = None
         if head is not None:
@@ -76,6 +82,7 @@ class Embedded(NamedTuple):
     z: FeatureMatrix  # (n, D) projected features, which the head reads
     read: FeatureMatrix  # what the density reads: z itself, or (n, C) pooled features
     labels: Int[Tensor, " n"]  # class indices, ascending
+    images: Int[Tensor, " n"]  # which image of the data set each one shows
 
 
 def embed(
@@ -100,8 +107,9 @@ def embed(
             channels = pool(backbone(example_input(dataset.preprocess).to(compute.device))[0]).shape[1]
     features_of = feature_step(backbone, compute.precision)
     kept = FeatureFile(file, (dataset.examples, dim + channels))
-    where = torch.empty_like(dataset.labels)
-    where[stable_order(dataset.labels)] = torch.arange(len(where))
+    order = stable_order(dataset.labels)
+    where = torch.empty_like(order)
+    where[order] = torch.arange(len(where))
     if reducer.world > 1:
         where = where[reducer.shard_examples(dataset)]
     at = 0
@@ -115,10 +123,12 @@ def embed(
             kept.write(chunk, reducer.sum_(block))
     counts = dataset.labels.bincount(minlength=len(dataset.classes))
     labels = torch.arange(len(counts)).repeat_interleave(counts)
+    images = torch.arange(len(dataset)).repeat_interleave(dataset.offsets.diff())[order]
     if not pooled:
-        return Embedded(kept, kept, labels)
+        return Embedded(kept, kept, labels, images)
     return Embedded(
         kept.map(lambda part: part[:, :dim], dim, kept.dtype),
         kept.map(lambda part: part[:, dim:], channels, kept.dtype),
         labels,
+        images,
     )

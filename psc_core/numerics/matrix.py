@@ -127,14 +127,15 @@ def check_features(
     num_classes: int,
     class_names: Sequence[str] | None,
     minimum: int,
+    images: Int[Tensor, " n"] | None = None,
 ) -> Int[Tensor, " classes"]:
     """Check that a model can be fitted to these features, and count the labelled examples of each class.
 
-    ``z`` has one row per labelled example, and every class must have ``minimum``; messages call class k
-    ``class_names[k]``, or k.
+    ``z`` has one row per labelled example, of the image in ``images`` (by default of another one each), and every class
+    must have ``minimum`` images; messages call class k ``class_names[k]``, or k.
 
     Raises:
-        FitError: A wrong shape, a label out of range, NaN or ∞, or a class with fewer than ``minimum`` examples.
+        FitError: A wrong shape, a label out of range, NaN or ∞, or a class with fewer than ``minimum`` images.
     """
     if len(z.shape) != 2 or labels.shape != z.shape[:1] or not z.dtype.is_floating_point or z.shape[1] == 0:
         raise FitError(
@@ -151,7 +152,8 @@ def check_features(
         raise FitError("expected finite features, got NaN or ∞; check the network's weights and precision")
     counts = torch.bincount(labels, minlength=num_classes)
     names = class_names or [str(k) for k in range(num_classes)]
-    short = [f"{names[i]!r} ({int(counts[i])})" for i in (counts < minimum).nonzero()[:, 0].tolist()]
+    seen = counts if images is None else images_of_classes(images, labels, num_classes)
+    short = [f"{names[i]!r} ({int(seen[i])})" for i in (seen < minimum).nonzero()[:, 0].tolist()]
     if short:
         shown = ", ".join(short[:10]) + (f" and {len(short) - 10} more" if len(short) > 10 else "")
         raise FitError(
@@ -159,3 +161,13 @@ def check_features(
             "add images or leave the class out"
         )
     return counts
+
+
+def images_of_classes(
+    images: Int[Tensor, " n"], labels: Int[Tensor, " n"], num_classes: int
+) -> Int[Tensor, " classes"]:
+    """How many different images have each label; an image with one label many times counts once."""
+    span = int(images.max()) + 1
+    pairs = (labels * span + images).sort().values
+    first = functional.pad(pairs.diff() != 0, (1, 0), value=True)
+    return (pairs[first] // span).bincount(minlength=num_classes)

@@ -51,26 +51,38 @@ def log_normal(y: Tensor, mean: Tensor, covariance: Tensor) -> float:
     return -0.5 * (squared + torch.logdet(covariance).item() + len(y) * math.log(2 * math.pi))
 
 
-def class_log_joint(train: Tensor, labels: Tensor, z: Tensor, *, kind: str, pca: int | None) -> Tensor:
-    """``log π_k + log N_k`` of every entry of ``z``, minus the background for ``rmd``."""
+def class_log_joint(
+    train: Tensor, labels: Tensor, z: Tensor, *, kind: str, pca: int | None, images: Tensor | None = None
+) -> Tensor:
+    """``log π_k + log N_k`` of every entry of ``z``, minus the background for ``rmd``.
+
+    A covariance is the mean square over labelled examples times m / (m − 1) for its m images, m / (m − K) for all.
+    """
+    shown = list(range(len(train))) if images is None else images.tolist()
     train, z = train.double(), z.double()
     if kind in ("gda++", "pooled++"):
         train, z = (part / part.norm(dim=1, keepdim=True) for part in (train, z))
     classes = int(labels.max()) + 1
+    owners = [
+        {image for image, label in zip(shown, labels.tolist(), strict=True) if label == k} for k in range(classes)
+    ]
     counts = [int((labels == k).sum()) for k in range(classes)]
-    limit = len(train) - classes
+    limit = len(set(shown)) - classes
     mean, components, variances = principal_components(train, pca, limit, 1e-6 if kind == "pooled++" else None)
     y_train, y = (train - mean) @ components, (z - mean) @ components
     parts = [y_train[labels == k] for k in range(classes)]
     means = [part.mean(0) for part in parts]
     scatters = [(part - m).T @ (part - m) for part, m in zip(parts, means, strict=True)]
     total = torch.diag(variances)
-    degrees_of_freedom = len(train) - classes
-    pooled = shrunk(sum(scatters, torch.zeros_like(total)) / degrees_of_freedom, total, degrees_of_freedom)
+    degrees_of_freedom = len(set(shown)) - classes
+    mean_square = sum(scatters, torch.zeros_like(total)) / len(train)
+    pooled = shrunk(mean_square * len(set(shown)) / degrees_of_freedom, total, degrees_of_freedom)
     if kind in ("tied", "rmd"):
         covariances = [pooled] * classes
     else:
-        covariances = [shrunk(scatter / (n - 1), pooled, n - 1) for scatter, n in zip(scatters, counts, strict=True)]
+        covariances = []
+        for scatter, n, own in zip(scatters, counts, owners, strict=True):
+            covariances.append(shrunk(scatter / n * len(own) / (len(own) - 1), pooled, len(own) - 1))
     joint = torch.empty(len(y), classes, dtype=torch.float64)
     for i in range(len(y)):
         background = log_normal(y[i], torch.zeros_like(y[i]), total) if kind == "rmd" else 0.0

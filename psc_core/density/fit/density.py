@@ -7,10 +7,13 @@ Three coordinate systems, each one matrix product away from the one before; the 
     ``w = x V``                     identity pooled within-class covariance, ``V = Σ_W(x)^(−1/2)``
 
 Class moments are the paper's: ``μ_c``, ``Σ_c`` with denominator ``n_c − 1`` and priors ``n_c / n``; a change
-of coordinates does not alter the fit.  Two departures apply only where the paper's estimate is poor:
+of coordinates does not alter the fit.  An image with several labels weighs in the moments as often as it is labelled,
+but is one observation: with m_c images of n_c labelled examples, ``Σ_c`` is the mean square times ``m_c / (m_c − 1)``.
+Two departures apply only where the paper's estimate is poor:
 
-* With fewer than ten images per component, covariances are shrunk (:func:`psc_core.numerics.linalg.covariance`) towards
-  a multiple of the identity: in w that is the pooled covariance, in x the total one.
+* With fewer than ten images (beyond one a class) per component, covariances are shrunk
+  (:func:`psc_core.numerics.linalg.covariance`) towards a multiple of the identity: in w that is the pooled covariance,
+  in x the total one.
 * Eigenvalues below 10⁻⁶ are clamped to it, that is, deviations a thousand times smaller than the pooled (in w) or the
   total ones (in x), as identical images or complete collapse give.
 
@@ -34,7 +37,7 @@ from psc_core.density.base import Density
 from psc_core.density.fit.pca import fit_pca
 from psc_core.density.gaussian import ClasswiseDensity, RelativeDensity
 from psc_core.numerics import linalg
-from psc_core.numerics.matrix import FeatureMatrix, as_matrix, check_features
+from psc_core.numerics.matrix import FeatureMatrix, as_matrix, check_features, images_of_classes
 
 WHITENER_ELEMENTS: Final = 1 << 26
 """Maximum K × P × P for the automatic choice of P (256 MiB of float32)."""
@@ -48,6 +51,7 @@ def fit_density(
     kind: str = "gda",
     pca: int | None = None,
     class_names: Sequence[str] | None = None,
+    images: Int[Tensor, " n"] | None = None,
 ) -> Density:
     """Fit a feature density.
 
@@ -57,25 +61,28 @@ def fit_density(
         labels: Class index of each labelled example.
         num_classes: K.
         kind: One of :data:`psc_core.density.DENSITIES`.
-        pca: Principal components to keep.  ``None`` chooses (see :mod:`.pca`), at most n − K and, with a covariance
-            for each class, so many that K · P² stays under :data:`WHITENER_ELEMENTS`.
+        pca: Principal components to keep.  ``None`` chooses (see :mod:`.pca`), at most images − K and, with a
+            covariance for each class, so many that K · P² stays under :data:`WHITENER_ELEMENTS`.
         class_names: Names for messages.
+        images: Which image each labelled example shows; by default another one each.
 
     Returns:
         A float32 module on the device of ``z``.
 
     Raises:
         UsageError: An unknown kind.
-        FitError: Features that are not finite or all equal, a class with fewer than two labelled examples,
+        FitError: Features that are not finite or all equal, a class with fewer than two images,
             or a ``pca`` beyond the rank.
     """
     family = kind_of(kind)
-    counts = check_features(z, labels, num_classes=num_classes, class_names=class_names, minimum=2)
+    counts = check_features(z, labels, num_classes=num_classes, class_names=class_names, minimum=2, images=images)
+    observed = counts if images is None else images_of_classes(images, labels, num_classes)
+    n_images = len(z) if images is None else int(images.bincount().count_nonzero())
     z = as_matrix(z)
     if family.unit_length:
         z = z.map(functional.normalize, z.shape[1], z.dtype)
     classwise = issubclass(family, ClasswiseDensity)
-    limit = len(z) - num_classes
+    limit = n_images - num_classes
     if classwise:
         limit = min(limit, math.isqrt(WHITENER_ELEMENTS // num_classes))
     limit = min(limit, family.maximum_components or limit)
@@ -87,7 +94,7 @@ def fit_density(
     scatter = means.new_zeros(x.shape[1], x.shape[1])
     for own, mean in zip(members, means, strict=True):
         scatter += linalg.scatter_about(x.take(own), mean)
-    covariance, shrinkage = linalg.covariance(scatter, len(z) - num_classes)
+    covariance, shrinkage = linalg.covariance(scatter * (n_images / len(z)), n_images - num_classes)
     pooled = linalg.inverse_root(covariance)
     root = pooled.root
     # −2 × the log-density at the centre of one Gaussian for all images
@@ -106,9 +113,10 @@ def fit_density(
         whiteners = torch.empty(num_classes, *root.shape, device=z.device)
         offsets = torch.empty(num_classes, len(root), device=z.device)
         shrinkages = []
-        for k, own in enumerate(members):
+        for k, (own, n_own) in enumerate(zip(members, observed.tolist(), strict=True)):
             mean = linalg.mean_of_rows(w.take(own))
-            covariance, shrinkage = linalg.covariance(linalg.scatter_about(w.take(own), mean), len(own) - 1)
+            scatter = linalg.scatter_about(w.take(own), mean) * (n_own / len(own))
+            covariance, shrinkage = linalg.covariance(scatter, n_own - 1)
             inverse = linalg.inverse_root(covariance)
             whiteners[k], offsets[k] = inverse.root, -inverse.root @ mean
             constants[k] -= 0.5 * inverse.log_det

@@ -110,12 +110,36 @@ def test_clamps_identical_images(kind: str, scale: float) -> None:
     assert (model.explain(collapsed).nearest_class == labels).all()
 
 
-def test_images_with_several_labels() -> None:
-    z, labels = images(300, 4, 3)
-    twice = fit_density(torch.cat([z, z]), torch.cat([labels, (labels + 1) % 3]), num_classes=3, pca=3)
-    expected = naive.class_log_joint(torch.cat([z, z]), torch.cat([labels, (labels + 1) % 3]), z[:20],
-                                     kind="gda", pca=3)  # fmt: skip
-    torch.testing.assert_close(twice(z[:20]).class_log_joint.double(), expected, rtol=1e-4, atol=1e-3)
+@given(st.sampled_from(KINDS), st.integers(2, 6), st.integers(2, 4), st.integers(4, 40), st.integers(2, 10), SEEDS)
+def test_images_with_several_labels_count_once(
+    kind: str, dim: int, classes: int, per_class: int, labels_each: int, seed: int
+) -> None:
+    """A third of the images have several labels, some of them twice."""
+    z, labels = images(per_class * classes, dim, classes, seed=seed)
+    random = torch.Generator().manual_seed(seed)
+    ambiguous = torch.arange(0, len(z), 3)
+    more = (labels[ambiguous, None] + torch.randint(0, 2, (len(ambiguous), labels_each), generator=random)) % classes
+    shown = torch.cat([torch.arange(len(z)), ambiguous.repeat_interleave(labels_each)])
+    examples = torch.cat([labels, more.flatten()])
+    model = fit_density(z[shown], examples, num_classes=classes, kind=kind, images=shown)
+    expected = naive.class_log_joint(z[shown], examples, z, kind=kind, pca=None, images=shown)
+    if model.record["lifted_eigenvalues"] == 0:
+        torch.testing.assert_close(model(z).class_log_joint.double(), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_repeated_labels_add_no_images() -> None:
+    """Ten copies of every label change neither the fit nor how far it is shrunk; without ``images`` they do both."""
+    z, labels = images(60, 12, 3)
+    once = fit_density(z, labels, num_classes=3)
+    shown = torch.arange(60).repeat(10)
+    copies = fit_density(z[shown], labels[shown], num_classes=3, images=shown)
+    assert copies.record == pytest.approx(once.record, rel=1e-2)
+    torch.testing.assert_close(copies(z).log_density, once(z).log_density, rtol=0.01, atol=0.1)
+    assert fit_density(z[shown], labels[shown], num_classes=3).record["shrunk_classes"] == 0
+    with pytest.raises(FitError, match=r"at least 2 images of every class, got '1' \(1\)"):
+        fit_density(
+            z[:4][[0, 1, 1, 2, 3]], torch.tensor([0, 1, 1, 0, 0]), num_classes=2, images=torch.tensor([0, 1, 1, 2, 3])
+        )
 
 
 def test_a_thousand_classes() -> None:
