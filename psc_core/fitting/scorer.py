@@ -71,6 +71,7 @@ def fit_scorer(
                 seed=options.seed,
                 device=compute.device,
                 class_names=classes,
+                images=known.images,
             ).to(compute.device)
     fused = backbone.fused(compute.precision)
     return Scorer(train.preprocess, fused, projection, fitted_density, fitted_head, compute.precision)

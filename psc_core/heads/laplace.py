@@ -5,7 +5,9 @@ The paper's g′ (section "Linear layers as PSCs").  Around the maximum a poster
 in laplace-torch, which fits it)
 
     weights  ``B ⊗ A + τ I``,   bias  ``B + τ I``,
-    ``A = (1/n) Σ_i φ_i φ_iᵀ``,   ``B = Σ_i (diag p_i − p_i p_iᵀ)``.
+    ``A = (1/n) Σ_i φ_i φ_iᵀ``,   ``B = Σ_i (diag p_i − p_i p_iᵀ)``,
+
+sums over n images: of the labelled examples of one image each counts as its share.
 
 With ``A = Q_A diag(λ_A) Q_Aᵀ`` and ``B = Q_B diag(λ_B) Q_Bᵀ`` the logits of one image have covariance
 ``Q_B diag(v) Q_Bᵀ``, where

@@ -35,14 +35,14 @@ def softmax_curvature(theta: Tensor, phi: Tensor, ridge: float, *, exact: bool) 
     return curvature + ridge * torch.eye(len(curvature), dtype=torch.float64)
 
 
-def kfac_factors(weight: Tensor, bias: Tensor, phi: Tensor) -> tuple[Tensor, Tensor]:
-    """A and B by loops over images."""
+def kfac_factors(weight: Tensor, bias: Tensor, phi: Tensor, weights: list[float]) -> tuple[Tensor, Tensor]:
+    """A and B by loops over labelled examples."""
     a = torch.zeros(phi.shape[1], phi.shape[1], dtype=torch.float64)
     b = torch.zeros(len(bias), len(bias), dtype=torch.float64)
-    for row in phi:
+    for row, share in zip(phi, weights, strict=True):
         p = (weight @ row + bias).softmax(0)
-        a += torch.outer(row, row) / len(phi)
-        b += torch.diag(p) - torch.outer(p, p)
+        a += share * torch.outer(row, row) / sum(weights)
+        b += share * (torch.diag(p) - torch.outer(p, p))
     return a, b
 
 

@@ -70,6 +70,7 @@ class HeadData:
 
     train: FeatureMatrix
     train_labels: Int[Tensor, " n"]
+    weights: Float[Tensor, " n"]  # 1 / labels of its image, so that every image is one observation
     val: Float[Tensor, "m dim"]
     val_labels: Int[Tensor, " m"]
     num_classes: int

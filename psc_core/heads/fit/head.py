@@ -36,6 +36,7 @@ def fit_head(
     seed: int = 0,
     device: torch.device | str = "cpu",
     class_names: Sequence[str] | None = None,
+    images: Int[Tensor, " n"] | None = None,
 ) -> Head:
     """Fit a head to training features; every free number is chosen by validation NLL.
 
@@ -49,6 +50,7 @@ def fit_head(
         seed: Of the random features of ``sngp``; the other heads use no random numbers.
         device: Where to fit, and where the head is returned.
         class_names: Names for messages.
+        images: Which image each labelled training example shows; by default another one each.
 
     Raises:
         UsageError: An unknown kind.
@@ -61,9 +63,11 @@ def fit_head(
     check_features(train, train_labels, num_classes=num_classes, class_names=class_names, minimum=1)
     check_features(val, val_labels, num_classes=num_classes, class_names=class_names, minimum=0)
     standardisation = fit_standardisation(train)
+    shown = torch.arange(len(train_labels)) if images is None else images
     data = HeadData(
         train=standardisation(train),
         train_labels=train_labels,
+        weights=shown.bincount()[shown].double().reciprocal().to(device),
         val=in_memory(standardisation(val)),
         val_labels=val_labels,
         num_classes=num_classes,

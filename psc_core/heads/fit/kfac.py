@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from psc_core.numerics import linalg
@@ -32,10 +32,11 @@ def fit_kfac(
     weight: Float[Tensor, "classes dim"],
     bias: Float[Tensor, " classes"],
     phi: Float[Tensor, "n dim"] | FeatureMatrix,
-    labels: Int[Tensor, " n"],
+    weights: Float[Tensor, " n"],
 ) -> Kfac:
-    """KFAC posterior of a linear layer by laplace-torch, in float64.
+    """KFAC posterior of a linear layer by laplace-torch, in float64; labelled example i counts ``weights[i]`` times.
 
+    The curvature of the softmax likelihood does not depend on labels, so none are given.
     laplace-torch's own curvature back ends compute B with one backward pass per class.  The one given to it here sums
     outer products, and agrees with them to rounding.
     """
@@ -48,31 +49,32 @@ def fit_kfac(
     class LinearSoftmax(GGNInterface):  # type: ignore[misc, unused-ignore]
         @torch.no_grad()
         def kron(self, x: Any, y: Tensor, N: int, **_: Any) -> tuple[Tensor, Any]:
-            """The terms of A and B from this batch."""
-            logits = self.model(x)
-            p = logits.softmax(dim=1)
-            outputs = p.sum(0).diag() - p.T @ p
-            factors: Any = [[outputs, x.T @ x / N], [outputs.clone()]]
-            return self.lossfunc(logits, y), Kron(factors)
+            """The terms of A and B from this batch with the weights ``y``."""
+            p = self.model(x).softmax(dim=1)
+            weighted = p * y[:, None]
+            outputs = weighted.sum(0).diag() - weighted.T @ p
+            factors: Any = [[outputs, x.T @ (x * y[:, None]) / total], [outputs.clone()]]
+            return p.new_zeros(()), Kron(factors)
 
+    total = weights.sum()
     layer = nn.Linear(weight.shape[1], weight.shape[0], device=phi.device, dtype=torch.float64)
     layer.load_state_dict({"weight": weight, "bias": bias})
     posterior: Any = Laplace(
         layer, "classification", subset_of_weights="all", hessian_structure="kron", backend=LinearSoftmax
     )
-    posterior.fit(FeatureLoader(phi, labels))
+    posterior.fit(FeatureLoader(phi, weights))
     output_values, input_values = posterior.H.eigenvalues[0]
     output_vectors, input_vectors = posterior.H.eigenvectors[0]
     return Kfac(input_values, linalg.fix_signs(input_vectors), output_values, linalg.fix_signs(output_vectors))
 
 
 class FeatureLoader:
-    """The part of a ``DataLoader`` that laplace-torch uses: batches, and ``dataset`` for its length."""
+    """The part of a ``DataLoader`` that laplace-torch uses: batches, weights for labels, and ``dataset``'s length."""
 
-    def __init__(self, phi: Tensor | FeatureMatrix, labels: Tensor) -> None:
+    def __init__(self, phi: Tensor | FeatureMatrix, weights: Tensor) -> None:
         self.dataset = phi
-        self.labels = labels
+        self.weights = weights
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for chunk, block in blocks(self.dataset):
-            yield block.double(), self.labels[chunk]
+            yield block.double(), self.weights[chunk]

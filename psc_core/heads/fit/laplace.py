@@ -22,7 +22,7 @@ PRECISIONS: Final = tuple(10.0 ** (k / 4) for k in range(-16, 17))
 def fit_laplace(data: HeadData) -> LaplaceHead:
     """Weights, their posterior, then τ and temperature, in the order of laplace-torch's grid search."""
     softmax = choose_softmax(data.train, data.train_labels, data.val, data.val_labels, num_classes=data.num_classes)
-    kfac = fit_kfac(softmax.weight, softmax.bias, data.train, data.train_labels)
+    kfac = fit_kfac(softmax.weight, softmax.bias, data.train, data.weights)
     choice = choose_posterior(validation_logits(softmax, kfac, data.val), data.val_labels, PRECISIONS)
     weight_spectrum, bias_spectrum = kfac.spectra(choice.precision)
     return LaplaceHead(

@@ -48,7 +48,7 @@ def fit_sngp(data: HeadData) -> SngpHead:
     psi_val = random_features(data.val, frequencies, phases)
     softmax = choose_softmax(psi, data.train_labels, psi_val, data.val_labels, num_classes=data.num_classes)
 
-    covariance = linalg.eigh(information_matrix(psi, softmax))
+    covariance = linalg.eigh(information_matrix(psi, softmax, data.weights))
     choice = choose_posterior(validation_logits(psi_val, softmax, covariance), data.val_labels, PRECISIONS)
     return SngpHead(
         {
@@ -88,14 +88,14 @@ def choose_length_scale(data: HeadData, omega: Tensor, phases: Tensor) -> float:
 
 
 def information_matrix(
-    psi: Float[Tensor, "n features"] | FeatureMatrix, softmax: SoftmaxFit
+    psi: Float[Tensor, "n features"] | FeatureMatrix, softmax: SoftmaxFit, weights: Float[Tensor, " n"]
 ) -> Float[Tensor, "features features"]:
-    """``Σ_i p_i (1 − p_i) ψ_i ψ_iᵀ`` with p_i the largest class probability, float64."""
+    """``Σ_i weights_i p_i (1 − p_i) ψ_i ψ_iᵀ`` with p_i the largest class probability, float64."""
     total = torch.zeros(psi.shape[1], psi.shape[1], dtype=torch.float64, device=psi.device)
-    for _, block in blocks(psi):
+    for chunk, block in blocks(psi):
         wide = block.double()
         largest = softmax.logits(wide).softmax(dim=1).amax(dim=1)
-        total += wide.T @ (wide * (largest * (1 - largest))[:, None])
+        total += wide.T @ (wide * (weights[chunk] * largest * (1 - largest))[:, None])
     return total
 
 

@@ -40,8 +40,8 @@ def test_matches_the_dense_posterior(dim: int, classes: int, seed: int, spread: 
     phi = torch.randn(30, dim, generator=random, dtype=torch.float64)
     weight = torch.randn(classes, dim, generator=random, dtype=torch.float64)
     bias = torch.randn(classes, generator=random, dtype=torch.float64)
-    labels = torch.randint(0, classes, (30,), generator=random)
-    kfac = fit_kfac(weight, bias, phi, labels)
+    weights = 1 / torch.randint(1, 4, (30,), generator=random).double()
+    kfac = fit_kfac(weight, bias, phi, weights)
     spectra = kfac.spectra(0.7)
     head = LaplaceHead(
         {
@@ -51,7 +51,7 @@ def test_matches_the_dense_posterior(dim: int, classes: int, seed: int, spread: 
         },
         record={},
     )  # fmt: skip
-    a, b = naive.kfac_factors(weight, bias, phi)
+    a, b = naive.kfac_factors(weight, bias, phi, weights.tolist())
     z = spread * phi[:8]
     output = head(z.float())
     for i in range(8):

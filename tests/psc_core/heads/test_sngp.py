@@ -53,7 +53,7 @@ def test_length_scale_matches_search(stripes: int, seed: int, monkeypatch: pytes
     omega, phases = torch.randn(2, 20, generator=random), 2 * math.pi * torch.rand(20, generator=random)
     val, val_labels = torch.rand(40, 2, generator=random), torch.arange(40) % 2
     val[:, 0] = (val[:, 0] + torch.arange(40) % stripes) / stripes
-    data = HeadData(phi(z), labels, phi(val)[:].float(), val_labels, 2, seed, phi)
+    data = HeadData(phi(z), labels, torch.ones(len(z)).double(), phi(val)[:].float(), val_labels, 2, seed, phi)
     expected = naive.length_scale(
         phi(z)[:], labels, phi(val)[:], val_labels, omega.double(), phases.double(), precision=0.1
     )
