@@ -23,7 +23,7 @@ _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4",
 
 
 class Rejected(Exception):
-    """The directory is no bundle of version 1."""
+    """The directory is no bundle of version 1 or 2."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SecondReader:
 
     def __init__(self, folder: Path) -> None:
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text("utf-8"))
-        if self.manifest["schema_version"] != 1 or self.manifest["version"] != version_of(self.manifest):
+        if self.manifest["schema_version"] not in (1, 2) or self.manifest["version"] != version_of(self.manifest):
             raise Rejected("schema or version")
         self.parts: dict[str, dict[str, Array]] = {}
         for name, entry in self.manifest["files"].items():
@@ -108,7 +108,10 @@ class SecondReader:
             z = z / np.maximum(np.linalg.norm(z, axis=1, keepdims=True), 1e-12)
         w = (z - t["mean"]) @ t["basis"]
         if kind in ("gda", "gda++", "pooled++"):
-            difference = np.einsum("kpq,bq->bkp", t["whiteners"], w) + t["offsets"]
+            if self.manifest["schema_version"] == 1:
+                difference = np.einsum("kpq,bq->bkp", t["whiteners"], w) + t["offsets"]
+            else:
+                difference = np.einsum("kpq,bkq->bkp", t["whiteners"], w[:, None] - t["centres"])
         elif kind in ("tied", "rmd"):
             difference = w[:, None] - t["centres"]
         else:

@@ -247,10 +247,8 @@ def random_density(dim: int, kept: int, classes: int, *, kind: str = "gda") -> D
         "basis": torch.linalg.qr(torch.randn(dim, kept)).Q,
         "constants": torch.full((classes,), -float(kept)),
     }
-    own = (
-        {"whiteners": torch.eye(kept).repeat(classes, 1, 1), "offsets": -means} if kind == "gda" else {"centres": means}
-    )
-    model = family({**tensors, **own}, record={})
+    whiteners = {"whiteners": torch.eye(kept).repeat(classes, 1, 1)} if kind == "gda" else {}
+    model = family({**tensors, "centres": means, **whiteners}, record={})
     return restore_density(model.config(), model.state_dict())
 
 

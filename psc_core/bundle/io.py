@@ -96,7 +96,7 @@ def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapp
     check_target(path)
     blobs = {f"{part}.safetensors": _serialise(tensors) for part, tensors in parts.items()}
     files = {name: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for name, blob in blobs.items()}
-    body = json.loads(json.dumps({**fields, "schema_version": SCHEMA, "files": files}))
+    body = json.loads(json.dumps({**fields, "files": files}))
     check_text(body)
     body["version"] = manifest_digest(body)
     manifest = Manifest.model_validate_json(json.dumps(body))
@@ -152,9 +152,9 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
         raise BundleError(f"{file}: expected at most {MAX_DEPTH} levels of nesting; fit the bundle again") from error
     except ValueError as error:
         raise BundleError(f"{file}: expected JSON, {error}; fit the bundle again or restore it") from error
-    if isinstance(body, dict) and body.get("schema_version") != SCHEMA:
+    if isinstance(body, dict) and body.get("schema_version") not in range(1, SCHEMA + 1):
         raise BundleError(
-            f"{file}: expected schema_version {SCHEMA}, got {short(body.get('schema_version'))}; use "
+            f"{file}: expected schema_version 1 to {SCHEMA}, got {short(body.get('schema_version'))}; use "
             "the release that wrote it or fit again"
         )
     try:

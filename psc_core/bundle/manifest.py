@@ -16,8 +16,8 @@ from psc_core.errors import UsageError
 from psc_core.images.preprocess import Preprocess
 from psc_core.policy import Policy
 
-SCHEMA: Final = 1
-"""Version of the bundle format; readers reject any other."""
+SCHEMA: Final = 2
+"""Version of the bundle format that a fit writes; :class:`Manifest` lists those that are read."""
 
 PARTS = ("backbone", "projection", "density", "head", "calibration")
 """Tensor files of a bundle; ``head`` is absent for base predictions."""
@@ -106,7 +106,7 @@ def check_network(network: Mapping[str, Any]) -> None:
 class Manifest(_Strict):
     """``manifest.json``; every field is described in ``docs/bundle-format.md``."""
 
-    schema_version: Literal[1] = SCHEMA
+    schema_version: Literal[1, 2]
     name: str = Field(min_length=1, max_length=MAX_NAME)
     version: str = Field(pattern="^[0-9a-f]{12}$")
     classes: tuple[str, ...] = Field(min_length=2)

@@ -27,7 +27,7 @@ class Fitted(nn.Module):
     """Base of densities and heads.
 
     Args:
-        tensors: One float tensor for each name of ``layout``; stored as float32 buffers.
+        tensors: One float tensor for each name of ``layout``; stored as buffers of :meth:`dtype_of`.
         record: What the fit decided (chosen sizes, precisions, validation numbers).
 
     Raises:
@@ -36,6 +36,8 @@ class Fitted(nn.Module):
 
     kind: ClassVar[str]
     layout: ClassVar[Mapping[str, tuple[str, ...]]]
+    in_float64: ClassVar[frozenset[str]] = frozenset()
+    """Tensors that are kept in float64; the others are float32."""
 
     def __init__(self, tensors: Mapping[str, Tensor], *, record: Mapping[str, float | int]) -> None:
         super().__init__()
@@ -55,7 +57,12 @@ class Fitted(nn.Module):
                 )
             if not tensors[name].isfinite().all():
                 raise BundleError(f"expected finite numbers in {self.kind}.{name}, got NaN or ∞; fit the bundle again")
-            self.register_buffer(name, tensors[name].detach().float().contiguous())
+            self.register_buffer(name, tensors[name].detach().to(self.dtype_of(name)).contiguous())
+
+    @classmethod
+    def dtype_of(cls, name: str) -> torch.dtype:
+        """Type that a tensor is stored in."""
+        return torch.float64 if name in cls.in_float64 else torch.float32
 
     def config(self) -> dict[str, Any]:
         """Kind, axis sizes and record, as JSON types; with ``state_dict()`` all that restoring needs."""
@@ -71,9 +78,11 @@ def restore(kinds: Mapping[str, type[AnyFitted]], config: Mapping[str, Any], sta
     kind, sizes = config["kind"], config["sizes"]
     if kind not in kinds:
         raise BundleError(f"expected kind one of {sorted(kinds)}, got {kind!r}; use a newer version of psc")
-    other = {name: str(tensor.dtype) for name, tensor in state.items() if tensor.dtype != torch.float32}
-    if other:
-        raise BundleError(f"expected float32 tensors of {kind!r}, got {other}; fit the bundle again")
+    for name, tensor in state.items():
+        if tensor.dtype != kinds[kind].dtype_of(name):
+            raise BundleError(
+                f"expected {kinds[kind].dtype_of(name)} for {kind}.{name}, got {tensor.dtype}; fit the bundle again"
+            )
     model = kinds[kind](state, record=config["record"])
     if model.sizes != sizes:
         raise BundleError(

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from psc_core.bundle.manifest import SCHEMA
 from psc_core.bundle.module import restore
 from psc_core.density.base import Density, DensityExplanation, DensityOutput
 from psc_core.density.gaussian import (
@@ -20,6 +21,7 @@ from psc_core.density.gaussian import (
     TiedDensity,
     UnitLengthDensity,
 )
+from psc_core.density.version1 import DENSITIES_OF_VERSION_1
 from psc_core.errors import UsageError
 
 __all__ = ["DENSITIES", "Density", "DensityExplanation", "DensityOutput", "kind_of", "restore_density"]
@@ -38,6 +40,10 @@ def kind_of(name: str) -> type[Density]:
     return DENSITIES[name]
 
 
-def restore_density(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Density:
-    """Inverse of ``density.config()`` and ``density.state_dict()``; raises :class:`BundleError`."""
-    return restore(DENSITIES, config, state)
+def restore_density(config: Mapping[str, Any], state: Mapping[str, Tensor], *, schema: int = SCHEMA) -> Density:
+    """Inverse of ``density.config()`` and ``density.state_dict()`` in a bundle of version ``schema``.
+
+    Raises:
+        BundleError: An unknown kind, or tensors that do not fit it.
+    """
+    return restore(DENSITIES_OF_VERSION_1 if schema == 1 else DENSITIES, config, state)

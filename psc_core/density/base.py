@@ -33,6 +33,11 @@ class DensityExplanation(NamedTuple):
 class Density(Fitted):
     """Base of the densities: ``mean`` (D,), ``basis`` (D, P), ``constants`` (K,) as in :mod:`.gaussian`."""
 
+    schema: ClassVar[int] = 2
+    """Version of the bundle format that holds it."""
+
+    in_float64: ClassVar[frozenset[str]] = frozenset({"mean", "basis", "centres"})
+
     reads: ClassVar[Literal["z", "pooled"]] = "z"
     """Its input: the projected features z, or the candidate layer's features averaged over positions."""
 
@@ -51,7 +56,8 @@ class Density(Fitted):
     constants: Tensor
 
     def coordinates(self, z: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch kept"]:
-        """w, in which the pooled within-class covariance is the identity."""
+        """w, in which the pooled within-class covariance is the identity, in the type of ``mean``."""
+        z = z.to(self.mean.dtype)
         if self.unit_length:
             z = functional.normalize(z)
         return (z - self.mean) @ self.basis

@@ -5,12 +5,13 @@ The paper's feature density (appendix "DDU details").  ``y`` is the PCA projecti
 
     ``w = (z − mean) @ basis``
 
-in which the within-class covariance pooled over classes is the identity, so that float32 is enough for what float64
-fitted, whatever the units of z.  The constants hold the change of variables: ``log p`` stays the log-density of y.
+in which the within-class covariance pooled over classes is the identity, whatever the units of z.  Everything up to the
+difference ``w − m_k`` from a class mean is float64, because it cancels where classes are tight; what follows does not,
+and is float32.  The constants hold the change of variables: ``log p`` stays the log-density of y.
 With ``m_k`` the class means and ``S_k`` the class covariances in these coordinates:
 
 ============  ===============================================================================================
-``gda``       squared distance ``‖S_k^(−1/2) w − S_k^(−1/2) m_k‖²``: one matrix product for all classes
+``gda``       one covariance for each class: squared distance ``‖S_k^(−1/2) (w − m_k)‖²``
 ``gda++``     the same after ``z ← z / ‖z‖`` (as in Mahalanobis++, Müller & Hein 2025)
 ``pooled++``  ``gda++`` of the candidate layer's features averaged over positions, not of z; at most 512 components
 ``tied``      one covariance for all classes: ``‖w − m_k‖²``
@@ -28,40 +29,39 @@ from typing import ClassVar, Final
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional
 
 from psc_core.density.base import Density
 
-SERVE_ELEMENTS: Final = 1 << 26
-"""Largest B × K × P block of whitened differences (256 MiB); larger batches are split."""
+SERVE_ELEMENTS: Final = 1 << 25
+"""Largest B × K × P block of differences (256 MiB of float64); larger batches are split."""
 
 
 class ClasswiseDensity(Density):
-    """One covariance for each class; ``whiteners`` (K, P, P) are S_k^(−1/2), ``offsets`` −S_k^(−1/2) m_k."""
+    """One covariance for each class; ``centres`` (K, P) are the class means m_k, ``whiteners`` (K, P, P) S_k^(−1/2)."""
 
     kind = "gda"
     layout: ClassVar = {
         "mean": ("dim",),
         "basis": ("dim", "kept"),
+        "centres": ("classes", "kept"),
         "whiteners": ("classes", "kept", "kept"),
-        "offsets": ("classes", "kept"),
         "constants": ("classes",),
     }
+    centres: Tensor
     whiteners: Tensor
-    offsets: Tensor
 
     def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
-        """Mahalanobis distances: one matrix product (P → K · P) for all classes."""
-        batch = max(1, SERVE_ELEMENTS // self.offsets.numel())
+        """Mahalanobis distances: a batched matrix product (P → P), one entry for each class."""
+        batch = max(1, SERVE_ELEMENTS // self.centres.numel())
         if len(w) > batch:
             return torch.cat([self.class_distances(part) for part in torch.split(w, batch)])
-        stacked = functional.linear(w, self.whiteners.flatten(0, 1), self.offsets.flatten())
-        distances: Tensor = torch.linalg.vector_norm(stacked.view(-1, *self.offsets.shape), dim=2)
-        return distances
+        differences = (w - self.centres[:, None]).float()
+        distances: Tensor = torch.linalg.vector_norm(differences @ self.whiteners.mT, dim=2)
+        return distances.T
 
     def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
         """``S_k^(−1/2) (w − m_k)``, k from ``classes``."""
-        return torch.einsum("bpq,bq->bp", self.whiteners[classes], w) + self.offsets[classes]
+        return torch.einsum("bpq,bq->bp", self.whiteners[classes], (w - self.centres[classes]).float())
 
 
 class UnitLengthDensity(ClasswiseDensity):
@@ -94,11 +94,11 @@ class TiedDensity(Density):
 
     def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
         """``‖w − m_k‖`` from differences: ‖w‖² − 2 w·m + ‖m‖² would cancel where classes are tight."""
-        return torch.cdist(w, self.centres, compute_mode="donot_use_mm_for_euclid_dist")
+        return torch.cdist(w, self.centres, compute_mode="donot_use_mm_for_euclid_dist").float()
 
     def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
         """``w − m_k``, k from ``classes``."""
-        return w - self.centres[classes]
+        return (w - self.centres[classes]).float()
 
 
 class RelativeDensity(TiedDensity):
@@ -117,4 +117,4 @@ class RelativeDensity(TiedDensity):
         wide = w.double()
         background = self.background_constant - 0.5 * (wide @ self.background.double()).square().sum(dim=1)
         distances = torch.cdist(wide, self.centres.double(), compute_mode="donot_use_mm_for_euclid_dist").square()
-        return (self.constants - 0.5 * distances - background[:, None]).to(w.dtype)
+        return (self.constants - 0.5 * distances - background[:, None]).float()

@@ -115,6 +115,7 @@ class PSC:
         if scorer.head is not None:
             parts["head"] = scorer.head.state_dict()
         fields = {
+            "schema_version": scorer.density.schema,
             "name": self.name,
             "classes": self.classes,
             "preprocess": self.preprocess.to_json(),

@@ -33,7 +33,7 @@ def restore_parts(
             manifest.backbone.model_dump(), tensors["backbone"], allow_factories=allow_factories
         )
         projection = Projection.restore(manifest.projection.model_dump(), tensors["projection"])
-        density = restore_density(manifest.density.model_dump(), tensors["density"])
+        density = restore_density(manifest.density.model_dump(), tensors["density"], schema=manifest.schema_version)
         dim = len(projection.z_mean)
         if density.reads == "z" and len(density.mean) != dim:
             raise BundleError(f"expected density.sizes.dim to be {dim}, got {len(density.mean)}; fit the bundle again")

@@ -126,8 +126,8 @@ def change_tensor(bundle: Path, part: str, change: Any) -> None:
 OTHER_TYPE = {
     "backbone": r"expected body\.\S+ of type torch\.float32, got ",
     "projection": "expected float32 tensors of the projection",
-    "density": r"expected float32 tensors of 'pooled\+\+', got ",
-    "head": "expected float32 tensors of 'laplace', got ",
+    "density": r"expected torch\.float(32|64) for pooled\+\+\.\w+, got ",
+    "head": r"expected torch\.float32 for laplace\.\w+, got ",
     "calibration": "expected .* float32 calibration scores",
 }
 OTHER_SHAPE = {

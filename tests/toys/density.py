@@ -76,7 +76,6 @@ class RelativeDensity(TiedDensity):''',
         )
     ],
     "docs/bundle-format.md": [
-        ("| `centres` | (K, P) | tied, rmd |", "| `centres` | (K, P) | tied, rmd, spherical |"),
         ("| `background` | (P, P)", "| `spreads` | (K) | spherical | s_k |\n| `background` | (P, P)"),
         ("    joint_k = ", "    spherical    q_k = ‖ w − centres_k ‖² / spreads_k²\n    joint_k = "),
     ],

@@ -67,7 +67,7 @@ def fit_density(
         images: Which image each labelled example shows; by default another one each.
 
     Returns:
-        A float32 module on the device of ``z``.
+        A module on the device of ``z``.
 
     Raises:
         UsageError: An unknown kind.
@@ -78,15 +78,17 @@ def fit_density(
     counts = check_features(z, labels, num_classes=num_classes, class_names=class_names, minimum=2, images=images)
     observed = counts if images is None else images_of_classes(images, labels, num_classes)
     n_images = len(z) if images is None else int(images.bincount().count_nonzero())
-    z = as_matrix(z)
+    z, precision = as_matrix(z), z.dtype
     if family.unit_length:
-        z = z.map(functional.normalize, z.shape[1], z.dtype)
+        z = z.map(lambda part: functional.normalize(part.double()), z.shape[1], torch.float64)
     classwise = issubclass(family, ClasswiseDensity)
     limit = n_images - num_classes
     if classwise:
         limit = min(limit, math.isqrt(WHITENER_ELEMENTS // num_classes))
     limit = min(limit, family.maximum_components or limit)
-    projection = fit_pca(z, kept=pca, limit=max(1, limit), minimum_variance=family.minimum_variance)
+    projection = fit_pca(
+        z, kept=pca, limit=max(1, limit), minimum_variance=family.minimum_variance, precision=precision
+    )
 
     members = torch.split(labels.argsort(stable=True), counts.tolist())
     x = projection.whiten(z)
@@ -111,19 +113,19 @@ def fit_density(
     if classwise:
         w = x.map(lambda part: part @ root, x.shape[1], torch.float64)
         whiteners = torch.empty(num_classes, *root.shape, device=z.device)
-        offsets = torch.empty(num_classes, len(root), device=z.device)
+        centres = torch.empty(num_classes, len(root), dtype=torch.float64, device=z.device)
         shrinkages = []
         for k, (own, n_own) in enumerate(zip(members, observed.tolist(), strict=True)):
-            mean = linalg.mean_of_rows(w.take(own))
-            scatter = linalg.scatter_about(w.take(own), mean) * (n_own / len(own))
+            centres[k] = linalg.mean_of_rows(w.take(own))
+            scatter = linalg.scatter_about(w.take(own), centres[k]) * (n_own / len(own))
             covariance, shrinkage = linalg.covariance(scatter, n_own - 1)
             inverse = linalg.inverse_root(covariance)
-            whiteners[k], offsets[k] = inverse.root, -inverse.root @ mean
+            whiteners[k] = inverse.root
             constants[k] -= 0.5 * inverse.log_det
             shrinkages.append(shrinkage)
             record["lifted_eigenvalues"] += inverse.n_clamped
             record["largest_lift"] = max(record["largest_lift"], inverse.largest_increase)
-        tensors |= {"whiteners": whiteners, "offsets": offsets}
+        tensors |= {"centres": centres, "whiteners": whiteners}
         record["shrunk_classes"] = sum(shrinkage > 0 for shrinkage in shrinkages)
         record["mean_shrinkage"] = sum(shrinkages) / num_classes
     else:

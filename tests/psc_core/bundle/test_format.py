@@ -26,7 +26,7 @@ from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE
 from psc_core.model.outputs import Outputs
 from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS
 from psc_core.prediction import DECISIONS
-from tests.conftest import TinyJob
+from tests.conftest import SHIPPED_BUNDLE, TinyJob
 from tests.second_reader import Rejected, SecondReader, parse_safetensors
 
 ALLOW = ("tests.tiny:network",)
@@ -68,7 +68,7 @@ def bundles(tiny_job: TinyJob, tiny_bundle: Path, tmp_path_factory: pytest.TempP
         patch.setattr(sngp, "LENGTH_SCALE_FACTORS", (1.0,))
         for name, flags in JOBS.items():
             assert main([*tiny_job.args, *flags, "--out", str(folder / name)]) == 0
-    return {"pooled++-laplace": tiny_bundle, **{name: folder / name for name in JOBS}}
+    return {"pooled++-laplace": tiny_bundle, **{name: folder / name for name in JOBS}, "version 1": SHIPPED_BUNDLE}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def images(data_root: Path) -> torch.Tensor:
     return torch.cat([*parts, noise, torch.zeros_like(noise[:1])])
 
 
-@pytest.mark.parametrize("name", ["pooled++-laplace", *JOBS])
+@pytest.mark.parametrize("name", ["pooled++-laplace", *JOBS, "version 1"])
 def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, name: str) -> None:
     psc, reader = PSC.load(bundles[name], device="cpu", allow_factories=ALLOW), SecondReader(bundles[name])
     with torch.inference_mode():

@@ -79,8 +79,8 @@ def test_missing_bundle(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema_version": 2}, "expected schema_version 1, got 2"),
-        ({"schema_version": None}, "expected schema_version 1"),
+        ({"schema_version": 3}, "expected schema_version 1 to 2, got 3"),
+        ({"schema_version": None}, "expected schema_version 1 to 2"),
         ({"classes": ["one"]}, "'classes'"),
         ({"surprise": 1}, "'surprise'"),
         ({"layers": None}, "'layers'"),

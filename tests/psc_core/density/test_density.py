@@ -23,7 +23,8 @@ def test_round_trip(kind: str) -> None:
     assert again.config() == model.config()
     for one, other in zip(model(z), again(z), strict=True):
         assert torch.equal(one, other)
-    assert all(tensor.dtype == torch.float32 for tensor in model.state_dict().values())
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == (torch.float64 if name in ("mean", "basis", "centres") else torch.float32)
     twice = fit_density(z, labels, num_classes=3, kind=kind).state_dict()
     assert all(torch.equal(twice[name], tensor) for name, tensor in model.state_dict().items())
 
@@ -40,5 +41,9 @@ def test_rejects_unusable_config_and_tensors() -> None:
         restore_density(config, {**state, "centres": state["centres"][:, :1]})
     with pytest.raises(BundleError, match="sizes"):
         restore_density(config, {**state, "centres": state["centres"][:2], "constants": state["constants"][:2]})
+    with pytest.raises(BundleError, match=r"expected torch\.float64 for tied\.mean, got torch\.float32"):
+        restore_density(config, {**state, "mean": state["mean"].float()})
+    with pytest.raises(BundleError, match=r"expected torch\.float32 for tied\.mean, got torch\.float64"):
+        restore_density(config, state, schema=1)
     with pytest.raises(BundleError, match="finite"):
         restore_density(config, {**state, "mean": state["mean"] * math.nan})

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,6 +26,10 @@ def assert_close_to_twin(model: Density, train: Tensor, labels: Tensor, z: Tenso
     torch.testing.assert_close(got.log_density.double(), expected.logsumexp(1), rtol=1e-4, atol=1e-3)
 
 
+# Features near a circle through the origin: float32 loses the difference from a class mean.
+@example("pooled++", 2, 2, 17153, 1e6)
+@example("gda++", 2, 3, 18863, 1.0)
+@example("pooled++", 2, 4, 47695, 1e6)
 @given(st.sampled_from(KINDS), st.integers(1, 6), st.integers(2, 4), SEEDS, SCALES)
 def test_density_is_the_definition_in_float64(kind: str, dim: int, classes: int, seed: int, scale: float) -> None:
     dim = max(dim, 2) if DENSITIES[kind].unit_length else dim
