@@ -11,8 +11,8 @@ Densities on each: ``gda``, ``tied``, ``gda++`` (unit length) and ``rmd``, on th
 99 % of the variance (``99%``) or on all of them (``all``).  Entropy and epistemic uncertainty of heads: ``laplace`` on
 every ``psc-GRANULARITY`` and on ``penultimate``, ``sngp`` and ``duq`` on ``psc-operations``.
 
-Sums ``a + b`` of two scores, each standardised on validation images: a density and its head's uncertainty, or the same
-density on the penultimate layer.
+Sums ``a + b`` of two scores, each in its upper spread over validation images: a density and its head's uncertainty, or
+the same density on the penultimate layer.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.density import DENSITIES, Density
 from psc_core.density.fit.density import fit_density
 from psc_core.evaluation.baselines import full_density, knn_score, max_softmax_score
+from psc_core.fitting.calibrate import upper_spread
 from psc_core.heads import HEADS, entropy
 from psc_core.heads.fit.head import fit_head
 from psc_core.heads.fit.temperature import fit_temperature
@@ -210,7 +211,7 @@ def sums(fitted: Sequence[Detector], known: Spaces) -> list[Detector]:
 
     Args:
         fitted: Single detectors.
-        known: Validation examples to standardise the scores on.
+        known: Validation examples that the spreads are measured on.
     """
     by_name = {detector.name: detector for detector in fitted}
     found = []
@@ -225,11 +226,11 @@ def sums(fitted: Sequence[Detector], known: Spaces) -> list[Detector]:
 
 
 def _sum(first: Detector, second: Detector, known: Spaces) -> Detector:
-    scales = [(values.mean(), values.std()) for values in (scored(first, known), scored(second, known))]
+    scales = [upper_spread(scored(detector, known)) for detector in (first, second)]
 
     def score(images: Spaces) -> Tensor:
         parts = [scored(detector, images) for detector in (first, second)]
-        return sum(((part - mean) / std for part, (mean, std) in zip(parts, scales, strict=True)), torch.zeros(()))
+        return sum((part / scale for part, scale in zip(parts, scales, strict=True)), torch.zeros(()))
 
     what = second.name.removeprefix(f"{first.space} ")
     return Detector(f"{first.name} + {what}", "psc", score, second.space, first.memory_bytes + second.memory_bytes)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from psc_core.calibration.conformal import Calibration
@@ -19,6 +19,9 @@ from psc_core.model.pipeline import Pipeline, Scored, Scorer, ood_score_of
 
 OOD_SCORES: Final = ("density", "density+entropy")
 """What the OOD score, and with it the p-value, is made of."""
+
+SMALLEST_SPREAD: Final = 1e-6
+"""Spread of an entropy, nats, that float32 probabilities resolve."""
 
 
 class Calibrated(NamedTuple):
@@ -80,9 +83,19 @@ def score_dataset(
 
 
 def entropy_weight(scores: Mapping[str, Tensor]) -> float:
-    """Standard deviation of the log density ÷ that of the predictive entropy; 0 where the entropy never varies."""
-    density, uncertainty = (float(scores[name].double().std()) for name in ("log_density", "predictive_entropy"))
-    return density / uncertainty if uncertainty > 0 else 0.0
+    """Upper spread of −log p(z) ÷ that of the predictive entropy; 0 where the entropy hardly varies."""
+    density, uncertainty = upper_spread(-scores["log_density"]), upper_spread(scores["predictive_entropy"])
+    return density / uncertainty if uncertainty > SMALLEST_SPREAD else 0.0
+
+
+def upper_spread(score: Float[Tensor, " n"]) -> float:
+    """Distance from the median of a score to its 95 % quantile, the side on which images are unusual.
+
+    The few images beyond do not move it, as they do a standard deviation.  Nor is it the spread of the many certain
+    images, as is the median absolute deviation of an entropy, in units of which doubtful images outweigh any density.
+    """
+    middle, high = torch.quantile(score.double(), torch.tensor([0.5, 0.95], dtype=torch.float64))
+    return float(high - middle)
 
 
 def validation_metrics(scored: Scored, labels: Tensor) -> dict[str, Any]:

@@ -208,7 +208,8 @@ def fit_psc(
         coverage: Nominal coverage of the prediction sets.
         risk: Error rate that images below the ambiguity threshold keep, with 95 % confidence.
         ood_score: One of :data:`OOD_SCORES`: ``"density"`` (−log p(z), the paper's), or ``"density+entropy"``, which
-            adds the predictive entropy, both measured in their standard deviations over the selection split of ``val``.
+            adds the predictive entropy, each in its :func:`psc_core.fitting.calibrate.upper_spread` over the selection
+            split of ``val``.
         name: Model name.
         provenance: Recorded in the bundle.
         collapse_report: Recorded in the bundle.

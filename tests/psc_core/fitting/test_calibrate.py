@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from psc_core import FitOptions, fit_projection, fit_psc, measure_collapse
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset, split_validation
-from psc_core.fitting.calibrate import OOD_SCORES, entropy_weight
+from psc_core.fitting.calibrate import OOD_SCORES, entropy_weight, upper_spread
 from psc_core.fitting.stages import FittedProjection
+from tests.reference import calibration as reference
 
 OPTIONS = FitOptions(device="cpu")
 
@@ -30,9 +32,8 @@ def test_entropy_counts_as_much_as_density(
     alone = plain.predict(next(choose.batches(len(choose))).images)
     weight = both.pipeline.entropy_weight
     assert plain.pipeline.entropy_weight == 0.0
-    assert weight == pytest.approx(
-        np.std(alone.log_density.double().numpy(), ddof=1) / np.std(alone.predictive_entropy.double().numpy(), ddof=1)
-    )
+    density, entropy = (values.tolist() for values in (-alone.log_density, alone.predictive_entropy))
+    assert weight == pytest.approx(reference.upper_spread(density) / reference.upper_spread(entropy))
     images = next(calibrate.batches(len(calibrate))).images
     alone, told = plain.predict(images), both.predict(images)
     assert torch.equal(alone.ood_score, -alone.log_density)
@@ -84,3 +85,16 @@ def test_constant_entropy_has_no_weight() -> None:
     assert entropy_weight({"log_density": log_density, "predictive_entropy": torch.full((5,), 0.3)}) == 0.0
     weight = entropy_weight({"log_density": log_density, "predictive_entropy": log_density / 4})
     assert weight == pytest.approx(4.0)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50))
+def test_upper_spread_equals_twin(score: list[float]) -> None:
+    found = upper_spread(torch.tensor(score, dtype=torch.float64))
+    assert found == pytest.approx(reference.upper_spread(score), rel=1e-9, abs=1e-9)
+
+
+def test_heavy_tail_does_not_move_the_weight() -> None:
+    log_density = torch.randn(400, generator=torch.Generator().manual_seed(0))
+    scores = {"log_density": log_density, "predictive_entropy": torch.linspace(0, 1, 400)}
+    tail = torch.where(log_density < log_density.quantile(0.02), 1e6 * log_density, log_density)
+    assert entropy_weight({**scores, "log_density": tail}) == pytest.approx(entropy_weight(scores))
