@@ -3,6 +3,8 @@
 ``psc-fit --model benchmarks.networks:wide_resnet28_10`` uses any of them; the ResNets and the VGG are
 torchvision's own with a small stem, so a bundle of theirs loads without this module.
 
+``…_mod`` is the architecture that Deep Deterministic Uncertainty trains with it (:mod:`benchmarks.mod`).
+
 Spectral normalisation follows Deep Deterministic Uncertainty (Mukhoti et al., 2023): a *bound*, not an
 equality.  A weight W with spectral norm σ > coefficient is replaced by W · coefficient / σ, with one power
 iteration in each training step.  A convolution's σ is that of the linear map of images (with stride, padding and
@@ -19,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torchvision import models
+
+from benchmarks.mod import modify
 
 
 def _small_resnet(build: Callable[..., nn.Module], num_classes: int, in_channels: int) -> nn.Module:
@@ -61,10 +65,11 @@ class _WideBlock(nn.Module):
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
         same = channels == width and stride == 1
         self.shortcut: nn.Module = nn.Identity() if same else nn.Conv2d(channels, width, 1, stride, bias=False)
+        self.activation: nn.Module = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.conv1(F.relu(self.bn1(x)))
-        sum_: Tensor = self.conv2(F.relu(self.bn2(out))) + self.shortcut(x)
+        out = self.conv1(self.activation(self.bn1(x)))
+        sum_: Tensor = self.conv2(self.activation(self.bn2(out))) + self.shortcut(x)
         return sum_
 
 
@@ -85,12 +90,13 @@ class WideResNet(nn.Module):
             stages.append(nn.Sequential(*layers))
         self.layer1, self.layer2, self.layer3 = stages
         self.bn1 = nn.BatchNorm2d(channels)
+        self.activation: nn.Module = nn.ReLU()
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(channels, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.layer3(self.layer2(self.layer1(self.conv1(x))))
-        logits: Tensor = self.fc(torch.flatten(self.avgpool(F.relu(self.bn1(out))), 1))
+        logits: Tensor = self.fc(torch.flatten(self.avgpool(self.activation(self.bn1(out))), 1))
         return logits
 
 
@@ -109,6 +115,26 @@ def wide_resnet10_1(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     return WideResNet(10, 1, num_classes, in_channels)
 
 
+def resnet18_mod(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
+    """:func:`resnet18` as DDU modifies it."""
+    return modify(resnet18(num_classes, in_channels))
+
+
+def resnet50_mod(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
+    """:func:`resnet50` as DDU modifies it."""
+    return modify(resnet50(num_classes, in_channels))
+
+
+def wide_resnet28_10_mod(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
+    """:func:`wide_resnet28_10` as DDU modifies it."""
+    return modify(wide_resnet28_10(num_classes, in_channels))
+
+
+def wide_resnet16_2_mod(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
+    """:func:`wide_resnet16_2` as DDU modifies it."""
+    return modify(wide_resnet16_2(num_classes, in_channels))
+
+
 NETWORKS: Mapping[str, Callable[[int, int], nn.Module]] = {
     "resnet18": resnet18,
     "resnet50": resnet50,
@@ -116,6 +142,10 @@ NETWORKS: Mapping[str, Callable[[int, int], nn.Module]] = {
     "wide_resnet28_10": wide_resnet28_10,
     "wide_resnet16_2": wide_resnet16_2,
     "wide_resnet10_1": wide_resnet10_1,
+    "resnet18_mod": resnet18_mod,
+    "resnet50_mod": resnet50_mod,
+    "wide_resnet28_10_mod": wide_resnet28_10_mod,
+    "wide_resnet16_2_mod": wide_resnet16_2_mod,
 }
 
 

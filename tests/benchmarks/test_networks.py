@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.mod import AverageShortcut
 from benchmarks.networks import (
     NETWORKS,
     SpectralBound,
@@ -13,8 +14,18 @@ from benchmarks.networks import (
     fold_spectral_norm,
     wide_resnet16_2,
 )
+from psc_core.network.backbone import truncate
+from psc_core.network.layers import list_layers
 
-PARAMETERS = {"resnet18": 11_173_962, "resnet50": 23_520_842, "wide_resnet28_10": 36_479_194, "vgg16": 14_728_266}
+PARAMETERS = {
+    "resnet18": 11_173_962,
+    "resnet50": 23_520_842,
+    "wide_resnet28_10": 36_479_194,
+    "vgg16": 14_728_266,
+    # without the 1×1 convolutions of the shortcuts: 8,192 + 32,768 + 131,072 weights and 1,792 of batch normalisation
+    "resnet18_mod": 11_173_962 - 173_824,
+    "wide_resnet28_10_mod": 36_479_194 - 16 * 160 - 160 * 320 - 320 * 640,
+}
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS))
@@ -27,13 +38,41 @@ def test_parameter_counts(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(NETWORKS))
 @pytest.mark.parametrize(("side", "channels"), [(28, 1), (32, 3)])
 def test_small_images_give_logits(name: str, side: int, channels: int) -> None:
-    if name == "wide_resnet28_10":
+    if name.startswith("wide_resnet28_10"):
         with torch.device("meta"):
             logits = NETWORKS[name](7, channels).eval()(torch.empty(2, channels, side, side))
     else:
         with torch.inference_mode():
             logits = NETWORKS[name](7, channels).eval()(torch.zeros(2, channels, side, side))
     assert logits.shape == (2, 7)
+
+
+@pytest.mark.parametrize(("stride", "side"), [(1, 5), (2, 6), (2, 7)])
+def test_shortcut_of_mod_equals_loops(stride: int, side: int) -> None:
+    x = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    found = AverageShortcut(nn.Conv2d(3, 5, 1, stride))(x)
+    small = -(-side // stride)
+    assert found.shape == (2, 5, small, small) and bool((found[:, 3:] == 0).all())
+    window = stride if side % 2 == 0 else 1
+    for i in range(small):
+        for j in range(small):
+            pixels = x[:, :, i * stride : i * stride + window, j * stride : j * stride + window]
+            torch.testing.assert_close(found[:, :3, i, j], pixels.mean((2, 3)))
+
+
+@pytest.mark.parametrize("name", ["resnet18_mod", "resnet50_mod", "wide_resnet16_2_mod"])
+def test_mod_changes_activations_and_shortcuts_alone(name: str) -> None:
+    net, plain = NETWORKS[name](10, 1), NETWORKS[name.removesuffix("_mod")](10, 1)
+    assert not any(isinstance(module, nn.ReLU) for module in net.modules())
+    assert {m.negative_slope for m in net.modules() if isinstance(m, nn.LeakyReLU)} == {0.01}
+    lost = set(plain.state_dict()) - set(net.state_dict())
+    assert set(net.state_dict()) < set(plain.state_dict())
+    assert lost and all(".downsample." in entry or ".shortcut." in entry for entry in lost)
+    example = torch.zeros(1, 1, 28, 28)
+    layer = list_layers(net, example)[-3].name
+    assert truncate(net, [layer], keep_output=True, example=example).method == "graph"
+    bound_spectral_norm(net, 3.0, example)
+    assert fold_spectral_norm(net)(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
 
 
 def dense_norm(layer: nn.Module, input_shape: tuple[int, ...]) -> float:
