@@ -1,13 +1,15 @@
-"""Table "methods": SNGP, DDU, DUQ and PSC on the same network and data.
+"""Table "methods": the output layers of SNGP, DDU and DUQ, and PSC, on the same network and data.
 
     python -m benchmarks.paper.methods_table --scale cpu --data ROOT
 
 CIFAR-10 against Fashion-MNIST and MNIST with the networks of :mod:`.cifar10_uq`.  The other methods' output layers are
 ``psc_core``'s, on penultimate features of the network trained as the method requires:
 
-* SNGP: spectral normalisation and the random-feature Gaussian process; its OOD score is the authors', Dempster and
-  Shafer's ``K / (K + Σ exp μ)`` of the mean-field logits μ; a second row uses the variance of the process;
-* DDU: spectral normalisation and Gaussians a class; probabilities are the softmax;
+* random-feature GP: SNGP's layer, fitted after the network was trained with spectral normalisation (SN), where its
+  authors train both together; its OOD score is theirs, Dempster and Shafer's ``K / (K + Σ exp μ)`` of the mean-field
+  logits μ; a second row uses the variance of the process;
+* DDU: spectral normalisation and Gaussians a class, on the plain architecture (not :mod:`benchmarks.mod`);
+  probabilities are the softmax;
 * DUQ: the radial-basis head on the plain network, trained without the gradient penalty, as the table notes;
 * PSC: the plain network, candidate layer, Laplace head, and the paper's Gaussians a class or the default density;
 * DVE is a method for regression and is not run.
@@ -40,9 +42,11 @@ NAME = "methods_table"
 
 OUTSIDE = ("fashion-mnist", "mnist")
 
+RANDOM_FEATURES = "random-feature GP fitted post hoc (SNGP's layer), SN network"
+
 METHODS: Mapping[str, tuple[str, str, str]] = {
-    "SNGP": ("spectral normalisation", "yes", "classification"),
-    "SNGP, its variance": ("spectral normalisation", "yes", "classification"),
+    RANDOM_FEATURES: ("spectral normalisation", "yes", "classification"),
+    f"{RANDOM_FEATURES}, its variance": ("spectral normalisation", "yes", "classification"),
     "DDU": ("spectral normalisation", "yes", "classification"),
     "DUQ": ("gradient penalty", "yes", "classification"),
     "DVE": ("skip connections", "no", "regression"),
@@ -161,8 +165,8 @@ def _sngp_rows(run: Run, trained: Trained, test: Pair) -> dict[str, Json]:
         return _quality(run, logits.softmax(1), inside.labels, score(*known).cpu(), scored)
 
     return {
-        "SNGP": row(lambda mean, variance: dempster_shafer(mean_field(mean, variance))),
-        "SNGP, its variance": row(lambda _, variance: variance),
+        RANDOM_FEATURES: row(lambda mean, variance: dempster_shafer(mean_field(mean, variance))),
+        f"{RANDOM_FEATURES}, its variance": row(lambda _, variance: variance),
     }
 
 
@@ -215,8 +219,9 @@ def fragment(record: Json) -> str:
                 "## Methods on the same network and data",
                 runs.markdown_table(header, lines),
                 f"CIFAR-10, JPEG-recompressed (quality 75); {record['result']['trained']}, and the same with or "
-                f"without spectral norm ≤ {checkpoints.SPECTRAL_NORM:g}; fitted on {fitted} training images. SNGP and "
-                "DDU run on the network trained with spectral normalisation, DUQ and PSC on the plain one. DUQ "
+                f"without spectral norm ≤ {checkpoints.SPECTRAL_NORM:g}; fitted on {fitted} training images. The "
+                "random-feature GP and DDU run on the network trained with spectral normalisation (SN), without DDU's "
+                "modified shortcuts and LeakyReLU, DUQ and PSC on the plain one. DUQ "
                 "here is its output layer alone; the network was trained without the gradient penalty.",
                 runs.provenance(record),
             ]
