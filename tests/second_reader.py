@@ -104,7 +104,7 @@ class SecondReader:
         t, kind = self.tensors("density"), self.manifest["density"]["kind"]
         if kind == "pooled++":
             z = np.concatenate([f.mean(2) for f in features], axis=1)
-        if kind in ("gda++", "pooled++"):
+        if kind in ("gda++", "mahalanobis++", "pooled++"):
             z = z / np.maximum(np.linalg.norm(z, axis=1, keepdims=True), 1e-12)
         w = (z - t["mean"]) @ t["basis"]
         if kind in ("gda", "gda++", "pooled++"):
@@ -112,7 +112,7 @@ class SecondReader:
                 difference = np.einsum("kpq,bq->bkp", t["whiteners"], w) + t["offsets"]
             else:
                 difference = np.einsum("kpq,bkq->bkp", t["whiteners"], w[:, None] - t["centres"])
-        elif kind in ("tied", "rmd"):
+        elif kind in ("tied", "mahalanobis++", "rmd"):
             difference = w[:, None] - t["centres"]
         else:
             raise Rejected(kind)

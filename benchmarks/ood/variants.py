@@ -7,9 +7,10 @@ Feature vectors (*spaces*):
   ``psc-fit --density pooled++``);
 * ``penultimate``: the input of the last linear layer.
 
-Densities on each: ``gda``, ``tied``, ``gda++`` (unit length) and ``rmd``, on the principal components that explain
-99 % of the variance (``99%``) or on all of them (``all``).  Entropy and epistemic uncertainty of heads: ``laplace`` on
-every ``psc-GRANULARITY`` and on ``penultimate``, ``sngp`` and ``duq`` on ``psc-operations``.
+Densities on each: ``gda``, ``tied``, the same with unit length (``gda++``, ``mahalanobis++``) and ``rmd``, on the
+principal components that explain 99 % of the variance (``99%``) or on all of them (``all``).  Entropy and epistemic
+uncertainty of heads: ``laplace`` on every ``psc-GRANULARITY`` and on ``penultimate``, ``sngp`` and ``duq`` on
+``psc-operations``.
 
 Sums ``a + b`` of two scores, each in its upper spread over validation images: a density and its head's uncertainty, or
 the same density on the penultimate layer.

@@ -1,4 +1,4 @@
-"""Feature densities: log p(z) of the training data.  One interface (:mod:`.base`), five kinds (:mod:`.gaussian`).
+"""Feature densities: log p(z) of the training data.  One interface (:mod:`.base`), six kinds (:mod:`.gaussian`).
 
 ``restore_density`` rebuilds one from a bundle, :func:`psc_core.density.fit.density.fit_density` fits one.
 To add a kind: subclass :class:`Density` with its ``layout``, list it in ``DENSITIES``, fit it in :mod:`.fit.density`.
@@ -20,6 +20,7 @@ from psc_core.density.gaussian import (
     RelativeDensity,
     TiedDensity,
     UnitLengthDensity,
+    UnitLengthTiedDensity,
 )
 from psc_core.density.version1 import DENSITIES_OF_VERSION_1
 from psc_core.errors import UsageError
@@ -28,7 +29,14 @@ __all__ = ["DENSITIES", "Density", "DensityExplanation", "DensityOutput", "kind_
 
 DENSITIES: Final[Mapping[str, type[Density]]] = {
     density.kind: density
-    for density in (ClasswiseDensity, TiedDensity, UnitLengthDensity, PooledDensity, RelativeDensity)
+    for density in (
+        ClasswiseDensity,
+        TiedDensity,
+        UnitLengthDensity,
+        UnitLengthTiedDensity,
+        PooledDensity,
+        RelativeDensity,
+    )
 }
 """Densities by kind."""
 

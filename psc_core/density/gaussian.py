@@ -10,14 +10,15 @@ difference ``w − m_k`` from a class mean is float64, because it cancels where 
 and is float32.  The constants hold the change of variables: ``log p`` stays the log-density of y.
 With ``m_k`` the class means and ``S_k`` the class covariances in these coordinates:
 
-============  ===============================================================================================
-``gda``       one covariance for each class: squared distance ``‖S_k^(−1/2) (w − m_k)‖²``
-``gda++``     the same after ``z ← z / ‖z‖`` (as in Mahalanobis++, Müller & Hein 2025)
-``pooled++``  ``gda++`` of the candidate layer's features averaged over positions, not of z; at most 512 components
-``tied``      one covariance for all classes: ``‖w − m_k‖²``
-``rmd``       relative Mahalanobis (Ren et al. 2021): the ``tied`` log-density minus the log-density of one
-              Gaussian fitted to all images, a log-ratio in nats; the same is subtracted from ``log π_k + log N_k``
-============  ===============================================================================================
+=================  =================================================================================================
+``gda``            one covariance for each class: squared distance ``‖S_k^(−1/2) (w − m_k)‖²``
+``gda++``          the same after ``z ← z / ‖z‖``
+``pooled++``       ``gda++`` of the candidate layer's features averaged over positions, not of z; at most 512 components
+``tied``           one covariance for all classes: ``‖w − m_k‖²``
+``mahalanobis++``  the same after ``z ← z / ‖z‖`` (Müller & Hein 2025, who take the smallest distance as their score)
+``rmd``            relative Mahalanobis (Ren et al. 2021): the ``tied`` log-density minus the log-density of one
+                   Gaussian fitted to all images, a log-ratio in nats; the same is subtracted from ``log π_k + log N_k``
+=================  =================================================================================================
 
 Shapes: B images, K classes, D = dim of z, P = kept components.
 """
@@ -99,6 +100,13 @@ class TiedDensity(Density):
     def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
         """``w − m_k``, k from ``classes``."""
         return (w - self.centres[classes]).float()
+
+
+class UnitLengthTiedDensity(TiedDensity):
+    """:class:`TiedDensity` of z / ‖z‖."""
+
+    kind = "mahalanobis++"
+    unit_length = True
 
 
 class RelativeDensity(TiedDensity):

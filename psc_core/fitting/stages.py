@@ -201,7 +201,7 @@ def fit_psc(
         train: Training images.
         val: Validation images.
         head: ``"laplace"``, ``"sngp"`` or ``"duq"``.
-        density: ``"gda"`` (the paper's), ``"tied"``, ``"gda++"``, ``"pooled++"`` or ``"rmd"``.
+        density: ``"gda"`` (the paper's), ``"tied"``, ``"gda++"``, ``"mahalanobis++"``, ``"pooled++"`` or ``"rmd"``.
         pca: Dimension the density works in, or None to choose it from the data.
         predictions: ``"psc"`` (the head) or ``"base"`` (the network's own output, unchanged).
         alpha: Default false-alarm rate.

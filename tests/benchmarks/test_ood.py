@@ -46,7 +46,7 @@ def test_sum_of_scaled_scores() -> None:
     assert found[f"pooled-operations gda++ all + {SPACE} laplace epistemic"].memory_bytes == 209
 
 
-@pytest.mark.parametrize("kind", ["gda", "gda++", "tied", "rmd"])
+@pytest.mark.parametrize("kind", ["gda", "gda++", "tied", "mahalanobis++", "rmd"])
 def test_full_density_keeps_the_rank_of_the_features(kind: str) -> None:
     generator = torch.Generator().manual_seed(1)
     z = torch.randn(400, 5, generator=generator) @ torch.randn(5, 12, generator=generator)

@@ -60,7 +60,7 @@ def class_log_joint(
     """
     shown = list(range(len(train))) if images is None else images.tolist()
     train, z = train.double(), z.double()
-    if kind in ("gda++", "pooled++"):
+    if kind in ("gda++", "mahalanobis++", "pooled++"):
         train, z = (part / part.norm(dim=1, keepdim=True) for part in (train, z))
     classes = int(labels.max()) + 1
     owners = [
@@ -77,7 +77,7 @@ def class_log_joint(
     degrees_of_freedom = len(set(shown)) - classes
     mean_square = sum(scatters, torch.zeros_like(total)) / len(train)
     pooled = shrunk(mean_square * len(set(shown)) / degrees_of_freedom, total, degrees_of_freedom)
-    if kind in ("tied", "rmd"):
+    if kind in ("tied", "mahalanobis++", "rmd"):
         covariances = [pooled] * classes
     else:
         covariances = []

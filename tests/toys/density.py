@@ -24,8 +24,8 @@ class RelativeDensity(TiedDensity):''',
         )
     ],
     "psc_core/density/__init__.py": [
-        ("    RelativeDensity,\n", "    RelativeDensity,\n    SphericalDensity,\n"),
-        ("PooledDensity, RelativeDensity)", "PooledDensity, RelativeDensity, SphericalDensity)"),
+        ("    RelativeDensity,\n    TiedDensity,", "    RelativeDensity,\n    SphericalDensity,\n    TiedDensity,"),
+        ("        RelativeDensity,\n    )", "        RelativeDensity,\n        SphericalDensity,\n    )"),
     ],
     "psc_core/density/fit/density.py": [
         (
@@ -60,10 +60,10 @@ class RelativeDensity(TiedDensity):''',
     ],
     "tests/second_reader.py": [
         (
-            '        elif kind in ("tied", "rmd"):\n',
+            '        elif kind in ("tied", "mahalanobis++", "rmd"):\n',
             """        elif kind == "spherical":
             difference = (w[:, None] - t["centres"]) / t["spreads"][:, None]
-        elif kind in ("tied", "rmd"):
+        elif kind in ("tied", "mahalanobis++", "rmd"):
 """,
         )
     ],

@@ -39,7 +39,7 @@ JOBS: dict[str, tuple[str, ...]] = {
     "gda++-duq": ("--density", "gda++", "--head", "duq", "--no-second-scaling"),
     "rmd-base": ("--density", "rmd", "--predictions", "base"),
     "gda-laplace": ("--density", "gda", "--ood-score", "density+entropy"),
-    "vector": ("--layer", "6", "--head", "duq"),
+    "vector": ("--layer", "6", "--head", "duq", "--density", "mahalanobis++"),
     "pooled": (
         "--layer",
         "0",
