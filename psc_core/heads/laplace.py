@@ -17,8 +17,10 @@ With ``A = Q_A diag(λ_A) Q_Aᵀ`` and ``B = Q_B diag(λ_B) Q_Bᵀ`` the logits 
 so a batch takes three matrix products, ``s_c² = Σ_j (Q_B)²_cj v_j`` is the variance of a logit, and a sample
 of the logits is ``μ + Q_B (√v ∘ ε)``.  No Jacobian is ever formed: the two factors are sums of outer products.
 
-Probabilities: laplace-torch's probit approximation, ``softmax(μ_c / √(1 + π s_c² / 8))``, with μ divided by a
-temperature (:func:`psc_core.heads.fit.posterior.choose_posterior`), which the stored W and b include.
+The logits are divided by a temperature T (:mod:`psc_core.heads.fit.posterior`): the stored W and b by T, v by T², so
+that all below belongs to one posterior.
+
+Probabilities: laplace-torch's probit approximation, ``softmax(μ_c / √(1 + π s_c² / 8))``.
 
 Epistemic uncertainty, nats: the mutual information between label and weights.  To second order in the
 logits' covariance it is ``δ = ½ tr[(diag p − p pᵀ) Q_B diag(v) Q_Bᵀ]``, which is unbounded, while the mutual

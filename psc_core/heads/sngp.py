@@ -6,14 +6,13 @@
 
 ``ψᵀψ′ / M`` approximates the RBF kernel of length-scale ℓ.  One covariance serves all classes, with p_i the
 largest class probability of image i: K matrices of M × M would be too large for a thousand classes.  ℓ is the
-median distance between training features times 0.5, 1 or 2, whichever has the smallest validation NLL.  τ of the
-covariance and a temperature, by which W and b are divided, are chosen by validation NLL too
-(:func:`psc_core.heads.fit.posterior.choose_posterior`).
+median distance between training features times 0.5, 1 or 2, whichever has the smallest validation NLL.  The logits
+are divided by a temperature T (:mod:`psc_core.heads.fit.posterior`): the stored W and b by T, s² by T².
 
 Departure: features have unit mean square (theirs √(2/M) cos); W and τ absorb the factor.
 
 Epistemic uncertainty: s², the variance of a logit (squared logits), from near 0 at the training images to
-at most 2 M / τ far from them.  Aleatoric: the entropy of ``softmax(μ)``, nats.
+at most 2 M / (τ T²) far from them.  Aleatoric: the entropy of ``softmax(μ)``, nats.
 """
 
 from __future__ import annotations

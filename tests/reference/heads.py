@@ -142,15 +142,39 @@ def length_scale(
     return min(losses, key=losses.__getitem__)
 
 
-def choose_posterior(
-    logits: dict[float, Tensor], temperatures: dict[float, float], labels: Tensor
-) -> tuple[float, float, float]:
-    """Precision, temperature and NLL by trying all; a temperature other than 1 pays log(m) / (2 m)."""
-    tried = []
-    for precision, f in logits.items():
-        for temperature, price in ((1.0, 0.0), (temperatures[precision], math.log(len(labels)) / (2 * len(labels)))):
-            nll = functional.cross_entropy(f / temperature, labels).item()
-            tried.append((nll + price, precision, temperature, nll))
-    limit = 1.001 * min(tried)[0]
-    _, precision, temperature, nll = min((one for one in tried if one[0] <= limit), key=lambda one: (one[1], one[0]))
-    return precision, temperature, nll
+def tempered_loss(mean: Tensor, variance: Tensor, temperature: float, labels: Tensor) -> float:
+    """Mean NLL of the probit approximation of ``N(μ / T, s² / T²)``, one image at a time."""
+    losses = []
+    for f, v, label in zip(mean, variance.expand_as(mean), labels.tolist(), strict=True):
+        losses.append(-probit_probabilities(f / temperature, v / temperature**2).log()[label].item())
+    return statistics.mean(losses)
+
+
+def choose_temperature(mean: Tensor, variance: Tensor, labels: Tensor) -> float:
+    """By search in ever finer steps; a temperature other than 1 pays log(m) / 2 nats."""
+
+    def loss(temperature: float) -> float:
+        return (
+            len(labels) * tempered_loss(mean, variance, temperature, labels)
+            + 1 / temperature
+            - 1
+            + math.log(temperature)
+        )
+
+    low, high = math.log(0.01), math.log(100)
+    for _ in range(6):
+        tried = [math.exp(low + (high - low) * i / 20) for i in range(21)]
+        at = min(range(21), key=lambda i: loss(tried[i]))
+        low, high = math.log(tried[max(0, at - 1)]), math.log(tried[min(20, at + 1)])
+    return tried[at] if loss(tried[at]) + math.log(len(labels)) / 2 < loss(1.0) else 1.0
+
+
+def choose_posterior(mean: Tensor, variances: dict[float, Tensor], labels: Tensor, cost: float) -> tuple[float, float]:
+    """The least precision, and its temperature, whose mean NLL is within ``cost`` of the least."""
+    found = {}
+    for precision, variance in variances.items():
+        temperature = choose_temperature(mean, variance, labels)
+        found[precision] = (tempered_loss(mean, variance, temperature, labels), temperature)
+    least = min(loss for loss, _ in found.values())
+    chosen = min(precision for precision, (loss, _) in found.items() if loss <= least + cost)
+    return chosen, found[chosen][1]

@@ -1,10 +1,8 @@
-"""Fit :class:`psc_core.heads.laplace.LaplaceHead`: weights, then their KFAC posterior, then τ and a temperature."""
+"""Fit :class:`psc_core.heads.laplace.LaplaceHead`: weights and τ, their KFAC posterior, a temperature."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Final
 
 from jaxtyping import Float
 from torch import Tensor
@@ -12,19 +10,18 @@ from torch import Tensor
 from psc_core.heads.fit.data import HeadData
 from psc_core.heads.fit.kfac import Kfac, fit_kfac
 from psc_core.heads.fit.posterior import choose_posterior
-from psc_core.heads.fit.softmax import SoftmaxFit, choose_softmax
+from psc_core.heads.fit.softmax import choose_softmax
 from psc_core.heads.laplace import LaplaceHead
-
-PRECISIONS: Final = tuple(10.0 ** (k / 4) for k in range(-16, 17))
-"""Prior precisions τ tried for the posterior: 10⁻⁴ … 10⁴, four to a decade."""
 
 
 def fit_laplace(data: HeadData) -> LaplaceHead:
-    """Weights, their posterior, then τ and temperature, in the order of laplace-torch's grid search."""
+    """Weights, their posterior and its temperature; what is stored is the posterior of the logits divided by T."""
     softmax = choose_softmax(data.train, data.train_labels, data.val, data.val_labels, num_classes=data.num_classes)
     kfac = fit_kfac(softmax.weight, softmax.bias, data.train, data.weights)
-    choice = choose_posterior(validation_logits(softmax, kfac, data.val), data.val_labels, PRECISIONS)
-    weight_spectrum, bias_spectrum = kfac.spectra(choice.precision)
+    choice = choose_posterior(
+        softmax.logits(data.val), logit_variance(kfac, data.val), data.val_labels, precision=softmax.precision
+    )
+    weight_spectrum, bias_spectrum = (part / choice.temperature**2 for part in kfac.spectra(choice.precision))
     return LaplaceHead(
         {
             **data.standardisation._asdict(),
@@ -45,15 +42,13 @@ def fit_laplace(data: HeadData) -> LaplaceHead:
     )
 
 
-def validation_logits(softmax: SoftmaxFit, kfac: Kfac, val: Float[Tensor, "m dim"]) -> Callable[[float], Tensor]:
-    """Probit logits ``μ_c / √(1 + π s_c² / 8)`` of the validation examples as a function of τ."""
-    mean = softmax.logits(val)
+def logit_variance(kfac: Kfac, val: Float[Tensor, "m dim"]) -> Callable[[float], Tensor]:
+    """``s_c²`` of the validation examples, (m, classes), as a function of τ."""
     inputs = (val @ kfac.input_vectors.to(val.dtype)).square()
     outputs = kfac.output_vectors.to(val.dtype).square().T
 
-    def logits_with(precision: float) -> Tensor:
+    def variance_with(precision: float) -> Tensor:
         weights, biases = (part.to(val.dtype) for part in kfac.spectra(precision))
-        variance = (inputs @ weights + biases) @ outputs
-        return mean * (1.0 + (math.pi / 8.0) * variance).rsqrt()
+        return (inputs @ weights + biases) @ outputs
 
-    return logits_with
+    return variance_with

@@ -1,22 +1,47 @@
-"""Choose a posterior by validation NLL: the precision of its prior, and a temperature for the mean logits."""
+"""The prior's precision τ and the temperature T of a Gaussian posterior over logits.
+
+Of a posterior ``f ~ N(μ, s²)`` over the logits of an image the head serves ``softmax(f / T)``: its logits have the mean
+μ / T and the variance s² / T², and probabilities, mutual information and samples all belong to this one posterior.  In
+the probit approximation
+
+    ``probabilities = softmax((μ / T) / √(1 + π s² / (8 T²))) = softmax(μ / √(T² + π s² / 8))``
+
+T cannot undo what s² flattens, so the validation NLL tells when a posterior is too wide, as Kronecker factors make it
+where classes are separable.  It does not tell when one is too narrow: weights that are well calibrated alone gain
+nothing from a posterior, and the NLL hardly changes up to τ = ∞, where epistemic uncertainty vanishes.  So the prior is
+the one that the weights were fitted with, whose τ the validation NLL of the weights alone chose, or the least strong of
+the stronger ones that costs at most :data:`MAXIMUM_COST`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from jaxtyping import Float, Int
+from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.heads.fit.temperature import fit_temperature
-
-NLL_TOLERANCE: Final = 0.001
-"""Relative increase of the validation NLL that a wider posterior may cost."""
+from psc_core.heads.fit.temperature import TEMPERATURES
 
 PRIOR_IMAGES: Final = 1.0
-"""Strength of the prior that a head's temperature is 1, see :func:`.temperature.fit_temperature`."""
+"""Strength of the prior that T is 1: a of a Gamma prior on 1 / T with its mode at 1."""
+
+STRONGER: Final = tuple(10.0 ** (k / 4) for k in range(29))
+"""τ tried, times that of the weights: up to 10⁷, four to a decade."""
+
+MAXIMUM_COST: Final = 1e-3
+"""Mean validation NLL, nats, that a wider posterior may cost."""
+
+
+class Choice(NamedTuple):
+    """The chosen posterior."""
+
+    precision: float  # τ of its prior
+    temperature: float  # T that the logits are divided by
+    val_nll: float  # mean validation NLL with both, nats
 
 
 def nll(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
@@ -24,42 +49,51 @@ def nll(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[
     return functional.cross_entropy(logits, labels, reduction="none").double()
 
 
-class Choice(NamedTuple):
-    """The chosen posterior."""
-
-    precision: float  # τ of its prior
-    temperature: float  # T that the mean logits are divided by
-    val_nll: float  # mean validation NLL with both, nats
+def tempered(
+    mean: Float[Tensor, "n classes"], variance: Float[Tensor, "n #classes"], temperature: float
+) -> Float[Tensor, "n classes"]:
+    """Probit logits ``μ / √(T² + π s² / 8)``."""
+    return mean * (temperature**2 + (math.pi / 8.0) * variance).rsqrt()
 
 
 def choose_posterior(
-    logits_with: Callable[[float], Float[Tensor, "m classes"]],
+    mean: Float[Tensor, "m classes"],
+    variance_with: Callable[[float], Float[Tensor, "m #classes"]],
     labels: Int[Tensor, " m"],
-    precisions: Sequence[float],
+    *,
+    precision: float,
 ) -> Choice:
-    """The widest posterior whose validation NLL is as good as the best, with its temperature.
-
-    That is the smallest τ whose mean validation NLL is at most 0.1 % above the minimum, each τ with a temperature of 1
-    or its best one.  The plain minimum over τ is often at infinity: weights that are well calibrated alone gain
-    nothing from a posterior, the NLL hardly depends on τ, and epistemic uncertainty would vanish for noise.
-    The temperature undoes the flattening by the posterior and by the weights' own prior that all images have in common;
-    it divides the mean of the logits, so their variance, and with it the epistemic uncertainty, stays.  A temperature
-    other than 1 has to gain log(m) / 2 nats over the m validation examples (Schwarz 1978): a smaller gain is within
-    the error of the estimate.
+    """The smallest of ``precision`` × :data:`STRONGER`, each with its own temperature, that costs little NLL.
 
     Args:
-        logits_with: Validation logits for a given precision, the posterior's variance included.
-        labels: Class index of each validation example.
-        precisions: Candidates for τ.
+        mean: μ of each validation example.
+        variance_with: s² of each for a given τ, of all classes or of each.
+        labels: Class index of each.
+        precision: τ that the weights were fitted with.
     """
-    price = math.log(len(labels)) / (2 * len(labels))
-    costs: dict[Choice, float] = {}
-    temperature = 1.0
-    for precision in sorted(precisions, reverse=True):
-        logits = logits_with(precision)
-        temperature = fit_temperature(logits, labels, prior_images=PRIOR_IMAGES, start=temperature)
-        for tried, penalty in ((temperature, price), (1.0, 0.0)):
-            choice = Choice(precision, tried, nll(logits / tried, labels).mean().item())
-            costs[choice] = choice.val_nll + penalty
-    limit = (1 + NLL_TOLERANCE) * min(costs.values())
-    return min((choice for choice in costs if costs[choice] <= limit), key=lambda one: (one.precision, costs[one]))
+    found = []
+    for factor in STRONGER:
+        variance = variance_with(factor * precision)
+        temperature = choose_temperature(mean, variance, labels)
+        val_nll = nll(tempered(mean, variance, temperature), labels).mean().item()
+        found.append(Choice(factor * precision, temperature, val_nll))
+    limit = min(choice.val_nll for choice in found) + MAXIMUM_COST
+    return next(choice for choice in found if choice.val_nll <= limit)
+
+
+def choose_temperature(
+    mean: Float[Tensor, "m classes"], variance: Float[Tensor, "m #classes"], labels: Int[Tensor, " m"]
+) -> float:
+    """T of the least NLL plus prior within :data:`.temperature.TEMPERATURES`, or 1.
+
+    One that is not 1 has to gain log(m) / 2 nats over the m examples (Schwarz 1978): a smaller gain is within the error
+    of the estimate.
+    """
+
+    def loss(log_temperature: float) -> float:
+        prior = PRIOR_IMAGES * (math.exp(-log_temperature) - 1 + log_temperature)
+        return nll(tempered(mean, variance, math.exp(log_temperature)), labels).sum().item() + prior
+
+    limits = (math.log(TEMPERATURES[0]), math.log(TEMPERATURES[1]))
+    found = minimize_scalar(loss, bounds=limits, method="bounded", options={"xatol": 1e-6})
+    return math.exp(found.x) if found.fun + math.log(len(labels)) / 2 < loss(0.0) else 1.0

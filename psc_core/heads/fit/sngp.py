@@ -1,4 +1,4 @@
-"""Fit :class:`psc_core.heads.sngp.SngpHead`: length-scale, weights, covariance, then τ and a temperature."""
+"""Fit :class:`psc_core.heads.sngp.SngpHead`: length-scale, weights and τ, covariance, a temperature."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from psc_core.heads.fit.data import HeadData, in_memory
 from psc_core.heads.fit.posterior import choose_posterior
 from psc_core.heads.fit.softmax import SoftmaxFit, choose_softmax
-from psc_core.heads.sngp import SngpHead, mean_field, random_features
+from psc_core.heads.sngp import SngpHead, random_features
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import FeatureMatrix, blocks
 
@@ -22,9 +22,6 @@ FEATURES: Final = 1024
 
 LENGTH_SCALE_FACTORS: Final = (0.5, 1.0, 2.0)
 """Length-scales tried, times the median distance."""
-
-PRECISIONS: Final = tuple(10.0 ** (k / 4) for k in range(-8, 25))
-"""Prior precisions τ tried for the covariance: 10⁻² … 10⁶, four to a decade."""
 
 LENGTH_SCALE_ROWS: Final = 10_000
 """Training examples that the length-scale is chosen on."""
@@ -49,7 +46,9 @@ def fit_sngp(data: HeadData) -> SngpHead:
     softmax = choose_softmax(psi, data.train_labels, psi_val, data.val_labels, num_classes=data.num_classes)
 
     covariance = linalg.eigh(information_matrix(psi, softmax, data.weights))
-    choice = choose_posterior(validation_logits(psi_val, softmax, covariance), data.val_labels, PRECISIONS)
+    choice = choose_posterior(
+        softmax.logits(psi_val), logit_variance(psi_val, covariance), data.val_labels, precision=softmax.precision
+    )
     return SngpHead(
         {
             **data.standardisation._asdict(),
@@ -57,7 +56,8 @@ def fit_sngp(data: HeadData) -> SngpHead:
             "phases": phases,
             "weight": softmax.weight / choice.temperature,
             "bias": softmax.bias / choice.temperature,
-            "covariance_root": covariance.vectors * (covariance.values + choice.precision).rsqrt(),
+            "covariance_root": covariance.vectors
+            * ((covariance.values + choice.precision).rsqrt() / choice.temperature),
         },
         record={
             "length_scale": length_scale,
@@ -99,14 +99,11 @@ def information_matrix(
     return total
 
 
-def validation_logits(
-    psi: Float[Tensor, "m features"], softmax: SoftmaxFit, covariance: linalg.Eigen
-) -> Callable[[float], Tensor]:
-    """Mean-field logits of the validation examples as a function of τ."""
-    mean = softmax.logits(psi)
+def logit_variance(psi: Float[Tensor, "m features"], covariance: linalg.Eigen) -> Callable[[float], Tensor]:
+    """s² of the validation examples, (m, 1), as a function of τ."""
     squares = (psi @ covariance.vectors.to(psi.dtype)).square()
 
-    def logits_with(precision: float) -> Tensor:
-        return mean_field(mean, squares @ (covariance.values + precision).reciprocal().to(psi.dtype))
+    def variance_with(precision: float) -> Tensor:
+        return (squares @ (covariance.values + precision).reciprocal().to(psi.dtype))[:, None]
 
-    return logits_with
+    return variance_with

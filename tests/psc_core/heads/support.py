@@ -36,7 +36,7 @@ def maximum(head: Any) -> tuple[Tensor, Tensor]:
 
 
 def torch_laplace(head: LaplaceHead, z: Tensor, labels: Tensor) -> tuple[Any, Tensor]:
-    """laplace-torch's posterior with its own curvature, at the head's maximum, prior and mean; and φ."""
+    """laplace-torch's posterior with its own curvature, at the head's maximum, prior and temperature; and φ."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from laplace import Laplace
@@ -48,7 +48,9 @@ def torch_laplace(head: LaplaceHead, z: Tensor, labels: Tensor) -> tuple[Any, Te
     posterior = Laplace(layer, "classification", subset_of_weights="all", hessian_structure="kron")
     data = torch.utils.data.TensorDataset(phi, labels)
     posterior.fit(torch.utils.data.DataLoader(data, batch_size=64))
-    posterior.prior_precision = head.record["prior_precision"]
+    squared = head.record["temperature"] ** 2  # logits / T: the mean / T, T² times the precision
+    posterior.temperature = 1 / squared
+    posterior.prior_precision = head.record["prior_precision"] * squared
     posterior.mean /= head.record["temperature"]
     nn.utils.vector_to_parameters(posterior.mean, layer.parameters())
     return posterior, phi

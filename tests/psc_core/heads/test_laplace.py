@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from psc_core.heads import LaplaceHead, entropy
-from psc_core.heads.fit import laplace, softmax
+from psc_core.heads.fit import posterior, softmax
 from psc_core.heads.fit.head import fit_head
 from psc_core.heads.fit.kfac import fit_kfac
 from tests.psc_core.heads.support import SEEDS, fit, images, torch_laplace
@@ -107,7 +107,7 @@ def test_mutual_information_matches_samples(dim: int, classes: int) -> None:
 def test_memory_with_a_thousand_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(softmax, "ITERATIONS", 2)
     monkeypatch.setattr(softmax, "PRECISIONS", (1.0,))
-    monkeypatch.setattr(laplace, "PRECISIONS", (1.0,))
+    monkeypatch.setattr(posterior, "STRONGER", (1.0,))
     dim, classes, examples = 2048, 1000, 1000
     z, labels = images(examples, dim, classes)
     with LargestTensor() as largest:

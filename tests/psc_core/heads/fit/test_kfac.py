@@ -35,9 +35,9 @@ def test_image_with_several_labels_is_one_observation(kind: str) -> None:
     for images_of in (shown, None):
         head = fit_head(z[shown], labels[shown], *val, num_classes=3, kind=kind, images=images_of)
         if isinstance(head, LaplaceHead):
-            precision = head.weight_spectrum.reciprocal()
+            precision = head.get_buffer("weight_spectrum").reciprocal()
         else:
             root = head.get_buffer("covariance_root").double()
             precision = torch.linalg.inv(root @ root.T).diagonal()
-        information[images_of is None] = precision - head.record["prior_precision"]
+        information[images_of is None] = precision / head.record["temperature"] ** 2 - head.record["prior_precision"]
     torch.testing.assert_close(10 * information[False], information[True], rtol=1e-2, atol=1e-2)

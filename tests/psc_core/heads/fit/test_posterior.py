@@ -8,57 +8,62 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psc_core.heads.fit import laplace, posterior, softmax
-from psc_core.heads.fit import sngp as sngp_fit
-from psc_core.heads.fit.posterior import PRIOR_IMAGES, choose_posterior
-from psc_core.heads.fit.temperature import fit_temperature
+from psc_core.heads import LaplaceHead, entropy
+from psc_core.heads.fit import posterior, softmax
+from psc_core.heads.fit.head import fit_head
+from psc_core.heads.fit.posterior import MAXIMUM_COST, choose_posterior, choose_temperature
 from tests.psc_core.heads.support import SEEDS, fit, images
 from tests.reference import heads as naive
 
 
-def test_chooses_precision_and_temperature() -> None:
-    """Noise costs a wide posterior, not what flattens all alike; one that needs no temperature comes first."""
-    random = torch.Generator().manual_seed(0)
-    honest = 3 * torch.randn(4000, 3, generator=random, dtype=torch.float64)
-    labels = torch.multinomial(honest.softmax(1), 1, generator=random).squeeze(1)
-    noise = torch.randn(4000, 3, generator=random, dtype=torch.float64)
-    spoilt = {0.1: 1.0, 1.0: 0.0, 10.0: 0.0, 100.0: 0.0}
+def drawn(n: int, *, seed: int = 0, spread: float = 3.0) -> tuple[Tensor, Tensor]:
+    """Logits, and labels drawn from their probabilities."""
+    random = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(n, 3, generator=random, dtype=torch.float64)
+    return logits, torch.multinomial(logits.softmax(1), 1, generator=random).squeeze(1)
 
-    def logits_with(precision: float) -> Tensor:
-        return (honest + spoilt[precision] * noise) / 2
 
-    choice = choose_posterior(logits_with, labels, tuple(spoilt))
-    assert choice.precision == 1.0
-    assert choice.temperature == pytest.approx(0.5, abs=0.03)
-    best = fit_temperature(logits_with(1.0), labels, prior_images=PRIOR_IMAGES)
-    assert choice.temperature == pytest.approx(best, rel=1e-9)
-    assert choice.val_nll == pytest.approx(posterior.nll(logits_with(1.0) / best, labels).mean().item())
-    flattened = choose_posterior(lambda precision: honest * precision / (1 + precision), labels, (1.0, 1000.0))
-    assert flattened[:2] == (1000.0, 1.0)
+def test_keeps_the_prior_of_the_weights_unless_it_costs() -> None:
+    """A variance that all images share is undone by T; one that strikes at random is not, and a stronger prior is."""
+    logits, labels = drawn(4000)
+    alike = torch.ones(4000, 1).double()
+    kept = choose_posterior(logits, lambda precision: alike / precision, labels, precision=0.5)
+    assert kept.precision == 0.5
+    assert kept.temperature < 1
+    unequal = torch.rand(4000, 1, generator=torch.Generator().manual_seed(1)).double() ** 4
+    stronger = choose_posterior(logits, lambda precision: 100 * unequal / precision, labels, precision=0.5)
+    assert stronger.precision > 0.5
+    narrow = choose_posterior(logits, lambda precision: 100 * unequal / precision, labels, precision=1e7)
+    assert narrow[:2] == (1e7, 1.0)
+    assert stronger.val_nll <= narrow.val_nll + 1.1 * MAXIMUM_COST
+
+
+def test_separable_classes_are_not_flattened() -> None:
+    """Every image is right: Kronecker factors at the weights' own prior would halve the probabilities."""
+    means = 4 * torch.randn(10, 64, generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(1500) % 10
+    z = means[labels] + torch.randn(1500, 64, generator=torch.Generator().manual_seed(2))
+    head = fit_head(z[:1000], labels[:1000], z[1000:], labels[1000:], num_classes=10)
+    assert head.record["prior_precision"] > 10 * head.record["map_precision"]
+    assert head(z).probabilities.amax(1).mean() > 0.99
+    assert head.record["val_nll"] < 2 * MAXIMUM_COST
 
 
 def test_keeps_temperature_one_within_its_error() -> None:
     """The honest logits keep 1 in at least nine of ten draws; a deviation of several errors is corrected."""
-    random = torch.Generator().manual_seed(0)
-    ones, best = 0, []
-    for _ in range(40):
-        honest = 3 * torch.randn(500, 3, generator=random, dtype=torch.float64)
-        labels = torch.multinomial(honest.softmax(1), 1, generator=random).squeeze(1)
-        choice = choose_posterior(lambda _, logits=honest: logits, labels, (1.0,))
-        ones += choice.temperature == 1.0
-        best.append(fit_temperature(honest, labels, prior_images=PRIOR_IMAGES))
-        assert choice.val_nll == pytest.approx(posterior.nll(honest / choice.temperature, labels).mean().item())
-        assert choose_posterior(lambda _, logits=honest: 2 * logits, labels, (1.0,)).temperature > 1.5
-    assert 36 <= ones < 40
-    assert min(best) < 0.95 and max(best) > 1.05
+    none, ones = torch.zeros(500, 1).double(), 0
+    for seed in range(40):
+        honest, labels = drawn(500, seed=seed)
+        ones += choose_temperature(honest, none, labels) == 1.0
+        assert choose_temperature(2 * honest, none, labels) > 1.5
+    assert 36 <= ones <= 40
 
 
 @pytest.mark.parametrize("kind", ["laplace", "sngp"])
 def test_temperature_undoes_shrunk_weights(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that a strong prior keeps far too small are served larger."""
-    module = {"laplace": laplace, "sngp": sngp_fit}[kind]
     monkeypatch.setattr(softmax, "PRECISIONS", (1e3,))
-    monkeypatch.setattr(module, "PRECISIONS", (1e6,))
+    monkeypatch.setattr(posterior, "STRONGER", (1e3,))
     head = fit(kind)
     assert head.record["temperature"] < 0.6
     assert head.record["val_nll"] < 0.8 * head.record["map_val_nll"]
@@ -67,15 +72,39 @@ def test_temperature_undoes_shrunk_weights(kind: str, monkeypatch: pytest.Monkey
     assert served == pytest.approx(head.record["val_nll"], abs=1e-4)
 
 
+def test_mutual_information_is_that_of_the_served_posterior(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are drawn from the posterior, their logits divided by T: mean and mutual information are the head's."""
+    monkeypatch.setattr(softmax, "PRECISIONS", (1e3,))
+    z, _ = images(100, 6, 3, seed=7)
+    head = fit(n=3000)
+    assert isinstance(head, LaplaceHead)
+    temperature = head.record["temperature"]
+    assert temperature < 0.95
+    served = {name: tensor.double() for name, tensor in head.state_dict().items()}
+    phi = head.standardise(z).double()
+    deviations = ((phi @ served["input_vectors"]).square() @ (temperature**2 * served["weight_spectrum"])
+                  + temperature**2 * served["bias_spectrum"]).sqrt()  # fmt: skip
+    mean = temperature * (phi @ served["weight"].T + served["bias"])  # of the weights before the temperature
+    noise = torch.randn(4000, *mean.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sampled = ((mean + (deviations * noise) @ served["output_vectors"].T) / temperature).softmax(2)
+    information = entropy(sampled.mean(0)) - entropy(sampled).mean(0)
+    torch.testing.assert_close(head(z).epistemic.double(), information, rtol=0.1, atol=1.5e-3)
+    assert information.mean() > 1e-3
+
+
 @settings(max_examples=15)
-@given(st.integers(2, 60), SEEDS, st.sampled_from([0.3, 1.0, 3.0]))
-def test_choice_matches_search(n: int, seed: int, spread: float) -> None:
+@given(st.integers(2, 40), SEEDS, st.sampled_from([0.3, 1.0, 3.0]), st.booleans())
+def test_choice_matches_search(n: int, seed: int, spread: float, by_class: bool) -> None:
     random = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 3, (n,), generator=random)
-    logits = {
-        precision: spread * torch.randn(n, 3, generator=random, dtype=torch.float64) + 2 * torch.eye(3)[labels].double()
-        for precision in (0.01, 1.0, 100.0)
-    }
-    temperatures = {key: fit_temperature(f, labels, prior_images=PRIOR_IMAGES) for key, f in logits.items()}
-    choice = choose_posterior(logits.__getitem__, labels, tuple(logits))
-    assert choice == pytest.approx(naive.choose_posterior(logits, temperatures, labels), rel=1e-6)
+    mean = spread * torch.randn(n, 3, generator=random, dtype=torch.float64) + 2 * torch.eye(3)[labels].double()
+    widths = torch.rand(n, 3 if by_class else 1, generator=random, dtype=torch.float64) ** 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(posterior, "STRONGER", (1.0, 10.0, 1000.0))
+        choice = choose_posterior(mean, lambda precision: widths / precision, labels, precision=0.02)
+    variances = {0.02 * factor: widths / (0.02 * factor) for factor in (1.0, 10.0, 1000.0)}
+    precision, temperature = naive.choose_posterior(mean, variances, labels, MAXIMUM_COST)
+    assert choice.precision == precision
+    assert choice.temperature == pytest.approx(temperature, rel=1e-3)
+    loss = naive.tempered_loss(mean, variances[precision], choice.temperature, labels)
+    assert choice.val_nll == pytest.approx(loss, rel=1e-9)
