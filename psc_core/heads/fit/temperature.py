@@ -14,9 +14,7 @@ TEMPERATURES: Final = (0.01, 100.0)
 """Range of T; logits that are right on every validation image would drive T to 0."""
 
 
-def fit_temperature(
-    logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"], *, prior_images: float = 0.0, start: float = 1.0
-) -> float:
+def fit_temperature(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
     """T that minimises the NLL of softmax(f / T), within :data:`TEMPERATURES`.
 
     The NLL is convex in β = 1/T, with slope Σ (E_p[f] − f_label) and curvature Σ Var_p[f]: Newton steps, with
@@ -25,16 +23,11 @@ def fit_temperature(
     Args:
         logits: f.
         labels: Class index of each labelled example.
-        prior_images: a of a Gamma prior on β with its mode at 1, which adds a (β − 1 − log β) to the summed NLL.
-            Without it, a few images that are all right would make the probabilities certain.
-        start: Initial T; one near the result saves steps.
     """
     low, high = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0]
-    beta = 1 / start
+    beta = 1.0
     for _ in range(100):
         slope, curvature = nll_derivatives(logits, labels, beta)
-        slope += prior_images * (1 - 1 / beta)
-        curvature += prior_images / beta**2
         if slope == 0:
             break
         low, high = (low, beta) if slope > 0 else (beta, high)

@@ -12,6 +12,7 @@ from psc_core.heads import LaplaceHead, entropy
 from psc_core.heads.fit import posterior, softmax
 from psc_core.heads.fit.head import fit_head
 from psc_core.heads.fit.posterior import MAXIMUM_COST, choose_posterior, choose_temperature
+from psc_core.heads.fit.temperature import fit_temperature
 from tests.psc_core.heads.support import SEEDS, fit, images
 from tests.reference import heads as naive
 
@@ -108,3 +109,10 @@ def test_choice_matches_search(n: int, seed: int, spread: float, by_class: bool)
     assert choice.temperature == pytest.approx(temperature, rel=1e-3)
     loss = naive.tempered_loss(mean, variances[precision], choice.temperature, labels)
     assert choice.val_nll == pytest.approx(loss, rel=1e-9)
+
+
+def test_prior_limits_the_confidence_of_few_images() -> None:
+    """Twenty images that are all right would make the probabilities certain."""
+    mean, labels = 5.0 * torch.eye(4).repeat(5, 1), torch.arange(4).repeat(5)
+    assert fit_temperature(mean, labels) < 0.2
+    assert 0.6 < choose_temperature(mean, torch.zeros(20, 1), labels) <= 1.0
