@@ -101,7 +101,7 @@ def plain(run: Run) -> Json:
     settings = {
         **_settings(run, base),
         "heads_chosen_by": ["half", "all"],
-        "head": "laplace, precision with a temperature that pays for itself",
+        "head": "laplace, mean and variance of the logits with one temperature",
         "divisions": DIVISIONS,
     }
     return run.part(f"seed{run.seed}-base", settings, compute)

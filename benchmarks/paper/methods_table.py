@@ -92,7 +92,7 @@ def methods_of(run: Run, *, spectral_norm: bool) -> Json:
         "job": job.name,
         "fit_images": images,
         "test_images": common.scale_of(run).test_images,
-        "head": "precision with a temperature that pays for itself",
+        "head": "mean and variance of the logits with one temperature",
     }
     return run.part("sn" if spectral_norm else "plain", settings, compute)
 
