@@ -14,6 +14,7 @@ from app.cli import parser as serve_parser
 from app.client.cli import parser as predict_parser
 from psc_core.cli.evaluate import parser as eval_parser
 from psc_core.cli.fit import parser as fit_parser
+from psc_core.cli.score import parser as score_parser
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -25,7 +26,13 @@ DOCUMENTS = sorted(
         *(ROOT / "benchmarks").rglob("*.md"),
     ]
 )
-PARSERS = {"psc-fit": fit_parser, "psc-eval": eval_parser, "psc-serve": serve_parser, "psc-predict": predict_parser}
+PARSERS = {
+    "psc-fit": fit_parser,
+    "psc-eval": eval_parser,
+    "psc-score": score_parser,
+    "psc-serve": serve_parser,
+    "psc-predict": predict_parser,
+}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,0 +1,117 @@
+"""``psc-score``: every output for a folder, a list or a Parquet column of images, written part by part."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from psc_core.bundle.io import read_bundle
+from psc_core.cli import flags
+from psc_core.errors import UsageError
+from psc_core.model.predictor import PSC
+from psc_core.scoring.inputs import Item, open_items, parts
+from psc_core.scoring.on_ray import score_on_ray
+from psc_core.scoring.outputs import FORMATS
+from psc_core.scoring.score import PartScorer, score_parts
+
+VERSION_FILE = "bundle-version"
+
+_EXAMPLE = """examples:
+  psc-score --bundle bundle images --out scores                  (a folder; scores/part-00000.parquet, …)
+  psc-score --bundle bundle images.parquet --column image --out scores --format jsonl
+  torchrun --nproc-per-node 4 -m psc_core.cli.score --bundle bundle images --out scores
+An interrupted run goes on with the same command.  An image that cannot be read is a row with its error.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``psc-score``."""
+    cli = flags.command("psc-score", "Every output of a bundle for many images.", _EXAMPLE)
+    cli.add_argument("input", type=Path, help="folder of images, .parquet file, or text file with one path a line")
+    cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="from psc-fit")
+    cli.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the parts")
+    cli.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="of the parts (default: parquet)")
+    cli.add_argument("--column", default="image", help="of a Parquet input: encoded images or paths (default: image)")
+    text = "images in a part, what an interruption can lose (default: 1024)"
+    cli.add_argument("--part-images", type=flags.positive, default=1024, metavar="N", help=text)
+    text = "score on a Ray cluster with N actors, each with a GPU where there are any (extra psc[ray])"
+    cli.add_argument("--ray", type=flags.positive, metavar="N", help=text)
+    cli.add_argument("--threads", type=flags.positive, metavar="N", help="decode images (default: one per CPU)")
+    cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    cli.add_argument(
+        "--allow-factories",
+        action="extend",
+        type=flags.by_commas,
+        default=[],
+        metavar="SPEC[,SPEC]",
+        help="network factories package.module:factory that the bundle may import",
+    )
+    return cli
+
+
+def score(args: argparse.Namespace) -> None:
+    """Score the parts of this process."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = args.device
+    if world > 1 and device == "auto" and torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    args.out.mkdir(parents=True, exist_ok=True)
+    source, out = args.input.absolute(), args.out.absolute()
+    check_version(out / VERSION_FILE, read_bundle(args.bundle).manifest.version)
+    make_parts = partial(open_parts, source, args.column, args.part_images)
+    make_scorer = partial(
+        load_scorer, args.bundle.absolute(), out, args.format, args.threads, device, args.allow_factories
+    )
+    if args.ray:
+        counts = score_on_ray(make_scorer, make_parts, args.ray)
+    else:
+        counts = score_parts(make_scorer(), make_parts(), rank=rank, world=world)
+    images = errors = there = 0
+    with tqdm(unit=" images", desc="scored", disable=rank > 0 or not sys.stderr.isatty()) as progress:
+        for count in counts:
+            images, errors = images + count.images, errors + count.errors
+            there += 0 if count.written else count.images
+            progress.update(count.images)
+    if images == 0 and rank == 0:
+        raise UsageError(f"{args.input} has no images")
+    of = f" of process {rank}" if world > 1 else ""
+    print(f"{args.out}: {images} images{of}, {there} of them were there already, {errors} could not be read")
+
+
+def open_parts(source: Path, column: str, size: int) -> Iterator[list[Item]]:
+    """The parts of an input."""
+    return parts(open_items(source, column), size)
+
+
+def load_scorer(
+    bundle: Path, out: Path, file_format: str, threads: int | None, device: str, allow_factories: Sequence[str]
+) -> PartScorer:
+    """A scorer with the model of a bundle."""
+    return PartScorer(PSC.load(bundle, device=device, allow_factories=allow_factories), out, file_format, threads)
+
+
+def check_version(file: Path, version: str) -> None:
+    """Note the bundle's version beside its outputs.
+
+    Raises:
+        UsageError: The folder has outputs of another bundle.
+    """
+    if file.exists() and (found := file.read_text().strip()) != version:
+        raise UsageError(f"{file.parent} has outputs of the bundle {found}, this one is {version}; give another --out")
+    file.write_text(version + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of ``psc-score``."""
+    return flags.run(score, parser(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Images to score, in an order that is the same in every process and every run.
+
+An input is a folder (every image file below it), a Parquet file with a column of paths or encoded images, or a text
+file with one path a line.  Items stream: memory holds the names of one folder, or one part, at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from psc_core.data.spec import SUFFIXES
+from psc_core.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Item:
+    """One image to score."""
+
+    name: str  # its path, or its row in a Parquet file
+    image: str | bytes  # a path, or an encoded image
+
+
+def parts(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
+    """Consecutive lists of ``size`` items; the last may be shorter."""
+    while part := list(islice(items, size)):
+        yield part
+
+
+def open_items(source: Path, column: str) -> Iterator[Item]:
+    """The items of a folder, a ``.parquet`` file (its ``column``) or a text file of paths.
+
+    Raises:
+        UsageError: There is no such file or folder, no such column, or pyarrow is not installed.
+    """
+    if source.is_dir():
+        return _folder(source)
+    if not source.is_file():
+        raise UsageError(f"{source} does not exist; give a folder, a .parquet file or a text file of paths")
+    return _parquet(source, column) if source.suffix == ".parquet" else _paths(source)
+
+
+def _folder(root: Path) -> Iterator[Item]:
+    for folder, children, files in os.walk(root):
+        children.sort()
+        for file in sorted(files):
+            if file.lower().endswith(SUFFIXES):
+                path = os.path.join(folder, file)  # noqa: PTH118 - a Path for each of a million files is slow
+                yield Item(_printable(os.path.relpath(path, root)), path)
+
+
+def _paths(file: Path) -> Iterator[Item]:
+    with file.open(encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            if path := line.rstrip("\r\n"):
+                yield Item(_printable(path), path)
+
+
+def _parquet(file: Path, column: str) -> Iterator[Item]:
+    table = pyarrow_parquet().ParquetFile(file)
+    if column not in table.schema_arrow.names:
+        raise UsageError(f"{file} has no column {column!r}; it has {', '.join(table.schema_arrow.names)}")
+    row = 0
+    for batch in table.iter_batches(batch_size=256, columns=[column]):
+        for value in batch.column(0):
+            yield Item(str(row), _encoded(value.as_py(), file))
+            row += 1
+
+
+def _printable(path: str) -> str:
+    """A path as valid Unicode: bytes of a file name that are none become �."""
+    return os.fsencode(path).decode("utf-8", "replace")
+
+
+def _encoded(value: Any, file: Path) -> str | bytes:
+    """The image of a cell: bytes, a path, or Hugging Face's ``{"bytes": …, "path": …}``."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if value is None:
+        return b""  # Its output row says that this is no image.
+    if isinstance(value, str | bytes):
+        return value
+    raise UsageError(f"{file}: expected a column of bytes, paths or structs of both, got {type(value).__name__}")
+
+
+def pyarrow_parquet() -> Any:
+    """The module ``pyarrow.parquet``.
+
+    Raises:
+        UsageError: It is not installed.
+    """
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UsageError("Parquet needs pyarrow; pip install 'psc[parquet]', or use .jsonl") from error
+    return parquet

@@ -1,0 +1,207 @@
+"""Offline scoring: parts, restarts, several processes, and images that cannot be read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from psc_core import PSC
+from psc_core.cli import score as cli
+from psc_core.data.spec import open_dataset
+from psc_core.errors import UsageError
+from psc_core.images.preprocess import PRESETS
+from psc_core.scoring.inputs import Item, open_items, parts
+from psc_core.scoring.outputs import FIELDS
+from psc_core.scoring.score import PartScorer
+from tests.conftest import ROOT, SHIPPED_BUNDLE
+
+COUNT = 20
+PART = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Digits in two folders, a damaged image, and a file that is no image."""
+    from PIL import Image
+
+    root = tmp_path_factory.mktemp("images")
+    data = open_dataset(f"mnist:{ROOT}/tests/data", split="test", preprocess=PRESETS["mnist"])
+    for index in range(COUNT):
+        file = root / f"{index % 2}" / f"{index:03d}.png"
+        file.parent.mkdir(exist_ok=True)
+        Image.fromarray(data.image(index)[0]).save(file)
+    (root / "0" / "damaged.png").write_bytes((root / "0" / "000.png").read_bytes()[:80])
+    (root / "0" / "notes.txt").write_text("no image")
+    return root
+
+
+@pytest.fixture(scope="module")
+def scored(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its outputs as JSON lines, from one uninterrupted process."""
+    out = tmp_path_factory.mktemp("out") / "scores"
+    run(folder, out)
+    return out
+
+
+def run(source: Path, out: Path, *flags: str) -> None:
+    command = [str(source), "--bundle", str(SHIPPED_BUNDLE), "--out", str(out), "--device", "cpu"]
+    assert cli.main([*command, "--part-images", str(PART), "--format", "jsonl", *flags]) == 0
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    files = sorted(out.glob("part-*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def bytes_of(out: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in out.iterdir()}
+
+
+def test_rows_are_the_predictions_of_the_images_in_order(folder: Path, scored: Path) -> None:
+    rows = rows_of(scored)
+    names = [row["item"] for row in rows]
+    assert names == sorted(str(file.relative_to(folder)) for file in folder.rglob("*.png"))
+    assert len(bytes_of(scored)) == 1 + -(-len(rows) // PART)
+    good = [row for row in rows if row["error"] is None]
+    assert len(good) == COUNT
+    prediction = PSC.load(SHIPPED_BUNDLE, device="cpu").predict([folder / row["item"] for row in good])
+    assert [row["label"] for row in good] == list(prediction.labels)
+    assert [row["decision"] for row in good] == list(prediction.decision)
+    assert [row["prediction_set"] for row in good] == [list(each) for each in prediction.prediction_set]
+    for name in ("log_density", "ood_p_value", "probabilities", "is_ood"):
+        assert [row[name] for row in good] == pytest.approx(getattr(prediction, name).numpy(), abs=1e-4)
+
+
+def test_an_image_that_cannot_be_read_is_a_row_with_its_error(scored: Path) -> None:
+    (bad,) = (row for row in rows_of(scored) if row["error"] is not None)
+    assert bad["item"] == os.path.join("0", "damaged.png")  # noqa: PTH118
+    assert {bad[name] for name in FIELDS} == {None}
+
+
+def test_part_without_any_image(tmp_path: Path) -> None:
+    scorer = PartScorer(PSC.load(SHIPPED_BUNDLE, device="cpu"), tmp_path, "jsonl")
+    count = scorer(0, [Item("a", b""), Item("b", str(tmp_path / "missing.png"))])
+    assert (count.images, count.errors) == (2, 2)
+    assert [row["error"] is None for row in rows_of(tmp_path)] == [False, False]
+
+
+def test_two_processes_write_what_one_writes(
+    folder: Path, scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        run(folder, tmp_path / "out")
+    assert bytes_of(tmp_path / "out") == bytes_of(scored)
+
+
+def test_a_killed_run_goes_on(folder: Path, scored: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "psc_core.cli.score", str(folder), "--bundle", str(SHIPPED_BUNDLE)]
+    options = ["--out", str(out), "--part-images", str(PART), "--format", "jsonl", "--device", "cpu"]
+    with subprocess.Popen([*command, *options], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        while not (out / "part-00000.jsonl").exists() and process.poll() is None:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    (out / "part-00003.partial").write_text("half a part")
+    before = {file: file.stat().st_mtime_ns for file in out.glob("part-*.jsonl")}
+    run(folder, out)
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+    assert bytes_of(out) == bytes_of(scored)
+
+
+def test_refuses_outputs_of_other_images_or_of_another_bundle(
+    folder: Path, scored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shutil.copytree(scored, tmp_path / "out")
+    command = [str(folder / "1"), "--bundle", str(SHIPPED_BUNDLE), "--out", str(out), "--format", "jsonl"]
+    assert cli.main(command) == 2
+    assert "other images" in capsys.readouterr().err
+    (out / cli.VERSION_FILE).write_text("0123456789ab\n")
+    assert cli.main(command) == 2
+    assert "another --out" in capsys.readouterr().err
+
+
+def test_parquet_in_and_out(folder: Path, scored: Path, tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    files = [folder / row["item"] for row in rows_of(scored)]
+    cells = [
+        {"bytes": file.read_bytes() if number % 2 else None, "path": str(file)} for number, file in enumerate(files)
+    ]
+    columns = {"image": cells, "plain": [file.read_bytes() for file in files], "number": list(range(len(files)))}
+    parquet.write_table(pa.table(columns), tmp_path / "images.parquet", row_group_size=5)
+    for column in ("image", "plain"):
+        out = tmp_path / column
+        run(tmp_path / "images.parquet", out, "--format", "parquet", "--column", column)
+        rows = [row for file in sorted(out.glob("*.parquet")) for row in parquet.read_table(file).to_pylist()]
+        assert [row.pop("item") for row in rows] == [str(number) for number in range(len(files))]
+        for row, expected in zip(rows, rows_of(scored), strict=True):
+            assert row == {name: value for name, value in expected.items() if name != "item"}
+        run(tmp_path / "images.parquet", out, "--format", "parquet", "--column", column)
+    with pytest.raises(UsageError, match="no column 'x'; it has image, plain, number"):
+        list(open_items(tmp_path / "images.parquet", "x"))
+    with pytest.raises(UsageError, match="bytes, paths or structs"):
+        list(open_items(tmp_path / "images.parquet", "number"))
+
+
+def test_list_of_paths(folder: Path, scored: Path, tmp_path: Path) -> None:
+    paths = [str(folder / row["item"]) for row in rows_of(scored)]
+    (tmp_path / "list.txt").write_text("\n".join(paths[:3]) + "\n\n" + paths[3] + "\r\n")
+    assert [item.image for item in open_items(tmp_path / "list.txt", "")] == paths[:4]
+
+
+def test_names_that_are_not_unicode(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"\xff.png")).touch()
+    (item,) = open_items(tmp_path, "")
+    assert item.name == "\N{REPLACEMENT CHARACTER}.png"
+    assert Path(str(item.image)).exists()
+
+
+def test_items_stream() -> None:
+    taken: list[int] = []
+
+    def items() -> Any:
+        for number in range(1_000_000):
+            taken.append(number)
+            yield Item(str(number), b"")
+
+    assert [item.name for item in next(parts(items(), 3))] == ["0", "1", "2"]
+    assert len(taken) == 3
+
+
+@pytest.mark.parametrize(("source", "message"), [("missing", "does not exist"), ("", "has no images")])
+def test_rejects_an_input_without_images(
+    source: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "in"
+    root.mkdir()
+    command = [str(root / source), "--bundle", str(SHIPPED_BUNDLE), "--out", str(tmp_path / "out")]
+    assert cli.main(command) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ray_writes_what_one_process_writes(
+    folder: Path, scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    command = [sys.executable, "-m", "psc_core.cli.score", str(folder), "--bundle", str(SHIPPED_BUNDLE)]
+    options = ["--out", str(tmp_path / "out"), "--part-images", str(PART), "--format", "jsonl", "--device", "cpu"]
+    done = subprocess.run(
+        [*command, *options, "--ray", "2"], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"{COUNT + 1} images" in done.stdout
+    assert bytes_of(tmp_path / "out") == bytes_of(scored)
