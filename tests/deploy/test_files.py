@@ -142,55 +142,6 @@ def test_prometheus_scrapes_what_compose_names() -> None:
     assert services[host]["ports"][0].endswith(f":{port}")
 
 
-# --- Kubernetes
-
-
-def documents() -> dict[str, Any]:
-    text = (DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")
-    return {document["kind"]: document for document in yaml.safe_load_all(text)}
-
-
-def test_kubernetes_schemas() -> None:
-    out = checked(
-        program("kubernetes-validate", "pip install kubernetes-validate"), "--strict", DEPLOY / "kubernetes.yaml"
-    )
-    assert out.count("passed for resource") == len(documents()) == 3
-
-
-def test_kubernetes_probes_and_ports_are_the_services() -> None:
-    pod = documents()["Deployment"]["spec"]["template"]
-    (container,) = pod["spec"]["containers"]
-    port = container["ports"][0]
-    assert str(port["containerPort"]) in last_stage("EXPOSE")
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[probe]["httpGet"]["port"] == port["name"]
-        assert container[probe]["httpGet"]["path"] in routes()
-    assert pod["metadata"]["annotations"]["prometheus.io/path"] in routes()
-    assert documents()["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
-    labels = pod["metadata"]["labels"]
-    assert documents()["Service"]["spec"]["selector"] == labels
-    assert documents()["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
-
-
-def test_kubernetes_environment_is_accepted() -> None:
-    spec = documents()["Deployment"]["spec"]["template"]["spec"]
-    (container,) = spec["containers"]
-    settings_in({row["name"]: row["value"] for row in container["env"]})
-    assert spec["enableServiceLinks"] is False
-
-
-def test_kubernetes_runs_locked_down_and_waits_for_the_drain() -> None:
-    spec = documents()["Deployment"]["spec"]["template"]["spec"]
-    (container,) = spec["containers"]
-    assert spec["securityContext"]["runAsNonRoot"] is True
-    user = f"{spec['securityContext']['runAsUser']}:{spec['securityContext']['runAsGroup']}"
-    assert [user] == last_stage("USER")
-    assert container["securityContext"]["readOnlyRootFilesystem"] is True
-    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    pause = float(re.findall(r"sleep\((\d+)\)", container["lifecycle"]["preStop"]["exec"]["command"][2])[0])
-    assert spec["terminationGracePeriodSeconds"] > pause + DEFAULTS.drain_seconds + 2
-
-
 # --- Prometheus and Grafana
 
 

@@ -35,6 +35,7 @@ SHIRT = "Shirt"
 class Watched:
     """A service under a Prometheus, and what the client that used it counted."""
 
+    service: httpx.Client
     prometheus: httpx.Client
     predictions: list[dict[str, Any]]
 
@@ -116,18 +117,17 @@ def images(data_root: Path, name: str, count: int, only: str | None = None) -> l
     return files
 
 
-@pytest.fixture(scope="module")
-def watched(shipped_bundle: Path, data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """Serve the shipped bundle, watch it, send digits and shirts, wait until the last of them is scraped."""
+@contextmanager
+def watching(bundle: Path, folder: Path) -> Iterator[Watched]:
+    """Serve a bundle, and watch it by a Prometheus."""
     prometheus = program("prometheus", "Debian package prometheus")
-    folder = tmp_path_factory.mktemp("prometheus")
     log, port = folder / "serve.log", free_port()
     serve = [
         sys.executable,
         "-m",
         "app.cli",
         "--bundle",
-        shipped_bundle,
+        bundle,
         "--port",
         "0",
         "--device",
@@ -157,11 +157,17 @@ def watched(shipped_bundle: Path, data_root: Path, tmp_path_factory: pytest.Temp
         until(lambda: answers(client, "/readyz") or service.poll() is not None, f"the service, see {log}")
         assert service.poll() is None, log.read_text(encoding="utf-8")
         until(lambda: answers(prometheus_client, "/-/ready"), "Prometheus")
-        predictions = []
+        yield Watched(client, prometheus_client, [])
+
+
+@pytest.fixture(scope="module")
+def watched(shipped_bundle: Path, data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """The shipped bundle after digits and shirts, when the last of them is scraped."""
+    with watching(shipped_bundle, tmp_path_factory.mktemp("prometheus")) as seen:
         for batch in (images(data_root, "mnist", DIGITS), images(data_root, "fashion-mnist", SHIRTS, SHIRT)):
             files = [("images", (f"{index}.png", image, "image/png")) for index, image in enumerate(batch)]
-            predictions += client.post("/predict", files=files).raise_for_status().json()["predictions"]
-        seen = Watched(prometheus_client, predictions)
+            answer = seen.service.post("/predict", files=files).raise_for_status().json()
+            seen.predictions.extend(answer["predictions"])
         until(lambda: seen.value("sum(psc_predictions_total)") == DIGITS + SHIRTS, "a scrape of every prediction")
         yield seen
 
