@@ -1,28 +1,52 @@
-"""``docs/architecture.md``: every step of the two walks names a function that exists, each once."""
+"""``docs/architecture.md``: the two walks name what is really called, each function once, in order of first calls."""
 
 from __future__ import annotations
 
 import re
-from pkgutil import resolve_name
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, TinyJob
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-WALKS = [
-    re.findall(r"`([\w.]+)`", walk)
-    for walk in re.findall(r"^## One .*?\| --- \| --- \|$(.*?)(?=^## )", PAGE, re.M | re.S)
-]
 
 
-def test_two_walks_pass_each_function_once() -> None:
-    assert len(WALKS) == 2
-    for names in WALKS:
-        assert len(names) == len(set(names))
-        assert len(names) > 15
+def walk(heading: str) -> list[str]:
+    """Functions of a walk's table; a class stands for its ``__call__``."""
+    found = re.search(rf"^## One {heading} .*?\| --- \| --- \|$(.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    names = re.findall(r"`([\w.]+)`", found[1])
+    assert len(names) == len(set(names)) > 20
+    return [f"{name}.__call__" if name.rsplit(".", 1)[1][0].isupper() else name for name in names]
 
 
-@pytest.mark.parametrize("name", [name for names in WALKS for name in names if name.startswith(("app.", "psc_core."))])
-def test_step_exists(name: str) -> None:
-    assert callable(resolve_name(name))
+def called(*arguments: str) -> list[str]:
+    """What :mod:`tests.docs.calls` records."""
+    command = [sys.executable, "-m", "tests.docs.calls", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.split("calls:\n")[1].splitlines()
+
+
+def test_walk_of_a_request() -> None:
+    names = walk("image")
+    assert [name for name in called("predict") if name in names] == names
+
+
+def test_walk_of_a_fit(tiny_job: TinyJob, tmp_path: Path) -> None:
+    names = walk("training image")
+    assert [name for name in called("fit", *tiny_job.args, "--out", str(tmp_path / "b")) if name in names] == names
+
+
+@pytest.mark.parametrize("package", ["app", "psc_core"])
+def test_floors_name_every_package(package: str) -> None:
+    (table,) = re.findall(rf"^\| floor of `{package}` .*?(?=^$)", PAGE, re.MULTILINE | re.DOTALL)
+    rows = [row.split("|")[1] for row in table.splitlines()[2:]]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    below = {
+        path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert named == below - {"__init__"}
