@@ -42,6 +42,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import bdtrc
 
+from psc_core.policy import ood_rank
+
 EXPONENTS: Final = (0.1, 0.25, 0.5, 0.75, 0.9)
 """The ε of the power bets: small for a few very strange images, large for a mild shift of many."""
 
@@ -59,7 +61,7 @@ class DriftState:
     Attributes:
         log_martingale: Natural logarithm of the present run's value; ≤ 0 most of the time on a clean stream.
         alarms: Alarms raised so far.
-        window_ood_rate: Share of the window with ``p ≤ alpha``; 0 while the window is empty.
+        window_ood_rate: Fraction of the window with ``p ≤ alpha``; 0 while the window is empty.
         window_tail_probability: P(Binomial(n, alpha) ≥ OOD images in the window), with n images in it.
     """
 
@@ -92,7 +94,7 @@ class DriftMonitor:
         self.false_alarm_probability = false_alarm_probability
         self._log_threshold = -math.log(false_alarm_probability)
         # p ≤ alpha as whole numbers: neither float32 p-values nor a binary alpha shift the boundary.
-        self._ood_cells = math.floor(alpha * (calibration_count + 1) + 1e-9)
+        self._ood_cells = ood_rank(alpha, calibration_count)
         self._counts = np.zeros(calibration_count + 1, np.int64)
         self._observed = 0
         self._alarms = 0

@@ -19,16 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from psc_core.errors import BundleError, UsageError
-
-ROUNDING: Final = 1e-9
-"""Added before ⌊ ⌋ and subtracted before ⌈ ⌉, so that 0.29 × 100 counts as 29."""
+from psc_core.policy import ROUNDING, ood_rank
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Calibration:
             UsageError: ``alpha`` is not in (0, 1) or below ``1 / (n + 1)``.
         """
         check_fraction(alpha, "alpha")
-        rank = math.floor(alpha * (len(self) + 1) + ROUNDING)
+        rank = ood_rank(alpha, len(self))
         if rank < 1:
             needed = tolerant_ceil(1 / max(alpha, 1e-300)) - 1
             raise UsageError(
@@ -133,5 +130,5 @@ def check_fraction(value: float, name: str) -> None:
 
 
 def tolerant_ceil(value: float) -> int:
-    """``⌈value⌉`` up to :data:`ROUNDING`."""
+    """``⌈value⌉`` up to :data:`psc_core.policy.ROUNDING`."""
     return math.ceil(value - ROUNDING)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from scipy import stats
 
 from psc_core.errors import UsageError
+from psc_core.policy import ood_rank
 
 
 class RateInterval(NamedTuple):
@@ -50,7 +51,7 @@ def beta_binomial_acceptance(trials: int, alpha: float, calibration_size: int, *
     Raises:
         UsageError: α < 1/(c + 1), for which no p-value is ever small enough.
     """
-    rank = int(alpha * (calibration_size + 1) + 1e-9)
+    rank = ood_rank(alpha, calibration_size)
     if rank < 1:
         raise UsageError(
             f"expected alpha ≥ 1/{calibration_size + 1}, the smallest p-value {calibration_size} "
