@@ -23,7 +23,7 @@ class ApiKeys:
 
     Attributes:
         predict: Digests of the keys for prediction, the admin keys among them; empty when it is open to all.
-        admin: Digests of the keys for administration; empty when nobody may administer.
+        admin: Digests of the keys for administration; empty: administration is off.
 
     Raises:
         UsageError: A key that no header can carry.
@@ -51,7 +51,7 @@ class ApiKeys:
         )
 
     def check_predict(self, headers: Mapping[str, str]) -> None:
-        """Let holders of a key pass; everybody when there are no keys.
+        """Let holders of a key pass; everyone when there are no keys.
 
         Raises:
             Unauthorized: No key, or one that is not known.
@@ -63,7 +63,7 @@ class ApiKeys:
         """Let holders of an admin key pass.
 
         Raises:
-            Forbidden: No admin key is configured, so nobody may.
+            Forbidden: No admin key is configured.
             Unauthorized: No key, or not an admin key.
         """
         if not self.admin:

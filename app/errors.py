@@ -70,7 +70,7 @@ class NotReady(ServiceError):
 
 
 class DeadlineExceeded(ServiceError):
-    """The answer was not there within ``deadline_seconds``."""
+    """No result within ``deadline_seconds``."""
 
 
 class InferenceFailed(ServiceError):
@@ -78,7 +78,7 @@ class InferenceFailed(ServiceError):
 
 
 class ClientGone(ServiceError):
-    """The client closed its connection; there is nobody to answer."""
+    """The client closed its connection before the answer."""
 
 
 class ImageRefused(ServiceError):

@@ -118,7 +118,7 @@ def _part(image: ImageInput, index: int) -> tuple[str, tuple[str, bytes, str]]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise InputError(f"expected an image file at {path}, got: {error.strerror}; check the path") from error
+        raise InputError(f"cannot read {path}: {error.strerror}; check the path") from error
     name = path.name.encode("utf-8", "replace").decode()
     return ("images", (name, data, "application/octet-stream"))
 
@@ -197,9 +197,7 @@ class _Base:
         if wait_s is None and isinstance(outcome, httpx.HTTPError):
             reason = str(outcome) or type(outcome).__name__
             url = outcome.request.url
-            raise ConnectionFailed(
-                f"expected an answer from {url}, got: {reason}; is the service running there?"
-            ) from outcome
+            raise ConnectionFailed(f"no answer from {url} ({reason}); is the service running there?") from outcome
         return wait_s
 
 

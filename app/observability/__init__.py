@@ -1,1 +1,1 @@
-"""Metrics, drift, logs and traces; told of what happens, asked by nobody else."""
+"""Metrics, drift, logs and traces."""

@@ -58,7 +58,7 @@ def begin_trace(traceparent: str | None) -> TraceContext:
 
 
 def traceparent_of(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
-    """The one ``traceparent`` header; several are as good as none."""
+    """The ``traceparent`` header; None if there are several."""
     found = [value for name, value in headers if name == b"traceparent"]
     return found[0].decode("latin-1") if len(found) == 1 else None
 

@@ -12,7 +12,7 @@ from app.service import Service
 
 
 class RequestLimits:
-    """See the module.
+    """Limits requests at once and the bytes of their bodies.
 
     Args:
         app: What is wrapped.

@@ -13,7 +13,7 @@ logger = logging.getLogger("psc.http")
 
 
 class ProblemResponses:
-    """See the module.
+    """Turns exceptions into problem documents.
 
     Args:
         app: What is wrapped.

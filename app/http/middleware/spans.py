@@ -80,8 +80,7 @@ def configure_export() -> None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise UsageError(
-            f"expected the OpenTelemetry packages for otel = true, got no {error.name}; "
-            "pip install 'psc[otel]' or switch otel off"
+            f"otel needs OpenTelemetry, but {error.name} is not installed; pip install 'psc[otel]' or switch otel off"
         ) from error
     name = os.environ.get("OTEL_SERVICE_NAME", "psc")
     provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))

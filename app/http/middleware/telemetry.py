@@ -14,7 +14,7 @@ logger = logging.getLogger("psc.http")
 
 
 class Telemetry:
-    """See the module.
+    """Traces, counts and times each request.
 
     Args:
         app: What is wrapped.

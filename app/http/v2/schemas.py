@@ -21,7 +21,7 @@ class ErrorDocument(Document):
 
 
 class ServerMetadata(Document):
-    """What serves."""
+    """The server and what it supports."""
 
     name: str
     version: str

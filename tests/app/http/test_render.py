@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from app.http.documents import explanation_documents, prediction_documents
+from app.http.render import explanation_documents, prediction_documents
 from psc_core.model.decision import decide
 from psc_core.model.outputs import FloatArray, Outputs
 from psc_core.policy import Policy
