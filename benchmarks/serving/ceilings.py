@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
-import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -12,8 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-from benchmarks.serving.histogram import quantile
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -68,30 +63,6 @@ def images_per_s(step_ms: Mapping[str, float], size: float) -> float:
         if size <= high:
             return 1000 * size / (low_ms + (high_ms - low_ms) * (size - low) / (high - low))
     raise AssertionError("unreachable: size is clipped to the largest")
-
-
-def minimum_tail_ms(step_ms: Mapping[str, float], per_s: float, arrivals: int = 100_000) -> float:
-    """p99 of an ideal server that takes no time besides its steps, simulated with Poisson arrivals of single images.
-
-    Whenever the device is free it takes all waiting images, at most a full batch.
-
-    Args:
-        step_ms: Of the bare device step by batch size.
-        per_s: Arrivals a second.
-        arrivals: Number of simulated arrivals.
-    """
-    source = random.Random(0)
-    due = list(itertools.accumulate(source.expovariate(per_s) for _ in range(arrivals)))
-    seconds = {size: size / images_per_s(step_ms, size) for size in range(1, SIZES[-1] + 1)}
-    latencies: list[float] = []
-    free, first = 0.0, 0
-    while first < arrivals:
-        start = max(free, due[first])
-        last = min(bisect.bisect_right(due, start, lo=first), first + SIZES[-1])
-        free = start + seconds[last - first]
-        latencies += [free - moment for moment in due[first:last]]
-        first = last
-    return 1000 * quantile(sorted(latencies), 0.99)
 
 
 def best_images_per_s(step_ms: Mapping[str, float]) -> float:

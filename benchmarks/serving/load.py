@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import io
 import os
 import sys
 from collections.abc import Coroutine
@@ -18,30 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 
 from benchmarks.runs import BUNDLE, RESULTS, Json, environment, write_json, write_section
 from benchmarks.serving.client import Generator, Load
 from benchmarks.serving.drive import Target, summary
-from benchmarks.serving.processes import ROOT, Processes, free_port
+from benchmarks.serving.images import digits
+from benchmarks.serving.processes import Processes, free_port
 from benchmarks.serving.report import back_to_normal, batches, requirements, scraped, section
-from psc_core.data.spec import open_dataset
-from psc_core.images.preprocess import PRESETS
 
 CLIENTS, STEADY, OVERLOAD = 64, 0.7, 3.0
 LIGHT = 0.1
 """Fraction of the peak at which the service counts as unloaded."""
-
-
-def digits(count: int) -> list[bytes]:
-    """Real digits as PNG files."""
-    data = open_dataset(f"mnist:{ROOT / 'tests' / 'data'}", split="test", preprocess=PRESETS["mnist"])
-    files = []
-    for index in range(min(count, len(data))):
-        buffer = io.BytesIO()
-        Image.fromarray(data.image(index)[0]).save(buffer, "PNG")
-        files.append(buffer.getvalue())
-    return files
 
 
 def start(bundle: Path, target: Target) -> Processes:

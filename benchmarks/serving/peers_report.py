@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.plots import figure
 from benchmarks.runs import Json, markdown_table, where, write_section
-from benchmarks.serving.ceilings import SIZES, best_images_per_s, images_per_s, minimum_tail_ms
-from benchmarks.serving.histogram import survival
-from benchmarks.serving.servers import BY_NAME, COMPUTE, OVERHEAD, SERVERS
-
-TIMES_PEERS, TIMES_MOSEC, OF_BARE, OF_BARE_MANY, TAIL = 5.0, 1.0, 0.95, 0.90, 3.0
-_FIVE_TIMES = ("litserve", "bentoml", "ray", "fastapi")
+from benchmarks.serving.ceilings import SIZES
+from benchmarks.serving.curve import FACTOR, GOAL_MS, LIMIT_MS, at, ends_at
+from benchmarks.serving.servers import CASES, COMPUTE, SERVERS
+from benchmarks.serving.targets import goal, offered, ran, targets, times
 
 
 def name_of(device: str) -> str:
@@ -29,97 +26,6 @@ def step_ms(record: Json, network: str) -> dict[str, float]:
     return {str(size): statistics.median(one[str(size)] for one in rounds) for size in SIZES}
 
 
-class Ratio:
-    """A ratio measured in every round; its text has median, minimum and maximum."""
-
-    def __init__(self, values: Iterable[float], unit: str = "") -> None:
-        self._values, self._unit = sorted(values), unit
-
-    @property
-    def median(self) -> float:
-        """Over the rounds."""
-        return statistics.median(self._values)
-
-    def __str__(self) -> str:
-        digits = 3 if self._values[-1] < 1.2 else 2 if self._values[-1] < 10 else 1
-        median, low, high = (f"{value:.{digits}f}" for value in (self.median, self._values[0], self._values[-1]))
-        return f"{median}{self._unit} ({low} to {high})" if len(self._values) > 1 else f"{median}{self._unit}"
-
-
-def rates(found: Json, phase: str) -> list[float]:
-    """Images/s in every round."""
-    return [turn[phase]["images_per_s"] for turn in found["rounds"]]
-
-
-def times(ours: Json, theirs: Json) -> Ratio:
-    """Our images/s over theirs, with single images."""
-    pairs = zip(rates(ours, "closed"), rates(theirs, "closed"), strict=True)
-    return Ratio((mine / other for mine, other in pairs), " ×")
-
-
-def of_bare(record: Json, found: Json, phase: str) -> Ratio:
-    """Images/s of a phase over those of the bare step, at the phase's mean batch or else at the best batch."""
-    ratios = []
-    for turn, bare in zip(found["rounds"], record["bare"][COMPUTE], strict=True):
-        steps, batch = bare["step_ms"], turn[phase].get("mean_batch")
-        maximum = images_per_s(steps, batch) if phase == "closed" and batch else best_images_per_s(steps)
-        ratios.append(turn[phase]["images_per_s"] / maximum)
-    return Ratio(ratios)
-
-
-def tail(found: Json) -> Ratio:
-    """p99 at 70 % of the peak over the unloaded median."""
-    return Ratio((turn["steady"]["p99_ms"] / turn["unloaded"]["p50_ms"] for turn in found["rounds"]), " ×")
-
-
-def targets(record: Json) -> list[Json]:
-    """Targets, measured values, and whether they are met; peers that did not run are left out."""
-    checks: list[tuple[str, bool, str]] = []
-    small, large = (_ran(record["servers"][network]) for network in (OVERHEAD, COMPUTE))
-
-    def at_least(what: str, ratio: Ratio, minimum: float) -> None:
-        checks.append((f"{what} ≥ {minimum:g}", ratio.median >= minimum, str(ratio)))
-
-    for ours in ("psc", "psc-workers"):
-        for name, minimum in (*((name, TIMES_PEERS) for name in _FIVE_TIMES), ("mosec", TIMES_MOSEC)):
-            if ours in small and name in small:
-                what = f"{OVERHEAD}, single images: {BY_NAME[ours].label} ÷ {BY_NAME[name].label}"
-                at_least(what, times(small[ours], small[name]), minimum)
-    if "psc" in large:
-        what = f"{COMPUTE}, single images ÷ bare step at the mean batch"
-        at_least(what, of_bare(record, large["psc"], "closed"), OF_BARE)
-        for ours in ("psc", "psc-workers"):
-            ratios = {
-                name: times(large[ours], found)
-                for name, found in large.items()
-                if ours in large and not BY_NAME[name].ours
-            }
-            if ratios:
-                best = min(ratios, key=lambda name: ratios[name].median)
-                what = f"{COMPUTE}, single images: {BY_NAME[ours].label} above every peer"
-                checks.append((what, ratios[best].median > 1, f"{ratios[best]} the best ({BY_NAME[best].label})"))
-        what = f"{COMPUTE}, requests of {record['many']['images']} images ÷ bare step at its best batch"
-        at_least(what, of_bare(record, large["psc"], "many"), OF_BARE_MANY)
-    for network, servers in ((COMPUTE, large), (OVERHEAD, small)):
-        if "psc" in servers:
-            ratio = tail(servers["psc"])
-            what = f"{network}, open loop at 70 % of the peak: p99 ≤ {TAIL:g} × the unloaded median"
-            checks.append((what, ratio.median <= TAIL, f"{ratio}{_minimum_tail(record, network)}"))
-    return [{"target": what, "met": met, "measured": value} for what, met, value in checks]
-
-
-def _ran(servers: Mapping[str, Json]) -> dict[str, Json]:
-    return {name: found for name, found in servers.items() if found.get("rounds")}
-
-
-def _minimum_tail(record: Json, network: str) -> str:
-    """The tail of an ideal server that takes no time besides its device steps."""
-    steps = step_ms(record, network)
-    per_s = _middle(record["servers"][network]["psc"], "steady", "requests_per_s")
-    minimum = minimum_tail_ms(steps, per_s)
-    return f"; {minimum / steps['1']:.1f} × for an ideal server that takes only these steps (simulated)"
-
-
 def _middle(found: Json, phase: str, key: str) -> float:
     return float(statistics.median(turn[phase][key] for turn in found["rounds"]))
 
@@ -129,16 +35,17 @@ def section(record: Json) -> str:
     env, rounds = record["environment"], max(map(len, record["bare"].values()))
     lines = [
         f"{where(env)}.",
-        f"One PNG digit a request, {record['clients']} clients in a closed loop, {record['seconds']:g} s a phase. "
-        "The load generator is one process, pinned to no core; "
+        f"One image a request; {record['clients']} clients in a closed loop, one for the unloaded latency; "
+        f"{record['seconds']:g} s a phase. The load generator is one process, pinned to no core; "
         f"client and server share the {env['cpus']} cores, so the CPU time of both is given.",
-        "All servers of a table run at once, suspended except the one whose turn it is. "
-        f"Each had {rounds} turns: numbers are medians over them, ratios are medians of the ratios within a round, "
-        "with minimum and maximum.",
+        "All servers of a case run at once, suspended except the one whose turn it is. "
+        f"Each had {rounds} turns in closed loops: numbers are medians over them, ratios are medians of the ratios "
+        "within a round, with minimum and maximum.",
         "Every server runs the same bundle on the same torch and was checked against the library; peers decode with "
         "torchvision and answer only probabilities, entropy, log density and p-value, psc-serve its whole response.",
-        "Unloaded: one client in a closed loop. Latencies at 70 % of the peak of the same turn count from when a "
-        "request was due, Poisson arrivals.",
+        f"Equal load: Poisson arrivals at the same rates for all, from a quarter of the slowest peer's peak in steps "
+        f"of {FACTOR:g} up to each one's end: over 1 % errors, answers that fall behind, or a p99 above "
+        f"{LIMIT_MS / 1000:g} s. Latencies count from when a request was due. Medians of {record['sweeps']} sweeps.",
         *([record["note"]] if record["note"] else []),
         "",
         f"    {record['command']}",
@@ -148,43 +55,34 @@ def section(record: Json) -> str:
             [[one["target"], one["measured"], "yes" if one["met"] else "**no**"] for one in targets(record)],
         ),
     ]
-    about = {
-        OVERHEAD: "two convolutions of four channels: the network costs next to nothing",
-        COMPUTE: "the shipped Dirty-MNIST ResNet-18",
-    }
-    for network, text in about.items():
-        lines += ["", f"### {network.capitalize()}: {text}", "", _table(record, network)]
-    lines += [
-        "",
-        "### Ceilings",
-        "",
-        _ceilings(record),
-        "",
-        f"![throughput and latency]({name_of(record['device'])}.svg)",
-    ]
+    for case, text in CASES.items():
+        lines += ["", f"### {case.capitalize()}: {text}", "", _table(record, case)]
+        lines += ["", f"p50/p99 in ms at equal load, {case}:", "", _curves(record, case)]
+    lines += ["", f"![p99 over arrival rate]({name_of(record['device'])}.svg)"]
+    lines += ["", "### Ceilings", "", _ceilings(record)]
     lines += ["", "### Versions and settings", "", _settings(record)]
     return "\n".join(lines)
 
 
-def _table(record: Json, network: str) -> str:
-    many = network == COMPUTE
+def _table(record: Json, case: str) -> str:
+    many = case == COMPUTE
     on_gpu = record["device"] != "cpu"
     header = ["server", "images/s", "psc ÷ it", "p50", "p99", "mean batch", "server CPU", "client CPU"]
     header += ["GPU busy"] if on_gpu else []
-    header += ["unloaded p50", "p99 at 70 %", "÷ unloaded p50"]
+    header += ["unloaded p50"]
     header += [f"images/s, {record['many']['images']} a request"] if many else []
-    servers = record["servers"][network]
-    ran = _ran(servers)
+    servers = record["servers"][case]
+    finished = ran(servers)
     rows = []
     for server in SERVERS:
-        if server.name in servers and server.name not in ran:
+        if server.name in servers and server.name not in finished:
             rows.append([server.label, "did not run", *[""] * (len(header) - 2)])
-        if (found := ran.get(server.name)) is None:
+        if (found := finished.get(server.name)) is None:
             continue
         row = [
             server.label,
             f"{_middle(found, 'closed', 'images_per_s'):,.0f}" + _other_statuses(found, "closed"),
-            str(times(ran["psc"], found)) if "psc" in ran and server.name != "psc" else "",
+            str(times(finished["psc"], found)) if "psc" in finished and server.name != "psc" else "",
             *(f"{_middle(found, 'closed', key):,.1f} ms" for key in ("p50_ms", "p99_ms")),
             f"{_middle(found, 'closed', 'mean_batch'):.1f}" if "mean_batch" in found["rounds"][0]["closed"] else "",
             *(
@@ -193,12 +91,28 @@ def _table(record: Json, network: str) -> str:
             ),
             *([_gpu(found)] if on_gpu else []),
             f"{_middle(found, 'unloaded', 'p50_ms'):,.1f} ms",
-            f"{_middle(found, 'steady', 'p99_ms'):,.1f} ms" + _other_statuses(found, "steady"),
-            str(tail(found)),
         ]
         several = f"{_middle(found, 'many', 'images_per_s'):,.0f}" if "many" in found["rounds"][0] else ""
         rows.append([*row, several] if many else row)
     return markdown_table(header, rows)
+
+
+def _curves(record: Json, case: str) -> str:
+    columns = offered(record, case)
+    header = ["server", *(f"{rate:g}/s" for rate in columns), f"rate at a p99 of {GOAL_MS:g} ms"]
+    rows = []
+    for server in SERVERS:
+        if (found := ran(record["servers"][case]).get(server.name)) is not None:
+            cells = [_cell(found, rate) for rate in columns]
+            rows.append([server.label, *cells, f"{goal(found):,.0f}/s" if goal(found) else "none"])
+    return markdown_table(header, rows)
+
+
+def _cell(found: Json, rate: float) -> str:
+    """Latencies of a sustained rate, or why it is not sustained."""
+    if (ms := at(found["sweeps"], rate)) is not None:
+        return "/".join(f"{value:.1f}" if value < 100 else f"{value:.0f}" for value in ms)
+    return f"*{end}*" if (end := ends_at(found["sweeps"], rate)) else ""
 
 
 def _cpu_ms(phase: Json, side: str) -> float:
@@ -220,10 +134,10 @@ def _other_statuses(found: Json, phase: str) -> str:
 
 def _ceilings(record: Json) -> str:
     rows = []
-    for network in (OVERHEAD, COMPUTE):
-        steps = step_ms(record, network)
+    for case in CASES:
+        steps = step_ms(record, case)
         text = ", ".join(f"{1000 * size / steps[str(size)]:,.0f} at {size}" for size in SIZES)
-        rows.append([f"model only, {network}: bare device step, images/s by batch size", text])
+        rows.append([f"model only, {case}: bare device step, images/s by batch size", text])
     ceilings = record["ceilings"]
     if "decode" in ceilings:
         rows.append(["decode only: `app.inference.decoder`, one core, images/s", f"{ceilings['decode']:,.0f}"])
@@ -244,11 +158,11 @@ def _ceilings(record: Json) -> str:
 def _settings(record: Json) -> str:
     rows = []
     for server in SERVERS:
-        networks = [servers[server.name] for servers in record["servers"].values() if server.name in servers]
-        if not networks:
+        cases = [servers[server.name] for servers in record["servers"].values() if server.name in servers]
+        if not cases:
             continue
-        found = next((one["versions"] for one in networks if "versions" in one), {})
-        failed = next((one["failed"] for one in networks if "failed" in one), None)
+        found = next((one["versions"] for one in cases if "versions" in one), {})
+        failed = next((one["failed"] for one in cases if "failed" in one), None)
         shown = ", ".join(f"{name} {version}" for name, version in found.items() if name != "torch")
         text = record["settings"][server.name] + (f"; did not run: {failed}" if failed else "")
         rows.append([server.label, " ".join(text.split()), shown])
@@ -256,36 +170,24 @@ def _settings(record: Json) -> str:
 
 
 def draw(record: Json, folder: Path) -> None:
-    """Throughput of each server, and the fraction of responses that took longer than a latency."""
-    with figure(folder / f"{name_of(record['device'])}.svg", 2, 2, width=4.6, height=3.0) as axes:
-        for column, network in enumerate((OVERHEAD, COMPUTE)):
-            servers = _ran(record["servers"][network])
-            shown = [server for server in SERVERS if server.name in servers]
-            colours = {server.name: f"C{index}" for index, server in enumerate(SERVERS)}
-            bars: Any = axes[0][column]
-            for server in shown:
-                found = rates(servers[server.name], "closed")
-                middle = statistics.median(found)
-                spread = [[middle - min(found)], [max(found) - middle]]
-                bars.barh(server.label, middle, xerr=spread, color=colours[server.name], ecolor="0.3")
-            bars.invert_yaxis()
-            bars.set(title=f"{network}, {record['clients']} clients", xlabel="images/s, median and range of the turns")
-            tails: Any = axes[1][column]
-            for server in shown:
-                together: Counter[str] = Counter()
-                for turn in servers[server.name]["rounds"]:
-                    together.update(turn["steady"]["histogram"])
-                edges, fractions = survival(together)
-                tails.step(edges, fractions, color=colours[server.name], label=server.label, lw=1.2)
-            tails.set(
-                title="at 70 % of its own peak",
-                xlabel="latency, ms",
-                ylabel="fraction that took longer",
-                xscale="log",
-                yscale="log",
-                ylim=(1e-4, 1.1),
-            )
-        axes[1][0].legend(frameon=False, fontsize=7)
+    """p99 over arrival rate, a panel for each case; a cross marks a rate that is not sustained."""
+    with figure(folder / f"{name_of(record['device'])}.svg", 1, len(CASES), width=4.4, height=3.4) as axes:
+        for axis, case in zip(axes[0], CASES, strict=True):
+            for index, server in enumerate(SERVERS):
+                if (found := ran(record["servers"][case]).get(server.name)) is not None:
+                    _draw_curve(axis, record, case, found, color=f"C{index}", label=server.label)
+            axis.axhline(GOAL_MS, ls="--", lw=0.8, color="0.4")
+            axis.set(title=case, xlabel="requests/s", ylabel="p99, ms", xscale="log", yscale="log")
+        axes[0][0].legend(frameon=False, fontsize=7)
+
+
+def _draw_curve(axis: Any, record: Json, case: str, found: Json, **style: str) -> None:
+    ms = {rate: at(found["sweeps"], rate) for rate in offered(record, case)}
+    kept = {rate: value[1] for rate, value in ms.items() if value is not None}
+    axis.plot(list(kept), list(kept.values()), ".-", lw=1.2, ms=4, **style)
+    end = next((rate for rate in ms if rate not in kept), None)
+    if end is not None and kept:
+        axis.plot([end], [max(kept.values())], "x", ms=5, color=style["color"])
 
 
 def write_report(record: Json, folder: Path) -> None:

@@ -16,6 +16,12 @@ from benchmarks.serving.adapters.settings import FACTORY, MAX_BATCH
 from benchmarks.serving.drive import Target
 
 OVERHEAD, COMPUTE = "overhead-bound", "compute-bound"
+CASES = {
+    OVERHEAD: "two convolutions of four channels: the network costs next to nothing",
+    COMPUTE: "the shipped Dirty-MNIST ResNet-18",
+}
+"""What is served in each case."""
+
 _ADAPTERS = "benchmarks.serving.adapters"
 _FAST_RAY = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_USAGE_STATS_ENABLED": "0",
              "RAY_worker_niceness": "0"}  # fmt: skip
@@ -31,7 +37,7 @@ class Server:
         arguments: Of the interpreter, with placeholders ``{port}``, ``{bundle}`` and ``{device}``.
         requirement: On PyPI, or None for a server in this environment.
         packages: Packages whose versions are reported.
-        options: ``PSC_BENCH_…`` of the adapter, by network.
+        options: ``PSC_BENCH_…`` of the adapter, by case.
         environment: Other environment variables.
         settings: Text for the table.
         many: Path for requests of several images, or None.
@@ -68,7 +74,7 @@ class Server:
         """The command line."""
         return [str(python), *(word.format(port=port, bundle=bundle, device=device) for word in self.arguments)]
 
-    def variables(self, network: str, *, port: int, bundle: Path, counts: Path, device: str) -> dict[str, str]:
+    def variables(self, case: str, *, port: int, bundle: Path, counts: Path, device: str) -> dict[str, str]:
         """The whole environment of the process."""
         clean = {
             name: value
@@ -78,7 +84,7 @@ class Server:
         }
         if self.ours:
             return clean
-        options = {"THREADS": 1 if network == OVERHEAD else (os.cpu_count() or 1), **self.options.get(network, {})}
+        options = {"THREADS": 1 if case == OVERHEAD else (os.cpu_count() or 1), **self.options.get(case, {})}
         clean |= {"OMP_NUM_THREADS": str(options["THREADS"]), **self.environment}
         clean |= {f"PSC_BENCH_{name}": str(value) for name, value in options.items()}
         return clean | {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -15,16 +14,16 @@ import pytest
 import torch
 
 from benchmarks.runs import Json, environment
-from benchmarks.serving import environments, peers, servers
+from benchmarks.serving import environments, measure, peers, running, servers
 from benchmarks.serving.adapters.settings import COUNTS
-from benchmarks.serving.ceilings import best_images_per_s, images_per_s, minimum_tail_ms
+from benchmarks.serving.ceilings import best_images_per_s, images_per_s
 from benchmarks.serving.client import Load, Response
-from benchmarks.serving.drive import summary
+from benchmarks.serving.drive import quantile, summary
 from benchmarks.serving.gpu import GpuUse
-from benchmarks.serving.histogram import PER_DECADE, bin_of, histogram, lower_edge, quantile, survival
 from benchmarks.serving.overhead import make_bundle
-from benchmarks.serving.peers_report import Ratio, targets, times, write_report
-from benchmarks.serving.servers import BY_NAME, COMPUTE, OVERHEAD, SERVERS, answer_of
+from benchmarks.serving.peers_report import write_report
+from benchmarks.serving.servers import BY_NAME, CASES, COMPUTE, OVERHEAD, SERVERS, answer_of
+from benchmarks.serving.targets import Ratio, targets, times
 from tests.app.fakes import png
 
 FAKE = """
@@ -55,22 +54,6 @@ ThreadingHTTPServer(("127.0.0.1", int(os.environ["PSC_BENCH_PORT"])), Handler).s
 """
 
 
-def test_bins_match_their_edges() -> None:
-    for ms in (0.1, 0.5, 1.0, 7.3, 1000.0):
-        index = bin_of(ms)
-        assert lower_edge(index) <= ms * (1 + 1e-9) < lower_edge(index + 1)
-    assert bin_of(0.0) == 0
-    assert bin_of(1.0) == PER_DECADE
-
-
-def test_histogram_and_survival() -> None:
-    counts = histogram([0.01, 1.0, 1.01, 100.0])
-    assert counts == {"0": 1, str(PER_DECADE): 2, str(3 * PER_DECADE): 1}
-    edges, fractions = survival(counts)
-    assert fractions == [0.75, 0.25, 0.0]
-    assert edges == sorted(edges)
-
-
 def test_quantile_of_nothing_is_infinite() -> None:
     assert quantile([], 0.5) == float("inf")
     assert quantile([1.0, 2.0, 3.0, 4.0], 0.99) == 4.0
@@ -83,7 +66,6 @@ def test_summary_excludes_rejected_requests_from_latencies() -> None:
     assert found["seconds"] == 9.5  # The last answer came then.
     assert found["images_per_s"] == pytest.approx(32 * found["requests_per_s"], abs=2)
     assert (found["p50_ms"], found["p99_ms"]) == (6.0, 10.0)
-    assert sum(found["histogram"].values()) == 10
 
 
 def test_images_per_s_interpolates_between_sizes() -> None:
@@ -160,20 +142,20 @@ def test_adapter_answers_like_the_library(tiny_bundle: Path, tmp_path: Path, mon
     monkeypatch.setenv("PSC_BENCH_BUNDLE", str(tiny_bundle))
     monkeypatch.setenv("PSC_BENCH_COUNTS", str(tmp_path))
     monkeypatch.setattr("benchmarks.serving.adapters.model.FACTORY", "tests.tiny:network")
-    monkeypatch.setattr(peers, "FACTORY", "tests.tiny:network")
+    monkeypatch.setattr(running, "FACTORY", "tests.tiny:network")
     from benchmarks.serving.adapters.model import Model
 
     model = Model()
-    before = peers.counted(tmp_path)
+    before = running.counted(tmp_path)
     images = [png(5, size=28), png(200, size=28)]
     answers = model.predict([model.decode(image) for image in images])
-    after = peers.counted(tmp_path)
+    after = running.counted(tmp_path)
     assert (after[0] - before[0], after[1] - before[1]) == (1, 2)
     for image, answer in zip(images, answers, strict=True):
-        peers.check_answer(BY_NAME["mosec"], answer_of(BY_NAME["mosec"], model.dump(answer)), tiny_bundle, image)
+        running.check_answer(BY_NAME["mosec"], answer_of(BY_NAME["mosec"], model.dump(answer)), tiny_bundle, image)
     wrong = {**answers[0], "log_density": answers[0]["log_density"] + 1}
-    with pytest.raises(peers.ServerFailed, match="the library"):
-        peers.check_answer(BY_NAME["mosec"], wrong, tiny_bundle, images[0])
+    with pytest.raises(running.ServerFailed, match="the library"):
+        running.check_answer(BY_NAME["mosec"], wrong, tiny_bundle, images[0])
     with pytest.raises(ValueError, match="expected an image of"):
         model.decode(png(5, size=8))
 
@@ -181,10 +163,10 @@ def test_adapter_answers_like_the_library(tiny_bundle: Path, tmp_path: Path, mon
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> servers.Server:
     """A minimal server; its answers are not checked."""
-    monkeypatch.setattr(peers, "FIRST_WARM_UP_SECONDS", 0.1)
-    monkeypatch.setattr(peers, "WARM_UP_SECONDS", 0.1)
-    monkeypatch.setattr(peers, "SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(peers, "check_answer", lambda *_: None)
+    monkeypatch.setattr(running, "FIRST_WARM_UP_SECONDS", 0.1)
+    monkeypatch.setattr(running, "WARM_UP_SECONDS", 0.1)
+    monkeypatch.setattr(measure, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(running, "check_answer", lambda *_: None)
     (tmp_path / "answer.json").write_text('{"ood_p_value": 1.0}')
     monkeypatch.setattr(servers.Server, "command", lambda *_, **__: [sys.executable, "-c", FAKE])
     return servers.Server("fake", "fake", (), "", many="/predict")
@@ -194,8 +176,8 @@ def test_server_is_suspended_between_turns(
     fake: servers.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(peers, "check_answer", lambda _server, answer, *_: asked.append(answer))
-    server = peers.RunningServer(fake, COMPUTE, tmp_path / "answer.json", [png(5)], "cpu")
+    monkeypatch.setattr(running, "check_answer", lambda _server, answer, *_: asked.append(answer))
+    server = running.RunningServer(fake, COMPUTE, tmp_path / "answer.json", [png(5)], "cpu")
     pids = server._processes.pids()
 
     def stopped() -> bool:
@@ -210,19 +192,22 @@ def test_server_is_suspended_between_turns(
     assert asked == [{"ood_p_value": 1.0}]
     assert server.about.keys() == {"versions", "start_s"}
     server.stop()
-    with peers.Client() as client:
+    with running.Client() as client:
         for _ in range(2):
             assert stopped()
             found = server.turn(client, 0.4)
+        assert stopped()
+        point = server.point(client, 50.0, 0.4)
     assert stopped()
     server.close()
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    assert set(found) == {"closed", "unloaded", "steady", "many"}
+    assert set(found) == {"closed", "unloaded", "many"}
     assert found["closed"]["statuses"].keys() == {"200"}
     assert found["closed"]["mean_batch"] == 2.0
     assert found["many"]["images_per_s"] > found["many"]["requests_per_s"]
-    assert all(found[name]["server_cpu_s"] >= 0 for name in ("closed", "steady"))
-    assert [name for name, phase in found.items() if "histogram" in phase] == ["steady"]
+    assert found["closed"]["server_cpu_s"] >= 0
+    assert point["per_s"] == 50.0
+    assert point["statuses"].keys() == {"200"}
 
 
 def test_servers_take_turns_and_failed_ones_are_left_out(
@@ -235,7 +220,7 @@ def test_servers_take_turns_and_failed_ones_are_left_out(
 
         def __init__(self, server: servers.Server, *_: Any) -> None:
             if server.name == "no":
-                raise peers.ServerFailed("no haproxy")
+                raise running.ServerFailed("no haproxy")
             self._name = server.name
 
         def stop(self) -> None:
@@ -245,33 +230,61 @@ def test_servers_take_turns_and_failed_ones_are_left_out(
             order.append(self._name)
             if order[-2:].count("ends") == 2:
                 raise RuntimeError("gone")
-            return {"closed": phase(9.0), "unloaded": phase(9.0), "steady": phase(6.0)}
+            return {"closed": phase(9.0), "unloaded": phase(9.0)}
+
+        def point(self, _: Any, per_s: float, __: float) -> Json:
+            order.append(f"{self._name} at {per_s:g}")
+            return {**phase(per_s), **point(per_s, 5.0, "behind" if per_s > 8 else None)}
 
         def close(self) -> None:
             order.append(f"{self._name} closed")
 
-    monkeypatch.setattr(peers, "RunningServer", Scripted)
-    monkeypatch.setattr(peers, "in_fresh_process", lambda *_: {"step_ms": {str(2**k): 1.0 for k in range(7)}})
-    args = argparse.Namespace(out=tmp_path, device="cpu", seconds=1.0, rounds=3, only=None, note="")
-    run = peers.Run(args)
-    run.servers = [replace(fake, name=name, label=name) for name in ("psc", "no", "ends")]
-    with peers.Client() as client:
-        peers.measure_network(run, OVERHEAD, tmp_path, [], client)
+    monkeypatch.setattr(measure, "RunningServer", Scripted)
+    monkeypatch.setattr(measure, "in_fresh_process", lambda *_: {"step_ms": {str(2**k): 1.0 for k in range(7)}})
+    args = peers.parser().parse_args(["--rounds", "3", "--sweeps", "1"])
+    shown = [replace(fake, name=name, label=name) for name in ("psc", "no", "ends")]
+    file = tmp_path / "record.json"
+    with running.Client() as client:
+        run = measure.Run(file, peers.new_record(args, shown), shown, "cpu", 1.0, 3, 1, client)
+        measure.measure_case(run, OVERHEAD, tmp_path, [])
     assert order[:2] == ["psc stopped", "ends stopped"]
-    assert order[2:] == ["psc", "ends", "ends", "psc", "psc", "ends closed", "psc closed"]
-    kept = json.loads((tmp_path / "serving-peers.json").read_text())["servers"][OVERHEAD]
-    assert len(kept["psc"]["rounds"]) == 3
-    assert kept["no"] == {"failed": "no haproxy"}
-    assert kept["ends"] == {"failed": "gone"}
+    assert order[2:7] == ["psc", "ends", "ends", "psc", "psc"]
+    assert order[7:] == [
+        *(f"psc at {rate}" for rate in ("2.25", "4.5", "6.75", "10.1", "8.26", "7.47")), "ends closed", "psc closed"
+    ]  # fmt: skip
+    kept = json.loads(file.read_text())
+    assert kept["slowest_peak"][OVERHEAD] == 9.0  # No peer is left.
+    assert len(kept["servers"][OVERHEAD]["psc"]["rounds"]) == 3
+    assert [one["per_s"] for one in kept["servers"][OVERHEAD]["psc"]["sweeps"][0]] == [
+        2.25,
+        4.5,
+        6.75,
+        10.1,
+        8.26,
+        7.47,
+    ]
+    assert kept["servers"][OVERHEAD]["no"] == {"failed": "no haproxy"}
+    assert kept["servers"][OVERHEAD]["ends"] == {"failed": "gone"}
+
+
+def test_slowest_peak_is_a_peers() -> None:
+    found = record({"psc": 5.0, "mosec": 30.0, "fastapi": 20.0})["servers"][OVERHEAD]
+    assert measure.slowest_peak(found) == 30.0  # 20 and 40 in two rounds
+    assert measure.slowest_peak({"psc": found["psc"], "ray": {"failed": "no haproxy"}}) == 7.5
+    assert measure.slowest_peak({}) == 0.0
 
 
 def phase(images_per_s: float, **more: Any) -> dict[str, Any]:
     """A recorded phase."""
     return {
         "images_per_s": images_per_s, "requests_per_s": images_per_s, "requests": 100, "statuses": {"200": 100},
-        "p50_ms": 2.0, "p99_ms": 5.0, "server_cpu_s": 0.1, "client_cpu_s": 0.1, "histogram": {"20": 99, "30": 1},
-        **more,
+        "p50_ms": 2.0, "p99_ms": 5.0, "server_cpu_s": 0.1, "client_cpu_s": 0.1, **more,
     }  # fmt: skip
+
+
+def point(per_s: float, p99_ms: float, end: str | None = None) -> Json:
+    """A recorded point of a curve."""
+    return {"per_s": per_s, "end": end, "p50_ms": p99_ms / 2, "p99_ms": p99_ms}
 
 
 def record(rates: dict[str, float], faster: float = 2.0) -> dict[str, Any]:
@@ -281,40 +294,40 @@ def record(rates: dict[str, float], faster: float = 2.0) -> dict[str, Any]:
         name: {
             "versions": {name: "1"},
             "rounds": [
-                {"closed": phase(k * rate, mean_batch=32.0), "unloaded": phase(9.0), "steady": phase(0.7 * k * rate),
-                 "many": phase(k * rate)}
+                {"closed": phase(k * rate, mean_batch=32.0), "unloaded": phase(9.0), "many": phase(k * rate)}
                 for k in (1.0, faster)
+            ],
+            "sweeps": [
+                [point(25.0, 3000 / rate), point(50.0, 6000 / rate), point(75.0, 9000 / rate),
+                 point(112.0, 99999 / rate, "behind"), point(91.7, 12000 / rate)]
             ],
         }
         for name, rate in rates.items()
     }  # fmt: skip
     bare = [{"step_ms": {size: ms / k for size, ms in step.items()}} for k in (1.0, faster)]
     return {
-        "seconds": 8.0, "clients": 64, "many": {"images": 32, "clients": 4}, "note": "", "command": "c",
+        "seconds": 8.0, "sweeps": 1, "slowest_peak": dict.fromkeys(CASES, 100.0), "clients": 64,
+        "many": {"images": 32, "clients": 4}, "note": "", "command": "c",
         "environment": environment(torch.device("cpu")), "device": "cpu",
-        "servers": {OVERHEAD: found, COMPUTE: {**found, "ray": {"failed": "no haproxy"}}},
-        "bare": {OVERHEAD: bare, COMPUTE: bare},
+        "servers": {**dict.fromkeys(CASES, found), COMPUTE: {**found, "ray": {"failed": "no haproxy"}}},
+        "bare": dict.fromkeys(CASES, bare),
         "ceilings": {"decode": 9.0, "bare": phase(9.0), "instant": {"failed": "loading\nfailed"}},
         "settings": {server.name: server.settings for server in SERVERS},
     }  # fmt: skip
 
 
-def test_minimum_tail_is_that_of_one_queue() -> None:
-    flat = {"1": 10.0, "64": 10.0}  # A step always takes 10 ms, so nobody waits for more than two.
-    assert minimum_tail_ms(flat, 0.1) == pytest.approx(10.0, rel=0.2)
-    assert 18.0 < minimum_tail_ms(flat, 1000.0) <= 20.0
-    linear = {"1": 10.0, "64": 640.0}  # Batching gains nothing: above the 70 ms or so of M/D/1 at 70 %.
-    assert 70.0 < minimum_tail_ms(linear, 70.0) < 140.0
-
-
 def test_targets() -> None:
-    found = {one["target"]: one for one in targets(record({"psc": 960.0, "mosec": 961.0, "litserve": 192.0}))}
-    by_word = {word: next(one for what, one in found.items() if word in what) for word in
-               ("LitServe", "mosec", "mean batch", "above every peer", "of 32", "compute-bound, open")}  # fmt: skip
+    found = {one["target"]: one for one in targets(record({"psc": 960.0, "mosec": 961.0, "litserve": 240.0}))}
+    words = ("LitServe", "mean batch", "compute-bound, single images: psc-serve above", "of 32",
+             "overhead-bound, equal load: psc-serve, p99", "rate at")  # fmt: skip
+    by_word = {word: next(one for what, one in found.items() if word in what) for word in words}
     met = {word: one["met"] for word, one in by_word.items()}
-    assert met == {"LitServe": True, "mosec": False, "mean batch": True, "above every peer": False,
-                   "of 32": True, "compute-bound, open": True}  # fmt: skip
+    assert list(met.values()) == [True, True, False, True, False, False]
     assert by_word["mean batch"]["measured"] == "0.960 (0.960 to 0.960)"
+    assert by_word["overhead-bound, equal load: psc-serve, p99"]["measured"].startswith(
+        "at 3 of 6 (peer, rate), worst mosec"
+    )
+    assert by_word["rate at"]["measured"] == "92/s, the best peer 92/s (mosec)"
     assert not any("Ray" in what for what in found)  # It did not run.
 
 
@@ -336,6 +349,8 @@ def test_section_shows_failures(tmp_path: Path) -> None:
     assert text.count("## Serving against peers\n") == 1
     assert "## Other\n\ntext" in text
     assert "| mosec | 1,442 (4 × 503) | 0.999 × (0.999 to 0.999) |" in text
+    assert "| server | 25/s | 50/s | 75/s | 112/s | rate at a p99 of 100 ms |" in text
+    assert "| psc-serve | 1.6/3.1 | 3.1/6.2 | 4.7/9.4 | *behind* | 92/s |" in text
     assert "| did not run: loading failed |" in text
     assert "Ray Serve | did not run" in text and "did not run: no haproxy" in text
     assert (tmp_path / "serving-peers.svg").stat().st_size > 1000
@@ -386,11 +401,11 @@ def overhead_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("module", ["bare", "instant"])
 def test_http_ceilings(module: str, overhead_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "FIRST_WARM_UP_SECONDS", 0.1)
+    monkeypatch.setattr(measure, "FIRST_WARM_UP_SECONDS", 0.1)
     answer = tmp_path / "answer.json"
     answer.write_bytes(b"{}")
-    with peers.Client() as client:
-        found = peers.measure_http(module, overhead_bundle, answer, [png(5, size=28)], 0.3, client)
+    with running.Client() as client:
+        found = measure.measure_http(module, overhead_bundle, answer, [png(5, size=28)], 0.3, client)
     assert found["statuses"].keys() == {"200"}
     assert found["requests_per_s"] > 0
 

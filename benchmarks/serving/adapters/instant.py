@@ -36,7 +36,7 @@ class Instant(Pipeline):
 
 def main() -> None:
     """Serve until SIGTERM."""
-    settings = Settings(device="cpu", log_level="error")
+    settings = Settings(device="cpu", log_level="error", backend="folded")
     psc = PSC.load(os.environ["PSC_BENCH_BUNDLE"], device="cpu", allow_factories=[FACTORY])
     size = psc.preprocess
     with torch.inference_mode():

@@ -1,0 +1,147 @@
+"""Latency over arrival rate: every server gets the same Poisson arrivals, until it no longer keeps up.
+
+Rates are 25, 50 and 75 % of the slowest peer's peak, then each half as high again as the one before.  A sweep offers a
+rate to all servers before the next one.  Between the last rate whose p99 is at most :data:`GOAL_MS` and the next one,
+two more are tried, so that the rate at that p99 is known to a ninth.  Latencies count from when a request was due.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+Json = dict[str, Any]
+Sweep = list[Json]
+"""Points of one server, by ascending rate within the grid, then those between two rates of the grid."""
+
+FRACTIONS = (0.25, 0.5, 0.75)
+FACTOR, MAXIMUM_RATES, BETWEEN = 1.5, 12, 2
+LIMIT_MS, GOAL_MS = 1000.0, 100.0
+MAXIMUM_ERRORS = 0.01
+MAXIMUM_LAG = 0.1
+"""A server falls behind if it answers the last request later than the median, by this fraction of the phase."""
+BUSY_CLIENT = 0.9
+"""Cores: a load generator that needs more may itself be why answers are late."""
+MINIMUM_ARRIVALS = 20
+KEPT = ("requests", "requests_per_s", "statuses", "p50_ms", "p99_ms", "server_cpu_s", "client_cpu_s", "mean_batch")
+
+
+def rates(slowest_peak: float) -> Iterator[float]:
+    """Arrivals/s, ascending, with three digits.
+
+    Args:
+        slowest_peak: Requests/s of the slowest peer in a closed loop.
+    """
+    for fraction in FRACTIONS:
+        yield _three_digits(fraction * slowest_peak)
+    rate = FRACTIONS[-1] * slowest_peak
+    while True:
+        rate *= FACTOR
+        yield _three_digits(rate)
+
+
+def duration(per_s: float, seconds: float) -> float:
+    """Seconds of a phase: at least ``seconds``, and enough for :data:`MINIMUM_ARRIVALS`."""
+    return max(seconds, MINIMUM_ARRIVALS / per_s)
+
+
+def end_of(phase: Json, seconds: float) -> str | None:
+    """Why a server does not sustain the rate of a phase, or None if it does.
+
+    Args:
+        phase: Summary of the responses; its ``seconds`` last until the last response.
+        seconds: In which requests were due.
+    """
+    total = sum(phase["statuses"].values())
+    if total - phase["requests"] > MAXIMUM_ERRORS * total:
+        return "errors"
+    if not phase["requests"]:
+        return "no request"
+    late = phase["p99_ms"] > LIMIT_MS
+    behind = phase["seconds"] - seconds > MAXIMUM_LAG * seconds + phase["p50_ms"] / 1000
+    if not (late or behind):
+        return None
+    if phase["client_cpu_s"] > BUSY_CLIENT * phase["seconds"]:
+        return "load generator"
+    return "p99" if late else "behind"
+
+
+def sweep(
+    peak: float, servers: Sequence[str], send: Callable[[str, float], Json | None], between: int = BETWEEN
+) -> dict[str, Sweep]:
+    """Points of every server up to and including its end.
+
+    Args:
+        peak: Of the slowest peer, requests/s.
+        servers: Names, in the order of their turns.
+        send: Offers a rate to a server and returns the point; None if the server failed, which ends its turns.
+        between: Additional rates around the goal.
+    """
+    found: dict[str, Sweep] = {name: [] for name in servers}
+    going = list(servers)
+
+    def offer(name: str, rate: float) -> bool:
+        point = send(name, rate)
+        if point is not None:
+            found[name].append(point)
+        return point is not None and point["end"] is None
+
+    for rate in islice(rates(peak), MAXIMUM_RATES):
+        going = [name for name in going if offer(name, rate)]
+        if not going:
+            break
+    for _ in range(between):
+        for name, points in found.items():
+            if (rate := _next_between(points)) is not None:
+                offer(name, rate)
+    return found
+
+
+def point(phase: Json, per_s: float, seconds: float) -> Json:
+    """What is kept of a phase."""
+    return {
+        "per_s": per_s,
+        "end": end_of(phase, seconds),
+        **{key: phase[key] for key in KEPT if key in phase},
+    }
+
+
+def meets_goal(one: Json) -> bool:
+    """Whether a point is sustained with a p99 of at most :data:`GOAL_MS`."""
+    return one["end"] is None and one["p99_ms"] <= GOAL_MS
+
+
+def goal_rate(points: Sweep) -> float:
+    """The highest rate that meets the goal, arrivals/s; 0 if none does."""
+    return max((one["per_s"] for one in points if meets_goal(one)), default=0.0)
+
+
+def at(sweeps: Sequence[Sweep], rate: float) -> tuple[float, float] | None:
+    """Medians of p50 and p99 over the sweeps, ms; None unless the rate is sustained in more than half of them."""
+    kept = [one for points in sweeps for one in points if one["per_s"] == rate and one["end"] is None]
+    if 2 * len(kept) <= len(sweeps):
+        return None
+    return statistics.median(one["p50_ms"] for one in kept), statistics.median(one["p99_ms"] for one in kept)
+
+
+def ends_at(sweeps: Sequence[Sweep], rate: float) -> str | None:
+    """The first reason for which a sweep ended at a rate."""
+    return next((one["end"] for points in sweeps for one in points if one["per_s"] == rate and one["end"]), None)
+
+
+def grid(peak: float, servers: Sequence[Sequence[Sweep]]) -> list[float]:
+    """The rates that were offered to every server that still kept up; those between are left out."""
+    offered = {one["per_s"] for sweeps in servers for points in sweeps for one in points}
+    return [rate for rate in islice(rates(peak), MAXIMUM_RATES) if rate in offered]
+
+
+def _next_between(points: Sweep) -> float | None:
+    low = goal_rate(points)
+    above = [one["per_s"] for one in points if one["per_s"] > low]
+    return _three_digits((low * min(above)) ** 0.5) if low and above else None
+
+
+def _three_digits(rate: float) -> float:
+    return float(f"{rate:.3g}")

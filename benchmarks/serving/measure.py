@@ -1,0 +1,177 @@
+"""All turns of all servers in one case, and what bounds them."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.runs import Json, write_json
+from benchmarks.serving import ceilings, curve, environments
+from benchmarks.serving.drive import Phase
+from benchmarks.serving.processes import ROOT, Processes, ServerFailed, free_port
+from benchmarks.serving.running import CLIENTS, FIRST_WARM_UP_SECONDS, Client, RunningServer, in_fresh_process
+from benchmarks.serving.servers import BY_NAME, OVERHEAD, Server
+
+SETTLE_SECONDS = 5.0
+"""Between the last server's start and the first stop: Ray Serve loses its proxy when it is stopped while starting."""
+BARE_SECONDS = 2.0
+ADAPTERS = "benchmarks.serving.adapters"
+
+
+@dataclass
+class Run:
+    """What is measured, and the record, which is written after every part.
+
+    Attributes:
+        file: The record's.
+        record: As :mod:`benchmarks.serving.peers` starts it.
+        servers: In the order of the tables.
+        device: cpu or cuda.
+        seconds: Of a phase.
+        rounds: Closed loops of every server.
+        sweeps: Curves of every server.
+        client: The load generator.
+    """
+
+    file: Path
+    record: Json
+    servers: Sequence[Server]
+    device: str
+    seconds: float
+    rounds: int
+    sweeps: int
+    client: Client
+
+    def write(self) -> None:
+        """Write what was measured so far."""
+        write_json(self.file, self.record)
+
+
+def log(text: str) -> None:
+    """Print a line of progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def slowest_peak(found: Json) -> float:
+    """Requests/s of the slowest peer in a closed loop, median of the rounds; of our own without peers.
+
+    Args:
+        found: Of a case, by server.
+    """
+    peaks = {
+        name: statistics.median(turn["closed"]["requests_per_s"] for turn in one["rounds"])
+        for name, one in found.items()
+        if one.get("rounds")
+    }
+    peers = {name: peak for name, peak in peaks.items() if not (name in BY_NAME and BY_NAME[name].ours)}
+    return min((peers or peaks).values(), default=0.0)
+
+
+def measure_case(run: Run, case: str, bundle: Path, images: Sequence[bytes]) -> None:
+    """Rounds, then sweeps; a server that fails is left out from then on, and the reason recorded."""
+    found: Json = run.record["servers"][case]
+    with contextlib.ExitStack() as stack:
+        running: dict[str, RunningServer] = {}
+
+        def attempt(name: str, act: Callable[[], Json | None]) -> Json | None:
+            try:
+                return act()
+            except (ServerFailed, OSError, RuntimeError, KeyError, ValueError) as error:
+                running.pop(name, None)
+                found[name] = failed(error)
+                return None
+
+        def start(server: Server) -> None:
+            started = RunningServer(server, case, bundle, images, run.device)
+            stack.callback(started.close)
+            running[server.name] = started
+            found[server.name] = {**started.about, "rounds": [], "sweeps": []}
+
+        def take_turn(name: str) -> None:
+            turn = running[name].turn(run.client, run.seconds)
+            found[name]["rounds"].append(turn)
+            log(f"  {name}: {', '.join(map(_short, turn.values()))}")
+
+        def offer(name: str, per_s: float) -> Json | None:
+            if name not in running:
+                return None
+            point = attempt(name, lambda: running[name].point(run.client, per_s, run.seconds))
+            if point is not None:
+                log(f"  {name} at {per_s:g}/s: {_short(point)} {point['end'] or ''}")
+            return point
+
+        for server in run.servers:
+            log(f"{case}: {server.label} starts")
+            attempt(server.name, partial(start, server))
+        time.sleep(SETTLE_SECONDS)
+        for started in running.values():
+            started.stop()
+        for number in range(run.rounds):
+            log(f"{case}: round {number + 1} of {run.rounds}")
+            bare = in_fresh_process(ceilings.bare_step, bundle, BARE_SECONDS, run.device)
+            run.record["bare"][case].append(bare)
+            for name in _rotated(list(running), number):
+                attempt(name, partial(take_turn, name))
+            run.write()
+        run.record["slowest_peak"][case] = peak = slowest_peak({name: found[name] for name in running})
+        for number in range(run.sweeps if peak else 0):
+            log(f"{case}: sweep {number + 1} of {run.sweeps}")
+            for name, points in curve.sweep(peak, _rotated(list(running), number), offer).items():
+                if name in running:
+                    found[name]["sweeps"].append(points)
+            run.write()
+
+
+def measure_ceilings(run: Run, bundle: Path, images: Sequence[bytes]) -> None:
+    """Decoding alone, and HTTP alone."""
+    answer = environments.HOME / "answer.json"
+    answer.write_bytes(b'{"predictions":[' + b"0," * 350 + b"0]}")
+    run.record["ceilings"]["decode"] = in_fresh_process(ceilings.decode_only, bundle, images, BARE_SECONDS)
+    for module in ("bare", "instant"):
+        log(f"ceiling: {module}")
+        try:
+            run.record["ceilings"][module] = measure_http(module, bundle, answer, images, run.seconds, run.client)
+        except ServerFailed as error:
+            run.record["ceilings"][module] = failed(error)
+    run.write()
+
+
+def measure_http(
+    module: str, bundle: Path, answer: Path, images: Sequence[bytes], seconds: float, client: Client
+) -> Json:
+    """A closed loop against an adapter without a model."""
+    with tempfile.TemporaryDirectory(prefix="psc-benchmark-") as scratch:
+        port = free_port()
+        shell = Server(module, module, ("-m", f"{ADAPTERS}.{module}"), "")
+        variables = shell.variables(OVERHEAD, port=port, bundle=bundle, counts=Path(scratch), device="cpu")
+        variables["PSC_BENCH_ANSWER"] = str(answer)
+        target = shell.target(port, images)
+        command = shell.command(Path(sys.executable), port=port, bundle=bundle, device="cpu")
+        with Processes(command, variables) as processes:
+            processes.wait_until_ready(target)
+            client.send(processes, target, Phase(FIRST_WARM_UP_SECONDS, clients=CLIENTS), Path(scratch))
+            return client.send(processes, target, Phase(seconds, clients=CLIENTS), Path(scratch))
+
+
+def failed(error: Exception) -> Json:
+    """The record of a failure, without paths of this machine."""
+    reason = str(error).replace(str(ROOT), "")[:600]
+    log(f"  failed: {reason}")
+    return {"failed": reason}
+
+
+def _rotated(names: list[str], by: int) -> list[str]:
+    by %= max(1, len(names))
+    return names[by:] + names[:by]
+
+
+def _short(phase: Json) -> str:
+    p50, p99 = (phase.get(key) for key in ("p50_ms", "p99_ms"))
+    return f"{phase['requests_per_s']:g}/s p50 {p50} p99 {p99} ms {phase['statuses']}"

@@ -1,0 +1,186 @@
+"""A started server that is suspended between its turns, and the load generator's process."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.runs import Json
+from benchmarks.serving import curve, environments
+from benchmarks.serving.adapters.settings import COUNTS, FACTORY
+from benchmarks.serving.drive import Phase, Target, drive
+from benchmarks.serving.gpu import GpuUse
+from benchmarks.serving.processes import Processes, ServerFailed, free_port
+from benchmarks.serving.report import scraped
+from benchmarks.serving.servers import COMPUTE, Server, answer_of
+from psc_core.model.predictor import PSC
+
+CLIENTS, MANY, MANY_CLIENTS = 64, 32, 4
+FIRST_WARM_UP_SECONDS, WARM_UP_SECONDS = 1.5, 0.3
+TOLERANCE = 1e-3
+"""Peers decode with another library and batch differently; equal pixels agree to far less than this."""
+
+
+def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a call in a new process, which ends with it."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+class Client:
+    """The load generator's process, one for the whole run."""
+
+    def __init__(self) -> None:
+        self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    def send(self, processes: Processes, target: Target, phase: Phase, counts: Path) -> Json:
+        """Send one phase; returns its summary with the server's CPU time, memory and mean batch."""
+        cpu_s, steps, images = processes.cpu_s(), *counted(counts)
+        with GpuUse() as gpu:
+            found: Json = self._pool.submit(drive, target, phase).result()
+        found |= gpu.found
+        found["server_cpu_s"] = round(processes.cpu_s() - cpu_s, 3)
+        found["memory_mib"] = processes.memory_mib()
+        now_steps, now_images = counted(counts)
+        if now_steps > steps:
+            found["mean_batch"] = round((now_images - images) / (now_steps - steps), 2)
+        return found
+
+
+def counted(folder: Path) -> tuple[int, int]:
+    """Steps and images so far, of all processes of an adapter."""
+    pairs = [COUNTS.unpack(file.read_bytes()) for file in folder.iterdir()]
+    return sum(steps for steps, _ in pairs), sum(images for _, images in pairs)
+
+
+def check_answer(server: Server, answer: Json, bundle: Path, image: bytes) -> None:
+    """Check that a server answers like the library.
+
+    Raises:
+        ServerFailed: It does not.
+    """
+    expected = PSC.load(bundle, device="cpu", allow_factories=[FACTORY]).predict([image])
+    pairs = [
+        (answer["predictive_entropy"], float(expected.predictive_entropy[0])),
+        (answer["log_density"], float(expected.log_density[0])),
+        (answer["ood_p_value"], float(expected.ood_p_value[0])),
+        *zip(answer["probabilities"], expected.probabilities[0].tolist(), strict=True),
+    ]
+    for got, wanted in pairs:
+        if not math.isclose(got, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+            raise ServerFailed(f"{server.label} answered {got}, the library {wanted}")
+
+
+class Metrics:
+    """Mean batch size of one ``psc-serve`` process between two reads of its ``/metrics``."""
+
+    def __init__(self, processes: Processes, port: int) -> None:
+        self._read = lambda: processes.get(port, "/metrics")
+        self._before = self._sums()
+
+    def mean_batch(self) -> float | None:
+        """Images a device step since the last call."""
+        before, self._before = self._before, self._sums()
+        steps, images = (after - last for after, last in zip(self._before, before, strict=True))
+        return round(images / steps, 2) if steps else None
+
+    def _sums(self) -> tuple[float, float]:
+        metrics = scraped(self._read())
+        return metrics["psc_batch_size_count"], metrics["psc_batch_size_sum"]
+
+
+class RunningServer:
+    """A started server with a bundle, whose answer agrees with the library's.
+
+    Args:
+        server: Its description.
+        case: One of :data:`~benchmarks.serving.servers.CASES`.
+        bundle: To serve.
+        images: Files to send.
+        device: cpu or cuda.
+
+    Raises:
+        ServerFailed: It ended, did not answer, or answered differently from the library.
+    """
+
+    def __init__(self, server: Server, case: str, bundle: Path, images: Sequence[bytes], device: str) -> None:
+        python, began, port = server.python(), time.monotonic(), free_port()
+        with contextlib.ExitStack() as stack:
+            self._counts = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="psc-benchmark-")))
+            command = server.command(python, port=port, bundle=bundle, device=device)
+            variables = server.variables(case, port=port, bundle=bundle, counts=self._counts, device=device)
+            self._processes = stack.enter_context(Processes(command, variables))
+            self._single = server.target(port, images)
+            self._many = server.target_of_many(port, images, MANY) if case == COMPUTE else None
+            body = self._processes.wait_until_ready(self._single)
+            check_answer(server, answer_of(server, body), bundle, images[0])
+            self._metrics = Metrics(self._processes, port) if server.name == "psc" else None
+            self.about: Json = {
+                "versions": environments.versions(python, server.packages),
+                "start_s": round(time.monotonic() - began, 1),
+            }
+            self._warm_up_s = FIRST_WARM_UP_SECONDS
+            self._stack = stack.pop_all()
+
+    def turn(self, client: Client, seconds: float) -> Json:
+        """Closed loops: single images from many clients and from one, and requests of several images.
+
+        Raises:
+            ServerFailed: It stopped answering.
+        """
+        found: Json = {}
+        warm_up_s, self._warm_up_s = self._warm_up_s, WARM_UP_SECONDS
+        with self._resumed():
+            self._phase(client, self._single, Phase(warm_up_s, clients=CLIENTS))
+            found["closed"] = self._phase(client, self._single, Phase(seconds, clients=CLIENTS))
+            found["unloaded"] = self._phase(client, self._single, Phase(max(0.5, seconds / 4), clients=1))
+            if not found["closed"]["requests_per_s"] or not found["unloaded"]["requests_per_s"]:
+                raise ServerFailed(f"answered {found['closed']['statuses']}: {self._processes.tail()}")
+            if self._many is not None:
+                self._phase(client, self._many, Phase(warm_up_s, clients=MANY_CLIENTS))
+                found["many"] = self._phase(client, self._many, Phase(seconds, clients=MANY_CLIENTS))
+        return found
+
+    def point(self, client: Client, per_s: float, seconds: float) -> Json:
+        """Poisson arrivals at a rate: a point of the curve.
+
+        Raises:
+            ServerFailed: It stopped answering.
+        """
+        seconds = curve.duration(per_s, seconds)
+        with self._resumed():
+            self._phase(client, self._single, Phase(WARM_UP_SECONDS, per_second=per_s))
+            return curve.point(self._phase(client, self._single, Phase(seconds, per_second=per_s)), per_s, seconds)
+
+    @contextlib.contextmanager
+    def _resumed(self) -> Iterator[None]:
+        with self._processes.resumed():
+            self._processes.wait_until_ready(self._single)
+            yield
+
+    def _phase(self, client: Client, target: Target, phase: Phase) -> Json:
+        found = client.send(self._processes, target, phase, self._counts)
+        if self._metrics is not None and (mean := self._metrics.mean_batch()) is not None:
+            found["mean_batch"] = mean
+        return found
+
+    def stop(self) -> None:
+        """Suspend it until its next turn."""
+        self._processes.stop()
+
+    def close(self) -> None:
+        """Terminate it."""
+        self._stack.close()
