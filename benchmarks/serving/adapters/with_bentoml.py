@@ -24,17 +24,6 @@ class Classify:
     def __init__(self) -> None:
         self._model = Model()
 
-    def _predict(self, images: list[str]) -> list[dict[str, Any]]:
+    @bentoml.api(batchable=True, max_batch_size=MAX_BATCH, max_latency_ms=option("LATENCY_MS", 1000))
+    def predict(self, images: list[str]) -> list[dict[str, Any]]:
         return self._model.predict([self._model.decode(binascii.a2b_base64(image)) for image in images])
-
-    if option("INLINE", 0):
-
-        @bentoml.api(batchable=True, max_batch_size=MAX_BATCH, max_latency_ms=option("LATENCY_MS", 1000))
-        async def predict(self, images: list[str]) -> list[dict[str, Any]]:
-            return self._predict(images)
-
-    else:
-
-        @bentoml.api(batchable=True, max_batch_size=MAX_BATCH, max_latency_ms=option("LATENCY_MS", 1000))
-        def predict(self, images: list[str]) -> list[dict[str, Any]]:
-            return self._predict(images)
