@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from typing import Any
 
 import pytest
 
@@ -76,3 +78,31 @@ def test_timer_is_never_early() -> None:
         return took
 
     assert min(asyncio.run(sleep())) >= 0.0
+
+
+def test_waiting_for_a_busy_generator_counts() -> None:
+    """Requests that were due while nothing could be sent waited since then."""
+
+    connections: list[Any] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(asyncio.current_task())
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+
+    async def send() -> Load:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        generator = Generator("127.0.0.1", server.sockets[0].getsockname()[1], [b""])
+        asyncio.get_running_loop().call_later(0.1, time.sleep, 0.4)
+        load = await generator.open_loop(200, 0.6)
+        generator.close()
+        server.close()
+        await asyncio.gather(*connections)
+        return load
+
+    load = asyncio.run(send())
+    assert set(load.statuses) == {"200"}
+    assert sum(seconds > 0.1 for seconds in load.seconds()) > 30  # Of the 60 that were due in the first 0.3 s of them.
