@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.data import ROOT_VARIABLE
+from benchmarks.instruction_sets import cpu_flags
 from psc_core.compute.device import resolve_device
 from psc_core.version import __version__
 
@@ -198,6 +199,7 @@ def environment(device: torch.device) -> Json:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         "cpus": os.cpu_count(),
+        "cpu_flags": cpu_flags(),
         "threads": torch.get_num_threads(),
     }
 

@@ -7,21 +7,22 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.instruction_sets import held_to, in_fresh_process
 from benchmarks.runs import Json, write_json
-from benchmarks.serving import ceilings, curve, environments
+from benchmarks.serving import curve, environments
+from benchmarks.serving.ceilings import BareSteps, decode_only
 from benchmarks.serving.drive import Phase
 from benchmarks.serving.processes import ROOT, Processes, ServerFailed, free_port
-from benchmarks.serving.running import CLIENTS, FIRST_WARM_UP_SECONDS, Client, RunningServer, in_fresh_process
+from benchmarks.serving.running import CLIENTS, FIRST_WARM_UP_SECONDS, Client, RunningServer
 from benchmarks.serving.servers import BY_NAME, OVERHEAD, Server
 
 SETTLE_SECONDS = 5.0
 """Between the last server's start and the first stop: Ray Serve loses its proxy when it is stopped while starting."""
-BARE_SECONDS = 2.0
 ADAPTERS = "benchmarks.serving.adapters"
 
 
@@ -74,10 +75,17 @@ def slowest_peak(found: Json) -> float:
     return min((peers or peaks).values(), default=0.0)
 
 
-def measure_case(run: Run, case: str, bundle: Path, images: Sequence[bytes]) -> None:
-    """Rounds, then sweeps; a server that fails is left out from then on, and the reason recorded."""
-    found: Json = run.record["servers"][case]
-    with contextlib.ExitStack() as stack:
+def measure_table(run: Run, table: Json, bundle: Path, images: Sequence[bytes]) -> None:
+    """Rounds, then sweeps; a server that fails is left out from then on, and the reason recorded.
+
+    Args:
+        run: Its record is written after every part.
+        table: One of the record's, without measurements.
+        bundle: To serve.
+        images: Files to send.
+    """
+    case, found = table["case"], table["servers"]
+    with held_to(table["instruction_set"]), contextlib.ExitStack() as stack:
         running: dict[str, RunningServer] = {}
 
         def attempt(name: str, act: Callable[[], Json | None]) -> Json | None:
@@ -108,32 +116,41 @@ def measure_case(run: Run, case: str, bundle: Path, images: Sequence[bytes]) -> 
             return point
 
         for server in run.servers:
-            log(f"{case}: {server.label} starts")
+            log(f"{table['title']}: {server.label} starts")
             attempt(server.name, partial(start, server))
+        bare = BareSteps(bundle, run.device)
+        stack.callback(bare.close)
         time.sleep(SETTLE_SECONDS)
         for started in running.values():
             started.stop()
         for number in range(run.rounds):
-            log(f"{case}: round {number + 1} of {run.rounds}")
-            bare = in_fresh_process(ceilings.bare_step, bundle, BARE_SECONDS, run.device)
-            run.record["bare"][case].append(bare)
+            log(f"{table['title']}: round {number + 1} of {run.rounds}")
+            table["bare"].append(bare.measure(run.seconds))
             for name in _rotated(list(running), number):
                 attempt(name, partial(take_turn, name))
             run.write()
-        run.record["slowest_peak"][case] = peak = slowest_peak({name: found[name] for name in running})
+        table["slowest_peak"] = peak = slowest_peak({name: found[name] for name in running})
         for number in range(run.sweeps if peak else 0):
-            log(f"{case}: sweep {number + 1} of {run.sweeps}")
+            log(f"{table['title']}: sweep {number + 1} of {run.sweeps}")
             for name, points in curve.sweep(peak, _rotated(list(running), number), offer).items():
                 if name in running:
                     found[name]["sweeps"].append(points)
             run.write()
 
 
-def measure_ceilings(run: Run, bundle: Path, images: Sequence[bytes]) -> None:
-    """Decoding alone, and HTTP alone."""
+def measure_ceilings(run: Run, inputs: Mapping[str, tuple[Path, Sequence[bytes]]]) -> None:
+    """Decoding alone, and HTTP alone.
+
+    Args:
+        run: Its record is written.
+        inputs: Bundle and images by case.
+    """
+    run.record["ceilings"]["decode"] = {
+        case: in_fresh_process(decode_only, *given, run.seconds) for case, given in inputs.items()
+    }
+    bundle, images = inputs[OVERHEAD]
     answer = environments.HOME / "answer.json"
     answer.write_bytes(b'{"predictions":[' + b"0," * 350 + b"0]}")
-    run.record["ceilings"]["decode"] = in_fresh_process(ceilings.decode_only, bundle, images, BARE_SECONDS)
     for module in ("bare", "instant"):
         log(f"ceiling: {module}")
         try:

@@ -4,42 +4,43 @@
     python -m benchmarks.serving.peers --only psc fastapi --device cuda
     python -m benchmarks.serving.peers --report             # the plot and the section of serving.md, from the JSON
 
-Each peer is installed into ``out/peers/NAME`` if it is not there.  All servers of a case run at once, suspended
-(SIGSTOP) except the one whose turn it is.  Rounds come first: 64 clients that send single images in a closed loop; one
-such client (the unloaded latency); and, where a request may carry several images, four clients that send 32 each.
-Every round also has a turn of the bare device step.  A machine's speed changes within minutes, so ratios are taken
-within a round; the report has their medians.  Then sweeps: Poisson arrivals at rates that are the same for all servers
-(:mod:`benchmarks.serving.curve`).  One load generator sends the requests from a process of its own.  Writes
-``serving-peers.json``.
+Each peer is installed into ``out/peers/NAME`` if it is not there.  A table is one case on one instruction set, the
+same for all its servers; only the compute-bound case has one for each set of the CPU.  All servers of a table run at
+once, suspended (SIGSTOP) except the one whose turn it is.  Rounds come first: 64 clients that send single images in a
+closed loop; one such client (the unloaded latency); and, where a request may carry several images, four clients that
+send 32 each.  Every round also has a turn of the bare device step.  A machine's speed changes within minutes, so ratios
+are taken within a round; the report has their medians.  Then sweeps: Poisson arrivals at rates that are the same for
+all servers (:mod:`benchmarks.serving.curve`).  One load generator sends the requests from a process of its own.
+Writes ``serving-peers.json``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
 
+from benchmarks.instruction_sets import available
 from benchmarks.runs import BUNDLE, RESULTS, Json, environment
 from benchmarks.serving import environments
-from benchmarks.serving.images import digits
-from benchmarks.serving.measure import Run, log, measure_case, measure_ceilings
+from benchmarks.serving.images import digits, photographs
+from benchmarks.serving.measure import Run, log, measure_ceilings, measure_table
 from benchmarks.serving.overhead import make_bundle
 from benchmarks.serving.peers_report import draw, name_of, write_report
 from benchmarks.serving.running import CLIENTS, MANY, MANY_CLIENTS, Client
-from benchmarks.serving.servers import BY_NAME, CASES, COMPUTE, OVERHEAD, SERVERS, Server
+from benchmarks.serving.servers import BY_NAME, CASES, COMPUTE, OVERHEAD, PHOTOGRAPHS, SERVERS, Server
 from benchmarks.serving.targets import targets
 
 
 def new_record(args: argparse.Namespace, servers: list[Server]) -> Json:
     """A record without measurements."""
     return {
-        "command": f"python -m benchmarks.serving.peers --seconds {args.seconds:g} --rounds {args.rounds}"
-        f" --sweeps {args.sweeps}"
-        + (f" --only {' '.join(args.only)}" if args.only else "")
-        + (f" --device {args.device}" if args.device != "cpu" else ""),
+        "command": command(args),
         "environment": environment(torch.device(args.device)),
         "device": args.device,
         "note": args.note,
@@ -48,10 +49,40 @@ def new_record(args: argparse.Namespace, servers: list[Server]) -> Json:
         "clients": CLIENTS,
         "many": {"images": MANY, "clients": MANY_CLIENTS},
         "settings": {server.name: server.settings for server in servers},
-        "servers": {case: {} for case in CASES},
-        "bare": {case: [] for case in CASES},
-        "slowest_peak": dict.fromkeys(CASES, 0.0),
+        "tables": [new_table(case, instructions) for case, instructions in planned(args)],
         "ceilings": {},
+    }
+
+
+def command(args: argparse.Namespace) -> str:
+    """The command line, without what is said elsewhere in the record."""
+    words = [
+        f"python -m benchmarks.serving.peers --seconds {args.seconds:g} --rounds {args.rounds} --sweeps {args.sweeps}"
+    ]
+    words += [f"--cases {' '.join(args.cases)}"] if args.cases else []
+    words += [f"--only {' '.join(args.only)}"] if args.only else []
+    words += ["--best-instructions"] if args.best_instructions else []
+    words += [f"--device {args.device}"] if args.device != "cpu" else []
+    return " ".join(words)
+
+
+def planned(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Case and instruction set of every table: the best set for all cases, older ones for the compute-bound case."""
+    sets = available() if args.device == "cpu" else available()[-1:]
+    chosen = sets[-1:] if args.best_instructions else sets
+    return [(case, name) for case in args.cases or CASES for name in (chosen if case == COMPUTE else sets[-1:])]
+
+
+def new_table(case: str, instructions: str) -> Json:
+    """A table without measurements."""
+    title = f"{case}, {instructions}"
+    return {
+        "title": title,
+        "case": case,
+        "instruction_set": instructions,
+        "servers": {},
+        "bare": [],
+        "slowest_peak": 0.0,
     }
 
 
@@ -60,12 +91,16 @@ def bundle_of(case: str) -> Path:
     if case == COMPUTE:
         return BUNDLE
     folder = environments.HOME / case
-    return folder if (folder / "manifest.json").exists() else make_bundle(folder)
+    if (folder / "manifest.json").exists():
+        return folder
+    return make_bundle(folder, photographs=case == PHOTOGRAPHS)
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", help=f"only these: {'; '.join(CASES)}")
+    cli.add_argument("--best-instructions", action="store_true", help="no table for an older instruction set")
     cli.add_argument("--only", nargs="+", choices=sorted(BY_NAME), metavar="NAME", help="only these servers")
     cli.add_argument("--seconds", type=float, default=2.0, help="length of a phase")
     cli.add_argument("--rounds", type=int, default=5, help="closed loops of every server")
@@ -91,17 +126,22 @@ def main() -> int:
     if args.build:
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
-    images = digits(256)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # So that no server is left behind.
+    images = {PHOTOGRAPHS: photographs(32)}
+    inputs = {case: (bundle_of(case), images.get(case) or digits(256)) for case in CASES}
+    began = time.monotonic()
     with Client() as client:
         run = Run(file, new_record(args, servers), servers, args.device, args.seconds, args.rounds, args.sweeps, client)
-        for case in CASES:
-            measure_case(run, case, bundle_of(case), images)
-        measure_ceilings(run, bundle_of(OVERHEAD), images)
+        for table in run.record["tables"]:
+            measure_table(run, table, *inputs[table["case"]])
+        measure_ceilings(run, {case: inputs[case] for case in (OVERHEAD, PHOTOGRAPHS)})
+    run.record["minutes"] = round((time.monotonic() - began) / 60, 1)
     run.record["targets"] = targets(run.record)
     run.write()
     draw(run.record, args.out)
     for target in run.record["targets"]:
         print(f"{'met    ' if target['met'] else 'NOT MET'}  {target['target']}: {target['measured']}")
+    print(f"{run.record['minutes']} minutes")
     return 0
 
 

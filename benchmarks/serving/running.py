@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
-import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from benchmarks.instruction_sets import fresh_process
 from benchmarks.runs import Json
 from benchmarks.serving import curve, environments
 from benchmarks.serving.adapters.settings import COUNTS, FACTORY
@@ -20,6 +19,7 @@ from benchmarks.serving.gpu import GpuUse
 from benchmarks.serving.processes import Processes, ServerFailed, free_port
 from benchmarks.serving.report import scraped
 from benchmarks.serving.servers import COMPUTE, Server, answer_of
+from psc_core.model.backends import DEFAULT_BACKEND
 from psc_core.model.predictor import PSC
 
 CLIENTS, MANY, MANY_CLIENTS = 64, 32, 4
@@ -28,17 +28,11 @@ TOLERANCE = 1e-3
 """Peers decode with another library and batch differently; equal pixels agree to far less than this."""
 
 
-def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a call in a new process, which ends with it."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
-
-
 class Client:
     """The load generator's process, one for the whole run."""
 
     def __init__(self) -> None:
-        self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        self._pool = fresh_process()
 
     def __enter__(self) -> Client:
         return self
@@ -131,6 +125,7 @@ class RunningServer:
             self.about: Json = {
                 "versions": environments.versions(python, server.packages),
                 "start_s": round(time.monotonic() - began, 1),
+                "backend": json.loads(Processes.get(port, "/model"))["backend"] if server.ours else DEFAULT_BACKEND,
             }
             self._warm_up_s = FIRST_WARM_UP_SECONDS
             self._stack = stack.pop_all()

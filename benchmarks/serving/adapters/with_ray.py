@@ -1,4 +1,4 @@
-"""Ray Serve: one deployment whose replicas batch; the PNG as the raw body."""
+"""Ray Serve: one deployment whose replicas batch; the image as the raw body."""
 
 from __future__ import annotations
 
