@@ -78,7 +78,11 @@ class Server:
 
     def wait_for_log(self, text: str, count: int = 1) -> None:
         """Until so many lines of the log have this text."""
-        self.until(lambda: sum(text in line for line in list(self.log)) >= count)
+        self.until(lambda: self.count_in_log(text) >= count)
+
+    def count_in_log(self, text: str) -> int:
+        """How many lines of the log have this text so far."""
+        return sum(text in line for line in list(self.log))
 
     def metrics(self) -> str:
         """The exposition of its metrics."""

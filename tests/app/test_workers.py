@@ -34,6 +34,19 @@ def two_workers(*arguments: str) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that tells the shared server's model what to do."""
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(scope="module")
+def server(state: Path) -> Iterator[Server]:
+    """One for all tests that leave it with two workers."""
+    with two_workers("--admin-keys=secret", f"state={state}") as started:
+        yield started
+
+
 @contextlib.contextmanager
 def predicting(server: Server) -> Iterator[list[int]]:
     """The statuses of predictions that are made one after the other meanwhile; 0 for a failure."""
@@ -69,57 +82,53 @@ def test_metrics_are_sums_over_workers_and_forget_dead_ones() -> None:
         assert PREDICTIONS % 20 in server.metrics()
 
 
-def test_a_killed_worker_is_replaced_while_the_other_answers() -> None:
-    with two_workers() as server:
-        before = server.workers
-        assert len(before) == 2
-        os.kill(min(before), signal.SIGKILL)
-        server.until(lambda: not is_alive(min(before)))
-        with predicting(server) as statuses:
-            server.wait_for_log('"model ready"', 3)
-        assert set(statuses) == {200}
-        assert len(server.workers) == 2
-        assert max(before) in server.workers
+def test_a_killed_worker_is_replaced_while_the_other_answers(server: Server) -> None:
+    before, ready = server.workers, server.count_in_log('"model ready"')
+    assert len(before) == 2
+    os.kill(min(before), signal.SIGKILL)
+    server.until(lambda: not is_alive(min(before)))
+    with predicting(server) as statuses:
+        server.wait_for_log('"model ready"', ready + 1)
+    assert set(statuses) == {200}
+    assert len(server.workers) == 2
+    assert max(before) in server.workers
 
 
-def test_both_workers_answer() -> None:
-    with two_workers() as server:
-        for stopped in server.workers:  # A connection that it accepted would wait for it, but nobody is connected.
-            os.kill(stopped, signal.SIGSTOP)
-            assert predict(server).status_code == 200
-            os.kill(stopped, signal.SIGCONT)
-
-
-def test_sighup_replaces_all_workers_while_requests_are_answered() -> None:
-    with two_workers() as server:
-        before = server.workers
-        with predicting(server) as statuses:
-            server.process.send_signal(signal.SIGHUP)
-            server.until(lambda: len(server.workers) == 2 and not server.workers & before)
-        assert set(statuses) == {200}
-        server.until(lambda: "psc_ready 1.0" in server.metrics())  # The last values of those that ended are gone.
-        assert 'psc_queue_limit_images{model="m"} 4096.0' in server.metrics()
-
-
-def test_a_reload_over_http_reaches_all_workers() -> None:
-    with two_workers("--admin-keys=secret") as server:
-        before = server.workers
-        answer = httpx.post(server.url + "/admin/reload", headers={"x-api-key": "secret"}, timeout=GUARD_SECONDS)
-        assert answer.status_code == 200, answer.text
-        server.until(lambda: len(server.workers) == 2 and not server.workers & before)
+def test_both_workers_answer(server: Server) -> None:
+    for stopped in server.workers:  # A connection that it accepted would wait for it, but nobody is connected.
+        os.kill(stopped, signal.SIGSTOP)
         assert predict(server).status_code == 200
+        os.kill(stopped, signal.SIGCONT)
 
 
-def test_a_reload_that_fails_leaves_the_workers_as_they_are(tmp_path: Path) -> None:
-    with two_workers("--admin-keys=secret", f"state={tmp_path}") as server:
-        before = server.workers
-        (tmp_path / "bad").touch()
-        answer = httpx.post(server.url + "/admin/reload", headers={"x-api-key": "secret"}, timeout=GUARD_SECONDS)
-        assert (answer.status_code, answer.json()["detail"]) == (422, "the bundle is bad")
+def test_sighup_replaces_all_workers_while_requests_are_answered(server: Server) -> None:
+    before = server.workers
+    with predicting(server) as statuses:
         server.process.send_signal(signal.SIGHUP)
-        server.wait_for_log("aborting the restart")
-        assert server.workers == before
-        assert predict(server).status_code == 200
+        server.until(lambda: len(server.workers) == 2 and not server.workers & before)
+    assert set(statuses) == {200}
+    server.until(lambda: "psc_ready 1.0" in server.metrics())  # The last values of those that ended are gone.
+    assert 'psc_queue_limit_images{model="m"} 4096.0' in server.metrics()
+
+
+def test_a_reload_over_http_reaches_all_workers(server: Server) -> None:
+    before = server.workers
+    answer = httpx.post(server.url + "/admin/reload", headers={"x-api-key": "secret"}, timeout=GUARD_SECONDS)
+    assert answer.status_code == 200, answer.text
+    server.until(lambda: len(server.workers) == 2 and not server.workers & before)
+    assert predict(server).status_code == 200
+
+
+def test_a_reload_that_fails_leaves_the_workers_as_they_are(server: Server, state: Path) -> None:
+    before = server.workers
+    (state / "bad").touch()
+    answer = httpx.post(server.url + "/admin/reload", headers={"x-api-key": "secret"}, timeout=GUARD_SECONDS)
+    assert (answer.status_code, answer.json()["detail"]) == (422, "the bundle is bad")
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_for_log("aborting the restart")
+    (state / "bad").unlink()
+    assert server.workers == before
+    assert predict(server).status_code == 200
 
 
 def test_a_bad_bundle_ends_the_service_with_2(tmp_path: Path) -> None:
