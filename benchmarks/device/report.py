@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.device.backends import SIZES
 from benchmarks.device.subjects import MEMBERS, SAMPLES
 from benchmarks.runs import RESULTS, Json, where, write_section
 
@@ -120,6 +121,8 @@ def _device(kind: str, report: Json) -> str:
             "whichever is larger; data in a cache can beat the second.",
         ]
     lines += ["", *_steps(report), "", *_parts(report)]
+    if "backends" in report:
+        lines += ["", *_backends(report["backends"])]
     return "\n".join(lines)
 
 
@@ -148,6 +151,28 @@ def _parts(report: Json) -> Iterator[str]:
             if "parts_ms" in cell:
                 times = " | ".join(f"{cell['parts_ms'][part]:.3f}" for part in PARTS)
                 yield f"| {name} | {cell['precision']} | {cell['bucket']} | {times} | {cell['tail_fraction']:.1%} |"
+
+
+def _backends(sets: Json) -> Iterator[str]:
+    yield (
+        "The shipped bundle in float32 on each backend of the service and compiled, beside the whole network without "
+        "PSC; *start* is from the loaded bundle to the last first batch, compiling included.  The backend that the "
+        "service chose is in bold.  ONNX Runtime ignores the variables that choose the instruction set and uses what "
+        "the CPU has."
+    )
+    yield ""
+    columns = " | ".join(f"{size}, ms" for size in SIZES)
+    yield f"| instruction set | variant | start | {columns} | ÷ whole network, slowest to fastest batch |"
+    yield f"| --- | --- | ---: | {'---: | ' * len(SIZES)}---: |"
+    for instructions, found in sets.items():
+        for name, row in found["variants"].items():
+            label = f"| {instructions} | {f'**{name}**' if name == found['chosen'] else name} "
+            if "failed" in row:
+                yield f"{label}| failed: {' '.join(row['failed'].split())} | {'| ' * len(SIZES)}|"
+                continue
+            over = sorted(median for median, _, _ in row["over_whole"].values())
+            times = " | ".join(f"{row['ms'][str(size)]:.2f}" for size in SIZES)
+            yield f"{label}| {row['start_s']:.1f} s | {times} | {over[-1]:.2f}–{over[0]:.2f}× |"
 
 
 def _spread(ratio: list[float]) -> str:

@@ -1,6 +1,7 @@
 """The device step: compared with the plain network, a lower bound, ensembles and MC dropout, and by part.
 
-    python -m benchmarks.device.run                        # this CPU, about four minutes
+    python -m benchmarks.device.run                        # this CPU, four minutes and five for each instruction set
+    python -m benchmarks.device.run --only backends        # the backends under each instruction set
     python -m benchmarks.device.run --device cuda          # a GPU, at most ten minutes
     python -m benchmarks.device.run --report               # rewrite the section of benchmarks/results/device.md
 
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from app.inference.steps import EagerStep, Step, make_step
-from benchmarks.device import floor
+from benchmarks.device import backends, floor
 from benchmarks.device.report import write_report
 from benchmarks.device.subjects import (
     MEMBERS,
@@ -44,6 +45,7 @@ from benchmarks.device.subjects import (
     with_dropout,
 )
 from benchmarks.device.timing import bandwidth, milliseconds, on_device, peak, ratio, take_turns
+from benchmarks.instruction_sets import available, held_to, in_fresh_process
 from benchmarks.runs import RESULTS, Json, environment
 from psc_core.compute.allocator import keep_freed_memory
 from psc_core.compute.device import resolve_device
@@ -324,9 +326,10 @@ def limits_of(device: torch.device) -> Json:
 def main() -> None:
     """Measure and merge into the results."""
     names = {subject.name: subject for subject in SUBJECTS}
+    parts = [*names, "tail", "backends"]
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--device", default="auto")
-    cli.add_argument("--only", nargs="+", choices=[*names, "tail"], metavar="NAME", help=f"{', '.join(names)}, tail")
+    cli.add_argument("--only", nargs="+", choices=parts, metavar="NAME", help=", ".join(parts))
     cli.add_argument("--full", action="store_true", help="all batches and modes, more rounds")
     cli.add_argument("--report", action="store_true", help="only rewrite the section of device.md")
     args = cli.parse_args()
@@ -340,10 +343,16 @@ def main() -> None:
     limits = limits_of(device)
     command = f"python -m benchmarks.device.run --device {device.type}"
     report |= {"command": command, "environment": environment(device)}
-    for name in args.only or [*names, "tail"]:
+    for name in args.only or (parts if device.type == "cpu" else parts[:-1]):
         print(f"{datetime.now(UTC):%H:%M:%S} {name}", flush=True)
         if name == "tail":
             report["large_tail"] = large_tail(device)
+        elif name == "backends":
+            shipped = next(subject for subject in SUBJECTS if subject.shipped)
+            report["backends"] = {}
+            for instructions in available():
+                with held_to(instructions):
+                    report["backends"][instructions] = in_fresh_process(backends.measure, shipped, 2.0)
         else:
             measurement = Measurement(names[name], device, limits, full=args.full)
             subject = names[name]

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.device import floor, report, run
+from benchmarks.device import backends, floor, report, run
 from benchmarks.device.subjects import SUBJECTS, Plain, Subject, enable_dropout, fused, unfused, with_dropout
 from benchmarks.device.timing import ratio, take_turns
 from benchmarks.runs import environment
 from psc_core.images.preprocess import PRESETS
 from psc_core.model.outputs import Outputs
+from psc_core.model.predictor import PSC
 
 CPU = torch.device("cpu")
 TINY = Subject(
@@ -130,6 +131,39 @@ def test_run_measures_every_cell(measured: dict[str, Any]) -> None:
         assert 0.5 < cell["operations_over_plain"] < 1  # the network is cut before its end
     (alternatives,) = measured["subjects"]["tiny"]["alternatives"]
     assert set(alternatives["over_psc"]) == {"ensemble", "ensemble_fused", "mc_dropout_fused"}
+
+
+@pytest.fixture
+def psc(tiny_bundle: Path) -> PSC:
+    """A small fitted model."""
+    return PSC.load(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+
+
+def test_backends_are_compared_and_failures_recorded(psc: PSC) -> None:
+    def fail() -> None:
+        raise RuntimeError("no\ncompiler")
+
+    networks = {backends.WHOLE: lambda: psc.pipeline, "folded": lambda: psc.pipeline, backends.AOT_INDUCTOR: fail}
+    rows = backends.compare(psc, networks, 0.0)
+    assert list(rows) == list(networks)
+    for name in (backends.WHOLE, "folded"):
+        assert list(rows[name]["ms"]) == list(rows[name]["over_whole"]) == [str(size) for size in backends.SIZES]
+    text = "\n".join(report._backends({"AVX2": {"chosen": "folded", "variants": rows}}))
+    assert "| AVX2 | **folded** |" in text
+    assert "| failed: RuntimeError: no compiler |" in text
+
+
+def test_every_backend_is_compared(psc: PSC) -> None:
+    assert {"plain", "folded", backends.INDUCTOR, backends.AOT_INDUCTOR} < backends.variants(TINY, psc).keys()
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_compiling_ahead_of_time_keeps_the_features(psc: PSC) -> None:
+    compiled = backends.AotInductor(psc)
+    for count in (1, 5):
+        x = torch.randn(count, *psc.preprocess.shape)
+        torch.testing.assert_close(compiled(x), psc.pipeline.scorer.backbone(x), atol=1e-4, rtol=1e-4)
 
 
 def test_report_shows_met_targets(measured: dict[str, Any], tmp_path: Path) -> None:
