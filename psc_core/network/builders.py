@@ -1,4 +1,7 @@
-"""Build untrained networks: those of torchvision and timm by name, others by a factory that the caller allows."""
+"""Build untrained networks: those of torchvision and timm by name, others by a factory that the caller allows.
+
+Each library is imported when one of its networks is built; torchvision alone takes as long to import as torch.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
-import torchvision
 from torch import nn
 
 from psc_core.errors import NetworkError
 
 
 def from_torchvision(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
+    import torchvision
+
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:
         raise NetworkError(f"torchvision has no classification network {name!r}; {_near(name, known)}")
@@ -36,6 +40,8 @@ def from_torchvision(name: str, num_classes: int, model_args: Mapping[str, Any])
 
 
 def _small_stem(net: nn.Module, name: str, num_classes: int) -> None:
+    import torchvision
+
     if isinstance(net, torchvision.models.ResNet):
         net.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
         net.maxpool = nn.Identity()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
@@ -20,7 +21,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torchvision
 from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -53,7 +53,8 @@ class _Recorder(fx.Tracer):
     """A tracer that copies the value of every wanted layer; networks that other threads run meanwhile run as usual."""
 
     def __init__(self, wanted: Collection[str]) -> None:
-        super().__init__(autowrap_modules=(math, torchvision.ops))
+        ops = sys.modules.get("torchvision.ops")  # Without it no network calls them.
+        super().__init__(autowrap_modules=(math,) if ops is None else (math, ops))
         self.wanted = wanted
         self.values: dict[str, fx.Node] = {}
         self._thread = threading.get_ident()
