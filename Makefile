@@ -56,11 +56,16 @@ else
 	$(RUN) -m benchmarks.paper.ddu_case_study --scale full --data $(PSC_DATA) --only $(PART)
 endif
 
-bench: $(VENV)/.bench           ## speed of the service beside its peers, and of one network's step; within ten minutes
-	$(BIN)/python -m benchmarks.serving.peers --seconds 1 --rounds 3
-	$(BIN)/python -m benchmarks.device.run --only "ResNet-18, 28" tail
+QUICK_PEERS := --only psc mosec litserve bentoml fastapi --best-instructions --seconds 0.5 --rounds 2 --sweeps 1
 
-bench-more: $(VENV)/.bench      ## every network's step, overload, time and memory of fitting; PSC_DATA names the data
+bench: $(VENV)/.bench           ## speed of the service beside its peers, and of one network's step; within ten minutes
+	began=$$(date +%s) && \
+	$(BIN)/python -m benchmarks.serving.peers $(QUICK_PEERS) && \
+	$(BIN)/python -m benchmarks.device.run --only "ResNet-18, 28" tail && \
+	echo "$$(($$(date +%s) - began)) seconds"
+
+bench-more: $(VENV)/.bench      ## all peers, instruction sets and networks, overload, fitting; PSC_DATA names the data
+	$(BIN)/python -m benchmarks.serving.peers
 	$(BIN)/python -m benchmarks.device.run
 	$(BIN)/python -m benchmarks.serving.load
 	$(BIN)/python -m benchmarks.fit.scaling

@@ -20,7 +20,6 @@ import argparse
 import json
 import signal
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -129,19 +128,16 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # So that no server is left behind.
     images = {PHOTOGRAPHS: photographs(32)}
     inputs = {case: (bundle_of(case), images.get(case) or digits(256)) for case in CASES}
-    began = time.monotonic()
     with Client() as client:
         run = Run(file, new_record(args, servers), servers, args.device, args.seconds, args.rounds, args.sweeps, client)
         for table in run.record["tables"]:
             measure_table(run, table, *inputs[table["case"]])
         measure_ceilings(run, {case: inputs[case] for case in (OVERHEAD, PHOTOGRAPHS)})
-    run.record["minutes"] = round((time.monotonic() - began) / 60, 1)
     run.record["targets"] = targets(run.record)
     run.write()
     draw(run.record, args.out)
     for target in run.record["targets"]:
         print(f"{'met    ' if target['met'] else 'NOT MET'}  {target['target']}: {target['measured']}")
-    print(f"{run.record['minutes']} minutes")
     return 0
 
 
