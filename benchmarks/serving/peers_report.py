@@ -53,8 +53,9 @@ def section(record: Json) -> str:
         ),
     ]
     for table in tables:
-        lines += ["", f"### {table['title'].capitalize()}", "", f"{CASES[table['case']]}.", "", _table(record, table)]
-        lines += ["", f"p50/p99 in ms at equal load, {table['title']}:", "", _curves(table)]
+        title = table["title"]
+        lines += ["", f"### {title[0].upper()}{title[1:]}", "", f"{CASES[table['case']]}.", "", _table(record, table)]
+        lines += ["", f"p50/p99 in ms at equal load, {title}:", "", _curves(table)]
     lines += ["", f"![p99 over arrival rate]({name_of(record['device'])}.svg)"]
     lines += ["", "### Ceilings", "", _ceilings(record)]
     lines += ["", "### Versions and settings", "", _settings(record)]

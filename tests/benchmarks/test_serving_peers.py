@@ -380,6 +380,7 @@ def test_section_shows_failures(tmp_path: Path) -> None:
         write_report(one, tmp_path)
     text = (tmp_path / "serving.md").read_text()
     assert text.count("## Serving against peers\n") == 1
+    assert "### Compute-bound, AVX2\n" in text
     assert "## Other\n\ntext" in text
     assert "| mosec | folded | 1,442 (4 × 503) | 0.999 × (0.999 to 0.999) |" in text
     assert "| server | 25/s | 50/s | 75/s | 112/s | rate at a p99 of 100 ms |" in text
