@@ -91,11 +91,19 @@ def ambiguity_threshold(
     return float(ascending[tested][passed - 1]) if passed else None
 
 
+def unreachable_entropy(num_classes: int) -> float:
+    """A threshold on the predictive entropy (nats) that no image exceeds: twice the largest entropy, log K.
+
+    Not log K itself, because float32 rounds the entropy of equal probabilities up for some K.
+    """
+    return 2.0 * math.log(num_classes)
+
+
 def first_test(count: int, risk: float) -> int:
     """Number of images that the smallest threshold accepts.
 
     It is four times as many as pass without an error, so that a single one does not end the tests, but at most half of
     the images where half of them are enough.
     """
-    fewest = math.ceil(math.log(1 - CONFIDENCE) / math.log(1 - risk)) + 1
-    return max(fewest, min(4 * fewest, count // 2))
+    minimum = math.ceil(math.log(1 - CONFIDENCE) / math.log(1 - risk)) + 1
+    return max(minimum, min(4 * minimum, count // 2))

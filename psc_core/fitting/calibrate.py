@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -11,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from psc_core.calibration.conformal import Calibration
-from psc_core.calibration.fit import CONFIDENCE, ambiguity_threshold, fit_calibration
+from psc_core.calibration.fit import CONFIDENCE, ambiguity_threshold, fit_calibration, unreachable_entropy
 from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.metrics import classification
@@ -29,7 +28,7 @@ class Calibrated(NamedTuple):
 
     pipeline: Pipeline  # pixels to outputs
     calibration: Calibration  # scores of the calibration images
-    ambiguity_threshold: float  # predictive entropy above which an image is ambiguous, nats; log K: none is
+    ambiguity_threshold: float  # predictive entropy above which an image is ambiguous, nats
     metrics: dict[str, Any]  # of the calibration split, JSON types
 
 
@@ -63,10 +62,9 @@ def calibrate(
         **validation_metrics(scored, labels),
         "risk": {"promised": risk, "confidence": CONFIDENCE, "threshold": threshold},
     }
-    never = math.log(calibration.num_classes)  # The largest entropy there is.
-    return Calibrated(
-        Pipeline(scorer, calibration.scores, weight), calibration, never if threshold is None else threshold, metrics
-    )
+    if threshold is None:
+        threshold = unreachable_entropy(calibration.num_classes)
+    return Calibrated(Pipeline(scorer, calibration.scores, weight), calibration, threshold, metrics)
 
 
 @torch.inference_mode()

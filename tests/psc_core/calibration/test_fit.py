@@ -9,8 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.calibration.fit import CONFIDENCE, ambiguity_threshold, first_test, fit_calibration
+from psc_core.calibration.fit import CONFIDENCE, ambiguity_threshold, first_test, fit_calibration, unreachable_entropy
 from psc_core.errors import FitError
+from psc_core.heads import entropy as predictive_entropy
+from psc_core.model.decision import ACCEPT, decide
+from psc_core.model.outputs import Outputs, pack
+from psc_core.policy import Policy
+from psc_core.prediction import SCORES
 from tests.reference import calibration as naive
 
 
@@ -54,3 +59,13 @@ def test_without_enough_images_there_is_no_threshold() -> None:
     assert ambiguity_threshold(entropy, right, risk=0.05) is None
     assert ambiguity_threshold(entropy, right, risk=0.3) == pytest.approx(0.95, abs=0.03)
     assert ambiguity_threshold(entropy, ~right, risk=0.3) is None
+
+
+@pytest.mark.parametrize("classes", range(2, 200))
+def test_equal_probabilities_do_not_reach_the_unreachable_entropy(classes: int) -> None:
+    """Their entropy in float32 exceeds log K for a third of these K."""
+    probabilities = torch.zeros(1, classes).softmax(1)
+    scores = dict.fromkeys(SCORES, torch.ones(1)) | {"predictive_entropy": predictive_entropy(probabilities)}
+    policy = Policy(alpha=0.05, ambiguity_threshold=unreachable_entropy(classes), coverage=0.9)
+    outputs = Outputs(pack(scores, probabilities).numpy())
+    assert decide(outputs, probabilities[0].numpy(), policy).decision == [ACCEPT]
