@@ -1,4 +1,4 @@
-"""Fitted models as named tensors of declared shapes: the base of densities and heads.
+"""Fitted models as named tensors of declared shapes: the base of densities, heads and the projection.
 
 A :class:`Fitted` module consists of its buffers alone.  ``config()`` (JSON) and ``state_dict()`` (tensors) describe it
 completely, and :func:`restore` makes it from them without running code from a file.
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from psc_core.errors import BundleError
+from psc_core.errors import BundleError, FitError
 
 Record = dict[str, float | int]
 """What a fit decided and measured, by name; numbers only."""
@@ -24,14 +24,14 @@ AnyFitted = TypeVar("AnyFitted", bound="Fitted")
 
 
 class Fitted(nn.Module):
-    """Base of densities and heads.
+    """Base of densities, heads and the projection.
 
     Args:
         tensors: One float tensor for each name of ``layout``; stored as buffers of :meth:`dtype_of`.
         record: What the fit decided (chosen sizes, precisions, validation numbers).
 
     Raises:
-        BundleError: A tensor is missing, unexpected, of another rank or size, or not finite.
+        FitError: A tensor is missing, unexpected, of another rank or size, or not finite.
     """
 
     kind: ClassVar[str]
@@ -44,19 +44,19 @@ class Fitted(nn.Module):
         self.record: Record = dict(record)
         self.sizes: dict[str, int] = {}
         if set(tensors) != set(self.layout):
-            raise BundleError(
-                f"expected tensors {sorted(self.layout)} for {self.kind!r}, got {sorted(tensors)}; fit the bundle again"
+            raise FitError(
+                f"expected tensors {sorted(self.layout)} for {self.kind!r}, got {sorted(tensors)}; fit it again"
             )
         for name, axes in self.layout.items():
             shape = tuple(tensors[name].shape)
             expected = tuple(self.sizes.setdefault(axis, size) for axis, size in zip(axes, shape, strict=False))
             if len(shape) != len(axes) or shape != expected:
-                raise BundleError(
+                raise FitError(
                     f"expected {self.kind}.{name} with axes {axes} and the sizes {self.sizes}, got shape {shape}; "
-                    "fit the bundle again"
+                    "fit it again"
                 )
             if not tensors[name].isfinite().all():
-                raise BundleError(f"expected finite numbers in {self.kind}.{name}, got NaN or ∞; fit the bundle again")
+                raise FitError(f"expected finite numbers in {self.kind}.{name}, got NaN or ∞; fit it again")
             self.register_buffer(name, tensors[name].detach().to(self.dtype_of(name)).contiguous())
 
     @classmethod
@@ -73,7 +73,7 @@ def restore(kinds: Mapping[str, type[AnyFitted]], config: Mapping[str, Any], sta
     """Inverse of ``config()`` and ``state_dict()`` for a model of one of ``kinds``.
 
     Raises:
-        BundleError: An unknown kind, or tensors that do not fit its layout or the sizes that the config promises.
+        BundleError: An unknown kind, or tensors that do not fit its layout or the sizes that the config names.
     """
     kind, sizes = config["kind"], config["sizes"]
     if kind not in kinds:
@@ -83,7 +83,10 @@ def restore(kinds: Mapping[str, type[AnyFitted]], config: Mapping[str, Any], sta
             raise BundleError(
                 f"expected {kinds[kind].dtype_of(name)} for {kind}.{name}, got {tensor.dtype}; fit the bundle again"
             )
-    model = kinds[kind](state, record=config["record"])
+    try:
+        model = kinds[kind](state, **{name: value for name, value in config.items() if name not in ("kind", "sizes")})
+    except FitError as error:
+        raise BundleError(str(error)) from error
     if model.sizes != sizes:
         raise BundleError(
             f"expected tensors of {kind!r} with sizes {sizes}, got {model.sizes}; the bundle is inconsistent, "

@@ -14,7 +14,7 @@ from psc_core.bundle.io import read_bundle, write_bundle
 from psc_core.bundle.manifest import Manifest
 from psc_core.calibration.conformal import Calibration
 from psc_core.compute.device import resolve_device
-from psc_core.errors import BundleError
+from psc_core.errors import BundleError, FitError
 from psc_core.images.preprocess import Preprocess
 from psc_core.model.decision import Decisions, decide
 from psc_core.model.inputs import ImageLike, as_batch
@@ -165,14 +165,17 @@ class PSC:
             report={"collapse": manifest.collapse, "metrics": manifest.metrics, "provenance": manifest.provenance},
             version=manifest.version,
         )
-        psc.probe()
+        try:
+            psc.probe()
+        except FitError as error:
+            raise BundleError(str(error)) from error
         return psc
 
     def probe(self) -> None:
         """Run a black, a white and a noise image through the pipeline.
 
         Raises:
-            BundleError: The parts do not fit together, or give something not finite.
+            FitError: The parts do not fit together, or give something not finite.
             torch.OutOfMemoryError, torch.AcceleratorError, MemoryError: The device has no room for it, or is broken.
         """
         scorer = self.pipeline.scorer
@@ -187,17 +190,17 @@ class PSC:
         except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
             raise  # Not the bundle's fault.
         except Exception as error:  # A hostile file can make a network fail in any way.
-            raise BundleError(f"the parts of {self.name!r} do not fit together: {error}") from error
+            raise FitError(f"the parts of {self.name!r} do not fit together: {error}") from error
         # The features too: a ReLU inside a convolution turns NaN into zeros.
         finite = all(bool(part.isfinite().all()) for part in (packed, *stored))
         if packed.shape[1] != len(SCORES) + len(self.classes) or not finite:
-            raise BundleError(
+            raise FitError(
                 f"expected {len(self.classes)} finite probabilities from {self.name!r}, got "
-                f"{packed.shape[1] - len(SCORES)} columns or values that are not finite; fit the bundle again"
+                f"{packed.shape[1] - len(SCORES)} columns or values that are not finite; check the weights and fit again"
             )
         for exact, got in zip(stored, fused, strict=True):
             if (exact - got.float()).abs().max() > FUSION_TOLERANCE[scorer.precision] * exact.abs().max():
-                raise BundleError(
+                raise FitError(
                     f"expected the same features from {self.name!r} in fewer operations, got others; a module of its "
                     "network does more than its type says, please report it"
                 )

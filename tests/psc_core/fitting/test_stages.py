@@ -10,7 +10,7 @@ import torch
 from psc_core import FitOptions, fit_projection, fit_psc, measure_collapse
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset
-from psc_core.errors import UsageError
+from psc_core.errors import FitError, UsageError
 from psc_core.fitting.stages import FittedProjection
 from psc_core.heads.fit import sngp, softmax
 from psc_core.projection.fit.ranks import choose_ranks
@@ -45,6 +45,18 @@ def test_unknown_options(net: torch.nn.Module, train: ImageDataset, val: ImageDa
         fit_projection(net, candidate, train, method="pca", options=OPTIONS)
     with pytest.raises(UsageError, match="precision"):
         fit_projection(net, candidate, train, options=FitOptions(device="cpu", precision="fp8"))
+
+
+def test_fit_that_cannot_be_probed_is_an_error_of_the_fit(
+    net: torch.nn.Module,
+    train: ImageDataset,
+    val: ImageDataset,
+    projection: FittedProjection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("psc_core.model.predictor.FUSION_TOLERANCE", {"fp32": -1.0})
+    with pytest.raises(FitError, match="same features"):
+        fit_psc(net, Candidate(("4",), ""), projection, train, val, head="duq", options=OPTIONS)
 
 
 def test_sizes_without_validation_images(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from psc_core import PRESETS, PSC, open_dataset
-from psc_core.errors import BundleError, ImageError, UsageError
+from psc_core.errors import BundleError, FitError, ImageError, UsageError
 from psc_core.heads import entropy
 from psc_core.model.pipeline import Pipeline
 from psc_core.policy import Policy
@@ -117,19 +117,22 @@ def test_base_predictions_equal_the_network(tiny_job, digits: torch.Tensor, tmp_
     assert bool(prediction.log_density.isfinite().all())
 
 
-def test_rejects_other_features_after_fusion(tiny_bundle: Path) -> None:
+def test_rejects_other_features_after_fusion(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     psc = PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
     psc.probe()
     with torch.no_grad():
         for parameter in psc.pipeline.scorer.backbone.parameters():
             parameter.mul_(1.2)
-    with pytest.raises(BundleError, match=r"same features from .* in fewer operations"):
+    with pytest.raises(FitError, match=r"same features from .* in fewer operations"):
         psc.probe()
+    monkeypatch.setattr("psc_core.model.predictor.FUSION_TOLERANCE", {"fp32": -1.0})
+    with pytest.raises(BundleError, match="same features"):
+        PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
 
 
 def test_rejects_nan_hidden_by_a_relu(tiny_bundle: Path) -> None:
     psc = PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
     with torch.no_grad():  # The fused copy has weights of its own.
         next(psc.backbone.parameters()).fill_(torch.nan)
-    with pytest.raises(BundleError, match="not finite"):
+    with pytest.raises(FitError, match="not finite"):
         psc.probe()
