@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from psc_core.calibration.conformal import Calibration
+from psc_core.calibration.conformal import check_rates
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import DataError, UsageError
@@ -39,11 +39,8 @@ def check_attainable_rates(val: ImageDataset, *, alpha: float, coverage: float, 
         UsageError: ``alpha`` below 1/(n + 1) or ``coverage`` above n/(n + 1).
     """
     _, calibration_split = split_validation(val, options.seed)
-    blank = torch.zeros(len(calibration_split))
-    calibration = Calibration(blank, blank, blank, blank.long(), len(val.classes))
     try:
-        calibration.ood_score_threshold(alpha)
-        calibration.set_thresholds(coverage)
+        check_rates(len(calibration_split), alpha=alpha, coverage=coverage)
     except UsageError as error:
         raise UsageError(f"{error} (half of the {len(val)} validation images calibrate)") from error
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 import torch
 
 from psc_core.bundle.io import Bundle, check_shapes
-from psc_core.calibration.conformal import Calibration
+from psc_core.calibration.conformal import Calibration, check_rates
 from psc_core.density import Density, restore_density
 from psc_core.errors import BundleError, PSCError
 from psc_core.heads import Head, restore_head
@@ -39,8 +39,7 @@ def restore_parts(
             raise BundleError(f"expected density.sizes.dim to be {dim}, got {len(density.mean)}; fit the bundle again")
         head = None if manifest.head is None else restore_head(manifest.head.model_dump(), tensors["head"])
         calibration = Calibration.from_tensors(tensors["calibration"])
-        calibration.ood_score_threshold(manifest.policy.alpha)
-        calibration.set_thresholds(manifest.policy.coverage)
+        check_rates(len(calibration), alpha=manifest.policy.alpha, coverage=manifest.policy.coverage)
     except PSCError as error:
         raise BundleError(f"{bundle.path}: {error}") from error
     except Exception as error:  # A hostile file can make a network's constructor fail in any way.
