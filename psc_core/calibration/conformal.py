@@ -126,9 +126,9 @@ def check_alpha(n: int, alpha: float) -> None:
     if ood_rank(alpha, n) < 1:
         needed = tolerant_ceil(1 / max(alpha, 1e-300)) - 1
         raise UsageError(
-            f"expected alpha ≥ 1/(n + 1) = {1 / (n + 1):.3g} with n = {n} calibration images, got {alpha:g}: no p-value "
-            "is smaller than 1/(n + 1), so no image could be called out-of-distribution; raise alpha or calibrate with "
-            f"at least {needed} images"
+            f"expected alpha ≥ 1/(n + 1) = {1 / (n + 1):.3g} with n = {n} calibration images, got {alpha:g}: no "
+            "p-value is smaller than 1/(n + 1), so no image could be called out-of-distribution; raise alpha or calibrate "
+            f"with at least {needed} images"
         )
 
 

@@ -17,20 +17,26 @@ from typing import Any
 
 from torch import nn
 
+from psc_core.calibration.conformal import check_fraction
 from psc_core.collapse import measure as collapse
 from psc_core.collapse.report import Candidate, CollapseReport
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset, split_validation
+from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
 from psc_core.fitting.calibrate import OOD_SCORES, calibrate
 from psc_core.fitting.checks import check_attainable_rates, check_classes, check_own_output
 from psc_core.fitting.options import FitOptions
 from psc_core.fitting.scorer import fit_scorer
+from psc_core.heads import HEADS
 from psc_core.model.predictor import PSC
 from psc_core.network.backbone import Backbone, example_input, truncate
 from psc_core.policy import Policy
 from psc_core.projection.fit.projection import ProjectionReport, fit_tucker
 from psc_core.projection.module import Projection
+
+PREDICTIONS = ("psc", "base")
+"""Whose probabilities a PSC gives: the head's, or the network's own."""
 
 DEFAULT_MINIMUM_DIM = 64
 """Smallest dimension of z that is considered when sizes are chosen."""
@@ -216,15 +222,20 @@ def fit_psc(
         options: Shared options.
 
     Raises:
-        UsageError: An unknown option, or promises that so few validation images cannot keep.
+        UsageError: An unknown option, or rates outside (0, 1) or that so few validation images cannot keep.
         DataError: Classes that differ or have too few images.
         FitError: Features or outputs that cannot be fitted; the message says why.
     """
     options = options or FitOptions()
-    if predictions not in ("psc", "base"):
-        raise UsageError(f"expected predictions 'psc' or 'base', got {predictions!r}")
-    if ood_score not in OOD_SCORES:
-        raise UsageError(f"expected ood_score to be one of {', '.join(OOD_SCORES)}, got {ood_score!r}")
+    for option, value, allowed in (
+        ("predictions", predictions, PREDICTIONS),
+        ("head", head, HEADS),
+        ("density", density, DENSITIES),
+        ("ood_score", ood_score, OOD_SCORES),
+    ):
+        if value not in allowed:
+            raise UsageError(f"expected {option} to be one of {', '.join(allowed)}, got {value!r}")
+    check_fraction(risk, "risk")
     check_classes(train, val)
     options.reducer.require(train)
     compute = options.compute()

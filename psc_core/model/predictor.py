@@ -196,7 +196,7 @@ class PSC:
         if packed.shape[1] != len(SCORES) + len(self.classes) or not finite:
             raise FitError(
                 f"expected {len(self.classes)} finite probabilities from {self.name!r}, got "
-                f"{packed.shape[1] - len(SCORES)} columns or values that are not finite; check the weights and fit again"
+                f"{packed.shape[1] - len(SCORES)} columns or values that are not finite; check the weights, fit again"
             )
         for exact, got in zip(stored, fused, strict=True):
             if (exact - got.float()).abs().max() > FUSION_TOLERANCE[scorer.precision] * exact.abs().max():

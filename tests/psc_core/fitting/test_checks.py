@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,12 +24,32 @@ def test_rejects_unattainable_rates(
     for rates, message in (({"alpha": 1e-4}, "alpha"), ({"coverage": 0.9999}, "coverage")):
         with pytest.raises(UsageError, match=message):
             fit_psc(net, candidate, projection, train, val, head="duq", options=OPTIONS, **rates)
-    with pytest.raises(UsageError, match="'psc' or 'base'"):
-        fit_psc(net, candidate, projection, train, val, predictions="both", options=OPTIONS)
-    with pytest.raises(UsageError, match="ood_score to be one of density, density"):
-        fit_psc(net, candidate, projection, train, val, ood_score="entropy", options=OPTIONS)
     with pytest.raises(FitError, match="pca"):
         fit_psc(net, candidate, projection, train, val, pca=999, options=OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"predictions": "both"}, "predictions to be one of psc, base"),
+        ({"head": "mlp"}, "head to be one of laplace"),
+        ({"density": "kde"}, "density to be one of gda"),
+        ({"ood_score": "entropy"}, "ood_score to be one of density, density"),
+        ({"risk": 1.0}, "risk between 0 and 1"),
+    ],
+)
+def test_rejects_invalid_options_before_any_image_is_read(
+    net: torch.nn.Module,
+    train: ImageDataset,
+    val: ImageDataset,
+    projection: FittedProjection,
+    monkeypatch: pytest.MonkeyPatch,
+    option: dict[str, Any],
+    message: str,
+) -> None:
+    monkeypatch.setattr("psc_core.fitting.stages.cut", None)
+    with pytest.raises(UsageError, match=message):
+        fit_psc(net, Candidate(("4",), ""), projection, train, val, options=OPTIONS, **option)
 
 
 def test_rejects_other_classes_or_fewer_than_two(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> None:
