@@ -227,7 +227,7 @@ def random_projection(channels: int, positions: int, c_proj: int, d_proj: int) -
     if positions == 1:
         channels, positions = 1, channels
     d_proj = min(d_proj, positions)
-    return Projection(
+    return Projection.from_moments(
         [positions],
         torch.randn(channels, positions),
         torch.ones(channels, positions),

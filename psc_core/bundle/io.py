@@ -211,18 +211,6 @@ def _read_file(folder: Path, name: str, limit: int) -> bytes:
         raise BundleError(f"{file}: cannot be read ({reason}); copy the bundle again") from error
 
 
-def check_shapes(part: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise :class:`BundleError` unless a part has exactly the tensors that the manifest promises."""
-    if set(tensors) != set(shapes):
-        raise BundleError(f"expected {part} tensors {sorted(shapes)}, got {short(sorted(tensors))}; fit it again")
-    for name, shape in shapes.items():
-        if tuple(tensors[name].shape) != shape:
-            raise BundleError(
-                f"expected {part}.{name} of shape {shape}, got {tuple(tensors[name].shape)}; the bundle "
-                "is inconsistent, fit it again"
-            )
-
-
 def _read_part(folder: Path, name: str, entry: FileEntry) -> dict[str, Tensor]:
     file = folder / name
     blob = _read_file(folder, name, entry.bytes)

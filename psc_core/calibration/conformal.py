@@ -79,7 +79,7 @@ class Calibration:
         if set(tensors) != expected:
             raise BundleError(f"expected calibration tensors {sorted(expected)}, got {sorted(tensors)}")
         scores = [tensors[name] for name in ("scores", "entropies", "label_probabilities")]
-        labels, classes = tensors["labels"], int(tensors["num_classes"])
+        labels, classes = tensors["labels"], tensors["num_classes"]
         whole = all(
             part.dtype == torch.float32 and part.ndim == 1 and part.isfinite().all()
             and (part.diff() >= 0).all() for part in scores
@@ -89,14 +89,14 @@ class Calibration:
                 "expected ascending finite float32 calibration scores of one length, got "
                 f"{[(str(part.dtype), tuple(part.shape)) for part in scores]}; fit it again"
             )
-        if tensors["num_classes"].dtype != torch.int64:
-            raise BundleError(f"expected int64 num_classes of the calibration, got {tensors['num_classes'].dtype}")
-        if labels.dtype != torch.int64 or labels.min() < 0 or labels.max() >= classes:
+        if classes.dtype != torch.int64 or classes.ndim:
+            raise BundleError(f"expected one int64 num_classes of the calibration, got {classes.dtype} {classes.shape}")
+        if labels.dtype != torch.int64 or labels.ndim != 1 or labels.min() < 0 or labels.max() >= classes:
             raise BundleError(
-                f"expected int64 calibration labels 0 … {classes - 1}, got {labels.dtype} "
+                f"expected int64 calibration labels 0 … {int(classes) - 1}, got {labels.dtype} "
                 f"{int(labels.min())} … {int(labels.max())}; fit it again"
             )
-        return cls(-scores[0].flip(0), scores[1], scores[2], labels, classes)
+        return cls(-scores[0].flip(0), scores[1], scores[2], labels, int(classes))
 
 
 def conformal_p_values(ascending: Float[Tensor, " n"], ood_score: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
@@ -127,8 +127,8 @@ def check_alpha(n: int, alpha: float) -> None:
         needed = tolerant_ceil(1 / max(alpha, 1e-300)) - 1
         raise UsageError(
             f"expected alpha ≥ 1/(n + 1) = {1 / (n + 1):.3g} with n = {n} calibration images, got {alpha:g}: no "
-            "p-value is smaller than 1/(n + 1), so no image could be called out-of-distribution; raise alpha or calibrate "
-            f"with at least {needed} images"
+            "p-value is smaller than 1/(n + 1), so no image could be called out-of-distribution; raise alpha or "
+            f"calibrate with at least {needed} images"
         )
 
 

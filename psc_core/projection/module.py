@@ -14,29 +14,34 @@ decomposition is then the eigendecomposition of its correlation matrix.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
+from psc_core.bundle.module import Fitted, restore
 from psc_core.errors import FitError
 
 
-class Projection(nn.Module):
+class Projection(Fitted):
     """Reshape, scale, project, scale.
 
     Args:
+        tensors: As in ``layout``: μ, 1/σ, A, B, μ_Z, 1/σ_Z; without the second scaling the last two are zeros and ones.
         positions: Positions kept of each candidate layer (by adaptive average pooling where it has more).
-        mean: μ, (C, d).
-        std: σ, (C, d), positive.
-        channel_factor: A, (C, c_proj).
-        spatial_factor: B, (d, d_proj).
-        z_mean: μ_Z, (c_proj · d_proj,); zeros without the second scaling.
-        z_std: σ_Z, (c_proj · d_proj,); ones without it.
     """
 
+    kind = "tucker"
+    layout: ClassVar = {
+        "mean": ("channels", "positions"),
+        "inverse_std": ("channels", "positions"),
+        "channel_factor": ("channels", "c_proj"),
+        "spatial_factor": ("positions", "d_proj"),
+        "z_mean": ("dim",),
+        "z_inverse_std": ("dim",),
+    }
     mean: Tensor
     inverse_std: Tensor
     channel_factor: Tensor
@@ -46,8 +51,18 @@ class Projection(nn.Module):
     shift: Tensor
     z_shift: Tensor
 
-    def __init__(
-        self,
+    def __init__(self, tensors: Mapping[str, Tensor], *, positions: Sequence[int]) -> None:
+        super().__init__(tensors, record={})
+        self.positions = tuple(positions)
+        # −μ / σ of both scalings, with which each is one operation.
+        shift = (-self.mean.double() * self.inverse_std.double()).float()
+        z_shift = (-self.z_mean.double() * self.z_inverse_std.double()).float()
+        self.register_buffer("shift", shift, persistent=False)
+        self.register_buffer("z_shift", z_shift, persistent=False)
+
+    @classmethod
+    def from_moments(
+        cls,
         positions: Sequence[int],
         mean: Float[Tensor, "channels positions"],
         std: Float[Tensor, "channels positions"],
@@ -55,23 +70,11 @@ class Projection(nn.Module):
         spatial_factor: Float[Tensor, "positions d_proj"],
         z_mean: Float[Tensor, "dim"],
         z_std: Float[Tensor, "dim"],
-    ) -> None:
-        super().__init__()
-        self.positions = tuple(positions)
-        self.register_buffer("mean", mean.float())
-        self.register_buffer("inverse_std", (1.0 / std).float())
-        self.register_buffer("channel_factor", channel_factor.float().contiguous())
-        self.register_buffer("spatial_factor", spatial_factor.float().contiguous())
-        self.register_buffer("z_mean", z_mean.float())
-        self.register_buffer("z_inverse_std", (1.0 / z_std).float())
-        for name in ("shift", "z_shift"):
-            self.register_buffer(name, None, persistent=False)
-        self._derive()
-
-    def _derive(self) -> None:
-        """Compute −μ / σ of both scalings, with which each is one operation."""
-        self.shift = (-self.mean.double() * self.inverse_std.double()).float()
-        self.z_shift = (-self.z_mean.double() * self.z_inverse_std.double()).float()
+    ) -> Projection:
+        """From μ, σ, A, B, μ_Z and σ_Z; both σ are positive."""
+        scales = {"mean": mean, "inverse_std": 1.0 / std, "z_mean": z_mean, "z_inverse_std": 1.0 / z_std}
+        factors = {"channel_factor": channel_factor, "spatial_factor": spatial_factor}
+        return cls({**scales, **factors}, positions=positions)
 
     @property
     def c_proj(self) -> int:
@@ -99,7 +102,7 @@ class Projection(nn.Module):
         """The same projection with only the leading components."""
         keep = torch.arange(self.c_proj * self.d_proj).view(self.c_proj, self.d_proj)[:c_proj, :d_proj].reshape(-1)
         keep = keep.to(self.z_mean.device)
-        return Projection(
+        return Projection.from_moments(
             self.positions,
             self.mean,
             1.0 / self.inverse_std,
@@ -111,29 +114,22 @@ class Projection(nn.Module):
 
     def with_second_scaling(self, z_mean: Tensor, z_std: Tensor) -> Projection:
         """The same projection that ends in (vec Z − z_mean) / z_std."""
-        return Projection(
+        return Projection.from_moments(
             self.positions, self.mean, 1.0 / self.inverse_std, self.channel_factor, self.spatial_factor, z_mean, z_std
         )
 
     def config(self) -> dict[str, Any]:
         """Method and sizes as JSON types; the tensors are in ``state_dict()``."""
-        return {
-            "method": "tucker",
-            "positions": list(self.positions),
-            "channels": self.mean.shape[0],
-            "c_proj": self.c_proj,
-            "d_proj": self.d_proj,
-        }
+        sizes = {name: self.sizes[name] for name in ("channels", "c_proj", "d_proj")}
+        return {"method": self.kind, "positions": list(self.positions), **sizes}
 
     @classmethod
     def restore(cls, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Projection:
-        """Inverse of :meth:`config` and ``state_dict()``; names and shapes have to match."""
-        c, c_proj, d_proj, d = config["channels"], config["c_proj"], config["d_proj"], sum(config["positions"])
-        shapes = (c, d), (c, d), (c, c_proj), (d, d_proj), (c_proj * d_proj,), (c_proj * d_proj,)
-        module = cls(config["positions"], *map(torch.ones, shapes))
-        module.load_state_dict(dict(state), strict=True)
-        module._derive()
-        return module
+        """Inverse of :meth:`config` and ``state_dict()``; raises :class:`BundleError`."""
+        positions = config["positions"]
+        sizes = {name: config[name] for name in ("channels", "c_proj", "d_proj")}
+        sizes |= {"positions": sum(positions), "dim": sizes["c_proj"] * sizes["d_proj"]}
+        return restore({cls.kind: cls}, {"kind": config["method"], "sizes": sizes, "positions": positions}, state)
 
 
 def reshape_features(features: Sequence[Tensor], positions: Sequence[int]) -> Float[Tensor, "batch channels positions"]:

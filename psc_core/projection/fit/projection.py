@@ -112,7 +112,7 @@ def fit_tucker(
     del correlation
     c_max, d_max = a.shape[1], b.shape[1]
     zeros, ones = torch.zeros(c_max * d_max), torch.ones(c_max * d_max)
-    largest = Projection(positions, mean, std, a, b, zeros, ones).to(compute.device)
+    largest = Projection.from_moments(positions, mean, std, a, b, zeros, ones).to(compute.device)
     sized = measure_sizes(largest, shard, selection, compute, step, max_memory_bytes, reducer)
     choice = choose_ranks(
         sized.nc1,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from psc_core.errors import FitError
+from psc_core.errors import BundleError, FitError
 from psc_core.projection.fit.projection import pooled_positions
 from psc_core.projection.module import Projection, reshape_features
 from tests.reference import projection as reference
@@ -18,7 +18,7 @@ from tests.reference import projection as reference
 def random_projection(channels: int, d: int, c_proj: int, d_proj: int, seed: int = 0) -> Projection:
     generator = torch.Generator().manual_seed(seed)
     dim = c_proj * d_proj
-    return Projection(
+    return Projection.from_moments(
         [d],
         torch.randn(channels, d, generator=generator),
         torch.rand(channels, d, generator=generator) + 0.5,
@@ -87,5 +87,5 @@ def test_round_trip() -> None:
     again = Projection.restore(projection.config(), projection.state_dict())
     x = torch.randn(3, 4, 5)
     assert torch.equal(again([x]), projection([x]))
-    with pytest.raises(RuntimeError, match="size mismatch"):
+    with pytest.raises(BundleError, match="with sizes"):
         Projection.restore({**projection.config(), "c_proj": 3}, projection.state_dict())
