@@ -14,7 +14,7 @@ from psc_core.images.preprocess import Preprocess
 from psc_core.model.outputs import Outputs
 from psc_core.model.pipeline import Pipeline
 from psc_core.model.predictor import PSC
-from psc_core.network.onnx import INSTALLED, OnnxBackbone
+from psc_core.network.onnx import INSTALLED, to_onnx
 
 DEFAULT_BACKEND = "folded"
 BACKENDS = (DEFAULT_BACKEND, "plain", "onnx")
@@ -49,7 +49,7 @@ def pipeline_on(psc: PSC, backend: str) -> Pipeline:
         return psc.pipeline.with_backbone(psc.backbone)
     if not INSTALLED:
         raise NetworkError("the backend onnx needs ONNX Runtime; pip install 'psc[onnx]'")
-    pipeline = psc.pipeline.with_backbone(OnnxBackbone(psc.backbone, psc.preprocess.shape))
+    pipeline = psc.pipeline.with_backbone(to_onnx(psc.backbone, psc.preprocess.shape))
     images = _smooth_noise(psc.preprocess)
     with torch.inference_mode():
         check_agreement(Outputs(psc.pipeline(images)), Outputs(pipeline(images)), len(psc.calibration))

@@ -36,22 +36,16 @@ class OnnxBackbone(nn.Module):
     A session keeps its number of threads, so there is one for each number that PyTorch is told to use.
 
     Args:
-        backbone: As it was fitted, traced, float32; it does not change.
-        size: (channels, height, width) of its input; any number of images of this size can be computed.
-
-    Raises:
-        NetworkError: The network cannot be exported.
+        model: ONNX model from :func:`to_onnx`.
+        keep_output: Whether its last output is the logits.
     """
 
     method = "graph"
 
-    def __init__(self, backbone: Backbone, size: tuple[int, int, int]) -> None:
+    def __init__(self, model: bytes, *, keep_output: bool) -> None:
         super().__init__()
-        self.keep_output = backbone.keep_output
-        try:
-            self._model = _export_in_process(backbone, size)
-        except OSError as error:
-            raise NetworkError(f"no process could be run to export the network to ONNX: {error}") from error
+        self.keep_output = keep_output
+        self._model = model
         self._sessions: dict[int, Any] = {}
 
     def forward(self, x: Inputs) -> FeaturesAndLogits:
@@ -69,6 +63,22 @@ class OnnxBackbone(nn.Module):
             cpu = ["CPUExecutionProvider"]
             self._sessions[threads] = onnxruntime.InferenceSession(self._model, options, providers=cpu)
         return self._sessions[threads]
+
+
+def to_onnx(backbone: Backbone, size: tuple[int, int, int]) -> OnnxBackbone:
+    """Export a truncated network.
+
+    Args:
+        backbone: As it was fitted, traced, float32; it does not change.
+        size: (channels, height, width) of its input; any number of images of this size can be computed.
+
+    Raises:
+        NetworkError: The network cannot be exported.
+    """
+    try:
+        return OnnxBackbone(_export_in_process(backbone, size), keep_output=backbone.keep_output)
+    except OSError as error:
+        raise NetworkError(f"no process could be run to export the network to ONNX: {error}") from error
 
 
 def _export_in_process(backbone: Backbone, size: tuple[int, int, int]) -> bytes:
@@ -95,7 +105,8 @@ def export(folder: Path) -> None:
         program = torch.onnx.export(
             _SideBySide(backbone), (images,), dynamo=True, input_names=["images"], dynamic_shapes=any_number
         )
-    assert program is not None
+    if program is None:
+        raise NetworkError("PyTorch gave no ONNX program; use --backend folded")
     (folder / MODEL).write_bytes(program.model_proto.SerializeToString())
 
 

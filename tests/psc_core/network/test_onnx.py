@@ -13,7 +13,7 @@ from torch import nn
 from psc_core.errors import NetworkError
 from psc_core.network.backbone import Backbone, truncate
 from psc_core.network.load import load_network
-from psc_core.network.onnx import OnnxBackbone
+from psc_core.network.onnx import to_onnx
 
 SIZE = (1, 28, 28)
 
@@ -27,7 +27,7 @@ def backbone(layers: list[str], *, keep_output: bool = False) -> Backbone:
 @pytest.mark.parametrize("keep_output", [False, True])
 def test_outputs_equal_pytorch_for_any_number_of_images_and_threads(keep_output: bool) -> None:
     net = backbone(["2", "6"], keep_output=keep_output)
-    exported = OnnxBackbone(net, SIZE)
+    exported = to_onnx(net, SIZE)
     before = torch.get_num_threads()
     for threads, count in ((1, 1), (1, 5), (2, 3)):
         torch.set_num_threads(threads)
@@ -47,10 +47,10 @@ def test_names_what_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
         f"{__name__}:sorts", num_classes=4, allow_factories=[f"{__name__}:sorts"]
     ).psc_recipe
     with pytest.raises(NetworkError, match="the network after 2 has no ONNX model: "):
-        OnnxBackbone(net, SIZE)
+        to_onnx(net, SIZE)
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(NetworkError, match="no process could be run to export"):
-        OnnxBackbone(net, SIZE)
+        to_onnx(net, SIZE)
 
 
 def sorts(num_classes: int) -> nn.Module:
@@ -64,9 +64,9 @@ def test_a_warm_step_runs_nothing_in_onednn(tmp_path: Path) -> None:
     program.write_text(
         "import torch\n"
         "from tests.psc_core.network.test_onnx import SIZE, backbone\n"
-        "from psc_core.network.onnx import OnnxBackbone\n"
+        "from psc_core.network.onnx import to_onnx\n"
         "net = backbone(['2'])\n"
-        "exported, images = OnnxBackbone(net, SIZE), torch.randn(4, *SIZE)\n"
+        "exported, images = to_onnx(net, SIZE), torch.randn(4, *SIZE)\n"
         "with torch.inference_mode(), torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):\n"
         "    for run in (exported, net):\n"
         "        print(type(run).__name__, flush=True)\n"
