@@ -12,7 +12,6 @@ are fixed and nothing waits for the host, so both can be compiled or captured in
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -91,6 +90,7 @@ class Scorer(nn.Module):
         device = projection.mean.device
         self.register_buffer("scale", scale.to(device), persistent=False)
         self.register_buffer("shift", shift.to(device), persistent=False)
+        self.preprocess = preprocess
         self.backbone = backbone
         self.projection = projection
         self.density = density
@@ -169,10 +169,9 @@ class Pipeline(nn.Module):
 
     def with_backbone(self, backbone: Backbone | OnnxBackbone) -> Pipeline:
         """A pipeline that shares everything else with this one."""
-        twin, scorer = copy.copy(self), copy.copy(self.scorer)
-        scorer._modules = {**scorer._modules, "backbone": backbone}
-        twin._modules = {"scorer": scorer}
-        return twin
+        own = self.scorer
+        scorer = Scorer(own.preprocess, backbone, own.projection, own.density, own.head, own.precision)
+        return Pipeline(scorer, self.calibration_scores, self.entropy_weight)
 
     def forward(self, images: Pixels) -> Float[Tensor, "batch columns"]:
         """Packed outputs of a batch, the same for an image in any batch."""
