@@ -6,7 +6,6 @@ after the cut; :func:`rebuild_backbone` builds the network again, cuts it at the
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -18,9 +17,9 @@ from torch import Tensor, nn
 
 from psc_core.errors import BundleError, NetworkError
 from psc_core.images.preprocess import Inputs, Preprocess
-from psc_core.network.cut import HookedNetwork, cut_graph, plan_stop
+from psc_core.network.cut import HookedNetwork, HookPlan, cut_graph, plan_stop
 from psc_core.network.fuse import fuse, images_format
-from psc_core.network.layout import INPUT, canonical, layout_of
+from psc_core.network.layout import INPUT, Layout, canonical, layout_of
 from psc_core.network.load import RECIPE, Recipe, bounded_size, load_network, load_weights, recipe_of
 
 FeatureStep = Callable[[Tensor], list[Tensor]]
@@ -36,35 +35,51 @@ _REPEATABLE = 1e-3
 
 
 class Backbone(nn.Module):
-    """A network cut after ``layers``, whose features it returns in this order, and the logits if ``keep_output``."""
+    """A network cut after ``layers``, whose features it returns in this order, and the logits if ``keep_output``.
+
+    A graph compiles, and several threads may run it at once; with hooks it is one thread at a time.
+
+    Args:
+        body: The cut network: one tensor per layer, then the logits.
+        layers: Names of the layers.
+        layouts: Where each has its channels.
+        keep_output: Whether ``body`` gives the logits.
+        hooks: How it was cut by hooks; None for a graph.
+        recipe: How to build the whole network again; None for one built by hand.
+        memory_format: That images are converted to.
+    """
 
     def __init__(
-        self, net: nn.Module, layers: Sequence[str], *, keep_output: bool, hooks: Mapping[str, Any] | None
+        self,
+        body: nn.Module,
+        layers: Sequence[str],
+        layouts: Sequence[Layout],
+        *,
+        keep_output: bool,
+        hooks: HookPlan | None,
+        recipe: Recipe | None,
+        memory_format: torch.memory_format = torch.contiguous_format,
     ) -> None:
-        """Cut ``net`` by its graph, or by hooks if ``hooks`` gives the arguments of :class:`HookedNetwork`.
-
-        A graph compiles, and several threads may run it at once; with hooks it is one thread at a time.
-        """
         super().__init__()
+        self.body = body
         self.layers = tuple(layers)
+        self.layouts = tuple(layouts)
         self.keep_output = keep_output
-        self.method = "graph" if hooks is None else "hooks"
-        self.memory_format = torch.contiguous_format  # that images are converted to
-        self.body: nn.Module
-        if hooks is None:
-            self.body = cut_graph(net, layers, keep_output=keep_output)
-        else:
-            self.body = HookedNetwork(net, layers, keep_output=keep_output, **hooks)
-        self._hooks = hooks
-        setattr(self, RECIPE, getattr(net, RECIPE, None))
-        self._layouts = [layout_of(net, name) for name in layers]
+        self.hooks = hooks
+        self.psc_recipe = recipe
+        self.memory_format = memory_format
         self.eval()
+
+    @property
+    def method(self) -> str:
+        """``"graph"`` or ``"hooks"``."""
+        return "graph" if self.hooks is None else "hooks"
 
     def forward(self, x: Inputs) -> FeaturesAndLogits:
         """Features of each layer, and the logits if ``keep_output``."""
         outputs = self.body(x.contiguous(memory_format=self.memory_format))
         features = []
-        for name, layout, output in zip(self.layers, self._layouts, outputs, strict=False):
+        for name, layout, output in zip(self.layers, self.layouts, outputs, strict=False):
             kind = layout.kind(output.shape)
             if kind is None:
                 raise NetworkError(
@@ -75,10 +90,15 @@ class Backbone(nn.Module):
 
     def fused(self, precision: str) -> Backbone:
         """A faster copy (:func:`psc_core.network.fuse.fuse`) with the same features up to rounding; not for storing."""
-        twin = copy.copy(self)
-        twin.memory_format = images_format(self.body, precision)
-        twin._modules = {"body": fuse(self.body, precision=precision)}
-        return twin
+        return Backbone(
+            fuse(self.body, precision=precision),
+            self.layers,
+            self.layouts,
+            keep_output=self.keep_output,
+            hooks=self.hooks,
+            recipe=self.psc_recipe,
+            memory_format=images_format(self.body, precision),
+        )
 
     def spec(self) -> dict[str, Any]:
         """What :func:`rebuild_backbone` needs besides the state dict, as JSON types.
@@ -90,13 +110,23 @@ class Backbone(nn.Module):
             "network": asdict(recipe_of(self)),
             "layers": list(self.layers),
             "keep_output": self.keep_output,
-            "hooks": None if self._hooks is None else dict(self._hooks),
+            "hooks": None if self.hooks is None else {"stop": self.hooks.stop, "dropped": list(self.hooks.dropped)},
         }
 
 
 def example_input(preprocess: Preprocess) -> Inputs:
     """A standardised image of noise, the same on every call, for use without real images."""
     return preprocess.normalise(preprocess.noise())
+
+
+def cut_network(net: nn.Module, layers: Sequence[str], *, keep_output: bool, hooks: HookPlan | None = None) -> Backbone:
+    """``net`` cut by its graph, or by ``hooks``; raises :class:`NetworkError`."""
+    if hooks is None:
+        body: nn.Module = cut_graph(net, layers, keep_output=keep_output)
+    else:
+        body = HookedNetwork(net, layers, hooks, keep_output=keep_output)
+    layouts = [layout_of(net, name) for name in layers]
+    return Backbone(body, layers, layouts, keep_output=keep_output, hooks=hooks, recipe=getattr(net, RECIPE, None))
 
 
 def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, example: Inputs | None = None) -> Backbone:
@@ -122,7 +152,7 @@ def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, exampl
     if example is not None:
         example = example.to(next(net.parameters(), example).device)
     try:
-        backbone = Backbone(net, layers, keep_output=keep_output, hooks=None)
+        backbone = cut_network(net, layers, keep_output=keep_output)
         if example is None or _agrees(backbone, net, example):
             return backbone
         reason = "the traced graph gives other values"
@@ -130,8 +160,8 @@ def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, exampl
         reason = str(error)
     if example is None:
         raise NetworkError(f"{reason}; pass an example input to cut the network by hooks")
-    stop, dropped = (None, []) if keep_output else plan_stop(net, layers, example)
-    backbone = Backbone(net, layers, keep_output=keep_output, hooks={"stop": stop, "dropped": dropped})
+    hooks = HookPlan() if keep_output else plan_stop(net, layers, example)
+    backbone = cut_network(net, layers, keep_output=keep_output, hooks=hooks)
     _check_repeatable(backbone, example)
     return backbone
 
@@ -139,7 +169,7 @@ def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, exampl
 @torch.inference_mode()
 def _agrees(backbone: Backbone, net: nn.Module, example: Tensor) -> bool:
     """Whether the traced and the original network give the same values on batches of one and of three images."""
-    reference = HookedNetwork(net, backbone.layers, keep_output=backbone.keep_output, stop=None, dropped=())
+    reference = HookedNetwork(net, backbone.layers, HookPlan(), keep_output=backbone.keep_output)
     for batch in (example, torch.cat([example, example.flip(-1), 0.5 * example])):
         try:
             traced = backbone.body(batch)
@@ -178,7 +208,8 @@ def rebuild_backbone(
     recipe = Recipe(**spec["network"])
     with torch.random.fork_rng(devices=[]), torch.no_grad(), bounded_size(recipe):
         net = load_network(**spec["network"], allow_factories=allow_factories)
-    backbone = Backbone(net, spec["layers"], keep_output=spec["keep_output"], hooks=spec["hooks"])
+    hooks = spec["hooks"] and HookPlan(spec["hooks"]["stop"], tuple(spec["hooks"]["dropped"]))
+    backbone = cut_network(net, spec["layers"], keep_output=spec["keep_output"], hooks=hooks)
     for key, tensor in backbone.state_dict().items():
         if key in state and state[key].dtype != tensor.dtype:
             raise BundleError(f"expected {key} of type {tensor.dtype}, got {state[key].dtype}; fit the bundle again")

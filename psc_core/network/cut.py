@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -145,21 +146,24 @@ class _Dropped(nn.Module):
         )
 
 
+@dataclass(frozen=True)
+class HookPlan:
+    """How far a hooked forward pass runs; by default to the end of the whole network."""
+
+    stop: str | None = None  # layer that it ends after
+    dropped: tuple[str, ...] = ()  # outermost modules that it never enters
+
+
 class HookedNetwork(nn.Module):
-    """A copy of ``net`` without the modules ``dropped`` that ends after layer ``stop``; one thread at a time.
+    """A copy of ``net`` that runs as far as ``plan``; hooks catch the wanted outputs, so it is one thread at a time."""
 
-    Hooks catch the wanted outputs; :func:`plan_stop` says where to stop and what to drop.
-    """
-
-    def __init__(
-        self, net: nn.Module, layers: Sequence[str], *, keep_output: bool, stop: str | None, dropped: Sequence[str]
-    ) -> None:
+    def __init__(self, net: nn.Module, layers: Sequence[str], plan: HookPlan, *, keep_output: bool) -> None:
         super().__init__()
         self.net = shared_copy(net)
         self.layers = tuple(layers)
         self.keep_output = keep_output
-        self.stop = stop
-        for name in dropped:
+        self.stop = plan.stop
+        for name in plan.dropped:
             parent, _, attribute = name.rpartition(".")
             setattr(self.net.get_submodule(parent), attribute, _Dropped(name))
 
@@ -198,12 +202,10 @@ def _attach(net: nn.Module, name: str, hook: Callable[..., None]) -> RemovableHa
 
 
 @torch.inference_mode()
-def plan_stop(net: nn.Module, layers: Sequence[str], example: Tensor) -> tuple[str | None, list[str]]:
-    """Where a hooked forward pass can stop, and which modules it then never calls.
+def plan_stop(net: nn.Module, layers: Sequence[str], example: Tensor) -> HookPlan:
+    """Stop after the wanted layer that comes last, and drop the modules called only after it.
 
-    Returns:
-        The wanted layer that comes last, and the outermost modules called only after it; ``(None, [])`` if the example
-        calls that layer more than once, because another input may call it more often.
+    The whole network runs if the example calls that layer more than once: another input may call it more often.
     """
     events: list[str] = []
     entered: list[tuple[int, str]] = []
@@ -218,8 +220,8 @@ def plan_stop(net: nn.Module, layers: Sequence[str], example: Tensor) -> tuple[s
         _attach(twin, name, lambda *_, name=name: events.append(name))
     twin(example)
     if not events or events.count(events[-1]) > 1:
-        return None, []
+        return HookPlan()
     before = {name for seen, name in entered if seen < len(events)}
     after = [name for seen, name in entered if seen == len(events) and name not in before]
     outermost = [name for name in dict.fromkeys(after) if not any(name.startswith(f"{other}.") for other in after)]
-    return events[-1], outermost
+    return HookPlan(events[-1], tuple(outermost))

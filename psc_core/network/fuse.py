@@ -11,15 +11,18 @@ The original module does not change: it is what a bundle stores, and what is fit
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from psc_core.network.cut import shared_copy
+
+_LINEAR_SIZES: Final = ("in_features", "out_features")
+_CONVOLUTION_SIZES: Final = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups")
+"""Arguments of the constructors, which are attributes too."""
 
 
 def fuse(body: nn.Module, *, precision: str) -> nn.Module:
@@ -105,11 +108,15 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _replace_weights(net: fx.GraphModule, node: fx.Node, weight: Tensor, bias: Tensor | None) -> None:
-    """Let ``node`` call a copy of its module with other weights, and the bias in their dtype."""
-    twin = copy.copy(net.get_submodule(str(node.target)))
-    twin._parameters = {
-        "weight": nn.Parameter(weight, requires_grad=False),
-        "bias": None if bias is None else nn.Parameter(bias.detach().to(weight.dtype), requires_grad=False),
-    }
+    """Let ``node`` call a convolution or linear layer with other weights than its own, and the bias in their dtype."""
+    module = net.get_submodule(str(node.target))
+    linear = isinstance(module, nn.Linear)
+    sizes = _LINEAR_SIZES if linear else _CONVOLUTION_SIZES
+    settings: Any = {name: getattr(module, name) for name in sizes}
+    twin = (nn.Linear if linear else nn.Conv2d)(**settings, bias=bias is not None, device="meta")
+    twin.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        twin.bias = nn.Parameter(bias.detach().to(weight.dtype), requires_grad=False)
+    twin.eval()
     parent, _, attribute = str(node.target).rpartition(".")
     setattr(net.get_submodule(parent), attribute, twin)

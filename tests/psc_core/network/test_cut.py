@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
-from psc_core.network.cut import HookedNetwork, cut_graph
+from psc_core.network.cut import HookedNetwork, HookPlan, cut_graph
 
 
 class Meanwhile(nn.Module):
@@ -58,4 +58,4 @@ def test_hooks_reject_non_tensor_outputs() -> None:
 
     net = nn.Sequential(Pair())
     with pytest.raises(NetworkError, match="expected a tensor from layer 0, got tuple"):
-        HookedNetwork(net, ["0"], keep_output=False, stop=None, dropped=())(torch.zeros(1, 1, 1, 1))
+        HookedNetwork(net, ["0"], HookPlan(), keep_output=False)(torch.zeros(1, 1, 1, 1))
