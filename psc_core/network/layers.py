@@ -20,14 +20,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from psc_core.errors import NetworkError, UsageError
-from psc_core.network.layout import INPUT, Kind, is_pooling, layout_of
+from psc_core.network.layout import CONVOLUTIONS, INPUT, Kind, is_pooling, layout_of
 
 GRANULARITIES: Final = ("operations", "blocks", "all")
 
-_WEIGHTED: Final = (_ConvNd, nn.Linear)
+_WEIGHTED: Final = (*CONVOLUTIONS, nn.Linear)
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,13 @@ from typing import Final, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 
 Kind = Literal["map", "map_last", "tokens", "vector"]
+
+CONVOLUTIONS: Final = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 INPUT: Final = ":input"
 """After a module's name: its input, not its output."""
@@ -77,10 +80,10 @@ def layout_of(net: nn.Module, name: str) -> Layout:
     if name and next(module.parameters(), None) is None:
         return layout_of(net, name.rpartition(".")[0])
     inside = list(module.modules())
-    convolutions = [m for m in inside if isinstance(m, _ConvNd)]
+    convolutions = [m for m in inside if isinstance(m, CONVOLUTIONS)]
     linears = [m for m in inside if isinstance(m, nn.Linear)]
     return Layout(
-        bool(convolutions) or any(isinstance(m, _BatchNorm) for m in inside),
+        bool(convolutions) or any(isinstance(m, BATCH_NORMS) for m in inside),
         frozenset(m.out_features for m in linears) | {width for m in inside if (width := _normalised_width(m))},
         frozenset(m.out_channels for m in convolutions),
         any(isinstance(m, nn.Conv1d | nn.ConvTranspose1d | nn.BatchNorm1d) for m in inside),
