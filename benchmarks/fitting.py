@@ -132,7 +132,7 @@ def _store(
         job["collapse_on"] = collapse_on
     data = f"{train.name}-layer-of-{collapse_on}" if collapse_on else train.name
     folder = f"{trained.name}-{data}-{granularity}-{images or 'all'}-s{run.seed}.stages"
-    return Checkpoint(run.checkpoints / folder, job)
+    return Checkpoint.open(run.checkpoints / folder, job)
 
 
 def psc_of(run: Run, trained: Trained, parts: Stages, *, fit_images: int | None, density: str = "gda") -> PSC:

@@ -136,7 +136,7 @@ def fit(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise UsageError(f"expected names and flags in UTF-8, got {error}; change it") from error
     folder = args.out.with_name(f".{args.out.name}.stages")
-    checkpoint = Checkpoint(folder, job_of(provenance, train, device.type), reducer, fresh=args.fresh)
+    checkpoint = Checkpoint.open(folder, job_of(provenance, train, device.type), reducer, fresh=args.fresh)
     run_stages(args, net, train, val, provenance, checkpoint, options)
 
 

@@ -33,20 +33,28 @@ class Checkpoint:
 
     Args:
         folder: Where they are kept.
-        job: What makes two runs the same job, JSON types.
+        key: Digest of the job.
         reducer: The processes of the fit.
-        fresh: Drop what an earlier run left.
     """
 
-    def __init__(
-        self, folder: Path, job: Mapping[str, Any], reducer: Reducer | None = None, *, fresh: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, key: str, reducer: Reducer) -> None:
         self.folder = folder
-        self.reducer = reducer or Reducer()
-        self.key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
+        self.key = key
+        self.reducer = reducer
         self._stamp = folder / "job.txt"
-        if fresh or (folder.exists() and (not self._stamp.exists() or self._stamp.read_text() != self.key)):
-            self.clear()
+
+    @classmethod
+    def open(
+        cls, folder: Path, job: Mapping[str, Any], reducer: Reducer | None = None, *, fresh: bool = False
+    ) -> Checkpoint:
+        """The checkpoint of ``job`` (JSON types) in ``folder``; what another job left there, or with ``fresh`` any, is
+        removed."""
+        key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
+        checkpoint = cls(folder, key, reducer or Reducer())
+        stamp = checkpoint._stamp
+        if fresh or (folder.exists() and (not stamp.exists() or stamp.read_text() != key)):
+            checkpoint.clear()
+        return checkpoint
 
     def load_collapse(self) -> CollapseReport | None:
         """The report, if it is finished."""
