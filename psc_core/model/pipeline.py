@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from psc_core.calibration.conformal import conformal_p_values
 from psc_core.density import Density
+from psc_core.errors import NetworkError
 from psc_core.heads import Head, entropy
 from psc_core.images.preprocess import Inputs, Pixels, Preprocess
 from psc_core.model.outputs import pack
@@ -119,7 +120,7 @@ class Scorer(nn.Module):
         """Probabilities and scores from what density and head read.
 
         Raises:
-            RuntimeError: There is neither a head nor the network's output.
+            NetworkError: There is neither a head nor the network's output.
         """
         log_density = self.density(embedding.read).log_density
         if self.head is not None:
@@ -127,7 +128,7 @@ class Scorer(nn.Module):
         elif embedding.logits is not None:
             probabilities, epistemic = embedding.logits.softmax(1), torch.zeros_like(log_density)
         else:
-            raise RuntimeError("a scorer without a head needs a backbone that keeps the network's output")
+            raise NetworkError("a scorer without a head needs a backbone that keeps the network's output")
         scores = {"predictive_entropy": entropy(probabilities), "log_density": log_density, "epistemic": epistemic}
         return Scored(scores, probabilities)
 
