@@ -8,15 +8,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from psc_core.cli import flags
+from psc_core.compute.passes import Compute
+from psc_core.data.dataset import ImageDataset
+from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
-
-if TYPE_CHECKING:
-    from psc_core.data.dataset import ImageDataset
-    from psc_core.evaluation.baselines import Baselines
-    from psc_core.model.predictor import PSC
+from psc_core.evaluation import evaluate as measure
+from psc_core.evaluation.baselines import Baselines, fit_baselines
+from psc_core.evaluation.tables import to_json, to_markdown, to_text
+from psc_core.model.predictor import PSC
+from psc_core.network.backbone import example_input
+from psc_core.network.layers import list_layers
+from psc_core.network.load import bounded_size, load_network, recipe_of
 
 _EXAMPLE = """example:
   psc-eval --bundle bundle --id images/test --ood textures=images/textures --out report
@@ -26,7 +30,7 @@ _EXAMPLE = """example:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of ``psc-eval``."""
-    description = "Accuracy, calibration, OOD detection and promised rates of a bundle."
+    description = "Accuracy, calibration, OOD detection and nominal rates of a bundle."
     cli = flags.command("psc-eval", description, _EXAMPLE)
     cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="from psc-fit")
     cli.add_argument("--id", required=True, metavar="DIR", help="labelled in-distribution test images")
@@ -53,11 +57,6 @@ def parser() -> argparse.ArgumentParser:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Measure and print."""
-    from psc_core.data.spec import open_dataset
-    from psc_core.evaluation.evaluate import evaluate as measure
-    from psc_core.evaluation.tables import to_json, to_markdown, to_text
-    from psc_core.model.predictor import PSC
-
     given = [value is not None for value in (args.weights, args.train, args.val)]
     if any(given) and not all(given):
         raise UsageError("expected --weights, --train and --val together, or none of them")
@@ -73,7 +72,8 @@ def evaluate(args: argparse.Namespace) -> None:
         ood[name] = open_dataset(spec, split="test", preprocess=psc.preprocess, labelled_images=False)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-    report = measure(psc, id_data, ood, _baselines(args, psc) if all(given) else None, batch_images=args.batch_images)
+    baselines = _baselines(args, psc) if all(given) else None
+    report = measure.evaluate(psc, id_data, ood, baselines, batch_images=args.batch_images)
     print(to_text(report))
     if args.out:
         (args.out / "report.json").write_text(json.dumps(to_json(report), indent=2) + "\n")
@@ -81,18 +81,10 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:
-    from psc_core.compute.passes import Compute
-    from psc_core.data.spec import open_dataset
-    from psc_core.evaluation.baselines import fit_baselines
-    from psc_core.evaluation.evaluate import check_classes
-    from psc_core.network.backbone import example_input
-    from psc_core.network.layers import list_layers
-    from psc_core.network.load import bounded_size, load_network, recipe_of
-
     train = open_dataset(args.train, split="train", preprocess=psc.preprocess)
     val = open_dataset(args.val, split="val", preprocess=psc.preprocess)
     for data in (train, val):
-        check_classes(psc, data)
+        measure.check_model_classes(psc, data)
     recipe = recipe_of(psc.backbone)
     with bounded_size(recipe):
         net = load_network(**asdict(recipe), weights=args.weights, allow_factories=args.allow_factories)

@@ -7,19 +7,32 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
+
+from psc_core.bundle.io import check_target
+from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
+from psc_core.calibration.fit import CONFIDENCE
 from psc_core.cli import flags
+from psc_core.cli.provenance import check_disjoint, job_of, provenance_of
+from psc_core.collapse.measure import DEFAULT_MEMORY_BYTES
+from psc_core.collapse.report import EPSILON
+from psc_core.compute.device import resolve_device
+from psc_core.compute.distributed import Reducer
+from psc_core.data.dataset import ImageDataset
+from psc_core.data.spec import open_dataset
 from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
+from psc_core.fitting import stages
+from psc_core.fitting.calibrate import OOD_SCORES
+from psc_core.fitting.checkpoint import Checkpoint
+from psc_core.fitting.checks import check_attainable_rates
+from psc_core.fitting.options import FitOptions
 from psc_core.heads import HEADS
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from psc_core.data.dataset import ImageDataset
-    from psc_core.fitting.checkpoint import Checkpoint
-    from psc_core.fitting.options import FitOptions
+from psc_core.model.pipeline import PRECISIONS
+from psc_core.network.layers import GRANULARITIES
+from psc_core.network.load import Recipe, load_network
 
 _EXAMPLE = """example:
   psc-fit --model torchvision:resnet18 --weights net.safetensors --train images/train --val images/val --out bundle
@@ -60,34 +73,37 @@ def parser() -> argparse.ArgumentParser:
     method = cli.add_argument_group("method")
     method.add_argument("--layer", default="auto", metavar="NAME", help="candidate layer, or auto (default)")
     method.add_argument("--layers", metavar="REGEX", help="measure only layers whose name matches")
-    granularities = ("operations", "blocks", "all")
-    choice(method, "--granularity", granularities, "operations", "which modules are layers; operations is the paper's")
-    method.add_argument("--epsilon", type=float, default=0.2, help="collapse cut-off for NC1 (default: 0.2)")
+    choice(method, "--granularity", GRANULARITIES, "operations", "which modules are layers; operations is the paper's")
+    method.add_argument("--epsilon", type=float, default=EPSILON, help=f"collapse cut-off for NC1 (default: {EPSILON})")
     number(method, "--c-proj", None, "channel components")
     number(method, "--d-proj", None, "spatial components")
-    number(method, "--minimum-dim", 64, "smallest c·d that auto considers")
+    number(method, "--minimum-dim", stages.DEFAULT_MINIMUM_DIM, "smallest c·d that auto considers")
     method.add_argument("--no-second-scaling", action="store_true", help="do not standardise z")
     text = "what measures how typical an image is; gda is the paper's"
     choice(method, "--density", tuple(DENSITIES), "pooled++", text)
     number(method, "--pca", None, "dimension the density works in")
     choice(method, "--head", tuple(HEADS), "laplace", "what gives the probabilities; laplace is the paper's")
     text = "psc: the head's; base: the network's own, unchanged, with the density beside them"
-    choice(method, "--predictions", ("psc", "base"), "psc", text)
+    choice(method, "--predictions", stages.PREDICTIONS, "psc", text)
     rate("--alpha", 0.05, "false-alarm rate of the OOD decision")
     text = (
         "what the OOD decision ranks; density+entropy also counts how ambiguous an image is, for classes whose "
         "images are not ambiguous by nature"
     )
-    choice(method, "--ood-score", ("density", "density+entropy"), "density", text)
+    choice(method, "--ood-score", OOD_SCORES, "density", text)
     rate("--coverage", 0.95, "coverage of the prediction sets")
-    rate("--risk", 0.05, "error rate that images below the ambiguity threshold keep, with 95 %% confidence")
+    rate(
+        "--risk",
+        0.05,
+        f"error rate that images below the ambiguity threshold keep, with {100 * CONFIDENCE:g} %% confidence",
+    )
 
     run = cli.add_argument_group("run")
     run.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    choice(run, "--precision", ("fp32", "bf16"), "fp32", "of the network, while fitting and served")
+    choice(run, "--precision", PRECISIONS, "fp32", "of the network, while fitting and served")
     number(run, "--batch-images", 256, "images sent through the network at once")
-    text = "budget of one stage's statistics (default: 1G)"
-    run.add_argument("--max-memory", type=flags.byte_count, default=1 << 30, metavar="SIZE", help=text)
+    text = f"budget of one stage's statistics (default: {DEFAULT_MEMORY_BYTES >> 30}G)"
+    run.add_argument("--max-memory", type=flags.byte_count, default=DEFAULT_MEMORY_BYTES, metavar="SIZE", help=text)
     run.add_argument("--distributed", action="store_true", help="be one of the processes that torchrun started")
     run.add_argument("--fresh", action="store_true", help="ignore the checkpoint of an interrupted run")
     text = "splits the validation images and seeds the head (default: 0)"
@@ -99,18 +115,6 @@ def parser() -> argparse.ArgumentParser:
 
 def fit(args: argparse.Namespace) -> None:
     """Run all stages and write the bundle."""
-    # Imported here, because PyTorch takes a second that --help and usage errors need not wait for.
-    from psc_core.bundle.io import check_target
-    from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
-    from psc_core.cli.provenance import check_disjoint, job_of, provenance_of
-    from psc_core.compute.device import resolve_device
-    from psc_core.compute.distributed import Reducer
-    from psc_core.data.spec import open_dataset
-    from psc_core.fitting.checkpoint import Checkpoint
-    from psc_core.fitting.checks import check_attainable_rates
-    from psc_core.fitting.options import FitOptions
-    from psc_core.network.load import Recipe, load_network
-
     args.out = args.out.resolve()
     args.name = args.name or args.out.name
     preprocess = flags.preprocess_from(args)
@@ -150,8 +154,6 @@ def run_stages(
     options: FitOptions,
 ) -> None:
     """Fit stage by stage, those in the checkpoint left out; of several processes the first prints and saves."""
-    from psc_core.fitting import stages
-
     first = options.reducer.rank == 0
     report = checkpoint.load_collapse()
     if report is None:
@@ -210,8 +212,8 @@ def run_stages(
         )
         if metrics["risk"]["threshold"] is None:
             print(
-                f"warning: no entropy threshold keeps the error rate at {args.risk:g} with 95 % confidence, so no "
-                "image is called ambiguous; raise --risk or validate on more images"
+                f"warning: no entropy threshold keeps the error rate at {args.risk:g} with {100 * CONFIDENCE:g} % "
+                "confidence, so no image is called ambiguous; raise --risk or validate on more images"
             )
 
 

@@ -67,7 +67,7 @@ def evaluate(
     Raises:
         UsageError: Data of other classes than the model's, or read through another preprocessing.
     """
-    check_classes(psc, id_data)
+    check_model_classes(psc, id_data)
     inside = score_images(psc, id_data, baselines, batch_images=batch_images)
     outside = {name: score_images(psc, data, baselines, batch_images=batch_images) for name, data in ood.items()}
     calibration_images = len(psc.calibration)
@@ -90,7 +90,7 @@ def evaluate(
     )
 
 
-def check_classes(psc: PSC, data: ImageDataset) -> None:
+def check_model_classes(psc: PSC, data: ImageDataset) -> None:
     """Require data of the model's classes.
 
     Raises:
