@@ -58,7 +58,7 @@ def correct(net: nn.Module, dataset: ImageDataset, device: torch.device) -> Tens
     net.eval()
     found = []
     for batch in dataset.batches(512):
-        logits = net(dataset.preprocess.normalise(batch.images.to(device)))
+        logits = net(dataset.preprocess.standardise(batch.images.to(device)))
         firsts = batch.labels[torch.searchsorted(batch.image_index, torch.arange(len(batch.images)))]
         found.append((logits.argmax(1).cpu() == firsts).double())
     return torch.cat(found)
@@ -119,7 +119,7 @@ def train(args: argparse.Namespace) -> dict[str, object]:
                 picked = augment(picked, generator)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(args.schedule, args.lr, epoch * per_epoch + batch, steps)
-            inputs = preprocess.normalise(picked).contiguous(memory_format=torch.channels_last)
+            inputs = preprocess.standardise(picked).contiguous(memory_format=torch.channels_last)
             with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
                 logits = step_model(inputs)
             loss = F.cross_entropy(logits.float(), data.labels[chosen].to(device), label_smoothing=args.smoothing)

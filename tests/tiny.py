@@ -27,7 +27,7 @@ def train(dataset: ImageDataset, epochs: int = 6, seed: int = 0) -> nn.Module:
     """Train :func:`network` on ``dataset`` in a second or two."""
     torch.manual_seed(seed)
     net = network(len(dataset.classes), dataset.preprocess.channels)
-    batches = [(dataset.preprocess.normalise(b.images), b.labels, b.image_index) for b in dataset.batches(64)]
+    batches = [(dataset.preprocess.standardise(b.images), b.labels, b.image_index) for b in dataset.batches(64)]
     optimizer = torch.optim.Adam(net.parameters(), 3e-3)
     for _ in range(epochs):
         for images, labels, image_index in batches:

@@ -38,7 +38,7 @@ class AotInductor(nn.Module):
 
     def __init__(self, psc: PSC) -> None:
         super().__init__()
-        images = psc.preprocess.normalise(psc.preprocess.noise()).repeat(2, 1, 1, 1)
+        images = psc.preprocess.standardise(psc.preprocess.noise()).repeat(2, 1, 1, 1)
         shapes = ({0: torch.export.Dim("batch", max=SIZES[-1])},)
         features = _Features(psc.pipeline.scorer.backbone)
         program = torch.export.export(features, (images,), dynamic_shapes=shapes)

@@ -93,7 +93,7 @@ class Subject:
             psc = PSC.load(BUNDLE, device=device)
             scorer = psc.pipeline.scorer
             return psc.backbone, (scorer.projection, scorer.density, scorer.head), psc.calibration.scores
-        example = self.preprocess.normalise(torch.zeros(1, 3, self.size, self.size, dtype=torch.uint8))
+        example = self.preprocess.standardise(torch.zeros(1, 3, self.size, self.size, dtype=torch.uint8))
         channels, positions = next(
             layer.shape for layer in list_layers(net, example, granularity="all") if layer.name == self.layer
         )

@@ -63,7 +63,7 @@ def forward(network: str, weights: Path, batch_images: int) -> float:
     began = time.perf_counter()
     with torch.inference_mode():
         for batch in train.batches(_batch_size(batch_images)):
-            net(train.preprocess.normalise(batch.images))
+            net(train.preprocess.standardise(batch.images))
     return time.perf_counter() - began
 
 

@@ -80,7 +80,7 @@ def one(images: int, layers: int, classes: int) -> dict[str, Any]:
         began = time.process_time()
         with torch.inference_mode():
             for part in train.batches(batch):
-                net(train.preprocess.normalise(part.images))
+                net(train.preprocess.standardise(part.images))
         return time.process_time() - began
 
     forward = [bare()]

@@ -45,7 +45,7 @@ def make_bundle(folder: Path, *, photographs: bool = False) -> Path:
     images = open_dataset(data, split="train", preprocess=PRESETS[preset])
     torch.manual_seed(0)
     net = network(len(images.classes), **arguments)
-    batches = [(images.preprocess.normalise(batch.images), batch.labels) for batch in images.batches(64)]
+    batches = [(images.preprocess.standardise(batch.images), batch.labels) for batch in images.batches(64)]
     optimizer = torch.optim.Adam(net.parameters(), 1e-2)
     for _ in range(20):
         for inputs, labels in batches:

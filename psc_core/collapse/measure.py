@@ -105,7 +105,7 @@ def measure_collapse(
     if not 0.0 < epsilon < 1.0:
         raise UsageError(f"expected epsilon between 0 and 1, got {epsilon}")
     counts = torch.bincount(train.labels, minlength=len(train.classes))
-    example = train.preprocess.normalise(torch.tensor(train.image(0), device=device)[None])
+    example = train.preprocess.standardise(torch.tensor(train.image(0), device=device)[None])
     every = list_layers(net.to(device), example, granularity=granularity)
     names = {layer.name for layer in select_layers(every, layers)}
     wanted = [layer for layer in every if layer.name in names or layer.role == "penultimate"]

@@ -60,7 +60,7 @@ def passes(
     autocast = torch.autocast(compute.device.type, torch.bfloat16, enabled=compute.precision == "bf16")
     for batch in track_images(dataset, compute, description, order):
         with torch.inference_mode():
-            images = dataset.preprocess.normalise(batch.images.to(compute.device, non_blocking=True))
+            images = dataset.preprocess.standardise(batch.images.to(compute.device, non_blocking=True))
             with autocast:
                 value = step(images)
         yield value, batch

@@ -82,7 +82,7 @@ class Baselines:
     @torch.no_grad()
     def score(self, images: UInt8[Tensor, "batch channels height width"]) -> BaselineOutputs:
         """All scores and probabilities of a batch, on the device of ``images``."""
-        features, logits = penultimate_and_logits(self.backbone, self.preprocess.normalise(images))
+        features, logits = penultimate_and_logits(self.backbone, self.preprocess.standardise(images))
         tempered = logits / self.temperature
         unit = functional.normalize(features)
         scores = {
@@ -124,7 +124,7 @@ def fit_baselines(
     """
     compute = replace(compute, precision="fp32")
     net.to(compute.device)
-    example = train.preprocess.normalise(torch.tensor(train.image(0)[None], device=compute.device))
+    example = train.preprocess.standardise(torch.tensor(train.image(0)[None], device=compute.device))
     backbone = truncate(net, [penultimate_layer], keep_output=True, example=example)
     check_own_output(backbone, train, compute)
     step = partial(penultimate_and_logits, backbone)

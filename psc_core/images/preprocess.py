@@ -121,14 +121,19 @@ class Preprocess:
         """One image of noise, the same on every call, for use without real images."""
         return torch.randint(0, 256, (1, *self.shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
-    def normalise(self, images: Pixels) -> Inputs:
+    def standardise(self, images: Pixels) -> Inputs:
         """Device half: ``uint8`` to standardised ``float32``, on the device of ``images``."""
         scale, shift = self.scale_and_shift()
-        return images.float() * scale.to(images.device) + shift.to(images.device)
+        return standardise(images, scale.to(images.device), shift.to(images.device))
 
     def to_json(self) -> dict[str, Any]:
         """The attributes as JSON types."""
         return asdict(self)
+
+
+def standardise(images: Pixels, scale: Float[Tensor, "channels 1 1"], shift: Float[Tensor, "channels 1 1"]) -> Inputs:
+    """``images`` · ``scale`` + ``shift``, all on one device."""
+    return images.float().mul_(scale).add_(shift)
 
 
 def _resize_shorter_side(image: Image.Image, length: int) -> Image.Image:

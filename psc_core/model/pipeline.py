@@ -23,7 +23,7 @@ from psc_core.calibration.conformal import conformal_p_values
 from psc_core.density import Density
 from psc_core.errors import NetworkError
 from psc_core.heads import Head, entropy
-from psc_core.images.preprocess import Inputs, Pixels, Preprocess
+from psc_core.images.preprocess import Inputs, Pixels, Preprocess, standardise
 from psc_core.model.outputs import pack
 from psc_core.network.backbone import Backbone, FeaturesAndLogits
 from psc_core.network.onnx import OnnxBackbone
@@ -100,8 +100,8 @@ class Scorer(nn.Module):
         self.eval().requires_grad_(False)
 
     def standardise(self, images: Pixels) -> Inputs:
-        """The network's input."""
-        return images.float().mul_(self.scale).add_(self.shift)
+        """The network's input, as :meth:`Preprocess.standardise` with scale and shift on the device already."""
+        return standardise(images, self.scale, self.shift)
 
     def features(self, inputs: Inputs) -> FeaturesAndLogits:
         """Features of each layer, and the logits if the backbone keeps them."""

@@ -116,7 +116,7 @@ class Backbone(nn.Module):
 
 def example_input(preprocess: Preprocess) -> Inputs:
     """A standardised image of noise, the same on every call, for use without real images."""
-    return preprocess.normalise(preprocess.noise())
+    return preprocess.standardise(preprocess.noise())
 
 
 def cut_network(net: nn.Module, layers: Sequence[str], *, keep_output: bool, hooks: HookPlan | None = None) -> Backbone:

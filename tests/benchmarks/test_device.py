@@ -52,7 +52,7 @@ def test_ratio_is_taken_within_rounds() -> None:
 def test_plain_gives_the_networks_softmax() -> None:
     net = TINY.network()
     x = images(4)
-    expected = net(PRESETS["cifar10"].normalise(x)).softmax(1)
+    expected = net(PRESETS["cifar10"].standardise(x)).softmax(1)
     for whole in (unfused(net, "fp32", CPU), fused(net, TINY.layer, "fp32", CPU)):
         torch.testing.assert_close(Plain([whole], TINY.preprocess, "fp32")(x), expected, atol=1e-5, rtol=0)
     for whole in (unfused(net, "bf16", CPU), fused(net, TINY.layer, "bf16", CPU)):

@@ -167,7 +167,7 @@ def set_up(case: Case, folders: Path, where: Path) -> Setup:
     with torch.no_grad():
         for parameter in net.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
-        logits = net(replace_size(PRESETS["imagenet"], case.size).normalise(images_of(case, folders)))
+        logits = net(replace_size(PRESETS["imagenet"], case.size).standardise(images_of(case, folders)))
         last = [module for module in net.modules() if isinstance(module, nn.Linear)][-1]
         last.weight /= logits.std(0)[:, None]
         last.bias.sub_(logits.mean(0)).div_(logits.std(0))
@@ -193,7 +193,7 @@ def assert_loaded_is_fitted(fitted: PSC, loaded: PSC, images: Tensor) -> None:
 def assert_base_is_the_network(setup: Setup, psc: PSC, images: Tensor) -> None:
     """``--predictions base`` gives the original network's softmax."""
     with torch.inference_mode():
-        expected = setup.net(psc.preprocess.normalise(images)).softmax(1)
+        expected = setup.net(psc.preprocess.standardise(images)).softmax(1)
     assert float(expected.std(0).min()) > 0.01  # images do differ
     assert psc.predictions == "base"
     torch.testing.assert_close(psc.predict(images).probabilities, expected, rtol=0, atol=1e-5)

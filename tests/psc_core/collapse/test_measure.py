@@ -59,7 +59,7 @@ def examples_of(net: nn.Module, name: str, data: ImageDataset) -> tuple[npt.NDAr
     labels: list[int] = []
     features = []
     for index in range(len(data)):
-        net(PLAIN.normalise(torch.tensor(data.image(index))[None]))
+        net(PLAIN.standardise(torch.tensor(data.image(index))[None]))
         own = data.labels[data.offsets[index] : data.offsets[index + 1]].tolist()
         labels += own
         features += [caught[-1].double().flatten().numpy()] * len(own)

@@ -64,7 +64,7 @@ def trained() -> SmallNet:
         torch.manual_seed(0)
         net = SmallNet()
         data = next(images(150, 1).batches(150))
-        x = PREPROCESS.normalise(data.images)
+        x = PREPROCESS.standardise(data.images)
         optimiser = torch.optim.Adam(net.parameters(), 0.02)
         for _ in range(40):
             optimiser.zero_grad()
@@ -116,7 +116,7 @@ def test_detectors_give_one_finite_score_per_image(fitted: Baselines) -> None:
 
 def test_logit_scores_equal_the_network(fitted: Baselines) -> None:
     batch = next(images(9, 3).batches(9))
-    logits = trained()(PREPROCESS.normalise(batch.images)).double()
+    logits = trained()(PREPROCESS.standardise(batch.images)).double()
     out = fitted.score(batch.images)
     rows = [naive.softmax(row) for row in logits.tolist()]
     assert out.probabilities["base"].flatten().tolist() == pytest.approx([p for row in rows for p in row], abs=1e-6)
@@ -131,7 +131,7 @@ def test_mahalanobis_equals_dense_formula(fitted: Baselines) -> None:
     query = next(images(8, 4).batches(8)).images
 
     def unit_features(x: torch.Tensor) -> torch.Tensor:
-        features = net.pool(net.relu(net.conv(PREPROCESS.normalise(x)))).flatten(2).mean(2)
+        features = net.pool(net.relu(net.conv(PREPROCESS.standardise(x)))).flatten(2).mean(2)
         return nn.functional.normalize(features.double())
 
     known, asked = unit_features(train.images), unit_features(query)

@@ -47,7 +47,7 @@ def test_normalise_equals_float64_formula(name: str) -> None:
     mean = torch.tensor(preprocess.mean, dtype=torch.float64)[:, None, None]
     std = torch.tensor(preprocess.std, dtype=torch.float64)[:, None, None]
     expected = (images.double() / 255 - mean) / std
-    torch.testing.assert_close(preprocess.normalise(images).double(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(preprocess.standardise(images).double(), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -110,7 +110,7 @@ def test_base_predictions_equal_the_network(tiny_job, digits: torch.Tensor, tmp_
     assert main([*tiny_job.args, "--predictions", "base", "--out", str(tmp_path / "base")]) == 0
     base = PSC.load(tmp_path / "base", device="cpu", allow_factories=ALLOW)
     with torch.inference_mode():
-        expected = tiny_job.net(PRESETS["mnist"].normalise(digits)).softmax(1)
+        expected = tiny_job.net(PRESETS["mnist"].standardise(digits)).softmax(1)
     prediction = base.predict(digits)
     torch.testing.assert_close(prediction.probabilities, expected, atol=1e-6, rtol=0)
     assert base.predictions == "base"
