@@ -87,7 +87,7 @@ def measured(run: Run, name: str, job: Job, data: str, checkpoint: Path | None) 
             "c_proj": report.choice.c_proj,
             "d_proj": report.choice.d_proj,
             "warning": report.choice.warning,
-            "pooled": report.pooled,
+            "pooled": report.note,
             "sizes_nc1": report.nc1.tolist(),
             "sizes_nc4": report.nc4.tolist(),
             "epsilon": found.report.epsilon,

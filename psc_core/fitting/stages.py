@@ -291,5 +291,5 @@ def projection_metrics(report: ProjectionReport) -> dict[str, Any]:
         "scaled_nc1": report.scaled_nc1,
         "scaled_nc4": report.scaled_nc4,
         "warning": choice.warning,
-        "pooled": report.pooled,
+        "pooled": report.note,
     }

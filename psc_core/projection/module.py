@@ -133,7 +133,7 @@ class Projection(Fitted):
 
 
 def reshape_features(features: Sequence[Tensor], positions: Sequence[int]) -> Float[Tensor, "batch channels positions"]:
-    """Pool each (B, C, d_l) to its number of positions, concatenate to (B, C, d); see :class:`Projection`.
+    """Reduce each (B, C, d_l) to its number of positions, concatenate to (B, C, d); see :class:`Projection`.
 
     Raises:
         FitError: The layers have different numbers of channels.
@@ -144,11 +144,11 @@ def reshape_features(features: Sequence[Tensor], positions: Sequence[int]) -> Fl
         )
     if all(f.shape[2] == 1 for f in features):
         features = [f.transpose(1, 2) for f in features]
-    pooled = [pool_positions(f, n) for f, n in zip(features, positions, strict=True)]
-    return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=2)
+    parts = [reduce_positions(f, n) for f, n in zip(features, positions, strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def pool_positions(
+def reduce_positions(
     features: Float[Tensor, "batch channels _"], positions: int
 ) -> Float[Tensor, "batch channels {positions}"]:
     """Average to ``positions`` positions: in squares where both numbers are squares, else along the one axis."""

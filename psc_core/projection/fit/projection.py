@@ -39,7 +39,7 @@ class ProjectionReport:
     scaled_nc4: float
     nc1: Float[Tensor, "c_max d_max"]  # of every size, float64
     nc4: Float[Tensor, "c_max d_max"]
-    pooled: str  # a sentence on spatial pooling; empty when there was none
+    note: str  # to how many positions the layers were reduced; empty when they were not
 
     def summary(self, raw_nc4: float) -> str:
         """The choice beside the scaled and the raw layer, for the terminal."""
@@ -48,7 +48,7 @@ class ProjectionReport:
             f"projection {choice.c_proj} × {choice.d_proj}: NC1 {choice.nc1:.3f} (scaled layer "
             f"{self.scaled_nc1:.3f}), NC4 {choice.nc4:.4f} (scaled layer {self.scaled_nc4:.4f}, raw {raw_nc4:.4f})"
         ]
-        lines += [f"note: {text}" for text in (self.pooled, choice.warning) if text]
+        lines += [f"note: {text}" for text in (self.note, choice.warning) if text]
         return "\n".join(lines)
 
 
@@ -91,12 +91,12 @@ def fit_tucker(
     shapes = [(layer.shape[1], layer.shape[2]) for layer in features]
     if all(d == 1 for _, d in shapes):
         shapes = [(1, c) for c, _ in shapes]  # as reshape_features lays out vectors
-    positions = [pooled_positions(c, d, max_memory_bytes // len(shapes) ** 2) for c, d in shapes]
+    positions = [reduced_positions(c, d, max_memory_bytes // len(shapes) ** 2) for c, d in shapes]
     have = [d for _, d in shapes]
-    pooled = ""
+    note = ""
     if positions != have:
         budget = f"{max_memory_bytes >> 20} MiB"
-        pooled = f"positions {have} → {positions} by average pooling, to keep the covariance within {budget}"
+        note = f"positions {have} → {positions} by average pooling, to keep the covariance within {budget}"
     c_max, d_max = largest_sizes(shapes[0][0], sum(positions), c_proj, d_proj)
     shard = reducer.shard(train)
 
@@ -127,11 +127,11 @@ def fit_tucker(
         largest = largest.with_second_scaling(*sized.block.mean_and_std())
     projection = largest.leading(choice.c_proj, choice.d_proj).cpu()
     return projection, ProjectionReport(
-        choice, sized.scaled_nc1, sized.scaled_nc4, sized.nc1.cpu(), sized.nc4.cpu(), pooled
+        choice, sized.scaled_nc1, sized.scaled_nc4, sized.nc1.cpu(), sized.nc4.cpu(), note
     )
 
 
-def pooled_positions(channels: int, positions: int, budget_bytes: int) -> int:
+def reduced_positions(channels: int, positions: int, budget_bytes: int) -> int:
     """Number of positions d′ kept of a layer, so that its C·d′² float64 covariance fits ``budget_bytes``.
 
     The sides of a square map are halved as often as needed, else the number of positions.

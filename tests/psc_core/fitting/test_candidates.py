@@ -15,7 +15,7 @@ FACTORY = "tests.tiny:network"
 
 
 @pytest.mark.parametrize(
-    ("layers", "budget", "positions", "pooled"),
+    ("layers", "budget", "positions", "reduced"),
     [
         (("2", "4"), 1 << 30, (49, 16), False),  # two maps of 16 channels, concatenated along positions
         (("4", "6"), 1 << 30, (16, 1), False),  # a map and its average, which is one more position
@@ -31,7 +31,7 @@ def test_candidate(
     layers: tuple[str, ...],
     budget: int,
     positions: tuple[int, ...],
-    pooled: bool,
+    reduced: bool,
 ) -> None:
     weights = tiny_job.args[tiny_job.args.index("--weights") + 1]
     net = load_network(FACTORY, weights=weights, num_classes=10, allow_factories=(FACTORY,))
@@ -43,7 +43,7 @@ def test_candidate(
     candidate = Candidate(layers, "named by the test")
     projection = fit_projection(net, candidate, train, val, minimum_dim=8, options=options)
     assert tuple(projection.projection.positions) == positions
-    assert bool(projection.report.pooled) == pooled
+    assert bool(projection.report.note) == reduced
     psc = fit_psc(net, candidate, projection, train, val, options=options)
     psc.save(tmp_path / "bundle")
     again = PSC.load(tmp_path / "bundle", device="cpu", allow_factories=(FACTORY,))

@@ -84,7 +84,7 @@ def test_column_ranges_give_the_same(data_root: Path, monkeypatch: pytest.Monkey
     candidate = measure_collapse(net, train, val, layers="^4$").candidate("4")
     whole = fit_projection(net, candidate, train, val, minimum_dim=8, options=OPTIONS).report
     monkeypatch.setattr(sizes, "MIN_COLUMNS", 100)
-    monkeypatch.setattr(fit_tucker, "pooled_positions", lambda channels, positions, budget: positions)
+    monkeypatch.setattr(fit_tucker, "reduced_positions", lambda channels, positions, budget: positions)
     reads.clear()
     few = replace(OPTIONS, max_memory_bytes=8 * 10 * 100)
     parts = fit_projection(net, candidate, train, val, minimum_dim=8, options=few).report

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from psc_core.errors import BundleError, FitError
-from psc_core.projection.fit.projection import pooled_positions
+from psc_core.projection.fit.projection import reduced_positions
 from psc_core.projection.module import Projection, reshape_features
 from tests.reference import projection as reference
 
@@ -74,12 +74,12 @@ def test_pools_by_block_means() -> None:
 
 
 @given(st.integers(1, 2048), st.integers(1, 224), st.integers(1 << 14, 1 << 30), st.booleans())
-def test_pooled_size_is_the_largest_that_fits(channels: int, side: int, budget: int, square: bool) -> None:
+def test_reduced_size_is_the_largest_that_fits(channels: int, side: int, budget: int, square: bool) -> None:
     assume(square or math.isqrt(side) ** 2 != side)
     sides = [side >> k for k in range(side.bit_length())]
     sizes = [length**2 for length in sides] if square else sides
     fitting = [size for size in sizes if channels * size**2 * 8 <= budget]
-    assert pooled_positions(channels, sizes[0], budget) == max(fitting, default=1)
+    assert reduced_positions(channels, sizes[0], budget) == max(fitting, default=1)
 
 
 def test_round_trip() -> None:
