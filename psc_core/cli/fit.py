@@ -207,7 +207,7 @@ def run_stages(
         checkpoint.clear()
         metrics = manifest.metrics
         print(
-            f"wrote {args.out} (version {manifest.version}): validation accuracy {metrics['accuracy']:.4f}, "
+            f"wrote {args.out} (version {manifest.version}); calibration split: accuracy {metrics['accuracy']:.4f}, "
             f"NLL {metrics['nll_nats']:.4f} nats, ECE {metrics['ece']:.4f}"
         )
         if metrics["risk"]["threshold"] is None:

@@ -52,14 +52,14 @@ def calibrate(
     """
     weight = 0.0
     if ood_score == "density+entropy":
-        weight = entropy_weight(score_dataset(scorer, selection, compute, "validation")[0].scores)
+        weight = entropy_weight(score_dataset(scorer, selection, compute, "selection")[0].scores)
     scored, labels = score_dataset(scorer, calibration_split, compute, "calibration")
     entropies = scored.scores["predictive_entropy"]
     calibration = fit_calibration(ood_score_of(scored.scores, weight), entropies, scored.probabilities, labels)
     correct = scored.probabilities.argmax(1) == labels
     threshold = ambiguity_threshold(entropies, correct, risk=risk)
     metrics = {
-        **validation_metrics(scored, labels),
+        **calibration_metrics(scored, labels),
         "risk": {"promised": risk, "confidence": CONFIDENCE, "threshold": threshold},
     }
     if threshold is None:
@@ -96,8 +96,8 @@ def upper_spread(score: Float[Tensor, " n"]) -> float:
     return float(high - middle)
 
 
-def validation_metrics(scored: Scored, labels: Tensor) -> dict[str, Any]:
-    """Metrics of the calibration split, on which nothing that they measure was chosen."""
+def calibration_metrics(scored: Scored, labels: Tensor) -> dict[str, Any]:
+    """Metrics of the calibration split, on which nothing that they measure was selected."""
     probabilities = scored.probabilities.double()
     confidence, predicted = probabilities.max(1)
     return {
