@@ -16,6 +16,9 @@ from psc_core.errors import FitError
 CONFIDENCE: Final = 0.95
 """Probability over calibration sets with which the error rate of unambiguous images is kept."""
 
+LARGEST_QUANTILE: Final = 0.95
+"""Of the entropies, the largest threshold: even a classifier without errors abstains on its most uncertain images."""
+
 
 def fit_calibration(
     ood_score: Float[Tensor, " n"],
@@ -52,9 +55,7 @@ def fit_calibration(
     )
 
 
-def ambiguity_threshold(
-    entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, risk: float, quantile: float = 0.95
-) -> float | None:
+def ambiguity_threshold(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, risk: float) -> float | None:
     """The predictive entropy (nats) above which an image counts as ambiguous.
 
     With :data:`CONFIDENCE` over calibration sets, images of at most this entropy are wrong at a rate of at most
@@ -67,24 +68,21 @@ def ambiguity_threshold(
         entropy: Of calibration images.
         correct: Whether the most probable class was the label.
         risk: Error rate among accepted images, in (0, 1).
-        quantile: Of the entropies, the largest threshold, so that even a classifier without errors abstains on its
-            most uncertain images; in (0, 1).
 
     Returns:
         ``None`` if no threshold passes: too many errors, or too few images.
 
     Raises:
-        UsageError: ``risk`` or ``quantile`` is outside (0, 1).
+        UsageError: ``risk`` is outside (0, 1).
     """
     check_fraction(risk, "risk")
-    check_fraction(quantile, "quantile")
     count = len(entropy)
     ascending, order = entropy.double().sort(stable=True)
     errors = (~correct)[order].cumsum(0)
     accepted = torch.arange(1, count + 1)
     # Images of equal entropy are accepted together.
     last = torch.cat([ascending[1:] > ascending[:-1], torch.ones(1, dtype=torch.bool)])
-    tested = last & (accepted >= first_test(count, risk)) & (accepted <= tolerant_ceil((count + 1) * quantile))
+    tested = last & (accepted >= first_test(count, risk)) & (accepted <= tolerant_ceil((count + 1) * LARGEST_QUANTILE))
     correct_below = (accepted - 1 - errors)[tested].clamp(min=0)
     bounds = torch.from_numpy(stats.beta.ppf(CONFIDENCE, errors[tested] + 1, correct_below)).nan_to_num(nan=1.0)
     passed = (bounds <= risk).cumprod(0).sum()

@@ -16,7 +16,7 @@ Every score is higher for images that are less like the training data.  Symbols:
 ``gda`` and ``mahalanobis++`` keep every component of the features, because directions with almost no variance may
 separate OOD images.  Softmax scores are computed from logits in float64, where a confident network does not saturate.
 
-Memory: the features of a seeded random subset of the training images, at most :data:`BANK_BYTES` and ``bank_images``;
+Memory: the features of a seeded random subset of at most :data:`BANK_IMAGES` training images and :data:`BANK_BYTES`;
 everything else streams.
 """
 
@@ -50,6 +50,9 @@ DETECTORS: Final = ("max-softmax", "entropy", "energy", "temperature", "gda", "k
 
 NEIGHBOURS: Final = 50
 """k of ``knn``, OpenOOD's choice for CIFAR-10."""
+
+BANK_IMAGES: Final = 50_000
+"""Maximum number of training images whose features are kept."""
 
 BANK_BYTES: Final = 1 << 28
 """Maximum size of the bank of training features, bytes of float32."""
@@ -104,7 +107,6 @@ def fit_baselines(
     val: ImageDataset,
     *,
     compute: Compute,
-    bank_images: int = 50_000,
     seed: int = 0,
 ) -> Baselines:
     """Fit every detector: one pass over (a subset of) ``train``, one over ``val``.
@@ -115,7 +117,6 @@ def fit_baselines(
         train: For the Gaussians and the nearest-neighbour bank.
         val: For the temperature.
         compute: Device and batch size; baselines always run in float32.
-        bank_images: Maximum number of training images whose features are kept.
         seed: Chooses these images.
 
     Raises:
@@ -133,7 +134,7 @@ def fit_baselines(
         logits.append(batch.per_example(output).float().cpu())
         labels.append(batch.labels)
     temperature = fit_temperature(torch.cat(logits), torch.cat(labels))
-    features, image_index, known = _training_features(backbone, train, compute, bank_images, seed)
+    features, image_index, known = _training_features(backbone, train, compute, seed)
     unit = functional.normalize(features)
     return Baselines(
         backbone,
@@ -177,14 +178,12 @@ def max_softmax_score(logits: Float[Tensor, "batch classes"]) -> Float[Tensor, "
     return -(logits.amax(1) - logits.logsumexp(1)).expm1()
 
 
-def knn_score(
-    unit: Float[Tensor, "batch dim"], bank: Float[Tensor, "images dim"], *, neighbours: int = NEIGHBOURS
-) -> Float[Tensor, " batch"]:
+def knn_score(unit: Float[Tensor, "batch dim"], bank: Float[Tensor, "images dim"]) -> Float[Tensor, " batch"]:
     """Euclidean distance to the k-th nearest of ``bank``, or to the farthest if there are fewer.
 
     ``√(2 − 2 cos)`` of unit vectors; the bank is read in blocks, and the k largest cosines so far are kept.
     """
-    k = min(neighbours, len(bank))
+    k = min(NEIGHBOURS, len(bank))
     best = unit.new_empty(len(unit), 0)
     for block in torch.split(bank, BANK_CHUNK):
         candidates = torch.cat([best, unit @ block.T], dim=1)
@@ -193,11 +192,11 @@ def knn_score(
 
 
 def _training_features(
-    backbone: Backbone, train: ImageDataset, compute: Compute, bank_images: int, seed: int
+    backbone: Backbone, train: ImageDataset, compute: Compute, seed: int
 ) -> tuple[Float[Tensor, "images dim"], Int[Tensor, " examples"], Int[Tensor, " examples"]]:
     """Features of a random subset; image index and label of each of its labelled examples."""
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
-    subset = train.subset(order[:bank_images])
+    subset = train.subset(order[:BANK_IMAGES])
     kept, image_index, labels = [], [], []
     images = 0
     step = partial(penultimate_and_logits, backbone)

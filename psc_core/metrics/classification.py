@@ -43,19 +43,19 @@ def nll(probabilities: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) ->
     return float(label_nll(probabilities, labels).mean())
 
 
-def ece(confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, bins: int = ECE_BINS) -> float:
-    """Expected calibration error over ``bins`` equal-width bins (a, b]; a confidence of 0 joins the first."""
+def ece(confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"]) -> float:
+    """Expected calibration error over :data:`ECE_BINS` equal-width bins (a, b]; a confidence of 0 joins the first."""
     check_same_length("ece", confidence, correct)
-    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64, device=confidence.device)[1:-1]
+    edges = torch.linspace(0, 1, ECE_BINS + 1, dtype=torch.float64, device=confidence.device)[1:-1]
     gap = confidence.double() - correct.double()
-    return binned_gap(gap, torch.bucketize(confidence.double(), edges), bins)
+    return binned_gap(gap, torch.bucketize(confidence.double(), edges), ECE_BINS)
 
 
-def adaptive_ece(confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, bins: int = ECE_BINS) -> float:
-    """Calibration error over at most ``bins`` bins of equal mass in order of confidence (Nguyen & O'Connor 2015)."""
+def adaptive_ece(confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"]) -> float:
+    """Calibration error over :data:`ECE_BINS` bins of equal mass, or n if fewer (Nguyen & O'Connor 2015)."""
     check_same_length("adaptive_ece", confidence, correct)
     gap = by_confidence(confidence, confidence.double() - correct.double())
-    bins = min(bins, len(gap))
+    bins = min(ECE_BINS, len(gap))
     index = torch.arange(len(gap), device=gap.device) * bins // len(gap)
     return binned_gap(gap, index, bins)
 

@@ -78,9 +78,9 @@ def aupr_in(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]) -> 
     return aupr(-in_scores, -out_scores)
 
 
-def fpr95(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"], *, recall: float = 0.95) -> float:
-    """Fraction of in-distribution images at or above the highest threshold that catches ``recall`` of the OOD ones."""
+def fpr95(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]) -> float:
+    """Fraction of in-distribution images at or above the highest threshold that catches 95 % of the OOD ones."""
     check_values("fpr95", in_scores, out_scores)
-    caught = max(1, math.ceil(recall * len(out_scores) - 1e-9))
+    caught = max(1, math.ceil(0.95 * len(out_scores) - 1e-9))
     threshold = out_scores.sort(descending=True).values[caught - 1]
     return float((in_scores >= threshold).double().mean())

@@ -113,7 +113,15 @@ def fit_tucker(
     c_max, d_max = a.shape[1], b.shape[1]
     zeros, ones = torch.zeros(c_max * d_max), torch.ones(c_max * d_max)
     largest = Projection.from_moments(positions, mean, std, a, b, zeros, ones).to(compute.device)
-    sized = measure_sizes(largest, shard, selection, compute, step, max_memory_bytes, reducer)
+    sized = measure_sizes(
+        largest,
+        shard,
+        selection,
+        compute=compute,
+        step=step,
+        max_memory_bytes=max_memory_bytes,
+        reducer=reducer,
+    )
     choice = choose_ranks(
         sized.nc1,
         sized.nc4,

@@ -12,12 +12,16 @@ Two cumulative sums replace the sweep.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from psc_core.numerics.matrix import chunk_rows
+
+TOLERANCE: Final = 0.01
+"""Maximum loss of NC4."""
 
 
 def nc1_prefixes(
@@ -56,12 +60,11 @@ def choose_ranks(
     *,
     epsilon: float,
     reference_nc4: float,
-    tolerance: float = 0.01,
     c_proj: int | None = None,
     d_proj: int | None = None,
     minimum: int = 1,
 ) -> RankChoice:
-    """Smallest c·d with NC1 > ε and NC4 ≥ ``reference_nc4 − tolerance`` (ties: the highest NC4).
+    """Smallest c·d with NC1 > ε and NC4 ≥ ``reference_nc4`` − :data:`TOLERANCE` (ties: the highest NC4).
 
     Where no size satisfies both, the one with the best NC4 among those with NC1 > ε (or among all) is taken, with a
     warning.
@@ -71,7 +74,6 @@ def choose_ranks(
         nc4: Of every leading block.
         epsilon: Collapse cut-off.
         reference_nc4: NC4 of the scaled, unprojected layer.
-        tolerance: Maximum loss of NC4.
         c_proj: Fixes the number of channel components.
         d_proj: Fixes the number of spatial components.
         minimum: Smallest c·d considered, or the largest there is where that is smaller.
@@ -87,7 +89,7 @@ def choose_ranks(
     if d_proj is not None:
         allowed &= d == d_proj
     allowed &= size >= min(minimum, int(size[allowed].max()))
-    kept = allowed & (nc1 > epsilon) & (nc4 >= reference_nc4 - tolerance)
+    kept = allowed & (nc1 > epsilon) & (nc4 >= reference_nc4 - TOLERANCE)
     warning = ""
     if bool(kept.any()):
         cost = size - nc4  # NC4 ≤ 1 only breaks ties between equal sizes
@@ -98,12 +100,12 @@ def choose_ranks(
         pick = int(torch.where(pool, nc4 - 1e-9 * size, -torch.inf).argmax())
         if c_proj is None or d_proj is None:
             warning = (
-                f"no projection of at most {c_max}×{d_max} keeps NC1 > {epsilon} and NC4 within {tolerance} "
+                f"no projection of at most {c_max}×{d_max} keeps NC1 > {epsilon} and NC4 within {TOLERANCE} "
                 f"of {reference_nc4:.3f}: took the best NC4"
             )
     row, column = divmod(pick, d_max)
     lost = reference_nc4 - float(nc4[row, column])
-    if lost > 5 * tolerance:
+    if lost > 5 * TOLERANCE:
         warning = (warning + "; " if warning else "") + (
             f"the projection gives up {lost:.3f} of NC4: a sign of a wrong candidate layer or too small ranks"
         )

@@ -44,6 +44,7 @@ def measure_sizes(
     largest: Projection,
     train: ImageDataset,
     selection: ImageDataset,
+    *,
     compute: Compute,
     step: FeatureStep,
     max_memory_bytes: int,
@@ -51,7 +52,14 @@ def measure_sizes(
 ) -> Sizes:
     """Both passes, once for each range of columns of the scaled layer whose class means fit ``max_memory_bytes``.
 
-    ``largest`` has no second scaling; ``train`` is this process's shard.
+    Args:
+        largest: The largest projection, without second scaling, on the device.
+        train: This process's shard of the training images.
+        selection: Images that NC4 is measured on.
+        compute: Device, precision and batch size.
+        step: Features of a batch of images.
+        max_memory_bytes: Budget of the class means.
+        reducer: Sums over processes.
     """
     classes, device = len(train.classes), compute.device
     c_max, d_max = largest.c_proj, largest.d_proj

@@ -35,7 +35,9 @@ def test_ambiguity_threshold_matches_counting(images: list[tuple[float, bool]], 
     correct = torch.tensor([right for _, right in images])
     first = first_test(len(images), risk)
     expected = naive.ambiguity_threshold(entropy, correct, risk, quantile, confidence=CONFIDENCE, first=first)
-    got = ambiguity_threshold(entropy, correct, risk=risk, quantile=quantile)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("psc_core.calibration.fit.LARGEST_QUANTILE", quantile)
+        got = ambiguity_threshold(entropy, correct, risk=risk)
     assert got == (None if expected is None else pytest.approx(expected))
 
 

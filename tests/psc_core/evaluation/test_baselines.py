@@ -96,11 +96,10 @@ def test_max_softmax_does_not_saturate() -> None:
 def test_knn_equals_loop(bank: int, queries: int, neighbours: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows = nn.functional.normalize(torch.randn(bank + queries, 3, generator=generator, dtype=torch.float64))
-    chunk, module.BANK_CHUNK = module.BANK_CHUNK, 4  # type: ignore[misc]
-    try:
-        got = knn_score(rows[bank:], rows[:bank], neighbours=neighbours)
-    finally:
-        module.BANK_CHUNK = chunk  # type: ignore[misc]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "BANK_CHUNK", 4)
+        patch.setattr(module, "NEIGHBOURS", neighbours)
+        got = knn_score(rows[bank:], rows[:bank])
     expected = [naive.knn_distance(row, rows[:bank].tolist(), neighbours) for row in rows[bank:].tolist()]
     assert got.tolist() == pytest.approx(expected, abs=1e-7)
 
@@ -150,11 +149,12 @@ def test_noise_is_detected(fitted: Baselines) -> None:
         assert auroc(inside[name], outside[name]) > 0.9, name
 
 
-def test_bank_is_a_seeded_subset() -> None:
+def test_bank_is_a_seeded_subset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BANK_IMAGES", 60)
     net, train, val = trained(), images(120, 1), images(30, 2)
-    first = fit_baselines(net, "pool", train, val, compute=CPU, bank_images=60)
-    again = fit_baselines(net, "pool", train, val, compute=CPU, bank_images=60)
-    other = fit_baselines(net, "pool", train, val, compute=CPU, bank_images=60, seed=1)
+    first = fit_baselines(net, "pool", train, val, compute=CPU)
+    again = fit_baselines(net, "pool", train, val, compute=CPU)
+    other = fit_baselines(net, "pool", train, val, compute=CPU, seed=1)
     assert first.bank.shape == (60, 8)
     assert torch.equal(first.bank, again.bank) and not torch.equal(first.bank, other.bank)
     assert torch.allclose(first.bank.norm(dim=1), torch.ones(60))

@@ -81,5 +81,7 @@ def test_choice_matches_search(c: int, d: int, data: st.DataObject) -> None:
         torch.tensor(data.draw(st.lists(GRID, min_size=c * d, max_size=c * d)), dtype=torch.float64).view(c, d)
         for _ in range(2)
     )
-    choice = choose_ranks(nc1, nc4, epsilon=0.3, reference_nc4=0.7, tolerance=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("psc_core.projection.fit.ranks.TOLERANCE", 0.1)
+        choice = choose_ranks(nc1, nc4, epsilon=0.3, reference_nc4=0.7)
     assert (choice.c_proj, choice.d_proj) == reference.smallest_size(nc1, nc4, 0.3, 0.7, 0.1)
