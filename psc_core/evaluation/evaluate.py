@@ -22,14 +22,14 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.evaluation.baselines import Baselines
 from psc_core.evaluation.losses import METRICS, Losses, losses_of
-from psc_core.evaluation.report import PRIMARY, EvaluationReport, RealisedRate, Separation
+from psc_core.evaluation.report import PRIMARY, EvaluationReport, ObservedRate, Separation
 from psc_core.heads import entropy
 from psc_core.metrics import intervals, ranking
 from psc_core.model.outputs import Outputs
 from psc_core.model.predictor import PSC
 
 LEVEL = 0.99
-"""Probability of the intervals around realised rates."""
+"""Probability of the intervals around observed rates."""
 
 AMBIGUOUS_PREFIX = "ambiguous"
 """Prefix of the names of groups of ambiguous images; images of all other groups are clean."""
@@ -83,8 +83,8 @@ def evaluate(
         ood_images={name: len(scored.alarm) for name, scored in outside.items()},
         separation={name: separation(inside.ood, scored.ood) for name, scored in outside.items()},
         flagged={name: float(scored.alarm.double().mean()) for name, scored in outside.items()},
-        false_alarms=realised_rate(inside.alarm, psc.alpha, calibration_images),
-        misses=realised_rate(~inside.covered, 1 - psc.policy.coverage, calibration_images),
+        false_alarms=observed_rate(inside.alarm, psc.alpha, calibration_images),
+        misses=observed_rate(~inside.covered, 1 - psc.policy.coverage, calibration_images),
         mean_set_size=float(inside.set_size.double().mean()),
         ambiguity=ambiguity(inside.entropy, id_data.groups),
     )
@@ -136,7 +136,7 @@ def score_images(
             packed = psc.pipeline(images).cpu()
             outputs, decisions = Outputs(packed), psc.decide(Outputs(packed.numpy()))
             batch_scores = {PRIMARY: outputs["ood_score"], f"{PRIMARY}-entropy": outputs["predictive_entropy"]}
-            if psc.predictions == PRIMARY:
+            if psc.predictions == "psc":
                 batch_scores[f"{PRIMARY}-epistemic"] = outputs["epistemic"]
             probabilities = {PRIMARY: outputs.probabilities}
             if baselines is not None:
@@ -179,17 +179,17 @@ def separation(inside: Mapping[str, Tensor], outside: Mapping[str, Tensor]) -> d
     }
 
 
-def realised_rate(happened: Bool[Tensor, " n"], promised: float, calibration_images: int) -> RealisedRate:
-    """How often something happened, beside how often calibration promises that it does."""
+def observed_rate(happened: Bool[Tensor, " n"], nominal: float, calibration_images: int) -> ObservedRate:
+    """How often something happened, beside its nominal rate."""
     count, images = int(happened.sum()), len(happened)
-    return RealisedRate(
-        promised=promised,
+    return ObservedRate(
+        promised=nominal,
         count=count,
         images=images,
         level=LEVEL,
         interval=intervals.binomial_interval(count, images, level=LEVEL),
-        acceptance=intervals.binomial_acceptance(images, promised, level=LEVEL),
-        calibrated_acceptance=intervals.beta_binomial_acceptance(images, promised, calibration_images, level=LEVEL),
+        acceptance=intervals.binomial_acceptance(images, nominal, level=LEVEL),
+        calibrated_acceptance=intervals.beta_binomial_acceptance(images, nominal, calibration_images, level=LEVEL),
     )
 
 

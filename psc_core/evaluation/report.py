@@ -25,20 +25,20 @@ class Separation:
 
 
 @dataclass(frozen=True)
-class RealisedRate:
-    """A promised rate and the one on test images."""
+class ObservedRate:
+    """A nominal rate and the one observed on test images."""
 
-    promised: float  # the rate that calibration promises
+    promised: float  # the nominal rate, under its name in JSON
     count: int  # of the images to which it happened
     images: int  # that were tested
     level: float  # probability of the three intervals
     interval: RateInterval  # rates that explain the count (Clopper–Pearson)
-    acceptance: CountInterval  # counts that the promised rate explains (binomial)
+    acceptance: CountInterval  # counts that the nominal rate explains (binomial)
     calibrated_acceptance: CountInterval  # and after calibration on so few images (beta-binomial)
 
     @property
     def rate(self) -> float:
-        """Realised rate."""
+        """Observed rate."""
         return self.count / self.images
 
     @property
@@ -62,8 +62,8 @@ class EvaluationReport:
     ood_images: Mapping[str, int]  # number of images of each OOD set
     separation: Mapping[str, Mapping[str, Separation]]  # by OOD set and score
     flagged: Mapping[str, float]  # fraction of each OOD set with p-value ≤ α
-    false_alarms: RealisedRate  # in-distribution images with p-value ≤ α
-    misses: RealisedRate  # in-distribution images whose (first) label is outside the prediction set
+    false_alarms: ObservedRate  # in-distribution images with p-value ≤ α
+    misses: ObservedRate  # in-distribution images whose (first) label is outside the prediction set
     mean_set_size: float  # mean number of classes in a prediction set
     ambiguity: Mapping[str, float] = field(default_factory=dict)
     """AUROC of predictive entropy, ambiguous against clean images, by classifier; empty without ambiguous images."""

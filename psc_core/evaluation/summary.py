@@ -1,7 +1,7 @@
 """An evaluation in plain sentences.
 
-One rule, the same for PSC and against it: a score *wins* over another when their AUROC differs by more than
-:data:`STANDARD_ERRORS` standard errors of the paired difference, else they *tie*.
+OOD scores, by one rule for PSC and against it: a score *wins* over another when their AUROC differs by more than
+:data:`STANDARD_ERRORS` standard errors of the paired difference, else they *tie*.  Classifiers are only ranked.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from psc_core.evaluation.losses import METRICS
-from psc_core.evaluation.report import PRIMARY, EvaluationReport, RealisedRate, Separation
+from psc_core.evaluation.report import PRIMARY, EvaluationReport, ObservedRate, Separation
 from psc_core.metrics.ranking import Difference
 
 STANDARD_ERRORS: Final = 2.0
@@ -21,7 +21,7 @@ COMPARED: Final = ("accuracy", "nll", "ece")
 
 
 def summarise(report: EvaluationReport) -> list[str]:
-    """Which score wins on each OOD set, which classifier is best, and whether promised rates hold."""
+    """Which score wins on each OOD set, which classifier is best, and whether nominal rates hold."""
     sentences = [compare_scores(name, scores) for name, scores in report.separation.items()]
     if len(report.classification) > 1:
         sentences += [compare_classifiers(report.classification, metric) for metric in COMPARED]
@@ -68,8 +68,8 @@ def compare_classifiers(classifiers: Mapping[str, Mapping[str, float]], metric: 
     return f"{METRICS[metric][0]}: best is {' and '.join(names)} ({listed})."
 
 
-def describe_rate(what: str, rate: RealisedRate) -> str:
-    """A realised rate beside the promised one."""
+def describe_rate(what: str, rate: ObservedRate) -> str:
+    """An observed rate beside the nominal one."""
     low, high = rate.calibrated_acceptance
     return (
         f"{what}: {rate.count} of {rate.images} ({rate.rate:.2%}), {rate.assessment} ({rate.promised:.2%}; "

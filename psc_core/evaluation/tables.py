@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from psc_core.evaluation.losses import METRICS
-from psc_core.evaluation.report import PRIMARY, EvaluationReport, RealisedRate
+from psc_core.evaluation.report import PRIMARY, EvaluationReport, ObservedRate
 from psc_core.evaluation.summary import signed, summarise
 
 
@@ -69,7 +69,7 @@ def to_json(report: EvaluationReport) -> dict[str, Any]:
             value, error = score["auroc_difference"]
             score["auroc_difference"] = {"value": value, "standard_error": error if error != float("inf") else None}
     for key in ("false_alarms", "misses"):
-        rate: RealisedRate = getattr(report, key)
+        rate: ObservedRate = getattr(report, key)
         data[key] |= {"rate": rate.rate, "assessment": rate.assessment}
     return {**data, "summary": summarise(report)}
 
@@ -111,19 +111,19 @@ def separation_table(report: EvaluationReport, ood: str) -> Table:
 
 
 def rates_table(report: EvaluationReport) -> Table:
-    """Promised and realised rates."""
+    """Nominal and observed rates."""
     alarms, misses = report.false_alarms, report.misses
-    header = ["rate", "promised", "realised", f"{alarms.level:.0%} interval", "count", "binomial", "beta-binomial"]
+    header = ["rate", "nominal", "observed", f"{alarms.level:.0%} interval", "count", "binomial", "beta-binomial"]
     rows = [
         rate_row(f"false alarms (p ≤ {alarms.promised:g})", alarms),
         rate_row(f"label outside {1 - misses.promised:.0%} set", misses),
     ]
     rows += [[f"flagged in {name}", "", f"{fraction:.4f}", "", "", "", ""] for name, fraction in report.flagged.items()]
     rows.append(["mean prediction set", "", f"{report.mean_set_size:.3f}", "", "", "", ""])
-    return Table("Promises", header, rows)
+    return Table("Rates", header, rows)
 
 
-def rate_row(name: str, rate: RealisedRate) -> list[str]:
+def rate_row(name: str, rate: ObservedRate) -> list[str]:
     """The cells of one rate."""
     return [
         name,

@@ -1,4 +1,4 @@
-"""Exact intervals for counts: is an observed rate compatible with the promised one?
+"""Exact intervals for counts: is an observed rate compatible with the nominal one?
 
 Three questions, each answered with a central interval (each tail at most (1 − level) / 2) by :mod:`scipy.stats`:
 

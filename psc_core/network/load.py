@@ -62,7 +62,7 @@ def load_network(
     """Build a classifier, in evaluation mode.
 
     Args:
-        spec: See the module docstring.
+        spec: ``torchvision:NAME``, ``timm:NAME`` or ``package.module:factory``.
         weights: Safetensors file of the state dict; ``None`` keeps the random initialisation, which draws from torch's
             global generator.
         num_classes: Number of logits.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from psc_core.evaluation.losses import METRICS
-from psc_core.evaluation.report import EvaluationReport, RealisedRate, Separation
+from psc_core.evaluation.report import EvaluationReport, ObservedRate, Separation
 from psc_core.metrics.intervals import CountInterval, RateInterval
 from psc_core.metrics.ranking import Difference
 
@@ -17,8 +17,8 @@ def classification(nll: float) -> dict[str, float]:
     return dict(zip(METRICS, values, strict=True))
 
 
-def rate(count: int) -> RealisedRate:
-    return RealisedRate(0.05, count, 1000, 0.99, RateInterval(0.03, 0.07), CountInterval(33, 69), CountInterval(20, 80))
+def rate(count: int) -> ObservedRate:
+    return ObservedRate(0.05, count, 1000, 0.99, RateInterval(0.03, 0.07), CountInterval(33, 69), CountInterval(20, 80))
 
 
 REPORT = EvaluationReport(

@@ -15,7 +15,7 @@ from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import ArraySource
 from psc_core.errors import UsageError
 from psc_core.evaluation.baselines import fit_baselines
-from psc_core.evaluation.evaluate import ambiguity, evaluate, realised_rate, score_images
+from psc_core.evaluation.evaluate import ambiguity, evaluate, observed_rate, score_images
 from psc_core.evaluation.summary import summarise
 from psc_core.heads import entropy
 from psc_core.images.preprocess import Preprocess
@@ -223,10 +223,10 @@ def test_rejects_other_data(psc: PSC) -> None:
         evaluate(psc, other, {})
 
 
-def test_realised_rates_follow_the_beta_binomial() -> None:
+def test_observed_rates_follow_the_beta_binomial() -> None:
     happened = torch.zeros(1000, dtype=torch.bool)
-    assert realised_rate(happened, 0.05, 199).assessment == "lower than promised"
+    assert observed_rate(happened, 0.05, 199).assessment == "lower than promised"
     happened[:75] = True
-    noisy, sharp = realised_rate(happened, 0.05, 199), realised_rate(happened, 0.05, 99_999)
+    noisy, sharp = observed_rate(happened, 0.05, 199), observed_rate(happened, 0.05, 99_999)
     assert noisy.assessment == "as promised" and noisy.acceptance.high < 75
     assert sharp.assessment == "higher than promised"

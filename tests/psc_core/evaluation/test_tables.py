@@ -20,12 +20,12 @@ def test_json_holds_every_number_and_the_summary() -> None:
 
 
 def test_tables_rank_scores() -> None:
-    quality, fashion, *_, promises, ambiguity = tables(REPORT)
+    quality, fashion, *_, rates, ambiguity = tables(REPORT)
     assert [row[0] for row in quality.rows] == ["psc", "base", "temperature"]
     assert [row[0] for row in fashion.rows] == ["psc-entropy", "psc", "gda", "knn"]
     assert fashion.rows[1][-1] == "" and fashion.rows[3][-1] == "+0.0200 ± 0.0020"
-    assert promises.rows[0][:5] == ["false alarms (p ≤ 0.05)", "0.0500", "0.0500", "0.0300…0.0700", "50"]
-    assert promises.rows[-1][:3] == ["mean prediction set", "", "1.070"]
+    assert rates.rows[0][:5] == ["false alarms (p ≤ 0.05)", "0.0500", "0.0500", "0.0300…0.0700", "50"]
+    assert rates.rows[-1][:3] == ["mean prediction set", "", "1.070"]
     assert ambiguity.rows == [["psc", "0.9700"], ["base", "0.9600"]]
     for table in tables(REPORT):
         assert {len(row) for row in table.rows} == {len(table.header)}
