@@ -15,7 +15,7 @@ from PIL import Image
 
 from psc_core import PSC, open_dataset
 from tests.conftest import ROOT, SHIPPED_BUNDLE
-from tests.psc_core.images.test_decode import png_header_of
+from tests.psc_core.images.support import png_header_of
 from tests.served import serve_shipped
 
 EXAMPLES = ROOT / "artifacts" / "examples"

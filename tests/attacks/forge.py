@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load, save
+from torch import Tensor
+
 ALLOW = ("tests.tiny:network",)
 """The allow-list of the operator under attack."""
 
@@ -53,6 +56,13 @@ def replace_part(bundle: Path, part: str, blob: bytes) -> None:
     (bundle / name).write_bytes(blob)
     entry = {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()}
     edit(bundle, lambda body: body["files"].update({name: entry}))
+
+
+def edit_part(bundle: Path, part: str, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the tensors of a part in place and keep the manifest right."""
+    tensors = load((bundle / f"{part}.safetensors").read_bytes())
+    change(tensors)
+    replace_part(bundle, part, save(tensors))
 
 
 def safetensors(header: Mapping[str, Any] | bytes, data: bytes = b"", *, length: int | None = None) -> bytes:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load, save
 
 from psc_core import PSC
 from psc_core.bundle.io import check_target, read_bundle, write_bundle
@@ -38,13 +37,6 @@ def edit_manifest(bundle: Path, **changes: Any) -> None:
     file.write_text(json.dumps(body))
 
 
-def edit_part(bundle: Path, part: str, change: Any) -> None:
-    """Change tensors and make the manifest agree, as somebody with the format's specification could."""
-    tensors = load((bundle / f"{part}.safetensors").read_bytes())
-    change(tensors)
-    forge.replace_part(bundle, part, save(tensors))
-
-
 def test_files_of_a_bundle(tiny_bundle: Path) -> None:
     names = {file.name for file in tiny_bundle.iterdir()}
     assert names == {"manifest.json", "collapse.csv", *(f"{part}.safetensors" for part in PARTS)}
@@ -62,13 +54,6 @@ def test_saving_again_gives_the_same_bytes(tiny_bundle: Path, tmp_path: Path) ->
     for part in PARTS:
         name = f"{part}.safetensors"
         assert (tmp_path / "again" / name).read_bytes() == (tiny_bundle / name).read_bytes()
-
-
-def test_manifest_has_no_local_path(tiny_bundle: Path) -> None:
-    text = (tiny_bundle / "manifest.json").read_text()
-    assert str(Path.home()) not in text
-    assert str(tiny_bundle.parent) not in text
-    assert str(Path(__file__).parents[3]) not in text
 
 
 def test_missing_bundle(tmp_path: Path) -> None:
@@ -95,13 +80,6 @@ def test_rejects_wrong_manifest(bundle: Path, changes: dict[str, Any], message: 
         read_bundle(bundle)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema_version": 1}'])
-def test_rejects_malformed_manifest(bundle: Path, content: bytes) -> None:
-    (bundle / "manifest.json").write_bytes(content)
-    with pytest.raises(BundleError, match="manifest"):
-        read_bundle(bundle)
-
-
 @pytest.mark.parametrize("part", PARTS)
 def test_names_damaged_files(bundle: Path, part: str) -> None:
     file = bundle / f"{part}.safetensors"
@@ -124,59 +102,9 @@ def test_rejects_values_that_are_not_finite(bundle: Path, part: str) -> None:
         name = next(name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel())
         tensors[name] = torch.full_like(tensors[name], torch.nan)
 
-    edit_part(bundle, part, poison)
+    forge.edit_part(bundle, part, poison)
     with pytest.raises(BundleError, match=rf"{part}\.safetensors: tensor .* NaN"):
         read_bundle(bundle)
-
-
-MISSING = {
-    "backbone": r"backbone does not fit the network: 1 missing \(body\.0\.bias\)",
-    "projection": "expected tensors .*'channel_factor'.* for 'tucker', got ",
-    "density": r"expected tensors .*'basis'.* for 'pooled\+\+', got ",
-    "head": "expected tensors .*'bias'.* for 'laplace', got ",
-    "calibration": "expected calibration tensors .*'entropies'.* got ",
-}
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_rejects_missing_tensors(bundle: Path, part: str) -> None:
-    def drop(tensors: dict[str, torch.Tensor]) -> None:
-        del tensors[min(tensors)]
-
-    edit_part(bundle, part, drop)
-    with pytest.raises(BundleError, match=MISSING[part]):
-        PSC.load(bundle, device="cpu", allow_factories=ALLOW)
-
-
-GROWN = {
-    "backbone": r"backbone: expected body\.2\.weight of shape \(16, 8, 3, 3\), got \(32, 8, 3, 3\)",
-    "projection": r"expected tucker\.\w+ with axes .* got shape ",
-    "density": r"expected pooled\+\+\.\w+ with axes .* got shape ",
-    "head": r"expected laplace\.\w+ with axes .* got shape ",
-    "calibration": r"calibration scores of one length, got .*\(300,\)",
-}
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_rejects_wrong_shapes(bundle: Path, part: str) -> None:
-    def grow(tensors: dict[str, torch.Tensor]) -> None:
-        name = max(sorted(tensors), key=lambda key: tensors[key].numel())
-        tensors[name] = torch.cat([tensors[name], tensors[name]])
-
-    edit_part(bundle, part, grow)
-    with pytest.raises(BundleError, match=GROWN[part]):
-        PSC.load(bundle, device="cpu", allow_factories=ALLOW)
-
-
-def test_rejects_other_number_of_classes(bundle: Path) -> None:
-    edit_manifest(bundle, classes=["a", "b", "c"])
-    with pytest.raises(BundleError, match="num_classes to be 3, got 10"):
-        PSC.load(bundle, device="cpu", allow_factories=ALLOW)
-
-
-def test_factories_need_permission(tiny_bundle: Path) -> None:
-    with pytest.raises(BundleError, match=r"tests\.tiny:network"):
-        PSC.load(tiny_bundle, device="cpu")
 
 
 def test_save_never_replaces_other_files(tiny_bundle: Path, tmp_path: Path) -> None:
@@ -210,14 +138,6 @@ def test_tensors_that_share_memory(tiny_bundle: Path, tmp_path: Path) -> None:
     again = read_bundle(tmp_path / "tied").parts["backbone"]
     assert torch.equal(again["body.a"], weight) and torch.equal(again["body.0.weight"], weight)
     assert torch.equal(again["body.b"], weight[1:])
-
-
-def test_rejects_text_outside_utf8(tiny_bundle: Path, tmp_path: Path) -> None:
-    bundle = read_bundle(tiny_bundle)
-    fields = bundle.manifest.model_dump(exclude={"version", "files"})
-    with pytest.raises(ValueError, match="text that UTF-8 cannot hold"):
-        write_bundle(tmp_path / "b", {**fields, "provenance": {"train": "\udce9"}}, bundle.parts)
-    assert not (tmp_path / "b").exists()
 
 
 def test_rejects_a_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,8 @@ from psc_core.data.dataset import ImageDataset, labelled, split_validation, stab
 from psc_core.data.sources import ArraySource
 from psc_core.data.spec import open_dataset
 from psc_core.errors import DataError
-from psc_core.images.preprocess import PRESETS, Preprocess
-
-TINY = Preprocess("L", 2, 2, None, (0.5,), (0.5,))
+from psc_core.images.preprocess import PRESETS
+from tests.psc_core.data.support import TINY
 
 
 def numbered(labels: torch.Tensor, classes: int = 3) -> ImageDataset:
@@ -39,14 +38,6 @@ def test_batches_cover_every_example_once_in_order(labels: list[int], each: int,
         examples += list(zip(batch.images[batch.image_index, 0, 0, 0].tolist(), batch.labels.tolist(), strict=True))
     assert pixels == list(range(len(labels)))
     assert examples == [(i, label) for i, label in enumerate(labels) for _ in range(each)]
-
-
-@pytest.mark.parametrize("size", [(2, 2), (3, 3)])
-def test_array_shortcut_equals_reading_one_by_one(size: tuple[int, int]) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (9, *size), dtype=np.uint8)
-    dataset = labelled("noise", "ab", ArraySource(pixels), torch.arange(9) % 2, TINY).subset(torch.tensor([8, 3, 3, 0]))
-    (batch,) = dataset.batches(9)
-    assert np.array_equal(batch.images.numpy(), np.stack([dataset.image(i) for i in range(4)]))
 
 
 @given(st.permutations(range(11)), st.integers(1, 3), st.integers(1, 12))

@@ -9,17 +9,8 @@ from PIL import Image
 from psc_core.data.sources import FileSource
 from psc_core.data.spec import image_folder, open_dataset
 from psc_core.errors import DataError
-from psc_core.images.preprocess import PRESETS, Preprocess
-
-TINY = Preprocess("L", 2, 2, None, (0.5,), (0.5,))
-
-
-def write_folder(root: Path, counts: dict[str, int]) -> Path:
-    for name, count in counts.items():
-        (root / name).mkdir(parents=True)
-        for i in range(count):
-            Image.new("L", (3, 3), i).save(root / name / f"{i}.png")
-    return root
+from psc_core.images.preprocess import PRESETS
+from tests.psc_core.data.support import TINY, write_folder
 
 
 def test_classes_are_in_name_order(tmp_path: Path) -> None:
@@ -64,31 +55,6 @@ def test_rejects_missing_or_flat_folder(tmp_path: Path) -> None:
     assert len(image_folder(tmp_path, TINY, labelled_images=False)) == 1
     write_folder(tmp_path, {"more": 2})
     assert len(image_folder(tmp_path, TINY, labelled_images=False)) == 3
-
-
-def test_names_damaged_file(tmp_path: Path) -> None:
-    root = write_folder(tmp_path, {"a": 1, "b": 1})
-    (root / "b" / "0.png").write_bytes(b"not an image")
-    with pytest.raises(DataError, match=r"b.0\.png: expected one of JPEG"):
-        list(image_folder(root, TINY).batches(10))
-
-
-def test_names_unreadable_file(tmp_path: Path) -> None:
-    root = write_folder(tmp_path, {"a": 1, "b": 1})
-    (root / "b" / "gone.png").symlink_to(tmp_path / "nowhere.png")
-    folder = image_folder(root, TINY)
-    for use in (lambda: list(folder.batches(10)), folder.digest):
-        with pytest.raises(DataError, match=r"gone\.png.*repair or remove"):
-            use()
-
-
-def test_file_names_may_be_any_bytes(tmp_path: Path) -> None:
-    root = write_folder(tmp_path, {"a": 1, "b": 1})
-    source = root / "b" / "0.png"
-    (root / "b" / os.fsdecode(b"caf\xe9.png")).write_bytes(source.read_bytes())
-    folder = image_folder(root, TINY)
-    assert sum(len(batch.images) for batch in folder.batches(10)) == 3
-    assert folder.digest()
 
 
 def test_rejects_class_names_outside_utf_8(tmp_path: Path) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -17,48 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from psc_core.collapse.measure import measure_collapse
 from psc_core.compute.passes import MAXIMUM_CPU_BATCH, Compute
-from psc_core.data.dataset import ImageDataset
-from psc_core.data.sources import ImageSource
-from psc_core.data.spec import open_dataset
 from psc_core.fitting.options import FitOptions
 from psc_core.fitting.stages import fit_projection, fit_psc
 from psc_core.heads.fit import softmax
-from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.numerics.scatter import ClassScatter, class_pairs
-from psc_core.projection.fit import projection as fit_tucker
-from psc_core.projection.fit import sizes
 from tests import tiny
+from tests.psc_core.fitting.support import counted, typical
 
 OPTIONS = FitOptions(device="cpu")
-
-
-@dataclass(frozen=True)
-class Counted:
-    """A source that counts how often each image is read."""
-
-    inner: ImageSource
-    reads: Counter[int] = field(default_factory=Counter)
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
-        self.reads[index] += 1
-        return self.inner.read(index, preprocess)
-
-    def fingerprint(self, index: int) -> bytes:
-        return self.inner.fingerprint(index)
-
-
-def counted(data_root: Path, split: str) -> tuple[ImageDataset, Counter[int]]:
-    dataset = open_dataset(f"mnist:{data_root}", split=split, preprocess=PRESETS["mnist"])
-    source = Counted(dataset.source)
-    return replace(dataset, source=source), source.reads
-
-
-def typical(reads: Counter[int]) -> int:
-    """Reads of the median image: the first one also serves as an example."""
-    return reads.most_common()[len(reads) // 2][1]
 
 
 def test_fit_reads_training_images_four_times(data_root: Path) -> None:
@@ -75,23 +37,6 @@ def test_fit_reads_training_images_four_times(data_root: Path) -> None:
     fit_psc(net, candidate, projection, train, val, options=OPTIONS)
     assert set(train_reads.values()) == {1}
     assert set(val_reads.values()) == {1} and len(val_reads) == len(val)
-
-
-def test_column_ranges_give_the_same(data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Class means beyond the budget are taken a range of columns at a time, in passes of their own."""
-    net = tiny.network().eval()
-    (train, reads), (val, _) = counted(data_root, "train"), counted(data_root, "val")
-    candidate = measure_collapse(net, train, val, layers="^4$").candidate("4")
-    whole = fit_projection(net, candidate, train, val, minimum_dim=8, options=OPTIONS).report
-    monkeypatch.setattr(sizes, "MIN_COLUMNS", 100)
-    monkeypatch.setattr(fit_tucker, "reduced_positions", lambda channels, positions, budget: positions)
-    reads.clear()
-    few = replace(OPTIONS, max_memory_bytes=8 * 10 * 100)
-    parts = fit_projection(net, candidate, train, val, minimum_dim=8, options=few).report
-    assert typical(reads) == 1 + 3, "16 channels × 16 positions in ranges of 100 columns"
-    assert parts.scaled_nc1 == pytest.approx(whole.scaled_nc1, rel=1e-9)
-    assert parts.scaled_nc4 == whole.scaled_nc4
-    assert torch.equal(parts.nc1, whole.nc1) and torch.equal(parts.nc4, whole.nc4)
 
 
 def test_batch_size_on_a_cpu() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,59 +11,15 @@ import torch
 
 from psc_core import PRESETS, PSC, open_dataset
 from psc_core.errors import BundleError, FitError, ImageError, UsageError
-from psc_core.heads import entropy
 from psc_core.model.pipeline import Pipeline
-from psc_core.policy import Policy
 
 ALLOW = ("tests.tiny:network",)
-
-
-def test_fields_of_a_prediction_agree(psc: PSC, digits: torch.Tensor) -> None:
-    prediction = psc.predict(digits)
-    torch.testing.assert_close(prediction.probabilities.sum(1), torch.ones(len(digits)))
-    torch.testing.assert_close(prediction.predictive_entropy, entropy(prediction.probabilities))
-    assert torch.equal(prediction.ood_score, -prediction.log_density)
-    assert torch.equal(prediction.is_ood, prediction.ood_p_value <= psc.alpha)
-    assert prediction.labels == tuple(psc.classes[i] for i in prediction.class_index.tolist())
-    best = prediction.probabilities.max(1)
-    assert torch.equal(prediction.confidence, best.values)
-    threshold = float(psc.calibration.set_thresholds(psc.policy.coverage)[0])
-    assert prediction.prediction_set == tuple(
-        tuple(name for k, name in enumerate(psc.classes) if p[k] >= threshold or k == top)
-        for p, top in zip(prediction.probabilities.tolist(), best.indices.tolist(), strict=True)
-    )
-    scores = psc.calibration.scores.double()
-    expected = [(1 + int((scores >= float(s)).sum())) / (1 + len(scores)) for s in prediction.ood_score]
-    torch.testing.assert_close(prediction.ood_p_value.double(), torch.tensor(expected).double(), atol=1e-6, rtol=0)
 
 
 def test_garments_are_ood_more_often_than_digits(psc: PSC, data_root: Path, digits: torch.Tensor) -> None:
     shirts = open_dataset(f"fashion-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
     doubted = psc.predict(next(iter(shirts.batches(100))).images).is_ood.double().mean()
     assert float(doubted) > 2 * float(psc.predict(digits).is_ood.double().mean())
-
-
-def test_decisions_follow_the_policy(psc: PSC, digits: torch.Tensor) -> None:
-    middle = float(psc.predict(digits).predictive_entropy.median())
-    prediction = dataclasses.replace(
-        psc, policy=Policy(alpha=0.5, ambiguity_threshold=middle, coverage=psc.policy.coverage)
-    ).predict(digits)
-    assert prediction.decision == tuple(
-        "abstain_ood" if p <= 0.5 else "abstain_ambiguous" if h > middle else "accept"
-        for p, h in zip(prediction.ood_p_value.tolist(), prediction.predictive_entropy.tolist(), strict=True)
-    )
-    assert len(set(prediction.decision)) == 3
-
-
-def test_p_value_equal_to_alpha_is_ood(psc: PSC, digits: torch.Tensor) -> None:
-    p_value = float(psc.predict(digits[:1]).ood_p_value)
-    at, below = (
-        dataclasses.replace(psc, policy=psc.policy.model_copy(update={"alpha": alpha}))
-        for alpha in (p_value, p_value * (1 - 1e-6))
-    )
-    assert at.predict(digits[:1]).decision == ("abstain_ood",)
-    assert at.predict(digits[:1]).is_ood.tolist() == [True]
-    assert below.predict(digits[:1]).is_ood.tolist() == [False]
 
 
 def test_repr_is_short(psc: PSC) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from psc_core.errors import BundleError, FitError
-from psc_core.projection.fit.projection import reduced_positions
 from psc_core.projection.module import Projection, reshape_features
 from tests.reference import projection as reference
 
@@ -71,15 +68,6 @@ def test_pools_by_block_means() -> None:
     pooled = reshape_features([maps], [16])
     expected = maps.view(2, 3, 4, 2, 4, 2).mean((3, 5)).flatten(2)
     torch.testing.assert_close(pooled, expected)
-
-
-@given(st.integers(1, 2048), st.integers(1, 224), st.integers(1 << 14, 1 << 30), st.booleans())
-def test_reduced_size_is_the_largest_that_fits(channels: int, side: int, budget: int, square: bool) -> None:
-    assume(square or math.isqrt(side) ** 2 != side)
-    sides = [side >> k for k in range(side.bit_length())]
-    sizes = [length**2 for length in sides] if square else sides
-    fitting = [size for size in sizes if channels * size**2 * 8 <= budget]
-    assert reduced_positions(channels, sizes[0], budget) == max(fitting, default=1)
 
 
 def test_round_trip() -> None:

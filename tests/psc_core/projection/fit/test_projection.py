@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from psc_core import FitOptions, fit_projection, open_dataset
 from psc_core.collapse.report import Candidate
@@ -13,6 +16,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import FitError
 from psc_core.images.preprocess import PRESETS
 from psc_core.projection.fit import projection as fit_tucker
+from psc_core.projection.fit.projection import reduced_positions
 from tests import tiny
 
 CANDIDATE = Candidate(("2",), "16 channels, 7 × 7 positions")
@@ -48,3 +52,12 @@ def test_rejects_more_components_than_the_layer_has(net: torch.nn.Module, train:
         fit_projection(net, CANDIDATE, train, c_proj=17, d_proj=6, options=OPTIONS)
     with pytest.raises(FitError, match=r"d_proj in 1…49 for this layer, got 50"):
         fit_projection(net, CANDIDATE, train, d_proj=50, options=OPTIONS)
+
+
+@given(st.integers(1, 2048), st.integers(1, 224), st.integers(1 << 14, 1 << 30), st.booleans())
+def test_reduced_size_is_the_largest_that_fits(channels: int, side: int, budget: int, square: bool) -> None:
+    assume(square or math.isqrt(side) ** 2 != side)
+    sides = [side >> k for k in range(side.bit_length())]
+    sizes = [length**2 for length in sides] if square else sides
+    fitting = [size for size in sizes if channels * size**2 * 8 <= budget]
+    assert reduced_positions(channels, sizes[0], budget) == max(fitting, default=1)

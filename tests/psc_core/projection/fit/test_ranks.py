@@ -85,3 +85,9 @@ def test_choice_matches_search(c: int, d: int, data: st.DataObject) -> None:
         patch.setattr("psc_core.projection.fit.ranks.TOLERANCE", 0.1)
         choice = choose_ranks(nc1, nc4, epsilon=0.3, reference_nc4=0.7)
     assert (choice.c_proj, choice.d_proj) == reference.smallest_size(nc1, nc4, 0.3, 0.7, 0.1)
+
+
+def test_minimum_dim_above_the_layer() -> None:
+    flat = torch.full((1, 16), 0.9)
+    choice = choose_ranks(flat, flat, epsilon=0.2, reference_nc4=0.9, minimum=64)
+    assert (choice.c_proj, choice.d_proj) == (1, 16)

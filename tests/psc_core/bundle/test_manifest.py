@@ -1,0 +1,47 @@
+"""Manifests that are no JSON, hold what UTF-8 cannot, or describe networks beyond their limits."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from psc_core.bundle.io import read_bundle, write_bundle
+from psc_core.bundle.manifest import MAX_ARGUMENT, check_network
+from psc_core.errors import BundleError, UsageError
+
+
+@pytest.fixture
+def bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema_version": 1}'])
+def test_rejects_malformed_manifest(bundle: Path, content: bytes) -> None:
+    (bundle / "manifest.json").write_bytes(content)
+    with pytest.raises(BundleError, match="manifest"):
+        read_bundle(bundle)
+
+
+def test_manifest_has_no_local_path(tiny_bundle: Path) -> None:
+    text = (tiny_bundle / "manifest.json").read_text()
+    assert str(Path.home()) not in text
+    assert str(tiny_bundle.parent) not in text
+    assert str(Path(__file__).parents[3]) not in text
+
+
+def test_rejects_text_outside_utf8(tiny_bundle: Path, tmp_path: Path) -> None:
+    bundle = read_bundle(tiny_bundle)
+    fields = bundle.manifest.model_dump(exclude={"version", "files"})
+    with pytest.raises(ValueError, match="text that UTF-8 cannot hold"):
+        write_bundle(tmp_path / "b", {**fields, "provenance": {"train": "\udce9"}}, bundle.parts)
+    assert not (tmp_path / "b").exists()
+
+
+def test_rejects_arguments_beyond_their_limit() -> None:
+    network = {"spec": "torchvision:resnet18", "num_classes": 10, "model_args": {"sizes": [1, MAX_ARGUMENT]}}
+    check_network(network)
+    with pytest.raises(UsageError, match="numbers up to 65536"):
+        check_network({**network, "model_args": {"sizes": [1, MAX_ARGUMENT + 1]}})

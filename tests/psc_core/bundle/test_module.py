@@ -1,0 +1,45 @@
+"""Named tensors of declared shapes: an error of the fit when they are made, of the bundle when they are restored."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from psc_core.bundle.module import Fitted, restore
+from psc_core.errors import BundleError, FitError
+
+
+class Line(Fitted):
+    """One axis shared by two tensors."""
+
+    kind = "line"
+    layout: ClassVar = {"slope": ("dim",), "offset": ("dim",)}
+
+
+GOOD = {"slope": torch.ones(3), "offset": torch.zeros(3)}
+
+
+def test_round_trip() -> None:
+    line = Line(GOOD, record={"tau": 2.0})
+    again = restore({"line": Line}, line.config(), line.state_dict())
+    assert again.config() == {"kind": "line", "sizes": {"dim": 3}, "record": {"tau": 2.0}}
+    assert all(torch.equal(tensor, GOOD[name]) for name, tensor in again.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"more": torch.ones(3)}, "expected tensors"),
+        ({"slope": torch.ones(4)}, "with axes"),
+        ({"slope": torch.ones(3, 1)}, "with axes"),
+        ({"slope": torch.full((3,), torch.nan)}, "finite"),
+    ],
+)
+def test_rejects_other_tensors(change: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(FitError, match=message):
+        Line({**GOOD, **change}, record={})
+    with pytest.raises(BundleError, match=message):
+        restore({"line": Line}, Line(GOOD, record={}).config(), {**GOOD, **change})

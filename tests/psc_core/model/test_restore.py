@@ -1,0 +1,70 @@
+"""Verified files that do not make a model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from psc_core import PSC
+from psc_core.bundle.manifest import PARTS
+from psc_core.errors import BundleError
+from tests.attacks.forge import ALLOW, assign, edit_part
+
+
+@pytest.fixture
+def bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+
+
+MISSING = {
+    "backbone": r"backbone does not fit the network: 1 missing \(body\.0\.bias\)",
+    "projection": "expected tensors .*'channel_factor'.* for 'tucker', got ",
+    "density": r"expected tensors .*'basis'.* for 'pooled\+\+', got ",
+    "head": "expected tensors .*'bias'.* for 'laplace', got ",
+    "calibration": "expected calibration tensors .*'entropies'.* got ",
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_rejects_missing_tensors(bundle: Path, part: str) -> None:
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[min(tensors)]
+
+    edit_part(bundle, part, drop)
+    with pytest.raises(BundleError, match=MISSING[part]):
+        PSC.load(bundle, device="cpu", allow_factories=ALLOW)
+
+
+GROWN = {
+    "backbone": r"backbone: expected body\.2\.weight of shape \(16, 8, 3, 3\), got \(32, 8, 3, 3\)",
+    "projection": r"expected tucker\.\w+ with axes .* got shape ",
+    "density": r"expected pooled\+\+\.\w+ with axes .* got shape ",
+    "head": r"expected laplace\.\w+ with axes .* got shape ",
+    "calibration": r"calibration scores of one length, got .*\(300,\)",
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_rejects_wrong_shapes(bundle: Path, part: str) -> None:
+    def grow(tensors: dict[str, torch.Tensor]) -> None:
+        name = max(sorted(tensors), key=lambda key: tensors[key].numel())
+        tensors[name] = torch.cat([tensors[name], tensors[name]])
+
+    edit_part(bundle, part, grow)
+    with pytest.raises(BundleError, match=GROWN[part]):
+        PSC.load(bundle, device="cpu", allow_factories=ALLOW)
+
+
+def test_rejects_other_number_of_classes(bundle: Path) -> None:
+    assign(bundle, "classes", ["a", "b", "c"])
+    with pytest.raises(BundleError, match="num_classes to be 3, got 10"):
+        PSC.load(bundle, device="cpu", allow_factories=ALLOW)
+
+
+def test_factories_need_permission(tiny_bundle: Path) -> None:
+    with pytest.raises(BundleError, match=r"tests\.tiny:network"):
+        PSC.load(tiny_bundle, device="cpu")
