@@ -49,7 +49,7 @@ class Calibration:
         Raises:
             UsageError: ``alpha`` is not in (0, 1) or below ``1 / (n + 1)``.
         """
-        check_alpha(len(self), alpha)
+        check_rates(len(self), alpha=alpha)
         rank = ood_rank(alpha, len(self))
         return self.scores[len(self) - min(rank, len(self))].item()  # alpha within rounding of 1 gives rank n + 1
 
@@ -59,7 +59,7 @@ class Calibration:
         Raises:
             UsageError: ``coverage`` is not in (0, 1), or n is too small for it.
         """
-        check_coverage(len(self), coverage)
+        check_rates(len(self), coverage=coverage)
         rank = tolerant_ceil((len(self) + 1) * coverage)
         return self.label_probabilities[len(self) - rank].expand(self.num_classes).clone()
 
@@ -110,41 +110,29 @@ def conformal_p_values(ascending: Float[Tensor, " n"], ood_score: Float[Tensor, 
     return (count - torch.searchsorted(ascending, ood_score)) / count  # NaN sorts above everything
 
 
-def check_rates(n: int, *, alpha: float, coverage: float) -> None:
-    """Reject rates that n calibration images cannot keep: :func:`check_alpha` and :func:`check_coverage`."""
-    check_alpha(n, alpha)
-    check_coverage(n, coverage)
-
-
-def check_alpha(n: int, alpha: float) -> None:
-    """Reject a false-alarm rate that n calibration images cannot keep.
+def check_rates(n: int, *, alpha: float | None = None, coverage: float | None = None) -> None:
+    """Reject the rates, of those given, that n calibration images cannot keep.
 
     Raises:
-        UsageError: ``alpha`` is not in (0, 1) or below ``1 / (n + 1)``.
+        UsageError: One is not in (0, 1), ``alpha`` is below ``1 / (n + 1)``, or ``coverage`` above ``n / (n + 1)``.
     """
-    check_fraction(alpha, "alpha")
-    if ood_rank(alpha, n) < 1:
-        needed = tolerant_ceil(1 / max(alpha, 1e-300)) - 1
-        raise UsageError(
-            f"expected alpha ≥ 1/(n + 1) = {1 / (n + 1):.3g} with n = {n} calibration images, got {alpha:g}: no "
-            "p-value is smaller than 1/(n + 1), so no image could be called out-of-distribution; raise alpha or "
-            f"calibrate with at least {needed} images"
-        )
-
-
-def check_coverage(n: int, coverage: float) -> None:
-    """Reject a coverage of the prediction sets that n calibration images cannot keep.
-
-    Raises:
-        UsageError: ``coverage`` is not in (0, 1) or above ``n / (n + 1)``.
-    """
-    check_fraction(coverage, "coverage")
-    if tolerant_ceil((n + 1) * coverage) > n:
-        needed = tolerant_ceil(coverage / (1 - coverage))
-        raise UsageError(
-            f"expected coverage ≤ n/(n + 1) with n = {n} calibration images, got {coverage:g}; lower it or calibrate "
-            f"with at least {needed} images"
-        )
+    if alpha is not None:
+        check_fraction(alpha, "alpha")
+        if ood_rank(alpha, n) < 1:
+            needed = tolerant_ceil(1 / max(alpha, 1e-300)) - 1
+            raise UsageError(
+                f"expected alpha ≥ 1/(n + 1) = {1 / (n + 1):.3g} with n = {n} calibration images, got {alpha:g}: no "
+                "p-value is smaller than 1/(n + 1), so no image could be called out-of-distribution; raise alpha or "
+                f"calibrate with at least {needed} images"
+            )
+    if coverage is not None:
+        check_fraction(coverage, "coverage")
+        if tolerant_ceil((n + 1) * coverage) > n:
+            needed = tolerant_ceil(coverage / (1 - coverage))
+            raise UsageError(
+                f"expected coverage ≤ n/(n + 1) with n = {n} calibration images, got {coverage:g}; lower it or "
+                f"calibrate with at least {needed} images"
+            )
 
 
 def check_fraction(value: float, name: str) -> None:

@@ -90,10 +90,7 @@ def ambiguity_threshold(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"
 
 
 def unreachable_entropy(num_classes: int) -> float:
-    """A threshold on the predictive entropy (nats) that no image exceeds: twice the largest entropy, log K.
-
-    Not log K itself, because float32 rounds the entropy of equal probabilities up for some K.
-    """
+    """A threshold (nats) that no image exceeds: twice the largest entropy, log K, which float32 may round up."""
     return 2.0 * math.log(num_classes)
 
 

@@ -40,13 +40,9 @@ def parser() -> argparse.ArgumentParser:
     beside.add_argument("--weights", type=Path, metavar="FILE", help="the whole network's state dict, .safetensors")
     beside.add_argument("--train", metavar="DIR", help="training images")
     beside.add_argument("--val", metavar="DIR", help="validation images")
+    text = "network factories package.module:factory that the bundle may import"
     cli.add_argument(
-        "--allow-factories",
-        action="extend",
-        type=flags.by_commas,
-        default=[],
-        metavar="SPEC[,SPEC]",
-        help="network factories package.module:factory that the bundle may import",
+        "--allow-factories", action="extend", type=flags.by_commas, default=[], metavar="SPEC[,SPEC]", help=text
     )
     cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     text = "images sent through the network at once (default: 256)"

@@ -15,7 +15,7 @@ from psc_core.bundle.io import check_target
 from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
 from psc_core.calibration.fit import CONFIDENCE
 from psc_core.cli import flags
-from psc_core.cli.provenance import check_disjoint, job_of, provenance_of
+from psc_core.cli.provenance import LATE_SETTINGS, check_disjoint, job_of, provenance_of
 from psc_core.collapse.measure import DEFAULT_MEMORY_BYTES
 from psc_core.collapse.report import EPSILON
 from psc_core.compute.device import resolve_device
@@ -92,11 +92,8 @@ def parser() -> argparse.ArgumentParser:
     )
     choice(method, "--ood-score", OOD_SCORES, "density", text)
     rate("--coverage", 0.95, "coverage of the prediction sets")
-    rate(
-        "--risk",
-        0.05,
-        f"error rate that images below the ambiguity threshold keep, with {100 * CONFIDENCE:g} %% confidence",
-    )
+    text = f"error rate that images below the ambiguity threshold keep, with {100 * CONFIDENCE:g} %% confidence"
+    rate("--risk", 0.05, text)
 
     run = cli.add_argument_group("run")
     run.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
@@ -131,8 +128,8 @@ def fit(args: argparse.Namespace) -> None:
         raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(args.name)}")
     check_attainable_rates(val, alpha=args.alpha, coverage=args.coverage, options=options)
     if reducer.rank == 0:
-        sizes = f"{len(train)} images, {len(train.classes)} classes"
-        print(f"train: {train.name}, {sizes}; val: {val.name}, {len(val)} images")
+        classes = len(train.classes)
+        print(f"train: {train.name}, {len(train)} images, {classes} classes; val: {val.name}, {len(val)} images")
     provenance = provenance_of(args, train, val)
     check_disjoint(train, val, provenance)
     try:
@@ -188,14 +185,7 @@ def run_stages(
         projection,
         train,
         val,
-        head=args.head,
-        density=args.density,
-        pca=args.pca,
-        predictions=args.predictions,
-        alpha=args.alpha,
-        coverage=args.coverage,
-        risk=args.risk,
-        ood_score=args.ood_score,
+        **{name: getattr(args, name) for name in LATE_SETTINGS},
         name=args.name,
         provenance=provenance,
         collapse_report=report,

@@ -14,15 +14,14 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.version import __version__
 
+LATE_SETTINGS: Final = ("density", "pca", "head", "predictions", "alpha", "coverage", "risk", "ood_score")
+"""Flags that only ``fit_psc`` reads, no stage in a checkpoint: changing them after an error does not start again."""
+
 SETTINGS: Final = (
-    "layer", "layers", "granularity", "epsilon", "c_proj", "d_proj", "minimum_dim", "no_second_scaling",
-    "density", "pca", "head", "predictions", "alpha", "coverage", "risk", "ood_score",
+    "layer", "layers", "granularity", "epsilon", "c_proj", "d_proj", "minimum_dim", "no_second_scaling", *LATE_SETTINGS,
     "precision", "batch_images", "max_memory", "seed",
 )  # fmt: skip
 """Flags that a bundle records."""
-
-LATE_SETTINGS: Final = ("density", "pca", "head", "predictions", "alpha", "coverage", "risk", "ood_score")
-"""Those that the stages in a checkpoint do not read: changing them after an error does not start again."""
 
 
 def provenance_of(args: argparse.Namespace, train: ImageDataset, val: ImageDataset) -> dict[str, Any]:

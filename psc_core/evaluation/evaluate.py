@@ -170,8 +170,8 @@ def separation(inside: Mapping[str, Tensor], outside: Mapping[str, Tensor]) -> d
     return {
         name: Separation(
             auroc=ranking.auroc(inside[name], outside[name]),
-            aupr_in=ranking.aupr_in(inside[name], outside[name]),
-            aupr_out=ranking.aupr_out(inside[name], outside[name]),
+            aupr_in=ranking.aupr(-inside[name], -outside[name]),
+            aupr_out=ranking.aupr(outside[name], inside[name]),
             fpr95=ranking.fpr95(inside[name], outside[name]),
             auroc_difference=ranking.auroc_difference(inside[PRIMARY], outside[PRIMARY], inside[name], outside[name]),
         )

@@ -39,8 +39,7 @@ class Table:
 
 def tables(report: EvaluationReport) -> list[Table]:
     """All tables of a report, in printed order."""
-    found = [classification_table(report)]
-    found += [separation_table(report, name) for name in report.separation]
+    found = [classification_table(report), *(separation_table(report, name) for name in report.separation)]
     found.append(rates_table(report))
     if report.ambiguity:
         rows = [[name, f"{value:.4f}"] for name, value in report.ambiguity.items()]
@@ -95,19 +94,13 @@ def separation_table(report: EvaluationReport, ood: str) -> Table:
     rows = [
         [
             name,
-            f"{s.auroc:.4f}",
-            f"{s.aupr_in:.4f}",
-            f"{s.aupr_out:.4f}",
-            f"{s.fpr95:.4f}",
+            *(f"{value:.4f}" for value in (s.auroc, s.aupr_in, s.aupr_out, s.fpr95)),
             "" if name == PRIMARY else signed(s.auroc_difference),
         ]
         for name, s in ranked
     ]
-    return Table(
-        f"{ood}: {report.ood_images[ood]} OOD images",
-        ["score", "AUROC", "AUPR in", "AUPR out", "FPR95", "PSC ahead by"],
-        rows,
-    )
+    header = ["score", "AUROC", "AUPR in", "AUPR out", "FPR95", "PSC ahead by"]
+    return Table(f"{ood}: {report.ood_images[ood]} OOD images", header, rows)
 
 
 def rates_table(report: EvaluationReport) -> Table:

@@ -47,14 +47,12 @@ class Checkpoint:
     def open(
         cls, folder: Path, job: Mapping[str, Any], reducer: Reducer | None = None, *, fresh: bool = False
     ) -> Checkpoint:
-        """The checkpoint of ``job`` (JSON types) in ``folder``; what another job left there, or with ``fresh`` any, is
-        removed."""
+        """That of ``job`` (JSON types) in ``folder``, which is emptied if another job left it, or with ``fresh``."""
         key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
-        checkpoint = cls(folder, key, reducer or Reducer())
-        stamp = checkpoint._stamp
-        if fresh or (folder.exists() and (not stamp.exists() or stamp.read_text() != key)):
-            checkpoint.clear()
-        return checkpoint
+        kept = cls(folder, key, reducer or Reducer())
+        if fresh or (folder.exists() and (not kept._stamp.exists() or kept._stamp.read_text() != key)):
+            kept.clear()
+        return kept
 
     def load_collapse(self) -> CollapseReport | None:
         """The report, if it is finished."""

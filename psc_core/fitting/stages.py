@@ -132,6 +132,7 @@ def fit_projection(
     Raises:
         UsageError: An unknown method.
         FitError: Constant features, or sizes larger than the layer allows.
+        NetworkError: The network cannot be cut.
     """
     if method != "tucker":
         raise UsageError(f"expected method 'tucker', got {method!r}")
@@ -225,14 +226,13 @@ def fit_psc(
         UsageError: An unknown option, or rates outside (0, 1) or that so few validation images cannot keep.
         DataError: Classes that differ or have too few images.
         FitError: Features or outputs that cannot be fitted; the message says why.
+        NetworkError: The network cannot be cut.
     """
     options = options or FitOptions()
     for option, value, allowed in (
-        ("predictions", predictions, PREDICTIONS),
-        ("head", head, HEADS),
-        ("density", density, DENSITIES),
-        ("ood_score", ood_score, OOD_SCORES),
-    ):
+        ("predictions", predictions, PREDICTIONS), ("head", head, HEADS),
+        ("density", density, DENSITIES), ("ood_score", ood_score, OOD_SCORES),
+    ):  # fmt: skip
         if value not in allowed:
             raise UsageError(f"expected {option} to be one of {', '.join(allowed)}, got {value!r}")
     check_fraction(risk, "risk")

@@ -68,16 +68,6 @@ def aupr(positive: Float[Tensor, " p"], negative: Float[Tensor, " q"]) -> float:
     return float((gained * hits / ends).sum() / len(positive))
 
 
-def aupr_out(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]) -> float:
-    """Average precision with OOD images as positives."""
-    return aupr(out_scores, in_scores)
-
-
-def aupr_in(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]) -> float:
-    """Average precision with in-distribution images as positives."""
-    return aupr(-in_scores, -out_scores)
-
-
 def fpr95(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]) -> float:
     """Fraction of in-distribution images at or above the highest threshold that catches 95 % of the OOD ones."""
     check_values("fpr95", in_scores, out_scores)

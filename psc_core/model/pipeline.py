@@ -87,10 +87,8 @@ class Scorer(nn.Module):
         precision: str = "fp32",
     ) -> None:
         super().__init__()
-        scale, shift = preprocess.scale_and_shift()
-        device = projection.mean.device
-        self.register_buffer("scale", scale.to(device), persistent=False)
-        self.register_buffer("shift", shift.to(device), persistent=False)
+        for name, part in zip(("scale", "shift"), preprocess.scale_and_shift(), strict=True):
+            self.register_buffer(name, part.to(projection.mean.device), persistent=False)
         self.preprocess = preprocess
         self.backbone = backbone
         self.projection = projection

@@ -104,7 +104,12 @@ class PSC:
         return decide(outputs, self.calibration.set_thresholds(self.policy.coverage).numpy(), self.policy)
 
     def save(self, path: str | Path) -> Manifest:
-        """Write the bundle directory ``path``; equal models give equal bytes."""
+        """Write the bundle directory ``path``; equal models give equal bytes.
+
+        Raises:
+            NetworkError: The network did not come from :func:`psc_core.load_network`.
+            BundleError: ``path`` is no place for a bundle.
+        """
         scorer, weight = self.pipeline.scorer, self.pipeline.entropy_weight
         parts = {
             "backbone": self.backbone.state_dict(),

@@ -42,9 +42,7 @@ def restore_parts(
                 f"{got[1]}; fit the bundle again"
             )
         check_rates(len(calibration), alpha=manifest.policy.alpha, coverage=manifest.policy.coverage)
-        backbone = rebuild_backbone(
-            manifest.backbone.model_dump(), tensors["backbone"], allow_factories=allow_factories
-        )
+        backbone = rebuild_backbone(manifest.backbone.model_dump(), tensors["backbone"], allow_factories)
     except PSCError as error:
         raise BundleError(f"{bundle.path}: {error}") from error
     except Exception as error:  # A hostile file can make a network's constructor fail in any way.

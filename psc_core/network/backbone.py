@@ -7,7 +7,7 @@ after the cut; :func:`rebuild_backbone` builds the network again, cuts it at the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -34,52 +34,37 @@ _REPEATABLE = 1e-3
 """Maximum difference between two passes of one image, relative to the largest value; GPU kernels may differ."""
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Where and how a network is cut: many threads may run a graph, which also compiles, but one at a time hooks."""
+
+    layers: tuple[str, ...]
+    layouts: tuple[Layout, ...]  # where each has its channels
+    keep_output: bool  # whether the logits are kept too
+    hooks: HookPlan | None  # None for a graph
+    recipe: Recipe | None  # of the whole network; None for one built by hand
+
+
 class Backbone(nn.Module):
-    """A network cut after ``layers``, whose features it returns in this order, and the logits if ``keep_output``.
+    """A cut network: canonical features of each layer, and the logits where they are kept.
 
-    A graph compiles, and several threads may run it at once; with hooks it is one thread at a time.
-
-    Args:
-        body: The cut network: one tensor per layer, then the logits.
-        layers: Names of the layers.
-        layouts: Where each has its channels.
-        keep_output: Whether ``body`` gives the logits.
-        hooks: How it was cut by hooks; None for a graph.
-        recipe: How to build the whole network again; None for one built by hand.
-        memory_format: That images are converted to.
+    ``body`` gives one tensor per layer, then the logits; images are converted to ``memory_format`` for it.
     """
 
-    def __init__(
-        self,
-        body: nn.Module,
-        layers: Sequence[str],
-        layouts: Sequence[Layout],
-        *,
-        keep_output: bool,
-        hooks: HookPlan | None,
-        recipe: Recipe | None,
-        memory_format: torch.memory_format = torch.contiguous_format,
-    ) -> None:
+    def __init__(self, body: nn.Module, cut: Cut, memory_format: torch.memory_format = torch.contiguous_format) -> None:
         super().__init__()
         self.body = body
-        self.layers = tuple(layers)
-        self.layouts = tuple(layouts)
-        self.keep_output = keep_output
-        self.hooks = hooks
-        self.psc_recipe = recipe
+        self.cut = cut
+        self.layers, self.keep_output, self.psc_recipe = cut.layers, cut.keep_output, cut.recipe
+        self.method = "graph" if cut.hooks is None else "hooks"
         self.memory_format = memory_format
         self.eval()
-
-    @property
-    def method(self) -> str:
-        """``"graph"`` or ``"hooks"``."""
-        return "graph" if self.hooks is None else "hooks"
 
     def forward(self, x: Inputs) -> FeaturesAndLogits:
         """Features of each layer, and the logits if ``keep_output``."""
         outputs = self.body(x.contiguous(memory_format=self.memory_format))
         features = []
-        for name, layout, output in zip(self.layers, self.layouts, outputs, strict=False):
+        for name, layout, output in zip(self.layers, self.cut.layouts, outputs, strict=False):
             kind = layout.kind(output.shape)
             if kind is None:
                 raise NetworkError(
@@ -90,15 +75,7 @@ class Backbone(nn.Module):
 
     def fused(self, precision: str) -> Backbone:
         """A faster copy (:func:`psc_core.network.fuse.fuse`) with the same features up to rounding; not for storing."""
-        return Backbone(
-            fuse(self.body, precision=precision),
-            self.layers,
-            self.layouts,
-            keep_output=self.keep_output,
-            hooks=self.hooks,
-            recipe=self.psc_recipe,
-            memory_format=images_format(self.body, precision),
-        )
+        return Backbone(fuse(self.body, precision=precision), self.cut, images_format(self.body, precision))
 
     def spec(self) -> dict[str, Any]:
         """What :func:`rebuild_backbone` needs besides the state dict, as JSON types.
@@ -106,11 +83,12 @@ class Backbone(nn.Module):
         Raises:
             NetworkError: The network did not come from ``load_network``.
         """
+        hooks = self.cut.hooks
         return {
             "network": asdict(recipe_of(self)),
             "layers": list(self.layers),
             "keep_output": self.keep_output,
-            "hooks": None if self.hooks is None else {"stop": self.hooks.stop, "dropped": list(self.hooks.dropped)},
+            "hooks": None if hooks is None else {"stop": hooks.stop, "dropped": list(hooks.dropped)},
         }
 
 
@@ -125,8 +103,8 @@ def cut_network(net: nn.Module, layers: Sequence[str], *, keep_output: bool, hoo
         body: nn.Module = cut_graph(net, layers, keep_output=keep_output)
     else:
         body = HookedNetwork(net, layers, hooks, keep_output=keep_output)
-    layouts = [layout_of(net, name) for name in layers]
-    return Backbone(body, layers, layouts, keep_output=keep_output, hooks=hooks, recipe=getattr(net, RECIPE, None))
+    layouts = tuple(layout_of(net, name) for name in layers)
+    return Backbone(body, Cut(tuple(layers), layouts, keep_output, hooks, getattr(net, RECIPE, None)))
 
 
 def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, example: Inputs | None = None) -> Backbone:

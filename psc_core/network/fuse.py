@@ -12,17 +12,13 @@ The original module does not change: it is what a bundle stores, and what is fit
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from psc_core.network.cut import shared_copy
-
-_LINEAR_SIZES: Final = ("in_features", "out_features")
-_CONVOLUTION_SIZES: Final = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups")
-"""Arguments of the constructors, which are attributes too."""
 
 
 def fuse(body: nn.Module, *, precision: str) -> nn.Module:
@@ -111,8 +107,10 @@ def _replace_weights(net: fx.GraphModule, node: fx.Node, weight: Tensor, bias: T
     """Let ``node`` call a convolution or linear layer with other weights than its own, and the bias in their dtype."""
     module = net.get_submodule(str(node.target))
     linear = isinstance(module, nn.Linear)
-    sizes = _LINEAR_SIZES if linear else _CONVOLUTION_SIZES
-    settings: Any = {name: getattr(module, name) for name in sizes}
+    sizes = (
+        "in_features out_features" if linear else "in_channels out_channels kernel_size stride padding dilation groups"
+    )
+    settings: Any = {name: getattr(module, name) for name in sizes.split()}
     twin = (nn.Linear if linear else nn.Conv2d)(**settings, bias=bias is not None, device="meta")
     twin.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:

@@ -33,11 +33,8 @@ MODEL: Final = "model.onnx"
 class OnnxBackbone(nn.Module):
     """A truncated network on the CPU, called like :class:`psc_core.network.backbone.Backbone`.
 
-    A session keeps its number of threads, so there is one for each number that PyTorch is told to use.
-
-    Args:
-        model: ONNX model from :func:`to_onnx`.
-        keep_output: Whether its last output is the logits.
+    A session keeps its number of threads, so there is one for each number that PyTorch uses.  ``model`` is from
+    :func:`to_onnx`; its last output is the logits with ``keep_output``.
     """
 
     method = "graph"
@@ -75,24 +72,20 @@ def to_onnx(backbone: Backbone, size: tuple[int, int, int]) -> OnnxBackbone:
     Raises:
         NetworkError: The network cannot be exported.
     """
-    try:
-        return OnnxBackbone(_export_in_process(backbone, size), keep_output=backbone.keep_output)
-    except OSError as error:
-        raise NetworkError(f"no process could be run to export the network to ONNX: {error}") from error
-
-
-def _export_in_process(backbone: Backbone, size: tuple[int, int, int]) -> bytes:
     with TemporaryDirectory(prefix="psc-onnx-") as name:
         folder = Path(name)
         (folder / SPEC).write_text(json.dumps({**backbone.spec(), "size": size}))
         save_file({key: value.contiguous() for key, value in backbone.state_dict().items()}, folder / WEIGHTS)
         command = [sys.executable, "-m", __name__, name]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        try:
+            result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise NetworkError(f"no process could be run to export the network to ONNX: {error}") from error
         if result.returncode:
             reason = (result.stderr.strip() or f"exit code {result.returncode}").splitlines()[-1]
             raise NetworkError(f"the network after {'+'.join(backbone.layers)} has no ONNX model: {reason}")
-        return (folder / MODEL).read_bytes()
+        return OnnxBackbone((folder / MODEL).read_bytes(), keep_output=backbone.keep_output)
 
 
 def export(folder: Path) -> None:

@@ -55,10 +55,8 @@ class Projection(Fitted):
         super().__init__(tensors, record={})
         self.positions = tuple(positions)
         # −μ / σ of both scalings, with which each is one operation.
-        shift = (-self.mean.double() * self.inverse_std.double()).float()
-        z_shift = (-self.z_mean.double() * self.z_inverse_std.double()).float()
-        self.register_buffer("shift", shift, persistent=False)
-        self.register_buffer("z_shift", z_shift, persistent=False)
+        for name, mean, scale in (("shift", self.mean, self.inverse_std), ("z_shift", self.z_mean, self.z_inverse_std)):
+            self.register_buffer(name, (-mean.double() * scale.double()).float(), persistent=False)
 
     @classmethod
     def from_moments(
@@ -100,16 +98,18 @@ class Projection(Fitted):
 
     def leading(self, c_proj: int, d_proj: int) -> Projection:
         """The same projection with only the leading components."""
-        keep = torch.arange(self.c_proj * self.d_proj).view(self.c_proj, self.d_proj)[:c_proj, :d_proj].reshape(-1)
-        keep = keep.to(self.z_mean.device)
+        means, scales = (
+            part.view(self.c_proj, self.d_proj)[:c_proj, :d_proj].flatten()
+            for part in (self.z_mean, self.z_inverse_std)
+        )
         return Projection.from_moments(
             self.positions,
             self.mean,
             1.0 / self.inverse_std,
             self.channel_factor[:, :c_proj],
             self.spatial_factor[:, :d_proj],
-            self.z_mean[keep],
-            1.0 / self.z_inverse_std[keep],
+            means,
+            1.0 / scales,
         )
 
     def with_second_scaling(self, z_mean: Tensor, z_std: Tensor) -> Projection:

@@ -114,13 +114,7 @@ def fit_tucker(
     zeros, ones = torch.zeros(c_max * d_max), torch.ones(c_max * d_max)
     largest = Projection.from_moments(positions, mean, std, a, b, zeros, ones).to(compute.device)
     sized = measure_sizes(
-        largest,
-        shard,
-        selection,
-        compute=compute,
-        step=step,
-        max_memory_bytes=max_memory_bytes,
-        reducer=reducer,
+        largest, shard, selection, compute=compute, step=step, max_memory_bytes=max_memory_bytes, reducer=reducer
     )
     choice = choose_ranks(
         sized.nc1,

@@ -21,13 +21,13 @@ PAIRS = st.lists(st.tuples(LEVELS, LEVELS), min_size=2, max_size=12)
 def test_ranking_matches_loops_and_sklearn(inside: list[float], outside: list[float]) -> None:
     i, o = tensor(inside), tensor(outside)
     assert ranking.auroc(i, o) == pytest.approx(naive.auroc(inside, outside))
-    assert ranking.aupr_out(i, o) == pytest.approx(naive.aupr(outside, inside))
-    assert ranking.aupr_in(i, o) == pytest.approx(naive.aupr([-s for s in inside], [-s for s in outside]))
+    assert ranking.aupr(o, i) == pytest.approx(naive.aupr(outside, inside))
+    assert ranking.aupr(-i, -o) == pytest.approx(naive.aupr([-s for s in inside], [-s for s in outside]))
     assert ranking.fpr95(i, o) == pytest.approx(naive.fpr(inside, outside, 0.95))
     if not any(map(math.isinf, inside + outside)):
         truth, both = [0] * len(inside) + [1] * len(outside), inside + outside
         assert ranking.auroc(i, o) == pytest.approx(sklearn_metrics.roc_auc_score(truth, both))
-        assert ranking.aupr_out(i, o) == pytest.approx(sklearn_metrics.average_precision_score(truth, both))
+        assert ranking.aupr(o, i) == pytest.approx(sklearn_metrics.average_precision_score(truth, both))
         false, true, _ = sklearn_metrics.roc_curve(truth, both, drop_intermediate=False)
         assert ranking.fpr95(i, o) == pytest.approx(false[(true >= 0.95 - 1e-12).argmax()])
 
@@ -43,8 +43,8 @@ def test_equal_scores_carry_no_information() -> None:
     i, o = torch.zeros(3), torch.zeros(5)
     assert ranking.auroc(i, o) == 0.5
     assert ranking.fpr95(i, o) == 1.0
-    assert ranking.aupr_out(i, o) == pytest.approx(5 / 8)
-    assert ranking.aupr_in(i, o) == pytest.approx(3 / 8)
+    assert ranking.aupr(o, i) == pytest.approx(5 / 8)
+    assert ranking.aupr(-i, -o) == pytest.approx(3 / 8)
 
 
 def test_difference_of_a_score_with_itself_is_zero() -> None:
