@@ -23,7 +23,7 @@ import numpy as np
 
 from app.errors import ImageRefused, NotReady
 from app.inference.decoder import Decoder, EncodedImage
-from app.inference.queue import Batch, Batcher, Images, Request, RequestQueue, Result, State
+from app.inference.queue import Batcher, DeviceBatch, Images, QueuedRequest, RequestQueue, Result, State
 from app.inference.steps import Step
 from app.inference.worker import EXPLAIN, PREDICT, DeviceWorker
 from psc_core.errors import DeviceError
@@ -81,9 +81,9 @@ class Engine:
         self._loop_thread = threading.get_ident()
         self._on_failure = on_failure
         self._started: asyncio.Future[None] = self._loop.create_future()
-        self._arrivals: list[Request] = []
+        self._arrivals: list[QueuedRequest] = []
         self._max_batch = batcher.max_batch
-        self._watched: dict[Request, Callable[[], bool]] = {}
+        self._watched: dict[QueuedRequest, Callable[[], bool]] = {}
         self._queue = RequestQueue(batcher, self._deliver)
         self._clock = self._queue.clock
         self._worker = DeviceWorker(
@@ -200,7 +200,7 @@ class Engine:
         if self.phase is Phase.WARMING:
             raise NotReady(f"model {self.name!r} is warming up; try again in a few seconds")
 
-    def _decode(self, request: Request, images: Sequence[EncodedImage]) -> None:
+    def _decode(self, request: QueuedRequest, images: Sequence[EncodedImage]) -> None:
         began = self._clock()
 
         def on_done(decoded: Images, error: Exception | None) -> None:
@@ -223,7 +223,7 @@ class Engine:
         except Exception as error:
             self._fail(request, error)
 
-    def _arrive(self, request: Request, images: Images) -> None:
+    def _arrive(self, request: QueuedRequest, images: Images) -> None:
         request.images = images
         if not self._arrivals:
             self._loop.call_soon(self._put_arrivals)
@@ -243,16 +243,16 @@ class Engine:
         if not self._arrivals:
             self._worker.run_due()
 
-    def _fail(self, request: Request, error: Exception) -> None:
+    def _fail(self, request: QueuedRequest, error: Exception) -> None:
         self._queue.call(lambda batcher, _now: batcher.fail(request, error))
 
-    def _deliver(self, requests: list[Request]) -> None:
+    def _deliver(self, requests: list[QueuedRequest]) -> None:
         if threading.get_ident() == self._loop_thread:
             self._resolve(requests)
         else:
             self._call_on_loop(self._resolve, requests)
 
-    def _resolve(self, requests: list[Request]) -> None:
+    def _resolve(self, requests: list[QueuedRequest]) -> None:
         for request in requests:
             done: asyncio.Future[None] = request.waiter
             if done.done():
@@ -269,7 +269,7 @@ class Engine:
         except RuntimeError:
             logger.debug("the event loop is closed; nobody waits for %s", action)
 
-    def _observe_batch(self, batch: Batch, seconds: float) -> None:
+    def _observe_batch(self, batch: DeviceBatch, seconds: float) -> None:
         waits = [batch.taken_at - part.request.queued_at for part in batch.parts if part.start == 0]
         self._observer.batch(batch.size, seconds, waits)
 

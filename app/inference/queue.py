@@ -1,6 +1,6 @@
 """Which images run next: a state machine with an explicit clock, and a thread-safe queue around it.
 
-The life of a :class:`Request` of ``count`` images::
+The life of a :class:`QueuedRequest` of ``count`` images::
 
     reserve ─▶ RESERVED ─put─▶ QUEUED ─take─▶ (its last image taken) RUNNING ─complete─▶ FINISHED
                   │               │                                     │
@@ -99,7 +99,7 @@ _NO_RESULT: Final = Result(np.empty((0, len(SCORES)), np.float32))
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class QueuedRequest:
     """One request's images on their way through the device."""
 
     count: int
@@ -127,12 +127,12 @@ class Request:
 class Part(NamedTuple):
     """Images ``start … stop - 1`` of a request."""
 
-    request: Request
+    request: QueuedRequest
     start: int
     stop: int
 
 
-class Batch(NamedTuple):
+class DeviceBatch(NamedTuple):
     """Parts of requests of one kind, in the order of their outputs; ``size`` images in all."""
 
     kind: str
@@ -153,7 +153,7 @@ class _Ring:
     __slots__ = ("n_begun", "n_images", "requests")
 
     def __init__(self) -> None:
-        self.requests: OrderedDict[Request, None] = OrderedDict()
+        self.requests: OrderedDict[QueuedRequest, None] = OrderedDict()
         self.n_images = 0
         self.n_begun = 0
 
@@ -180,8 +180,8 @@ class Batcher:
         self.max_delay_s = max_delay_s
         self._quantum = max(1, max_batch_size // 8)
         self._rings: dict[str, _Ring] = {}
-        self._live: OrderedDict[Request, None] = OrderedDict()
-        self._finished: list[Request] = []
+        self._live: OrderedDict[QueuedRequest, None] = OrderedDict()
+        self._finished: list[QueuedRequest] = []
         self._pending = 0
         self._closed = ""
         self._batch_seconds: list[float | None] = [None] * (_size_class(max_batch_size) + 1)
@@ -230,7 +230,7 @@ class Batcher:
                 retry_after=self.retry_after(),
             )
 
-    def reserve(self, count: int, *, now: float, deadline: float, kind: str = "", waiter: Any = None) -> Request:
+    def reserve(self, count: int, *, now: float, deadline: float, kind: str = "", waiter: Any = None) -> QueuedRequest:
         """Admit a request before its images are decoded.
 
         Raises:
@@ -238,12 +238,12 @@ class Batcher:
             NotReady: Closed.
         """
         self.check(count, now=now, deadline=deadline)
-        request = Request(count, deadline, now + _WAIT_FRACTION * (deadline - now), kind, waiter)
+        request = QueuedRequest(count, deadline, now + _WAIT_FRACTION * (deadline - now), kind, waiter)
         self._live[request] = None
         self._pending += count
         return request
 
-    def put(self, request: Request, *, now: float) -> bool:
+    def put(self, request: QueuedRequest, *, now: float) -> bool:
         """Queue a reserved request; ``False`` when it has finished already (cancelled, expired)."""
         if request.state is not State.RESERVED:
             return False
@@ -254,11 +254,11 @@ class Batcher:
         ring.n_images += request.count
         return True
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: QueuedRequest) -> None:
         """Drop a request that nobody waits for; results of it that the device still computes are ignored."""
         self._finish(request, ClientGone("the client closed the connection"))
 
-    def fail(self, request: Request, error: Exception) -> None:
+    def fail(self, request: QueuedRequest, error: Exception) -> None:
         """End one request with an error."""
         self._finish(request, error)
 
@@ -281,7 +281,7 @@ class Batcher:
         waits = [ring.due_in(now, self.max_batch, self.max_delay_s, full) for ring in self._rings.values()]
         return min((wait for wait in waits if wait is not None), default=None)
 
-    def take(self, now: float, *, full: bool = False) -> Batch | None:
+    def take(self, now: float, *, full: bool = False) -> DeviceBatch | None:
         """The next batch, or ``None`` if none is due.
 
         Args:
@@ -296,7 +296,7 @@ class Batcher:
                     return batch
         return None
 
-    def complete(self, batch: Batch, *, now: float) -> None:
+    def complete(self, batch: DeviceBatch, *, now: float) -> None:
         """Count the images of a batch as done; requests whose images are all done are finished."""
         self._measure(batch, now)
         for part in batch.parts:
@@ -305,7 +305,7 @@ class Batcher:
             if request.n_done == request.count:
                 self._finish(request, None)
 
-    def collect(self) -> list[Request]:
+    def collect(self) -> list[QueuedRequest]:
         """Requests finished since the last call, each exactly once."""
         finished, self._finished = self._finished, []
         return finished
@@ -314,7 +314,7 @@ class Batcher:
         """Whole seconds in which the present queue drains, 1 to 60."""
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(self.drain_seconds(self._pending))))
 
-    def _fill(self, kind: str, ring: _Ring, now: float) -> Batch | None:
+    def _fill(self, kind: str, ring: _Ring, now: float) -> DeviceBatch | None:
         parts: list[Part] = []
         room = self.max_batch
         while room and ring.requests:
@@ -336,13 +336,13 @@ class Batcher:
                 del ring.requests[request]
             elif not keeps_turn:
                 ring.requests.move_to_end(request)
-        return Batch(kind, parts, self.max_batch - room, now) if parts else None
+        return DeviceBatch(kind, parts, self.max_batch - room, now) if parts else None
 
-    def _expire(self, request: Request) -> None:
+    def _expire(self, request: QueuedRequest) -> None:
         seconds = (request.deadline - request.urgent_at) / (1 - _WAIT_FRACTION)
         self._finish(request, DeadlineExceeded(f"deadline exceeded after {seconds:.3g} s; try again"))
 
-    def _finish(self, request: Request, error: Exception | None) -> None:
+    def _finish(self, request: QueuedRequest, error: Exception | None) -> None:
         if request.state is State.FINISHED:
             return
         if request.state is State.QUEUED:
@@ -356,7 +356,7 @@ class Batcher:
         del self._live[request]
         self._finished.append(request)
 
-    def _measure(self, batch: Batch, now: float) -> None:
+    def _measure(self, batch: DeviceBatch, now: float) -> None:
         seconds = max(now - max(batch.taken_at, self._last_completed), 1e-9)
         size = _size_class(batch.size)
         mean = self._batch_seconds[size]
@@ -390,7 +390,7 @@ class RequestQueue:
     def __init__(
         self,
         batcher: Batcher,
-        deliver: Callable[[list[Request]], None],
+        deliver: Callable[[list[QueuedRequest]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._batcher = batcher
@@ -415,13 +415,13 @@ class RequestQueue:
         with self._condition:
             self._batcher.check(count, now=now, deadline=now + deadline_s)
 
-    def reserve(self, count: int, *, deadline_s: float, kind: str, waiter: Any) -> Request:
+    def reserve(self, count: int, *, deadline_s: float, kind: str, waiter: Any) -> QueuedRequest:
         """See :meth:`Batcher.reserve`; the deadline is ``deadline_s`` seconds from now."""
         now = self.clock()
         with self._condition:
             return self._batcher.reserve(count, now=now, deadline=now + deadline_s, kind=kind, waiter=waiter)
 
-    def put(self, requests: list[Request]) -> None:
+    def put(self, requests: list[QueuedRequest]) -> None:
         """Queue reserved requests and wake the device thread once."""
         now = self.clock()
         with self._condition:
@@ -429,7 +429,7 @@ class RequestQueue:
                 self._batcher.put(request, now=now)
             self._condition.notify()
 
-    def take(self, *, block: bool, full: bool = False) -> Batch | None:
+    def take(self, *, block: bool, full: bool = False) -> DeviceBatch | None:
         """The next batch; waits for one when ``block``.  ``None``: none due, or stopped."""
         with self._condition:
             while True:
@@ -460,6 +460,6 @@ class RequestQueue:
         """Whether :meth:`stop` was called."""
         return self._stopped
 
-    def _hand_over(self, finished: list[Request]) -> None:
+    def _hand_over(self, finished: list[QueuedRequest]) -> None:
         if finished:
             self._deliver(finished)

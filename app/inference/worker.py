@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from app.errors import InferenceFailed
-from app.inference.queue import Batch, Batcher, Images, Part, RequestQueue, Result, State
+from app.inference.queue import Batcher, DeviceBatch, Images, Part, RequestQueue, Result, State
 from app.inference.steps.base import Step, is_out_of_memory
 from psc_core.errors import DeviceError
 
@@ -40,7 +40,7 @@ _POLL_S: Final = 50e-6
 class _Launched(NamedTuple):
     """A batch that the device is working on."""
 
-    batch: Batch
+    batch: DeviceBatch
     slot: int
     started: float
 
@@ -68,7 +68,7 @@ class DeviceWorker:
         *,
         on_ready: Callable[[], None],
         on_failure: Callable[[Exception], None],
-        on_batch: Callable[[Batch, float], None],
+        on_batch: Callable[[DeviceBatch, float], None],
         name: str,
         may_run_inline: bool = False,
     ) -> None:
@@ -148,7 +148,7 @@ class DeviceWorker:
         self._on_batch(oldest.batch, seconds)
         self._hand_out(oldest.batch, Result(packed))
 
-    def _launch(self, batch: Batch) -> None:
+    def _launch(self, batch: DeviceBatch) -> None:
         started = time.perf_counter()
         slot = self._next_slot
         try:
@@ -166,12 +166,12 @@ class DeviceWorker:
         self._on_batch(batch, time.perf_counter() - started)
         self._hand_out(batch, result)
 
-    def _explain(self, batch: Batch) -> Result:
+    def _explain(self, batch: DeviceBatch) -> Result:
         images = np.empty((batch.size, *self._step.input(0).shape[1:]), np.uint8)
         _gather(batch.parts, images)
         return self._step.explain(images)
 
-    def _hand_out(self, batch: Batch, result: Result) -> None:
+    def _hand_out(self, batch: DeviceBatch, result: Result) -> None:
         """Give each request its part of a batch's result; a request with outputs that are not finite fails."""
         finite = np.asarray(np.isfinite(result.packed).all(axis=1))
         failures: list[tuple[Part, int]] = []
@@ -196,7 +196,7 @@ class DeviceWorker:
 
         self._queue.call(complete)
 
-    def _recover(self, batch: Batch, error: Exception) -> None:
+    def _recover(self, batch: DeviceBatch, error: Exception) -> None:
         """Run a failed batch again in halves; raises only when the device is dead."""
         while self._launched:
             other = self._launched.popleft()
@@ -208,7 +208,7 @@ class DeviceWorker:
                 self._hand_out(other.batch, Result(packed))
         self._halve(batch, error)
 
-    def _halve(self, batch: Batch, error: Exception) -> None:
+    def _halve(self, batch: DeviceBatch, error: Exception) -> None:
         if is_out_of_memory(error):
             logger.warning("out of device memory with %d images; trying halves", batch.size)
             self._step.release_memory()
@@ -225,12 +225,12 @@ class DeviceWorker:
         for half in _halves(batch):
             self._run_again(half)
 
-    def _run_again(self, batch: Batch) -> None:
+    def _run_again(self, batch: DeviceBatch) -> None:
         alive = [part for part in batch.parts if part.request.state is not State.FINISHED]
         if not alive:
             return
         size = sum(part.stop - part.start for part in alive)
-        batch = Batch(batch.kind, alive, size, batch.taken_at)
+        batch = DeviceBatch(batch.kind, alive, size, batch.taken_at)
         try:
             if batch.kind == EXPLAIN:
                 result = self._explain(batch)
@@ -279,7 +279,7 @@ def _gather(parts: list[Part], buffer: Images) -> None:
         offset += size
 
 
-def _halves(batch: Batch) -> tuple[Batch, Batch]:
+def _halves(batch: DeviceBatch) -> tuple[DeviceBatch, DeviceBatch]:
     """The batch cut after half of its images, through a part where need be."""
     half = room = batch.size // 2
     left: list[Part] = []
@@ -292,6 +292,6 @@ def _halves(batch: Batch) -> tuple[Batch, Batch]:
             right.append(Part(part.request, cut, part.stop))
         room -= cut - part.start
     return (
-        Batch(batch.kind, left, half, batch.taken_at),
-        Batch(batch.kind, right, batch.size - half, batch.taken_at),
+        DeviceBatch(batch.kind, left, half, batch.taken_at),
+        DeviceBatch(batch.kind, right, batch.size - half, batch.taken_at),
     )

@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from app.errors import ClientGone, DeadlineExceeded, NotReady, QueueFull
-from app.inference.queue import Batch, Batcher, Request, RequestQueue, State
+from app.inference.queue import Batcher, DeviceBatch, QueuedRequest, RequestQueue, State
 
 
 def make(batch: int = 8, queue: int = 100, delay: float = 0.0) -> Batcher:
     return Batcher(max_batch_size=batch, max_queue_images=queue, max_delay_s=delay)
 
 
-def admit(batcher: Batcher, count: int, now: float = 0.0, deadline: float = 1e9, kind: str = "") -> Request:
+def admit(batcher: Batcher, count: int, now: float = 0.0, deadline: float = 1e9, kind: str = "") -> QueuedRequest:
     request = batcher.reserve(count, now=now, deadline=deadline, kind=kind)
     assert batcher.put(request, now=now)
     return request
 
 
-def parts(batch: Batch | None) -> list[tuple[Request, int, int]]:
+def parts(batch: DeviceBatch | None) -> list[tuple[QueuedRequest, int, int]]:
     assert batch is not None
     return [(part.request, part.start, part.stop) for part in batch.parts]
 
@@ -38,11 +38,11 @@ class Simulation(RuleBasedStateMachine):
         self.max_batch, self.max_queue, self.delay = batch, queue, delay
         self.batcher = make(batch, queue, delay)
         self.now = 0.0
-        self.reserved: list[Request] = []
-        self.admitted: list[Request] = []
-        self.running: list[Batch] = []
-        self.finished: list[Request] = []
-        self.results: dict[Request, list[int | None]] = {}
+        self.reserved: list[QueuedRequest] = []
+        self.admitted: list[QueuedRequest] = []
+        self.running: list[DeviceBatch] = []
+        self.finished: list[QueuedRequest] = []
+        self.results: dict[QueuedRequest, list[int | None]] = {}
         self.closed = False
 
     def gather(self) -> None:
@@ -360,9 +360,9 @@ def test_closed_admits_nothing_and_finishes_the_rest() -> None:
 
 
 def test_put_wakes_a_blocked_take_and_delivers_once() -> None:
-    delivered: list[Request] = []
+    delivered: list[QueuedRequest] = []
     queue = RequestQueue(make(batch=4), delivered.extend)
-    taken: list[Batch | None] = []
+    taken: list[DeviceBatch | None] = []
 
     def work() -> None:
         while not queue.stopped:
@@ -388,7 +388,7 @@ def test_put_wakes_a_blocked_take_and_delivers_once() -> None:
 def test_large_request_ends_in_time_under_lasting_overload() -> None:
     """Three times more single images arrive than the device can do; each image takes 1/300 s."""
     batcher, now, arrived, large = make(64, 2048), 0.0, 0.0, None
-    ended: list[Request] = []
+    ended: list[QueuedRequest] = []
     while large not in ended:
         batch = batcher.take(now)
         seconds = (batch.size if batch else 8) / 300
