@@ -22,10 +22,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from app.errors import ImageRefused, NotReady
+from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
-from app.inference.queue import Batcher, DeviceBatch, Images, QueuedRequest, RequestQueue, Result, State
+from app.inference.queue import RequestQueue
+from app.inference.request import EXPLAIN, PREDICT, DeviceBatch, Images, QueuedRequest, Result, State
 from app.inference.steps import Step
-from app.inference.worker import EXPLAIN, PREDICT, DeviceWorker
+from app.inference.worker import DeviceWorker
 from psc_core.errors import DeviceError
 
 logger = logging.getLogger("psc.engine")
@@ -81,7 +83,8 @@ class Engine:
         self._loop_thread = threading.get_ident()
         self._on_failure = on_failure
         self._started: asyncio.Future[None] = self._loop.create_future()
-        self._arrivals: list[QueuedRequest] = []
+        self._inline = False
+        self._arrivals: list[tuple[QueuedRequest, Images]] = []
         self._max_batch = batcher.max_batch
         self._watched: dict[QueuedRequest, Callable[[], bool]] = {}
         self._queue = RequestQueue(batcher, self._deliver)
@@ -89,7 +92,7 @@ class Engine:
         self._worker = DeviceWorker(
             self._queue,
             step,
-            on_ready=lambda: self._call_on_loop(self._ready),
+            on_ready=lambda inline: self._call_on_loop(self._ready, inline),
             on_failure=lambda error: self._call_on_loop(self._failed, error),
             on_batch=self._observe_batch,
             name=f"psc-device-{name}",
@@ -146,7 +149,7 @@ class Engine:
             ClientGone: The client left.
         """
         self._check_warm()
-        done: asyncio.Future[None] = self._loop.create_future()
+        done: asyncio.Future[Result] = self._loop.create_future()
         kind = EXPLAIN if explain else PREDICT
         request = self._queue.reserve(len(images), deadline_s=deadline_s, kind=kind, waiter=done)
         if isinstance(images, np.ndarray):
@@ -156,13 +159,12 @@ class Engine:
         if disconnected is not None:
             self._watched[request] = disconnected
         try:
-            await done
+            return await done
         except asyncio.CancelledError:
             self._queue.call(lambda batcher, _now: batcher.cancel(request))
             raise
         finally:
             self._watched.pop(request, None)
-        return request.result
 
     def sweep(self) -> None:
         """Fail what is past its deadline and drop what nobody waits for; call a few times a second."""
@@ -224,15 +226,14 @@ class Engine:
             self._fail(request, error)
 
     def _arrive(self, request: QueuedRequest, images: Images) -> None:
-        request.images = images
         if not self._arrivals:
             self._loop.call_soon(self._put_arrivals)
-        self._arrivals.append(request)
+        self._arrivals.append((request, images))
 
     def _put_arrivals(self) -> None:
-        requests, self._arrivals = self._arrivals, []
-        self._queue.put(requests)
-        if self._worker.inline:
+        arrivals, self._arrivals = self._arrivals, []
+        self._queue.put(arrivals)
+        if self._inline:
             if self._queue.pending >= self._max_batch:
                 self._worker.run_due()
             else:
@@ -254,11 +255,11 @@ class Engine:
 
     def _resolve(self, requests: list[QueuedRequest]) -> None:
         for request in requests:
-            done: asyncio.Future[None] = request.waiter
+            done: asyncio.Future[Result] = request.waiter
             if done.done():
                 continue
             if request.error is None:
-                done.set_result(None)
+                done.set_result(request.result())
             else:
                 done.set_exception(request.error)
                 done.exception()  # Retrieved: the waiter may be gone, and that is no warning.
@@ -273,7 +274,8 @@ class Engine:
         waits = [batch.taken_at - part.request.queued_at for part in batch.parts if part.start == 0]
         self._observer.batch(batch.size, seconds, waits)
 
-    def _ready(self) -> None:
+    def _ready(self, inline: bool) -> None:
+        self._inline = inline
         if self.phase is Phase.WARMING:
             self.phase = Phase.READY
         if not self._started.done():

@@ -13,9 +13,9 @@ import torch
 
 from app.errors import UnattainableAlpha
 from app.inference.backend import choose_backend
+from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder
 from app.inference.engine import Engine
-from app.inference.queue import Batcher
 from app.inference.steps import make_step
 from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics

@@ -32,7 +32,7 @@ class FakePipeline:
     """Class by brightness; p-value falls with the variance of the pixels.
 
     Attributes:
-        sizes: Batch sizes seen.
+        sizes: Sizes of the batches that came, those at the gate too.
         seconds: How long a step takes.
         memory: Maximum number of images that fit; beyond, out of memory.
         dead: Every step fails.
@@ -51,9 +51,9 @@ class FakePipeline:
         self.gate.set()
 
     def __call__(self, images: Tensor, /) -> Tensor:
-        self.gate.wait(30)
         self.sizes.append(len(images))
         self.callers.append(threading.get_ident())
+        self.gate.wait(30)
         if self.seconds:
             time.sleep(self.seconds)
         if self.dead:

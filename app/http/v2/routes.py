@@ -33,7 +33,7 @@ from app.http.v2.schemas import (
 )
 from app.http.v2.tensors import Datatype, OutputTensor, build_response, images_of, parse_request
 from app.inference.decoder import EncodedImage
-from app.inference.queue import Images
+from app.inference.request import Images
 from app.models.served import ServedModel
 from app.service import Service, service_of, service_to_predict
 from psc_core.model.decision import Decisions

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from app.inference.queue import Images, Result
+from app.inference.request import EXPLAIN, DeviceBatch, Images, Result
 from psc_core.model.outputs import FloatArray
 from psc_core.model.pipeline import Pipeline
 
@@ -22,14 +23,15 @@ class Step(Protocol):
     slots: int
     """Batches that may be launched and not yet fetched."""
 
-    quick: bool
-    """Whether, once warm, a full batch takes less time on one thread than handing it to another."""
-
     def input(self, slot: int) -> Images:
         """The host buffer (max, C, H, W) that :meth:`launch` sends."""
 
-    def warm_up(self) -> None:
-        """Run every shape once, so that no request pays for compilation or capture."""
+    def warm_up(self) -> bool:
+        """Run every shape once, so that no request pays for compilation or capture.
+
+        Returns:
+            Whether the step is quick: a full batch takes less time on one thread than handing it to another.
+        """
 
     def launch(self, slot: int, count: int) -> None:
         """Start on the first ``count`` images of the slot's buffer."""
@@ -83,6 +85,17 @@ def explain(network: Pipeline | CompiledNetwork, images: Tensor) -> Result:
     packed, explanation = network.explain(images)
     arrays: dict[str, Any] = {name: value.cpu().numpy() for name, value in explanation.items()}
     return Result(packed.float().cpu().numpy(), arrays)
+
+
+def run_batch(step: Step, batch: DeviceBatch) -> Result:
+    """The result of a batch, computed at once while the step has nothing else launched."""
+    if batch.kind == EXPLAIN:
+        images = np.empty((batch.size, *step.input(0).shape[1:]), np.uint8)
+        batch.copy_images(images)
+        return step.explain(images)
+    batch.copy_images(step.input(0))
+    step.launch(0, batch.size)
+    return Result(step.fetch(0, batch.size))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -7,7 +7,7 @@ from typing import Final, cast
 
 import torch
 
-from app.inference.queue import Images, Result
+from app.inference.request import Images, Result
 from app.inference.steps.base import CompiledNetwork, bucket_of, buckets_to, explain
 from psc_core.model.outputs import FloatArray
 from psc_core.model.pipeline import Pipeline
@@ -34,7 +34,6 @@ class EagerStep:
     """
 
     slots = 1
-    quick = False
 
     def __init__(
         self,
@@ -59,13 +58,15 @@ class EagerStep:
     def input(self, slot: int) -> Images:
         return self._buffer
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> bool:
         for count in self._buckets:
             self.fetch(0, count)
-        if self._device.type == "cpu":
-            self._threads, default = self._quick_threads, self._threads
-            self.quick = all(self._is_quick(count) for count in (1, self._buckets[-1]))
-            self._threads = self._quick_threads if self.quick else default
+        if self._device.type != "cpu":
+            return False
+        self._threads, default = self._quick_threads, self._threads
+        quick = all(self._is_quick(count) for count in (1, self._buckets[-1]))
+        self._threads = self._quick_threads if quick else default
+        return quick
 
     def _is_quick(self, count: int) -> bool:
         seconds = []

@@ -13,7 +13,7 @@ from typing import Final, cast
 import torch
 from torch import Tensor
 
-from app.inference.queue import Images, Result
+from app.inference.request import Images, Result
 from app.inference.steps.base import CompiledNetwork, bucket_of, buckets_to, explain
 from psc_core.model.outputs import FloatArray
 from psc_core.model.pipeline import Pipeline
@@ -33,7 +33,6 @@ class GraphStep:
     """
 
     slots = 2
-    quick = False
 
     def __init__(
         self, network: Pipeline | CompiledNetwork, shape: tuple[int, int, int], *, max_batch: int, device: torch.device
@@ -55,7 +54,7 @@ class GraphStep:
         return self._buffers[slot]
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self) -> bool:
         torch.cuda.set_device(self._device)
         pool = torch.cuda.graph_pool_handle()
         for count in reversed(self._buckets):
@@ -70,6 +69,7 @@ class GraphStep:
             self._graphs[count] = (graph, packed)
         largest = self._graphs[self._buckets[-1]][1]
         self._host_outputs = [torch.zeros(largest.shape, dtype=torch.float32).pin_memory() for _ in range(2)]
+        return False
 
     @torch.inference_mode()
     def launch(self, slot: int, count: int) -> None:

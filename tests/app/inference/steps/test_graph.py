@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.inference.steps import EagerStep, GraphStep, make_step
 from app.inference.steps import graph as graph_module
-from app.inference.steps.base import is_out_of_memory
 
 SHAPE = (1, 2, 2)
+
+
 BUCKETS = [1, 2, 4, 6]
 
 
@@ -41,18 +40,6 @@ class Network:
 
     def explain(self, images: Tensor, /) -> tuple[Tensor, dict[str, Tensor]]:
         return self(images), {"first": images[:, 0, 0, 0]}
-
-
-class Plain:
-    """A network that a compiler can follow."""
-
-    concurrent = True
-
-    def __call__(self, images: Tensor, /) -> Tensor:
-        return images.flatten(1).float()
-
-    def explain(self, images: Tensor, /) -> tuple[Tensor, dict[str, Tensor]]:
-        raise NotImplementedError
 
 
 class Cuda:
@@ -231,19 +218,3 @@ def test_streams_of_steps_that_are_gone_are_used_again(network: Network, cuda: C
     assert second._stream is not stream
     del first
     assert GraphStep(network, SHAPE, max_batch=6, device=torch.device("cpu"))._stream is stream
-
-
-def test_every_shape_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = CompileCounter()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiled))
-    for name in ("recompile_limit", "accumulated_recompile_limit"):
-        monkeypatch.setattr(torch._dynamo.config, name, getattr(torch._dynamo.config, name))  # As it was, afterwards.
-    make_step(Plain(), SHAPE, max_batch=1024, device=torch.device("cpu"), compiled=True).warm_up()
-    assert compiled.frame_count == 11
-
-
-def test_a_host_without_room_is_out_of_memory() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(1 << 60, dtype=torch.uint8)
-    assert is_out_of_memory(caught.value)
-    assert not is_out_of_memory(RuntimeError("another"))

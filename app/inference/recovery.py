@@ -1,0 +1,70 @@
+"""What is done about a batch that failed on the device.
+
+Out of memory: the batch is run again in halves.  After any other error a blank image is tried; if that works, the
+batch is run again in halves until the image on which the network fails is alone, and only its request fails.  If it
+does not, the device is dead: :class:`DeviceError` is raised, and the worker ends every request.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from app.errors import InferenceFailed
+from app.inference.queue import RequestQueue
+from app.inference.request import DeviceBatch
+from app.inference.steps.base import Step, is_out_of_memory, run_batch
+from psc_core.errors import DeviceError
+
+logger = logging.getLogger("psc.device")
+
+
+def run_halves(queue: RequestQueue, step: Step, batch: DeviceBatch, error: Exception) -> None:
+    """Run a failed batch again in halves, and halves of these where they fail too.
+
+    Raises:
+        DeviceError: The device is dead.
+    """
+    if is_out_of_memory(error):
+        logger.warning("out of device memory with %d images; trying halves", batch.size)
+        step.release_memory()
+    else:
+        logger.exception("a batch of %d images failed", batch.size, exc_info=error)
+        check_device(step)
+    if batch.size == 1:
+        part = batch.parts[0]
+        failure: Exception = InferenceFailed(f"image {part.start}: the network failed on this image; it was logged")
+        if is_out_of_memory(error):
+            failure = DeviceError("the device has no memory for one image; try again")
+        queue.call(lambda batcher, _now: batcher.fail(part.request, failure))
+        return
+    for half in batch.halves():
+        alive = half.alive()
+        if not alive.size:
+            continue
+        try:
+            result = run_batch(step, alive)
+        except Exception as next_error:
+            run_halves(queue, step, alive, next_error)
+        else:
+            queue.complete(alive, result)
+
+
+def check_device(step: Step) -> None:
+    """Send one blank image through the device.
+
+    Raises:
+        DeviceError: The device is dead.
+    """
+    try:
+        step.input(0)[:1] = 0
+        step.launch(0, 1)
+        packed = step.fetch(0, 1)
+    except Exception as error:
+        if is_out_of_memory(error):
+            step.release_memory()
+            return
+        raise DeviceError(f"a blank image failed on the device ({type(error).__name__})") from error
+    if not np.isfinite(packed).all():
+        raise DeviceError("a blank image gave outputs that are not finite")

@@ -1,0 +1,123 @@
+"""What passes through the queue: the images of one request, the batches that hold parts of them, and their results."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Images = npt.NDArray[np.uint8]
+"""(n, channels, height, width)."""
+
+PREDICT: Final = "predict"
+EXPLAIN: Final = "explain"
+"""Kinds of requests: outputs alone, or with explanations."""
+
+
+class State(enum.Enum):
+    """Where a request is in its life."""
+
+    RESERVED = enum.auto()
+    QUEUED = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the device computed for some images.
+
+    Attributes:
+        packed: ``float32 (n, S + K)`` outputs (:mod:`psc_core.model.outputs`).
+        explanation: By name, arrays of ``Pipeline.explain``, images first; empty unless asked for.
+    """
+
+    packed: npt.NDArray[np.float32]
+    explanation: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+    def __getitem__(self, images: slice) -> Result:
+        """A view of some of the images."""
+        return Result(self.packed[images], {name: array[images] for name, array in self.explanation.items()})
+
+
+@dataclass(eq=False, slots=True)
+class QueuedRequest:
+    """One request's images on their way through the device."""
+
+    count: int
+    deadline: float
+    """When the result must be there, seconds of the batcher's clock."""
+    urgent_at: float
+    """From this time on it keeps its turn until all of its images are taken."""
+    kind: str
+    """Requests of one kind may share a batch."""
+    waiter: Any
+    """Whoever waits for the result; never looked at here."""
+    state: State = State.RESERVED
+    images: Images = field(default_factory=lambda: np.empty((0, 0, 0, 0), np.uint8))
+    """Empty while it is reserved."""
+    n_taken: int = 0
+    """Images handed out in batches so far."""
+    n_done: int = 0
+    queued_at: float = 0.0
+    results: dict[int, Result] = field(default_factory=dict)
+    """Of the images completed so far, by the first image of each part."""
+    error: Exception | None = None
+    """Why it failed; ``None`` after FINISHED means success."""
+
+    def result(self) -> Result:
+        """Of all images, once they are completed."""
+        parts = [self.results[start] for start in sorted(self.results)]
+        if len(parts) == 1:
+            return parts[0]
+        names = parts[0].explanation
+        return Result(
+            np.concatenate([part.packed for part in parts]),
+            {name: np.concatenate([part.explanation[name] for part in parts]) for name in names},
+        )
+
+
+class Part(NamedTuple):
+    """Images ``start … stop - 1`` of a request."""
+
+    request: QueuedRequest
+    start: int
+    stop: int
+
+
+class DeviceBatch(NamedTuple):
+    """Parts of requests of one kind, in the order of their outputs; ``size`` images in all."""
+
+    kind: str
+    parts: list[Part]
+    size: int
+    taken_at: float
+
+    def copy_images(self, buffer: Images) -> None:
+        """Copy the images of the parts, in order, to the front of ``buffer``."""
+        offset = 0
+        for request, start, stop in self.parts:
+            buffer[offset : offset + stop - start] = request.images[start:stop]
+            offset += stop - start
+
+    def alive(self) -> DeviceBatch:
+        """The parts whose requests are not finished."""
+        parts = [part for part in self.parts if part.request.state is not State.FINISHED]
+        return self._replace(parts=parts, size=sum(part.stop - part.start for part in parts))
+
+    def halves(self) -> tuple[DeviceBatch, DeviceBatch]:
+        """The batch cut after half of its images, through a part where need be."""
+        half = room = self.size // 2
+        left: list[Part] = []
+        right: list[Part] = []
+        for request, start, stop in self.parts:
+            cut = min(stop, start + room)
+            if cut > start:
+                left.append(Part(request, start, cut))
+            if cut < stop:
+                right.append(Part(request, cut, stop))
+            room -= cut - start
+        return self._replace(parts=left, size=half), self._replace(parts=right, size=self.size - half)

@@ -1,0 +1,101 @@
+"""An engine with fakes around it, and shorthands for its queue."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from app.inference.batcher import Batcher
+from app.inference.decoder import Decoder
+from app.inference.engine import Engine
+from app.inference.request import DeviceBatch, QueuedRequest, Result
+from app.inference.steps import make_step
+from tests.app.fakes import PREPROCESS, FakePipeline
+
+NO_IMAGES = np.empty((0, 1, 8, 8), np.uint8)
+"""For tests that never compute."""
+
+
+def make(batch: int = 8, queue: int = 100, delay: float = 0.0) -> Batcher:
+    """A batcher."""
+    return Batcher(max_batch_size=batch, max_queue_images=queue, max_delay_s=delay)
+
+
+def admit(batcher: Batcher, count: int, now: float = 0.0, deadline: float = 1e9, kind: str = "") -> QueuedRequest:
+    """Reserve and queue a request."""
+    request = batcher.reserve(count, now=now, deadline=deadline, kind=kind)
+    assert batcher.put(request, NO_IMAGES, now=now)
+    return request
+
+
+def blank(count: int) -> Result:
+    """A result of zeros."""
+    return Result(np.zeros((count, 1), np.float32))
+
+
+def complete(batcher: Batcher, batch: DeviceBatch, now: float) -> None:
+    """The batch is done."""
+    batcher.complete(batch, blank(batch.size), now=now)
+
+
+class Metrics:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def batch(self, size: int, seconds: float, waits: Any) -> None:
+        self.batches.append(size)
+
+    def decoded(self, seconds: float) -> None:
+        pass
+
+
+class Setup:
+    """An engine with its fakes."""
+
+    def __init__(self, engine: Engine, network: FakePipeline, metrics: Metrics) -> None:
+        self.engine, self.network, self.metrics = engine, network, metrics
+        self.failures: list[Exception] = []
+
+    async def arrays(self, *images: Any, deadline_s: float = 10.0, **options: Any) -> Any:
+        """Outputs of one request."""
+        return (await self.engine.predict(stack(*images), deadline_s=deadline_s, **options)).packed
+
+
+def stack(*images: Any) -> Any:
+    """(n, 1, 8, 8)."""
+    return np.stack([image[None] for image in images])
+
+
+@asynccontextmanager
+async def engine(
+    *, max_batch: int = 8, queue: int = 1000, inline: int = 1 << 20, start: bool = True, delay_ms: float = 0.0
+) -> AsyncIterator[Setup]:
+    """An engine that runs a fake network."""
+    network, metrics = FakePipeline(), Metrics()
+    with ThreadPoolExecutor(2) as pool:
+        decoder = Decoder(pool, threads=2, preprocess=PREPROCESS, max_pixels=10_000, inline_bytes=inline)
+        step = make_step(network, decoder.shape, max_batch=max_batch, device=torch.device("cpu"), compiled=False)
+        failures: list[Exception] = []
+        made = Engine(
+            "m",
+            step,
+            decoder,
+            batcher=Batcher(max_batch_size=max_batch, max_queue_images=queue, max_delay_s=delay_ms / 1000),
+            observer=metrics,
+            on_failure=failures.append,
+        )
+        setup = Setup(made, network, metrics)
+        setup.failures = failures
+        if start:
+            await made.start()
+            network.sizes.clear()
+        yield setup
+        network.gate.set()
+        await made.close(within_s=5)

@@ -1,0 +1,46 @@
+"""Times of batches by size: a running mean, and what it says of sizes that were not measured."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.inference.batch_times import BatchTimes
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.floats(0.01, 9.0)), max_size=12), st.integers(0, 100))
+def test_times_are_those_of_batches_of_about_the_size(steps: list[tuple[int, float]], images: int) -> None:
+    times, now, found = BatchTimes(8), 0.0, dict[int, float]()
+    for size, seconds in steps:
+        times.add(size, now, now + seconds)
+        now += seconds
+        kind = math.ceil(math.log2(size))
+        found[kind] = 0.8 * found[kind] + 0.2 * seconds if kind in found else seconds
+
+    def of(size: int) -> float:
+        kind = math.ceil(math.log2(size))
+        larger = min((k for k in found if k > kind), default=None)
+        if kind in found:
+            return found[kind]
+        return found[max(found)] if larger is None else found[larger] * size / 2**larger
+
+    sizes = [8] * (images // 8) + [images % 8] * (images % 8 > 0)
+    assert times.total(images) == pytest.approx(sum(map(of, sizes)) if found else 0.0)
+
+
+def test_batch_behind_another_is_timed_from_its_end() -> None:
+    times = BatchTimes(4)
+    times.add(4, 0.0, 1.0)
+    times.add(4, 0.0, 2.0)
+    assert times.total(4) == pytest.approx(1.0)
+
+
+def test_quicker_device_is_soon_trusted() -> None:
+    times, now = BatchTimes(4), 0.0
+    for seconds in [1.0] * 30 + [0.1] * 30:
+        times.add(4, now, now + seconds)
+        now += seconds
+    assert times.total(4) == pytest.approx(0.1, rel=0.02)

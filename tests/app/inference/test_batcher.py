@@ -1,0 +1,325 @@
+"""The batching state machine under random arrivals, cancellations, errors and a simulated clock."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from app.errors import ClientGone, DeadlineExceeded, NotReady, QueueFull
+from app.inference.request import DeviceBatch, QueuedRequest, State
+from tests.app.inference.support import NO_IMAGES, admit, complete, make
+
+
+def parts(batch: DeviceBatch | None) -> list[tuple[QueuedRequest, int, int]]:
+    assert batch is not None
+    return [(part.request, part.start, part.stop) for part in batch.parts]
+
+
+class Simulation(RuleBasedStateMachine):
+    """No loss, no duplication, no misalignment, bounded memory, whatever happens in whatever order."""
+
+    @initialize(batch=st.integers(1, 20), queue=st.integers(1, 60), delay=st.sampled_from([0.0, 0.5]))
+    def begin(self, batch: int, queue: int, delay: float) -> None:
+        self.max_batch, self.max_queue, self.delay = batch, queue, delay
+        self.batcher = make(batch, queue, delay)
+        self.now = 0.0
+        self.reserved: list[QueuedRequest] = []
+        self.admitted: list[QueuedRequest] = []
+        self.running: list[DeviceBatch] = []
+        self.finished: list[QueuedRequest] = []
+        self.results: dict[QueuedRequest, list[int | None]] = {}
+        self.closed = False
+
+    def gather(self) -> None:
+        self.finished += self.batcher.collect()
+
+    @rule(count=st.integers(1, 30), urgent_at=st.floats(0.1, 5.0), kind=st.sampled_from(["a", "b"]))
+    def reserve(self, count: int, urgent_at: float, kind: str) -> None:
+        before = self.batcher.pending
+        try:
+            request = self.batcher.reserve(count, now=self.now, deadline=self.now + urgent_at, kind=kind)
+        except QueueFull as error:
+            assert 1 <= error.retry_after <= 60
+            assert before + count > self.max_queue or before > 0
+            assert self.batcher.pending == before
+        except NotReady:
+            assert self.closed
+        else:
+            assert not self.closed
+            self.admitted.append(request)
+            self.reserved.append(request)
+            self.results[request] = [None] * count
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def put(self, data: st.DataObject) -> None:
+        request = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
+        assert self.batcher.put(request, NO_IMAGES, now=self.now) == (request.state is State.QUEUED)
+
+    @rule(full=st.booleans())
+    def take(self, full: bool) -> None:
+        due = self.batcher.due_in(self.now, full=full)
+        batch = self.batcher.take(self.now, full=full)
+        if batch is None:
+            self.gather()
+            return
+        assert due == 0.0
+        assert 1 <= batch.size <= self.max_batch
+        assert batch.size == sum(part.stop - part.start for part in batch.parts)
+        for part in batch.parts:
+            assert part.request.kind == batch.kind
+            assert part.request.deadline > self.now
+            for image in range(part.start, part.stop):
+                assert self.results[part.request][image] is None, "handed out twice"
+                self.results[part.request][image] = -1
+        self.running.append(batch)
+        self.gather()
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def complete(self) -> None:
+        batch = self.running.pop(0)
+        for part in batch.parts:
+            for image in range(part.start, part.stop):
+                self.results[part.request][image] = image
+        complete(self.batcher, batch, self.now)
+        self.gather()
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def fail_batch(self) -> None:
+        for part in self.running.pop(0).parts:
+            self.batcher.fail(part.request, RuntimeError("device"))
+        self.gather()
+
+    @precondition(lambda self: self.admitted)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.batcher.cancel(self.admitted[data.draw(st.integers(0, len(self.admitted) - 1))])
+        self.gather()
+
+    @rule(seconds=st.floats(0.0, 2.0))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.batcher.expire(self.now)
+        self.gather()
+
+    @rule()
+    def close(self) -> None:
+        self.batcher.close("draining")
+        self.closed = True
+
+    @invariant()
+    def bounded_and_booked(self) -> None:
+        alive = [request for request in self.admitted if request.state is not State.FINISHED]
+        assert self.batcher.pending == sum(request.count - request.n_taken for request in alive) <= self.max_queue
+        assert len(self.finished) == len(set(self.finished))
+        assert set(self.finished) == {request for request in self.admitted if request.state is State.FINISHED}
+        assert self.batcher.idle == (not alive)
+
+    @invariant()
+    def aligned(self) -> None:
+        for request in self.finished:
+            if request.error is None:
+                assert self.results[request] == list(range(request.count))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "batcher"):
+            return
+        while self.reserved:
+            self.batcher.put(self.reserved.pop(), NO_IMAGES, now=self.now)
+        for batch in self.running:
+            complete(self.batcher, batch, self.now)
+        self.now += self.delay
+        while (batch := self.batcher.take(self.now)) is not None:
+            complete(self.batcher, batch, self.now)
+        self.gather()
+        assert self.batcher.idle, "a request was lost"
+        assert set(self.finished) == set(self.admitted)
+
+
+TestSimulation = Simulation.TestCase
+
+
+def test_large_request_does_not_starve_single_images() -> None:
+    batcher = make(batch=16, queue=2000)
+    large = admit(batcher, 500)
+    first = batcher.take(0.0)
+    assert parts(first) == [(large, 0, 16)]
+    singles = [admit(batcher, 1) for _ in range(10)]
+    batch = batcher.take(0.0)
+    assert {request for request, _, _ in parts(batch)} == {large, *singles}
+
+
+def test_single_images_do_not_starve_a_large_request() -> None:
+    batcher = make(batch=16, queue=2000)
+    large = admit(batcher, 100)
+    for _ in range(200):
+        for _ in range(16):
+            admit(batcher, 1)
+        batch = batcher.take(0.0)
+        if batch is None or large.state is State.RUNNING:
+            break
+    assert large.state is State.RUNNING
+
+
+def test_lonely_request_fills_the_batch_at_once() -> None:
+    batcher = make(batch=64)
+    request = admit(batcher, 100)
+    assert parts(batcher.take(0.0)) == [(request, 0, 64)]
+    assert parts(batcher.take(0.0)) == [(request, 64, 100)]
+
+
+def test_delay_ends_when_the_batch_is_full_or_old() -> None:
+    batcher = make(batch=2, delay=1.0)
+    admit(batcher, 1, now=0.0)
+    assert batcher.take(0.5) is None
+    assert batcher.due_in(0.25) == 0.75
+    assert batcher.take(1.0) is not None
+    admit(batcher, 1, now=2.0)
+    admit(batcher, 1, now=2.0)
+    assert batcher.take(2.0) is not None
+
+
+def test_cancelled_request_does_not_end_the_delay_of_others() -> None:
+    batcher = make(batch=8, delay=1.0)
+    large = admit(batcher, 12)
+    assert batcher.take(0.0) is not None
+    batcher.cancel(large)
+    admit(batcher, 1)
+    assert batcher.due_in(0.0) == 1.0
+
+
+def test_full_waits_for_a_whole_batch() -> None:
+    batcher = make(batch=4)
+    admit(batcher, 3)
+    assert batcher.take(0.0, full=True) is None
+    admit(batcher, 1)
+    assert batcher.take(0.0, full=True) is not None
+
+
+def test_kinds_take_turns_in_batches_of_their_own() -> None:
+    batcher = make(batch=4)
+    for _ in range(2):
+        admit(batcher, 4, kind="a")
+        admit(batcher, 4, kind="b")
+    taken = [batcher.take(0.0) for _ in range(4)]
+    assert [batch.kind for batch in taken if batch] == ["a", "b", "a", "b"]
+
+
+def test_expired_requests_never_reach_the_device() -> None:
+    batcher = make()
+    late = admit(batcher, 3, deadline=1.0)
+    good = admit(batcher, 1)
+    assert parts(batcher.take(1.0)) == [(good, 0, 1)]
+    assert batcher.collect() == [late]
+    assert isinstance(late.error, DeadlineExceeded)
+
+
+def test_cancelled_request_leaves_at_once() -> None:
+    batcher = make(queue=5)
+    request = admit(batcher, 5)
+    batcher.cancel(request)
+    assert batcher.pending == 0
+    assert isinstance(request.error, ClientGone)
+    assert batcher.take(0.0) is None
+
+
+def test_retry_after_follows_the_measured_drain_rate() -> None:
+    batcher = make(batch=10, queue=100)
+    admit(batcher, 10, now=0.0)
+    batch = batcher.take(0.0)
+    assert batch is not None
+    complete(batcher, batch, 1.0)
+    admit(batcher, 95, now=1.0)
+    with pytest.raises(QueueFull) as caught:
+        batcher.reserve(10, now=1.0, deadline=1e9)
+    assert caught.value.retry_after == 10
+
+
+def test_burst_after_quiet_is_not_timed_by_batches_of_one() -> None:
+    batcher = make(batch=64, queue=4000)
+    for second in range(5):
+        admit(batcher, 1, now=second)
+        batch = batcher.take(second)
+        assert batch is not None
+        complete(batcher, batch, second + 0.01)
+    requests = [admit(batcher, 32, now=9.0, deadline=19.0) for _ in range(60)]
+    now = 9.0
+    while (batch := batcher.take(now)) is not None:  # 10 ms and 0.2 ms an image
+        now += 0.01 + 0.0002 * batch.size
+        complete(batcher, batch, now)
+    assert all(request.state is State.FINISHED and request.error is None for request in requests)
+
+
+def test_refuses_what_cannot_be_answered_in_time() -> None:
+    batcher = make(batch=10, queue=100)
+    admit(batcher, 10, now=0.0)
+    batch = batcher.take(0.0)
+    assert batch is not None
+    complete(batcher, batch, 1.0)
+    for _ in range(50):  # At 10 a second: a turn in 5 s, which may be a third of the time left.
+        admit(batcher, 1, now=1.0)
+    with pytest.raises(QueueFull, match="more than the 4 s that it can wait"):
+        batcher.reserve(1, now=1.0, deadline=13.0)
+    batcher.reserve(1, now=1.0, deadline=16.5)
+
+
+def test_admits_a_single_image_that_overtakes_a_large_request() -> None:
+    batcher = make(batch=10, queue=200)
+    admit(batcher, 10, now=0.0)
+    batch = batcher.take(0.0)
+    assert batch is not None
+    complete(batcher, batch, 1.0)
+    admit(batcher, 100, now=1.0)
+    with pytest.raises(QueueFull, match="the 100 images before"):
+        batcher.reserve(2, now=1.0, deadline=3.0)
+    single = admit(batcher, 1, now=1.0, deadline=3.0)
+    assert single in [part.request for part in batcher.take(1.0).parts]  # type: ignore[union-attr]
+
+
+def test_requests_of_less_than_a_turn_count_as_the_images_they_have() -> None:
+    batcher = make(batch=64)
+    admit(batcher, 64)
+    batch = batcher.take(0.0)
+    assert batch is not None
+    complete(batcher, batch, 6.4)
+    for _ in range(6):  # 0.6 s of images, though a turn of each is 48, 6.4 s.
+        admit(batcher, 1, now=6.4)
+    admit(batcher, 1, now=6.4, deadline=9.4)
+
+
+def test_closed_admits_nothing_and_finishes_the_rest() -> None:
+    batcher = make()
+    request = admit(batcher, 1)
+    batcher.close("draining")
+    with pytest.raises(NotReady, match="draining"):
+        batcher.reserve(1, now=0.0, deadline=1.0)
+    assert parts(batcher.take(0.0)) == [(request, 0, 1)]
+
+
+def test_large_request_ends_in_time_under_lasting_overload() -> None:
+    """Three times more single images arrive than the device can do; each image takes 1/300 s."""
+    batcher, now, arrived, large = make(64, 2048), 0.0, 0.0, None
+    ended: list[QueuedRequest] = []
+    while large not in ended:
+        batch = batcher.take(now)
+        seconds = (batch.size if batch else 8) / 300
+        now, arrived = now + seconds, arrived + 900 * seconds
+        assert now < 60, "the large request was never admitted or never ended"
+        if batch is not None:
+            complete(batcher, batch, now)
+        sizes = [1] * int(arrived)
+        arrived -= len(sizes)
+        if large is None and now > 5:
+            sizes.insert(0, 500)
+        for size in sizes:
+            try:
+                request = admit(batcher, size, now, now + 10)
+            except QueueFull:
+                continue
+            large = request if size == 500 else large
+        batcher.expire(now)
+        ended += batcher.collect()
+    assert not [request for request in ended if request.error is not None]
