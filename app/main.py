@@ -11,12 +11,13 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from app.http import openapi, problems
+from app.http import problems
 from app.http.middleware import spans
 from app.http.middleware.hosts import HostAllowList
 from app.http.middleware.limits import RequestLimits
 from app.http.middleware.problems import ProblemResponses
 from app.http.middleware.telemetry import Telemetry
+from app.http.openapi import Application
 from app.http.routes import admin, health, metrics, model, page, predict
 from app.http.v2 import routes as v2
 from app.runtime import Runtime
@@ -56,7 +57,7 @@ def create_app(
             yield
             await service.close()
 
-    app = FastAPI(
+    app = Application(
         title="PSC",
         version=__version__,
         description="Image classification with uncertainty from probabilistic skip connections.",
@@ -71,7 +72,6 @@ def create_app(
     if settings.page:
         page.add_to(app)
     _add_middleware(app, service)
-    openapi.complete(app)
     return app
 
 

@@ -58,12 +58,11 @@ IMAGES_BODY: Final[dict[str, Any]] = {
 """Request body of a prediction."""
 
 
-def complete(app: FastAPI) -> None:
-    """Add the schema of problems, and drop FastAPI's own 422: invalid parameters are 400 here."""
-    build = app.openapi
+class Application(FastAPI):
+    """FastAPI, its document with the schema of problems and without its own 422: invalid parameters are 400 here."""
 
-    def openapi() -> dict[str, Any]:
-        document = build()
+    def openapi(self) -> dict[str, Any]:
+        document = super().openapi()
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         for path in document["paths"].values():
             for operation in path.values():
@@ -74,5 +73,3 @@ def complete(app: FastAPI) -> None:
             schemas.pop(name, None)
         schemas[ProblemDocument.__name__] = ProblemDocument.model_json_schema()
         return document
-
-    app.openapi = openapi  # type: ignore[method-assign]
