@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+from app.auth import ApiKeys
 from app.http import problems
 from app.http.middleware import spans
 from app.http.middleware.hosts import HostAllowList
@@ -41,14 +42,21 @@ def create_app(
         An application whose lifespan loads the models; ``app.state.service`` is its :class:`Service`.
 
     Raises:
-        UsageError: API keys that cannot be used.
+        UsageError: API keys that cannot be used, or an extra that is not installed.
     """
     runtime = runtime or Runtime()
 
     def load(path: Path) -> PSC:
         return PSC.load(path, device=settings.device, allow_factories=settings.allow_factories)
 
-    service = Service(settings, load, models, on_models_changed=runtime.models_changed, on_failure=runtime.failed)
+    service = Service(
+        settings,
+        ApiKeys.from_settings(settings),
+        load,
+        models,
+        on_models_changed=runtime.models_changed,
+        on_failure=runtime.failed,
+    )
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -73,6 +81,17 @@ def create_app(
         page.add_to(app)
     _add_middleware(app, service)
     return app
+
+
+def check(settings: Settings) -> None:
+    """Raise what :func:`create_app` would, and build nothing.
+
+    Raises:
+        UsageError: API keys that cannot be used, or an extra that is not installed.
+    """
+    ApiKeys.from_settings(settings)
+    if settings.otel:
+        spans.check_installed()
 
 
 def _add_middleware(app: FastAPI, service: Service) -> None:

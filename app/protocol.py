@@ -51,12 +51,15 @@ class LimitedProtocol(HttpToolsProtocol):
     Whenever a connection is open, something ends it: the client's time is up (it owes us the rest of a head, or of a
     body that nobody waits for any more), the application ends (it has the request), or the connection is idle for too
     long.  Line ends between requests are no use of a connection.
+
+    Args:
+        upload_seconds: How long a client may keep us waiting.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, upload_seconds: float, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.url = b""
-        self._timeout_s: float = self.config.loaded_app.state.service.settings.upload_seconds
+        self._timeout_s = upload_seconds
         self._in_head = True
         self._read_bytes = 0
         self._head_bytes = 0  # What has come of the head, or since the last bytes of a body; while parsing, at most.

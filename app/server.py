@@ -6,14 +6,16 @@ import logging
 import os
 import socket
 import tempfile
+from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
 
-from app.main import create_app
+from app.main import check, create_app
 from app.observability.logs import log_config
 from app.observability.metrics import PROCESS_FILES
 from app.protocol import LimitedProtocol
@@ -49,14 +51,15 @@ class Workers(Multiprocess):
         super().terminate_all()
 
 
-def uvicorn_config(settings: Settings) -> uvicorn.Config:
+def uvicorn_config(settings: Settings, application: Callable[[], FastAPI]) -> uvicorn.Config:
     """How uvicorn runs the application."""
+    protocol = partial(LimitedProtocol, upload_seconds=settings.upload_seconds)
     return uvicorn.Config(
-        partial(build, settings),
+        application,
         factory=True,
         workers=settings.workers,
         loop="uvloop",
-        http=LimitedProtocol,
+        http=cast(type[LimitedProtocol], protocol),  # Uvicorn only calls it.
         ws="none",
         log_config=log_config(settings.log_level),
         access_log=False,
@@ -80,10 +83,10 @@ def serve(settings: Settings, listener: socket.socket) -> tuple[int, str]:
     Raises:
         UsageError: Settings that cannot be used.
     """
-    config = uvicorn_config(settings)
     if settings.workers == 1:
-        return _serve_alone(config, listener)
-    create_app(settings)  # Raises what is wrong with the settings here; uvicorn would start such a worker for ever.
+        return _serve_alone(settings, listener)
+    check(settings)  # Uvicorn would start a worker that cannot use its settings for ever.
+    config = uvicorn_config(settings, partial(build, settings))
     with tempfile.TemporaryDirectory(prefix="psc-metrics-") as folder:
         os.environ.setdefault(PROCESS_FILES, folder)
         workers = Workers(config, [listener])
@@ -92,12 +95,13 @@ def serve(settings: Settings, listener: socket.socket) -> tuple[int, str]:
     return (EXIT_BAD_INPUT, "a worker could not start; see the log") if failed else (0, "")
 
 
-def _serve_alone(config: uvicorn.Config, listener: socket.socket) -> tuple[int, str]:
-    server = uvicorn.Server(config)
+def _serve_alone(settings: Settings, listener: socket.socket) -> tuple[int, str]:
+    app = build(settings)
+    server = uvicorn.Server(uvicorn_config(settings, lambda: app))
     try:
         server.run([listener])
     except SystemExit:  # From the handler of a signal that uvicorn raises again when it has ended, or at startup.
         if not server.started:
             raise
-    service: Service = config.loaded_app.state.service
+    service: Service = app.state.service
     return service.exit_code, service.exit_message

@@ -32,6 +32,7 @@ class Service:
 
     Args:
         settings: All settings.
+        keys: Who may do what.
         loader: Reads a bundle directory.
         models: Served by name instead of the bundles.
         on_models_changed: Called when every model is ready, and when replaced models have ended.
@@ -39,8 +40,8 @@ class Service:
 
     Attributes:
         settings: As given.
+        keys: As given.
         metrics: Of this application.
-        keys: Who may do what.
         registry: The models.
         exit_code: What the process should end with.
         exit_message: Why, one line.
@@ -51,6 +52,7 @@ class Service:
     def __init__(
         self,
         settings: Settings,
+        keys: ApiKeys,
         loader: Callable[[Path], PSC],
         models: Mapping[str, PSC] | None,
         *,
@@ -59,7 +61,7 @@ class Service:
     ) -> None:
         self.settings = settings
         self.metrics = Metrics()
-        self.keys = ApiKeys.from_settings(settings)
+        self.keys = keys
         self.registry = Registry(
             ModelStarter(settings, self.metrics, on_failure=self._device_failed),
             loader,

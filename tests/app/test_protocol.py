@@ -8,7 +8,7 @@ import time
 import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -85,29 +85,18 @@ async def serving(
         await asyncio.sleep(0.01)
 
 
-class Application:
-    """An ASGI application with the settings that the protocol looks up."""
-
-    def __init__(self, app: Any, timeout_s: float) -> None:
-        self._app = app
-        settings = SimpleNamespace(upload_seconds=timeout_s)
-        self.state = SimpleNamespace(service=SimpleNamespace(settings=settings))
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self._app(scope, receive, send)
-
-
 def configuration(app: Any, timeout_s: float, idle_s: float) -> uvicorn.Config:
-    config = uvicorn.Config(
-        Application(app, timeout_s), http=LimitedProtocol, interface="asgi3", proxy_headers=False, log_config=None
-    )
+    http: Any = partial(LimitedProtocol, upload_seconds=timeout_s)
+    config = uvicorn.Config(app, http=http, interface="asgi3", proxy_headers=False, log_config=None)
     config.timeout_keep_alive = idle_s  # type: ignore[assignment]
     config.load()
     return config
 
 
 def make(config: uvicorn.Config, state: ServerState) -> LimitedProtocol:
-    return LimitedProtocol(config=config, server_state=state, app_state={})
+    http: Any = config.http_protocol_class
+    made: LimitedProtocol = http(config=config, server_state=state, app_state={})
+    return made
 
 
 async def response(reader: asyncio.StreamReader) -> bytes:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from app.runtime import linger_seconds
 from app.server import uvicorn_config
@@ -125,7 +126,7 @@ def test_sigterm_ends_the_process_when_a_body_does_not_come() -> None:
 @pytest.mark.parametrize("drain_seconds", [2.0, 2.9, 30.0])
 def test_lingering_and_draining_take_drain_seconds(drain_seconds: float) -> None:
     settings = load_settings({"drain_seconds": drain_seconds})
-    drain = uvicorn_config(settings).timeout_graceful_shutdown
+    drain = uvicorn_config(settings, FastAPI).timeout_graceful_shutdown
     assert drain is not None
     assert drain_seconds - 1 < linger_seconds(settings) + drain <= drain_seconds
 
@@ -179,7 +180,7 @@ def test_sighup_reloads_in_the_same_process() -> None:
 
 
 def test_an_idle_connection_is_closed() -> None:
-    assert uvicorn_config(load_settings({"keep_alive_seconds": 3})).timeout_keep_alive == 3
+    assert uvicorn_config(load_settings({"keep_alive_seconds": 3}), FastAPI).timeout_keep_alive == 3
     with serve_fake("--keep-alive-seconds=1") as server, connect(server) as client:
         client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
         received = b""

@@ -41,11 +41,12 @@ def predict() -> list[str]:
     import uvicorn
     from PIL import Image
 
-    from app.server import uvicorn_config
+    from app.server import build, uvicorn_config
     from app.settings import load_settings
 
     settings = {"bundle": str(SHIPPED_BUNDLE), "device": "cpu", "backend": "folded", "max_batch_size": 1}
-    server = uvicorn.Server(uvicorn_config(load_settings(settings)))
+    app = build(load_settings(settings))
+    server = uvicorn.Server(uvicorn_config(load_settings(settings), lambda: app))
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     file = io.BytesIO()
@@ -54,7 +55,7 @@ def predict() -> list[str]:
     names: list[str] = []
 
     def client() -> None:
-        while not server.started or server.config.loaded_app.state.service.registry.reasons():
+        while not server.started or app.state.service.registry.reasons():
             threading.Event().wait(0.05)
         calls.names.clear()
         request = urllib.request.Request(f"{url}/predict?alpha=0.1", file.getvalue(), {"Content-Type": "image/png"})

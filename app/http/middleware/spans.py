@@ -66,22 +66,34 @@ class SpanMiddleware:
                 span.set_attribute("http.route", route)
 
 
+def check_installed() -> None:
+    """Refuse to trace without the OpenTelemetry packages.
+
+    Raises:
+        UsageError: The OpenTelemetry extra is not installed.
+    """
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace.export  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"otel needs OpenTelemetry, but {error.name} is not installed; pip install 'psc[otel]' or switch otel off"
+        ) from error
+
+
 def configure_export() -> None:
     """Send spans by OTLP/HTTP; where to, and as which service, say the standard ``OTEL_*`` variables.
 
     Raises:
         UsageError: The OpenTelemetry extra is not installed.
     """
-    try:
-        from opentelemetry import trace
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as error:
-        raise UsageError(
-            f"otel needs OpenTelemetry, but {error.name} is not installed; pip install 'psc[otel]' or switch otel off"
-        ) from error
+    check_installed()
+    from opentelemetry import trace
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
     name = os.environ.get("OTEL_SERVICE_NAME", "psc")
     provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

@@ -42,8 +42,7 @@ def main() -> None:
     with torch.inference_mode():
         row = psc.pipeline(torch.zeros((1, size.channels, size.height, size.width), dtype=torch.uint8))[0]
     model: Any = replace(psc, pipeline=Instant(psc.pipeline, row))
-    config = uvicorn_config(settings)
-    config.app = lambda: create_app(settings, {"instant": model}, runtime=UvicornRuntime(settings))
+    config = uvicorn_config(settings, lambda: create_app(settings, {"instant": model}, runtime=UvicornRuntime(settings)))
     uvicorn.Server(config).run([socket.create_server(("127.0.0.1", port()), backlog=BACKLOG)])
 
 

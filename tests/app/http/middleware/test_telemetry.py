@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from app.auth import ApiKeys
 from app.http.middleware.telemetry import Telemetry
 from app.observability.tracing import begin_trace, current_trace
 from app.runtime import Runtime
@@ -36,6 +37,7 @@ def serve(headers: list[tuple[bytes, bytes]]) -> tuple[dict[str, Any], list[dict
     runtime, unused = Runtime(), None
     service = Service(
         load_settings(),
+        ApiKeys(),
         unused,  # type: ignore[arg-type]
         {},
         on_models_changed=runtime.models_changed,
