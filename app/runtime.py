@@ -43,20 +43,18 @@ class Runtime:
         yield
 
 
+def prepare_process(settings: Settings) -> None:
+    """Set what belongs to the process and not to the application: import path, heap, threads, files of metrics."""
+    if settings.allow_factories:
+        sys.path.append(str(Path.cwd()))  # Where they are looked up last.
+    keep_freed_memory()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    torch.set_num_threads(network_threads(settings, torch.get_num_threads()))
+    forget_dead_processes()
+
+
 class UvicornRuntime(Runtime):
-    """A process of our own, in which uvicorn runs.
-
-    Args:
-        settings: Of the service.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        if settings.allow_factories:
-            sys.path.append(str(Path.cwd()))  # Where they are looked up last.
-        keep_freed_memory()
-        sys.setswitchinterval(_SWITCH_SECONDS)
-        torch.set_num_threads(network_threads(settings, torch.get_num_threads()))
-        forget_dead_processes()
+    """A process of our own, in which uvicorn runs."""
 
     def models_changed(self) -> None:
         """Take the objects of imports and models out of every garbage collection.

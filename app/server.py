@@ -19,7 +19,7 @@ from app.main import check, create_app
 from app.observability.logs import log_config
 from app.observability.metrics import PROCESS_FILES
 from app.protocol import LimitedProtocol
-from app.runtime import UvicornRuntime, linger_seconds
+from app.runtime import UvicornRuntime, linger_seconds, prepare_process
 from app.service import EXIT_BAD_INPUT, Service
 from app.settings import Settings
 
@@ -34,7 +34,8 @@ logger = logging.getLogger("psc.server")
 
 def build(settings: Settings) -> FastAPI:
     """The application in a process of its own; uvicorn calls this in each worker."""
-    return create_app(settings, runtime=UvicornRuntime(settings))
+    prepare_process(settings)
+    return create_app(settings, runtime=UvicornRuntime())
 
 
 class Workers(Multiprocess):

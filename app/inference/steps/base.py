@@ -99,7 +99,10 @@ def run_batch(step: Step, batch: DeviceBatch) -> Result:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a step failed for lack of memory, on the device or the host."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
+    """Whether a step failed for lack of memory, on the device or the host.
+
+    PyTorch's CPU allocator has no exception of its own: it raises a plain RuntimeError, known by its text alone.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in str(error)

@@ -12,7 +12,7 @@ import uvicorn
 from torch import Tensor
 
 from app.main import create_app
-from app.runtime import UvicornRuntime
+from app.runtime import UvicornRuntime, prepare_process
 from app.server import BACKLOG, uvicorn_config
 from app.settings import Settings
 from benchmarks.serving.adapters.settings import FACTORY, port
@@ -42,7 +42,8 @@ def main() -> None:
     with torch.inference_mode():
         row = psc.pipeline(torch.zeros((1, size.channels, size.height, size.width), dtype=torch.uint8))[0]
     model: Any = replace(psc, pipeline=Instant(psc.pipeline, row))
-    config = uvicorn_config(settings, lambda: create_app(settings, {"instant": model}, runtime=UvicornRuntime(settings)))
+    prepare_process(settings)
+    config = uvicorn_config(settings, lambda: create_app(settings, {"instant": model}, runtime=UvicornRuntime()))
     uvicorn.Server(config).run([socket.create_server(("127.0.0.1", port()), backlog=BACKLOG)])
 
 
