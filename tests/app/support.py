@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,13 +20,31 @@ from tests.app.fakes import FakeModel
 PNG = {"content-type": "image/png"}
 
 
+class Models(dict[str, Any]):
+    """Models by name; once :func:`serve_next` was called, those that it was given, in order.
+
+    Attributes:
+        upcoming: What the next loads give; ``None`` gives the model of the name.
+    """
+
+    upcoming: list[PSC | Exception] | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        if self.upcoming is None:
+            return super().__getitem__(name)
+        item = self.upcoming.pop(0)
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
 @dataclass
 class Running:
     """The application under test."""
 
     client: httpx.AsyncClient
     service: Service
-    models: Mapping[str, Any]
+    models: Models
     app: Any
 
     @property
@@ -57,7 +74,7 @@ async def running(
     models: Mapping[str, Any] | None = None, *, ready: bool = True, runtime: Runtime | None = None, **settings: Any
 ) -> AsyncIterator[Running]:
     """Start the application with fake models (default: one, named ``m``), stop it at the end."""
-    models = {"m": FakeModel()} if models is None else models
+    models = Models({"m": FakeModel()} if models is None else models)
     app = create_app(load_settings({"max_batch_size": 8, **settings}), models, runtime=runtime)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
@@ -72,17 +89,6 @@ async def running(
             model.pipeline.gate.set()
 
 
-def serve_next(app: Running, *models: PSC | Exception, name: str = "m") -> None:
+def serve_next(app: Running, *models: PSC | Exception) -> None:
     """Make the next loads give these."""
-    upcoming = list(models)
-
-    def load(_: Path) -> PSC:
-        item = upcoming.pop(0)
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    registry: Any = app.service.registry
-    registry._given = None
-    registry._loader = load
-    registry._bundles = {each: Path(each) for each in registry.names}
+    app.models.upcoming = list(models)

@@ -105,10 +105,15 @@ async def response(reader: asyncio.StreamReader) -> bytes:
     return head.split(b"\r\n")[0] + b" " + await reader.readexactly(size)
 
 
-async def in_one_read(state: ServerState, data: bytes) -> None:
-    """The server's end of the only connection reads these data at once."""
+async def accepted(state: ServerState) -> None:
+    """The server has the client's connection; the guard of :func:`serving` ends a wait in vain."""
     while not state.connections:
         await asyncio.sleep(0.001)
+
+
+async def in_one_read(state: ServerState, data: bytes) -> None:
+    """The server's end of the only connection reads these data at once."""
+    await accepted(state)
     (connection,) = state.connections
     connection.data_received(data)  # type: ignore[union-attr]
 
@@ -131,8 +136,7 @@ async def test_a_long_head_is_refused(line: bytes) -> None:
     async with serving(5.0) as (reader, writer, state):
         head = REQUEST[:-2] + b"x-long: " + line * MAX_HEAD_BYTES
         writer.write(head[: MAX_HEAD_BYTES - 1])
-        while not state.connections:
-            await asyncio.sleep(0.001)
+        await accepted(state)
         writer.write(head[MAX_HEAD_BYTES - 1 : MAX_HEAD_BYTES + 1])
         assert (await response(reader)).startswith(b"HTTP/1.1 431 Request Header Fields Too Large expected at most")
         assert await reader.read() == b""
@@ -148,11 +152,10 @@ async def test_a_head_that_does_not_come_ends_the_connection(sent: bytes) -> Non
 
 
 async def test_a_slow_body_is_not_a_slow_head() -> None:
-    async with serving(1.0) as (reader, writer, _):
-        writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\n")
-        for byte in b"12345":
-            await asyncio.sleep(0.3)
-            writer.write(bytes([byte]))
+    async with serving(1.0) as (reader, writer, state):
+        await in_one_read(state, b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\n123")
+        await asyncio.sleep(1.2)  # Longer than a head may take.
+        writer.write(b"45")
         assert await response(reader) == b"HTTP/1.1 200 OK xx"
 
 
@@ -160,10 +163,15 @@ SIZE = 16 << 20
 
 
 async def test_an_answer_that_nobody_reads_is_dropped() -> None:
-    async with serving(0.5) as (_, writer, state):
+    came = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        came.set()
+        await answer(scope, receive, send)
+
+    async with serving(0.5, app) as (_, writer, state):
         writer.write(REQUEST.replace(b"GET /", b"GET /%d" % SIZE))
-        while not state.connections:
-            await asyncio.sleep(0.001)
+        await came.wait()
         while state.connections:
             await asyncio.sleep(0.05)
 
@@ -250,8 +258,7 @@ async def not_reading(timeout_s: float, idle_s: float) -> AsyncIterator[tuple[so
 
 async def test_a_connection_gets_a_moment_for_its_first_request_when_the_server_ends() -> None:
     async with serving(1000.0, idle_s=1000.0) as (reader, _, state):
-        while not state.connections:
-            await asyncio.sleep(0.001)
+        await accepted(state)
         (connection,) = state.connections
         connection.shutdown()
         await in_one_read(state, REQUEST)
@@ -259,8 +266,7 @@ async def test_a_connection_gets_a_moment_for_its_first_request_when_the_server_
         connection.shutdown()
         assert await reader.read() == b""
     async with serving(1000.0, idle_s=1000.0) as (reader, _, state):
-        while not state.connections:
-            await asyncio.sleep(0.001)
+        await accepted(state)
         next(iter(state.connections)).shutdown()
         assert await reader.read() == b""
 

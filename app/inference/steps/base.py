@@ -103,6 +103,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     PyTorch's CPU allocator has no exception of its own: it raises a plain RuntimeError, known by its text alone.
     """
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    )

@@ -50,8 +50,8 @@ def check_predictions(response: httpx.Response, values: list[int]) -> list[dict[
 async def hold(app: Running, images: int = 1) -> asyncio.Task[httpx.Response]:
     """A request that occupies the device until the gate opens."""
     app.model.pipeline.gate.clear()
+    app.model.pipeline.sizes.clear()
     request = app.client.post("/predict", files=[("images", ("a.png", png(5)))] * images)
     task = asyncio.create_task(request)
-    await until(lambda: app.service.inflight >= 1 and app.pending == max(0, images - 8))
-    await asyncio.sleep(0.05)
+    await until(lambda: app.model.pipeline.sizes and app.pending == max(0, images - 8))
     return task

@@ -59,8 +59,8 @@ class Metrics:
 class Setup:
     """An engine with its fakes."""
 
-    def __init__(self, engine: Engine, network: FakePipeline, metrics: Metrics) -> None:
-        self.engine, self.network, self.metrics = engine, network, metrics
+    def __init__(self, engine: Engine, decoder: Decoder, network: FakePipeline, metrics: Metrics) -> None:
+        self.engine, self.decoder, self.network, self.metrics = engine, decoder, network, metrics
         self.failures: list[Exception] = []
 
     async def arrays(self, *images: Any, deadline_s: float = 10.0, **options: Any) -> Any:
@@ -91,7 +91,7 @@ async def engine(
             observer=metrics,
             on_failure=failures.append,
         )
-        setup = Setup(made, network, metrics)
+        setup = Setup(made, decoder, network, metrics)
         setup.failures = failures
         if start:
             await made.start()

@@ -82,7 +82,7 @@ async def test_the_first_bad_image_is_named(inline: int) -> None:
 
 async def test_small_files_of_many_pixels_are_decoded_on_threads() -> None:
     async with engine() as setup:
-        decoder = setup.engine._decoder
+        decoder = setup.decoder
         assert decoder.decode_now([EncodedImage(png(0, size=90))]) is not None
         assert decoder.decode_now([EncodedImage(png(0, size=90))] * 3) is None
         with pytest.raises(ImageRefused, match="at most 10000 pixels"):
@@ -93,8 +93,7 @@ async def test_waiting_requests_run_as_one_batch() -> None:
     async with engine() as setup:
         setup.network.gate.clear()
         first = asyncio.create_task(setup.arrays(pixels(1)))
-        await until(lambda: setup.engine.pending == 0 and not setup.engine._arrivals and first)
-        await asyncio.sleep(0.05)
+        await until(lambda: setup.network.sizes)
         others = [asyncio.create_task(setup.arrays(pixels(k))) for k in range(6)]
         await until(lambda: setup.engine.pending == 6)
         setup.network.gate.set()
@@ -134,8 +133,12 @@ async def test_the_deadline_is_kept_while_the_device_is_busy() -> None:
         setup.network.gate.clear()
         running = asyncio.create_task(setup.arrays(pixels(1), deadline_s=0.05))
         waiting = asyncio.create_task(setup.arrays(pixels(2), deadline_s=0.05))
-        await asyncio.sleep(0.1)
-        setup.engine.sweep()
+
+        def ended() -> bool:
+            setup.engine.sweep()
+            return running.done() and waiting.done()
+
+        await until(ended)
         for task in (running, waiting):
             with pytest.raises(DeadlineExceeded):
                 await task
@@ -149,7 +152,7 @@ async def test_request_of_a_client_that_left_never_reaches_the_device() -> None:
     async with engine() as setup:
         setup.network.gate.clear()
         first = asyncio.create_task(setup.arrays(pixels(1)))
-        await asyncio.sleep(0.05)
+        await until(lambda: setup.network.sizes)
         gone = asyncio.create_task(setup.arrays(*[pixels(2)] * 5, disconnected=lambda: left))
         await until(lambda: setup.engine.pending == 5)
         setup.engine.sweep()
@@ -168,7 +171,7 @@ async def test_cancelled_handler_drops_its_request() -> None:
     async with engine() as setup:
         setup.network.gate.clear()
         first = asyncio.create_task(setup.arrays(pixels(1)))
-        await asyncio.sleep(0.05)
+        await until(lambda: setup.network.sizes)
         task = asyncio.create_task(setup.arrays(pixels(2)))
         await until(lambda: setup.engine.pending == 1)
         task.cancel()
@@ -183,7 +186,7 @@ async def test_a_full_queue_refuses_without_decoding() -> None:
     async with engine(queue=4) as setup:
         setup.network.gate.clear()
         first = asyncio.create_task(setup.arrays(pixels(1)))
-        await asyncio.sleep(0.05)
+        await until(lambda: setup.network.sizes)
         waiting = asyncio.create_task(setup.arrays(*[pixels(2)] * 4))
         await until(lambda: setup.engine.pending == 4)
         with pytest.raises(QueueFull, match="4 of 4 places"):
@@ -211,7 +214,7 @@ async def test_closing_gives_up_on_a_device_that_hangs() -> None:
     async with engine() as setup:
         setup.network.gate.clear()
         task = asyncio.create_task(setup.arrays(pixels(1)))
-        await asyncio.sleep(0.05)
+        await until(lambda: setup.network.sizes)
         closing = asyncio.create_task(setup.engine.close(within_s=0.05))
         with pytest.raises(NotReady, match="shutting down"):
             await task

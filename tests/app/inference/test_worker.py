@@ -62,7 +62,7 @@ async def test_dead_device_fails_everything_and_is_reported_once() -> None:
     async with engine() as setup:
         setup.network.gate.clear()
         requests = [asyncio.create_task(setup.arrays(pixels(k), pixels(k))) for k in range(20)]
-        await asyncio.sleep(0.05)
+        await until(lambda: setup.network.sizes)
         setup.network.dead = True
         setup.network.gate.set()
         errors = await asyncio.gather(*requests, return_exceptions=True)
@@ -95,6 +95,7 @@ class SlowStep(EagerStep):
         self.buffers = [np.zeros((max_batch, 1, 8, 8), np.uint8) for _ in range(2)]
         self.launched: list[int] = []
         self.finish = True
+        self.polls = 0
 
     def input(self, slot: int) -> Any:
         return self.buffers[slot]
@@ -106,6 +107,7 @@ class SlowStep(EagerStep):
         self.launched.append(count)
 
     def done(self, slot: int) -> bool:
+        self.polls += 1
         return self.finish
 
     def fetch(self, slot: int, count: int) -> Any:
@@ -131,7 +133,9 @@ async def test_only_a_full_batch_is_launched_behind_the_running_one() -> None:
         first = asyncio.create_task(made.predict(stack(pixels(1)), deadline_s=10))
         await until(lambda: step.launched == [1])
         small = asyncio.create_task(made.predict(stack(pixels(2)), deadline_s=10))
-        await asyncio.sleep(0.02)
+        await until(lambda: made.pending == 1)
+        polls = step.polls
+        await until(lambda: step.polls > polls + 2)  # The worker has looked for a batch in between.
         assert step.launched == [1]
         large = asyncio.create_task(made.predict(stack(*[pixels(3)] * 5), deadline_s=10))
         await until(lambda: len(step.launched) >= 2)

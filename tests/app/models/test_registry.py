@@ -60,7 +60,8 @@ async def test_reload_under_load_loses_nothing() -> None:
 
         clients = [asyncio.create_task(client()) for _ in range(8)]
         for _ in range(6):
-            await asyncio.sleep(0.03)
+            version = app.service.registry.get().model.version
+            await until(lambda version=version: version in versions)
             assert (await app.client.post("/admin/reload", headers=ADMIN)).status_code == 200
         stop = True
         assert sum(await asyncio.gather(*clients)) > 8
@@ -173,7 +174,7 @@ async def test_one_reload_at_a_time() -> None:
         slow.pipeline.gate.clear()
         serve_next(app, slow)
         first = asyncio.create_task(app.client.post("/admin/reload", headers=ADMIN))
-        await asyncio.sleep(0.05)
+        await until(lambda: slow.pipeline.sizes)
         assert (await app.client.post("/admin/reload", headers=ADMIN)).status_code == 409
         slow.pipeline.gate.set()
         assert (await first).status_code == 200
@@ -185,9 +186,9 @@ async def test_reloads_asked_for_meanwhile_are_made_once_afterwards() -> None:
         slow.pipeline.gate.clear()
         serve_next(app, slow, FakeModel("v3"))  # A third load would find none.
         first = asyncio.create_task(app.client.post("/admin/reload", headers=ADMIN))
-        await asyncio.sleep(0.05)
+        await until(lambda: slow.pipeline.sizes)
         hung_up = [asyncio.create_task(app.service.reload_quietly()) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)  # Each runs until it waits for the first.
         slow.pipeline.gate.set()
         assert (await first).json()["reloaded"][0]["version"] == "v2"
         await asyncio.gather(*hung_up)
