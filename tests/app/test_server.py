@@ -1,14 +1,11 @@
-"""The real server in one process of its own: SIGTERM, SIGHUP, a failing device, clients that leave, bad usage."""
+"""The real server in one process of its own: SIGTERM, SIGHUP, a failing device, clients that leave."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -16,13 +13,10 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from app.runtime import linger_seconds
 from app.server import uvicorn_config
 from app.settings import load_settings
-from psc_core.version import __version__
 from tests.app.fakes import png
 from tests.app.support import PNG
-from tests.conftest import ROOT, SHIPPED_BUNDLE
 from tests.served import GUARD_SECONDS, Server, serve_fake
 
 HALF = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: 100\r\n\r\nabc"
@@ -123,14 +117,6 @@ def test_sigterm_ends_the_process_when_a_body_does_not_come() -> None:
         assert server.terminate() == 0
 
 
-@pytest.mark.parametrize("drain_seconds", [2.0, 2.9, 30.0])
-def test_lingering_and_draining_take_drain_seconds(drain_seconds: float) -> None:
-    settings = load_settings({"drain_seconds": drain_seconds})
-    drain = uvicorn_config(settings, FastAPI).timeout_graceful_shutdown
-    assert drain is not None
-    assert drain_seconds - 1 < linger_seconds(settings) + drain <= drain_seconds
-
-
 def test_a_second_sigterm_changes_nothing() -> None:
     with serve_fake() as server:
         server.process.send_signal(signal.SIGTERM)
@@ -170,15 +156,6 @@ def test_requests_of_clients_that_left_leave_the_queue(tmp_path: Path) -> None:
         server.until(lambda: 'psc_queue_depth{model="m"} 0.0' in server.metrics())
 
 
-def test_sighup_reloads_in_the_same_process() -> None:
-    with serve_fake() as server:
-        server.process.send_signal(signal.SIGHUP)
-        server.until(lambda: 'psc_reloads_total{model="m",result="ok"} 1.0' in server.metrics())
-        answer = httpx.post(server.url + "/predict", content=png(1), headers=PNG, timeout=GUARD_SECONDS)
-        assert answer.status_code == 200
-        assert sum("Started server process" in line for line in server.log) == 1
-
-
 def test_an_idle_connection_is_closed() -> None:
     assert uvicorn_config(load_settings({"keep_alive_seconds": 3}), FastAPI).timeout_keep_alive == 3
     with serve_fake("--keep-alive-seconds=1") as server, connect(server) as client:
@@ -203,74 +180,3 @@ def test_a_device_that_fails_at_warm_up_ends_the_process_with_1(tmp_path: Path) 
     with serve_fake(f"state={tmp_path}", ready=False) as server:
         assert server.end() == 1
         assert "psc-serve: model 'm' failed at warm-up" in server.log[-1]
-
-
-def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The result of ``psc-serve``."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
-    return subprocess.run(
-        [sys.executable, "-m", "app.cli", *arguments],
-        capture_output=True,
-        text=True,
-        env={**kept, **environment},
-        cwd=ROOT,
-        timeout=GUARD_SECONDS,
-        check=False,
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "no bundle to serve"),
-        (["--bundle", "/nowhere"], "manifest.json"),
-        (["--alpha", "7"], "setting alpha"),
-        (["--config", "/nowhere.toml"], "check --config"),
-        (["--prot", "1"], "unrecognized arguments"),
-    ],
-)
-def test_bad_usage_is_one_line_and_code_2(arguments: list[str], message: str) -> None:
-    result = command(*arguments)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    assert len([line for line in result.stderr.splitlines() if line.startswith("psc-serve: ")]) == 1
-
-
-def test_an_unknown_variable_is_code_2() -> None:
-    result = command("--bundle", "/nowhere", PSC_PROT="1")
-    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
-    assert "unknown setting PSC_PROT in the environment" in result.stderr
-
-
-def test_the_version_and_the_help() -> None:
-    assert command("--version").stdout == f"psc {__version__}\n"
-    result = command("--help")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "--drain-seconds" in result.stdout
-
-
-def test_a_taken_port_is_code_2(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text("{}")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        result = command("--bundle", str(tmp_path), "--port", str(taken.getsockname()[1]))
-    assert result.returncode == 2
-    assert "cannot listen on" in result.stderr
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_unusable_keys_are_code_2(workers: int) -> None:
-    words = ["--port=0", f"--workers={workers}", "--api-keys-file=/nowhere"]
-    result = command(f"--bundle={SHIPPED_BUNDLE}", *words)
-    assert result.returncode == 2, result.stderr
-    assert "cannot read the file of API keys /nowhere" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_a_bad_bundle_is_code_2_with_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text("{}")
-    result = command("--bundle", str(tmp_path), "--port", "0")
-    assert result.returncode == 2, result.stderr
-    assert result.stderr.splitlines()[-1].startswith("psc-serve: ")
-    assert "manifest" in result.stderr.splitlines()[-1]
-    assert "Traceback" not in result.stderr

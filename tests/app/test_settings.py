@@ -12,7 +12,6 @@ from PIL import Image
 from pydantic import ValidationError
 
 from app.cli import parser, settings_from
-from app.runtime import network_threads
 from app.settings import Settings, load_settings, markdown_table
 from psc_core.errors import UsageError
 
@@ -165,18 +164,3 @@ def test_flags(arguments: list[str], expected: dict[str, Any]) -> None:
     settings = settings_from(arguments)
     for name, value in expected.items():
         assert getattr(settings, name) == value
-
-
-@pytest.mark.parametrize("arguments", [["--prot", "1"], ["--max-batch", "3"], ["extra"]])
-def test_rejects_unknown_flags(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        settings_from(arguments)
-    assert caught.value.code == 2
-
-
-def test_workers_share_the_threads_unless_told() -> None:
-    chosen = {
-        flags: network_threads(load_settings(dict(flags)), 8)
-        for flags in ((), (("workers", 2),), (("workers", 3),), (("workers", 16),), (("workers", 2), ("threads", 8)))
-    }
-    assert list(chosen.values()) == [8, 4, 2, 1, 8]

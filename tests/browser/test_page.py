@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from app.http.routes.page import SECURITY_HEADERS
 from tests.app.fakes import FakeModel, pixels, png
 from tests.app.live import live_server
 
@@ -302,26 +301,3 @@ def test_names_and_labels_for_assistive_technology(page: Driver, files: dict[str
     assert any(role in ("button", "Button") and "Drop images here" in name for role, name in seen)
     nameless = [role for role, name in seen if role in ("button", "textbox", "image", "link") and not name]
     assert nameless == []
-
-
-def test_headers_and_caching(url: str) -> None:
-    types = {
-        "/": "text/html; charset=utf-8",
-        "/page/page.css": "text/css; charset=utf-8",
-        "/page/page.js": "text/javascript; charset=utf-8",
-        "/page/icon.svg": "image/svg+xml",
-    }
-    for path, media_type in types.items():
-        response = httpx.get(url + path)
-        assert response.status_code == 200
-        assert response.headers["content-type"] == media_type
-        assert all(response.headers[name] == value for name, value in SECURITY_HEADERS.items())
-        again = httpx.get(url + path, headers={"If-None-Match": response.headers["etag"]})
-        assert (again.status_code, again.content) == (304, b"")
-    assert "unsafe" not in SECURITY_HEADERS["Content-Security-Policy"]
-    assert httpx.get(f"{url}/page/page.py").status_code == 404
-
-
-def test_the_page_can_be_switched_off() -> None:
-    with live_server(page=False) as url:
-        assert httpx.get(url).status_code == 404

@@ -1,4 +1,4 @@
-"""Allowed hosts, origins of other sites, and probes, which name no host."""
+"""Allowed hosts, and origins of other sites."""
 
 from __future__ import annotations
 
@@ -7,16 +7,6 @@ import pytest
 from tests.app.support import running
 
 pytestmark = pytest.mark.anyio
-
-PROBES = (
-    "/healthz",
-    "/readyz",
-    "/metrics",
-    "/v2/health/live",
-    "/v2/health/ready",
-    "/v2/models/m/ready",
-    "/v2/models/m/versions/v1/ready",
-)
 
 
 async def test_hosts_and_origins() -> None:
@@ -36,18 +26,3 @@ async def test_hosts_and_origins() -> None:
 async def test_a_host_with_www_is_another_host() -> None:
     async with running(allowed_hosts="www.psc.example") as app:
         assert (await app.client.get("/model", headers={"host": "psc.example"})).status_code == 400
-
-
-async def test_a_slash_too_many_is_not_redirected() -> None:
-    async with running(root_path="/u") as app:
-        assert (await app.client.get("/model/")).status_code == 404
-
-
-async def test_probes_are_answered_whatever_host_they_name() -> None:
-    async with running(allowed_hosts="psc.example") as app:
-        for path in PROBES:
-            assert (await app.client.get(path, headers={"host": "10.0.0.7:8000"})).status_code == 200
-        for path in ("/v2/models/m", "/v2/models/ready", "/v2/models/m/versions/ready"):
-            assert (await app.client.get(path, headers={"host": "10.0.0.7:8000"})).status_code == 400
-        assert (await app.client.get("/model", headers={"host": "10.0.0.7:8000"})).status_code == 400
-        assert (await app.client.get("/model", headers={"host": "psc.example"})).status_code == 200

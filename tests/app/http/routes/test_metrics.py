@@ -1,0 +1,59 @@
+"""``/metrics``: the table is what is exposed, and counts are exact."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.observability.metrics import METRICS
+from tests.app.fakes import CLASSES, POISON, FakeModel, png
+from tests.app.support import PNG, running
+
+
+@pytest.mark.anyio
+async def test_exactly_the_table_is_exposed() -> None:
+    async with running() as app:
+        text = (await app.client.get("/metrics")).text
+        exposed = {family.name for family in text_string_to_metric_families(text)}
+        table = {metric.name.removesuffix("_total") for metric in METRICS}
+        assert {name for name in exposed if not name.endswith("_created")} == table
+
+
+@pytest.mark.anyio
+async def test_counts_are_what_the_client_saw() -> None:
+    async with running() as app:
+        for value in (0, 0, 128, 250):
+            await app.client.post("/predict", content=png(value), headers=PNG)
+        await app.client.post("/predict?alpha=0.99", content=png(64, first=255), headers=PNG)
+        await app.client.post("/predict", content=png(1, first=POISON), headers=PNG)
+        await app.client.post("/predict", content=b"x", headers=PNG)
+        counts = [await app.metric(f'psc_predictions_total{{label="{name}",model="m"}}') for name in CLASSES]
+        assert sum(counts) == 5
+        assert await app.metric('psc_ood_total{model="m"}') == 1
+        assert await app.metric('psc_abstained_total{model="m",reason="ood"}') == 1
+        assert await app.metric('psc_ood_p_value_count{model="m"}') == 5
+        assert await app.metric('psc_predictive_entropy_nats_count{model="m"}') == 5
+        assert await app.metric('psc_log_density_nats_count{model="m"}') == 5
+        assert await app.metric('psc_decode_seconds_count{model="m"}') >= 6
+        assert await app.metric('psc_inference_seconds_count{model="m"}') >= 5
+        assert await app.metric('psc_queue_seconds_count{model="m"}') >= 5
+        assert await app.metric('psc_batch_size_sum{model="m"}') >= 5
+        assert await app.metric('psc_request_seconds_count{route="/predict",status="200"}') == 5
+        assert await app.metric('psc_rejected_total{reason="unsupported-image"}') == 1
+        assert await app.metric('psc_queue_depth{model="m"}') == 0
+        assert await app.metric('psc_queue_limit_images{model="m"}') == app.service.settings.max_queue_images
+        assert await app.metric('psc_alpha{model="m"}') == 0.2
+        assert await app.metric("psc_inflight_requests") == 1
+        assert await app.metric("psc_ready") == 1
+        assert await app.metric('psc_model_info{device="cpu",layer="layer3",model="m",version="v1"}') == 1
+
+
+@pytest.mark.anyio
+async def test_models_are_counted_apart() -> None:
+    async with running({"m": FakeModel(), "n": FakeModel()}, max_queue_images=600) as app:
+        for name in ("m", "n", "n"):
+            await app.client.post(f"/models/{name}/predict", content=png(0), headers=PNG)
+        for name, count in (("m", 1), ("n", 2)):
+            assert await app.metric(f'psc_predictions_total{{label="dark",model="{name}"}}') == count
+            assert await app.metric(f'psc_ood_p_value_count{{model="{name}"}}') == count
+            assert await app.metric(f'psc_queue_limit_images{{model="{name}"}}') == 600

@@ -1,0 +1,34 @@
+"""The page's files and their headers; what it does in a browser is tested in ``tests/browser``."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.http.routes.page import SECURITY_HEADERS
+from tests.app.support import running
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_headers_and_caching() -> None:
+    types = {
+        "/": "text/html; charset=utf-8",
+        "/page/page.css": "text/css; charset=utf-8",
+        "/page/page.js": "text/javascript; charset=utf-8",
+        "/page/icon.svg": "image/svg+xml",
+    }
+    async with running() as app:
+        for path, media_type in types.items():
+            response = await app.client.get(path)
+            assert response.status_code == 200
+            assert response.headers["content-type"] == media_type
+            assert all(response.headers[name] == value for name, value in SECURITY_HEADERS.items())
+            again = await app.client.get(path, headers={"If-None-Match": response.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+        assert (await app.client.get("/page/page.py")).status_code == 404
+    assert "unsafe" not in SECURITY_HEADERS["Content-Security-Policy"]
+
+
+async def test_the_page_can_be_switched_off() -> None:
+    async with running(page=False) as app:
+        assert (await app.client.get("/")).status_code == 404

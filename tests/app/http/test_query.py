@@ -1,0 +1,24 @@
+"""Query parameters are parsed once, and what is wrong with one is said."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.app.fakes import png
+from tests.app.http.support import check_problem
+from tests.app.support import PNG, running
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "top_k=0", "top_k=-1", "top_k=two", "top_k=1.5", "top_k=", "explain=maybe", "alpha=0",
+        "alpha=1", "alpha=nan", "alpha=x", "alpha=1e-300", "ambiguity_threshold=-1", "ambiguity_threshold=inf",
+        "aplha=0.1", "top_k=1&top_k=2",
+    ],
+)  # fmt: skip
+async def test_bad_parameters_are_400(query: str) -> None:
+    async with running() as app:
+        check_problem(await app.client.post(f"/predict?{query}", content=png(1), headers=PNG), 400, "malformed")

@@ -1,0 +1,97 @@
+"""``psc-serve``: bad usage is one line and code 2."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.cli import settings_from
+from psc_core.version import __version__
+from tests.conftest import ROOT, SHIPPED_BUNDLE
+from tests.served import GUARD_SECONDS
+
+HALF = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: 100\r\n\r\nabc"
+CLIENTS = 24
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The result of ``psc-serve``."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
+    return subprocess.run(
+        [sys.executable, "-m", "app.cli", *arguments],
+        capture_output=True,
+        text=True,
+        env={**kept, **environment},
+        cwd=ROOT,
+        timeout=GUARD_SECONDS,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no bundle to serve"),
+        (["--bundle", "/nowhere"], "manifest.json"),
+        (["--alpha", "7"], "setting alpha"),
+        (["--config", "/nowhere.toml"], "check --config"),
+        (["--prot", "1"], "unrecognized arguments"),
+    ],
+)
+def test_bad_usage_is_one_line_and_code_2(arguments: list[str], message: str) -> None:
+    result = command(*arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len([line for line in result.stderr.splitlines() if line.startswith("psc-serve: ")]) == 1
+
+
+def test_an_unknown_variable_is_code_2() -> None:
+    result = command("--bundle", "/nowhere", PSC_PROT="1")
+    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
+    assert "unknown setting PSC_PROT in the environment" in result.stderr
+
+
+def test_the_version_and_the_help() -> None:
+    assert command("--version").stdout == f"psc {__version__}\n"
+    result = command("--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "--drain-seconds" in result.stdout
+
+
+def test_a_taken_port_is_code_2(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = command("--bundle", str(tmp_path), "--port", str(taken.getsockname()[1]))
+    assert result.returncode == 2
+    assert "cannot listen on" in result.stderr
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_unusable_keys_are_code_2(workers: int) -> None:
+    words = ["--port=0", f"--workers={workers}", "--api-keys-file=/nowhere"]
+    result = command(f"--bundle={SHIPPED_BUNDLE}", *words)
+    assert result.returncode == 2, result.stderr
+    assert "cannot read the file of API keys /nowhere" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_bad_bundle_is_code_2_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    result = command("--bundle", str(tmp_path), "--port", "0")
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.splitlines()[-1].startswith("psc-serve: ")
+    assert "manifest" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--prot", "1"], ["--max-batch", "3"], ["extra"]])
+def test_rejects_unknown_flags(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        settings_from(arguments)
+    assert caught.value.code == 2
