@@ -39,8 +39,6 @@ class Service:
         on_failure: Called when the process should end, with ``exit_code`` and ``exit_message`` set.
 
     Attributes:
-        settings: As given.
-        keys: As given.
         metrics: Of this application.
         registry: The models.
         exit_code: What the process should end with.

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -42,6 +43,7 @@ _WAIT_FRACTION: Final = 1 / 3
 """Fraction of the time to the deadline that a request may spend waiting for its turn."""
 
 
+@dataclass(slots=True)
 class _Ring:
     """The queued requests of one kind.
 
@@ -51,12 +53,9 @@ class _Ring:
         n_begun: Requests that have had a turn.
     """
 
-    __slots__ = ("n_begun", "n_images", "requests")
-
-    def __init__(self) -> None:
-        self.requests: OrderedDict[QueuedRequest, None] = OrderedDict()
-        self.n_images = 0
-        self.n_begun = 0
+    requests: OrderedDict[QueuedRequest, None] = field(default_factory=OrderedDict)
+    n_images: int = 0
+    n_begun: int = 0
 
     def due_in(self, now: float, max_batch: int, max_delay: float, full: bool) -> float | None:
         if not self.requests or (full and self.n_images < max_batch):
