@@ -50,3 +50,14 @@ def test_floors_name_every_package(package: str) -> None:
         path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
     }
     assert named == below - {"__init__"}
+
+
+def test_sizes_of_what_is_written_by_hand() -> None:
+    table = PAGE.split("## Written by hand")[1].split("## Before and after")[0]
+    rows = re.findall(r"^\| (`.+?) \| ([\d,]+) \|", table, re.MULTILINE)
+    assert len(rows) > 15
+    for names, lines in rows:
+        paths = [ROOT / name.replace(".", "/") for name in re.findall(r"`([\w.]+)`", names)]
+        files = [file for path in paths for file in ([*path.rglob("*.py")] or [path.with_suffix(".py")])]
+        counted = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+        assert counted == pytest.approx(int(lines.replace(",", "")), rel=0.1), names
