@@ -24,8 +24,8 @@ from psc_core.scoring.score import PartScorer, score_parts
 VERSION_FILE = "bundle-version"
 
 _EXAMPLE = """examples:
-  psc-score --bundle bundle images --out scores                  (a folder; scores/part-00000.parquet, …)
-  psc-score --bundle bundle images.parquet --column image --out scores --format jsonl
+  psc-score --bundle bundle images --out scores                  (a folder; scores/part-00000.jsonl, …)
+  psc-score --bundle bundle images.parquet --column image --out scores --format parquet
   torchrun --nproc-per-node 4 -m psc_core.cli.score --bundle bundle images --out scores
 An interrupted run goes on with the same command.  An image that cannot be read is a row with its error.
 """
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("input", type=Path, help="folder of images, .parquet file, or text file with one path a line")
     cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="from psc-fit")
     cli.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the parts")
-    cli.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="of the parts (default: parquet)")
+    cli.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="of the parts (default: jsonl)")
     cli.add_argument("--column", default="image", help="of a Parquet input: encoded images or paths (default: image)")
     text = "images in a part, what an interruption can lose (default: 1024)"
     cli.add_argument("--part-images", type=flags.positive, default=1024, metavar="N", help=text)

@@ -96,5 +96,5 @@ def pyarrow_parquet() -> Any:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise UsageError("Parquet needs pyarrow; pip install 'psc[parquet]', or use .jsonl") from error
+        raise UsageError("Parquet needs pyarrow; pip install 'psc[parquet]'") from error
     return parquet

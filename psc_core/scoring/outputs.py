@@ -18,7 +18,7 @@ from psc_core.model.prediction import Prediction
 from psc_core.prediction import ImagePrediction
 from psc_core.scoring.inputs import pyarrow_parquet
 
-FORMATS: Final = ("parquet", "jsonl")
+FORMATS: Final = ("jsonl", "parquet")
 
 FIELDS: Final = tuple(name for name in ImagePrediction.model_fields if name not in ("top", "explanation"))
 """Fields of a prediction that are columns."""
