@@ -57,6 +57,7 @@ class OnnxBackbone(nn.Module):
 
             options = onnxruntime.SessionOptions()
             options.intra_op_num_threads = threads
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # Decoders need the cores.
             cpu = ["CPUExecutionProvider"]
             self._sessions[threads] = onnxruntime.InferenceSession(self._model, options, providers=cpu)
         return self._sessions[threads]
