@@ -34,9 +34,6 @@ MAX_RESIZE: Final = 8192
 
 _CHANNELS = {"L": 1, "RGB": 3}
 
-_MAXIMUM_ASPECT = 8
-"""An image longer than this many times its shorter side is cropped to it before resizing."""
-
 
 @dataclass(frozen=True)
 class Preprocess:
@@ -101,15 +98,20 @@ class Preprocess:
         """Convert, resize (bilinear, antialiased) and centre-crop to ``uint8 (channels, height, width)``."""
         if image.mode != self.mode:
             image = image.convert(self.mode)
-        if self.resize is None:
-            if image.size != (self.width, self.height):
-                image = image.resize((self.width, self.height), Image.Resampling.BILINEAR)
-        else:
-            image = _resize_shorter_side(image, self.resize)
-            left, top = (image.width - self.width) // 2, (image.height - self.height) // 2
-            image = image.crop((left, top, left + self.width, top + self.height))
+        size, box = (self.width, self.height), self._seen_box(image.width, image.height)
+        image = image.resize(size, Image.Resampling.BILINEAR, box)
         pixels = np.frombuffer(image.tobytes(), np.uint8).reshape(self.height, self.width, self.channels)
         return np.array(pixels.transpose(2, 0, 1), order="C")  # a copy: bytes are read-only
+
+    def _seen_box(self, width: int, height: int) -> tuple[float, float, float, float]:
+        """The part of an image, left, top, right, bottom, that is resized to the input; without a crop, all of it."""
+        if self.resize is None:
+            return 0.0, 0.0, float(width), float(height)
+        scale = self.resize / min(width, height)
+        resized_width, resized_height = (max(self.resize, round(side * scale)) for side in (width, height))
+        left, top = (resized_width - self.width) // 2, (resized_height - self.height) // 2
+        x, y = width / resized_width, height / resized_height
+        return left * x, top * y, (left + self.width) * x, (top + self.height) * y
 
     def scale_and_shift(self) -> tuple[Float[Tensor, "channels 1 1"], Float[Tensor, "channels 1 1"]]:
         """``float32`` scale and shift such that the device half is x · scale + shift."""
@@ -134,19 +136,6 @@ class Preprocess:
 def standardise(images: Pixels, scale: Float[Tensor, "channels 1 1"], shift: Float[Tensor, "channels 1 1"]) -> Inputs:
     """``images`` · ``scale`` + ``shift``, all on one device."""
     return images.float().mul_(scale).add_(shift)
-
-
-def _resize_shorter_side(image: Image.Image, length: int) -> Image.Image:
-    # The centre crop lies in the middle square; resizing all of a very long image would take gigabytes.
-    width, height = (min(side, _MAXIMUM_ASPECT * min(image.size)) for side in image.size)
-    if (width, height) != image.size:
-        left, top = (image.width - width) // 2, (image.height - height) // 2
-        image = image.crop((left, top, left + width, top + height))
-    if min(width, height) == length:
-        return image
-    scale = length / min(width, height)
-    size = (max(length, round(width * scale)), max(length, round(height * scale)))
-    return image.resize(size, Image.Resampling.BILINEAR)
 
 
 PRESETS: Mapping[str, Preprocess] = {

@@ -40,6 +40,18 @@ def test_bytes_and_image_agree() -> None:
     assert np.array_equal(preprocess.from_bytes(buffer.getvalue()), preprocess.from_image(Image.fromarray(pixels)))
 
 
+@given(width=st.integers(1, 400), height=st.integers(1, 400), seed=st.integers(0, 9))
+def test_crop_equals_resizing_all_and_cropping_then(width: int, height: int, seed: int) -> None:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
+    image, preprocess = Image.fromarray(pixels), PRESETS["imagenet"]
+    scale = 256 / min(width, height)
+    resized = image.resize((max(256, round(width * scale)), max(256, round(height * scale))), Image.Resampling.BILINEAR)
+    left, top = (resized.width - 224) // 2, (resized.height - 224) // 2
+    cropped = np.asarray(resized)[top : top + 224, left : left + 224]
+    difference = preprocess.from_image(image).transpose(1, 2, 0).astype(int) - cropped
+    assert abs(difference).max() <= 1
+
+
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_normalise_equals_float64_formula(name: str) -> None:
     preprocess = PRESETS[name]
