@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ class BareSteps:
         self._pool.submit(_prepare, bundle, device).result()
 
     def measure(self, seconds: float) -> dict[str, Any]:
-        """Threads, and :data:`Times` by backend."""
+        """``step_ms``: :data:`Times` by backend."""
         found: dict[str, Any] = self._pool.submit(_measure, seconds).result()
         return found
 
@@ -47,9 +48,16 @@ def _prepare(bundle: Path, device: str) -> None:
 
     keep_freed_memory()
     psc = PSC.load(bundle, device=device, allow_factories=[FACTORY])
+    step_of = partial(
+        make_step,
+        shape=psc.preprocess.shape,
+        max_batch=MAX_BATCH,
+        device=psc.device,
+        compiled=False,
+        default_threads=torch.get_num_threads(),
+    )
     for backend in available_backends(psc):
-        pipeline = pipeline_on(psc, backend)
-        step = make_step(pipeline, psc.preprocess.shape, max_batch=MAX_BATCH, device=psc.device, compiled=False)
+        step = step_of(pipeline_on(psc, backend))
         step.input(0)[:] = torch.randint(0, 256, step.input(0).shape, dtype=torch.uint8).numpy()
         step.warm_up()
         _steps[backend] = step
@@ -57,8 +65,6 @@ def _prepare(bundle: Path, device: str) -> None:
 
 def _measure(seconds: float) -> dict[str, Any]:
     """Backends and sizes take turns."""
-    import torch
-
     times: dict[tuple[str, int], list[float]] = {(backend, count): [] for count in SIZES for backend in _steps}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or not all(times.values()):
@@ -68,7 +74,6 @@ def _measure(seconds: float) -> dict[str, Any]:
             _steps[backend].fetch(0, count)
             found.append(time.perf_counter() - began)
     return {
-        "threads": torch.get_num_threads(),
         "step_ms": {
             backend: {str(count): round(1000 * statistics.median(times[backend, count]), 4) for count in SIZES}
             for backend in _steps

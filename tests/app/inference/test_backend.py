@@ -44,6 +44,13 @@ def test_slower_in_every_round_at_one_size_is_out() -> None:
     assert fastest({"plain": [[1.0]], "onnx": [[1.1]]}, "plain") == "plain"
 
 
+def test_onnx_runtime_wins_unless_it_is_a_tenth_slower() -> None:
+    seconds = {"plain": [[1.0], [10.0]], "folded": [[0.9], [9.0]], "onnx": [[0.99], [9.9]]}
+    assert fastest(seconds, "plain") == "onnx"
+    seconds["onnx"] = [[1.01], [10.0]]
+    assert fastest(seconds, "plain") == "folded"
+
+
 def test_measures_in_turn_and_stops_at_long_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, int]] = []
     monkeypatch.setattr(backend, "_ROUNDS", 2)
