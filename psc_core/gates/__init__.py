@@ -1,0 +1,1 @@
+"""Gates: readings of one forward pass, each with its own p-values, combined into one OOD score."""

@@ -1,0 +1,88 @@
+"""Out-of-distribution images made from in-distribution ones, so that gates can be chosen without any other data.
+
+======== ========================================================================  ====================================
+kind     what it is                                                                stands for
+======== ========================================================================  ====================================
+mixed    mean of two images of different classes                                   near: unseen classes, whose parts are
+turned   by 90°                                                                    known and whose whole is not
+inverted upside down
+binary   each channel above its median white, else black                           far: other textures, contrasts and
+contrast deviations from the image's mean × 4                                      layouts
+framed   black around the middle half of height and width
+======== ========================================================================  ====================================
+
+Where images are ambiguous by nature, a mix of two is in distribution and no such kind.
+
+All are ``uint8 (n, C, H, W)``, computed on the device of the images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+from torch.nn import functional
+
+from psc_core.images.preprocess import Pixels
+
+MIXED: Final = "mixed"
+
+CONTRAST: Final = 4.0
+"""Factor of the deviations from an image's mean."""
+
+
+def mix(images: Pixels, labels: Int[Tensor, " batch"], generator: torch.Generator) -> UInt8[Tensor, "mixed _ _ _"]:
+    """The mean of each image and a random one, without the pairs of one class."""
+    partner = torch.randperm(len(images), generator=generator)
+    other = labels != labels[partner]
+    mean = (images[other].float() + images[partner[other]].float()) / 2
+    return mean.round().to(torch.uint8)
+
+
+def turn(images: Pixels) -> Pixels:
+    """Turned by 90°, resized where they are not square."""
+    turned = torch.rot90(images, 1, (2, 3))
+    if turned.shape == images.shape:
+        return turned
+    resized = functional.interpolate(turned.float(), images.shape[2:], mode="bilinear")
+    return resized.round().to(torch.uint8)
+
+
+def invert(images: Pixels) -> Pixels:
+    """Upside down: turned by 180°."""
+    return torch.rot90(images, 2, (2, 3))
+
+
+def binarise(images: Pixels) -> Pixels:
+    """White where a channel is above its median, else black."""
+    median = images.flatten(2).float().median(dim=2).values[:, :, None, None]
+    return (images > median).to(torch.uint8) * 255
+
+
+def raise_contrast(images: Pixels) -> Pixels:
+    """Deviations from the image's mean times :data:`CONTRAST`, cut off at black and white."""
+    grey: Float[Tensor, "batch 1 1 1"] = images.float().mean(dim=(1, 2, 3), keepdim=True)
+    return torch.addcmul(grey, images - grey, torch.tensor(CONTRAST)).clamp(0, 255).round().to(torch.uint8)
+
+
+def frame(images: Pixels) -> Pixels:
+    """The middle half of height and width, black around it."""
+    height, width = images.shape[2:]
+    top, left = height // 4, width // 4
+    framed = torch.zeros_like(images)
+    middle = (..., slice(top, height - top), slice(left, width - left))
+    framed[middle] = images[middle]
+    return framed
+
+
+TRANSFORMS: Final[Mapping[str, Callable[[Pixels], Pixels]]] = {
+    "turned": turn,
+    "inverted": invert,
+    "binary": binarise,
+    "contrast": raise_contrast,
+    "framed": frame,
+}
+"""The kinds that need one image each."""

@@ -1,0 +1,64 @@
+"""Images made from others, against loops over pixels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psc_core.gates.fit.pseudo import CONTRAST, TRANSFORMS, mix
+
+
+def random_images(seed: int, count: int, channels: int, height: int, width: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count, channels, height, width), dtype=torch.uint8, generator=generator)
+
+
+def naive(kind: str, image: np.ndarray) -> np.ndarray:
+    """One image (C, H, W), pixel by pixel."""
+    channels, height, width = image.shape
+    made = np.zeros_like(image)
+    for c, y, x in np.ndindex(channels, height, width):
+        if kind == "turned":
+            made[c, y, x] = image[c, x, width - 1 - y]
+        elif kind == "inverted":
+            made[c, y, x] = image[c, height - 1 - y, width - 1 - x]
+        elif kind == "binary":
+            middle = sorted(image[c].flatten().tolist())[(height * width - 1) // 2]
+            made[c, y, x] = 255 if image[c, y, x] > middle else 0
+        elif kind == "contrast":
+            mean = image.astype(np.float64).mean()
+            made[c, y, x] = round(min(255.0, max(0.0, mean + CONTRAST * (float(image[c, y, x]) - mean))))
+        else:
+            inside = height // 4 <= y < height - height // 4 and width // 4 <= x < width - width // 4
+            made[c, y, x] = image[c, y, x] if inside else 0
+    return made
+
+
+@given(st.sampled_from(list(TRANSFORMS)), st.integers(0, 1000), st.integers(1, 3), st.integers(1, 3), st.integers(2, 9))
+def test_transforms_match_the_twin(kind: str, seed: int, count: int, channels: int, side: int) -> None:
+    images = random_images(seed, count, channels, side, side)
+    made = TRANSFORMS[kind](images)
+    assert made.dtype == torch.uint8 and made.shape == images.shape
+    expected = np.stack([naive(kind, image) for image in images.numpy()])
+    assert np.abs(made.numpy().astype(int) - expected.astype(int)).max() <= (kind == "contrast")
+
+
+@pytest.mark.parametrize("kind", TRANSFORMS)
+def test_other_shapes_stay(kind: str) -> None:
+    images = random_images(0, 2, 3, 8, 12)
+    assert TRANSFORMS[kind](images).shape == images.shape
+
+
+@given(st.integers(0, 1000), st.integers(1, 12), st.integers(1, 4))
+def test_mixes_are_of_two_classes(seed: int, count: int, classes: int) -> None:
+    # An image's class is its grey value, so that a mix tells what was mixed.
+    labels = torch.randint(0, classes, (count,), generator=torch.Generator().manual_seed(seed))
+    images = (labels * 10).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 4, 4)
+    mixed = mix(images, labels, torch.Generator().manual_seed(seed + 1))
+    means = {(a + b) * 5 for a in range(classes) for b in range(classes) if a != b}
+    assert mixed.shape[1:] == images.shape[1:] and len(mixed) <= count
+    assert set(mixed.flatten().tolist()) <= means
+    assert len(mixed) == 0 or (mixed.flatten(1) == mixed[:, :1, 0, 0]).all()

@@ -1,0 +1,27 @@
+"""Naive twins of :mod:`psc_core.gates`: one image and one gate at a time, in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def log_p_value(in_distribution: Sequence[float], scale: float, reading: float) -> float:
+    """Logarithm of the p-value: linear between neighbours, an exponential tail beyond the largest."""
+    ordered, n = sorted(in_distribution), len(in_distribution)
+    at = [math.log((n - i) / (n + 1)) for i in range(n)]
+    if reading >= ordered[-1]:
+        return -math.log(n + 1) - (reading - ordered[-1]) / scale
+    if reading < ordered[0]:
+        return at[0]
+    i = max(i for i in range(n) if ordered[i] <= reading)
+    return at[i] + (at[i + 1] - at[i]) * (reading - ordered[i]) / (ordered[i + 1] - ordered[i])
+
+
+def tail_scale(in_distribution: Sequence[float], fraction: float, minimum: int) -> float:
+    """Mean excess of the largest readings over the one below them, at least a thousandth of the range."""
+    ordered, n = sorted(in_distribution), len(in_distribution)
+    k = max(1, min(n - 1, max(minimum, round(fraction * n))))
+    threshold = ordered[-k - 1] if n > k else ordered[0]
+    excess = math.fsum(reading - threshold for reading in ordered[-k:]) / k
+    return max(excess, (ordered[-1] - ordered[0]) / 1000)
