@@ -33,6 +33,7 @@ class Answer:
     z: Array
     log_density: Array
     p_value: Array
+    gate_p_values: Array
     is_ood: Array
     probabilities: Array
     entropy: Array
@@ -101,9 +102,12 @@ class SecondReader:
 
     def log_density(self, z: Array, features: list[Array]) -> Array:
         """log p(z), or of the features averaged over positions."""
-        t, kind = self.tensors("density"), self.manifest["density"]["kind"]
-        if kind == "pooled++":
+        if self.manifest["density"]["kind"] == "pooled++":
             z = np.concatenate([f.mean(2) for f in features], axis=1)
+        return self.gaussians(self.tensors("density"), self.manifest["density"]["kind"], z)
+
+    def gaussians(self, t: dict[str, Array], kind: str, z: Array) -> Array:
+        """log p of what a density reads."""
         if kind in ("gda++", "mahalanobis++", "pooled++"):
             z = z / np.maximum(np.linalg.norm(z, axis=1, keepdims=True), 1e-12)
         w = (z - t["mean"]) @ t["basis"]
@@ -132,6 +136,26 @@ class SecondReader:
         phi = (z - t["center"]) * t["inverse_scale"]
         return {"laplace": _laplace, "sngp": _sngp, "duq": _duq}[self.manifest["head"]["kind"]](t, phi)
 
+    # -- gates ----------------------------------------------------------------------------------------------------
+
+    def gates(self, early: Array | None, log_density: Array, entropy: Array) -> tuple[Array, Array]:
+        """OOD score, and p-value of each gate, (B, G)."""
+        section, t = self.manifest["gates"], self.tensors("gates")
+        readings = {"kind": -log_density, "confidence": entropy}
+        if section["texture"]:
+            assert early is not None
+            own = {name.removeprefix("texture."): tensor for name, tensor in t.items() if name.startswith("texture.")}
+            readings["texture"] = -self.gaussians(own, section["texture"]["density"]["kind"], early.mean(2))
+        score, p_values = np.zeros(len(log_density)), []
+        for g, name in enumerate(section["names"]):
+            r, a = readings[name], t["ascending"][g]
+            known, at = np.unique(a[::-1], return_index=True)  # of equal ones the last
+            log_p = np.log((at + 1) / (len(a) + 1))
+            inside = np.interp(r, known, log_p, left=math.log(len(a) / (len(a) + 1)))
+            score -= np.where(r < a[-1], inside, -math.log(len(a) + 1) - (r - a[-1]) / t["scales"][g])
+            p_values.append((1 + (t["calibration"][g] >= r[:, None]).sum(1)) / (t["calibration"].shape[1] + 1))
+        return score, np.stack(p_values, axis=1)
+
     # -- decisions ------------------------------------------------------------------------------------------------
 
     def p_values(self, ood_score: Array) -> Array:
@@ -148,18 +172,25 @@ class SecondReader:
     def answer(self, features: list[Array], logits: Array | None = None) -> Answer:
         """Outputs and decisions from the features of each candidate layer, and from the logits for base predictions."""
         policy = self.manifest["policy"]
-        z = self.project([np.asarray(f, np.float64) for f in features])
+        features = [np.asarray(f, np.float64) for f in features]
+        layers = len(self.manifest["layers"])
+        features, early = features[:layers], features[layers] if len(features) > layers else None
+        z = self.project(features)
         log_density = self.log_density(z, features)
         probabilities, epistemic = self.classify(z, logits)
         entropy = _entropy(probabilities)
         ood_score = self.manifest["calibration"].get("entropy_weight", 0) * entropy - log_density
+        gate_p_values = np.empty((len(z), 0))
+        if "gates" in self.manifest:
+            ood_score, gate_p_values = self.gates(early, log_density, entropy)
         p_value = self.p_values(ood_score)
         is_ood, ambiguous = p_value <= policy["alpha"], entropy > policy["ambiguity_threshold"]
         chosen = probabilities >= self.set_threshold()
         chosen[np.arange(len(z)), probabilities.argmax(1)] = True
         decision = ["abstain_ood" if o else "abstain_ambiguous" if a else "accept"
                     for o, a in zip(is_ood, ambiguous, strict=True)]  # fmt: skip
-        return Answer(z, log_density, p_value, is_ood, probabilities, entropy, epistemic, chosen, decision)
+        classes = (probabilities, entropy, epistemic, chosen, decision)
+        return Answer(z, log_density, p_value, gate_p_values, is_ood, *classes)
 
 
 def _pool(features: Array, m: int) -> Array:

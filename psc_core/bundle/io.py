@@ -100,7 +100,7 @@ def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapp
     check_text(body)
     body["version"] = manifest_digest(body)
     manifest = Manifest.model_validate_json(json.dumps(body))
-    ordered = {name: body[name] for name in Manifest.model_fields}
+    ordered = {name: body[name] for name in Manifest.model_fields if name in body}
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:

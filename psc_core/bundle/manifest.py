@@ -19,8 +19,8 @@ from psc_core.policy import Policy
 SCHEMA: Final = 2
 """Version of the bundle format that a fit writes; :class:`Manifest` lists those that are read."""
 
-PARTS = ("backbone", "projection", "density", "head", "calibration")
-"""Tensor files of a bundle; ``head`` is absent for base predictions."""
+PARTS = ("backbone", "projection", "density", "head", "calibration", "gates")
+"""Tensor files of a bundle; ``head`` is absent for base predictions, ``gates`` from a model without."""
 
 MAX_PART_BYTES: Final = 16 << 30
 """Maximum size of a tensor file."""
@@ -88,6 +88,17 @@ class _Calibration(_Strict):
     entropy_weight: float = Field(default=0.0, ge=0)
 
 
+class _Texture(_Strict):
+    layer: str
+    density: _Fitted
+
+
+class _Gates(_Strict):
+    names: list[str] = Field(min_length=1)
+    images: _Size
+    texture: _Texture | None
+
+
 def check_network(network: Mapping[str, Any]) -> None:
     """Check, before anything is fitted, that a manifest can describe the network: the fields of its ``Recipe``.
 
@@ -120,6 +131,7 @@ class Manifest(_Strict):
     density: _Fitted
     head: _Fitted | None
     calibration: _Calibration
+    gates: _Gates | None = None
     collapse: dict[str, Any] | None
     metrics: dict[str, Any]
     provenance: dict[str, Any]
@@ -130,15 +142,21 @@ class Manifest(_Strict):
         """Fields that say the same thing must agree."""
         head, classes = self.head, len(self.classes)
         dim = self.projection.c_proj * self.projection.d_proj
-        needed = {f"{part}.safetensors" for part in PARTS if part != "head" or head is not None}
+        texture = None if self.gates is None else self.gates.texture
+        of_texture = texture.density.sizes if texture else {"classes": classes}
+        missing = {part for part, owner in (("head", head), ("gates", self.gates)) if owner is None}
+        needed = {f"{part}.safetensors" for part in PARTS if part not in missing}
         agreements: tuple[tuple[str, Any, Any], ...] = (
             ("files", sorted(needed), sorted(self.files)),
             ("predictions", "base" if head is None else "psc", self.predictions),
             ("backbone.keep_output", head is None, self.backbone.keep_output),
-            ("backbone.layers", list(self.layers), self.backbone.layers),
+            ("backbone.layers", [*self.layers, *([texture.layer] if texture else [])], self.backbone.layers),
             ("backbone.network.num_classes", classes, self.backbone.network.num_classes),
             ("projection.positions (their number)", len(self.layers), len(self.projection.positions)),
             ("density.sizes.classes", classes, self.density.sizes.get("classes")),
+            ("schema_version", 2 if self.gates else self.schema_version, self.schema_version),
+            ("gates.texture.density.sizes.classes", classes, of_texture.get("classes", 0)),
+            ("gates.names (texture)", texture is not None, "texture" in (self.gates.names if self.gates else ())),
             ("head.sizes.classes", classes, classes if head is None else head.sizes.get("classes")),
             ("head.sizes.dim", dim, dim if head is None else head.sizes.get("dim")),
         )

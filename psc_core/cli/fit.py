@@ -29,6 +29,7 @@ from psc_core.fitting.calibrate import OOD_SCORES
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.checks import check_attainable_rates
 from psc_core.fitting.options import FitOptions
+from psc_core.gates.fit.choice import GateChoice
 from psc_core.heads import HEADS
 from psc_core.model.pipeline import PRECISIONS
 from psc_core.network.layers import GRANULARITIES
@@ -87,10 +88,10 @@ def parser() -> argparse.ArgumentParser:
     choice(method, "--predictions", stages.PREDICTIONS, "psc", text)
     rate("--alpha", 0.05, "false-alarm rate of the OOD decision")
     text = (
-        "what the OOD decision ranks; density+entropy also counts how ambiguous an image is, for classes whose "
-        "images are not ambiguous by nature"
+        "what the OOD decision ranks: texture, kind and confidence together; the density alone, as in the paper; or "
+        "the density and how ambiguous an image is"
     )
-    choice(method, "--ood-score", OOD_SCORES, "density", text)
+    choice(method, "--ood-score", OOD_SCORES, "gates", text)
     rate("--coverage", 0.95, "coverage of the prediction sets")
     text = f"error rate that images below the ambiguity threshold keep, with {100 * CONFIDENCE:g} %% confidence"
     rate("--risk", 0.05, text)
@@ -192,6 +193,8 @@ def run_stages(
         options=options,
     )
     if first:
+        if args.ood_score == "gates":
+            print(GateChoice.from_json(psc.report["metrics"]["gates"]).table())
         manifest = psc.save(args.out)
         (args.out / "collapse.csv").write_text(report.to_csv())
         checkpoint.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -13,10 +13,12 @@ from psc_core.calibration.conformal import Calibration
 from psc_core.calibration.fit import CONFIDENCE, ambiguity_threshold, fit_calibration, unreachable_entropy
 from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset
+from psc_core.gates.fit.gates import fit_gates
+from psc_core.gates.gates import readings_of
 from psc_core.metrics import classification
 from psc_core.model.pipeline import Pipeline, Scored, Scorer, ood_score_of
 
-OOD_SCORES: Final = ("density", "density+entropy")
+OOD_SCORES: Final = ("gates", "density", "density+entropy")
 """What the OOD score, and with it the p-value, is made of."""
 
 SMALLEST_SPREAD: Final = 1e-6
@@ -40,22 +42,29 @@ def calibrate(
     *,
     ood_score: str,
     risk: float,
+    gates: Sequence[str] = (),
 ) -> Calibrated:
-    """Weight of the entropy on ``selection``; calibration scores and ambiguity threshold on ``calibration_split``.
+    """What the OOD score needs on ``selection``; calibration scores and ambiguity threshold on ``calibration_split``.
 
-    ``ood_score`` is one of :data:`OOD_SCORES`; ``risk`` is the error rate that images below the ambiguity threshold
-    keep with :data:`psc_core.calibration.fit.CONFIDENCE`.
+    ``ood_score`` is one of :data:`OOD_SCORES`, ``gates`` the names of those that make the score ``"gates"``; ``risk``
+    is the error rate that images below the ambiguity threshold keep with :data:`psc_core.calibration.fit.CONFIDENCE`.
 
     Raises:
         UsageError: ``risk`` is outside (0, 1).
         FitError: Scores that are not finite.
     """
-    weight = 0.0
-    if ood_score == "density+entropy":
-        weight = entropy_weight(score_dataset(scorer, selection, compute, "selection")[0].scores)
+    weight, fitted_gates = 0.0, None
     scored, labels = score_dataset(scorer, calibration_split, compute, "calibration")
+    if ood_score != "density":
+        selected = score_dataset(scorer, selection, compute, "selection")[0].scores
+        if ood_score == "gates":
+            fitted_gates = fit_gates(gates, readings_of(gates, selected), readings_of(gates, scored.scores))
+        else:
+            weight = entropy_weight(selected)
     entropies = scored.scores["predictive_entropy"]
-    calibration = fit_calibration(ood_score_of(scored.scores, weight), entropies, scored.probabilities, labels)
+    calibration = fit_calibration(
+        ood_score_of(scored.scores, weight, fitted_gates), entropies, scored.probabilities, labels
+    )
     correct = scored.probabilities.argmax(1) == labels
     threshold = ambiguity_threshold(entropies, correct, risk=risk)
     metrics = {
@@ -64,7 +73,8 @@ def calibrate(
     }
     if threshold is None:
         threshold = unreachable_entropy(calibration.num_classes)
-    return Calibrated(Pipeline(scorer, calibration.scores, weight), calibration, threshold, metrics)
+    pipeline = Pipeline(scorer, calibration.scores, weight, fitted_gates)
+    return Calibrated(pipeline, calibration, threshold, metrics)
 
 
 @torch.inference_mode()

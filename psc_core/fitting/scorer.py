@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,24 +108,12 @@ def embed(
         with torch.inference_mode():
             channels = pool(backbone(example_input(dataset.preprocess).to(compute.device))[0]).shape[1]
     features_of = feature_step(backbone, compute.precision)
-    kept = FeatureFile(file, (dataset.examples, dim + channels))
-    order = stable_order(dataset.labels)
-    where = torch.empty_like(order)
-    where[order] = torch.arange(len(where))
-    if reducer.world > 1:
-        where = where[reducer.shard_examples(dataset)]
-    at = 0
-    for features, batch in passes(reducer.shard(dataset), compute, "features", features_of):
-        parts = [projection(features), *([pool(features)] if pooled else [])]
-        values = batch.per_example(torch.cat(parts, dim=1)).cpu()
-        kept.write(where[at : at + len(values)], values)
-        at += len(values)
-    if reducer.world > 1:
-        for chunk, block in blocks(kept):
-            kept.write(chunk, reducer.sum_(block))
-    counts = dataset.labels.bincount(minlength=len(dataset.classes))
-    labels = torch.arange(len(counts)).repeat_interleave(counts)
-    images = torch.arange(len(dataset)).repeat_interleave(dataset.offsets.diff())[order]
+
+    def read(images: Tensor) -> Tensor:
+        features = features_of(images)
+        return torch.cat([projection(features), *([pool(features)] if pooled else [])], dim=1)
+
+    kept, labels, images = store_features(read, dim + channels, dataset, compute, file, reducer)
     if not pooled:
         return Embedded(kept, kept, labels, images)
     return Embedded(
@@ -133,3 +122,35 @@ def embed(
         labels,
         images,
     )
+
+
+def store_features(
+    read: Callable[[Tensor], Tensor],
+    width: int,
+    dataset: ImageDataset,
+    compute: Compute,
+    file: Path,
+    reducer: Reducer,
+) -> tuple[FeatureFile, Int[Tensor, " n"], Int[Tensor, " n"]]:
+    """``read(images)``, (B, ``width``), of every labelled example in the new ``file``, class by class.
+
+    Returns:
+        The features, their labels, and which image of the data set each one shows.
+    """
+    kept = FeatureFile(file, (dataset.examples, width))
+    order = stable_order(dataset.labels)
+    where = torch.empty_like(order)
+    where[order] = torch.arange(len(where))
+    if reducer.world > 1:
+        where = where[reducer.shard_examples(dataset)]
+    at = 0
+    for features, batch in passes(reducer.shard(dataset), compute, "features", read):
+        values = batch.per_example(features).cpu()
+        kept.write(where[at : at + len(values)], values)
+        at += len(values)
+    if reducer.world > 1:
+        for chunk, block in blocks(kept):
+            kept.write(chunk, reducer.sum_(block))
+    counts = dataset.labels.bincount(minlength=len(dataset.classes))
+    images = torch.arange(len(dataset)).repeat_interleave(dataset.offsets.diff())[order]
+    return kept, torch.arange(len(counts)).repeat_interleave(counts), images

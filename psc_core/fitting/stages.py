@@ -11,7 +11,7 @@ chooses the layer, the sizes, the prior precision and the temperature, the calib
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
 from psc_core.fitting.calibrate import OOD_SCORES, calibrate
 from psc_core.fitting.checks import check_attainable_rates, check_classes, check_own_output
+from psc_core.fitting.gates import choose_gates
 from psc_core.fitting.options import FitOptions
 from psc_core.fitting.scorer import fit_scorer
 from psc_core.heads import HEADS
@@ -140,7 +141,7 @@ def fit_projection(
     options.reducer.require(train)
     compute = options.compute()
     selection = train if val is None else split_validation(val, options.seed)[0]
-    backbone = cut(net, candidate, train, compute, keep_output=False)
+    backbone = cut(net, candidate.layers, train, compute, keep_output=False)
     return FittedProjection(
         *fit_tucker(
             backbone,
@@ -180,7 +181,7 @@ def fit_psc(
     alpha: float = 0.05,
     coverage: float = 0.95,
     risk: float = 0.05,
-    ood_score: str = "density",
+    ood_score: str = "gates",
     name: str = "psc",
     provenance: Mapping[str, Any] | None = None,
     collapse_report: CollapseReport | None = None,
@@ -214,9 +215,9 @@ def fit_psc(
         alpha: Default false-alarm rate.
         coverage: Nominal coverage of the prediction sets.
         risk: Error rate that images below the ambiguity threshold keep, with 95 % confidence.
-        ood_score: One of :data:`OOD_SCORES`: ``"density"`` (−log p(z), the paper's), or ``"density+entropy"``, which
-            adds the predictive entropy, each in its :func:`psc_core.fitting.calibrate.upper_spread` over the selection
-            split of ``val``.
+        ood_score: One of :data:`OOD_SCORES`: ``"gates"`` (:mod:`psc_core.fitting.gates`), ``"density"`` (−log p(z), the
+            paper's), or ``"density+entropy"``, which adds the predictive entropy, each in its
+            :func:`psc_core.fitting.calibrate.upper_spread` over the selection split of ``val``.
         name: Model name.
         provenance: Recorded in the bundle.
         collapse_report: Recorded in the bundle.
@@ -242,7 +243,7 @@ def fit_psc(
     check_attainable_rates(val, alpha=alpha, coverage=coverage, options=options)
     selection, calibration_split = split_validation(val, options.seed)
     base = predictions == "base"
-    backbone = cut(net, candidate, train, compute, keep_output=base)
+    backbone = cut(net, candidate.layers, train, compute, keep_output=base)
     if base:
         check_own_output(backbone, train, compute)
     scorer = fit_scorer(
@@ -255,10 +256,27 @@ def fit_psc(
         head=None if base else head,
         options=options,
     )
-    calibrated = calibrate(scorer, selection, calibration_split, compute, ood_score=ood_score, risk=risk)
+    gates = None
+    if ood_score == "gates":
+        gates = choose_gates(net, candidate.layers, scorer, train, val, selection, options)
+        if gates.texture is not None:
+            backbone = cut(net, (*candidate.layers, gates.texture.layer), train, compute, keep_output=base)
+            scorer = scorer.with_texture(backbone.fused(compute.precision), gates.texture.density)
+    calibrated = calibrate(
+        scorer,
+        selection,
+        calibration_split,
+        compute,
+        ood_score=ood_score,
+        risk=risk,
+        gates=() if gates is None else gates.names,
+    )
+    metrics = {**calibrated.metrics, "projection": projection_metrics(projection.report)}
+    if gates is not None:
+        metrics["gates"] = gates.choice.to_json()
     report = {
         "collapse": None if collapse_report is None else {**collapse_report.to_json(), "notes": list(candidate.notes)},
-        "metrics": {**calibrated.metrics, "projection": projection_metrics(projection.report)},
+        "metrics": metrics,
         "provenance": dict(provenance or {}),
     }
     psc = PSC(
@@ -276,10 +294,10 @@ def fit_psc(
     return psc
 
 
-def cut(net: nn.Module, candidate: Candidate, data: ImageDataset, compute: Compute, *, keep_output: bool) -> Backbone:
-    """``net`` cut behind the candidate layer(s), on the device, checked on one input."""
+def cut(net: nn.Module, layers: Sequence[str], data: ImageDataset, compute: Compute, *, keep_output: bool) -> Backbone:
+    """``net`` cut behind some layers, on the device, checked on one input."""
     example = example_input(data.preprocess).to(compute.device)
-    return truncate(net.to(compute.device), candidate.layers, keep_output=keep_output, example=example)
+    return truncate(net.to(compute.device), layers, keep_output=keep_output, example=example)
 
 
 def projection_metrics(report: ProjectionReport) -> dict[str, Any]:

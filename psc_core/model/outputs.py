@@ -1,11 +1,12 @@
 """The outputs of a network step for n images, packed into one matrix so that one copy brings them to the host.
 
-Columns: one for each of :data:`psc_core.prediction.SCORES`, then K class probabilities; float32, (n, S + K).
+Columns: one for each of :data:`psc_core.prediction.SCORES`, then K class probabilities, then the p-value of each gate;
+float32, (n, S + K + G).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -33,7 +34,8 @@ class Outputs(Generic[Matrix]):
         (tensor([-9.]), tensor([[0.3000, 0.7000]]))
     """
 
-    packed: Matrix  # float32 (n, S + K)
+    packed: Matrix  # float32 (n, S + K + G)
+    gates: tuple[str, ...] = ()  # names of the model's gates
 
     def __len__(self) -> int:
         return len(self.packed)
@@ -45,11 +47,18 @@ class Outputs(Generic[Matrix]):
     @property
     def probabilities(self) -> Matrix:
         """A view of the class probabilities, (n, K)."""
-        return self.packed[:, len(SCORES) :]
+        return self.packed[:, len(SCORES) : self.packed.shape[1] - len(self.gates)]
+
+    @property
+    def gate_p_values(self) -> Matrix:
+        """A view of the p-values of the gates, (n, G)."""
+        return self.packed[:, self.packed.shape[1] - len(self.gates) :]
 
 
 def pack(
-    scores: Mapping[str, Float[Tensor, " batch"]], probabilities: Float[Tensor, "batch classes"]
+    scores: Mapping[str, Float[Tensor, " batch"]],
+    probabilities: Float[Tensor, "batch classes"],
+    gate_p_values: Sequence[Float[Tensor, "batch gates"]] = (),
 ) -> Float[Tensor, "batch columns"]:
-    """The packed matrix; ``scores`` has one entry for each of :data:`SCORES`."""
-    return torch.cat([*(scores[name][:, None] for name in SCORES), probabilities], dim=1)
+    """The packed matrix; ``scores`` has one entry for each of :data:`SCORES`, ``gate_p_values`` at most one."""
+    return torch.cat([*(scores[name][:, None] for name in SCORES), probabilities, *gate_p_values], dim=1)

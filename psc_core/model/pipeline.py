@@ -2,11 +2,14 @@
 
 ::
 
-    uint8 (B, C, H, W) ─▶ standardise ─▶ truncated backbone ─▶ projection ─▶ z ─┬▶ density ─▶ log p(z) ─┐
-                                                                                │                       ├▶ p-value
+                                              early layer ─▶ its own density ─▶ texture ─┐
+                                                        ▲                                │
+    uint8 (B, C, H, W) ─▶ standardise ─▶ truncated backbone ─▶ projection ─▶ z ─┬▶ density ─▶ log p(z) ─┼▶ p-value
+                                                                                │                        │
                                                                                 └▶ head ─▶ p ─▶ entropy ─┘
 
-:class:`Scorer` is everything that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  Shapes
+:class:`Scorer` is everything that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  Only a
+model with the gate ``texture`` reads an early layer.  Shapes
 are fixed and nothing waits for the host, so both can be compiled or captured in a CUDA graph.
 """
 
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from psc_core.calibration.conformal import conformal_p_values
 from psc_core.density import Density
 from psc_core.errors import NetworkError
+from psc_core.gates.gates import TEXTURE, Gates, readings_of
 from psc_core.heads import Head, entropy
 from psc_core.images.preprocess import Inputs, Pixels, Preprocess, standardise
 from psc_core.model.outputs import pack
@@ -38,12 +42,13 @@ class Embedding(NamedTuple):
     z: Float[Tensor, "batch dim"]  # projected features, which the head reads
     read: Float[Tensor, "batch _"]  # what the density reads: z itself, or features from :func:`pool`
     logits: Float[Tensor, "batch classes"] | None  # of the network, for base predictions
+    early: Float[Tensor, "batch _"] | None  # pooled features of the early layer, for the gate "texture"
 
 
 class Scored(NamedTuple):
     """What is computed without calibration."""
 
-    scores: Mapping[str, Float[Tensor, " batch"]]  # predictive_entropy, log_density (nats), epistemic (the head's unit)
+    scores: Mapping[str, Float[Tensor, " batch"]]  # epistemic in the head's unit, all others in nats
     probabilities: Float[Tensor, "batch classes"]
 
 
@@ -52,8 +57,12 @@ def pool(features: Sequence[Float[Tensor, "batch _ _"]]) -> Float[Tensor, "batch
     return torch.cat([layer.float().mean(2) for layer in features], dim=1)
 
 
-def ood_score_of(scores: Mapping[str, Tensor], entropy_weight: float) -> Float[Tensor, " batch"]:
-    """−log p(z) + ``entropy_weight`` × predictive entropy, nats; higher is more unusual."""
+def ood_score_of(
+    scores: Mapping[str, Tensor], entropy_weight: float, gates: Gates | None = None
+) -> Float[Tensor, " batch"]:
+    """−log p(z) + ``entropy_weight`` × predictive entropy, or the score of the gates, nats; higher is more unusual."""
+    if gates is not None:
+        return gates.score(readings_of(gates.names, scores))
     if entropy_weight:
         return entropy_weight * scores["predictive_entropy"] - scores["log_density"]
     return -scores["log_density"]
@@ -72,6 +81,7 @@ class Scorer(nn.Module):
         density: log p(z).
         head: g′ on z, or None for the network's own softmax ("base" predictions).
         precision: ``"fp32"`` or ``"bf16"`` of the backbone; everything after it is float32.
+        texture: Density of the pooled features of the backbone's last layer, which is then none of the projection's.
     """
 
     scale: Tensor
@@ -85,6 +95,7 @@ class Scorer(nn.Module):
         density: Density,
         head: Head | None,
         precision: str = "fp32",
+        texture: Density | None = None,
     ) -> None:
         super().__init__()
         for name, part in zip(("scale", "shift"), preprocess.scale_and_shift(), strict=True):
@@ -94,8 +105,15 @@ class Scorer(nn.Module):
         self.projection = projection
         self.density = density
         self.head = head
+        self.texture = texture
         self.precision = precision
         self.eval().requires_grad_(False)
+
+    def with_texture(self, backbone: Backbone, texture: Density) -> Scorer:
+        """A scorer that shares everything else; the last layer of ``backbone`` is the one that ``texture`` reads."""
+        return Scorer(
+            self.preprocess, backbone, self.projection, self.density, self.head, self.precision, texture
+        )
 
     def standardise(self, images: Pixels) -> Inputs:
         """The network's input, as :meth:`Preprocess.standardise` with scale and shift on the device already."""
@@ -110,9 +128,10 @@ class Scorer(nn.Module):
     def embed(self, images: Pixels) -> Embedding:
         """What density and head read."""
         features, logits = self.features(self.standardise(images))
+        early = None if self.texture is None else pool([features.pop()])
         z = self.projection(features)
         read = pool(features) if self.density.reads == "pooled" else z
-        return Embedding(z, read, None if logits is None else logits.float())
+        return Embedding(z, read, None if logits is None else logits.float(), early)
 
     def score(self, embedding: Embedding) -> Scored:
         """Probabilities and scores from what density and head read.
@@ -128,6 +147,8 @@ class Scorer(nn.Module):
         else:
             raise NetworkError("a scorer without a head needs a backbone that keeps the network's output")
         scores = {"predictive_entropy": entropy(probabilities), "log_density": log_density, "epistemic": epistemic}
+        if self.texture is not None and embedding.early is not None:
+            scores[TEXTURE] = -self.texture(embedding.early).log_density
         return Scored(scores, probabilities)
 
     def forward(self, images: Pixels) -> Scored:
@@ -149,17 +170,30 @@ class Pipeline(nn.Module):
         scorer: Everything that needs no calibration.
         calibration_scores: ``float32 (n,)`` ascending OOD scores of the calibration images.
         entropy_weight: What a nat of predictive entropy adds to the OOD score; 0 is the density alone.
+        gates: They make the OOD score instead, if there are any.
     """
 
     calibration_scores: Tensor
 
-    def __init__(self, scorer: Scorer, calibration_scores: Float[Tensor, " n"], entropy_weight: float = 0.0) -> None:
+    def __init__(
+        self,
+        scorer: Scorer,
+        calibration_scores: Float[Tensor, " n"],
+        entropy_weight: float = 0.0,
+        gates: Gates | None = None,
+    ) -> None:
         super().__init__()
         self.scorer = scorer
         scores = calibration_scores.float().to(scorer.scale.device)
         self.register_buffer("calibration_scores", scores, persistent=False)
         self.entropy_weight = entropy_weight
+        self.gates = None if gates is None else gates.to(scores.device)
         self.eval()
+
+    @property
+    def gate_names(self) -> tuple[str, ...]:
+        """Names of the gates; none for a model without."""
+        return () if self.gates is None else self.gates.names
 
     @property
     def concurrent(self) -> bool:
@@ -169,18 +203,20 @@ class Pipeline(nn.Module):
     def with_backbone(self, backbone: Backbone | OnnxBackbone) -> Pipeline:
         """A pipeline that shares everything else with this one."""
         own = self.scorer
-        scorer = Scorer(own.preprocess, backbone, own.projection, own.density, own.head, own.precision)
-        return Pipeline(scorer, self.calibration_scores, self.entropy_weight)
+        scorer = Scorer(own.preprocess, backbone, own.projection, own.density, own.head, own.precision, own.texture)
+        return Pipeline(scorer, self.calibration_scores, self.entropy_weight, self.gates)
 
     def forward(self, images: Pixels) -> Float[Tensor, "batch columns"]:
         """Packed outputs of a batch, the same for an image in any batch."""
         return self.outputs(self.scorer(images))
 
     def outputs(self, scored: Scored) -> Float[Tensor, "batch columns"]:
-        """Packed outputs: every score of :data:`psc_core.prediction.SCORES` and the probabilities."""
-        ood_score = ood_score_of(scored.scores, self.entropy_weight)
+        """Packed outputs: :data:`psc_core.prediction.SCORES`, the probabilities, the p-values of the gates."""
+        ood_score = ood_score_of(scored.scores, self.entropy_weight, self.gates)
         p_value = conformal_p_values(self.calibration_scores, ood_score)
-        return pack({**scored.scores, "ood_score": ood_score, "ood_p_value": p_value}, scored.probabilities)
+        scores = {**scored.scores, "ood_score": ood_score, "ood_p_value": p_value}
+        of_gates = [] if self.gates is None else [self.gates.p_values(readings_of(self.gates.names, scored.scores))]
+        return pack(scores, scored.probabilities, of_gates)
 
     def explain(self, images: Pixels) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
         """Packed outputs and their explanation, see :meth:`Scorer.explain`, from one pass."""

@@ -62,6 +62,11 @@ class Prediction:
         return self.outputs.probabilities
 
     @property
+    def gates(self) -> dict[str, Tensor]:
+        """``float32 (n,)`` p-value of each gate, by name; empty for a model without gates."""
+        return dict(zip(self.outputs.gates, self.outputs.gate_p_values.T, strict=True))
+
+    @property
     def is_ood(self) -> Tensor:
         """``bool (n,)`` p-value at most the bundle's α."""
         return torch.from_numpy(self.decisions.is_ood)

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from psc_core.bundle.io import read_bundle, write_bundle
 from psc_core.bundle.manifest import Manifest
 from psc_core.calibration.conformal import Calibration
 from psc_core.compute.device import resolve_device
 from psc_core.errors import BundleError, FitError
+from psc_core.gates.gates import Gates
 from psc_core.images.preprocess import Preprocess
 from psc_core.model.decision import Decisions, decide
 from psc_core.model.inputs import ImageLike, as_batch
@@ -81,6 +82,11 @@ class PSC:
         head = self.pipeline.scorer.head
         return "" if head is None else head.epistemic_unit
 
+    @property
+    def gates(self) -> tuple[str, ...]:
+        """Names of the gates that make the OOD score; none for a model without."""
+        return self.pipeline.gate_names
+
     def predict(self, images: Sequence[ImageLike] | Tensor) -> Prediction:
         """Classify images with uncertainty.
 
@@ -96,8 +102,9 @@ class PSC:
         batch = as_batch(images, self.preprocess)
         with torch.inference_mode():
             packed = [self.pipeline(part.to(self.device)).cpu() for part in torch.split(batch, MAX_BATCH)]
-        outputs = Outputs(torch.cat(packed) if len(batch) else torch.empty(0, len(SCORES) + len(self.classes)))
-        return Prediction(outputs, self.decide(Outputs(outputs.packed.numpy())), self.classes)
+        columns = len(SCORES) + len(self.classes) + len(self.gates)
+        outputs = Outputs(torch.cat(packed) if len(batch) else torch.empty(0, columns), self.gates)
+        return Prediction(outputs, self.decide(Outputs(outputs.packed.numpy(), self.gates)), self.classes)
 
     def decide(self, outputs: Outputs[FloatArray]) -> Decisions:
         """Decisions under the bundle's policy."""
@@ -110,7 +117,7 @@ class PSC:
             NetworkError: The network did not come from :func:`psc_core.load_network`.
             BundleError: ``path`` is no place for a bundle.
         """
-        scorer, weight = self.pipeline.scorer, self.pipeline.entropy_weight
+        scorer, weight, gates = self.pipeline.scorer, self.pipeline.entropy_weight, self.pipeline.gates
         parts = {
             "backbone": self.backbone.state_dict(),
             "projection": scorer.projection.state_dict(),
@@ -119,6 +126,8 @@ class PSC:
         }
         if scorer.head is not None:
             parts["head"] = scorer.head.state_dict()
+        if gates is not None:
+            parts["gates"] = {**gates.state_dict(), **_prefixed("texture.", scorer.texture)}
         fields = {
             "schema_version": scorer.density.schema,
             "name": self.name,
@@ -133,11 +142,21 @@ class PSC:
             "density": scorer.density.config(),
             "head": None if scorer.head is None else scorer.head.config(),
             "calibration": {"images": len(self.calibration), **({"entropy_weight": weight} if weight else {})},
+            **({} if gates is None else {"gates": self._gates_config(gates)}),
             "collapse": self.report.get("collapse"),
             "metrics": self.report.get("metrics", {}),
             "provenance": self.report.get("provenance", {}),
         }
         return write_bundle(Path(path), fields, parts)
+
+    def _gates_config(self, gates: Gates) -> dict[str, Any]:
+        texture = self.pipeline.scorer.texture
+        layer = self.backbone.layers[-1]
+        return {
+            "names": gates.names,
+            "images": gates.ascending.shape[1],
+            "texture": None if texture is None else {"layer": layer, "density": texture.config()},
+        }
 
     @classmethod
     def load(
@@ -155,15 +174,23 @@ class PSC:
         """
         target = resolve_device(device)
         bundle = read_bundle(Path(path))
-        backbone, projection, density, head, calibration = restore_parts(bundle, allow_factories)
-        manifest, fused = bundle.manifest, backbone.to(target).fused(bundle.manifest.precision)
-        scorer = Scorer(manifest.preprocess, fused, projection, density, head, manifest.precision).to(target)
+        parts, manifest = restore_parts(bundle, allow_factories), bundle.manifest
+        scorer = Scorer(
+            manifest.preprocess,
+            parts.backbone.to(target).fused(manifest.precision),
+            parts.projection,
+            parts.density,
+            parts.head,
+            manifest.precision,
+            parts.texture,
+        ).to(target)
+        weight = manifest.calibration.entropy_weight
         psc = cls(
-            pipeline=Pipeline(scorer, calibration.scores, manifest.calibration.entropy_weight),
-            backbone=backbone,
+            pipeline=Pipeline(scorer, parts.calibration.scores, weight, parts.gates),
+            backbone=parts.backbone,
             preprocess=manifest.preprocess,
             classes=manifest.classes,
-            calibration=calibration,
+            calibration=parts.calibration,
             policy=manifest.policy,
             layers=manifest.layers,
             name=manifest.name,
@@ -198,10 +225,11 @@ class PSC:
             raise FitError(f"the parts of {self.name!r} do not fit together: {error}") from error
         # The features too: a ReLU inside a convolution turns NaN into zeros.
         finite = all(bool(part.isfinite().all()) for part in (packed, *stored))
-        if packed.shape[1] != len(SCORES) + len(self.classes) or not finite:
+        others = len(SCORES) + len(self.gates)
+        if packed.shape[1] != others + len(self.classes) or not finite:
             raise FitError(
                 f"expected {len(self.classes)} finite probabilities from {self.name!r}, got "
-                f"{packed.shape[1] - len(SCORES)} columns or values that are not finite; check the weights, fit again"
+                f"{packed.shape[1] - others} columns or values that are not finite; check the weights, fit again"
             )
         for exact, got in zip(stored, fused, strict=True):
             if (exact - got.float()).abs().max() > FUSION_TOLERANCE[scorer.precision] * exact.abs().max():
@@ -209,3 +237,8 @@ class PSC:
                     f"expected the same features from {self.name!r} in fewer operations, got others; a module of its "
                     "network does more than its type says, please report it"
                 )
+
+
+def _prefixed(prefix: str, module: nn.Module | None) -> dict[str, Tensor]:
+    """The tensors of a module under longer names; none without a module."""
+    return {} if module is None else {prefix + name: tensor for name, tensor in module.state_dict().items()}

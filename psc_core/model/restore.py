@@ -6,21 +6,36 @@ the manifest only claims.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
 
 from psc_core.bundle.io import Bundle
+from psc_core.bundle.manifest import Manifest, short
 from psc_core.calibration.conformal import Calibration, check_rates
 from psc_core.density import Density, restore_density
 from psc_core.errors import BundleError, PSCError
+from psc_core.gates.gates import Gates
 from psc_core.heads import Head, restore_head
 from psc_core.network.backbone import Backbone, rebuild_backbone
 from psc_core.projection.module import Projection
 
 
-def restore_parts(
-    bundle: Bundle, allow_factories: Collection[str]
-) -> tuple[Backbone, Projection, Density, Head | None, Calibration]:
-    """Build the modules of a bundle; there is no head for base predictions.
+class Parts(NamedTuple):
+    """The modules of a model."""
+
+    backbone: Backbone
+    projection: Projection
+    density: Density
+    head: Head | None  # None for base predictions
+    calibration: Calibration
+    texture: Density | None  # of the gate "texture"
+    gates: Gates | None
+
+
+def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
+    """Build the modules of a bundle.
 
     Raises:
         BundleError: Parts that do not fit the manifest or each other.
@@ -42,9 +57,27 @@ def restore_parts(
                 f"{got[1]}; fit the bundle again"
             )
         check_rates(len(calibration), alpha=manifest.policy.alpha, coverage=manifest.policy.coverage)
+        texture, gates = _restore_gates(manifest, tensors["gates"]) if manifest.gates else (None, None)
         backbone = rebuild_backbone(manifest.backbone.model_dump(), tensors["backbone"], allow_factories)
     except PSCError as error:
         raise BundleError(f"{bundle.path}: {error}") from error
     except Exception as error:  # A hostile file can make a network's constructor fail in any way.
         raise BundleError(f"{bundle.path}: the manifest and the tensors do not fit together: {error}") from error
-    return backbone, projection, density, head, calibration
+    return Parts(backbone, projection, density, head, calibration, texture, gates)
+
+
+def _restore_gates(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[Density | None, Gates]:
+    assert manifest.gates is not None
+    texture, own = None, {name: tensor for name, tensor in tensors.items() if "." not in name}
+    if manifest.gates.texture is not None:
+        of_texture = {name.removeprefix("texture."): tensor for name, tensor in tensors.items() if "." in name}
+        texture = restore_density(manifest.gates.texture.density.model_dump(), of_texture)
+    wanted = {"ascending", "scales", "calibration"}
+    if set(own) != wanted or (texture is None and len(own) != len(tensors)):
+        raise BundleError(f"expected gates tensors {sorted(wanted)}, got {short(sorted(tensors))}; fit it again")
+    gates = Gates(manifest.gates.names, **own)
+    expected = manifest.gates.images, manifest.calibration.images
+    got = gates.ascending.shape[1], gates.calibration.shape[1]
+    if expected != got:
+        raise BundleError(f"expected {expected} readings of the gates, got {got}; fit the bundle again")
+    return texture, gates

@@ -35,11 +35,13 @@ TEXT = DOCUMENT.read_text()
 WORDS = frozenset(re.findall(r"`([^`]+)`", TEXT))
 
 JOBS: dict[str, tuple[str, ...]] = {
-    "tied-sngp": ("--density", "tied", "--head", "sngp"),
+    "tied-sngp": ("--density", "tied", "--head", "sngp", "--ood-score", "density"),
     "gda++-duq": ("--density", "gda++", "--head", "duq", "--no-second-scaling"),
     "rmd-base": ("--density", "rmd", "--predictions", "base"),
     "gda-laplace": ("--density", "gda", "--ood-score", "density+entropy"),
-    "vector": ("--layer", "6", "--head", "duq", "--density", "mahalanobis++"),
+    "vector": (
+        "--layer", "6", "--head", "duq", "--density", "mahalanobis++", "--train", "mnist:DATA", "--val", "mnist:DATA",
+    ),  # fmt: skip
     "pooled": (
         "--layer",
         "0",
@@ -58,7 +60,9 @@ JOBS: dict[str, tuple[str, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def bundles(tiny_job: TinyJob, tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def bundles(
+    tiny_job: TinyJob, tiny_bundle: Path, data_root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """Every density, head and kind of layer, in few fits; with 32 random features instead of 1,024."""
     from psc_core.cli.fit import main
 
@@ -66,7 +70,8 @@ def bundles(tiny_job: TinyJob, tiny_bundle: Path, tmp_path_factory: pytest.TempP
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sngp, "FEATURES", 32)
         patch.setattr(sngp, "LENGTH_SCALE_FACTORS", (1.0,))
-        for name, flags in JOBS.items():
+        for name, job in JOBS.items():
+            flags = [flag.replace("DATA", str(data_root)) for flag in job]
             assert main([*tiny_job.args, *flags, "--out", str(folder / name)]) == 0
     return {"pooled++-laplace": tiny_bundle, **{name: folder / name for name in JOBS}, "version 1": SHIPPED_BUNDLE}
 
@@ -90,7 +95,7 @@ def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, na
         inputs = scorer.standardise(images)
         features, logits = scorer.backbone(inputs)
         z = scorer.embed(images).z
-        ours = Outputs(psc.pipeline(images))
+        ours = Outputs(psc.pipeline(images), psc.gates)
     np.testing.assert_allclose(reader.standardise(images.numpy()), inputs.numpy(), rtol=1e-5, atol=1e-6)
     theirs = reader.answer([f.numpy() for f in features], None if logits is None else logits.double().numpy())
 
@@ -103,8 +108,10 @@ def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, na
         np.testing.assert_allclose(got, expected.numpy(), rtol=1e-2, atol=1e-4)
     rank = 1.01 / (len(psc.calibration) + 1)
     assert np.abs(theirs.p_value - ours["ood_p_value"].numpy()).max() <= rank
+    assert theirs.gate_p_values.shape == ours.gate_p_values.shape == (len(images), len(psc.gates))
+    assert np.abs(theirs.gate_p_values - ours.gate_p_values.numpy()).max(initial=0) <= rank
     np.testing.assert_array_equal(theirs.is_ood, psc.predict(images).is_ood.numpy())
-    decisions = psc.decide(Outputs(ours.packed.numpy()))
+    decisions = psc.decide(Outputs(ours.packed.numpy(), psc.gates))
     edge = np.abs(theirs.probabilities - reader.set_threshold()) < 1e-4
     assert (theirs.prediction_set == decisions.prediction_set)[~edge].all()
     far = np.abs(theirs.entropy - psc.policy.ambiguity_threshold) > 1e-4
@@ -119,6 +126,10 @@ def test_fits_cover_every_kind(bundles: dict[str, Path]) -> None:
     assert {m["head"]["kind"] for m in manifests if m["head"]} == set(HEADS)
     assert manifests[5]["projection"]["channels"] == 1
     assert manifests[6]["projection"]["positions"] < [196]
+    assert {tuple(m["gates"]["names"]) if "gates" in m else () for m in manifests} == {
+        (), ("kind",), ("texture", "kind"), ("texture", "kind", "confidence"),
+    }  # fmt: skip
+    assert [m["schema_version"] for m in manifests] == [2] * len(JOBS) + [2, 1]
 
 
 def test_second_reader_is_independent() -> None:
@@ -145,8 +156,9 @@ def test_second_reader_rejects_altered_bundles(bundles: dict[str, Path], tmp_pat
 
 # -- the document's vocabulary ------------------------------------------------------------------------------------
 
-FREE = ("backbone.network.model_args", "density.record", "head.record", "density.sizes", "head.sizes", "collapse",
-        "metrics", "provenance", "files")  # fmt: skip
+FREE = ("backbone.network.model_args", "density.record", "head.record", "density.sizes", "head.sizes",
+        "gates.texture.density.sizes", "gates.texture.density.record",
+        "collapse", "metrics", "provenance", "files")  # fmt: skip
 """Sections whose names are documented in prose, or are the writer's own."""
 
 
