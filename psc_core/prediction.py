@@ -66,11 +66,16 @@ class ImagePrediction(_Document):
     predictive_entropy: Score = Field(description="Nats; high where the image is ambiguous.")
     log_density: Score = Field(description="log p(z), nats.")
     ood_score: Score = Field(
-        description="−log p(z), plus the weighted entropy where the bundle says so, nats; higher is more unusual."
+        description="What the gates make of the image, or −log p(z) of a model without, nats; higher is more unusual."
     )
     ood_p_value: Score = Field(ge=0, le=1, description="(1 + #{calibration OOD scores ≥ this}) / (n + 1).")
     epistemic: Score = Field(
         description="Epistemic uncertainty in `epistemic_unit` of `/model`; 0 for base predictions."
+    )
+    gates: dict[str, float] | None = Field(
+        default=None,
+        description="p-value of each gate: `texture` (strange texture), `kind` (unknown kind), `confidence` "
+        "(ambiguous); left out for a model without gates.",
     )
     is_ood: bool = Field(description="p-value ≤ alpha.")
     decision: Decision = Field(

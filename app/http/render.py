@@ -59,6 +59,7 @@ def prediction_documents(
 ) -> list[dict[str, Any]]:
     """One :class:`psc_core.prediction.ImagePrediction` for each image."""
     probabilities = np.ascontiguousarray(outputs.probabilities)
+    of_gates = outputs.gate_p_values
     documents = []
     for image, class_index in enumerate(decisions.class_index.tolist()):
         documents.append(
@@ -72,6 +73,7 @@ def prediction_documents(
                     else {"top": _most_probable(probabilities[image], classes, top_k)}
                 ),
                 **{name: outputs[name][image] for name in SCORES},
+                **({"gates": dict(zip(outputs.gates, of_gates[image], strict=True))} if outputs.gates else {}),
                 "is_ood": bool(decisions.is_ood[image]),
                 "decision": DECISIONS[decisions.decision[image]],
                 "prediction_set": [classes[k] for k in decisions.prediction_set[image].nonzero()[0].tolist()],

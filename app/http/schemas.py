@@ -58,6 +58,7 @@ class ModelDocument(Document):
     layer: str
     predictions: str = Field(description="`psc` or `base`.")
     epistemic_unit: str = Field(description="Of `epistemic`; empty for base predictions, which have none.")
+    gates: list[str] = Field(description="What the OOD score is made of; empty for a model without gates.")
     device: str
     backend: str
     classes: list[str]

@@ -134,7 +134,7 @@ def score_images(
         for batch in track_images(data, Compute(psc.device, batch_images=batch_images), f"evaluating {data.name}"):
             images = batch.images.to(psc.device)
             packed = psc.pipeline(images).cpu()
-            outputs, decisions = Outputs(packed), psc.decide(Outputs(packed.numpy()))
+            outputs, decisions = Outputs(packed, psc.gates), psc.decide(Outputs(packed.numpy(), psc.gates))
             batch_scores = {PRIMARY: outputs["ood_score"], f"{PRIMARY}-entropy": outputs["predictive_entropy"]}
             if psc.predictions == "psc":
                 batch_scores[f"{PRIMARY}-epistemic"] = outputs["epistemic"]

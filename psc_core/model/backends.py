@@ -52,7 +52,9 @@ def pipeline_on(psc: PSC, backend: str) -> Pipeline:
     pipeline = psc.pipeline.with_backbone(to_onnx(psc.backbone, psc.preprocess.shape))
     images = _smooth_noise(psc.preprocess)
     with torch.inference_mode():
-        check_agreement(Outputs(psc.pipeline(images)), Outputs(pipeline(images)), len(psc.calibration))
+        check_agreement(
+            Outputs(psc.pipeline(images), psc.gates), Outputs(pipeline(images), psc.gates), len(psc.calibration)
+        )
     return pipeline
 
 

@@ -214,9 +214,8 @@ class Pipeline(nn.Module):
         """Packed outputs: :data:`psc_core.prediction.SCORES`, the probabilities, the p-values of the gates."""
         ood_score = ood_score_of(scored.scores, self.entropy_weight, self.gates)
         p_value = conformal_p_values(self.calibration_scores, ood_score)
-        scores = {**scored.scores, "ood_score": ood_score, "ood_p_value": p_value}
         of_gates = [] if self.gates is None else [self.gates.p_values(readings_of(self.gates.names, scored.scores))]
-        return pack(scores, scored.probabilities, of_gates)
+        return pack({**scored.scores, "ood_score": ood_score, "ood_p_value": p_value}, scored.probabilities, of_gates)
 
     def explain(self, images: Pixels) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
         """Packed outputs and their explanation, see :meth:`Scorer.explain`, from one pass."""

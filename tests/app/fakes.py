@@ -98,6 +98,14 @@ def outputs_of(images: Tensor) -> Tensor:
     return pack(scores, probabilities)
 
 
+class FakePipelineWithGates(FakePipeline):
+    """Gives two gates the p-values 1 − brightness and brightness."""
+
+    def __call__(self, images: Tensor, /) -> Tensor:
+        brightness = images.float().mean((1, 2, 3), keepdim=True)[:, :, 0, 0] / 255.0
+        return torch.cat([super().__call__(images), 1 - brightness, brightness], dim=1)
+
+
 @dataclass
 class FakeModel:
     """What the registry asks of a model."""
@@ -110,6 +118,7 @@ class FakeModel:
     layer: str = "layer3"
     predictions: str = "psc"
     epistemic_unit: str = "fraction"
+    gates: tuple[str, ...] = ()
     report: dict[str, Any] = field(default_factory=lambda: {"metrics": {"accuracy": 0.99}})
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     calibration: Calibration = field(

@@ -10,6 +10,7 @@ const DECISIONS = {
   abstain_ambiguous: "? Abstain: several classes fit",
   abstain_ood: "! Abstain: unlike the known images",
 };
+const GATES = { texture: "strange texture", kind: "unknown kind", confidence: "ambiguous" };
 
 const element = (id) => document.getElementById(id);
 const results = element("results");
@@ -147,6 +148,14 @@ function show(card, answer) {
   find("classes").replaceChildren(...classBars(said));
   find("entropy").textContent = `${number(said.predictive_entropy)} of ${number(Math.log(said.probabilities.length))} nats`;
   find("p-value").textContent = `${number(said.ood_p_value)} (α = ${answer.policy.alpha})`;
+  const gates = Object.entries(said.gates ?? {});
+  find("gates").textContent = gates.map(([name, p]) => `${GATES[name] ?? name} ${number(p)}`).join(", ");
+  find("gates").parentElement.hidden = gates.length === 0;
+  if (said.is_ood && gates.length > 0) {
+    const smallest = Math.min(...gates.map(([, p]) => p));
+    const alarming = gates.filter(([, p]) => p === smallest).map(([name]) => GATES[name] ?? name);
+    mark(card, said.decision, `! Abstain: ${alarming.join(", ")}`);
+  }
   find("ood-score").textContent = `${number(said.ood_score)} nats`;
   find("set").textContent = said.prediction_set.join(", ") || "none of the classes";
   find("details").hidden = false;

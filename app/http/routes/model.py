@@ -42,6 +42,7 @@ def model_document(served: ServedModel, names: tuple[str, ...]) -> ModelDocument
         layer=model.layer,
         predictions=model.predictions,
         epistemic_unit=model.epistemic_unit,
+        gates=list(model.gates),
         device=str(model.device),
         backend=served.backend,
         classes=list(model.classes),

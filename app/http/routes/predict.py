@@ -77,7 +77,7 @@ async def _predict(request: Request, name: str | None) -> Response:
         disconnected=partial(has_disconnected, request.receive),
         explain=query.explain,
     )
-    outputs = Outputs(result.packed)
+    outputs = Outputs(result.packed, served.model.gates)
     decisions = served.decide(outputs, policy)
     served.recorder.predicted(outputs, decisions)
     body = predict_response(served, policy, outputs, decisions, top_k=query.top_k, explanation=result.explanation)

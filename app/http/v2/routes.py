@@ -19,9 +19,9 @@ from app.errors import UnknownModel, UnsupportedMedia
 from app.http.disconnect import has_disconnected
 from app.http.uploads import read_body
 from app.http.v2.schemas import (
+    GATES,
     INFER_BODY,
     INFER_PARAMETERS,
-    OUTPUTS,
     ErrorDocument,
     InferResponse,
     LiveDocument,
@@ -30,6 +30,7 @@ from app.http.v2.schemas import (
     ReadyDocument,
     ServerMetadata,
     TensorMetadata,
+    outputs_of,
 )
 from app.http.v2.tensors import Datatype, OutputTensor, build_response, images_of, parse_request
 from app.inference.decoder import EncodedImage
@@ -151,9 +152,9 @@ def _metadata(served: ServedModel) -> ModelMetadata:
             TensorMetadata(
                 name=name,
                 datatype=_DATATYPES.get(name, "FP32"),
-                shape=[-1, len(model.classes)] if name == "probabilities" else [-1],
+                shape=[-1, *({"probabilities": [len(model.classes)], GATES: [len(model.gates)]}.get(name, []))],
             )
-            for name in OUTPUTS
+            for name in outputs_of(model.gates)
         ],
     )
 
@@ -192,10 +193,10 @@ async def _infer(request: Request, name: str, version: str | None) -> Response:
         deadline_s=settings.deadline_seconds,
         disconnected=partial(has_disconnected, request.receive),
     )
-    outputs = Outputs(result.packed)
+    outputs = Outputs(result.packed, served.model.gates)
     decisions = served.decide(outputs, policy)
     served.recorder.predicted(outputs, decisions)
-    outputs_as_binary = wanted.binary_outputs()
+    outputs_as_binary = wanted.binary_outputs(outputs_of(served.model.gates))
     head = {"model_name": served.name, "model_version": served.model.version}
     if wanted.id is not None:
         head["id"] = wanted.id
@@ -215,6 +216,8 @@ def _output(name: str, outputs: Outputs[FloatArray], decisions: Decisions, class
     if name == "label":
         labels = [classes[k] for k in decisions.class_index.tolist()]
         return OutputTensor(name, "BYTES", (len(labels),), labels)
+    if name == GATES:
+        return OutputTensor(name, "FP32", outputs.gate_p_values.shape, outputs.gate_p_values)
     values: Any = getattr(decisions, name, None)
     if values is None:
         values = outputs.probabilities if name == "probabilities" else outputs[name]

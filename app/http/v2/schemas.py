@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -10,8 +11,16 @@ from app.response import Document
 from psc_core.policy import Alpha
 from psc_core.prediction import SCORES
 
-OUTPUTS: Final = ("probabilities", *SCORES, "is_ood", "label", "class_index")
+GATES: Final = "gates"
+"""The output of the gates' p-values, in the order of ``gates`` in ``/model``."""
+
+OUTPUTS: Final = ("probabilities", *SCORES, GATES, "is_ood", "label", "class_index")
 """Names of the output tensors."""
+
+
+def outputs_of(gates: Sequence[str]) -> tuple[str, ...]:
+    """Names of the output tensors of a model with these gates."""
+    return OUTPUTS if gates else tuple(name for name in OUTPUTS if name != GATES)
 
 
 class ErrorDocument(Document):
@@ -172,11 +181,11 @@ class InferRequest(RequestPart):
             raise ValueError("name each output once")
         return self
 
-    def binary_outputs(self) -> dict[str, bool]:
-        """The wanted outputs, in order, to whether each goes as binary data."""
+    def binary_outputs(self, available: Sequence[str]) -> dict[str, bool]:
+        """The wanted outputs, or all available ones, in order, to whether each goes as binary data."""
         default = self.parameters.binary_data_output
         if not self.outputs:
-            return dict.fromkeys(OUTPUTS, default)
+            return dict.fromkeys(available, default)
         given = {output.name: output.parameters.binary_data for output in self.outputs}
         return {name: default if binary is None else binary for name, binary in given.items()}
 

@@ -108,6 +108,15 @@ def test_numbers_are_printed_in_few_digits() -> None:
     assert b'"predictive_entropy":0.1,"log_density":-0.3,"ood_score":0.4,"ood_p_value":0.7' in text
 
 
+def test_gates_are_named() -> None:
+    row = [0.1, -0.3, 0.4, 0.5, 0.2, 0.25, 0.05, 0.7, 0.125, 0.75]
+    outputs = Outputs(np.array([row], np.float32), ("texture", "kind"))
+    (document,) = documents(outputs, np.ones(3, np.float32), Policy(alpha=0.05, ambiguity_threshold=0.5, coverage=0.9))
+    assert document["gates"] == {"texture": 0.125, "kind": 0.75}
+    assert len(document["probabilities"]) == 3
+    assert ImagePrediction.model_validate(document).model_dump(exclude_none=True) == document
+
+
 def test_threshold_beyond_every_float32_is_never_reached() -> None:
     outputs = Outputs(np.array([[3e38, 0, 0, 1, 0, 1.0]], np.float32))
     policy = Policy(alpha=0.05, ambiguity_threshold=1e300, coverage=0.9)

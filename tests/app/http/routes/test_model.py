@@ -17,6 +17,7 @@ async def test_the_model_document() -> None:
         assert (document.name, document.version, document.models) == ("m", "v1", ["m", "n"])
         assert sum(document.calibration.ood_score.counts) == document.calibration.images == 99
         assert len(document.calibration.ood_score.edges) == len(document.calibration.ood_score.counts) + 1
+        assert document.gates == []
         assert document.report == {"metrics": {"accuracy": 0.99}}
         assert (await app.client.get("/models/n")).json()["version"] == "v9"
         assert (await app.client.get("/models/x")).status_code == 404

@@ -15,16 +15,18 @@ import torch
 
 from app.http.v2 import routes
 from app.http.v2.routes import HEADER
-from app.http.v2.schemas import OUTPUTS, ErrorDocument, InferResponse, ModelMetadata
+from app.http.v2.schemas import GATES, OUTPUTS, ErrorDocument, InferResponse, ModelMetadata
 from app.http.v2.tensors import parse_request
 from psc_core.images.preprocess import Preprocess
 from psc_core.model.outputs import Outputs
 from psc_core.prediction import SCORES
-from tests.app.fakes import CLASSES, POISON, FakeModel, outputs_of, pixels, png
+from tests.app.fakes import CLASSES, POISON, FakeModel, FakePipelineWithGates, outputs_of, pixels, png
 from tests.app.live import live_server
 from tests.app.support import Running, running, serve_next
 
 pytestmark = pytest.mark.anyio
+
+WITHOUT_GATES = tuple(name for name in OUTPUTS if name != GATES)
 COLOUR = Preprocess("RGB", 4, 6, None, (0.5,) * 3, (0.5,) * 3)
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -86,7 +88,7 @@ async def test_model_metadata(service: Running) -> None:
     inputs = {tensor.name: (tensor.datatype, tensor.shape) for tensor in metadata.inputs}
     assert inputs == {"images": ("UINT8", [-1, 4, 6, 3]), "encoded_images": ("BYTES", [-1])}
     outputs = {tensor.name: (tensor.datatype, tensor.shape) for tensor in metadata.outputs}
-    assert tuple(outputs) == OUTPUTS
+    assert tuple(outputs) == WITHOUT_GATES
     assert outputs["probabilities"] == ("FP32", [-1, 3])
     assert (await service.client.get("/v2/models/colour/versions/v1")).json() == response.json()
 
@@ -110,13 +112,26 @@ async def test_raw_images_give_every_output(service: Running) -> None:
     outputs = expected(images.transpose(0, 3, 1, 2))
     assert (document["id"], document["model_name"], document["model_version"]) == ("42", "m", "v1")
     assert document["parameters"] == {"alpha": 0.2}
-    assert tuple(tensor["name"] for tensor in document["outputs"]) == OUTPUTS
+    assert tuple(tensor["name"] for tensor in document["outputs"]) == WITHOUT_GATES
     np.testing.assert_allclose(output(document, "probabilities"), outputs.probabilities, rtol=1e-6)
     for name in SCORES:
         np.testing.assert_allclose(output(document, name), outputs[name], rtol=1e-6)
     assert output(document, "is_ood").tolist() == [False] * 3
     assert output(document, "label").tolist() == list(CLASSES)
     assert output(document, "class_index").tolist() == [0, 1, 2]
+
+
+async def test_gates_are_one_tensor() -> None:
+    model = FakeModel(pipeline=FakePipelineWithGates(), gates=("kind", "confidence"))
+    async with running({"m": model, "plain": FakeModel()}) as app:
+        metadata = ModelMetadata.model_validate((await app.client.get("/v2/models/m")).json())
+        assert [tensor.shape for tensor in metadata.outputs if tensor.name == GATES] == [[-1, 2]]
+        document = await infer(app, {"inputs": [raw_input(grey(0, 51))]})
+        assert tuple(tensor["name"] for tensor in document["outputs"]) == OUTPUTS
+        np.testing.assert_allclose(output(document, GATES), [[1, 0], [0.8, 0.2]], rtol=1e-6)
+        assert output(document, "probabilities").shape == (2, 3)
+        wanted = {"inputs": [raw_input(grey(0, 51))], "outputs": [{"name": GATES}]}
+        assert output(await infer(app, wanted, "plain"), GATES).shape == (2, 0)
 
 
 async def test_nhwc_and_nchw_are_the_same_images(service: Running) -> None:
@@ -388,7 +403,7 @@ class TestTritonClient:
         tensor = http.InferInput("images", list(sent.shape), "UINT8").set_data_from_numpy(sent, binary_in)
         outputs = None
         if binary_out is not None:
-            outputs = [http.InferRequestedOutput(name, binary_data=binary_out) for name in OUTPUTS]
+            outputs = [http.InferRequestedOutput(name, binary_data=binary_out) for name in WITHOUT_GATES]
         with http.InferenceServerClient(url) as client:
             result = client.infer("colour", [tensor], outputs=outputs, request_id="7")
         wanted = expected(images)
