@@ -13,7 +13,7 @@ import torch
 
 from psc_core import PSC
 from psc_core.bundle.io import check_target, read_bundle, write_bundle
-from psc_core.bundle.manifest import PARTS
+from psc_core.bundle.manifest import PARTS, manifest_digest
 from psc_core.errors import BundleError
 from tests.attacks import forge
 
@@ -65,6 +65,7 @@ def test_missing_bundle(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"schema_version": 3}, "expected schema_version 1 to 2, got 3"),
+        ({"schema_version": 1}, "expected schema_version to be 2, got 1"),
         ({"schema_version": None}, "expected schema_version 1 to 2"),
         ({"classes": ["one"]}, "'classes'"),
         ({"surprise": 1}, "'surprise'"),

@@ -23,8 +23,8 @@ from tests.psc_core.fitting.support import counted, typical
 OPTIONS = FitOptions(device="cpu")
 
 
-def test_fit_reads_training_images_four_times(data_root: Path) -> None:
-    """Collapse, moments, sizes, features; of the validation images the selection split three times, the other once."""
+def test_fit_reads_training_images_five_times(data_root: Path) -> None:
+    """Collapse, moments, sizes, features, early layers; the selection split five times, the calibration split once."""
     net = tiny.network().eval()
     (train, train_reads), (val, val_reads) = counted(data_root, "train"), counted(data_root, "val")
     candidate = measure_collapse(net, train, val).candidate("4")
@@ -35,6 +35,10 @@ def test_fit_reads_training_images_four_times(data_root: Path) -> None:
     assert set(val_reads.values()) == {1} and len(val_reads) == len(val) // 2
     train_reads.clear(), val_reads.clear()
     fit_psc(net, candidate, projection, train, val, options=OPTIONS)
+    assert typical(train_reads) == 2
+    assert sorted(val_reads.values()) == [1] * (len(val) - len(val) // 2) + [3] * (len(val) // 2)
+    train_reads.clear(), val_reads.clear()
+    fit_psc(net, candidate, projection, train, val, ood_score="density", options=OPTIONS)
     assert set(train_reads.values()) == {1}
     assert set(val_reads.values()) == {1} and len(val_reads) == len(val)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ MISSING = {
     "density": r"expected tensors .*'basis'.* for 'pooled\+\+', got ",
     "head": "expected tensors .*'bias'.* for 'laplace', got ",
     "calibration": "expected calibration tensors .*'entropies'.* got ",
+    "gates": "expected gates tensors .*'ascending'.* got ",
 }
 
 
@@ -45,6 +48,7 @@ GROWN = {
     "density": r"expected pooled\+\+\.\w+ with axes .* got shape ",
     "head": r"expected laplace\.\w+ with axes .* got shape ",
     "calibration": r"calibration scores of one length, got .*\(300,\)",
+    "gates": r"expected float32 gates\.ascending of 2 gates, got torch\.float32 \(4, 150\)",
 }
 
 
@@ -56,6 +60,27 @@ def test_rejects_wrong_shapes(bundle: Path, part: str) -> None:
 
     edit_part(bundle, part, grow)
     with pytest.raises(BundleError, match=GROWN[part]):
+        PSC.load(bundle, device="cpu", allow_factories=ALLOW)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        ("gates.images", 7, r"expected \(7, 150\) readings of the gates, got \(150, 150\)"),
+        ("gates.names", ["texture", "colour"], "expected gates of texture"),
+        ("gates.names", ["kind"], r"gates.names \(texture\) to be True, got False"),
+    ],
+)
+def test_rejects_other_gates(bundle: Path, where: str, value: Any, message: str) -> None:
+    assign(bundle, where, value)
+    with pytest.raises(BundleError, match=message):
+        PSC.load(bundle, device="cpu", allow_factories=ALLOW)
+
+
+def test_rejects_tensors_of_no_texture(bundle: Path) -> None:
+    assign(bundle, "backbone.layers", json.loads((bundle / "manifest.json").read_text())["layers"])
+    assign(bundle, "gates", {"names": ["kind", "confidence"], "images": 150, "texture": None})
+    with pytest.raises(BundleError, match=r"expected gates tensors .* got .*texture\."):
         PSC.load(bundle, device="cpu", allow_factories=ALLOW)
 
 
