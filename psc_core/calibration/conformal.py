@@ -99,14 +99,16 @@ class Calibration:
         return cls(-scores[0].flip(0), scores[1], scores[2], labels, int(classes))
 
 
-def conformal_p_values(ascending: Float[Tensor, " n"], ood_score: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+def conformal_p_values(
+    ascending: Float[Tensor, "*gates n"], ood_score: Float[Tensor, "*gates batch"]
+) -> Float[Tensor, "*gates batch"]:
     """``(1 + #{calibration ≥ this}) / (n + 1)``, float32, by binary search; the smallest possible one for NaN.
 
     Args:
-        ascending: OOD scores of the calibration images, sorted.
+        ascending: OOD scores of the calibration images, sorted; or readings, each gate's for itself.
         ood_score: Of the images to test, the same float type.
     """
-    count = len(ascending) + 1
+    count = ascending.shape[-1] + 1
     return (count - torch.searchsorted(ascending, ood_score)) / count  # NaN sorts above everything
 
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from psc_core.calibration.conformal import conformal_p_values
 from psc_core.errors import BundleError
-from psc_core.gates.tail import log_p_values
+from psc_core.gates.tail import log_p_pieces, log_p_values
 
 TEXTURE: Final = "texture"
 KIND: Final = "kind"
@@ -65,6 +65,7 @@ class Gates(nn.Module):
     ascending: Tensor
     scales: Tensor
     calibration: Tensor
+    pieces: Tensor
 
     def __init__(self, names: Sequence[str], ascending: Tensor, scales: Tensor, calibration: Tensor) -> None:
         super().__init__()
@@ -86,11 +87,12 @@ class Gates(nn.Module):
         if not (scales > 0).all():
             raise BundleError("expected positive scales of the gates; fit the bundle again")
 
+        self.register_buffer("pieces", log_p_pieces(self.ascending, self.scales), persistent=False)
+
     def score(self, readings: Float[Tensor, "batch gates"]) -> Float[Tensor, " batch"]:
         """``−Σ_g log p_g``, nats; higher is more unusual."""
-        return -log_p_values(self.ascending, self.scales, readings).sum(dim=1).float()
+        return -log_p_values(self.ascending, self.pieces, readings.T.contiguous()).sum(dim=0).float()
 
     def p_values(self, readings: Float[Tensor, "batch gates"]) -> Float[Tensor, "batch gates"]:
         """The conformal p-value of each gate, ``(1 + #{calibration ≥ this}) / (n + 1)``."""
-        pairs = zip(self.calibration, readings.T.contiguous(), strict=True)
-        return torch.stack([conformal_p_values(ascending, reading) for ascending, reading in pairs], dim=1)
+        return conformal_p_values(self.calibration, readings.T.contiguous()).T

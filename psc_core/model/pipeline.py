@@ -212,9 +212,12 @@ class Pipeline(nn.Module):
 
     def outputs(self, scored: Scored) -> Float[Tensor, "batch columns"]:
         """Packed outputs: :data:`psc_core.prediction.SCORES`, the probabilities, the p-values of the gates."""
-        ood_score = ood_score_of(scored.scores, self.entropy_weight, self.gates)
+        if self.gates is None:
+            ood_score, of_gates = ood_score_of(scored.scores, self.entropy_weight), []
+        else:
+            readings = readings_of(self.gates.names, scored.scores)
+            ood_score, of_gates = self.gates.score(readings), [self.gates.p_values(readings)]
         p_value = conformal_p_values(self.calibration_scores, ood_score)
-        of_gates = [] if self.gates is None else [self.gates.p_values(readings_of(self.gates.names, scored.scores))]
         return pack({**scored.scores, "ood_score": ood_score, "ood_p_value": p_value}, scored.probabilities, of_gates)
 
     def explain(self, images: Pixels) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
