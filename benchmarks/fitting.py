@@ -136,7 +136,7 @@ def _store(
 
 
 def psc_of(run: Run, trained: Trained, parts: Stages, *, fit_images: int | None, density: str = "gda") -> PSC:
-    """A PSC with the Laplace head; ``gda`` is the paper's density."""
+    """A PSC with the Laplace head and, as in the paper, the density alone; ``gda`` is the paper's density."""
     return fit.fit_psc(
         trained.net,
         parts.candidate,
@@ -144,6 +144,7 @@ def psc_of(run: Run, trained: Trained, parts: Stages, *, fit_images: int | None,
         random_images(trained.train, fit_images),
         trained.val,
         density=density,
+        ood_score="density",
         collapse_report=parts.report,
         options=options_of(run),
     )

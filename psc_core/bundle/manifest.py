@@ -140,7 +140,7 @@ class Manifest(_Strict):
     @model_validator(mode="after")
     def _check_agreement(self) -> Manifest:
         """Fields that say the same thing must agree."""
-        head, classes = self.head, len(self.classes)
+        head, classes, entropy_weight = self.head, len(self.classes), self.calibration.entropy_weight
         dim = self.projection.c_proj * self.projection.d_proj
         texture = None if self.gates is None else self.gates.texture
         of_texture = texture.density.sizes if texture else {"classes": classes}
@@ -154,6 +154,7 @@ class Manifest(_Strict):
             ("backbone.network.num_classes", classes, self.backbone.network.num_classes),
             ("projection.positions (their number)", len(self.layers), len(self.projection.positions)),
             ("density.sizes.classes", classes, self.density.sizes.get("classes")),
+            ("calibration.entropy_weight", 0.0 if self.gates else entropy_weight, entropy_weight),
             ("schema_version", 2 if self.gates else self.schema_version, self.schema_version),
             ("gates.texture.density.sizes.classes", classes, of_texture.get("classes", 0)),
             ("gates.names (texture)", texture is not None, "texture" in (self.gates.names if self.gates else ())),

@@ -102,7 +102,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("policy.extra", 1, "policy.extra"),
     ("calibration.entropy_weight", -1.0, "entropy_weight"),
     ("calibration.entropy_weight", "1", "entropy_weight"),
-    ("calibration.entropy_weight", 1e308, "finite"),
+    ("calibration.entropy_weight", 1e308, "entropy_weight"),
     ("preprocess.mode", "CMYK", "mode"),
     ("preprocess.height", 10**9, "height|pixels"),
     ("preprocess.height", 10**18, "height"),

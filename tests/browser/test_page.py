@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.app.fakes import FakeModel, pixels, png
+from tests.app.fakes import FakeModel, FakePipelineWithGates, pixels, png
 from tests.app.live import live_server
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -161,6 +161,20 @@ def test_classifies_chosen_images(page: Driver, files: dict[str, Path]) -> None:
     assert "99 calibration images" in histogram.get_attribute("aria-label")
     assert clear.find_element("css selector", "img").get_property("naturalWidth") == 8
     assert errors(page) == []
+
+
+def test_names_the_gate_that_alarmed(driver: Driver, files: dict[str, Path]) -> None:
+    model = FakeModel(pipeline=FakePipelineWithGates(), gates=("texture", "kind"))
+    with live_server({"m": model}) as url:
+        driver.get(url)
+        until(lambda: "3 classes" in text(driver, "#model"))
+        choose(driver, files["clear"], files["strange"])
+        until(lambda: text(driver, "#status") == "2 of 2 images classified.")
+        clear, strange = (card(driver, f"{name}.png") for name in ("clear", "strange"))
+        assert text_in(clear, ".decision") == "✓ Accept"
+        assert text_in(clear, ".gates") == "strange texture 0, unknown kind 1"
+        assert text_in(strange, ".decision") == "! Abstain: strange texture, unknown kind"
+        assert errors(driver) == []
 
 
 def test_classifies_and_clears_dropped_images(page: Driver, files: dict[str, Path]) -> None:
