@@ -29,8 +29,15 @@ Table = dict[str, Column]
 
 def as_table(prediction: Prediction) -> Table:
     """The columns of n predictions."""
-    columns = {name: getattr(prediction, "labels" if name == "label" else name) for name in FIELDS}
+    columns = {name: getattr(prediction, "labels" if name == "label" else name) for name in FIELDS if name != "gates"}
+    columns["gates"] = _gates_of(prediction)
     return {name: each.tolist() if isinstance(each, torch.Tensor) else list(each) for name, each in columns.items()}
+
+
+def _gates_of(prediction: Prediction) -> Column:
+    """p-values by gate of each image; null for a model without gates."""
+    rows = zip(*(p_values.tolist() for p_values in prediction.gates.values()), strict=True)
+    return [dict(zip(prediction.gates, row, strict=True)) for row in rows] or [None] * len(prediction)
 
 
 def merge(names: Sequence[str], errors: Sequence[str | None], scored: Table) -> Table:
@@ -71,4 +78,6 @@ def _arrow(table: Table) -> Any:
 
     kinds = {"probabilities": pa.list_(pa.float32()), "prediction_set": pa.list_(pa.string()), "is_ood": pa.bool_()}
     kinds |= dict.fromkeys(("item", "label", "decision", "error"), pa.string()) | {"class_index": pa.int64()}
+    kinds["gates"] = pa.map_(pa.string(), pa.float32())
+    table = table | {"gates": [each and list(each.items()) for each in table["gates"]]}
     return pa.table({name: pa.array(column, kinds.get(name, pa.float32())) for name, column in table.items()})

@@ -40,8 +40,17 @@ JOBS: dict[str, tuple[str, ...]] = {
     "rmd-base": ("--density", "rmd", "--predictions", "base"),
     "gda-laplace": ("--density", "gda", "--ood-score", "density+entropy"),
     "vector": (
-        "--layer", "6", "--head", "duq", "--density", "mahalanobis++", "--train", "mnist:DATA", "--val", "mnist:DATA",
-    ),  # fmt: skip
+        "--layer",
+        "6",
+        "--head",
+        "duq",
+        "--density",
+        "mahalanobis++",
+        "--train",
+        "mnist:DATA",
+        "--val",
+        "mnist:DATA",
+    ),
     "pooled": (
         "--layer",
         "0",

@@ -20,7 +20,7 @@ from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
 from psc_core.images.preprocess import PRESETS
 from psc_core.scoring.inputs import Item, open_items, parts
-from psc_core.scoring.outputs import FIELDS
+from psc_core.scoring.outputs import FIELDS, as_table, merge, write
 from psc_core.scoring.score import PartScorer
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 
@@ -55,6 +55,22 @@ def scored(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(source: Path, out: Path, *flags: str) -> None:
     command = [str(source), "--bundle", str(SHIPPED_BUNDLE), "--out", str(out), "--device", "cpu"]
     assert cli.main([*command, "--part-images", str(PART), "--format", "jsonl", *flags]) == 0
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_gates_of_each_image(tiny_bundle: Path, tmp_path: Path, form: str) -> None:
+    psc = PSC.load(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    data = open_dataset(f"mnist:{ROOT}/tests/data", split="test", preprocess=PRESETS["mnist"])
+    prediction = psc.predict(next(data.batches(3)).images)
+    file = tmp_path / f"part.{form}"
+    write(merge(["a", "b", "c"], [None] * 3, as_table(prediction)), file)
+    if form == "parquet":
+        rows = [dict(each) for each in pytest.importorskip("pyarrow.parquet").read_table(file)["gates"].to_pylist()]
+    else:
+        rows = [json.loads(line)["gates"] for line in file.read_text().splitlines()]
+    assert set(rows[0]) == {"texture", "kind"} == set(psc.gates)
+    for name, p_values in prediction.gates.items():
+        assert [row[name] for row in rows] == pytest.approx(p_values.tolist())
 
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
