@@ -111,9 +111,7 @@ class Scorer(nn.Module):
 
     def with_texture(self, backbone: Backbone, texture: Density) -> Scorer:
         """A scorer that shares everything else; the last layer of ``backbone`` is the one that ``texture`` reads."""
-        return Scorer(
-            self.preprocess, backbone, self.projection, self.density, self.head, self.precision, texture
-        )
+        return Scorer(self.preprocess, backbone, self.projection, self.density, self.head, self.precision, texture)
 
     def standardise(self, images: Pixels) -> Inputs:
         """The network's input, as :meth:`Preprocess.standardise` with scale and shift on the device already."""

@@ -20,7 +20,7 @@ from psc_core.prediction import DECISIONS, SCORES, Explanation, ImagePrediction
 CLASSES = ('a "quoted" label', "ä", "2")
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
 fractions = st.floats(0, 1, width=32)
-outputs_of_images = (
+packed_outputs = (
     st.integers(1, 5)
     .flatmap(
         lambda n: st.tuples(
@@ -28,7 +28,7 @@ outputs_of_images = (
             hnp.arrays(np.float32, (n, 3), elements=fractions),
         )
     )
-    .map(lambda parts: Outputs(np.hstack(parts)))
+    .map(np.hstack)
 )
 policies = st.builds(
     Policy,
@@ -84,18 +84,19 @@ def _rounded(value: Any) -> Any:
     return float(np.float32(value)) if isinstance(value, float) else value
 
 
-@given(outputs_of_images, hnp.arrays(np.float32, 3, elements=fractions), policies, st.none() | st.integers(1, 4))
+@given(packed_outputs, hnp.arrays(np.float32, 3, elements=fractions), policies, st.none() | st.integers(1, 4))
 def test_equals_the_naive_document(
-    outputs: Outputs[FloatArray], thresholds: FloatArray, policy: Policy, top_k: int | None
+    packed: FloatArray, thresholds: FloatArray, policy: Policy, top_k: int | None
 ) -> None:
-    expected = [naive(values, thresholds, policy, top_k) for values in outputs.packed.tolist()]
-    for document, naive_document in zip(documents(outputs, thresholds, policy, top_k), expected, strict=True):
+    expected = [naive(values, thresholds, policy, top_k) for values in packed.tolist()]
+    for document, naive_document in zip(documents(Outputs(packed), thresholds, policy, top_k), expected, strict=True):
         assert list(document) == list(naive_document)
         assert as_float32(document) == naive_document
 
 
-@given(outputs_of_images, policies, st.none() | st.integers(1, 4))
-def test_has_the_declared_fields(outputs: Outputs[FloatArray], policy: Policy, top_k: int | None) -> None:
+@given(packed_outputs, policies, st.none() | st.integers(1, 4))
+def test_has_the_declared_fields(packed: FloatArray, policy: Policy, top_k: int | None) -> None:
+    outputs = Outputs(packed)
     outputs["ood_p_value"][:] = np.clip(outputs["ood_p_value"], 0, 1)
     for document in documents(outputs, np.ones(3, np.float32), policy, top_k):
         assert ImagePrediction.model_validate(document).model_dump(exclude_none=True) == document

@@ -13,7 +13,7 @@ import torch
 
 from psc_core import PSC
 from psc_core.bundle.io import check_target, read_bundle, write_bundle
-from psc_core.bundle.manifest import PARTS, manifest_digest
+from psc_core.bundle.manifest import PARTS
 from psc_core.errors import BundleError
 from tests.attacks import forge
 

@@ -43,7 +43,7 @@ def test_features_are_ordered_by_class_and_each_is_of_its_image(
     net: torch.nn.Module, val: ImageDataset, projection: FittedProjection, tmp_path: Path
 ) -> None:
     compute = OPTIONS.compute()
-    backbone = cut(net, Candidate(("4",), ""), val, compute, keep_output=False)
+    backbone = cut(net, ("4",), val, compute, keep_output=False)
     found = embed(backbone, projection.projection, val, compute, tmp_path / "z", Reducer(), pooled=True)
     order = val.labels.argsort(stable=True)
     assert torch.equal(found.labels, val.labels[order])
