@@ -129,6 +129,7 @@ OTHER_TYPE = {
     "density": r"expected torch\.float(32|64) for pooled\+\+\.\w+, got ",
     "head": r"expected torch\.float32 for laplace\.\w+, got ",
     "calibration": "expected .* float32 calibration scores",
+    "gates": r"expected (torch\.float(32|64) for gda\.\w+|float32 gates\.\w+ of \d gates), got ",
 }
 OTHER_SHAPE = {
     "backbone": r"backbone: expected body\.\S+ of shape ",
@@ -136,6 +137,7 @@ OTHER_SHAPE = {
     "density": r"expected pooled\+\+\.\w+ with axes .* got shape ",
     "head": r"expected laplace\.\w+ with axes .* got shape ",
     "calibration": "calibration scores of one length|one int64 num_classes",
+    "gates": r"expected (gda\.\w+ with axes .* got shape |float32 gates\.\w+ of \d gates, got )",
 }
 
 

@@ -93,7 +93,7 @@ def test_rejects_timm_arguments_that_load_files(bundle: Path) -> None:
 @pytest.mark.parametrize("hooks", [None, {"stop": None, "dropped": []}])
 def test_rejects_unknown_layers(bundle: Path, layer: str, hooks: Any) -> None:
     def change(body: dict[str, Any]) -> None:
-        body["layers"] = body["backbone"]["layers"] = [layer]
+        body["layers"], body["backbone"]["layers"] = [layer], [layer, *body["backbone"]["layers"][1:]]
         body["backbone"]["hooks"] = hooks
 
     forge.edit(bundle, change)

@@ -26,11 +26,11 @@ class Instant(Pipeline):
     row: Tensor
 
     def __init__(self, pipeline: Pipeline, row: Tensor) -> None:
-        super().__init__(pipeline.scorer, pipeline.calibration_scores)
+        super().__init__(pipeline.scorer, pipeline.calibration_scores, gates=pipeline.gates)
         self.register_buffer("row", row)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(n, S + K)."""
+        """(n, S + K + G)."""
         return self.row.expand(len(images), -1)
 
 

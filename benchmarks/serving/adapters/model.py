@@ -36,6 +36,7 @@ class Model:
         psc = PSC.load(os.environ["PSC_BENCH_BUNDLE"], device=device, allow_factories=[FACTORY])
         self._device = psc.device
         self._pipeline = psc.pipeline
+        self._of_classes = slice(len(SCORES), len(SCORES) + len(psc.classes))
         self._preprocess = psc.preprocess
         self._mode = ImageReadMode.GRAY if psc.preprocess.channels == 1 else ImageReadMode.RGB
         self._shape = psc.preprocess.shape
@@ -69,7 +70,7 @@ class Model:
     def predict(self, images: Sequence[Tensor]) -> list[dict[str, Any]]:
         """One answer for each image."""
         return [
-            {"probabilities": row[len(SCORES) :], **{name: row[SCORES.index(name)] for name in ANSWERED}}
+            {"probabilities": row[self._of_classes], **{name: row[SCORES.index(name)] for name in ANSWERED}}
             for row in self.packed(images)
         ]
 
