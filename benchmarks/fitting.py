@@ -135,8 +135,16 @@ def _store(
     return Checkpoint.open(run.checkpoints / folder, job)
 
 
-def psc_of(run: Run, trained: Trained, parts: Stages, *, fit_images: int | None, density: str = "gda") -> PSC:
-    """A PSC with the Laplace head and, as in the paper, the density alone; ``gda`` is the paper's density."""
+def psc_of(
+    run: Run,
+    trained: Trained,
+    parts: Stages,
+    *,
+    fit_images: int | None,
+    density: str = "gda",
+    ood_score: str = "density",
+) -> PSC:
+    """A PSC with the Laplace head; by default with the paper's density and that alone as the OOD score."""
     return fit.fit_psc(
         trained.net,
         parts.candidate,
@@ -144,7 +152,7 @@ def psc_of(run: Run, trained: Trained, parts: Stages, *, fit_images: int | None,
         random_images(trained.train, fit_images),
         trained.val,
         density=density,
-        ood_score="density",
+        ood_score=ood_score,
         collapse_report=parts.report,
         options=options_of(run),
     )

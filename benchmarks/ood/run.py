@@ -25,8 +25,9 @@ from benchmarks.ood.settings import AT_SCALE, GRANULARITIES, SETTINGS, Pair, Set
 from benchmarks.ood.variants import Extractor
 from benchmarks.paper import common
 from benchmarks.runs import Json, Run
-from psc_core.data.dataset import split_validation
+from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.metrics import ranking
+from psc_core.model.predictor import PSC
 from psc_core.network.backbone import Backbone, example_input, truncate
 
 NAME = "ood"
@@ -63,6 +64,7 @@ def one_setting(run: Run, setting: Setting, checkpoint: Path | None) -> Json:
         "images": limit,
         "peers": peers.version(),
         "granularities": GRANULARITIES[run.scale],
+        "default": variants.DEFAULT,
     }
 
     def compute() -> Json:
@@ -72,11 +74,16 @@ def one_setting(run: Run, setting: Setting, checkpoint: Path | None) -> Json:
             for granularity in GRANULARITIES[run.scale]
         }
         extract = variants.extractor(run, trained, stages)
+        psc = fitting.psc_of(
+            run, trained, stages["operations"], fit_images=fit_images, density="pooled++", ood_score="gates"
+        )
         fitted, failed = fit_all(run, trained, extract, fit_images)
+        fitted.append(variants.of_model(psc))
         measured = {
-            pair: score_pair(run, extract, fitted, data) for pair, data in pairs(run, setting, trained, limit).items()
+            pair: score_pair(run, extract, psc, fitted, data)
+            for pair, data in pairs(run, setting, trained, limit).items()
         }
-        forward = forward_times(run, trained, extract)
+        forward = forward_times(run, trained, extract, psc)
         detectors: Json = {}
         for detector in fitted:
             seconds = statistics.median(found[detector.name]["seconds_per_image"] for found in measured.values())
@@ -95,6 +102,7 @@ def one_setting(run: Run, setting: Setting, checkpoint: Path | None) -> Json:
             "images": limit,
             "peers": peers.version(),
             "failed": failed,
+            "gates": psc.gates,
             "layers": {name: _layer(parts) for name, parts in stages.items()},
             "penultimate": _collapse(stages["operations"], [extract.penultimate]),
             "detectors": detectors,
@@ -132,10 +140,14 @@ def fit_all(
     return [*fitted, *theirs], failed
 
 
-def score_pair(run: Run, extract: Extractor, fitted: list[Detector], pair: Pair) -> Json:
+def score_pair(run: Run, extract: Extractor, psc: PSC, fitted: list[Detector], pair: Pair) -> Json:
     """AUROC and FPR95 of every detector, and its seconds for one image."""
-    inside = variants.spaces_of(run, extract, pair.inside, per_example=False)
-    outside = {name: variants.spaces_of(run, extract, data, per_example=False) for name, data in pair.outside.items()}
+
+    def spaces_of(data: ImageDataset) -> Spaces:
+        return variants.with_scores(psc, variants.spaces_of(run, extract, data, per_example=False), data)
+
+    inside = spaces_of(pair.inside)
+    outside = {name: spaces_of(data) for name, data in pair.outside.items()}
     found: Json = {}
     for detector in fitted:
         known, seconds = timed(detector, inside)
@@ -155,7 +167,7 @@ def timed(detector: Detector, images: Spaces) -> tuple[Tensor, float]:
 
 
 @torch.inference_mode()
-def forward_times(run: Run, trained: Trained, extract: Extractor) -> dict[str, float]:
+def forward_times(run: Run, trained: Trained, extract: Extractor, psc: PSC) -> dict[str, float]:
     """Seconds for one image of the network up to each space, at a batch of :data:`TIMED_BATCH`."""
     preprocess = trained.train.preprocess
     batch = example_input(preprocess).to(run.device).expand(TIMED_BATCH, -1, -1, -1).contiguous()
@@ -169,6 +181,8 @@ def forward_times(run: Run, trained: Trained, extract: Extractor) -> dict[str, f
             example=example_input(preprocess).to(run.device),
         )
         times[granularity] = _median_seconds(run, _projected(cut, projection), batch) / TIMED_BATCH
+    pixels = torch.zeros(batch.shape, dtype=torch.uint8, device=run.device)
+    times["fit"] = _median_seconds(run, psc.pipeline, pixels) / TIMED_BATCH
     return times
 
 

@@ -12,6 +12,9 @@ principal components that explain 99 % of the variance (``99%``) or on all of th
 uncertainty of heads: ``laplace`` on every ``psc-GRANULARITY`` and on ``penultimate``, ``sngp`` and ``duq`` on
 ``psc-operations``.
 
+``psc-fit gates`` is the OOD score of a model fitted with the defaults of ``psc-fit`` on the layer of
+``psc-operations``.
+
 Sums ``a + b`` of two scores, each in its upper spread over validation images: a density and its head's uncertainty, or
 the same density on the penultimate layer.
 """
@@ -19,7 +22,7 @@ the same density on the penultimate layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,13 +42,17 @@ from psc_core.fitting.calibrate import upper_spread
 from psc_core.heads import HEADS, entropy
 from psc_core.heads.fit.head import fit_head
 from psc_core.heads.fit.temperature import fit_temperature
+from psc_core.model.predictor import PSC
 from psc_core.network.backbone import Backbone, example_input, truncate
 from psc_core.projection.module import Projection
 
-DEFAULT = "pooled-operations gda++ all"
-"""The default of ``psc-fit``: ``--density pooled++``."""
+DEFAULT = "psc-fit gates"
+"""The default of ``psc-fit``: ``--ood-score gates``."""
 
-WITH_ENTROPY = f"{DEFAULT} + psc-operations laplace entropy"
+DENSITY = "pooled-operations gda++ all"
+"""``psc-fit --ood-score density``."""
+
+WITH_ENTROPY = f"{DENSITY} + psc-operations laplace entropy"
 """``psc-fit --ood-score density+entropy``."""
 
 PAPER = "psc-operations gda 99%"
@@ -55,6 +62,8 @@ PENULTIMATE = ("penultimate gda all", "penultimate gda++ all")
 """One Gaussian for each class on penultimate features, without and with unit length."""
 
 COMPONENTS = ("99%", "all")
+
+BATCH_IMAGES = 256
 
 POOLED = ("gda++", "all")
 """Kind and components of ``psc-fit --density pooled++`` on a pooled space."""
@@ -110,6 +119,19 @@ def spaces_of(run: Run, extract: Extractor, data: ImageDataset, *, per_example: 
     joined = {name: torch.cat(values) for name, values in parts.items()}
     labels = data.labels if per_example else data.first_labels()
     return Spaces(joined.pop("penultimate"), joined.pop("logits"), labels, joined)
+
+
+def with_scores(psc: PSC, images: Spaces, data: ImageDataset) -> Spaces:
+    """``images`` with the OOD scores of a model as one more vector, ``psc-fit``."""
+    scores = [torch.as_tensor(psc.predict(batch.images).ood_score) for batch in data.batches(BATCH_IMAGES)]
+    return replace(images, vectors={**images.vectors, "psc-fit": torch.cat(scores)[:, None]})
+
+
+def of_model(psc: PSC) -> Detector:
+    """The OOD score of a model, with the size of all that comes behind its network."""
+    tensors = psc.pipeline.state_dict()
+    own = {name: value for name, value in tensors.items() if not name.startswith("scorer.backbone.")}
+    return Detector(DEFAULT, "psc", lambda images: images.vectors["psc-fit"][:, 0], "psc-fit", memory_bytes(own))
 
 
 def vector(images: Spaces, space: str) -> Tensor:
