@@ -1,5 +1,5 @@
 # The service with the shipped bundle.  PyPI's torch wheels carry the CUDA libraries, so one image serves on a
-# GPU and on a CPU.  docs/deploy.md says how it is built without an engine.
+# GPU and on a CPU.  docs/deploy.md says how it is built without an engine, and smaller for CPUs alone.
 #
 # The stages are cut so that a change of the code, or of a tool's options in pyproject.toml, rebuilds and ships
 # kilobytes: gigabytes follow only the list of dependencies and the lock.
@@ -12,12 +12,13 @@ RUN python3 -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'r
     print(*project['dependencies'], *project['optional-dependencies']['onnx'], sep='\n')" > direct.txt
 
 FROM ${BASE} AS dependencies
+ARG TORCH_INDEX=""
 WORKDIR /src
 RUN python3 -m venv /opt/psc
 COPY --from=list /src/direct.txt ./
 COPY requirements.lock ./
 RUN /opt/psc/bin/pip install --no-cache-dir --disable-pip-version-check --constraint requirements.lock \
-    --requirement direct.txt
+    ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} --requirement direct.txt
 
 FROM dependencies AS code
 COPY pyproject.toml README.md ./
@@ -26,6 +27,10 @@ COPY app app
 RUN /opt/psc/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --prefix /code .
 
 FROM ${BASE}
+ARG REVISION=""
+LABEL org.opencontainers.image.title="psc" \
+    org.opencontainers.image.description="Image classifiers served with honest uncertainty" \
+    org.opencontainers.image.revision="${REVISION}"
 RUN useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin psc
 COPY --from=dependencies /opt/psc /opt/psc
 COPY artifacts/dirty-mnist-resnet18 /bundles/dirty-mnist-resnet18

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.deploy.test_prometheus import images, until, watching
+from tests.deploy.test_prometheus import images, serving, until, watching
 from tests.deploy.tools import DEPLOY
 
 
@@ -20,7 +20,7 @@ def test_queries_rise_under_load_and_fall_after(shipped_bundle: Path, data_root:
     files = [("images", (f"{n}.png", image, "image/png")) for n, image in enumerate(images(data_root, "mnist", 64))]
     ended = threading.Event()
 
-    with watching(shipped_bundle, tmp_path) as watched:
+    with serving(tmp_path, shipped_bundle) as service, watching(tmp_path, service) as watched:
 
         def load() -> None:
             while not ended.is_set():

@@ -106,8 +106,26 @@ def test_image_gets_only_what_the_ignore_file_lets_through() -> None:
 # --- Compose
 
 
-def test_compose_runs_the_service_locked_down() -> None:
-    service = load("docker-compose.yml")["services"]["psc"]
+def test_compose_itself_accepts_the_file() -> None:
+    compose = program("docker-compose", "Debian package docker-compose")
+    for profile in ("cpu", "gpu"):
+        checked(compose, "--file", ROOT / "docker-compose.yml", "--profile", profile, "config")
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_a_profile_of_compose_has_one_service_that_prometheus_reaches(profile: str) -> None:
+    services = load("docker-compose.yml")["services"]
+    started = {name for name, service in services.items() if profile in service["profiles"]}
+    (service,) = started - {"prometheus", "grafana"}
+    assert started > {"prometheus", "grafana"}
+    aliases = services[service].get("networks", {}).get("default", {}).get("aliases", [])
+    assert "psc" in (service, *aliases)
+    assert ("deploy" in services[service]) == (profile == "gpu")
+
+
+@pytest.mark.parametrize("name", ["psc", "psc-gpu"])
+def test_compose_runs_the_service_locked_down(name: str) -> None:
+    service = load("docker-compose.yml")["services"][name]
     assert service["build"] == "."
     assert service["ports"] == ["8000:8000"]
     assert service["read_only"] is True
@@ -134,6 +152,23 @@ def test_compose_gives_prometheus_the_files_of_this_folder() -> None:
     assert not re.search(r":latest$|^[^:]+$", prometheus["image"])
 
 
+def test_compose_gives_grafana_the_dashboard_and_its_data() -> None:
+    services = load("docker-compose.yml")["services"]
+    grafana = services["grafana"]
+    mounted = {target: ROOT / source for source, target, _mode in (volume.split(":") for volume in grafana["volumes"])}
+    dashboards = load("deploy/grafana/provisioning/dashboards/psc.yml")["providers"][0]["options"]["path"]
+    assert [file.name for file in mounted[dashboards].iterdir()] == ["psc.json"]
+    assert grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == f"{dashboards}/psc.json"
+    assert mounted["/etc/grafana/provisioning"] == DEPLOY / "grafana/provisioning"
+    (source,) = load("deploy/grafana/provisioning/datasources/prometheus.yml")["datasources"]
+    assert source["isDefault"], "the dashboard takes the default data source"
+    host, port = source["url"].removeprefix("http://").split(":")
+    assert services[host]["ports"][0].endswith(f":{port}")
+    assert grafana["environment"]["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+    assert grafana["environment"]["GF_AUTH_BASIC_ENABLED"] == "false"
+    assert not re.search(r":latest$|^[^:]+$", grafana["image"])
+
+
 def test_prometheus_scrapes_what_compose_names() -> None:
     services = load("docker-compose.yml")["services"]
     (job,) = load("deploy/prometheus.yml")["scrape_configs"]
@@ -149,10 +184,13 @@ def rules(kind: str) -> list[dict[str, Any]]:
     return [rule for group in load("deploy/alerts.yml")["groups"] for rule in group["rules"] if kind in rule]
 
 
+def dashboard_expressions() -> list[str]:
+    panels = json.loads((DEPLOY / "grafana/dashboards/psc.json").read_text(encoding="utf-8"))["panels"]
+    return [target["expr"] for panel in panels for target in panel["targets"]]
+
+
 def expressions() -> list[str]:
-    panels = json.loads((DEPLOY / "grafana-dashboard.json").read_text(encoding="utf-8"))["panels"]
-    shown = [target["expr"] for panel in panels for target in panel["targets"]]
-    return shown + [rule["expr"] for rule in [*rules("alert"), *rules("record")]]
+    return dashboard_expressions() + [rule["expr"] for rule in [*rules("alert"), *rules("record")]]
 
 
 def test_promtool_accepts_configuration_and_rules() -> None:
