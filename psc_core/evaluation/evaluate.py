@@ -22,7 +22,8 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.evaluation.baselines import Baselines
 from psc_core.evaluation.losses import METRICS, Losses, losses_of
-from psc_core.evaluation.report import PRIMARY, EvaluationReport, ObservedRate, Separation
+from psc_core.evaluation.report import ENTROPY, PRIMARY, EvaluationReport, ObservedRate, Separation
+from psc_core.evaluation.selective import acceptance
 from psc_core.heads import entropy
 from psc_core.metrics import intervals, ranking
 from psc_core.model.outputs import Outputs
@@ -43,6 +44,7 @@ class ScoredImages:
     alarm: Tensor  # bool (n,), p-value ≤ α
     entropy: Mapping[str, Tensor]  # by classifier, float64 (n,), nats
     set_size: Tensor  # int64 (n,), classes in the prediction set
+    correct: Tensor  # bool (n,), the first label is predicted; empty for data of other classes
     covered: Tensor  # bool (n,), the first label is in the set; empty for data of other classes
     losses: Mapping[str, Losses]  # by classifier; empty for data of other classes
 
@@ -82,6 +84,7 @@ def evaluate(
         },
         ood_images={name: len(scored.alarm) for name, scored in outside.items()},
         separation={name: separation(inside.ood, scored.ood) for name, scored in outside.items()},
+        acceptance={name: acceptance(inside.ood, scored.ood, inside.correct) for name, scored in outside.items()},
         flagged={name: float(scored.alarm.double().mean()) for name, scored in outside.items()},
         false_alarms=observed_rate(inside.alarm, psc.alpha, calibration_images),
         misses=observed_rate(~inside.covered, 1 - psc.policy.coverage, calibration_images),
@@ -128,6 +131,7 @@ def score_images(
     losses = defaultdict[str, list[Losses]](list)
     alarm: list[Tensor] = []
     set_size: list[Tensor] = []
+    correct: list[Tensor] = []
     covered: list[Tensor] = []
     labelled = data.classes == psc.classes
     with torch.inference_mode():
@@ -135,7 +139,7 @@ def score_images(
             images = batch.images.to(psc.device)
             packed = psc.pipeline(images).cpu()
             outputs, decisions = Outputs(packed, psc.gates), psc.decide(Outputs(packed.numpy(), psc.gates))
-            batch_scores = {PRIMARY: outputs["ood_score"], f"{PRIMARY}-entropy": outputs["predictive_entropy"]}
+            batch_scores = {PRIMARY: outputs["ood_score"], ENTROPY: outputs["predictive_entropy"]}
             if psc.predictions == "psc":
                 batch_scores[f"{PRIMARY}-epistemic"] = outputs["epistemic"]
             probabilities = {PRIMARY: outputs.probabilities}
@@ -154,13 +158,15 @@ def score_images(
             set_size.append(sets.sum(1))
             if labelled:
                 first = torch.searchsorted(batch.image_index, torch.arange(len(images)))
+                correct.append(outputs.probabilities.argmax(1) == batch.labels[first])
                 covered.append(sets.gather(1, batch.labels[first, None]).squeeze(1))
     return ScoredImages(
         ood={name: torch.cat(parts) for name, parts in ood.items()},
         alarm=torch.cat(alarm),
         entropy={name: torch.cat(parts) for name, parts in entropies.items()},
         set_size=torch.cat(set_size),
-        covered=torch.cat(covered) if covered else torch.empty(0, dtype=torch.bool),
+        correct=torch.cat(correct or [torch.empty(0, dtype=torch.bool)]),
+        covered=torch.cat(covered or [torch.empty(0, dtype=torch.bool)]),
         losses={name: Losses(*map(torch.cat, zip(*parts, strict=True))) for name, parts in losses.items()},
     )
 

@@ -12,6 +12,12 @@ from psc_core.metrics.ranking import Difference
 PRIMARY: Final = "psc"
 """The score that the service decides by, and the classifier that it serves; others are compared with it."""
 
+ENTROPY: Final = f"{PRIMARY}-entropy"
+"""The score that the service calls an image ambiguous by."""
+
+DECISION: Final = f"{PRIMARY}-decision"
+"""Both of them, as :mod:`.selective` makes one score of them."""
+
 
 @dataclass(frozen=True)
 class Separation:
@@ -22,6 +28,14 @@ class Separation:
     aupr_out: float  # average precision, OOD positive
     fpr95: float  # in-distribution images rejected when 95 % of the OOD images are
     auroc_difference: Difference  # AUROC of the primary score minus this one's, with its standard error
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What is accepted by thresholds on one score, where to accept an OOD image or a wrong class is an error."""
+
+    ood_accepted: float  # fraction of OOD images accepted where 95 % of the in-distribution ones are
+    aurc: float  # area under risk over coverage, of both kinds of images together
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,7 @@ class EvaluationReport:
     classification: Mapping[str, Mapping[str, float]]  # by classifier and metric, see :mod:`.losses`
     ood_images: Mapping[str, int]  # number of images of each OOD set
     separation: Mapping[str, Mapping[str, Separation]]  # by OOD set and score
+    acceptance: Mapping[str, Mapping[str, Acceptance]]  # by OOD set and score
     flagged: Mapping[str, float]  # fraction of each OOD set with p-value ≤ α
     false_alarms: ObservedRate  # in-distribution images with p-value ≤ α
     misses: ObservedRate  # in-distribution images whose (first) label is outside the prediction set

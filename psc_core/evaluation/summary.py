@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from psc_core.evaluation.losses import METRICS
-from psc_core.evaluation.report import PRIMARY, EvaluationReport, ObservedRate, Separation
+from psc_core.evaluation.report import DECISION, PRIMARY, EvaluationReport, ObservedRate, Separation
 from psc_core.metrics.ranking import Difference
 
 STANDARD_ERRORS: Final = 2.0
@@ -23,6 +23,7 @@ COMPARED: Final = ("accuracy", "nll", "ece")
 def summarise(report: EvaluationReport) -> list[str]:
     """Which score wins on each OOD set, which classifier is best, and whether nominal rates hold."""
     sentences = [compare_scores(name, scores) for name, scores in report.separation.items()]
+    sentences += [describe_acceptance(name, report) for name in report.acceptance]
     if len(report.classification) > 1:
         sentences += [compare_classifiers(report.classification, metric) for metric in COMPARED]
     return [
@@ -47,6 +48,17 @@ def compare_scores(ood: str, scores: Mapping[str, Separation]) -> str:
     if is_significant(difference):
         return f"{ood}: PSC wins; the next is {best} ({numbers})."
     return f"{ood}: PSC ties with {best} ({numbers})."
+
+
+def describe_acceptance(ood: str, report: EvaluationReport) -> str:
+    """How much of one OOD set is accepted by the service's two thresholds and by the best single one."""
+    found = report.acceptance[ood]
+    single = {name: value.ood_accepted for name, value in found.items() if name != DECISION}
+    best = min(single, key=lambda name: single[name])
+    return (
+        f"{ood}: {found[DECISION].ood_accepted:.1%} is accepted where both thresholds accept 95 % of {report.id_name}, "
+        f"{single[best]:.1%} with one threshold on {best}."
+    )
 
 
 def is_significant(difference: Difference, *, sign: int = 1) -> bool:

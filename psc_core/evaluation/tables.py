@@ -39,7 +39,9 @@ class Table:
 
 def tables(report: EvaluationReport) -> list[Table]:
     """All tables of a report, in printed order."""
-    found = [classification_table(report), *(separation_table(report, name) for name in report.separation)]
+    found = [classification_table(report)]
+    for name in report.separation:
+        found += [separation_table(report, name), acceptance_table(report, name)]
     found.append(rates_table(report))
     if report.ambiguity:
         rows = [[name, f"{value:.4f}"] for name, value in report.ambiguity.items()]
@@ -101,6 +103,13 @@ def separation_table(report: EvaluationReport, ood: str) -> Table:
     ]
     header = ["score", "AUROC", "AUPR in", "AUPR out", "FPR95", "PSC ahead by"]
     return Table(f"{ood}: {report.ood_images[ood]} OOD images", header, rows)
+
+
+def acceptance_table(report: EvaluationReport, ood: str) -> Table:
+    """What thresholds on every score accept of one OOD set, least first."""
+    ranked = sorted(report.acceptance[ood].items(), key=lambda item: item[1].ood_accepted)
+    rows = [[name, f"{found.ood_accepted:.4f}", f"{found.aurc:.4f}"] for name, found in ranked]
+    return Table(f"{ood}: accepted beside 95 % of {report.id_name}", ["score", "OOD accepted", "AURC"], rows)
 
 
 def rates_table(report: EvaluationReport) -> Table:

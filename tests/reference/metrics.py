@@ -55,6 +55,18 @@ def auroc(in_scores: Sequence[float], out_scores: Sequence[float]) -> float:
     return sum(wins) / len(wins)
 
 
+def ood_accepted(in_scores: Sequence[float], out_scores: Sequence[float], accepted: float) -> float:
+    """Fraction of the second below or at the lowest of the first that accepts enough of them."""
+    n = len(in_scores)
+    threshold = min(t for t in in_scores if sum(s <= t for s in in_scores) >= accepted * n - 1e-9)
+    return sum(s <= threshold for s in out_scores) / len(out_scores)
+
+
+def rank(value: float, among: Sequence[float]) -> float:
+    """Fraction of ``among`` below, equal ones counted half."""
+    return sum((other < value) + 0.5 * (other == value) for other in among) / len(among)
+
+
 def aupr(positive: Sequence[float], negative: Sequence[float]) -> float:
     total, recall = 0.0, 0.0
     for threshold in sorted({*positive, *negative}, reverse=True):

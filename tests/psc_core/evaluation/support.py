@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from psc_core.evaluation.losses import METRICS
-from psc_core.evaluation.report import EvaluationReport, ObservedRate, Separation
+from psc_core.evaluation.report import Acceptance, EvaluationReport, ObservedRate, Separation
 from psc_core.metrics.intervals import CountInterval, RateInterval
 from psc_core.metrics.ranking import Difference
 
@@ -42,6 +42,10 @@ REPORT = EvaluationReport(
             "gda": separation(0.85, -0.05, 0.01),
             "energy": separation(0.7, 0.1, 0.01),
         },
+    },
+    acceptance={
+        name: {"psc-decision": Acceptance(0.02, 0.3), "psc": Acceptance(0.04, 0.35), "knn": Acceptance(0.03, 0.36)}
+        for name in ("fashion", "near|far", "hard")
     },
     flagged={"fashion": 0.93, "near|far": 0.5, "hard": 0.4},
     false_alarms=rate(50),

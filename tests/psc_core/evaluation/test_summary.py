@@ -17,14 +17,19 @@ def test_wins_ties_and_losses() -> None:
     assert tie.startswith("near|far: PSC ties with knn (AUROC 0.9000 against 0.9050")
     assert loses.startswith("hard: PSC loses to knn, gda; the best is knn")
     assert "NLL: best is psc (psc 0.1360, base 0.1500, temperature 0.1400)." in rest
-    assert "Accuracy: best is psc and base and temperature" in rest[0]
+    accepts = "2.0% is accepted where both thresholds accept 95 % of mnist, 3.0% with one threshold on knn."
+    assert rest[:3] == [f"{name}: {accepts}" for name in ("fashion", "near|far", "hard")]
+    assert "Accuracy: best is psc and base and temperature" in rest[3]
     assert rest[-2] == "False alarms: 50 of 1000 (5.00%), as promised (5.00%; 20…80 expected at 99%)."
     assert "higher than promised" in rest[-1]
 
 
 def test_psc_alone() -> None:
     alone = dataclasses.replace(
-        REPORT, separation={"fashion": {"psc": separation(0.99, 0, 0)}}, classification={"psc": classification(0.1)}
+        REPORT,
+        separation={"fashion": {"psc": separation(0.99, 0, 0)}},
+        acceptance={},
+        classification={"psc": classification(0.1)},
     )
     first, *rest = summarise(alone)
     assert first == "fashion: PSC reaches AUROC 0.9900; no other method was run."

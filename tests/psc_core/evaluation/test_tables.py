@@ -20,9 +20,13 @@ def test_json_holds_every_number_and_the_summary() -> None:
 
 
 def test_tables_rank_scores() -> None:
-    quality, fashion, *_, rates, ambiguity = tables(REPORT)
+    quality, fashion, accepted, *_, rates, ambiguity = tables(REPORT)
     assert [row[0] for row in quality.rows] == ["psc", "base", "temperature"]
     assert [row[0] for row in fashion.rows] == ["psc-entropy", "psc", "gda", "knn"]
+    assert accepted.title == "fashion: accepted beside 95 % of mnist"
+    assert accepted.rows == [
+        ["psc-decision", "0.0200", "0.3000"], ["knn", "0.0300", "0.3600"], ["psc", "0.0400", "0.3500"],
+    ]  # fmt: skip
     assert fashion.rows[1][-1] == "" and fashion.rows[3][-1] == "+0.0200 ± 0.0020"
     assert rates.rows[0][:5] == ["false alarms (p ≤ 0.05)", "0.0500", "0.0500", "0.0300…0.0700", "50"]
     assert rates.rows[-1][:3] == ["mean prediction set", "", "1.070"]

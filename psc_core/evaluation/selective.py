@@ -1,0 +1,59 @@
+"""Accepting images of which some are out of distribution: to accept one of those is an error, as a wrong class is.
+
+Compared are every score alone and what the service does: it rejects an image for its OOD score or for its predictive
+entropy.  With one false-alarm rate for both that is one score, the larger of an image's two ranks among in-distribution
+images.  The predicted class is the service's, whatever the score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from psc_core.evaluation.report import DECISION, ENTROPY, PRIMARY, Acceptance
+from psc_core.metrics.inputs import check_values
+from psc_core.metrics.ranking import placements
+from psc_core.metrics.selective import aurc
+
+ACCEPTED: Final = 0.95
+"""Fraction of in-distribution images that a threshold accepts."""
+
+
+def acceptance(
+    inside: Mapping[str, Float[Tensor, " n"]], outside: Mapping[str, Float[Tensor, " m"]], correct: Bool[Tensor, " n"]
+) -> dict[str, Acceptance]:
+    """What thresholds accept, by every score and by the decision of the service.
+
+    Args:
+        inside: In-distribution images by score, higher is more unusual.
+        outside: Out-of-distribution images by score.
+        correct: Whether the class of an in-distribution image is right.
+
+    Raises:
+        UsageError: No image, or a score that is not a number.
+    """
+    ranked = {name: _with_decision(scores, inside) for name, scores in (("in", inside), ("out", outside))}
+    found = {}
+    for name, known in ranked["in"].items():
+        unknown = ranked["out"][name]
+        right = torch.cat([correct, correct.new_zeros(len(unknown))])
+        found[name] = Acceptance(ood_accepted(known, unknown), aurc(-torch.cat([known, unknown]), right))
+    return found
+
+
+def ood_accepted(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]) -> float:
+    """Fraction of OOD images up to the lowest threshold that accepts :data:`ACCEPTED` of the in-distribution ones."""
+    check_values("ood_accepted", in_scores, out_scores)
+    ordered = in_scores.sort().values
+    accepted = torch.arange(1, len(ordered) + 1) >= ACCEPTED * len(ordered) - 1e-9
+    threshold = ordered[int(accepted.long().argmax())]
+    return float((out_scores <= threshold).double().mean())
+
+
+def _with_decision(scores: Mapping[str, Tensor], inside: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    ood, ambiguous = (placements(scores[name], inside[name]) for name in (PRIMARY, ENTROPY))
+    return {DECISION: torch.maximum(ood, ambiguous), **scores}
