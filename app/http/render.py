@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from app.models.served import ServedModel
+from app.models.served import Predicted, ServedModel
 from psc_core.model.decision import Decisions
 from psc_core.model.outputs import FloatArray, Outputs
 from psc_core.policy import Policy
@@ -22,26 +22,16 @@ UNUSUAL_COMPONENTS: Final = 5
 """How many components an explanation names."""
 
 
-def predict_response(
-    served: ServedModel,
-    policy: Policy,
-    outputs: Outputs[FloatArray],
-    decisions: Decisions,
-    *,
-    top_k: int | None = None,
-    explanation: Mapping[str, npt.NDArray[Any]] | None = None,
-) -> bytes:
+def predict_response(served: ServedModel, policy: Policy, predicted: Predicted, *, top_k: int | None = None) -> bytes:
     """The JSON of a :class:`app.response.PredictResponse`.
 
     Args:
         served: The model that answered.
         policy: Of the decisions.
-        outputs: Of n images, finite.
-        decisions: Of the same images.
+        predicted: Finite outputs, decisions and, where it is asked for, an explanation.
         top_k: Give the ``top`` most probable classes in order instead of all ``probabilities``.
-        explanation: Arrays of ``Pipeline.explain``, images first, to be added.
     """
-    model = served.model
+    model, (outputs, decisions, explanation) = served.model, predicted
     predictions = prediction_documents(outputs, decisions, model.classes, top_k=top_k)
     if explanation:
         for document, more in zip(predictions, explanation_documents(explanation, outputs, model.classes), strict=True):

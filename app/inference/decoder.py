@@ -61,7 +61,6 @@ class Decoder:
         self._preprocess = preprocess
         self._max_pixels = max_pixels
         self._inline_bytes = inline_bytes
-        self.shape = (preprocess.channels, preprocess.height, preprocess.width)
 
     def decode_now(self, images: Sequence[EncodedImage]) -> npt.NDArray[np.uint8] | None:
         """The decoded images, if that takes no longer than handing them to a thread; else ``None``.
@@ -97,7 +96,7 @@ class Decoder:
             on_done: Called once, on a pool thread, with the decoded images and the error of the first bad one
                 (:class:`ImageRefused`, or whatever unexpected was raised).
         """
-        decoded = np.empty((len(images), *self.shape), np.uint8)
+        decoded = np.empty((len(images), *self._preprocess.shape), np.uint8)
         chunks = min(self._threads, len(images))
         progress = _Progress(chunks, lambda error: on_done(decoded, error))
         bounds = [len(images) * chunk // chunks for chunk in range(chunks + 1)]

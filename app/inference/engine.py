@@ -63,6 +63,7 @@ class Engine:
         batcher: The state of its queue, used by this engine alone.
         observer: Told of batches and decodes.
         on_failure: Called on the event loop, once, when the device is dead.
+        deadline_s: Seconds within which each request is answered.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class Engine:
         batcher: Batcher,
         observer: EngineObserver,
         on_failure: Callable[[Exception], None],
+        deadline_s: float,
     ) -> None:
         self.name = name
+        self._deadline_s = deadline_s
         self.phase = Phase.WARMING
         self._decoder = decoder
         self._observer = observer
@@ -113,7 +116,7 @@ class Engine:
         self._worker.start()
         await self._started
 
-    def check_room(self, *, deadline_s: float) -> None:
+    def check_room(self) -> None:
         """Refuse a request of which not even one image would be admitted now, before its body is read.
 
         Raises:
@@ -121,13 +124,12 @@ class Engine:
             QueueFull: No room.
         """
         self._check_warm()
-        self._queue.check(1, deadline_s=deadline_s)
+        self._queue.check(1, deadline_s=self._deadline_s)
 
     async def predict(
         self,
         images: Sequence[EncodedImage] | Images,
         *,
-        deadline_s: float,
         disconnected: Callable[[], bool] | None = None,
         explain: bool = False,
     ) -> Result:
@@ -135,7 +137,6 @@ class Engine:
 
         Args:
             images: At least one; encoded, or ``uint8 (n, channels, height, width)`` of the network's size.
-            deadline_s: Seconds from now within which the result must be there.
             disconnected: Whether the client has left; asked now and then, and the work is dropped.
             explain: Compute explanations too.
 
@@ -151,7 +152,7 @@ class Engine:
         self._check_warm()
         done: asyncio.Future[Result] = self._loop.create_future()
         kind = EXPLAIN if explain else PREDICT
-        request = self._queue.reserve(len(images), deadline_s=deadline_s, kind=kind, waiter=done)
+        request = self._queue.reserve(len(images), deadline_s=self._deadline_s, kind=kind, waiter=done)
         if isinstance(images, np.ndarray):
             self._arrive(request, images)
         else:

@@ -4,28 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
+import numpy.typing as npt
 import torch
 
 from app.errors import UnattainableAlpha
 from app.inference.backend import choose_backend
 from app.inference.batcher import Batcher
-from app.inference.decoder import Decoder
+from app.inference.decoder import Decoder, EncodedImage
 from app.inference.engine import Engine
+from app.inference.request import Images
 from app.inference.steps import make_step
 from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
 from app.observability.recorder import ModelRecorder
 from app.settings import Settings
+from psc_core.calibration.conformal import Thresholds
 from psc_core.errors import BundleError, UsageError
 from psc_core.model.decision import Decisions, decide
 from psc_core.model.outputs import FloatArray, Outputs
 from psc_core.model.predictor import PSC
-from psc_core.policy import Policy
+
+
+class Predicted(NamedTuple):
+    """What is known of the images of one request."""
+
+    outputs: Outputs[FloatArray]
+    decisions: Decisions
+    explanation: dict[str, npt.NDArray[Any]]
+    """Arrays by name, images first; empty unless asked for."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +49,7 @@ class ServedModel:
         model: The fitted model.
         backend: What its network runs on, see :mod:`psc_core.model.backends`.
         engine: Its queue and device worker.
-        policy: Thresholds when the request sets none.
-        set_thresholds: (K,) of the prediction sets.
+        thresholds: When the request sets none.
         recorder: Told of its predictions.
     """
 
@@ -46,12 +57,11 @@ class ServedModel:
     model: PSC
     backend: str
     engine: Engine
-    policy: Policy
-    set_thresholds: FloatArray
+    thresholds: Thresholds
     recorder: ModelRecorder
 
-    def policy_with(self, *, alpha: float | None = None, ambiguity_threshold: float | None = None) -> Policy:
-        """The policy with a request's own thresholds.
+    def thresholds_with(self, *, alpha: float | None = None, ambiguity_threshold: float | None = None) -> Thresholds:
+        """The thresholds with a request's own.
 
         Raises:
             UnattainableAlpha: The calibration images are too few for this alpha.
@@ -59,17 +69,33 @@ class ServedModel:
         own = {"alpha": alpha, "ambiguity_threshold": ambiguity_threshold}
         changes = {name: value for name, value in own.items() if value is not None}
         if not changes:
-            return self.policy
-        if alpha is not None:
-            try:
-                self.model.calibration.ood_score_threshold(alpha)
-            except UsageError as error:
-                raise UnattainableAlpha(str(error)) from error
-        return self.policy.model_copy(update=changes)
+            return self.thresholds
+        try:
+            return self.model.calibration.thresholds(self.thresholds.policy.model_copy(update=changes))
+        except UsageError as error:
+            raise UnattainableAlpha(str(error)) from error
 
-    def decide(self, outputs: Outputs[FloatArray], policy: Policy) -> Decisions:
-        """Outputs to decisions."""
-        return decide(outputs, self.set_thresholds, policy)
+    async def predict(
+        self,
+        images: Sequence[EncodedImage] | Images,
+        thresholds: Thresholds,
+        *,
+        disconnected: Callable[[], bool],
+        explain: bool = False,
+    ) -> Predicted:
+        """Outputs and decisions for the images of one request, which are recorded.
+
+        Args:
+            images: As for :meth:`app.inference.engine.Engine.predict`, which says what is raised.
+            thresholds: To decide by.
+            disconnected: Whether the client has left.
+            explain: Compute explanations too.
+        """
+        result = await self.engine.predict(images, disconnected=disconnected, explain=explain)
+        outputs = Outputs(result.packed, self.model.gates)
+        decisions = decide(outputs, thresholds)
+        self.recorder.predicted(outputs, decisions)
+        return Predicted(outputs, decisions, result.explanation)
 
 
 class ModelStarter:
@@ -100,8 +126,7 @@ class ModelStarter:
         settings = self._settings
         policy = settings.policy(model.policy)
         try:
-            model.calibration.ood_score_threshold(policy.alpha)
-            set_thresholds: FloatArray = model.calibration.set_thresholds(policy.coverage).cpu().numpy()
+            thresholds = model.calibration.thresholds(policy)
         except UsageError as error:
             raise BundleError(f"model {name!r}: {error}") from error
         drift = DriftMonitor(
@@ -110,8 +135,14 @@ class ModelStarter:
             false_alarm_probability=settings.drift_false_alarm / settings.drift_monitors,
             window=settings.drift_window,
         )
-        limit = settings.max_queue_images
-        recorder = ModelRecorder(name, model, alpha=policy.alpha, queue_limit=limit, metrics=self._metrics, drift=drift)
+        recorder = ModelRecorder(
+            name,
+            model,
+            alpha=policy.alpha,
+            queue_limit=settings.max_queue_images,
+            metrics=self._metrics,
+            drift=drift,
+        )
         decoder = Decoder(
             self._pool,
             threads=self._decode_threads,
@@ -120,20 +151,21 @@ class ModelStarter:
             inline_bytes=settings.inline_decode_bytes,
         )
         wanted = "folded" if settings.compile else settings.backend
+        limit = settings.max_batch_size
         threads = settings.threads or self._default_threads
-        choose = partial(choose_backend, model, wanted, max_batch=settings.max_batch_size, threads=threads)
+        choose = partial(choose_backend, model, wanted, max_batch=limit, threads=threads)
         backend, pipeline = await asyncio.to_thread(choose)
         step = make_step(
             pipeline,
-            decoder.shape,
-            max_batch=settings.max_batch_size,
+            model.preprocess.shape,
+            max_batch=limit,
             device=model.device,
             compiled=settings.compile,
             threads=settings.threads,
             default_threads=self._default_threads,
         )
         batcher = Batcher(
-            max_batch_size=settings.max_batch_size,
+            max_batch_size=limit,
             max_queue_images=settings.max_queue_images,
             max_delay_s=settings.max_delay_ms / 1000.0,
         )
@@ -144,9 +176,10 @@ class ModelStarter:
             batcher=batcher,
             observer=recorder,
             on_failure=self._on_failure,
+            deadline_s=settings.deadline_seconds,
         )
         await engine.start()
-        return ServedModel(name, model, backend, engine, policy, set_thresholds, recorder)
+        return ServedModel(name, model, backend, engine, thresholds, recorder)
 
     def close(self) -> None:
         """End the decode threads."""

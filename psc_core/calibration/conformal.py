@@ -25,7 +25,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from psc_core.errors import BundleError, UsageError
-from psc_core.policy import ROUNDING, ood_rank
+from psc_core.policy import ROUNDING, Policy, ood_rank
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """A policy in terms of the outputs, for one set of calibration images."""
+
+    policy: Policy
+    ood_p_value: float  # half a step of 1/(n + 1) above the largest p-value ≤ alpha, so that rounding cannot matter
+    label_probability: float  # the smallest with which a class is in a prediction set
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,16 @@ class Calibration:
     def __len__(self) -> int:
         return len(self.scores)
 
+    def thresholds(self, policy: Policy) -> Thresholds:
+        """What a policy means here.
+
+        Raises:
+            UsageError: n is too small for its alpha or its coverage.
+        """
+        check_rates(len(self), alpha=policy.alpha)
+        p_value = (ood_rank(policy.alpha, len(self)) + 0.5) / (len(self) + 1)
+        return Thresholds(policy, p_value, self.set_threshold(policy.coverage))
+
     def ood_score_threshold(self, alpha: float) -> float:
         """The OOD score (nats) above which an image's p-value is at most α.
 
@@ -53,15 +72,15 @@ class Calibration:
         rank = ood_rank(alpha, len(self))
         return self.scores[len(self) - min(rank, len(self))].item()  # alpha within rounding of 1 gives rank n + 1
 
-    def set_thresholds(self, coverage: float) -> Float[Tensor, " classes"]:
-        """The smallest probability with which each class is in a prediction set (:mod:`psc_core.model.decision`).
+    def set_threshold(self, coverage: float) -> float:
+        """The smallest probability with which a class is in a prediction set (:mod:`psc_core.model.decision`).
 
         Raises:
             UsageError: ``coverage`` is not in (0, 1), or n is too small for it.
         """
         check_rates(len(self), coverage=coverage)
         rank = tolerant_ceil((len(self) + 1) * coverage)
-        return self.label_probabilities[len(self) - rank].expand(self.num_classes).clone()
+        return self.label_probabilities[len(self) - rank].item()
 
     def tensors(self) -> dict[str, Tensor]:
         """The scores by name, for a safetensors file; OOD scores negated, so that those of a density are log p(z)."""

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from psc_core.calibration.conformal import Thresholds
 from psc_core.model.outputs import FloatArray, Outputs
-from psc_core.policy import Policy
 from psc_core.prediction import DECISIONS
 
 ACCEPT, ABSTAIN_AMBIGUOUS, ABSTAIN_OOD = range(len(DECISIONS))
@@ -27,19 +27,15 @@ class Decisions(NamedTuple):
     prediction_set: npt.NDArray[np.bool_]  # (n, K) the classes in the set
 
 
-def decide(outputs: Outputs[FloatArray], set_thresholds: FloatArray, policy: Policy) -> Decisions:
-    """Apply a policy to the outputs of n images.
-
-    ``set_thresholds`` (K,) are the smallest probabilities with which a class is in the prediction set
-    (``Calibration.set_thresholds`` at the policy's coverage); the most probable class always is.
-    """
+def decide(outputs: Outputs[FloatArray], thresholds: Thresholds) -> Decisions:
+    """Apply thresholds to the outputs of n images; the most probable class is always in the prediction set."""
     probabilities = outputs.probabilities
     images, class_index = np.arange(len(outputs)), probabilities.argmax(axis=1)
-    prediction_set = probabilities >= set_thresholds
+    prediction_set = probabilities >= thresholds.label_probability
     prediction_set[images, class_index] = True
     with np.errstate(over="ignore"):  # A threshold may be beyond every float32.
-        is_ood = outputs["ood_p_value"] <= policy.alpha
-        ambiguous = outputs["predictive_entropy"] > policy.ambiguity_threshold
+        is_ood = outputs["ood_p_value"] <= thresholds.ood_p_value
+        ambiguous = outputs["predictive_entropy"] > thresholds.policy.ambiguity_threshold
     decision = np.full(len(outputs), ACCEPT, np.int8)
     decision[ambiguous] = ABSTAIN_AMBIGUOUS
     decision[is_ood] = ABSTAIN_OOD

@@ -108,7 +108,7 @@ class PSC:
 
     def decide(self, outputs: Outputs[FloatArray]) -> Decisions:
         """Decisions under the bundle's policy."""
-        return decide(outputs, self.calibration.set_thresholds(self.policy.coverage).numpy(), self.policy)
+        return decide(outputs, self.calibration.thresholds(self.policy))
 
     def save(self, path: str | Path) -> Manifest:
         """Write the bundle directory ``path``; equal models give equal bytes.

@@ -47,10 +47,10 @@ def model_document(served: ServedModel, names: tuple[str, ...]) -> ModelDocument
         backend=served.backend,
         classes=list(model.classes),
         input=model.preprocess.to_json(),
-        policy=served.policy,
+        policy=served.thresholds.policy,
         calibration=CalibrationDocument(
             images=len(scores),
-            ood_score_threshold=model.calibration.ood_score_threshold(served.policy.alpha),
+            ood_score_threshold=model.calibration.ood_score_threshold(served.thresholds.policy.alpha),
             ood_score=Histogram(edges=edges.tolist(), counts=counts.tolist()),
         ),
         report=dict(model.report),

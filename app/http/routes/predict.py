@@ -16,7 +16,6 @@ from app.http.render import predict_response
 from app.http.uploads import UploadLimits, read_images
 from app.response import PredictResponse
 from app.service import service_to_predict
-from psc_core.model.outputs import Outputs
 from psc_core.policy import Alpha, AmbiguityThreshold
 
 
@@ -66,19 +65,12 @@ async def _predict(request: Request, name: str | None) -> Response:
     service = service_to_predict(request)
     registry, settings = service.registry, service.settings
     query = parse_query(PredictQuery, request)
-    registry.get(name).engine.check_room(deadline_s=settings.deadline_seconds)
+    registry.get(name).engine.check_room()
     limits = UploadLimits(settings.max_images_per_request, settings.max_fields, settings.upload_seconds)
     images = await read_images(request, limits)
     served = registry.get(name)  # After the body: a reload may have swapped it meanwhile.
-    policy = served.policy_with(alpha=query.alpha, ambiguity_threshold=query.ambiguity_threshold)
-    result = await served.engine.predict(
-        images,
-        deadline_s=settings.deadline_seconds,
-        disconnected=partial(has_disconnected, request.receive),
-        explain=query.explain,
-    )
-    outputs = Outputs(result.packed, served.model.gates)
-    decisions = served.decide(outputs, policy)
-    served.recorder.predicted(outputs, decisions)
-    body = predict_response(served, policy, outputs, decisions, top_k=query.top_k, explanation=result.explanation)
+    thresholds = served.thresholds_with(alpha=query.alpha, ambiguity_threshold=query.ambiguity_threshold)
+    disconnected = partial(has_disconnected, request.receive)
+    predicted = await served.predict(images, thresholds, disconnected=disconnected, explain=query.explain)
+    body = predict_response(served, thresholds.policy, predicted, top_k=query.top_k)
     return Response(body, media_type="application/json")

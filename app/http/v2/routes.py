@@ -139,13 +139,14 @@ async def version_infer(request: Request, name: str, version: str) -> Response:
 
 
 def _metadata(served: ServedModel) -> ModelMetadata:
-    model, shape = served.model, served.model.preprocess
+    model, preprocess = served.model, served.model.preprocess
+    pixels = [-1, preprocess.height, preprocess.width, preprocess.channels]
     return ModelMetadata(
         name=served.name,
         versions=[model.version],
         platform="pytorch_psc",
         inputs=[
-            TensorMetadata(name="images", datatype="UINT8", shape=[-1, shape.height, shape.width, shape.channels]),
+            TensorMetadata(name="images", datatype="UINT8", shape=pixels),
             TensorMetadata(name="encoded_images", datatype="BYTES", shape=[-1]),
         ],
         outputs=[
@@ -178,30 +179,27 @@ async def _infer(request: Request, name: str, version: str | None) -> Response:
     if encoding != "identity":
         raise UnsupportedMedia(f"expected a body that is not compressed, got {encoding!r}; send it as it is")
     served = _served(service, name, version)
-    served.engine.check_room(deadline_s=settings.deadline_seconds)
+    served.engine.check_room()
     body = await read_body(request, settings.upload_seconds)
     wanted, binary = await _parse(len(body), parse_request, body, request.headers.get(HEADER))
     images: Images | list[bytes] | None = None
     while images is None or served is not _served(service, name, version):  # A reload may swap it at every await.
         served = _served(service, name, version)
-        shape = served.model.preprocess
-        size, limit = (shape.channels, shape.height, shape.width), settings.max_images_per_request
+        size, limit = served.model.preprocess.shape, settings.max_images_per_request
         images = await _parse(len(body), partial(images_of, wanted.inputs[0], binary, size, max_images=limit))
-    policy = served.policy_with(alpha=wanted.parameters.alpha)
-    result = await served.engine.predict(
+    thresholds = served.thresholds_with(alpha=wanted.parameters.alpha)
+    outputs, decisions, _ = await served.predict(
         images if isinstance(images, np.ndarray) else [EncodedImage(data) for data in images],
-        deadline_s=settings.deadline_seconds,
+        thresholds,
         disconnected=partial(has_disconnected, request.receive),
     )
-    outputs = Outputs(result.packed, served.model.gates)
-    decisions = served.decide(outputs, policy)
-    served.recorder.predicted(outputs, decisions)
     outputs_as_binary = wanted.binary_outputs(outputs_of(served.model.gates))
-    head = {"model_name": served.name, "model_version": served.model.version}
+    head: dict[str, Any] = {"model_name": served.name, "model_version": served.model.version}
+    head["parameters"] = {"alpha": thresholds.policy.alpha}
     if wanted.id is not None:
         head["id"] = wanted.id
     tensors = [_output(output, outputs, decisions, served.model.classes) for output in outputs_as_binary]
-    document, length = build_response({**head, "parameters": {"alpha": policy.alpha}}, tensors, outputs_as_binary)
+    document, length = build_response(head, tensors, outputs_as_binary)
     if length is None:
         return Response(document, media_type="application/json")
     return Response(document, media_type="application/octet-stream", headers={HEADER: str(length)})

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from app.http.render import explanation_documents, prediction_documents
+from psc_core.calibration.conformal import Thresholds
 from psc_core.model.decision import decide
 from psc_core.model.outputs import FloatArray, Outputs
 from psc_core.policy import Policy
@@ -38,16 +39,15 @@ policies = st.builds(
 )
 
 
-def documents(
-    outputs: Outputs[FloatArray], thresholds: FloatArray, policy: Policy, top_k: int | None = None
-) -> list[Any]:
+def documents(outputs: Outputs[FloatArray], probability: float, policy: Policy, top_k: int | None = None) -> list[Any]:
     """The documents as a client reads them."""
-    built = prediction_documents(outputs, decide(outputs, thresholds, policy), CLASSES[: thresholds.size], top_k=top_k)
+    decisions = decide(outputs, Thresholds(policy, policy.alpha, probability))
+    built = prediction_documents(outputs, decisions, CLASSES[: outputs.probabilities.shape[1]], top_k=top_k)
     parsed: list[Any] = orjson.loads(orjson.dumps(built, option=orjson.OPT_SERIALIZE_NUMPY))
     return parsed
 
 
-def naive(values: list[float], thresholds: FloatArray, policy: Policy, top_k: int | None) -> dict[str, Any]:
+def naive(values: list[float], probability: float, policy: Policy, top_k: int | None) -> dict[str, Any]:
     entropy, log_density, ood_score, p_value, epistemic, *probabilities = values
     best = max(range(3), key=lambda k: (probabilities[k], -k))
     is_ood = bool(p_value <= np.float32(policy.alpha))
@@ -67,7 +67,7 @@ def naive(values: list[float], thresholds: FloatArray, policy: Policy, top_k: in
         "epistemic": epistemic,
         "is_ood": is_ood,
         "decision": DECISIONS[2 if is_ood else int(ambiguous)],
-        "prediction_set": [CLASSES[k] for k in range(3) if probabilities[k] >= thresholds[k] or k == best],
+        "prediction_set": [CLASSES[k] for k in range(3) if probabilities[k] >= probability or k == best],
     }
 
 
@@ -84,12 +84,10 @@ def _rounded(value: Any) -> Any:
     return float(np.float32(value)) if isinstance(value, float) else value
 
 
-@given(packed_outputs, hnp.arrays(np.float32, 3, elements=fractions), policies, st.none() | st.integers(1, 4))
-def test_equals_the_naive_document(
-    packed: FloatArray, thresholds: FloatArray, policy: Policy, top_k: int | None
-) -> None:
-    expected = [naive(values, thresholds, policy, top_k) for values in packed.tolist()]
-    for document, naive_document in zip(documents(Outputs(packed), thresholds, policy, top_k), expected, strict=True):
+@given(packed_outputs, fractions, policies, st.none() | st.integers(1, 4))
+def test_equals_the_naive_document(packed: FloatArray, probability: float, policy: Policy, top_k: int | None) -> None:
+    expected = [naive(values, probability, policy, top_k) for values in packed.tolist()]
+    for document, naive_document in zip(documents(Outputs(packed), probability, policy, top_k), expected, strict=True):
         assert list(document) == list(naive_document)
         assert as_float32(document) == naive_document
 
@@ -98,13 +96,14 @@ def test_equals_the_naive_document(
 def test_has_the_declared_fields(packed: FloatArray, policy: Policy, top_k: int | None) -> None:
     outputs = Outputs(packed)
     outputs["ood_p_value"][:] = np.clip(outputs["ood_p_value"], 0, 1)
-    for document in documents(outputs, np.ones(3, np.float32), policy, top_k):
+    for document in documents(outputs, 1.0, policy, top_k):
         assert ImagePrediction.model_validate(document).model_dump(exclude_none=True) == document
 
 
 def test_numbers_are_printed_in_few_digits() -> None:
     outputs = Outputs(np.array([[0.1, -0.3, 0.4, 0.7, 0.2, 0.25, 0.05, 0.7]], np.float32))
-    decisions = decide(outputs, np.ones(3, np.float32), Policy(alpha=0.05, ambiguity_threshold=0.5, coverage=0.9))
+    policy = Policy(alpha=0.05, ambiguity_threshold=0.5, coverage=0.9)
+    decisions = decide(outputs, Thresholds(policy, policy.alpha, 1.0))
     text = orjson.dumps(prediction_documents(outputs, decisions, CLASSES), option=orjson.OPT_SERIALIZE_NUMPY)
     assert b'"predictive_entropy":0.1,"log_density":-0.3,"ood_score":0.4,"ood_p_value":0.7' in text
 
@@ -112,7 +111,7 @@ def test_numbers_are_printed_in_few_digits() -> None:
 def test_gates_are_named() -> None:
     row = [0.1, -0.3, 0.4, 0.5, 0.2, 0.25, 0.05, 0.7, 0.125, 0.75]
     outputs = Outputs(np.array([row], np.float32), ("texture", "kind"))
-    (document,) = documents(outputs, np.ones(3, np.float32), Policy(alpha=0.05, ambiguity_threshold=0.5, coverage=0.9))
+    (document,) = documents(outputs, 1.0, Policy(alpha=0.05, ambiguity_threshold=0.5, coverage=0.9))
     assert document["gates"] == {"texture": 0.125, "kind": 0.75}
     assert len(document["probabilities"]) == 3
     assert ImagePrediction.model_validate(document).model_dump(exclude_none=True) == document
@@ -121,7 +120,7 @@ def test_gates_are_named() -> None:
 def test_threshold_beyond_every_float32_is_never_reached() -> None:
     outputs = Outputs(np.array([[3e38, 0, 0, 1, 0, 1.0]], np.float32))
     policy = Policy(alpha=0.05, ambiguity_threshold=1e300, coverage=0.9)
-    assert documents(outputs, np.ones(1, np.float32), policy)[0]["decision"] == "accept"
+    assert documents(outputs, 1.0, policy)[0]["decision"] == "accept"
 
 
 def explanation(**more: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:

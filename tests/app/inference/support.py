@@ -63,9 +63,9 @@ class Setup:
         self.engine, self.decoder, self.network, self.metrics = engine, decoder, network, metrics
         self.failures: list[Exception] = []
 
-    async def arrays(self, *images: Any, deadline_s: float = 10.0, **options: Any) -> Any:
+    async def arrays(self, *images: Any, **options: Any) -> Any:
         """Outputs of one request."""
-        return (await self.engine.predict(stack(*images), deadline_s=deadline_s, **options)).packed
+        return (await self.engine.predict(stack(*images), **options)).packed
 
 
 def stack(*images: Any) -> Any:
@@ -75,13 +75,19 @@ def stack(*images: Any) -> Any:
 
 @asynccontextmanager
 async def engine(
-    *, max_batch: int = 8, queue: int = 1000, inline: int = 1 << 20, start: bool = True, delay_ms: float = 0.0
+    *,
+    max_batch: int = 8,
+    queue: int = 1000,
+    inline: int = 1 << 20,
+    start: bool = True,
+    delay_ms: float = 0.0,
+    deadline_s: float = 10.0,
 ) -> AsyncIterator[Setup]:
     """An engine that runs a fake network."""
     network, metrics = FakePipeline(), Metrics()
     with ThreadPoolExecutor(2) as pool:
         decoder = Decoder(pool, threads=2, preprocess=PREPROCESS, max_pixels=10_000, inline_bytes=inline)
-        step = make_step(network, decoder.shape, max_batch=max_batch, device=torch.device("cpu"), compiled=False)
+        step = make_step(network, PREPROCESS.shape, max_batch=max_batch, device=torch.device("cpu"), compiled=False)
         failures: list[Exception] = []
         made = Engine(
             "m",
@@ -90,6 +96,7 @@ async def engine(
             batcher=Batcher(max_batch_size=max_batch, max_queue_images=queue, max_delay_s=delay_ms / 1000),
             observer=metrics,
             on_failure=failures.append,
+            deadline_s=deadline_s,
         )
         setup = Setup(made, decoder, network, metrics)
         setup.failures = failures

@@ -29,7 +29,7 @@ class Hands:
         closed: The pool takes nothing more.
     """
 
-    channels, height, width = 1, 1, 1
+    shape = 1, 1, 1
 
     def __init__(self, threads: int) -> None:
         self.now = 0.0

@@ -126,18 +126,19 @@ async def test_only_a_full_batch_is_launched_behind_the_running_one() -> None:
             batcher=Batcher(max_batch_size=4, max_queue_images=100),
             observer=Metrics(),
             on_failure=lambda error: None,
+            deadline_s=10,
         )
         await made.start()
         step.launched.clear()
         step.finish = False
-        first = asyncio.create_task(made.predict(stack(pixels(1)), deadline_s=10))
+        first = asyncio.create_task(made.predict(stack(pixels(1))))
         await until(lambda: step.launched == [1])
-        small = asyncio.create_task(made.predict(stack(pixels(2)), deadline_s=10))
+        small = asyncio.create_task(made.predict(stack(pixels(2))))
         await until(lambda: made.pending == 1)
         polls = step.polls
         await until(lambda: step.polls > polls + 2)  # The worker has looked for a batch in between.
         assert step.launched == [1]
-        large = asyncio.create_task(made.predict(stack(*[pixels(3)] * 5), deadline_s=10))
+        large = asyncio.create_task(made.predict(stack(*[pixels(3)] * 5)))
         await until(lambda: len(step.launched) >= 2)
         assert step.launched[1] == 4
         step.finish = True

@@ -6,32 +6,32 @@ import numpy as np
 import pytest
 
 from app.errors import UnattainableAlpha
+from psc_core.model.decision import decide
 from psc_core.model.outputs import Outputs
 from tests.app.support import running
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_policy_with_thresholds_of_a_request() -> None:
+async def test_thresholds_of_a_request() -> None:
     async with running() as app:
         served = app.service.registry.get()
-        assert served.policy_with() is served.policy
-        assert served.policy_with(alpha=0.05).alpha == 0.05
-        changed = served.policy_with(ambiguity_threshold=0.0)
-        assert (changed.alpha, changed.ambiguity_threshold) == (served.policy.alpha, 0.0)
+        assert served.thresholds_with() is served.thresholds
+        assert served.thresholds_with(alpha=0.05).policy.alpha == 0.05
+        changed = served.thresholds_with(ambiguity_threshold=0.0).policy
+        assert (changed.alpha, changed.ambiguity_threshold) == (served.thresholds.policy.alpha, 0.0)
         with pytest.raises(UnattainableAlpha, match=r"1/\(n \+ 1\)"):
-            served.policy_with(alpha=0.001)
+            served.thresholds_with(alpha=0.001)
 
 
-async def test_decides_with_the_policy_and_the_thresholds_of_the_coverage() -> None:
+async def test_thresholds_are_those_of_the_policy() -> None:
     outputs = Outputs(np.array([[0.0, -1.0, 1.0, 0.1, 0.0, 0.7, 0.2, 0.1]], np.float32))
     async with running(coverage=0.8) as app:
         served = app.service.registry.get()
-        expected = app.model.calibration.set_thresholds(0.8)
-        np.testing.assert_array_equal(served.set_thresholds, expected)
-        assert served.policy.coverage == 0.8
-        assert served.decide(outputs, served.policy).is_ood.tolist() == [True]
-        assert served.decide(outputs, served.policy_with(alpha=0.05)).is_ood.tolist() == [False]
+        assert served.thresholds.label_probability == app.model.calibration.set_threshold(0.8)
+        assert served.thresholds.policy.coverage == 0.8
+        assert decide(outputs, served.thresholds).is_ood.tolist() == [True]
+        assert decide(outputs, served.thresholds_with(alpha=0.05)).is_ood.tolist() == [False]
 
 
 async def test_monitors_share_the_bound_on_false_alarms() -> None:
@@ -39,5 +39,5 @@ async def test_monitors_share_the_bound_on_false_alarms() -> None:
     for monitors, alarms in ((1, 1.0), (1_000_000, 0.0)):
         async with running(drift_false_alarm=0.2, drift_monitors=monitors) as app:
             served = app.service.registry.get()
-            served.recorder.predicted(outputs, served.decide(outputs, served.policy))
+            served.recorder.predicted(outputs, decide(outputs, served.thresholds))
             assert await app.metric('psc_drift_alarms_total{model="m"}') == alarms

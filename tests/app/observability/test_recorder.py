@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
 from app.observability.recorder import MAX_LABELS_AT_ZERO, ModelRecorder
+from psc_core.calibration.conformal import Thresholds
 from psc_core.model.decision import decide
 from psc_core.model.outputs import FloatArray, Outputs
 from psc_core.policy import Policy
 
 POLICY = Policy(alpha=0.2, ambiguity_threshold=0.5, coverage=0.9)
+THRESHOLDS = Thresholds(POLICY, POLICY.alpha, 1.0)
 CLASSES = ("a", "b")
 
 
@@ -35,7 +37,7 @@ def outputs_of(*images: tuple[float, float, float, int]) -> Outputs[FloatArray]:
 
 
 def record(target: ModelRecorder, outputs: Outputs[FloatArray]) -> None:
-    target.predicted(outputs, decide(outputs, np.ones(2, np.float32), POLICY))
+    target.predicted(outputs, decide(outputs, THRESHOLDS))
 
 
 def exposed(metrics: Metrics) -> dict[str, float]:
@@ -143,7 +145,7 @@ def test_many_predictions_are_recorded_without_a_flush() -> None:
     metrics = Metrics()
     target = recorder(metrics)
     outputs = outputs_of((0.0, -9.0, 0.9, 0))
-    decisions = decide(outputs, np.ones(2, np.float32), POLICY)
+    decisions = decide(outputs, THRESHOLDS)
     for _ in range(5000):
         target.predicted(outputs, decisions)
     assert exposed(metrics)['psc_predictions_total{label="a",model="m"}'] >= 4096

@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psc_core.calibration.conformal import Calibration
+from psc_core.calibration.conformal import Calibration, Thresholds
 from psc_core.calibration.fit import fit_calibration
 from psc_core.model.decision import decide
 from psc_core.model.outputs import Outputs
@@ -26,10 +26,10 @@ def calibrate(n: int = 200, classes: int = 4) -> Calibration:
     return fit_calibration(torch.randn(n, generator=random), entropy, probabilities, drawn)
 
 
-def prediction_sets(thresholds: Tensor, probabilities: Tensor) -> Tensor:
+def prediction_sets(threshold: float, probabilities: Tensor) -> Tensor:
     packed = torch.cat([torch.zeros(len(probabilities), len(COLUMNS)), probabilities], 1)
     policy = Policy(alpha=0.5, ambiguity_threshold=1.0, coverage=0.9)
-    return torch.from_numpy(decide(Outputs(packed.numpy()), thresholds.numpy(), policy).prediction_set)
+    return torch.from_numpy(decide(Outputs(packed.numpy()), Thresholds(policy, 0.5, threshold)).prediction_set)
 
 
 def from_scores(scores: list[float]) -> Calibration:

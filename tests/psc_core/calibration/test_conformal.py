@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from psc_core.calibration.conformal import Calibration, conformal_p_values
 from psc_core.calibration.fit import fit_calibration
 from psc_core.errors import BundleError, UsageError
+from psc_core.policy import Policy, ood_rank
 from tests.psc_core.calibration.support import SCORES, calibrate, from_scores, prediction_sets
 from tests.reference import calibration as naive
 
@@ -34,6 +35,25 @@ def test_threshold_matches_the_p_values(calibration: list[float], scores: list[f
     threshold = -fitted.ood_score_threshold(float(alpha))
     for score in scores + calibration:
         assert (score < threshold) == (naive.p_value(calibration, score) <= alpha)
+
+
+@given(SCORES, st.floats(1e-6, 1 - 1e-6))
+def test_thresholds_on_scores_and_on_p_values_agree(calibration: list[float], alpha: float) -> None:
+    fitted = from_scores(calibration)
+    if ood_rank(alpha, len(fitted)) < 1:
+        return
+    thresholds = fitted.thresholds(
+        Policy(alpha=alpha, ambiguity_threshold=1.0, coverage=0.5 * len(fitted) / (len(fitted) + 1))
+    )
+    p_values = conformal_p_values(fitted.scores, fitted.scores)
+    assert torch.equal(p_values <= thresholds.ood_p_value, fitted.scores > fitted.ood_score_threshold(alpha))
+
+
+def test_an_alpha_that_misses_a_p_value_by_rounding_counts_as_that_p_value() -> None:
+    fitted = from_scores([-float(score) for score in range(99)])
+    policy = Policy(alpha=0.05 - 1e-12, ambiguity_threshold=1.0, coverage=0.9)
+    assert fitted.thresholds(policy).ood_p_value == pytest.approx(0.055)
+    assert fitted.thresholds(policy.model_copy(update={"alpha": 0.0499})).ood_p_value == pytest.approx(0.045)
 
 
 def test_alpha_tolerates_rounding() -> None:
@@ -77,7 +97,7 @@ def test_prediction_sets_match_the_definition(seed: int, n: int, percent: int) -
     labels = torch.randint(0, 3, (n,), generator=random)
     fitted = fit_calibration(torch.zeros(n), torch.zeros(n), probabilities, labels)
     true = probabilities.gather(1, labels[:, None])[:, 0].tolist()
-    got = prediction_sets(fitted.set_thresholds(percent / 100), probabilities)
+    got = prediction_sets(fitted.set_threshold(percent / 100), probabilities)
     for row, members in zip(probabilities.tolist(), got, strict=True):
         assert set(members.nonzero()[:, 0].tolist()) == naive.prediction_set(true, row, Fraction(percent, 100))
 
@@ -92,7 +112,7 @@ def test_prediction_sets_cover() -> None:
         labels = torch.multinomial(skewed, 1, generator=random)[:, 0]
         part = slice(0, 300)
         fitted = fit_calibration(torch.zeros(300), torch.zeros(300), probabilities[part], labels[part])
-        sets = prediction_sets(fitted.set_thresholds(0.9), probabilities[300:])
+        sets = prediction_sets(fitted.set_threshold(0.9), probabilities[300:])
         hit = sets.gather(1, labels[300:, None])[:, 0]
         covered.append(float(hit.float().mean()))
         assert sets.any(1).all()
@@ -101,9 +121,9 @@ def test_prediction_sets_cover() -> None:
 
 def test_rejects_unattainable_coverage() -> None:
     with pytest.raises(UsageError, match=r"coverage ≤ n/\(n \+ 1\)"):
-        calibrate(200).set_thresholds(0.999)
+        calibrate(200).set_threshold(0.999)
     with pytest.raises(UsageError, match="between 0 and 1"):
-        calibrate(200).set_thresholds(1.5)
+        calibrate(200).set_threshold(1.5)
 
 
 def test_tensors_round_trip() -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from psc_core.calibration.conformal import Thresholds
 from psc_core.calibration.fit import CONFIDENCE, ambiguity_threshold, first_test, fit_calibration, unreachable_entropy
 from psc_core.errors import FitError
 from psc_core.heads import entropy as predictive_entropy
@@ -70,4 +71,4 @@ def test_equal_probabilities_do_not_reach_the_unreachable_entropy(classes: int) 
     scores = dict.fromkeys(SCORES, torch.ones(1)) | {"predictive_entropy": predictive_entropy(probabilities)}
     policy = Policy(alpha=0.05, ambiguity_threshold=unreachable_entropy(classes), coverage=0.9)
     outputs = Outputs(pack(scores, probabilities).numpy())
-    assert decide(outputs, probabilities[0].numpy(), policy).decision == [ACCEPT]
+    assert decide(outputs, Thresholds(policy, 0.05, 1.0)).decision == [ACCEPT]

@@ -28,11 +28,8 @@ from psc_core.policy import Policy
 from tests.reference import metrics as naive
 
 
-def naive_sets(thresholds: Tensor, probabilities: Tensor) -> Tensor:
-    members = [
-        [p >= t or p == max(image) for p, t in zip(image, thresholds.tolist(), strict=True)]
-        for image in probabilities.tolist()
-    ]
+def naive_sets(threshold: float, probabilities: Tensor) -> Tensor:
+    members = [[p >= threshold or p == max(image) for p in image] for image in probabilities.tolist()]
     return torch.tensor(members)
 
 
@@ -126,7 +123,7 @@ def test_equals_loops(psc: PSC) -> None:
 
     assert report.false_alarms.count == int((served["ood_p_value"] <= 0.05).sum())
     assert report.flagged["outside"] == pytest.approx(float((strange["ood_p_value"] <= 0.05).double().mean()))
-    sets = naive_sets(psc.calibration.set_thresholds(0.9), served.probabilities)
+    sets = naive_sets(psc.calibration.set_threshold(0.9), served.probabilities)
     assert report.misses.count == sum(not sets[m, y[m]] for m in range(120))
     assert report.mean_set_size == pytest.approx(float(sets.sum()) / 120)
     assert (report.images, report.examples, report.ood_images) == (120, 120, {"outside": 60})
@@ -159,7 +156,7 @@ def test_several_labels_per_image(psc: PSC) -> None:
     assert report.classification["psc"]["nll"] == pytest.approx(
         naive.nll(repeated, labels.flatten().tolist(), classification.LOG_FLOOR)
     )
-    sets = naive_sets(psc.calibration.set_thresholds(0.9), p.float())
+    sets = naive_sets(psc.calibration.set_threshold(0.9), p.float())
     assert report.misses.count == sum(not sets[m, m % 3] for m in range(30))
 
 

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.anyio
 async def test_an_internal_error_tells_the_client_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async with running() as app:
 
-        def explode(*_: Any) -> Any:
+        def explode(*_: Any, **__: Any) -> Any:
             raise RuntimeError("secret detail")
 
-        object.__setattr__(app.service.registry.get(), "decide", explode)
+        object.__setattr__(app.service.registry.get(), "predict", explode)
         response = await app.client.post("/predict", content=png(1), headers=PNG)
         check_problem(response, 500, "internal")
         assert "secret" not in response.text
