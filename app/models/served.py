@@ -19,7 +19,7 @@ from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
 from app.inference.engine import Engine
 from app.inference.request import Images
-from app.inference.steps import make_step
+from app.inference.steps import TorchThreads, make_step
 from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
 from app.observability.recorder import ModelRecorder
@@ -111,7 +111,7 @@ class ModelStarter:
         self._settings = settings
         self._metrics = metrics
         self._on_failure = on_failure
-        self._default_threads = torch.get_num_threads()
+        self._threads = TorchThreads(settings.threads or torch.get_num_threads(), settings.threads or 1)
         self._decode_threads = settings.decode_threads or min(16, len(os.sched_getaffinity(0)))
         self._pool = ThreadPoolExecutor(self._decode_threads, thread_name_prefix="psc-decode")
 
@@ -152,17 +152,15 @@ class ModelStarter:
         )
         wanted = "folded" if settings.compile else settings.backend
         limit = settings.max_batch_size
-        threads = settings.threads or self._default_threads
-        choose = partial(choose_backend, model, wanted, max_batch=limit, threads=threads)
+        choose = partial(choose_backend, model, wanted, max_batch=limit, threads=self._threads.full)
         backend, pipeline = await asyncio.to_thread(choose)
         step = make_step(
             pipeline,
             model.preprocess.shape,
             max_batch=limit,
             device=model.device,
+            threads=self._threads,
             compiled=settings.compile,
-            threads=settings.threads,
-            default_threads=self._default_threads,
         )
         batcher = Batcher(
             max_batch_size=limit,

@@ -40,7 +40,7 @@ _steps: dict[str, Any] = {}
 def _prepare(bundle: Path, device: str) -> None:
     import torch
 
-    from app.inference.steps import make_step
+    from app.inference.steps import TorchThreads, make_step
     from benchmarks.serving.adapters.settings import FACTORY, MAX_BATCH
     from psc_core.compute.allocator import keep_freed_memory
     from psc_core.model.backends import available_backends, pipeline_on
@@ -53,8 +53,7 @@ def _prepare(bundle: Path, device: str) -> None:
         shape=psc.preprocess.shape,
         max_batch=MAX_BATCH,
         device=psc.device,
-        compiled=False,
-        default_threads=torch.get_num_threads(),
+        threads=TorchThreads(torch.get_num_threads(), 1),
     )
     for backend in available_backends(psc):
         step = step_of(pipeline_on(psc, backend))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from app.inference.steps.base import CompiledNetwork, Step
+from app.inference.steps.base import CompiledNetwork, Step, TorchThreads
 from app.inference.steps.eager import EagerStep
 from app.inference.steps.graph import GraphStep
 from psc_core.model.pipeline import Pipeline
 
-__all__ = ["EagerStep", "GraphStep", "Step", "make_step"]
+__all__ = ["EagerStep", "GraphStep", "Step", "TorchThreads", "make_step"]
 
 
 def make_step(
@@ -18,9 +18,8 @@ def make_step(
     *,
     max_batch: int,
     device: torch.device,
-    compiled: bool,
-    threads: int | None = None,
-    default_threads: int | None = None,
+    compiled: bool = False,
+    threads: TorchThreads | None = None,
 ) -> Step:
     """The fastest step for ``device``.
 
@@ -30,18 +29,9 @@ def make_step(
         max_batch: Maximum number of images in a step.
         device: Where the network is.
         compiled: Run it through ``torch.compile``.
-        threads: Of PyTorch on a CPU; ``None`` takes the default, or one where that is quick.
-        default_threads: PyTorch's own choice; ``None`` asks PyTorch, whose answer a quick step may have changed.
+        threads: Used on a CPU; by default as many as PyTorch uses now, and one for a quick step.
     """
     run = CompiledNetwork(network) if compiled else network
     if device.type == "cuda" and network.concurrent:  # A network cut by hooks may ask the host what to do next.
         return GraphStep(run, shape, max_batch=max_batch, device=device)
-    return EagerStep(
-        run,
-        shape,
-        max_batch=max_batch,
-        device=device,
-        fixed_shapes=compiled,
-        threads=threads,
-        default_threads=default_threads,
-    )
+    return EagerStep(run, shape, max_batch=max_batch, device=device, fixed_shapes=compiled, threads=threads)

@@ -6,7 +6,7 @@ returned.
 
 from __future__ import annotations
 
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,15 @@ from torch import Tensor
 from app.inference.request import EXPLAIN, DeviceBatch, Images, Result
 from psc_core.model.outputs import FloatArray
 from psc_core.model.pipeline import Pipeline
+
+
+class TorchThreads(NamedTuple):
+    """How many threads PyTorch uses on a CPU."""
+
+    full: int
+    """For a network that runs on the device thread."""
+    quick: int
+    """For one that is quick enough for the event loop."""
 
 
 class Step(Protocol):

@@ -8,7 +8,7 @@ from typing import Final, cast
 import torch
 
 from app.inference.request import Images, Result
-from app.inference.steps.base import CompiledNetwork, bucket_of, buckets_to, explain
+from app.inference.steps.base import CompiledNetwork, TorchThreads, bucket_of, buckets_to, explain
 from psc_core.model.outputs import FloatArray
 from psc_core.model.pipeline import Pipeline
 
@@ -29,8 +29,7 @@ class EagerStep:
         max_batch: Maximum number of images in a step.
         device: Where the network is.
         fixed_shapes: Pad to buckets (for a compiled network); else any count runs as it is.
-        threads: See :func:`app.inference.steps.make_step`.
-        default_threads: Likewise.
+        threads: Used on a CPU; see :func:`app.inference.steps.make_step`.
     """
 
     slots = 1
@@ -43,8 +42,7 @@ class EagerStep:
         max_batch: int,
         device: torch.device,
         fixed_shapes: bool = False,
-        threads: int | None = None,
-        default_threads: int | None = None,
+        threads: TorchThreads | None = None,
     ) -> None:
         self._network = network
         self._device = device
@@ -52,8 +50,7 @@ class EagerStep:
         self._buffer: Images = self._host.numpy()
         self._buckets = buckets_to(max_batch)
         self._fixed_shapes = fixed_shapes
-        self._threads = threads or default_threads or torch.get_num_threads()
-        self._quick_threads = threads or 1
+        self._threads, self._quick_threads = threads or TorchThreads(torch.get_num_threads(), 1)
 
     def input(self, slot: int) -> Images:
         return self._buffer
@@ -63,9 +60,9 @@ class EagerStep:
             self.fetch(0, count)
         if self._device.type != "cpu":
             return False
-        self._threads, default = self._quick_threads, self._threads
+        full, self._threads = self._threads, self._quick_threads
         quick = all(self._is_quick(count) for count in (1, self._buckets[-1]))
-        self._threads = self._quick_threads if quick else default
+        self._threads = self._quick_threads if quick else full
         return quick
 
     def _is_quick(self, count: int) -> bool:

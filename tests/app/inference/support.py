@@ -87,7 +87,7 @@ async def engine(
     network, metrics = FakePipeline(), Metrics()
     with ThreadPoolExecutor(2) as pool:
         decoder = Decoder(pool, threads=2, preprocess=PREPROCESS, max_pixels=10_000, inline_bytes=inline)
-        step = make_step(network, PREPROCESS.shape, max_batch=max_batch, device=torch.device("cpu"), compiled=False)
+        step = make_step(network, PREPROCESS.shape, max_batch=max_batch, device=torch.device("cpu"))
         failures: list[Exception] = []
         made = Engine(
             "m",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.inference.steps import EagerStep, make_step
+from app.inference.steps import EagerStep, TorchThreads, make_step
 from app.inference.steps.base import buckets_to
 from tests.app.fakes import FakePipeline, outputs_of, pixels
 from tests.app.inference.support import stack
@@ -28,7 +28,8 @@ class CountsThreads(FakePipeline):
 
 def test_a_quick_step_takes_one_thread_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = torch.get_num_threads()
-    for limit, given, expected in ((0.0, None, usual), (60.0, None, 1), (60.0, 2, 2), (0.0, 2, 2)):
+    two = TorchThreads(2, 2)
+    for limit, given, expected in ((0.0, None, usual), (60.0, None, 1), (60.0, two, 2), (0.0, two, 2)):
         monkeypatch.setattr("app.inference.steps.eager.QUICK_SECONDS", limit)
         network = CountsThreads()
         step = make_step(network, (1, 8, 8), max_batch=2, device=torch.device("cpu"), compiled=False, threads=given)
@@ -46,9 +47,8 @@ def test_quick_step_leaves_the_threads_of_the_next(monkeypatch: pytest.MonkeyPat
     network = CountsThreads()
     try:
         torch.set_num_threads(1)  # what a quick step left on the event loop
-        step = make_step(
-            network, (1, 8, 8), max_batch=2, device=torch.device("cpu"), compiled=False, default_threads=usual + 1
-        )
+        threads = TorchThreads(usual + 1, 1)
+        step = make_step(network, (1, 8, 8), max_batch=2, device=torch.device("cpu"), threads=threads)
         step.warm_up()
         step.fetch(0, 1)
     finally:
