@@ -23,6 +23,7 @@ from pydantic_settings import (
 )
 
 from psc_core.errors import UsageError
+from psc_core.faults import fault
 from psc_core.policy import Alpha, AmbiguityThreshold, Coverage, Policy
 
 ENV_PREFIX: Final = "PSC_"
@@ -291,8 +292,8 @@ def _sentence(item: Any) -> str:
     where = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         return f"unknown setting {where!r}; `psc-serve --help` lists them"
-    got = "" if "key" in where or isinstance(item["input"], dict) else f", got {item['input']!r}"
-    return f"setting {where}: {item['msg']}{got}" if where else str(item["msg"]).removeprefix("Value error, ")
+    got = "" if not where or "key" in where or isinstance(item["input"], dict) else f", got {item['input']!r}"
+    return fault(item, "setting") + got
 
 
 def default_text(name: str) -> str:

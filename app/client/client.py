@@ -40,6 +40,7 @@ from app.client.errors import (
     retry_after_seconds,
 )
 from app.response import PredictResponse
+from psc_core.faults import fault
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 _RETRIED_STATUS: Final = frozenset({429, 503})
@@ -159,9 +160,7 @@ def _response(document: Mapping[str, Any]) -> PredictResponse:
     try:
         return PredictResponse.model_validate(document, extra="ignore")  # A newer service may say more.
     except ValidationError as error:
-        fault = error.errors()[0]
-        where = ".".join(map(str, fault["loc"]))
-        raise BadAnswer(f"the answer is not a prediction ({where}: {fault['msg']}); check the URL") from error
+        raise BadAnswer(f"the answer is not a prediction ({fault(error.errors()[0])}); check the URL") from error
 
 
 class _Base:

@@ -37,7 +37,6 @@ from app.errors import (
     UnknownModel,
     UnsupportedMedia,
 )
-from app.http.query import faults
 from app.observability.metrics import Metrics
 from psc_core.errors import (
     BundleError,
@@ -48,6 +47,7 @@ from psc_core.errors import (
     UnsupportedImage,
     UsageError,
 )
+from psc_core.faults import all_faults
 
 logger = logging.getLogger("psc.http")
 
@@ -191,7 +191,8 @@ async def on_http_exception(request: Request, error: Any) -> Response:
 
 async def on_invalid_parameters(request: Request, error: Any) -> Response:
     """Query parameters that FastAPI refuses: 400, like every other malformed request."""
-    return error_response(MalformedRequest(faults(error.errors())), request.scope, request.app.state.service.metrics)
+    refused = MalformedRequest(all_faults(error.errors(), "parameter"))
+    return error_response(refused, request.scope, request.app.state.service.metrics)
 
 
 HANDLERS: Final[dict[Any, Any]] = {HTTPException: on_http_exception, RequestValidationError: on_invalid_parameters}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from app.errors import MalformedRequest
+from psc_core.faults import all_faults
 
 Query = TypeVar("Query", bound=BaseModel)
 
@@ -28,7 +28,7 @@ def parse_query(model: type[Query], request: Request) -> Query:
     try:
         return model.model_validate_strings(values)
     except ValidationError as error:
-        raise MalformedRequest(faults(error.errors())) from error
+        raise MalformedRequest(all_faults(error.errors(), "parameter")) from error
 
 
 def query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
@@ -37,8 +37,3 @@ def query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
         {"name": name, "in": "query", "required": False, "description": schema.pop("description", ""), "schema": schema}
         for name, schema in model.model_json_schema()["properties"].items()
     ]
-
-
-def faults(errors: Iterable[Any]) -> str:
-    """What is wrong with each parameter, in one line."""
-    return "; ".join(f"parameter {error['loc'][-1]}: {error['msg']}" for error in errors)

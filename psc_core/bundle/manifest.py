@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from psc_core.errors import UsageError
+from psc_core.faults import fault
 from psc_core.images.preprocess import Preprocess
 from psc_core.policy import Policy
 
@@ -109,7 +110,7 @@ def check_network(network: Mapping[str, Any]) -> None:
         check_text(network)
         _Network.model_validate_json(json.dumps(network))
     except ValidationError as error:
-        raise UsageError(first_fault(error)) from error
+        raise UsageError(fault(error.errors()[0], "field")) from error
     except (TypeError, ValueError) as error:
         raise UsageError(f"expected numbers and text that JSON can hold: {error}") from error
 
@@ -186,14 +187,6 @@ def manifest_digest(body: Mapping[str, Any]) -> str:
     """``version`` of a manifest: the first 12 hexadecimal digits of a SHA-256 over all other fields."""
     others = {key: value for key, value in body.items() if key != "version"}
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def first_fault(error: ValidationError) -> str:
-    """The first error with its field, in one line."""
-    first = error.errors(include_input=False)[0]
-    where = ".".join(str(step) for step in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    return f"field {where!r}: {message}" if where else message
 
 
 def short(value: object) -> str:

@@ -30,6 +30,7 @@ from pydantic import ValidationError
 
 from app.errors import MalformedRequest, TooManyImages
 from app.http.v2.schemas import InferRequest, InputTensor
+from psc_core.faults import fault
 
 _LENGTH: Final = 4
 _DTYPES: Final = {"FP32": "<f4", "INT64": "<i8", "BOOL": "|b1"}
@@ -67,9 +68,7 @@ def parse_request(body: bytes, header_length: str | None) -> tuple[InferRequest,
     except orjson.JSONDecodeError as error:
         raise MalformedRequest(f"the body is not JSON: {error.msg} at byte {error.pos}") from error
     except ValidationError as error:
-        fault = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(map(str, fault["loc"]))
-        raise MalformedRequest(f"{where or 'request'}: {fault['msg'].removeprefix('Value error, ')}") from error
+        raise MalformedRequest(f"request: {fault(error.errors()[0])}") from error
     size = request.inputs[0].parameters.binary_data_size
     if len(binary) != (size or 0):
         raise MalformedRequest(
