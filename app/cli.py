@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from app.observability.logs import log_config
-from app.settings import Settings, default_text, load_settings
+from app.settings import Settings, load_settings
 from psc_core.errors import PSCError, UsageError
 from psc_core.version import __version__
 
@@ -47,6 +47,14 @@ def parser() -> argparse.ArgumentParser:
             options["metavar"] = name.upper()
         flags.add_argument("--" + name.replace("_", "-"), **options)
     return flags
+
+
+def default_text(name: str) -> str:
+    """The default of a setting as ``--help`` and the documentation show it."""
+    default = Settings.model_fields[name].default
+    if default is None or default in ((), ""):
+        return ""
+    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def settings_from(arguments: Sequence[str]) -> Settings:

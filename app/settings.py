@@ -1,41 +1,28 @@
 """Every setting of the service in one frozen object: flags, then ``PSC_*`` environment, then a TOML file.
 
-``python -m app.settings`` prints the table for the documentation.  A setting that is not in it is an error wherever it
-was given.
+A name that is not among them is an error wherever it was given.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from tomllib import TOMLDecodeError
-from typing import Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from app.settings_sources import ENV_PREFIX, check_environment, read_config, split_commas
 from psc_core.errors import UsageError
 from psc_core.faults import fault
 from psc_core.policy import Alpha, AmbiguityThreshold, Coverage, Policy
 
-ENV_PREFIX: Final = "PSC_"
-NOT_SETTINGS: Final = re.compile(
-    r"PSC_(DATA|CLIENT_\w+|(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?))"
-)
-"""Variables with the prefix that are not settings: the tests' data folder, those of the client, which may share an
-environment with the service, and those that Kubernetes makes for a service named ``psc…`` or Docker for a link."""
-
 _MEBIBYTE: Final = 1024 * 1024
 _MAX_PIXELS: Final = 178_956_970
 """Pillow reads no larger image."""
+_Texts = Annotated[tuple[str, ...], BeforeValidator(split_commas)]
+_Keys = Annotated[tuple[SecretStr, ...], BeforeValidator(split_commas)]
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -52,23 +39,16 @@ class Settings(BaseSettings):
     )
 
     config: Path | None = Field(default=None, description="TOML file of settings.")
-    bundle: tuple[str, ...] = Field(
+    bundle: _Texts = Field(
         default=(),
         description="Bundles to serve, `DIR` or `NAME=DIR`, separated by commas (the flag may be repeated). "
         "The first is the default model; a name defaults to the directory's.",
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
-    workers: int = Field(
-        default=1,
-        ge=1,
-        le=1024,
-        description="Processes, each with its own copy of the models.",
-    )
+    workers: int = Field(default=1, ge=1, le=1024, description="Processes, each with its own copy of the models.")
     device: str = Field(
-        default="auto",
-        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="`auto`, `cpu`, `cuda` or `cuda:N`.",
+        default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="`auto`, `cpu`, `cuda` or `cuda:N`."
     )
     threads: int | None = Field(
         default=None,
@@ -83,7 +63,7 @@ class Settings(BaseSettings):
         "`onnx` (ONNX Runtime, extra `psc[onnx]`); `auto` takes the fastest on this machine.",
     )
     compile: bool = Field(default=False, description="Run the network through `torch.compile`.")
-    allow_factories: tuple[str, ...] = Field(
+    allow_factories: _Texts = Field(
         default=(),
         description="Network factories `package.module:factory` that a bundle may import, by commas; packages that are "
         "not installed are looked for in the working directory.",
@@ -140,25 +120,20 @@ class Settings(BaseSettings):
 
     alpha: Alpha | None = Field(default=None, description="`is_ood` when p ≤ alpha; unset: the bundle's own.")
     ambiguity_threshold: AmbiguityThreshold | None = Field(
-        default=None,
-        description="`abstain_ambiguous` above this predictive entropy, nats; unset: the bundle's own.",
+        default=None, description="`abstain_ambiguous` above this predictive entropy, nats; unset: the bundle's own."
     )
     coverage: Coverage | None = Field(
         default=None, description="Coverage of `prediction_set`; unset: the bundle's own."
     )
 
-    api_keys: tuple[SecretStr, ...] = Field(
+    api_keys: _Keys = Field(
         default=(), description="Keys that may predict, by commas; none leaves prediction open to all."
     )
     api_keys_file: Path | None = Field(default=None, description="File with one such key on a line.")
-    admin_keys: tuple[SecretStr, ...] = Field(
-        default=(), description="Keys that may reload, by commas; none switches `/admin` off."
-    )
+    admin_keys: _Keys = Field(default=(), description="Keys that may reload, by commas; none switches `/admin` off.")
     admin_keys_file: Path | None = Field(default=None, description="File with one such key on a line.")
-    cors_origins: tuple[str, ...] = Field(
-        default=(), description="Origins browsers may call from, by commas; `*` for all."
-    )
-    allowed_hosts: tuple[str, ...] = Field(
+    cors_origins: _Texts = Field(default=(), description="Origins browsers may call from, by commas; `*` for all.")
+    allowed_hosts: _Texts = Field(
         default=(), description="Accepted `Host` headers, by commas, `*.example.org` too; none accepts all."
     )
     root_path: str = Field(default="", description="Path under which a proxy publishes the service.")
@@ -191,20 +166,11 @@ class Settings(BaseSettings):
         description="Monitors that share the bound: each start and reload of each process begins one per model.",
     )
 
-    @field_validator(
-        "bundle", "allow_factories", "api_keys", "admin_keys", "cors_origins", "allowed_hosts", mode="before"
-    )
-    @classmethod
-    def _split(cls, value: object) -> object:
-        if isinstance(value, str):
-            return tuple(part.strip() for part in value.split(",") if part.strip())
-        return value
-
     @field_validator("port", mode="before")
     @classmethod
     def _ignore_service_link(cls, value: object) -> object:
         """Kubernetes sets PSC_PORT=tcp://… for a service named psc."""
-        return 8000 if isinstance(value, str) and "://" in value else value
+        return cls.model_fields["port"].default if isinstance(value, str) and "://" in value else value
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -254,9 +220,9 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags over environment over the file that one of them names."""
+        check_environment(cls.model_fields)
         flags = init_settings.init_kwargs if isinstance(init_settings, InitSettingsSource) else {}
-        config = flags.get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
-        return init_settings, env_settings, *([TomlConfigSettingsSource(settings_cls, config)] if config else [])
+        return init_settings, env_settings, InitSettingsSource(settings_cls, read_config(flags.get("config")))
 
 
 def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
@@ -268,51 +234,15 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
     Raises:
         UsageError: An unknown setting, a value out of range, or a file that cannot be read.
     """
-    flags = flags or {}
-    for variable, value in os.environ.items():
-        name = variable.removeprefix(ENV_PREFIX).lower()
-        if not variable.startswith(ENV_PREFIX) or NOT_SETTINGS.fullmatch(variable) or name in Settings.model_fields:
-            continue
-        if "://" not in value:  # PSC_NAME_PORT=tcp://…, of Kubernetes too
-            raise UsageError(f"unknown setting {variable} in the environment; `psc-serve --help` lists them")
-    config = flags.get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
     try:
-        if config:
-            Path(config).read_bytes()
-        return Settings(**flags)
+        return Settings(**(flags or {}))
     except ValidationError as error:
         raise UsageError("; ".join(_sentence(item) for item in error.errors())) from error
-    except OSError as error:
-        raise UsageError(f"cannot read the settings file {config}: {error.strerror}; check --config") from error
-    except (TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{config} is not TOML: {error}") from error
 
 
 def _sentence(item: Any) -> str:
-    where = ".".join(str(part) for part in item["loc"])
+    where = str(item["loc"][0]) if item["loc"] else ""
     if item["type"] == "extra_forbidden":
         return f"unknown setting {where!r}; `psc-serve --help` lists them"
-    got = "" if not where or "key" in where or isinstance(item["input"], dict) else f", got {item['input']!r}"
-    return fault(item, "setting") + got
-
-
-def default_text(name: str) -> str:
-    """The default of a field as the table and ``--help`` show it."""
-    default = Settings.model_fields[name].default
-    if default is None or default in ((), ""):
-        return ""
-    return str(default).lower() if isinstance(default, bool) else str(default)
-
-
-def markdown_table() -> str:
-    """The settings table for the documentation."""
-    lines = ["| flag | environment and TOML | default | meaning |", "| --- | --- | --- | --- |"]
-    for name, field in Settings.model_fields.items():
-        flag, default = "--" + name.replace("_", "-"), default_text(name)
-        shown = f"`{default}`" if default else ""
-        lines.append(f"| `{flag}` | `{ENV_PREFIX}{name.upper()}`, `{name}` | {shown} | {field.description} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown_table(), end="")
+    shown = where and SecretStr not in get_args(Settings.model_fields[where].annotation)
+    return fault(item, "setting") + (f", got {item['input']!r}" if shown else "")

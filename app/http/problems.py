@@ -148,14 +148,6 @@ def problem_of(error: BaseException) -> Problem:
     return Problem(status, TYPE_PREFIX + slug, title, str(error), slug, headers, extra)
 
 
-def markdown_table() -> str:
-    """The error table for the documentation."""
-    lines = ["| status | type | title |", "| --- | --- | --- |"]
-    rows = sorted({*TABLE.values(), INTERNAL, *((status, *row) for status, row in ROUTING.items())})
-    lines += [f"| {status} | `{TYPE_PREFIX}{slug}` | {title} |" for status, slug, title in rows]
-    return "\n".join(lines) + "\n"
-
-
 def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response:
     """Log what the operator must know of an error, count it, and give the response for it.
 

@@ -1,7 +1,4 @@
-"""Every Prometheus metric of the service, from one table (:data:`METRICS`) that the documentation shows.
-
-``python -m app.observability.metrics`` prints the table.
-"""
+"""Every Prometheus metric of the service, from one table (:data:`METRICS`) that the documentation shows."""
 
 from __future__ import annotations
 
@@ -124,16 +121,3 @@ def _make(row: Metric, registry: CollectorRegistry) -> MetricWrapperBase:
         return Histogram(row.name, row.help, row.labels, registry=registry, buckets=row.buckets)
     mode: Any = row.across_processes
     return Gauge(row.name, row.help, row.labels, registry=registry, multiprocess_mode=mode)
-
-
-def markdown_table() -> str:
-    """The metrics table for the documentation."""
-    lines = ["| metric | kind | labels | meaning |", "| --- | --- | --- | --- |"]
-    for row in METRICS:
-        labels = ", ".join(f"`{label}`" for label in row.labels)
-        lines.append(f"| `{row.name}` | {row.kind} | {labels} | {row.help} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown_table(), end="")

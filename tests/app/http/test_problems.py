@@ -6,7 +6,7 @@ import pytest
 
 from app import errors
 from app.errors import ImageRefused, QueueFull, Unauthorized
-from app.http.problems import TABLE, markdown_table, problem_of
+from app.http.problems import TABLE, problem_of
 from app.http.schemas import ProblemDocument
 from psc_core.errors import ImageTooLarge, UndecodableImage, UnsupportedImage
 
@@ -48,8 +48,3 @@ def test_anything_else_is_opaque(error: Exception) -> None:
     problem = problem_of(error)
     assert problem.status == 500
     assert "secret" not in str(problem.to_json())
-
-
-def test_the_table_lists_each_type_once() -> None:
-    lines = markdown_table().splitlines()[2:]
-    assert len(lines) == len(set(lines)) >= len({slug for _, slug, _ in TABLE.values()})

@@ -1,0 +1,57 @@
+"""The tables of the documentation that the code declares.
+
+``python -m app.reference settings`` prints the one of ``docs/settings.md``; ``metrics`` and ``problems`` likewise.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from app.cli import default_text
+from app.http.problems import INTERNAL, ROUTING, TABLE, TYPE_PREFIX
+from app.observability.metrics import METRICS
+from app.settings import Settings
+from app.settings_sources import ENV_PREFIX
+
+
+def settings_table() -> str:
+    """Every setting."""
+    rows = []
+    for name, field in Settings.model_fields.items():
+        default = default_text(name)
+        shown = f"`{default}`" if default else ""
+        rows.append(
+            (f"`--{name.replace('_', '-')}`", f"`{ENV_PREFIX}{name.upper()}`, `{name}`", shown, field.description)
+        )
+    return _table(("flag", "environment and TOML", "default", "meaning"), rows)
+
+
+def metrics_table() -> str:
+    """Every metric."""
+    rows = [(f"`{row.name}`", row.kind, ", ".join(f"`{label}`" for label in row.labels), row.help) for row in METRICS]
+    return _table(("metric", "kind", "labels", "meaning"), rows)
+
+
+def problems_table() -> str:
+    """Every error as HTTP answers it."""
+    rows = sorted({*TABLE.values(), INTERNAL, *((status, *row) for status, row in ROUTING.items())})
+    return _table(
+        ("status", "type", "title"), [(status, f"`{TYPE_PREFIX}{slug}`", title) for status, slug, title in rows]
+    )
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
+    return "".join(f"| {' | '.join(map(str, row))} |\n" for row in (head, ("---",) * len(head), *rows))
+
+
+TABLES: Final[Mapping[str, Callable[[], str]]] = {
+    "settings": settings_table,
+    "metrics": metrics_table,
+    "problems": problems_table,
+}
+"""Name on the command line → the table in Markdown."""
+
+if __name__ == "__main__":
+    print(TABLES[sys.argv[1]](), end="")

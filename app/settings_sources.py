@@ -1,0 +1,55 @@
+"""Where settings come from beside the flags: the ``PSC_*`` environment and a TOML file, both screened."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Container
+from pathlib import Path
+from typing import Any, Final
+
+from psc_core.errors import UsageError
+
+ENV_PREFIX: Final = "PSC_"
+NOT_SETTINGS: Final = re.compile(
+    r"PSC_(DATA|CLIENT_\w+|(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?))"
+)
+"""Variables with the prefix that are not settings: the tests' data folder, those of the client, which may share an
+environment with the service, and those that Kubernetes makes for a service named ``psc…`` or Docker for a link."""
+
+
+def split_commas(value: object) -> object:
+    """``"a, b"`` → ``("a", "b")``; what is not text stays."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def check_environment(names: Container[str]) -> None:
+    """Reject variables with the prefix that are no setting.
+
+    Raises:
+        UsageError: One is in none of ``names``.
+    """
+    for variable, value in os.environ.items():
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if not variable.startswith(ENV_PREFIX) or NOT_SETTINGS.fullmatch(variable) or name in names:
+            continue
+        if "://" not in value:  # PSC_NAME_PORT=tcp://…, of Kubernetes too
+            raise UsageError(f"unknown setting {variable} in the environment; `psc-serve --help` lists them")
+
+
+def read_config(flag: str | Path | None) -> dict[str, Any]:
+    """The settings in the TOML file that the flag names, else ``PSC_CONFIG``; none without a file.
+
+    Raises:
+        UsageError: The file cannot be read, or is not TOML.
+    """
+    config = flag or os.environ.get(f"{ENV_PREFIX}CONFIG")
+    if not config:
+        return {}
+    try:
+        return tomllib.loads(Path(config).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read the settings file {config}: {error.strerror}; check --config") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{config} is not TOML: {error}") from error
