@@ -5,8 +5,7 @@ Bundles, settings, queries, answers and the client all use this one declaration.
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Final
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,15 +15,6 @@ Alpha = Annotated[float, Field(ge=1e-9, lt=1, description="`is_ood` when the p-v
 AmbiguityThreshold = Annotated[float, Field(ge=0, description="Ambiguous above this predictive entropy, nats.")]
 
 Coverage = Annotated[float, Field(gt=0, lt=1, description="Nominal coverage of `prediction_set`.")]
-
-
-ROUNDING: Final = 1e-9
-"""Added before ⌊ ⌋ and subtracted before ⌈ ⌉, so that 0.29 × 100 counts as 29."""
-
-
-def ood_rank(alpha: float, n: int) -> int:
-    """The largest k with p-value k/(n + 1) ≤ ``alpha``, for n calibration images; 0 if there is none."""
-    return math.floor(alpha * (n + 1) + ROUNDING)
 
 
 class Policy(BaseModel):

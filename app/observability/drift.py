@@ -42,7 +42,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import bdtrc
 
-from psc_core.policy import ood_rank
+from psc_core.rates import ood_rank
 
 EXPONENTS: Final = (0.1, 0.25, 0.5, 0.75, 0.9)
 """The ε of the power bets: small for a few very strange images, large for a mild shift of many."""

@@ -16,7 +16,6 @@ All comparisons are between float32 scores as they were produced, without roundi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -25,7 +24,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from psc_core.errors import BundleError, UsageError
-from psc_core.policy import ROUNDING, Policy, ood_rank
+from psc_core.policy import Policy
+from psc_core.rates import check_fraction, ood_rank, tolerant_ceil
 
 
 @dataclass(frozen=True)
@@ -154,14 +154,3 @@ def check_rates(n: int, *, alpha: float | None = None, coverage: float | None = 
                 f"expected coverage ≤ n/(n + 1) with n = {n} calibration images, got {coverage:g}; lower it or "
                 f"calibrate with at least {needed} images"
             )
-
-
-def check_fraction(value: float, name: str) -> None:
-    """A value in (0, 1); raises :class:`UsageError`."""
-    if not 0.0 < value < 1.0:
-        raise UsageError(f"expected {name} between 0 and 1, got {value}; 0.05 means five in a hundred")
-
-
-def tolerant_ceil(value: float) -> int:
-    """``⌈value⌉`` up to :data:`psc_core.policy.ROUNDING`."""
-    return math.ceil(value - ROUNDING)

@@ -10,8 +10,9 @@ from jaxtyping import Bool, Float, Int
 from scipy import stats
 from torch import Tensor
 
-from psc_core.calibration.conformal import Calibration, check_fraction, tolerant_ceil
+from psc_core.calibration.conformal import Calibration
 from psc_core.errors import FitError
+from psc_core.rates import check_fraction, tolerant_ceil
 
 CONFIDENCE: Final = 0.95
 """Probability over calibration sets with which the error rate of unambiguous images is kept."""

@@ -15,6 +15,7 @@ from typing import Any
 from psc_core.compute.allocator import keep_freed_memory
 from psc_core.errors import PSCError, UsageError
 from psc_core.images.preprocess import PRESETS, Preprocess, replace_size
+from psc_core.rates import check_fraction
 from psc_core.version import __version__
 
 EXIT_OK, EXIT_USAGE = 0, 2  # Python itself ends a traceback with 1.
@@ -122,8 +123,7 @@ def open_unit_interval(text: str) -> float:
     """A number strictly between 0 and 1 (argparse type)."""
     try:
         value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number between 0 and 1, got {text!r}")
+        check_fraction(value, "a number")
+    except (ValueError, UsageError) as error:
+        raise argparse.ArgumentTypeError(f"expected a number between 0 and 1, got {text!r}") from error
     return value

@@ -31,7 +31,7 @@ from psc_core.collapse.report import EPSILON, CollapseReport, LayerCollapse
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset, stable_order
-from psc_core.errors import FitError, UsageError
+from psc_core.errors import FitError
 from psc_core.network.backbone import Backbone, FeatureStep, feature_step, truncate
 from psc_core.network.layers import LayerInfo, list_layers, select_layers
 from psc_core.numerics.scatter import (
@@ -42,6 +42,7 @@ from psc_core.numerics.scatter import (
     class_pairs,
     nc1_from_scatter,
 )
+from psc_core.rates import check_fraction
 
 DEFAULT_MEMORY_BYTES = 1 << 30
 """Memory budget for class means and the features of one batch."""
@@ -102,8 +103,7 @@ def measure_collapse(
         UsageError: ``epsilon`` outside (0, 1), or a pattern that matches no layer.
         NetworkError: The network cannot be run or cut.
     """
-    if not 0.0 < epsilon < 1.0:
-        raise UsageError(f"expected epsilon between 0 and 1, got {epsilon}")
+    check_fraction(epsilon, "epsilon")
     counts = torch.bincount(train.labels, minlength=len(train.classes))
     example = train.preprocess.standardise(torch.tensor(train.image(0), device=device)[None])
     every = list_layers(net.to(device), example, granularity=granularity)

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import nn
 
-from psc_core.calibration.conformal import check_fraction
 from psc_core.collapse import measure as collapse
 from psc_core.collapse.report import Candidate, CollapseReport
 from psc_core.compute.passes import Compute
@@ -35,6 +34,7 @@ from psc_core.network.backbone import Backbone, example_input, truncate
 from psc_core.policy import Policy
 from psc_core.projection.fit.projection import ProjectionReport, fit_tucker
 from psc_core.projection.module import Projection
+from psc_core.rates import check_fraction
 
 PREDICTIONS = ("psc", "base")
 """Whose probabilities a PSC gives: the head's, or the network's own."""

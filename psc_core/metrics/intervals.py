@@ -17,7 +17,7 @@ from typing import NamedTuple
 from scipy import stats
 
 from psc_core.errors import UsageError
-from psc_core.policy import ood_rank
+from psc_core.rates import ood_rank
 
 
 class RateInterval(NamedTuple):

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from psc_core.metrics.inputs import check_same_length, check_values, tie_sizes
+from psc_core.rates import tolerant_ceil
 
 
 def auroc(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]) -> float:
@@ -71,6 +72,6 @@ def aupr(positive: Float[Tensor, " p"], negative: Float[Tensor, " q"]) -> float:
 def fpr95(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]) -> float:
     """Fraction of in-distribution images at or above the highest threshold that catches 95 % of the OOD ones."""
     check_values("fpr95", in_scores, out_scores)
-    caught = max(1, math.ceil(0.95 * len(out_scores) - 1e-9))
+    caught = max(1, tolerant_ceil(0.95 * len(out_scores)))
     threshold = out_scores.sort(descending=True).values[caught - 1]
     return float((in_scores >= threshold).double().mean())
