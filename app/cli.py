@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from app.observability.logs import log_config
-from app.settings import Settings, load_settings
+from app.settings import BACKLOG, Settings, load_settings
 from psc_core.errors import PSCError, UsageError
 from psc_core.version import __version__
 
@@ -113,7 +113,7 @@ def main() -> None:
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise UsageError(f"cannot listen on {host}:{port} ({error.strerror}); free it or choose another") from error
 

@@ -21,6 +21,7 @@ from app.http.middleware.telemetry import Telemetry
 from app.http.openapi import Application
 from app.http.routes import admin, health, metrics, model, page, predict
 from app.http.v2 import routes as v2
+from app.http.v2.schemas import HEADER
 from app.runtime import Runtime
 from app.service import Service
 from app.settings import Settings
@@ -108,7 +109,7 @@ def _add_middleware(app: FastAPI, service: Service) -> None:
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["Retry-After", "traceresponse", v2.HEADER],
+            expose_headers=["Retry-After", "traceresponse", HEADER],
         )
     if settings.otel:
         spans.configure_export()

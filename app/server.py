@@ -21,10 +21,7 @@ from app.observability.metrics import PROCESS_FILES
 from app.protocol import LimitedProtocol
 from app.runtime import UvicornRuntime, linger_seconds, prepare_process
 from app.service import EXIT_BAD_INPUT, Service
-from app.settings import Settings
-
-BACKLOG = 2048
-"""Connections that may wait to be accepted."""
+from app.settings import BACKLOG, Settings
 
 _WORKER_TIMEOUT_S = 120
 """How long a worker may take to start in place of another, and how long it may hang before it is replaced."""

@@ -8,21 +8,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, get_args
+from typing import Any, Final, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from app.settings_sources import ENV_PREFIX, check_environment, read_config, split_commas
+from app.settings_sources import ENV_PREFIX, Keys, Texts, check_environment, read_config
 from psc_core.errors import UsageError
 from psc_core.faults import fault
+from psc_core.images.limits import DEFAULT_MAX_PIXELS, PILLOW_MAX_PIXELS
+from psc_core.model.backend_names import Backend
 from psc_core.policy import Alpha, AmbiguityThreshold, Coverage, Policy
 
-_MEBIBYTE: Final = 1024 * 1024
-_MAX_PIXELS: Final = 178_956_970
-"""Pillow reads no larger image."""
-_Texts = Annotated[tuple[str, ...], BeforeValidator(split_commas)]
-_Keys = Annotated[tuple[SecretStr, ...], BeforeValidator(split_commas)]
+BACKLOG: Final = 2048  # Connections that may wait to be accepted.
+
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -39,7 +38,7 @@ class Settings(BaseSettings):
     )
 
     config: Path | None = Field(default=None, description="TOML file of settings.")
-    bundle: _Texts = Field(
+    bundle: Texts = Field(
         default=(),
         description="Bundles to serve, `DIR` or `NAME=DIR`, separated by commas (the flag may be repeated). "
         "The first is the default model; a name defaults to the directory's.",
@@ -57,13 +56,13 @@ class Settings(BaseSettings):
         description="CPU threads of the network; unset: torch's choice, shared by the workers, and one where a full "
         "batch takes less than 2 ms.",
     )
-    backend: Literal["auto", "folded", "plain", "onnx"] = Field(
+    backend: Literal["auto", Backend] = Field(
         default="auto",
         description="How the network runs on a CPU: `folded` (batch normalisation folded into convolutions), `plain`, "
         "`onnx` (ONNX Runtime, extra `psc[onnx]`); `auto` takes the fastest on this machine.",
     )
     compile: bool = Field(default=False, description="Run the network through `torch.compile`.")
-    allow_factories: _Texts = Field(
+    allow_factories: Texts = Field(
         default=(),
         description="Network factories `package.module:factory` that a bundle may import, by commas; packages that are "
         "not installed are looked for in the working directory.",
@@ -92,12 +91,14 @@ class Settings(BaseSettings):
         "thread: for them the hop costs more than the work.",
     )
 
-    max_body_bytes: int = Field(default=64 * _MEBIBYTE, ge=1, description="Largest request body, bytes.")
+    max_body_bytes: int = Field(default=64 << 20, ge=1, description="Largest request body, bytes.")
     max_buffered_bytes: int = Field(
-        default=1024 * _MEBIBYTE, ge=1, description="Maximum size of all request bodies held at once, bytes."
+        default=1 << 30, ge=1, description="Maximum size of all request bodies held at once, bytes."
     )
     max_images_per_request: int = Field(default=512, ge=1, description="Maximum number of images in one request.")
-    max_pixels: int = Field(default=50_000_000, ge=1, le=_MAX_PIXELS, description="Largest width × height of an image.")
+    max_pixels: int = Field(
+        default=DEFAULT_MAX_PIXELS, ge=1, le=PILLOW_MAX_PIXELS, description="Largest width × height of an image."
+    )
     max_fields: int = Field(
         default=1024, ge=1, description="Maximum number of multipart fields in one request, images included."
     )
@@ -126,14 +127,14 @@ class Settings(BaseSettings):
         default=None, description="Coverage of `prediction_set`; unset: the bundle's own."
     )
 
-    api_keys: _Keys = Field(
+    api_keys: Keys = Field(
         default=(), description="Keys that may predict, by commas; none leaves prediction open to all."
     )
     api_keys_file: Path | None = Field(default=None, description="File with one such key on a line.")
-    admin_keys: _Keys = Field(default=(), description="Keys that may reload, by commas; none switches `/admin` off.")
+    admin_keys: Keys = Field(default=(), description="Keys that may reload, by commas; none switches `/admin` off.")
     admin_keys_file: Path | None = Field(default=None, description="File with one such key on a line.")
-    cors_origins: _Texts = Field(default=(), description="Origins browsers may call from, by commas; `*` for all.")
-    allowed_hosts: _Texts = Field(
+    cors_origins: Texts = Field(default=(), description="Origins browsers may call from, by commas; `*` for all.")
+    allowed_hosts: Texts = Field(
         default=(), description="Accepted `Host` headers, by commas, `*.example.org` too; none accepts all."
     )
     root_path: str = Field(default="", description="Path under which a proxy publishes the service.")

@@ -7,7 +7,9 @@ import re
 import tomllib
 from collections.abc import Container
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import BeforeValidator, SecretStr
 
 from psc_core.errors import UsageError
 
@@ -19,9 +21,13 @@ NOT_SETTINGS: Final = re.compile(
 environment with the service, and those that Kubernetes makes for a service named ``psc…`` or Docker for a link."""
 
 
-def split_commas(value: object) -> object:
+def _split(value: object) -> object:
     """``"a, b"`` → ``("a", "b")``; what is not text stays."""
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+Texts = Annotated[tuple[str, ...], BeforeValidator(_split)]
+Keys = Annotated[tuple[SecretStr, ...], BeforeValidator(_split)]
 
 
 def check_environment(names: Container[str]) -> None:

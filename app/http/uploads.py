@@ -10,7 +10,7 @@ import asyncio
 import binascii
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import orjson
 from python_multipart.exceptions import FormParserError
@@ -26,8 +26,12 @@ from app.errors import (
 )
 from app.inference.decoder import EncodedImage
 
+Parsed = TypeVar("Parsed")
+
 FIELD: Final = "images"
-_JSON_INLINE_BYTES: Final = 256 * 1024
+_INLINE_BYTES: Final = 256 * 1024
+"""Parsing a larger body would hold up the event loop."""
+
 _FORMS: Final = "multipart/form-data with the field 'images', application/json, or image/*"
 
 
@@ -59,9 +63,7 @@ async def read_images(request: Request, limits: UploadLimits) -> list[EncodedIma
         return [EncodedImage(image)]
     if media == "application/json":
         body = await read_body(request, limits.seconds)
-        if len(body) <= _JSON_INLINE_BYTES:
-            return parse_json(body, limits.max_images)
-        return await asyncio.to_thread(parse_json, body, limits.max_images)
+        return await parse(body, parse_json, body, limits.max_images)
     if media == "multipart/form-data":
         return await _read_multipart(content_type, request, limits)
     got = repr(media) if media else "no content type"
@@ -78,6 +80,11 @@ async def read_body(request: Request, seconds: float) -> bytes:
     pieces: list[bytes] = []
     await _read(request, pieces.append, seconds)
     return b"".join(pieces)
+
+
+async def parse(body: bytes, work: Callable[..., Parsed], *arguments: Any) -> Parsed:
+    """``work(*arguments)``, on a thread where it parses a large body."""
+    return work(*arguments) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(work, *arguments)
 
 
 async def _read(request: Request, take: Callable[[bytes], Any], seconds: float) -> None:
@@ -106,17 +113,24 @@ def parse_json(body: bytes, max_images: int) -> list[EncodedImage]:
         raise TooManyImages(f"expected at most {max_images} images, got {len(images)}; split the request")
     if not images:
         raise MalformedRequest("the list of images is empty; add an image")
-    return [EncodedImage(_decode_base64(image, index)) for index, image in enumerate(images)]
+    return [EncodedImage(_file_of(image, index)) for index, image in enumerate(images)]
 
 
-def _decode_base64(image: Any, index: int) -> bytes:
+def _file_of(image: Any, index: int) -> bytes:
     text = image.get("b64") if isinstance(image, dict) and len(image) == 1 else None
     if not isinstance(text, str):
         raise MalformedRequest(f'image {index}: expected {{"b64": "…"}} and nothing else; correct the body')
+    return decode_base64(text, f"image {index}")
+
+
+def decode_base64(text: Any, where: str) -> bytes:
+    """The bytes of strict base64 text; raises :class:`MalformedRequest`, which names ``where``."""
     try:
         return binascii.a2b_base64(text, strict_mode=True)
-    except (binascii.Error, ValueError) as error:
-        raise MalformedRequest(f"image {index}: expected base64 with padding and no line breaks: {error}") from error
+    except (TypeError, ValueError) as error:  # binascii.Error is one.
+        raise MalformedRequest(
+            f"{where}: expected base64 text with padding and no line breaks ({error}); encode the file so"
+        ) from error
 
 
 class _Parts:

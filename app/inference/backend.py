@@ -8,22 +8,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
-from typing import Final
+from typing import Final, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from psc_core.errors import NetworkError
-from psc_core.model.backends import DEFAULT_BACKEND, available_backends, pipeline_on
+from psc_core.model.backend_names import Backend
+from psc_core.model.backends import available_backends, pipeline_on
 from psc_core.model.pipeline import Pipeline
 from psc_core.model.predictor import PSC
 
 logger = logging.getLogger("psc.backend")
 
+Name = TypeVar("Name", bound=str)
+
 Seconds = list[float]
 """Of one batch, round by round."""
 
-AUTO: Final = "auto"
 TOLERANCE: Final = 1.03
 """A backend is not used if at some batch size it took longer than the plain network, by this factor, in every round."""
 
@@ -42,7 +44,9 @@ _LONG_SECONDS: Final = 0.25
 """Once a batch takes so long, larger ones are not measured: they take as long for each image."""
 
 
-def choose_backend(model: PSC, wanted: str, *, max_batch: int, threads: int) -> tuple[str, Pipeline]:
+def choose_backend(
+    model: PSC, wanted: Backend | Literal["auto"], *, max_batch: int, threads: int
+) -> tuple[Backend, Pipeline]:
     """The name of the backend and the pipeline that runs on it.
 
     Args:
@@ -54,12 +58,12 @@ def choose_backend(model: PSC, wanted: str, *, max_batch: int, threads: int) -> 
     Raises:
         NetworkError: The network does not run on the backend that was asked for.
     """
-    if wanted == DEFAULT_BACKEND:
+    if wanted == "folded":
         return wanted, model.pipeline
     names = available_backends(model)
-    if wanted != AUTO and len(names) > 1:
+    if wanted != "auto" and len(names) > 1:
         return wanted, pipeline_on(model, wanted)
-    pipelines: dict[str, Pipeline] = {}
+    pipelines: dict[Backend, Pipeline] = {}
     for name in names:
         try:
             pipelines[name] = pipeline_on(model, name)
@@ -77,9 +81,11 @@ def choose_backend(model: PSC, wanted: str, *, max_batch: int, threads: int) -> 
 
 
 @torch.inference_mode()
-def measure(networks: Mapping[str, Callable[[Tensor], Tensor]], batches: Sequence[Tensor]) -> dict[str, list[Seconds]]:
+def measure(
+    networks: Mapping[Name, Callable[[Tensor], Tensor]], batches: Sequence[Tensor]
+) -> dict[Name, list[Seconds]]:
     """Seconds of each network on each batch, in rounds in which the networks take turns."""
-    seconds: dict[str, list[Seconds]] = {name: [] for name in networks}
+    seconds: dict[Name, list[Seconds]] = {name: [] for name in networks}
     for batch in batches:
         for name, network in networks.items():
             network(batch)
@@ -97,16 +103,16 @@ def measure(networks: Mapping[str, Callable[[Tensor], Tensor]], batches: Sequenc
     return seconds
 
 
-def fastest(seconds: Mapping[str, Sequence[Seconds]], baseline: str) -> str:
+def fastest(seconds: Mapping[Name, Sequence[Seconds]], baseline: Name) -> Name:
     """The least product of median times over batch sizes, see :data:`TOLERANCE` and :data:`ONNX_ADVANTAGE`."""
 
     def is_slower(times: Seconds, base: Seconds) -> bool:
         return all(own > TOLERANCE * other for own, other in zip(times, base, strict=True))
 
-    def is_eligible(name: str) -> bool:
+    def is_eligible(name: Name) -> bool:
         return not any(map(is_slower, seconds[name], seconds[baseline]))
 
-    def product(name: str) -> float:
+    def product(name: Name) -> float:
         weight = ONNX_ADVANTAGE if name == "onnx" else 1.0
         return math.prod(weight * median(rounds) for rounds in seconds[name])
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy.typing as npt
 import torch
@@ -26,6 +26,7 @@ from app.observability.recorder import ModelRecorder
 from app.settings import Settings
 from psc_core.calibration.conformal import Thresholds
 from psc_core.errors import BundleError, UsageError
+from psc_core.model.backend_names import Backend
 from psc_core.model.decision import Decisions, decide
 from psc_core.model.outputs import FloatArray, Outputs
 from psc_core.model.predictor import PSC
@@ -150,7 +151,7 @@ class ModelStarter:
             max_pixels=settings.max_pixels,
             inline_bytes=settings.inline_decode_bytes,
         )
-        wanted = "folded" if settings.compile else settings.backend
+        wanted: Backend | Literal["auto"] = "folded" if settings.compile else settings.backend
         limit = settings.max_batch_size
         choose = partial(choose_backend, model, wanted, max_batch=limit, threads=self._threads.full)
         backend, pipeline = await asyncio.to_thread(choose)

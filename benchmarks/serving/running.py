@@ -19,7 +19,7 @@ from benchmarks.serving.gpu import GpuUse
 from benchmarks.serving.processes import Processes, ServerFailed, free_port
 from benchmarks.serving.report import scraped
 from benchmarks.serving.servers import COMPUTE, Server, answer_of
-from psc_core.model.backends import DEFAULT_BACKEND
+from psc_core.model.backend_names import BACKENDS
 from psc_core.model.predictor import PSC
 
 CLIENTS, MANY, MANY_CLIENTS = 64, 32, 4
@@ -125,7 +125,7 @@ class RunningServer:
             self.about: Json = {
                 "versions": environments.versions(python, server.packages),
                 "start_s": round(time.monotonic() - began, 1),
-                "backend": json.loads(Processes.get(port, "/model"))["backend"] if server.ours else DEFAULT_BACKEND,
+                "backend": json.loads(Processes.get(port, "/model"))["backend"] if server.ours else BACKENDS[0],
             }
             self._warm_up_s = FIRST_WARM_UP_SECONDS
             self._stack = stack.pop_all()

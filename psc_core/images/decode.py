@@ -13,13 +13,10 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
-from psc_core.images.limits import MAXIMUM_EXIF_BYTES, check_count, check_file, check_pixels
+from psc_core.images.limits import DEFAULT_MAX_PIXELS, MAXIMUM_EXIF_BYTES, check_count, check_file, check_pixels
 
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 """Supported formats; anything else is :class:`UnsupportedImage`."""
-
-DEFAULT_MAX_PIXELS: Final = 50_000_000
-"""Maximum width × height, in pixels, unless the caller sets another limit."""
 
 _RUN_LENGTH_COST: Final = 50
 """Pillow decodes a run-length encoded BMP in Python, so each of its pixels counts as this many."""

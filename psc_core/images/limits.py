@@ -15,6 +15,12 @@ import numpy as np
 
 from psc_core.errors import ImageTooLarge, UndecodableImage
 
+DEFAULT_MAX_PIXELS: Final = 50_000_000
+"""Maximum width × height, in pixels, unless the caller sets another limit."""
+
+PILLOW_MAX_PIXELS: Final = 178_956_970
+"""Pillow reads no larger image."""
+
 MAXIMUM_SCANS: Final = 100
 """Scans of a JPEG.  A scan of 80 bytes may cost a pass over all pixels.  libjpeg writes 10 (18 for CMYK); libtiff sets
 the same limit for JPEG in TIFF."""

@@ -20,7 +20,8 @@ from pydantic import ConfigDict
 from torch import Tensor
 
 from psc_core.errors import UsageError
-from psc_core.images.decode import DEFAULT_MAX_PIXELS, decode_image
+from psc_core.images.decode import decode_image
+from psc_core.images.limits import DEFAULT_MAX_PIXELS
 
 Pixels = UInt8[Tensor, "batch channels height width"]
 Inputs = Float[Tensor, "batch channels height width"]

@@ -11,13 +11,11 @@ from torch import Tensor
 
 from psc_core.errors import NetworkError
 from psc_core.images.preprocess import Preprocess
+from psc_core.model.backend_names import BACKENDS, Backend
 from psc_core.model.outputs import Outputs
 from psc_core.model.pipeline import Pipeline
 from psc_core.model.predictor import PSC
 from psc_core.network.onnx import INSTALLED, to_onnx
-
-DEFAULT_BACKEND = "folded"
-BACKENDS = (DEFAULT_BACKEND, "plain", "onnx")
 
 OUTPUT_TOLERANCE = 1e-4
 """Maximum difference between two backends in a probability, and in a log density relative to its size."""
@@ -25,7 +23,7 @@ OUTPUT_TOLERANCE = 1e-4
 _CHECKED_IMAGES = 32
 
 
-def available_backends(psc: PSC) -> tuple[str, ...]:
+def available_backends(psc: PSC) -> tuple[Backend, ...]:
     """The backends that a model can run on, ``folded`` first.
 
     Only a traced float32 network on a CPU has more than one.
@@ -36,14 +34,14 @@ def available_backends(psc: PSC) -> tuple[str, ...]:
     return BACKENDS if INSTALLED else BACKENDS[:2]
 
 
-def pipeline_on(psc: PSC, backend: str) -> Pipeline:
+def pipeline_on(psc: PSC, backend: Backend) -> Pipeline:
     """The pipeline of a model on one of its :func:`available_backends`.
 
     Raises:
         NetworkError: The backend is not installed, the network cannot be exported, or its outputs differ from those
             that were calibrated.
     """
-    if backend == DEFAULT_BACKEND:
+    if backend == "folded":
         return psc.pipeline
     if backend == "plain":
         return psc.pipeline.with_backbone(psc.backbone)

@@ -7,19 +7,19 @@ answer's parameters say which was used.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from app.errors import UnknownModel, UnsupportedMedia
 from app.http.disconnect import has_disconnected
-from app.http.uploads import read_body
+from app.http.uploads import parse, read_body
 from app.http.v2.schemas import (
     GATES,
+    HEADER,
     INFER_BODY,
     INFER_PARAMETERS,
     ErrorDocument,
@@ -41,11 +41,7 @@ from psc_core.model.decision import Decisions
 from psc_core.model.outputs import FloatArray, Outputs
 from psc_core.version import __version__
 
-HEADER: Final = "Inference-Header-Content-Length"
-_INLINE_BYTES: Final = 256 * 1024
 _DATATYPES: Final[Mapping[str, Datatype]] = {"is_ood": "BOOL", "label": "BYTES", "class_index": "INT64"}
-
-_Parsed = TypeVar("_Parsed")
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -181,12 +177,12 @@ async def _infer(request: Request, name: str, version: str | None) -> Response:
     served = _served(service, name, version)
     served.engine.check_room()
     body = await read_body(request, settings.upload_seconds)
-    wanted, binary = await _parse(len(body), parse_request, body, request.headers.get(HEADER))
+    wanted, binary = await parse(body, parse_request, body, request.headers.get(HEADER))
     images: Images | list[bytes] | None = None
     while images is None or served is not _served(service, name, version):  # A reload may swap it at every await.
         served = _served(service, name, version)
         size, limit = served.model.preprocess.shape, settings.max_images_per_request
-        images = await _parse(len(body), partial(images_of, wanted.inputs[0], binary, size, max_images=limit))
+        images = await parse(body, partial(images_of, wanted.inputs[0], binary, size, max_images=limit))
     thresholds = served.thresholds_with(alpha=wanted.parameters.alpha)
     outputs, decisions, _ = await served.predict(
         images if isinstance(images, np.ndarray) else [EncodedImage(data) for data in images],
@@ -203,11 +199,6 @@ async def _infer(request: Request, name: str, version: str | None) -> Response:
     if length is None:
         return Response(document, media_type="application/json")
     return Response(document, media_type="application/octet-stream", headers={HEADER: str(length)})
-
-
-async def _parse(size: int, work: Callable[..., _Parsed], *arguments: Any) -> _Parsed:
-    """``work(*arguments)``, on a thread where a body of ``size`` bytes would hold up the event loop."""
-    return work(*arguments) if size <= _INLINE_BYTES else await asyncio.to_thread(work, *arguments)
 
 
 def _output(name: str, outputs: Outputs[FloatArray], decisions: Decisions, classes: tuple[str, ...]) -> OutputTensor:

@@ -223,9 +223,12 @@ INFER_BODY: Final = {
 }
 """Request body of an inference request."""
 
+HEADER: Final = "Inference-Header-Content-Length"
+"""Length of the JSON object where binary data follows it, bytes."""
+
 INFER_PARAMETERS: Final = [
     {
-        "name": "Inference-Header-Content-Length",
+        "name": HEADER,
         "in": "header",
         "required": False,
         "schema": {"type": "integer", "minimum": 1},

@@ -16,7 +16,6 @@ Inputs, exactly one in a request: ``images`` (``UINT8`` NHWC or NCHW, of the net
 
 from __future__ import annotations
 
-import binascii
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,8 @@ import orjson
 from pydantic import ValidationError
 
 from app.errors import MalformedRequest, TooManyImages
-from app.http.v2.schemas import InferRequest, InputTensor
+from app.http.uploads import decode_base64
+from app.http.v2.schemas import HEADER, InferRequest, InputTensor
 from psc_core.faults import fault
 
 _LENGTH: Final = 4
@@ -72,8 +72,7 @@ def parse_request(body: bytes, header_length: str | None) -> tuple[InferRequest,
     size = request.inputs[0].parameters.binary_data_size
     if len(binary) != (size or 0):
         raise MalformedRequest(
-            f"expected {size or 0} bytes of binary data, got {len(binary)}; check binary_data_size and "
-            "Inference-Header-Content-Length"
+            f"expected {size or 0} bytes of binary data, got {len(binary)}; check binary_data_size and {HEADER}"
         )
     return request, None if size is None else binary
 
@@ -148,7 +147,7 @@ def _header_length(value: str | None, body_length: int) -> int:
         return body_length
     if not (value.isascii() and value.isdigit() and len(value) < 16 and 0 < int(value) <= body_length):
         raise MalformedRequest(
-            f"expected Inference-Header-Content-Length from 1 to the body's {body_length} bytes, got "
+            f"expected {HEADER} from 1 to the body's {body_length} bytes, got "
             f"{value[:32]!r}; give the length of the JSON object"
         )
     return int(value)
@@ -208,13 +207,7 @@ def _files_from_json(tensor: InputTensor, count: int) -> list[bytes]:
     if not isinstance(data, list) or len(data) != count:
         got = len(data) if isinstance(data, list) else 0
         raise _bad_size(tensor, count, got, "elements")
-    try:
-        return [binascii.a2b_base64(value, strict_mode=True) for value in data]
-    except (binascii.Error, TypeError, ValueError) as error:
-        raise MalformedRequest(
-            f"input {tensor.name!r}: expected base64 text with padding and no line breaks ({error}); encode "
-            "the files so, or send binary data"
-        ) from error
+    return [decode_base64(value, f"input {tensor.name!r}") for value in data]
 
 
 def _bad_shape(tensor: InputTensor, expected: str) -> MalformedRequest:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from app.inference import backend
-from app.inference.backend import AUTO, choose_backend, fastest, measure
+from app.inference.backend import choose_backend, fastest, measure
 from app.settings import Settings
 from psc_core import PSC
 from psc_core.errors import NetworkError
-from psc_core.model.backends import BACKENDS
+from psc_core.model.backend_names import BACKENDS
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def psc(shipped_bundle: Path) -> PSC:
 
 
 def test_settings_name_every_backend() -> None:
-    assert get_args(Settings.model_fields["backend"].annotation) == (AUTO, *BACKENDS)
+    assert get_args(Settings.model_fields["backend"].annotation) == ("auto", *BACKENDS)
 
 
 def test_fastest_has_the_least_product_of_medians() -> None:
@@ -81,7 +81,7 @@ def test_auto_takes_the_fastest_that_works(
     monkeypatch.setattr(backend, "pipeline_on", pipeline_on)
     caplog.set_level(logging.INFO, "psc.backend")
     before = torch.get_num_threads()
-    name, pipeline = choose_backend(psc, AUTO, max_batch=4, threads=1)
+    name, pipeline = choose_backend(psc, "auto", max_batch=4, threads=1)
     assert (name, pipeline) == ("plain", psc.pipeline)
     assert torch.get_num_threads() == before
     skipped, chosen = caplog.records
@@ -98,7 +98,7 @@ def test_a_backend_that_was_asked_for_must_work(psc: PSC, monkeypatch: pytest.Mo
 def test_the_only_backend_is_not_measured(psc: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psc.pipeline.scorer, "precision", "bf16")
     monkeypatch.setattr(backend, "measure", None)
-    for wanted in (AUTO, "onnx"):
+    for wanted in ("auto", "onnx"):
         assert choose_backend(psc, wanted, max_batch=4, threads=1) == ("folded", psc.pipeline)
 
 

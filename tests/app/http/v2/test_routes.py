@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from app.http.v2 import routes
-from app.http.v2.routes import HEADER
-from app.http.v2.schemas import GATES, OUTPUTS, ErrorDocument, InferResponse, ModelMetadata
+from app.http.v2.schemas import GATES, HEADER, OUTPUTS, ErrorDocument, InferResponse, ModelMetadata
 from app.http.v2.tensors import parse_request
 from psc_core.images.preprocess import Preprocess
 from psc_core.model.outputs import Outputs
@@ -189,17 +188,17 @@ async def test_reload_while_the_body_is_parsed(monkeypatch: pytest.MonkeyPatch, 
     colour = {"preprocess": Preprocess("RGB", 8, 8, None, (0.5,) * 3, (0.5,) * 3)} if kind == "encoded" else {}
     async with running(admin_keys="root") as app:
         serve_next(app, FakeModel("v2", **colour))
-        parse = routes._parse
+        parse = routes.parse
 
-        async def reload_meanwhile(size: int, work: Any, *arguments: Any) -> Any:
-            found = await parse(size, work, *arguments)
+        async def reload_meanwhile(body: bytes, work: Any, *arguments: Any) -> Any:
+            found = await parse(body, work, *arguments)
             if app.service.registry.get().model.version == "v1" and work is not parse_request:
                 response = await app.client.post("/admin/reload", headers={"x-api-key": "root"})
                 assert response.status_code == 200
                 await asyncio.sleep(0.05)  # The old engine admits nothing any more.
             return found
 
-        monkeypatch.setattr(routes, "_parse", reload_meanwhile)
+        monkeypatch.setattr(routes, "parse", reload_meanwhile)
         files = [base64.b64encode(png(200)).decode()]
         encoded = {"name": "encoded_images", "shape": [1], "datatype": "BYTES", "data": files}
         document = await infer(app, {"inputs": [encoded if kind == "encoded" else GOOD]})

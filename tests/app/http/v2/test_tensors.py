@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import MalformedRequest
-from app.http.v2.routes import HEADER
+from app.http.v2.schemas import HEADER
 from app.http.v2.tensors import OutputTensor, build_response, images_of, parse_request
 from psc_core.errors import PSCError
 
