@@ -1,7 +1,7 @@
 """``psc-serve``: serve bundles over HTTP.
 
-Flags, then ``PSC_*`` environment, then the TOML file of ``--config``.  SIGTERM drains, SIGHUP reloads.  Exit codes: 0
-done, 2 bad usage or bad input (one line, no traceback), 1 a failure.
+Flags, then ``PSC_*`` environment, then the TOML file of ``--config``.  SIGTERM and Ctrl-C drain, SIGHUP reloads.
+It ends with one of :mod:`psc_core.exit_codes`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from typing import Any
 
 from app.observability.logs import log_config
 from app.settings import BACKLOG, Settings, load_settings
+from psc_core import exit_codes
 from psc_core.errors import PSCError, UsageError
 from psc_core.version import __version__
-
-EXIT_OK, EXIT_BAD_INPUT = 0, 2
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         prog="psc-serve",
         description="Serve PSC bundles over HTTP. Every flag is also PSC_NAME in the environment and a key "
         "of the TOML file; flags win over the environment, which wins over the file.",
-        epilog="SIGTERM finishes what was accepted; SIGHUP reloads the bundles. Exit codes: 0 done, "
+        epilog="SIGTERM and Ctrl-C finish what was accepted; SIGHUP reloads the bundles. Exit codes: 0 done, "
         "2 bad usage or bad input, 1 a failure.",
         allow_abbrev=False,
     )
@@ -76,7 +75,7 @@ def run(arguments: Sequence[str]) -> int:
         UsageError: Settings, bundles or an address that cannot be used.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Until there is something to reload.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_OK))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_codes.OK))
     settings = settings_from(arguments)
     logging.config.dictConfig(log_config(settings.log_level))
     if not settings.bundle:
@@ -104,9 +103,9 @@ def main() -> None:
         code = run(sys.argv[1:])
     except PSCError as error:
         _say(str(error))
-        code = EXIT_BAD_INPUT
+        code = exit_codes.BAD_INPUT
     except KeyboardInterrupt:
-        code = EXIT_OK
+        code = exit_codes.OK
     sys.exit(code)
 
 

@@ -20,8 +20,9 @@ from app.observability.logs import log_config
 from app.observability.metrics import PROCESS_FILES
 from app.protocol import LimitedProtocol
 from app.runtime import UvicornRuntime, linger_seconds, prepare_process
-from app.service import EXIT_BAD_INPUT, Service
+from app.service import Service
 from app.settings import BACKLOG, Settings
+from psc_core import exit_codes
 
 _WORKER_TIMEOUT_S = 120
 """How long a worker may take to start in place of another, and how long it may hang before it is replaced."""
@@ -90,7 +91,7 @@ def serve(settings: Settings, listener: socket.socket) -> tuple[int, str]:
         workers = Workers(config, [listener])
         workers.run()
     failed = any(worker.exitcode == STARTUP_FAILURE for worker in workers.processes)
-    return (EXIT_BAD_INPUT, "a worker could not start; see the log") if failed else (0, "")
+    return (exit_codes.BAD_INPUT, "a worker could not start; see the log") if failed else (exit_codes.OK, "")
 
 
 def _serve_alone(settings: Settings, listener: socket.socket) -> tuple[int, str]:

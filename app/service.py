@@ -16,6 +16,7 @@ from app.models.served import ModelStarter
 from app.observability.gpu import gpu_usage
 from app.observability.metrics import Metrics
 from app.settings import Settings
+from psc_core import exit_codes
 from psc_core.errors import DeviceError, PSCError
 from psc_core.model.predictor import PSC
 
@@ -23,8 +24,6 @@ logger = logging.getLogger("psc.service")
 
 SWEEP_SECONDS: Final = 0.05
 """How often deadlines, departed clients and recorded predictions are looked after."""
-
-EXIT_FAILURE, EXIT_BAD_INPUT = 1, 2
 
 
 class Service:
@@ -69,7 +68,7 @@ class Service:
             retire_within_s=settings.deadline_seconds,
             on_retired=on_models_changed,
         )
-        self.exit_code = 0
+        self.exit_code: int = exit_codes.OK
         self.exit_message = ""
         self.inflight = 0
         self.draining = False
@@ -142,12 +141,12 @@ class Service:
             await self.registry.start()
             self._on_models_changed()
         except DeviceError as error:
-            self._fail(str(error), EXIT_FAILURE)
+            self._fail(str(error), exit_codes.FAILURE)
         except PSCError as error:
-            self._fail(str(error), EXIT_BAD_INPUT)
+            self._fail(str(error), exit_codes.BAD_INPUT)
         except Exception as error:
             logger.critical("loading failed", exc_info=error)
-            self._fail(f"loading failed: {type(error).__name__}; see the log", EXIT_FAILURE)
+            self._fail(f"loading failed: {type(error).__name__}; see the log", exit_codes.FAILURE)
 
     async def _sweep(self) -> None:
         while True:
@@ -158,11 +157,11 @@ class Service:
                 logger.error("sweep failed", exc_info=error)
 
     def _device_failed(self, error: Exception) -> None:
-        self._fail(f"the compute device failed: {error}", EXIT_FAILURE)
+        self._fail(f"the compute device failed: {error}", exit_codes.FAILURE)
 
     def _fail(self, message: str, exit_code: int) -> None:
         """Have the process end with ``exit_code`` once what was accepted is answered."""
-        if self.exit_code == 0:
+        if self.exit_code == exit_codes.OK:
             self.exit_code, self.exit_message = exit_code, message
         self._on_failure()
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import httpx
 
 from app.client import DEFAULT_URL, Client, ClientError, ImagePrediction, ModelRef, ServerFailed
+from psc_core import exit_codes
 
 URL_VARIABLE = "PSC_CLIENT_URL"
 KEY_VARIABLE = "PSC_CLIENT_API_KEY"
@@ -48,8 +49,8 @@ def main(
         sys.stderr.close()  # The reader has enough; Python would complain while closing standard output.
     except ClientError as error:
         print(f"psc-predict: {error}", file=sys.stderr)
-        return 1 if isinstance(error, ServerFailed) else 2
-    return 0
+        return exit_codes.FAILURE if isinstance(error, ServerFailed) else exit_codes.BAD_INPUT
+    return exit_codes.OK
 
 
 def parser(environment: Mapping[str, str] | None = None) -> argparse.ArgumentParser:

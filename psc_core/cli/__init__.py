@@ -1,1 +1,1 @@
-"""The command lines ``psc-fit`` and ``psc-eval``."""
+"""The command lines ``psc-fit``, ``psc-eval`` and ``psc-score``."""

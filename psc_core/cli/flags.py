@@ -1,4 +1,4 @@
-"""What both command lines use: exit codes, flags of the preprocessing, and types of arguments."""
+"""What the command lines share: how they end, flags of the preprocessing, and types of arguments."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from psc_core import exit_codes
 from psc_core.compute.allocator import keep_freed_memory
 from psc_core.errors import PSCError, UsageError
 from psc_core.images.preprocess import PRESETS, Preprocess, replace_size
 from psc_core.rates import check_fraction
 from psc_core.version import __version__
 
-EXIT_OK, EXIT_USAGE = 0, 2  # Python itself ends a traceback with 1.
-
+_ENDS = "Exit codes: 0 done, 2 bad usage or bad input, 130 interrupted, 1 a failure."
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 def command(prog: str, description: str, example: str) -> argparse.ArgumentParser:
     """A command line with ``--version`` and an example below its help."""
     cli = argparse.ArgumentParser(
-        prog=prog, description=description, epilog=example, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog,
+        description=description,
+        epilog=f"{example}\n\n{_ENDS}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     cli.add_argument("--version", action="version", version=f"psc {__version__}")
     return cli
 
 
 def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
-    """Parse, run, and turn errors into exit codes: 0 done, 2 bad usage or input (one line), 1 a bug."""
+    """Parse, run, and turn errors into :mod:`psc_core.exit_codes`."""
     args = cli.parse_args(argv)
     keep_freed_memory()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -43,11 +46,11 @@ def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser
         main(args)
     except (PSCError, OSError) as error:  # OSError: a full disk, a folder that may not be written to.
         print(f"{cli.prog}: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return exit_codes.BAD_INPUT
     except KeyboardInterrupt:
         print(f"{cli.prog}: interrupted", file=sys.stderr)
-        return 130
-    return EXIT_OK
+        return exit_codes.INTERRUPTED
+    return exit_codes.OK
 
 
 def by_commas(text: str) -> list[str]:
