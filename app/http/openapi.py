@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from fastapi import FastAPI
 
+from app.http.problems import INTERNAL, MEDIA_TYPE, TABLE
 from app.http.schemas import ProblemDocument
 
 IMAGES_BODY: Final[dict[str, Any]] = {
@@ -56,6 +57,22 @@ IMAGES_BODY: Final[dict[str, Any]] = {
     },
 }
 """Request body of a prediction."""
+
+_TITLES: Final = sorted({(status, title) for status, _, title in [*TABLE.values(), INTERNAL]})
+_RETRY_AFTER: Final = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 1}}}
+
+
+def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """``responses=`` of a route that can answer with these problem statuses."""
+    schema = {"$ref": f"#/components/schemas/{ProblemDocument.__name__}"}
+    return {
+        status: {
+            "description": ". ".join(title for of, title in _TITLES if of == status) + ".",
+            "content": {MEDIA_TYPE: {"schema": schema}},
+            **({"headers": _RETRY_AFTER} if status == 429 else {}),
+        }
+        for status in statuses
+    }
 
 
 class Application(FastAPI):

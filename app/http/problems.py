@@ -37,6 +37,7 @@ from app.errors import (
     UnknownModel,
     UnsupportedMedia,
 )
+from app.http.schemas import ProblemDocument
 from app.observability.metrics import Metrics
 from psc_core.errors import (
     BundleError,
@@ -56,35 +57,15 @@ MEDIA_TYPE: Final = "application/problem+json"
 
 @dataclass(frozen=True)
 class Problem:
-    """An RFC 9457 problem before it is a response.
+    """An RFC 9457 problem before it is a response: the document and the headers beside the content type."""
 
-    Attributes:
-        status: HTTP status.
-        type: URI that names the kind of problem.
-        title: Short, the same for every occurrence.
-        detail: This occurrence.
-        headers: Response headers beside the content type.
-        extra: Extension members (``index``, ``filename``, ``retry_after_seconds``).
-        reason: Label of ``psc_rejected_total``.
-    """
-
-    status: int
-    type: str
-    title: str
-    detail: str
-    reason: str
+    document: ProblemDocument
     headers: Mapping[str, str] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """The members of the problem document."""
-        return {
-            "type": self.type,
-            "title": self.title,
-            "status": self.status,
-            "detail": self.detail,
-            **self.extra,
-        }
+    @property
+    def slug(self) -> str:
+        """The last part of the type; the label ``reason`` of ``psc_rejected_total``."""
+        return self.document.type.removeprefix(TYPE_PREFIX)
 
 
 TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
@@ -128,24 +109,27 @@ def problem_of(error: BaseException) -> Problem:
     cause: BaseException = error.cause if isinstance(error, ImageRefused) else error
     row = next((TABLE[base] for base in type(cause).__mro__ if base in TABLE), None)
     if row is None:
-        status, slug, title = INTERNAL
-        detail = "an internal error was logged under this request's id; report it with the id"
-        return Problem(status, TYPE_PREFIX + slug, title, detail, reason=slug)
-    status, slug, title = row
+        return _problem(INTERNAL, "an internal error was logged under this request's id; report it with the id")
     headers: dict[str, str] = {}
-    extra: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     if isinstance(error, ImageRefused):
-        extra["index"] = error.index
-        if error.name is not None:
-            extra["filename"] = error.name
+        members = {"index": error.index, "filename": error.name}
     if isinstance(cause, QueueFull):
         headers["retry-after"] = str(cause.retry_after)
-        extra["retry_after_seconds"] = cause.retry_after
+        members["retry_after_seconds"] = cause.retry_after
     if isinstance(cause, Unauthorized):
         headers["www-authenticate"] = 'Bearer realm="psc"'
     if isinstance(cause, (BodyTooLarge, SlowUpload)):
         headers["connection"] = "close"
-    return Problem(status, TYPE_PREFIX + slug, title, str(error), slug, headers, extra)
+    return _problem(row, str(error), headers, **members)
+
+
+def _problem(
+    row: tuple[int, str, str], detail: str, headers: Mapping[str, str] | None = None, **members: Any
+) -> Problem:
+    status, slug, title = row
+    document = ProblemDocument(type=TYPE_PREFIX + slug, title=title, status=status, detail=detail, **members)
+    return Problem(document, headers or {})
 
 
 def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response:
@@ -157,27 +141,28 @@ def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response
         metrics: Where it is counted.
     """
     problem = problem_of(error)
-    if problem.status >= 500:
-        crashed = problem.status == 500
+    if problem.document.status >= 500:
+        crashed = problem.document.status == 500
         logger.log(logging.ERROR if crashed else logging.WARNING, "%s", error, exc_info=error if crashed else None)
     return problem_response(problem, scope, metrics)
 
 
 def problem_response(problem: Problem, scope: Scope, metrics: Metrics) -> Response:
     """Count a problem and give the response for it."""
-    metrics.get("psc_rejected_total", reason=problem.reason).inc()
+    metrics.get("psc_rejected_total", reason=problem.slug).inc()
+    document = problem.document
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     if path == "/v2" or path.startswith("/v2/"):
-        body, media_type = orjson.dumps({"error": problem.detail}), "application/json"
+        body, media_type = orjson.dumps({"error": document.detail}), "application/json"
     else:
-        body, media_type = orjson.dumps(problem.to_json()), MEDIA_TYPE
-    return Response(body, problem.status, dict(problem.headers), media_type=media_type)
+        body, media_type = document.model_dump_json(exclude_none=True).encode(), MEDIA_TYPE
+    return Response(body, document.status, dict(problem.headers), media_type=media_type)
 
 
 async def on_http_exception(request: Request, error: Any) -> Response:
     """What the router refuses: no such path, or not with this method."""
     slug, title = ROUTING.get(error.status_code, (f"http-{error.status_code}", "Request refused"))
-    problem = Problem(error.status_code, TYPE_PREFIX + slug, title, str(error.detail), slug, error.headers or {})
+    problem = _problem((error.status_code, slug, title), str(error.detail), error.headers)
     return problem_response(problem, request.scope, request.app.state.service.metrics)
 
 
@@ -189,34 +174,3 @@ async def on_invalid_parameters(request: Request, error: Any) -> Response:
 
 HANDLERS: Final[dict[Any, Any]] = {HTTPException: on_http_exception, RequestValidationError: on_invalid_parameters}
 """Of the errors that the framework raises; all others pass to :mod:`app.http.middleware.problems`."""
-
-
-def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """``responses=`` of a route that can answer with these problem statuses."""
-    schema = {"$ref": "#/components/schemas/ProblemDocument"}
-    return {
-        status: {
-            "description": _DESCRIPTIONS[status],
-            "content": {MEDIA_TYPE: {"schema": schema}},
-            **({"headers": _RETRY_AFTER} if status == 429 else {}),
-        }
-        for status in statuses
-    }
-
-
-_RETRY_AFTER: Final = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 1}}}
-_DESCRIPTIONS: Final = {
-    400: "The body or a parameter does not follow this interface.",
-    401: "API key missing or unknown.",
-    403: "API key not allowed to do this.",
-    404: "No model of this name.",
-    408: "The body arrived too slowly.",
-    409: "A reload is running.",
-    413: "The body, the number of images or an image is too large.",
-    415: "Not one of the three body forms, or not an image type that is read.",
-    422: "An image, the bundle, or an alpha cannot be used.",
-    429: "The queue is full; retry after the seconds of `Retry-After`.",
-    500: "The network failed on an image, or an internal error.",
-    503: "Not ready: warming up, draining, or the device failed.",
-    504: "No answer before the deadline.",
-}

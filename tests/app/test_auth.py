@@ -55,9 +55,9 @@ def test_everything_else_is_unauthorized(role: str, headers: dict[str, str]) -> 
     with pytest.raises(Unauthorized) as caught:
         getattr(KEYS, f"check_{role}")(sent(**headers))
     problem = problem_of(caught.value)
-    assert problem.status == 401
+    assert problem.document.status == 401
     assert problem.headers["www-authenticate"].startswith("Bearer")
-    assert "predict-one" not in problem.detail
+    assert "predict-one" not in problem.document.detail
 
 
 def test_without_keys_prediction_is_open_whatever_is_sent() -> None:

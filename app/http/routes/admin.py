@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
-from app.http.problems import responses
+from app.http.openapi import responses
 from app.http.schemas import ReloadDocument, ReloadedModel
 from app.service import service_of
 

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 from fastapi import APIRouter, Request
 
-from app.http.problems import responses
+from app.http.openapi import responses
 from app.http.schemas import CalibrationDocument, Histogram, ModelDocument
 from app.models.served import ServedModel
 from app.service import service_to_predict

@@ -9,8 +9,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.http.disconnect import has_disconnected
-from app.http.openapi import IMAGES_BODY
-from app.http.problems import responses
+from app.http.openapi import IMAGES_BODY, responses
 from app.http.query import parse_query, query_parameters
 from app.http.render import predict_response
 from app.http.uploads import UploadLimits, read_images
