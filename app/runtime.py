@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+import torch.compiler.config
 from prometheus_client.multiprocess import mark_process_dead
 
 from app.observability.metrics import PROCESS_FILES, forget_dead_processes
@@ -26,6 +27,10 @@ LINGER_SECONDS: Final = 1.0
 
 _SWITCH_SECONDS: Final = 5e-4
 """How long the event loop may keep the interpreter from the device thread, which wants it between two operations."""
+
+
+_MAX_COMPILED_SHAPES: Final = 1 << 16
+"""In one process: buckets of all models, and of every reload."""
 
 
 class Runtime:
@@ -44,13 +49,21 @@ class Runtime:
 
 
 def prepare_process(settings: Settings) -> None:
-    """Set what belongs to the process and not to the application: import path, heap, threads, files of metrics."""
+    """Set what belongs to the process and not to the application: import path, heap, threads, compiler, metrics."""
     if settings.allow_factories:
         sys.path.append(str(Path.cwd()))  # Where they are looked up last.
     keep_freed_memory()
     sys.setswitchinterval(_SWITCH_SECONDS)
     torch.set_num_threads(network_threads(settings, torch.get_num_threads()))
+    if settings.compile:
+        allow_compiled_shapes()
     forget_dead_processes()
+
+
+def allow_compiled_shapes() -> None:
+    """Have ``torch.compile`` keep every batch size of every model; its default of 8 guards against mistakes."""
+    torch.compiler.config.recompile_limit = _MAX_COMPILED_SHAPES
+    torch.compiler.config.accumulated_recompile_limit = _MAX_COMPILED_SHAPES
 
 
 class UvicornRuntime(Runtime):

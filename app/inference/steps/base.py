@@ -6,7 +6,7 @@ returned.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -58,16 +58,13 @@ class Step(Protocol):
         """Give cached device memory back after an allocation failed."""
 
 
-_MAX_COMPILED_SHAPES: Final = 1 << 16
-"""In one process: buckets of all models, and of every reload."""
-
-
 class CompiledNetwork:
-    """A network whose forward pass is compiled, one graph per shape; ``explain`` stays as it is."""
+    """A network whose forward pass is compiled, one graph per shape; ``explain`` stays as it is.
+
+    PyTorch compiles only few shapes unless the process allows more (:func:`app.runtime.allow_compiled_shapes`).
+    """
 
     def __init__(self, network: Pipeline) -> None:
-        torch._dynamo.config.recompile_limit = _MAX_COMPILED_SHAPES  # The default of 8 is for recompiling by mistake.
-        torch._dynamo.config.accumulated_recompile_limit = _MAX_COMPILED_SHAPES
         self._forward = torch.compile(network, dynamic=False)
         self.explain = network.explain
 

@@ -6,11 +6,13 @@ from functools import partial
 
 import pytest
 import torch
+import torch.compiler.config
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from app.inference.steps import make_step
 from app.inference.steps.base import is_out_of_memory
+from app.runtime import allow_compiled_shapes
 
 SHAPE = (1, 2, 2)
 
@@ -31,7 +33,8 @@ def test_every_shape_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiled))
     for name in ("recompile_limit", "accumulated_recompile_limit"):
-        monkeypatch.setattr(torch._dynamo.config, name, getattr(torch._dynamo.config, name))  # As it was, afterwards.
+        monkeypatch.setattr(torch.compiler.config, name, getattr(torch.compiler.config, name))  # As it was, afterwards.
+    allow_compiled_shapes()
     make_step(Plain(), SHAPE, max_batch=1024, device=torch.device("cpu"), compiled=True).warm_up()
     assert compiled.frame_count == 11
 
