@@ -30,7 +30,10 @@ def settings_table() -> str:
 
 def metrics_table() -> str:
     """Every metric."""
-    rows = [(f"`{row.name}`", row.kind, ", ".join(f"`{label}`" for label in row.labels), row.help) for row in METRICS]
+    rows = [
+        (f"`{row.name}`", row.kind.__name__.lower(), ", ".join(f"`{label}`" for label in row.labels), row.help)
+        for row in METRICS
+    ]
     return _table(("metric", "kind", "labels", "meaning"), rows)
 
 

@@ -124,17 +124,17 @@ class Service:
     def refresh_metrics(self) -> None:
         """Bring the metrics up to date; before a scrape and with each sweep."""
         self.registry.sweep()
-        self.metrics.get("psc_inflight_requests").set(self.inflight)
-        self.metrics.get("psc_ready").set(0.0 if self.registry.reasons() else 1.0)
+        self.metrics.psc_inflight_requests.set(self.inflight)
+        self.metrics.psc_ready.set(0.0 if self.registry.reasons() else 1.0)
 
     def refresh_gpu_metrics(self) -> None:
         """Read GPU memory and utilisation, where there is a GPU."""
         for device in {served.model.device for served in self.registry.served}:
             usage = gpu_usage(device)
             for kind, size in usage.memory_bytes.items():
-                self.metrics.get("psc_gpu_memory_bytes", device=str(device), kind=kind).set(size)
+                self.metrics.psc_gpu_memory_bytes.labels(device=str(device), kind=kind).set(size)
             if usage.utilisation is not None:
-                self.metrics.get("psc_gpu_utilisation_ratio", device=str(device)).set(usage.utilisation)
+                self.metrics.psc_gpu_utilisation_ratio.labels(device=str(device)).set(usage.utilisation)
 
     async def _load(self) -> None:
         try:

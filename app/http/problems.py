@@ -149,7 +149,7 @@ def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response
 
 def problem_response(problem: Problem, scope: Scope, metrics: Metrics) -> Response:
     """Count a problem and give the response for it."""
-    metrics.get("psc_rejected_total", reason=problem.slug).inc()
+    metrics.psc_rejected_total.labels(reason=problem.slug).inc()
     document = problem.document
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     if path == "/v2" or path.startswith("/v2/"):

@@ -137,7 +137,7 @@ class Registry:
                 for served in fresh:
                     await served.engine.close(within_s=0)
                 for each in names:
-                    self._metrics.get("psc_reloads_total", model=each, result="failed").inc()
+                    self._metrics.psc_reloads_total.labels(model=each, result="failed").inc()
                 if isinstance(error, PSCError) or not isinstance(error, Exception):
                     raise
                 logger.exception("a model could not be loaded")
@@ -146,7 +146,7 @@ class Registry:
         for served in fresh:
             changes.append((served.name, self._served[served.name].model.version, served.model.version))
             self._swap(served)
-            self._metrics.get("psc_reloads_total", model=served.name, result="ok").inc()
+            self._metrics.psc_reloads_total.labels(model=served.name, result="ok").inc()
         logger.info("reloaded", extra={"versions": {name: now for name, _, now in changes}})
         return changes
 
@@ -171,7 +171,7 @@ class Registry:
         for name, served in self._served.items():
             served.engine.sweep()
             served.recorder.flush()
-            self._metrics.get("psc_queue_depth", model=name).set(served.engine.pending)
+            self._metrics.psc_queue_depth.labels(model=name).set(served.engine.pending)
 
     def begin_drain(self) -> None:
         """Report not ready; requests that still arrive are answered."""

@@ -1,16 +1,14 @@
-"""Every Prometheus metric of the service, from one table (:data:`METRICS`) that the documentation shows."""
+"""Every Prometheus metric of the service, from one table (:class:`Metrics`) that the documentation shows."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 _SECONDS: Final = (
@@ -28,69 +26,85 @@ PROCESS_FILES: Final = "PROMETHEUS_MULTIPROC_DIR"
 """Variable that names the folder through which several processes share their metrics."""
 
 
-@dataclass(frozen=True)
-class Metric:
-    """One row of the table; counters are exposed under their name, which ends in ``_total``."""
+Kind = TypeVar("Kind", bound=Counter | Gauge | Histogram)
+
+
+class Metric(Generic[Kind]):
+    """One row of the table: an attribute of :class:`Metrics`, of the name under which the metric is exposed.
+
+    Args:
+        kind: A metric of prometheus-client; the name of a counter ends in ``_total``.
+        labels: Their names.
+        help: Its meaning.
+        options: ``buckets`` of a histogram; ``multiprocess_mode`` of a gauge, how those of all processes are combined.
+    """
 
     name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    labels: tuple[str, ...]
-    help: str
-    buckets: tuple[float, ...] = ()
-    across_processes: str = "livesum"
-    """How a gauge is combined."""
 
+    def __init__(self, kind: type[Kind], labels: tuple[str, ...], help: str, **options: Any) -> None:
+        self.kind, self.labels, self.help, self.options = kind, labels, help, options
 
-def _gauge(name: str, labels: tuple[str, ...], text: str, across: str = "livesum") -> Metric:
-    return Metric(name, "gauge", labels, text, across_processes=across)
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
 
-
-METRICS: Final = (
-    Metric("psc_predictions_total", "counter", ("model", "label"), "Images answered, by predicted label."),
-    Metric("psc_ood_total", "counter", ("model",), "Images answered with is_ood true."),
-    Metric("psc_abstained_total", "counter", ("model", "reason"), "Images not accepted: `ood` or `ambiguous`."),
-    Metric("psc_ood_p_value", "histogram", ("model",), "OOD p-values; uniform while nothing drifts.", _FRACTIONS),
-    Metric("psc_predictive_entropy_nats", "histogram", ("model",), "Predictive entropies, nats.", _NATS),
-    Metric("psc_log_density_nats", "histogram", ("model",), "Log densities log p(z), nats.", _LOG_DENSITY),
-    Metric("psc_batch_size", "histogram", ("model",), "Images in a device step.", _IMAGES),
-    Metric("psc_decode_seconds", "histogram", ("model",), "Decoding of one request, its wait included.", _SECONDS),
-    Metric("psc_queue_seconds", "histogram", ("model",), "From decoded to taken for the device.", _SECONDS),
-    Metric("psc_inference_seconds", "histogram", ("model",), "One device step, copies included.", _SECONDS),
-    Metric("psc_request_seconds", "histogram", ("route", "status"), "Whole requests.", _SECONDS),
-    Metric("psc_rejected_total", "counter", ("reason",), "Requests answered with a problem, by its type."),
-    _gauge("psc_queue_depth", ("model",), "Images admitted and not yet on the device."),
-    _gauge("psc_queue_limit_images", ("model",), "Maximum number of images admitted and not yet on the device."),
-    _gauge("psc_inflight_requests", (), "Requests being answered."),
-    _gauge("psc_ready", (), "1 when every model is ready, else 0.", "livemin"),
-    _gauge("psc_model_info", ("model", "version", "layer", "device"), "1 for each served model.", "livemax"),
-    _gauge("psc_alpha", ("model",), "Images with p ≤ this are out of distribution.", "livemax"),
-    Metric("psc_reloads_total", "counter", ("model", "result"), "Reloads: `ok` or `failed`."),
-    _gauge("psc_drift_log_martingale", ("model",), "Log of the conformal test martingale.", "livemax"),
-    Metric("psc_drift_alarms_total", "counter", ("model",), "Drift alarms; see drift_false_alarm and drift_monitors."),
-    _gauge("psc_drift_window_ood_rate", ("model",), "Fraction of the window with p ≤ alpha.", "livemax"),
-    _gauge(
-        "psc_drift_window_tail_probability",
-        ("model",),
-        "P(Binomial(window, alpha) ≥ OOD images in the window); tiny values mean drift.",
-        "livemin",
-    ),
-    _gauge("psc_gpu_memory_bytes", ("device", "kind"), "Memory: `used`, `total`, `allocated`.", "livemax"),
-    _gauge("psc_gpu_utilisation_ratio", ("device",), "Fraction of time the GPU was busy, 0 to 1.", "livemax"),
-)
-"""All metrics, in the order of the documentation."""
+    def __get__(self, metrics: Metrics, owner: type) -> Kind:
+        metric: Kind = metrics.made[self.name]
+        return metric
 
 
 class Metrics:
     """The metrics of one application in a registry of its own."""
 
+    psc_predictions_total = Metric(Counter, ("model", "label"), "Images answered, by predicted label.")
+    psc_ood_total = Metric(Counter, ("model",), "Images answered with is_ood true.")
+    psc_abstained_total = Metric(Counter, ("model", "reason"), "Images not accepted: `ood` or `ambiguous`.")
+    psc_ood_p_value = Metric(Histogram, ("model",), "OOD p-values; uniform while nothing drifts.", buckets=_FRACTIONS)
+    psc_predictive_entropy_nats = Metric(Histogram, ("model",), "Predictive entropies, nats.", buckets=_NATS)
+    psc_log_density_nats = Metric(Histogram, ("model",), "Log densities log p(z), nats.", buckets=_LOG_DENSITY)
+    psc_batch_size = Metric(Histogram, ("model",), "Images in a device step.", buckets=_IMAGES)
+    psc_decode_seconds = Metric(Histogram, ("model",), "Decoding of one request, its wait included.", buckets=_SECONDS)
+    psc_queue_seconds = Metric(Histogram, ("model",), "From decoded to taken for the device.", buckets=_SECONDS)
+    psc_inference_seconds = Metric(Histogram, ("model",), "One device step, copies included.", buckets=_SECONDS)
+    psc_request_seconds = Metric(Histogram, ("route", "status"), "Whole requests.", buckets=_SECONDS)
+    psc_rejected_total = Metric(Counter, ("reason",), "Requests answered with a problem, by its type.")
+    psc_queue_depth = Metric(
+        Gauge, ("model",), "Images admitted and not yet on the device.", multiprocess_mode="livesum"
+    )
+    psc_queue_limit_images = Metric(
+        Gauge, ("model",), "Maximum number of images admitted and not yet on the device.", multiprocess_mode="livesum"
+    )
+    psc_inflight_requests = Metric(Gauge, (), "Requests being answered.", multiprocess_mode="livesum")
+    psc_ready = Metric(Gauge, (), "1 when every model is ready, else 0.", multiprocess_mode="livemin")
+    psc_model_info = Metric(
+        Gauge, ("model", "version", "layer", "device"), "1 for each served model.", multiprocess_mode="livemax"
+    )
+    psc_alpha = Metric(Gauge, ("model",), "Images with p ≤ this are out of distribution.", multiprocess_mode="livemax")
+    psc_reloads_total = Metric(Counter, ("model", "result"), "Reloads: `ok` or `failed`.")
+    psc_drift_log_martingale = Metric(
+        Gauge, ("model",), "Log of the conformal test martingale.", multiprocess_mode="livemax"
+    )
+    psc_drift_alarms_total = Metric(Counter, ("model",), "Drift alarms; see drift_false_alarm and drift_monitors.")
+    psc_drift_window_ood_rate = Metric(
+        Gauge, ("model",), "Fraction of the window with p ≤ alpha.", multiprocess_mode="livemax"
+    )
+    psc_drift_window_tail_probability = Metric(
+        Gauge,
+        ("model",),
+        "P(Binomial(window, alpha) ≥ OOD images in the window); tiny values mean drift.",
+        multiprocess_mode="livemin",
+    )
+    psc_gpu_memory_bytes = Metric(
+        Gauge, ("device", "kind"), "Memory: `used`, `total`, `allocated`.", multiprocess_mode="livemax"
+    )
+    psc_gpu_utilisation_ratio = Metric(
+        Gauge, ("device",), "Fraction of time the GPU was busy, 0 to 1.", multiprocess_mode="livemax"
+    )
+
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._metrics: dict[str, Any] = {row.name: _make(row, self.registry) for row in METRICS}
-
-    def get(self, name: str, **labels: str) -> Any:
-        """A metric of the table: a counter, gauge or histogram of prometheus-client, with its labels applied."""
-        metric = self._metrics[name]
-        return metric.labels(**labels) if labels else metric
+        self.made: dict[str, Any] = {
+            row.name: row.kind(row.name, row.help, row.labels, registry=self.registry, **row.options) for row in METRICS
+        }
 
     def exposition(self) -> tuple[bytes, str]:
         """The text for Prometheus and its content type; of all processes where there are several."""
@@ -99,6 +113,10 @@ class Metrics:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         return generate_latest(registry), CONTENT_TYPE_LATEST
+
+
+METRICS: Final[tuple[Metric[Any], ...]] = tuple(row for row in vars(Metrics).values() if isinstance(row, Metric))
+"""All metrics, in the order of the documentation."""
 
 
 def forget_dead_processes() -> None:
@@ -112,12 +130,3 @@ def forget_dead_processes() -> None:
         except ProcessLookupError:
             with contextlib.suppress(FileNotFoundError):  # Another new process was faster.
                 mark_process_dead(pid)  # type: ignore[no-untyped-call]
-
-
-def _make(row: Metric, registry: CollectorRegistry) -> MetricWrapperBase:
-    if row.kind == "counter":
-        return Counter(row.name.removesuffix("_total"), row.help, row.labels, registry=registry)
-    if row.kind == "histogram":
-        return Histogram(row.name, row.help, row.labels, registry=registry, buckets=row.buckets)
-    mode: Any = row.across_processes
-    return Gauge(row.name, row.help, row.labels, registry=registry, multiprocess_mode=mode)

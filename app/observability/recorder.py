@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from prometheus_client import Gauge
 
 from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
@@ -52,14 +53,14 @@ class ModelRecorder:
         self._drift = drift
         self._hidden = False
         self._predictions: list[tuple[Outputs[FloatArray], Decisions]] = []
-        self._batch_size = metrics.get("psc_batch_size", model=name)
-        self._inference_seconds = metrics.get("psc_inference_seconds", model=name)
-        self._queue_seconds = metrics.get("psc_queue_seconds", model=name)
-        self._decode_seconds = metrics.get("psc_decode_seconds", model=name)
+        self._batch_size = metrics.psc_batch_size.labels(model=name)
+        self._inference_seconds = metrics.psc_inference_seconds.labels(model=name)
+        self._queue_seconds = metrics.psc_queue_seconds.labels(model=name)
+        self._decode_seconds = metrics.psc_decode_seconds.labels(model=name)
         self._histograms = {
-            "predictive_entropy": metrics.get("psc_predictive_entropy_nats", model=name),
-            "log_density": metrics.get("psc_log_density_nats", model=name),
-            "ood_p_value": metrics.get("psc_ood_p_value", model=name),
+            "predictive_entropy": metrics.psc_predictive_entropy_nats.labels(model=name),
+            "log_density": metrics.psc_log_density_nats.labels(model=name),
+            "ood_p_value": metrics.psc_ood_p_value.labels(model=name),
         }
 
     def batch(self, size: int, seconds: float, waits: Sequence[float]) -> None:
@@ -92,11 +93,11 @@ class ModelRecorder:
         n_by_class = np.bincount(np.concatenate([each.class_index for _, each in predictions]))
         for index in n_by_class.nonzero()[0].tolist():
             images = int(n_by_class[index])
-            metrics.get("psc_predictions_total", model=name, label=self._classes[index]).inc(images)
-        metrics.get("psc_ood_total", model=name).inc(sum(int(each.is_ood.sum()) for _, each in predictions))
+            metrics.psc_predictions_total.labels(model=name, label=self._classes[index]).inc(images)
+        metrics.psc_ood_total.labels(model=name).inc(sum(int(each.is_ood.sum()) for _, each in predictions))
         decisions = np.concatenate([each.decision for _, each in predictions])
         for reason, code in _ABSTENTIONS.items():
-            metrics.get("psc_abstained_total", model=name, reason=reason).inc(int((decisions == code).sum()))
+            metrics.psc_abstained_total.labels(model=name, reason=reason).inc(int((decisions == code).sum()))
         if not self._hidden:
             self._watch_drift(outputs["ood_p_value"])
 
@@ -104,16 +105,16 @@ class ModelRecorder:
         """Expose its identity, its drift and its counters at 0: a rate needs a first value."""
         name, metrics = self._name, self._metrics
         self._info().set(1.0)
-        metrics.get("psc_alpha", model=name).set(self._alpha)
-        metrics.get("psc_queue_limit_images", model=name).set(self._queue_limit)
-        metrics.get("psc_ood_total", model=name)
+        metrics.psc_alpha.labels(model=name).set(self._alpha)
+        metrics.psc_queue_limit_images.labels(model=name).set(self._queue_limit)
+        metrics.psc_ood_total.labels(model=name)
         for result in ("ok", "failed"):
-            metrics.get("psc_reloads_total", model=name, result=result)
+            metrics.psc_reloads_total.labels(model=name, result=result)
         for reason in _ABSTENTIONS:
-            metrics.get("psc_abstained_total", model=name, reason=reason)
+            metrics.psc_abstained_total.labels(model=name, reason=reason)
         for label in self._classes[:MAX_LABELS_AT_ZERO]:
-            metrics.get("psc_predictions_total", model=name, label=label)
-        metrics.get("psc_drift_alarms_total", model=name)
+            metrics.psc_predictions_total.labels(model=name, label=label)
+        metrics.psc_drift_alarms_total.labels(model=name)
         self._watch_drift(np.empty(0, np.float32))
 
     def hide(self) -> None:
@@ -121,15 +122,15 @@ class ModelRecorder:
         self._hidden = True
         self._info().set(0.0)
 
-    def _info(self) -> Any:
-        return self._metrics.get("psc_model_info", model=self._name, **self._identity)
+    def _info(self) -> Gauge:
+        return self._metrics.psc_model_info.labels(model=self._name, **self._identity)
 
     def _watch_drift(self, p_values: npt.NDArray[np.float32]) -> None:
         name, metrics = self._name, self._metrics
         alarms, state = self._drift.update(p_values), self._drift.state
         if alarms:
-            metrics.get("psc_drift_alarms_total", model=name).inc(alarms)
+            metrics.psc_drift_alarms_total.labels(model=name).inc(alarms)
             logger.warning("drift alarm", extra={"model": name, "window_ood_rate": state.window_ood_rate})
-        metrics.get("psc_drift_log_martingale", model=name).set(state.log_martingale)
-        metrics.get("psc_drift_window_ood_rate", model=name).set(state.window_ood_rate)
-        metrics.get("psc_drift_window_tail_probability", model=name).set(state.window_tail_probability)
+        metrics.psc_drift_log_martingale.labels(model=name).set(state.log_martingale)
+        metrics.psc_drift_window_ood_rate.labels(model=name).set(state.window_ood_rate)
+        metrics.psc_drift_window_tail_probability.labels(model=name).set(state.window_tail_probability)

@@ -51,7 +51,7 @@ class Telemetry:
             service.inflight -= 1
             seconds = time.perf_counter() - began
             route = getattr(scope.get("route"), "path", "unmatched")
-            service.metrics.get("psc_request_seconds", route=route, status=str(status)).observe(seconds)
+            service.metrics.psc_request_seconds.labels(route=route, status=str(status)).observe(seconds)
             if self._access_log:
                 _log(scope, status, seconds)
             current_trace.reset(token)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from prometheus_client import Counter, Gauge
 
 from app.observability.metrics import METRICS, PROCESS_FILES, Metrics, forget_dead_processes
 
@@ -15,8 +16,8 @@ from app.observability.metrics import METRICS, PROCESS_FILES, Metrics, forget_de
 def test_every_metric_says_its_unit_and_meaning() -> None:
     for metric in METRICS:
         assert metric.help
-        assert (metric.kind == "counter") == metric.name.endswith("_total")
-        assert "_seconds" in metric.name or "time" not in metric.help.lower() or metric.kind == "gauge"
+        assert (metric.kind is Counter) == metric.name.endswith("_total")
+        assert "_seconds" in metric.name or "time" not in metric.help.lower() or metric.kind is Gauge
 
 
 def in_process(folder: Path, code: str) -> str:
@@ -28,7 +29,7 @@ def in_process(folder: Path, code: str) -> str:
 
 
 def test_processes_share_their_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = 'metrics.get("psc_ood_total", model="m").inc(2)\nmetrics.get("psc_inflight_requests").set(3)\n'
+    count = 'metrics.psc_ood_total.labels(model="m").inc(2)\nmetrics.psc_inflight_requests.set(3)\n'
     in_process(tmp_path, count)
     text = in_process(tmp_path, count + "print(metrics.exposition()[0].decode())")
     assert 'psc_ood_total{model="m"} 4.0' in text
