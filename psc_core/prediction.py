@@ -1,8 +1,8 @@
 """The prediction for one image, each field declared once.
 
-The packed columns of the device step, the JSON answer, its OpenAPI schema, the tensors of the v2 protocol and the
-client's type all come from :class:`ImagePrediction`.  To add an output: declare it here as a :data:`Score` and compute
-it in :meth:`psc_core.model.pipeline.Pipeline.outputs`.
+The packed columns of the device step, the JSON answer, its OpenAPI schema, the scores among the tensors of the v2
+protocol and the client's type all come from :class:`ImagePrediction`.  To add an output: declare it here as a
+:data:`Score` and compute it in :meth:`psc_core.model.pipeline.Pipeline.outputs`.
 """
 
 from __future__ import annotations

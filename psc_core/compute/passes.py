@@ -1,5 +1,6 @@
-"""Run a truncated network over a data set, batch by batch: the only loop over images in fitting.
+"""Run a truncated network over a data set, batch by batch, and give its features.
 
+Calibration and evaluation run a whole pipeline instead; they loop over :func:`track_images`.
 Progress goes to stderr: a bar on a terminal, log lines elsewhere.
 """
 
