@@ -72,8 +72,8 @@ class UvicornRuntime(Runtime):
     def models_changed(self) -> None:
         """Take the objects of imports and models out of every garbage collection.
 
-        There are hundreds of thousands of them, and walking them again and again took two fifths of a request.  What
-        is frozen is never collected, hence again when models were replaced.
+        There are hundreds of thousands of them, and each full collection would walk them.  What is frozen is never
+        collected, hence again when models were replaced.
         """
         gc.unfreeze()
         gc.collect()

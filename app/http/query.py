@@ -16,7 +16,7 @@ Query = TypeVar("Query", bound=BaseModel)
 def parse_query(model: type[Query], request: Request) -> Query:
     """The query parameters of a request.
 
-    FastAPI's own ``Query()`` takes a quarter of a small prediction's time, and the last of a repeated parameter.
+    FastAPI's own ``Query()`` is slower, and takes the last of a repeated parameter.
 
     Raises:
         MalformedRequest: An unknown or repeated parameter, or a value out of range.

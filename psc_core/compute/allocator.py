@@ -16,9 +16,8 @@ def keep_freed_memory() -> None:
     """Keep memory that a batch frees for the next one.
 
     By default glibc returns large blocks to the system when they are freed, so the next batch takes a page fault for
-    every page: a sixth of the time of a ResNet-50 on 16 images of 224 × 224.  All threads share one arena, because
-    other arenas cannot hold blocks of 64 MiB and more.  The process keeps the memory of its largest batch.  Without
-    glibc this does nothing.
+    every page.  All threads share one arena, because other arenas cannot hold blocks of 64 MiB and more.  The process
+    keeps the memory of its largest batch.  Without glibc this does nothing.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -24,8 +24,7 @@ Item = TypeVar("Item")
 Value = TypeVar("Value")
 
 MAXIMUM_CPU_BATCH = 64
-"""Maximum batch size on a CPU.  With more images the activations leave the cache, and allocating them costs more than
-the network (a Wide-ResNet took twice as long per image at 256)."""
+"""Maximum batch size on a CPU: with more images the activations leave the cache."""
 
 LOG_SECONDS: Final = 30.0
 """Shortest time between two lines in a log."""

@@ -99,8 +99,8 @@ def entropy_weight(scores: Mapping[str, Tensor]) -> float:
 def upper_spread(score: Float[Tensor, " n"]) -> float:
     """Distance from the median of a score to its 95 % quantile, the side on which images are unusual.
 
-    The few images beyond do not move it, as they do a standard deviation.  Nor is it the spread of the many certain
-    images, as is the median absolute deviation of an entropy, in units of which doubtful images outweigh any density.
+    Unlike a standard deviation it ignores the few images beyond, and unlike a median absolute deviation it is not 0
+    where most images are certain.
     """
     middle, high = torch.quantile(score.double(), torch.tensor([0.5, 0.95], dtype=torch.float64))
     return float(high - middle)

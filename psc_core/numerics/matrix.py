@@ -77,8 +77,8 @@ def blocks(
 class FeatureFile(FeatureMatrix):
     """A ``float32`` feature matrix in a file; only what is being read or written is in memory.
 
-    Reads and writes are plain, not mapped: mapped pages count as memory of this process, and on a full disk a write
-    through a mapping kills the process, where here it raises ``OSError``.  The file is created or overwritten.
+    Reads and writes are not mapped, so that a full disk raises ``OSError`` instead of killing the process.  The file is
+    created or overwritten.
     """
 
     def __init__(self, file: Path, shape: tuple[int, int]) -> None:

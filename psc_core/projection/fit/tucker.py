@@ -57,10 +57,7 @@ def tucker_factors(
 def truncated_hosvd(
     tensor: Float[Tensor, "channels positions positions"], c_max: int, d_max: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """Start of the iterations: leading eigenvectors of each unfolding's Gram matrix.
-
-    tensorly's own start needs the SVDs of three matrices as large as the tensor: slower, and twice the memory.
-    """
+    """Start of the iterations: leading eigenvectors of each unfolding's Gram matrix, which is smaller than its SVD."""
     channel = tensor.flatten(1) @ tensor.flatten(1).T
     spatial = torch.zeros_like(tensor[0])
     for part in tensor:
