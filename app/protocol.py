@@ -1,8 +1,8 @@
 """Uvicorn's HTTP protocol with limits: how long a request's head may be, and how long a client may keep us waiting.
 
-Uvicorn itself takes a head of any size at any pace, takes trailers of any size for more headers, waits for ever for a
-client that sends something else than a head, and keeps an answer for as long as nobody reads it.  And it takes a
-request that offers another protocol, such as the first of Java's client, for one without a body.
+Uvicorn limits neither the size of a request's head nor the time it takes to arrive, nor trailers, which it reads as
+headers.  It waits for ever for a client that does not read its answer.  And it drops the body of a request that offers
+to upgrade the connection, as the first one of Java's client does.
 
 This leans on details of uvicorn's own class, so uvicorn is pinned to the versions that it was tested with.
 """

@@ -41,7 +41,7 @@ class Workers(Multiprocess):
 
     def keep_subprocess_alive(self) -> None:
         for worker in self.processes:
-            worker.child_conn.close()  # The worker has its own; while this one is open, its death is no end of file.
+            worker.child_conn.close()  # Otherwise the parent never sees EOF when the worker dies.
         super().keep_subprocess_alive()
 
     def terminate_all(self) -> None:

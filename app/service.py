@@ -31,14 +31,14 @@ class Service:
 
     Args:
         settings: All settings.
-        keys: Who may do what.
+        keys: API keys of both roles.
         loader: Reads a bundle directory.
         models: Served by name instead of the bundles.
         on_models_changed: Called when every model is ready, and when replaced models have ended.
         on_failure: Called when the process should end, with ``exit_code`` and ``exit_message`` set.
 
     Attributes:
-        metrics: Of this application.
+        metrics: This application's metrics.
         registry: The models.
         exit_code: What the process should end with.
         exit_message: Why, one line.

@@ -33,7 +33,7 @@ def main(
     Args:
         arguments: Defaults to the command line.
         environment: Defaults to the process's.
-        transport: For tests.
+        transport: Replaces the network in tests.
     """
     environment = os.environ if environment is None else environment
     options = parser(environment).parse_args(arguments)

@@ -208,7 +208,7 @@ class Client(_Base):
         api_key: Sent as ``X-API-Key``.
         timeout_s: Longest time without progress on a connection, seconds.
         retry: When to try again.
-        transport: For tests.
+        transport: Replaces the network in tests.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ def predict_response(served: ServedModel, policy: Policy, predicted: Predicted, 
 
     Args:
         served: The model that answered.
-        policy: Of the decisions.
+        policy: Policy of the decisions.
         predicted: Finite outputs, decisions and, where it is asked for, an explanation.
         top_k: Give the ``top`` most probable classes in order instead of all ``probabilities``.
     """

@@ -41,7 +41,7 @@ class Decoder:
 
     Args:
         pool: Threads for everything that is not tiny.
-        threads: How many it has; a request is cut into at most as many chunks.
+        threads: Size of the pool; a request is cut into at most this many chunks.
         preprocess: The host half of the preprocessing; thread-safe.
         max_pixels: Largest image, pixels.
         inline_bytes: Requests of at most this many bytes are decoded at once.

@@ -57,7 +57,7 @@ class Engine:
     """Batches requests for one model; create, call, and close it on one event loop.
 
     Args:
-        name: For threads and logs.
+        name: Name of the model, in thread names and logs.
         step: The device computation, used by this engine alone.
         decoder: Bytes to arrays.
         batcher: The state of its queue, used by this engine alone.

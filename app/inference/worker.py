@@ -46,7 +46,7 @@ class DeviceWorker:
             from now on, instead of the thread.
         on_failure: Called when the device is dead.
         on_batch: Told of each batch and the seconds its computation took.
-        name: Of the thread.
+        name: Name of the thread.
         may_run_inline: Whether a quick step may run where :meth:`run_due` is called.
     """
 

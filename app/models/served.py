@@ -46,11 +46,11 @@ class ServedModel:
     """One model in service.
 
     Attributes:
-        name: Under which it is served.
+        name: Name of the served model.
         model: The fitted model.
         backend: What its network runs on, see :mod:`psc_core.model.backends`.
         engine: Its queue and device worker.
-        thresholds: When the request sets none.
+        thresholds: Thresholds of a request that sets none.
         recorder: Told of its predictions.
     """
 
@@ -103,8 +103,8 @@ class ModelStarter:
     """Turns fitted models into served ones.
 
     Args:
-        settings: Of the service.
-        metrics: Where they are recorded.
+        settings: The service's settings.
+        metrics: The application's metrics.
         on_failure: Called on the event loop when a model's device is dead.
     """
 

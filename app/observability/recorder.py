@@ -33,11 +33,11 @@ class ModelRecorder:
     """Records one model; :meth:`batch` and :meth:`decoded` may be called on any thread.
 
     Args:
-        name: Under which it is served.
+        name: Name of the served model.
         model: The fitted model.
         alpha: Default false-alarm rate.
         queue_limit: Maximum number of images in its queue.
-        metrics: Of the application.
+        metrics: The application's metrics.
         drift: Monitor of its p-values.
     """
 

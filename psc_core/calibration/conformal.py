@@ -125,7 +125,7 @@ def conformal_p_values(
 
     Args:
         ascending: OOD scores of the calibration images, sorted; or readings, each gate's for itself.
-        ood_score: Of the images to test, the same float type.
+        ood_score: OOD scores of the images to test, the same float type.
     """
     count = ascending.shape[-1] + 1
     return (count - torch.searchsorted(ascending, ood_score)) / count  # NaN sorts above everything

@@ -32,7 +32,7 @@ def fit_calibration(
     Args:
         ood_score: Nats, higher is more out-of-distribution.
         entropy: Predictive entropies, nats.
-        probabilities: Of each class.
+        probabilities: Class probabilities of each image.
         labels: One true label for each image.  An image with several labels counts once, with any of them: repeated
             images would make n too large, and the guarantees void.
 

@@ -115,7 +115,7 @@ def fit_baselines(
         net: The classifier, logits out; moved to the device.
         penultimate_layer: Module whose output the last linear layer reads.
         train: For the Gaussians and the nearest-neighbour bank.
-        val: For the temperature.
+        val: Images on which the temperature is chosen.
         compute: Device and batch size; baselines always run in float32.
         seed: Chooses these images.
 

@@ -32,7 +32,7 @@ class Checkpoint:
     """Results of finished stages; of several processes the first writes them.
 
     Args:
-        folder: Where they are kept.
+        folder: Directory of the checkpoints.
         key: Digest of the job.
         reducer: The processes of the fit.
     """

@@ -2,8 +2,8 @@
 
     ``e = φ E``,   ``k_c = exp(−‖e − e_c‖² / (2 D σ²))``,   ``probabilities = k^γ / Σ_c k_c^γ``
 
-E whitens the within-class covariance pooled over classes (theirs learns one matrix for each class together
-with the network; here the network is not trained) and e_c are class means.  The covariance is shrunk (OAS) with
+E whitens the within-class covariance pooled over classes (DUQ learns one matrix per class together with
+the network, which is not trained here) and e_c are class means.  The covariance is shrunk (OAS) with
 fewer than ten images per column, and eigenvalues below 10⁻⁶ are clamped to it.  The length-scale σ
 minimises the validation loss of DUQ, the binary cross-entropy of every kernel; the exponent γ minimises the
 validation NLL.  Both are searched on a grid.  (With γ = 1, σ alone would have to make kernels informative and

@@ -49,7 +49,7 @@ def _folder(root: Path) -> Iterator[Item]:
         children.sort()
         for file in sorted(files):
             if file.lower().endswith(SUFFIXES):
-                path = os.path.join(folder, file)  # noqa: PTH118 - a Path for each of a million files is slow
+                path = os.path.join(folder, file)  # noqa: PTH118 - a million Path objects are slow
                 yield Item(_printable(os.path.relpath(path, root)), path)
 
 
@@ -72,7 +72,7 @@ def _parquet(file: Path, column: str) -> Iterator[Item]:
 
 
 def _printable(path: str) -> str:
-    """A path as valid Unicode: bytes of a file name that are none become �."""
+    """A path as valid Unicode: undecodable bytes of a file name become �."""
     return os.fsencode(path).decode("utf-8", "replace")
 
 
@@ -81,7 +81,7 @@ def _encoded(value: Any, file: Path) -> str | bytes:
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if value is None:
-        return b""  # Its output row says that this is no image.
+        return b""  # An empty cell fails to decode and is reported in its output.
     if isinstance(value, str | bytes):
         return value
     raise UsageError(f"{file}: expected a column of bytes, paths or structs of both, got {type(value).__name__}")

@@ -49,7 +49,7 @@ def score_on_ray(
         raise UsageError("--ray needs Ray Data; pip install 'psc[ray]'") from error
     shards = SHARDS_PER_ACTOR * actors
     rows = ray.data.range(shards, override_num_blocks=shards).map(
-        ShardScorer,  # type: ignore[arg-type]  # Its annotation forgets callable classes.
+        ShardScorer,  # type: ignore[arg-type]  # Ray's annotation lacks callable classes.
         fn_constructor_args=(make_scorer, make_parts, shards),
         concurrency=actors,
         num_gpus=1 if torch.cuda.is_available() else None,

@@ -15,7 +15,7 @@ class RequestLimits:
     """Limits requests at once and the bytes of their bodies.
 
     Args:
-        app: What is wrapped.
+        app: The wrapped ASGI application.
         service: Whose settings hold, and which counts requests.
 
     Attributes:

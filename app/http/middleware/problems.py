@@ -16,7 +16,7 @@ class ProblemResponses:
     """Turns exceptions into problem documents.
 
     Args:
-        app: What is wrapped.
+        app: The wrapped ASGI application.
         metrics: Where errors are counted.
     """
 

@@ -17,7 +17,7 @@ class Telemetry:
     """Traces, counts and times each request.
 
     Args:
-        app: What is wrapped.
+        app: The wrapped ASGI application.
         service: Whose metrics and counters are kept.
     """
 
