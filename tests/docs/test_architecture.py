@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -61,3 +62,19 @@ def test_sizes_of_what_is_written_by_hand() -> None:
         files = [file for path in paths for file in ([*path.rglob("*.py")] or [path.with_suffix(".py")])]
         counted = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
         assert counted == pytest.approx(int(lines.replace(",", "")), rel=0.1), names
+
+
+def test_numbers_of_before_and_after() -> None:
+    table = PAGE.split("## Before and after")[1]
+    now = [
+        int(cells.replace(",", "")) for cells in re.findall(r"^\| [^|]+ \| [\d,]+ \| ([\d,]+) \|$", table, re.MULTILINE)
+    ]
+    lines = {
+        path: len(path.read_text(encoding="utf-8").splitlines())
+        for package in ("app", "psc_core")
+        for path in (ROOT / package).rglob("*.py")
+    }
+    code = {path: count for path, count in lines.items() if count > 1}
+    words = PAGE.split("## Glossary")[1].split("\n## ")[0].count("\n| ") - 2
+    packages = len({path.parent for path in code})
+    assert now == pytest.approx([len(code), packages, sum(code.values()), median(code.values()), words], rel=0.1)
