@@ -111,7 +111,7 @@ def measure_collapse(
     wanted = [layer for layer in every if layer.name in names or layer.role == "penultimate"]
     compute = Compute(torch.device(device), "fp32", batch_images)
     measurement = _Measurement(train, val, counts.double().to(device), compute, reducer or Reducer())
-    groups = _groups(wanted, len(counts), compute.batch_size, max_memory_bytes)
+    groups = column_groups(wanted, len(counts), compute.batch_size, max_memory_bytes)
     for number, group in enumerate(groups, 1):
         cut_after = list(dict.fromkeys(part.layer.name for part in group))
         backbone = truncate(net, cut_after, keep_output=False, example=example)
@@ -145,7 +145,9 @@ def paired_error(
     return float(differences.norm()) / len(one)
 
 
-def _groups(layers: Sequence[LayerInfo], classes: int, batch_images: int, budget: int) -> list[list[_ColumnRange]]:
+def column_groups(
+    layers: Sequence[LayerInfo], classes: int, batch_images: int, budget: int
+) -> list[list[_ColumnRange]]:
     """Layers, in order, in groups whose class means (float64) and batch features (float32) fit ``budget``."""
     groups: list[list[_ColumnRange]] = [[]]
     free = budget

@@ -53,6 +53,12 @@ async def post(app: Any, body: bytes) -> int:
     return status
 
 
+@pytest.fixture
+def no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes by the clock, not by the request."""
+    monkeypatch.setattr("app.service.SWEEP_SECONDS", 3600.0)
+
+
 class Decoded:
     """A decoder that has nothing to do."""
 
@@ -62,13 +68,11 @@ class Decoded:
         return np.zeros((1, 8, 8), np.uint8)
 
 
-async def test_function_calls_of_a_request() -> None:
+async def test_function_calls_of_a_request(no_sweep: None) -> None:
     """Guards against more layers around the handler than the framework's and our middleware."""
     model, body = FakeModel(), png(1)
     model.preprocess = Decoded()  # type: ignore[assignment]
     async with running({"m": model}) as app:
-        for task in app.service._tasks:  # The sweep comes by the clock, not by the request.
-            task.cancel()
         for _ in range(3):
             await post(app.app, body)
         requests = 20
@@ -165,12 +169,10 @@ async def test_the_decoder_gets_the_very_bytes_that_the_server_received() -> Non
         assert seen[0] is body
 
 
-async def test_a_request_looks_up_one_metric() -> None:
+async def test_a_request_looks_up_one_metric(no_sweep: None) -> None:
     """Guards against label look-ups and locks for each prediction: they are recorded in bulk."""
     async with running() as app:
         await app.metric("psc_ready")
-        for task in app.service._tasks:  # The sweep comes by the clock, not by the request.
-            task.cancel()
         looked_up = []
 
         class Noting(dict[str, Any]):

@@ -159,7 +159,7 @@ def test_groups_and_column_ranges_change_nothing(budget: int, monkeypatch: pytes
     net, train, val = Net(), images(0, 40), images(1, 21, torch.randint(0, 3, (21, 2)))
     whole = measure_collapse(net, train, val, batch_images=8)
     parts = measure_collapse(net, train, val, batch_images=8, max_memory_bytes=budget)
-    assert len(collapse._groups(list_layers(net, torch.zeros(1, 1, 6, 6)), 3, 8, budget)) > 1
+    assert len(collapse.column_groups(list_layers(net, torch.zeros(1, 1, 6, 6)), 3, 8, budget)) > 1
     for one, other in zip(whole.layers, parts.layers, strict=True):
         assert other.nc1 == pytest.approx(one.nc1, rel=1e-6)
         assert (other.nc4, other.nc4_error) == (one.nc4, one.nc4_error)
@@ -168,7 +168,7 @@ def test_groups_and_column_ranges_change_nothing(budget: int, monkeypatch: pytes
 def test_groups_fit_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collapse, "MIN_COLUMNS", 1)
     layers = list_layers(Net(), torch.zeros(1, 1, 6, 6))
-    groups = collapse._groups(layers, classes=10, batch_images=8, budget=6000)
+    groups = collapse.column_groups(layers, classes=10, batch_images=8, budget=6000)
     assert [[(part.layer.name, part.start, part.stop) for part in group] for group in groups] == [
         [("conv", 0, 49)],
         [("conv", 49, 64)],

@@ -48,6 +48,7 @@ class Cuda:
     def __init__(self, network: Network) -> None:
         self.notes: list[str] = []
         self.captured: list[int] = []
+        self.streams: list[Any] = []
         self.network = network
         self.replaying = False
 
@@ -89,7 +90,8 @@ class Cuda:
             cuda.captured.append(len(graph.images))
 
         @contextmanager
-        def on(_: Any) -> Iterator[None]:
+        def on(stream: Stream) -> Iterator[None]:
+            cuda.streams.append(stream)
             yield
 
         patch.setattr(graph_module, "_IDLE_STREAMS", defaultdict(list))
@@ -120,7 +122,7 @@ class Copies(TorchDispatchMode):
             return out
         name = func.overloadpacket.__name__
         if name == "copy_":
-            to_device = args[0].data_ptr() == self.step._images.data_ptr()
+            to_device = args[1].data_ptr() in {self.step.input(slot).ctypes.data for slot in range(self.step.slots)}
             name = f"{'to' if to_device else 'from'} device {len(args[0])}"
         self.cuda.notes.append(name)
         return out
@@ -214,7 +216,11 @@ def test_a_cuda_device_gets_graphs(network: Network, cuda: Cuda, monkeypatch: py
 
 def test_streams_of_steps_that_are_gone_are_used_again(network: Network, cuda: Cuda) -> None:
     first, second = (GraphStep(network, SHAPE, max_batch=6, device=torch.device("cpu")) for _ in range(2))
-    stream = first._stream
-    assert second._stream is not stream
+    image = np.zeros((1, *SHAPE), np.uint8)
+    first.explain(image)
+    second.explain(image)
     del first
-    assert GraphStep(network, SHAPE, max_batch=6, device=torch.device("cpu"))._stream is stream
+    GraphStep(network, SHAPE, max_batch=6, device=torch.device("cpu")).explain(image)
+    stream, other, again = cuda.streams
+    assert other is not stream
+    assert again is stream
