@@ -40,7 +40,7 @@ FILE = RESULTS / "fit-scaling.json"
 TARGET = 3 * 1.2
 """Maximum of fit ÷ bare forward for each training pass."""
 TRAINING_PASSES = 4
-"""Collapse, moments, sizes, features; counted in ``tests/psc_core/test_fit_counts.py``."""
+"""Collapse, moments, sizes, features; counted in ``tests/psc_core/fitting/across/test_counts.py``."""
 MAXIMUM_GROWTH = 100
 """Maximum growth of the peak, bytes an image."""
 DISTINCT = 1000

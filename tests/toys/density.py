@@ -93,7 +93,7 @@ from psc_core import PSC
 from psc_core.cli.fit import main
 from psc_core.data.spec import open_dataset
 from psc_core.density.fit.density import fit_density
-from tests.psc_core.density.fit.test_fit_density import assert_close_to_twin
+from tests.psc_core.density.fit.test_density import assert_close_to_twin
 from tests.psc_core.density.support import images
 
 z, labels = images(240, 4, 3)

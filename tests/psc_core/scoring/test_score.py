@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,42 +18,11 @@ from psc_core.cli import score as cli
 from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
 from psc_core.images.preprocess import PRESETS
-from psc_core.scoring.inputs import Item, open_items, parts
+from psc_core.scoring.inputs import Item, open_items
 from psc_core.scoring.outputs import FIELDS, as_table, merge, write
 from psc_core.scoring.score import PartScorer
 from tests.conftest import ROOT, SHIPPED_BUNDLE
-
-COUNT = 20
-PART = 6
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Digits in two folders, a damaged image, and a file that is no image."""
-    from PIL import Image
-
-    root = tmp_path_factory.mktemp("images")
-    data = open_dataset(f"mnist:{ROOT}/tests/data", split="test", preprocess=PRESETS["mnist"])
-    for index in range(COUNT):
-        file = root / f"{index % 2}" / f"{index:03d}.png"
-        file.parent.mkdir(exist_ok=True)
-        Image.fromarray(data.image(index)[0]).save(file)
-    (root / "0" / "damaged.png").write_bytes((root / "0" / "000.png").read_bytes()[:80])
-    (root / "0" / "notes.txt").write_text("no image")
-    return root
-
-
-@pytest.fixture(scope="module")
-def scored(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its outputs as JSON lines, from one uninterrupted process."""
-    out = tmp_path_factory.mktemp("out") / "scores"
-    run(folder, out)
-    return out
-
-
-def run(source: Path, out: Path, *flags: str) -> None:
-    command = [str(source), "--bundle", str(SHIPPED_BUNDLE), "--out", str(out), "--device", "cpu"]
-    assert cli.main([*command, "--part-images", str(PART), "--format", "jsonl", *flags]) == 0
+from tests.psc_core.scoring.support import COUNT, PART, bytes_of, rows_of, run
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
@@ -71,15 +39,6 @@ def test_gates_of_each_image(tiny_bundle: Path, tmp_path: Path, form: str) -> No
     assert set(rows[0]) == {"texture", "kind"} == set(psc.gates)
     for name, p_values in prediction.gates.items():
         assert [row[name] for row in rows] == pytest.approx(p_values.tolist())
-
-
-def rows_of(out: Path) -> list[dict[str, Any]]:
-    files = sorted(out.glob("part-*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
-
-
-def bytes_of(out: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in out.iterdir()}
 
 
 def test_rows_are_the_predictions_of_the_images_in_order(folder: Path, scored: Path) -> None:
@@ -171,31 +130,6 @@ def test_parquet_in_and_out(folder: Path, scored: Path, tmp_path: Path) -> None:
         list(open_items(tmp_path / "images.parquet", "number"))
 
 
-def test_list_of_paths(folder: Path, scored: Path, tmp_path: Path) -> None:
-    paths = [str(folder / row["item"]) for row in rows_of(scored)]
-    (tmp_path / "list.txt").write_text("\n".join(paths[:3]) + "\n\n" + paths[3] + "\r\n")
-    assert [item.image for item in open_items(tmp_path / "list.txt", "")] == paths[:4]
-
-
-def test_names_that_are_not_unicode(tmp_path: Path) -> None:
-    (tmp_path / os.fsdecode(b"\xff.png")).touch()
-    (item,) = open_items(tmp_path, "")
-    assert item.name == "\N{REPLACEMENT CHARACTER}.png"
-    assert Path(str(item.image)).exists()
-
-
-def test_items_stream() -> None:
-    taken: list[int] = []
-
-    def items() -> Any:
-        for number in range(1_000_000):
-            taken.append(number)
-            yield Item(str(number), b"")
-
-    assert [item.name for item in next(parts(items(), 3))] == ["0", "1", "2"]
-    assert len(taken) == 3
-
-
 @pytest.mark.parametrize(("source", "message"), [("missing", "does not exist"), ("", "has no images")])
 def test_rejects_an_input_without_images(
     source: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -205,19 +139,3 @@ def test_rejects_an_input_without_images(
     command = [str(root / source), "--bundle", str(SHIPPED_BUNDLE), "--out", str(tmp_path / "out")]
     assert cli.main(command) == 2
     assert message in capsys.readouterr().err
-
-
-def test_ray_writes_what_one_process_writes(
-    folder: Path, scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    command = [sys.executable, "-m", "psc_core.cli.score", str(folder), "--bundle", str(SHIPPED_BUNDLE)]
-    options = ["--out", str(tmp_path / "out"), "--part-images", str(PART), "--format", "jsonl", "--device", "cpu"]
-    done = subprocess.run(
-        [*command, *options, "--ray", "2"], cwd=ROOT, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert f"{COUNT + 1} images" in done.stdout
-    assert bytes_of(tmp_path / "out") == bytes_of(scored)

@@ -20,7 +20,7 @@ MODULES = sorted(
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.chdir(Path(__file__).parents[3])
     assert doctest.testmod(import_module(name)).failed == 0
 
 

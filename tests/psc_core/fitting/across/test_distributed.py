@@ -27,11 +27,11 @@ from tests.tiny import network
 PROGRAM = """
 import os, sys
 import torch
-from tests.psc_core.fitting.test_distributed import main
+from tests.psc_core.fitting.across.test_distributed import main
 torch.set_num_threads(1)
 sys.exit(main(sys.argv[1], sys.argv[2:]))
 """
-FACTORY = "tests.psc_core.fitting.test_distributed:double_network"
+FACTORY = "tests.psc_core.fitting.across.test_distributed:double_network"
 
 
 class Double(nn.Module):

@@ -1,0 +1,114 @@
+"""``psc-eval``: its report, and one clear line for every bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from psc_core import open_dataset
+from psc_core.cli import evaluate as cli_eval
+from psc_core.images.preprocess import PRESETS
+from tests.attacks import forge
+from tests.psc_core.cli.support import run
+
+
+def test_eval_writes_its_report(tiny_job, tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    weights = tiny_job.args[tiny_job.args.index("--weights") + 1]
+    data = f"dirty-mnist:{data_root}"
+    code, out, err = run(
+        capsys,
+        cli_eval.main,
+        [
+            "--bundle",
+            str(tiny_bundle),
+            "--id",
+            data,
+            "--ood",
+            f"fashion=fashion-mnist:{data_root}",
+            "--weights",
+            weights,
+            "--train",
+            data,
+            "--val",
+            data,
+            "--device",
+            "cpu",
+            "--allow-factories",
+            "tests.tiny:network",
+            "--out",
+            str(tmp_path),
+        ],
+    )
+    assert code == 0, err
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["images"] == 1100
+    assert "mahalanobis++" in report["separation"]["fashion"]
+    assert "fashion" in out
+    assert (tmp_path / "report.md").read_text().startswith("#")
+
+
+@pytest.mark.parametrize(
+    "extra", [["--ood", "nameless"], ["--weights", "w"], ["--id", "nowhere"], ["--ood", "a=x", "--ood", "a=y"]]
+)
+def test_eval_rejects_bad_flags(tiny_bundle: Path, data_root: Path, capsys, extra: list[str]) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = run(
+        capsys,
+        cli_eval.main,
+        ["--bundle", str(tiny_bundle), "--id", f"mnist:{data_root}", "--allow-factories", "tests.tiny:network", *extra],
+    )
+    assert code == 2
+    assert "expected" in err or "is not a directory" in err
+
+
+def test_baselines_need_the_same_classes(tiny_job, tiny_bundle: Path, data_root: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    weights = tiny_job.args[tiny_job.args.index("--weights") + 1]
+    digits, clothes = f"mnist:{data_root}", f"fashion-mnist:{data_root}"
+    words = ["--bundle", str(tiny_bundle), "--id", digits, "--allow-factories", "tests.tiny:network"]
+    code, _, err = run(
+        capsys, cli_eval.main, [*words, "--weights", weights, "--train", clothes, "--val", clothes, "--device", "cpu"]
+    )
+    assert code == 2
+    assert "expected the model's 10 classes in fashion-mnist, got 10 (missing: " in err
+
+
+def test_os_errors_give_one_line(tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "file").write_text("")
+    words = ["--bundle", str(tiny_bundle), "--id", f"mnist:{data_root}", "--allow-factories", "tests.tiny:network"]
+    code, printed, err = run(capsys, cli_eval.main, [*words, "--device", "cpu", "--out", str(tmp_path / "file")])
+    assert (code, printed) == (2, "")
+    assert "file" in err
+    assert "Traceback" not in err
+
+
+def test_baselines_without_provenance(  # type: ignore[no-untyped-def]
+    tiny_job, tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys
+) -> None:
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    forge.edit(bundle, lambda body: body.update(collapse={"layers": 5}, provenance={"model": 5}, metrics={}))
+    data = f"mnist:{data_root}"
+    words = ["--bundle", str(bundle), "--id", data, "--allow-factories", "tests.tiny:network", "--device", "cpu"]
+    weights = tiny_job.args[tiny_job.args.index("--weights") + 1]
+    code, out, err = run(capsys, cli_eval.main, [*words, "--weights", weights, "--train", data, "--val", data])
+    assert code == 0, err
+    assert "temperature" in out
+
+
+def test_eval_without_images_of_a_class(tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    for name in digits.classes:
+        (tmp_path / "test" / name).mkdir(parents=True)
+    kept = torch.nonzero(digits.first_labels() != 7)[:30, 0].tolist()
+    for index in kept:
+        pixels, label = digits.image(index)[0], int(digits.first_labels()[index])
+        Image.fromarray(pixels).save(tmp_path / "test" / str(label) / f"{index}.png")
+    words = ["--bundle", str(tiny_bundle), "--allow-factories", "tests.tiny:network", "--device", "cpu"]
+    code, _, err = run(
+        capsys, cli_eval.main, [*words, "--id", str(tmp_path / "test"), "--out", str(tmp_path / "report")]
+    )
+    assert code == 0, err
+    assert json.loads((tmp_path / "report" / "report.json").read_text())["images"] == 30

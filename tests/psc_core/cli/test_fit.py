@@ -1,0 +1,111 @@
+"""``psc-fit``: its table, and one clear line for every bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from psc_core.cli import fit as cli
+from tests.psc_core.cli.support import run
+
+
+def test_fit_prints_table_and_reason(tiny_job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = run(capsys, cli.main, [*tiny_job.args, "--out", str(tmp_path / "b")])
+    assert code == 0
+    assert "◀ candidate" in out
+    assert "penultimate" in out
+    assert "has the highest NC4" in out
+    assert "projection" in out
+    assert not list(tmp_path.glob(".*.stages"))
+
+
+def damaged(tiny_job, tmp_path: Path, change) -> list[str]:  # type: ignore[no-untyped-def]
+    """The job's arguments with changed weights."""
+    tensors = load_file(tiny_job.args[tiny_job.args.index("--weights") + 1])
+    change(tensors)
+    save_file(tensors, tmp_path / "w.safetensors")
+    args = list(tiny_job.args)
+    args[args.index("--weights") + 1] = str(tmp_path / "w.safetensors")
+    return args
+
+
+def drop_key(tensors) -> None:  # type: ignore[no-untyped-def]
+    del tensors["2.weight"]
+
+
+def other_classes(tensors) -> None:  # type: ignore[no-untyped-def]
+    tensors["8.weight"], tensors["8.bias"] = tensors["8.weight"][:7].clone(), tensors["8.bias"][:7].clone()
+
+
+@pytest.mark.parametrize(("change", "message"), [(drop_key, "2.weight"), (other_classes, "7")])
+def test_rejects_other_weights(tiny_job, tmp_path: Path, capsys, change, message: str) -> None:  # type: ignore[no-untyped-def]
+    args = damaged(tiny_job, tmp_path, change)
+    code, _, err = run(capsys, cli.main, [*args, "--out", str(tmp_path / "b")])
+    assert code == 2
+    assert message in err
+    assert err.strip().count("\n") == 0
+    assert "Traceback" not in err
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--train", "nowhere", "not a directory"),
+        ("--weights", "nowhere.safetensors", "nowhere.safetensors"),
+        ("--model", "torchvision:resnet19", "resnet19"),
+        ("--model", "resnet18", "resnet18"),
+        ("--layer", "layer9", "layer9"),
+        ("--layers", "nothing", "nothing"),
+        ("--layers", "(", "("),
+        ("--epsilon", "3", "epsilon"),
+        ("--alpha", "1e-9", "alpha"),
+        ("--alpha", "2", "between 0 and 1"),
+        ("--c-proj", "9999", "c_proj"),
+        ("--pca", "9999", "9999"),
+        ("--device", "tpu", "tpu"),
+        ("--model-arg", "novalue", "key=value"),
+        ("--coverage", "0.9999", "coverage"),
+        ("--batch-images", "0", "positive integer"),
+        ("--size", "-3", "positive integer"),
+        ("--name", "n" * 201, "200 characters"),
+        ("--name", "\udce9", "UTF-8"),
+        ("--layers", "2|\udce9", "UTF-8"),
+        ("--model-arg", "name=\udce9", "UTF-8"),
+        ("--max-memory", "lots", "512M"),
+        ("--seed", str(1 << 64), "2**63"),
+        ("--size", "2100", "input pixels"),
+        ("--model-arg", "in_channels=123456", "65536"),
+    ],
+)
+def test_bad_flags_give_one_line(  # type: ignore[no-untyped-def]
+    tiny_job, tmp_path: Path, capsys, flag: str, value: str, message: str
+) -> None:
+    code, _, err = run(capsys, cli.main, [*tiny_job.args, "--out", str(tmp_path / "b"), flag, value])
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "b").exists()
+
+
+def test_checks_the_output_first(  # type: ignore[no-untyped-def]
+    tiny_job, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("years of work")
+    (tmp_path / "mounted").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "mounted")
+    for out, message in (
+        ("file", "it is a file"),
+        ("file/bundle", "cannot write to"),
+        ("other", "holds other files"),
+        ("mounted", "choose a folder inside it"),
+    ):
+        code, printed, err = run(capsys, cli.main, [*tiny_job.args, "--out", str(tmp_path / out)])
+        assert code == 2
+        assert message in err
+        assert "layer" not in printed
+    assert (tmp_path / "other" / "thesis.txt").read_text() == "years of work"

@@ -1,0 +1,47 @@
+"""Provenance: data sets as a bundle names them, and training images that validate."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from psc_core.cli import fit as cli
+from psc_core.cli.provenance import check_disjoint, provenance_of
+from psc_core.data.spec import image_folder
+from psc_core.images.preprocess import PRESETS
+from tests.psc_core.cli.support import run
+
+
+def write_bitmaps(root: Path, shade: int) -> Path:
+    """Files of one size, whatever they show."""
+    for name in "ab":
+        (root / name).mkdir(parents=True)
+        for i in range(2):
+            Image.fromarray(np.full((28, 28), shade + i, np.uint8)).save(root / name / f"{i}.bmp")
+    return root
+
+
+def test_rejects_training_images_as_validation(tiny_job, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    same = f"mnist:{data_root}#train"
+    args = [*tiny_job.args, "--train", same, "--val", same, "--out", str(tmp_path / "b")]
+    code, printed, err = run(capsys, cli.main, args)
+    assert code == 2
+    assert "the same images as --train" in err
+    assert "layer" not in printed
+
+
+def test_accepts_other_images_of_equal_names_and_sizes(tiny_job, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    args = cli.parser().parse_args([*tiny_job.args, "--out", str(tmp_path / "b")])
+    train, val = (image_folder(write_bitmaps(tmp_path / str(n), n), PRESETS["mnist"]) for n in (10, 20))
+    provenance = provenance_of(args, train, val)
+    assert provenance["train"]["sha256"] == provenance["val"]["sha256"]
+    check_disjoint(train, val, provenance)
+
+
+def test_undecodable_folder_name(tiny_job, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    args = cli.parser().parse_args([*tiny_job.args, "--out", str(tmp_path / "b")])
+    data = image_folder(write_bitmaps(tmp_path / os.fsdecode(b"caf\xe9"), 0), PRESETS["mnist"])
+    assert provenance_of(args, data, data)["train"]["name"] == "caf\N{REPLACEMENT CHARACTER}"
