@@ -62,7 +62,7 @@ def no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
 class Decoded:
     """A decoder that has nothing to do."""
 
-    channels, height, width = 1, 8, 8
+    shape = channels, height, width = 1, 8, 8
 
     def from_bytes(self, data: bytes, *, max_pixels: int) -> Any:
         return np.zeros((1, 8, 8), np.uint8)
