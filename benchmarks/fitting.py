@@ -153,7 +153,6 @@ def psc_of(
         trained.val,
         density=density,
         ood_score=ood_score,
-        collapse_report=parts.report,
         options=options_of(run),
     )
 

@@ -189,7 +189,6 @@ def run_stages(
         **{name: getattr(args, name) for name in LATE_SETTINGS},
         name=args.name,
         provenance=provenance,
-        collapse_report=report,
         options=options,
     )
     if first:

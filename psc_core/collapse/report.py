@@ -15,7 +15,7 @@ import csv
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Final
 
@@ -51,6 +51,7 @@ class Candidate:
     layers: tuple[str, ...]
     reason: str
     notes: tuple[str, ...] = ()  # what speaks against it
+    report: CollapseReport | None = field(default=None, repr=False)  # that it was chosen from
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class CollapseReport:
     pattern: str | None  # regular expression that the candidate's name must match; None for any
     train_rows: int  # labelled examples that NC1 was measured on
     val_rows: int  # labelled examples that NC4 was measured on
+    seed: int | None = None  # of the split of the validation images; None for reports of older bundles
 
     @property
     def penultimate(self) -> str:
@@ -148,7 +150,7 @@ class CollapseReport:
                 f"the candidate is among the first {len(before) // EARLY} of {len(before)} layers, whose features tell "
                 f"textures apart, not kinds: compare with a deeper one, as --layer {self.penultimate}"
             )
-        return Candidate(tuple(layer.name for layer in chosen), reason, tuple(notes))
+        return Candidate(tuple(layer.name for layer in chosen), reason, tuple(notes), self)
 
     def nc4_of(self, candidate: Candidate) -> float:
         """NC4 of the candidate's layer; the higher one of two."""
@@ -192,4 +194,4 @@ class CollapseReport:
             LayerCollapse(**{**entry, "shape": tuple(entry["shape"]), "grid": tuple(entry["grid"])})
             for entry in data["layers"]
         )
-        return cls(layers, *(data[field.name] for field in fields(cls)[1:]))
+        return cls(layers, *({"seed": None, **data}[part.name] for part in fields(cls)[1:]))

@@ -70,17 +70,20 @@ class Checkpoint:
         projection = None
         if file.exists():
             with safe_open(file, "pt") as kept:
-                config, report = json.loads(kept.metadata()["config"]), json.loads(kept.metadata()["report"])
+                config, report, layers = (json.loads(kept.metadata()[key]) for key in ("config", "report", "layers"))
                 tensors = {name: kept.get_tensor(name) for name in kept.keys()}  # noqa: SIM118 - not a mapping
             report |= {"choice": RankChoice(**report["choice"]), "nc1": tensors.pop("nc1"), "nc4": tensors.pop("nc4")}
-            projection = FittedProjection(Projection.restore(config, tensors), ProjectionReport(**report))
+            projection = FittedProjection(
+                Projection.restore(config, tensors), ProjectionReport(**report), tuple(layers)
+            )
         return agreed(projection, self.reducer)
 
     def save_projection(self, fitted: FittedProjection) -> None:
         """Keep a finished projection: tensors, and the rest as JSON among the metadata of their file."""
         report = asdict(fitted.report)
         tensors = {**fitted.projection.state_dict(), "nc1": report.pop("nc1"), "nc4": report.pop("nc4")}
-        metadata = {"config": json.dumps(fitted.projection.config()), "report": json.dumps(report)}
+        kept = {"config": fitted.projection.config(), "report": report, "layers": fitted.layers}
+        metadata = {key: json.dumps(value) for key, value in kept.items()}
         data = save({name: part.contiguous() for name, part in tensors.items()}, metadata)
         self._write("fitted_projection.safetensors", data)
 

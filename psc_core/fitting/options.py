@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from psc_core.collapse.measure import DEFAULT_MEMORY_BYTES
-from psc_core.collapse.report import EPSILON
+from psc_core.collapse.report import EPSILON, Candidate
 from psc_core.compute.device import resolve_device
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute
@@ -40,6 +41,28 @@ class FitOptions:
     max_memory_bytes: int = DEFAULT_MEMORY_BYTES
     seed: int = 0
     reducer: Reducer = field(default_factory=Reducer)
+
+    @classmethod
+    def of(cls, options: FitOptions | None, candidate: Candidate) -> FitOptions:
+        """``options``, or defaults that agree with how a candidate was chosen.
+
+        Raises:
+            UsageError: They have another seed, so that images of the calibration split chose the candidate, or
+                another epsilon.
+        """
+        report = candidate.report
+        chosen: dict[str, Any] = {} if report is None else {"epsilon": report.epsilon}
+        if report is not None and report.seed is not None:
+            chosen["seed"] = report.seed
+        if options is None:
+            return cls(**chosen)
+        for name, value in chosen.items():
+            if getattr(options, name) != value:
+                raise UsageError(
+                    f"expected {name}={value!r}, with which {'+'.join(candidate.layers)} was chosen as the candidate, "
+                    f"got {getattr(options, name)!r}; use the same options in every stage"
+                )
+        return options
 
     def compute(self) -> Compute:
         """Device, precision and batch size.

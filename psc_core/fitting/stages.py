@@ -12,7 +12,7 @@ chooses the layer, the sizes, the prior precision and the temperature, the calib
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -82,7 +82,7 @@ def measure_collapse(
     check_classes(train, val)
     selection, _ = split_validation(val, options.seed)
     compute = options.compute()
-    return collapse.measure_collapse(
+    report = collapse.measure_collapse(
         net.to(compute.device),
         train,
         selection,
@@ -94,6 +94,7 @@ def measure_collapse(
         batch_images=compute.batch_images,
         reducer=options.reducer,
     )
+    return replace(report, seed=options.seed)
 
 
 def fit_projection(
@@ -137,7 +138,7 @@ def fit_projection(
     """
     if method != "tucker":
         raise UsageError(f"expected method 'tucker', got {method!r}")
-    options = options or FitOptions()
+    options = FitOptions.of(options, candidate)
     options.reducer.require(train)
     compute = options.compute()
     selection = train if val is None else split_validation(val, options.seed)[0]
@@ -155,16 +156,18 @@ def fit_projection(
             second_scaling=second_scaling,
             max_memory_bytes=options.max_memory_bytes,
             reducer=options.reducer,
-        )
+        ),
+        candidate.layers,
     )
 
 
 @dataclass(frozen=True)
 class FittedProjection:
-    """A projection and what choosing it measured."""
+    """A projection, what choosing it measured, and the layers that it reads."""
 
     projection: Projection
     report: ProjectionReport
+    layers: tuple[str, ...]
 
 
 def fit_psc(
@@ -184,7 +187,6 @@ def fit_psc(
     ood_score: str = "gates",
     name: str = "psc",
     provenance: Mapping[str, Any] | None = None,
-    collapse_report: CollapseReport | None = None,
     options: FitOptions | None = None,
 ) -> PSC:
     """Density and head on z of ``train``, calibration on the calibration split of ``val``.
@@ -220,16 +222,21 @@ def fit_psc(
             :func:`psc_core.fitting.calibrate.upper_spread` over the selection split of ``val``.
         name: Model name.
         provenance: Recorded in the bundle.
-        collapse_report: Recorded in the bundle.
         options: Shared options.
 
     Raises:
-        UsageError: An unknown option, or rates outside (0, 1) or that so few validation images cannot keep.
+        UsageError: An unknown option, rates outside (0, 1) or that so few validation images cannot keep, or a
+            projection of other layers or options of another seed or epsilon than the candidate's.
         DataError: Classes that differ or have too few images.
         FitError: Features or outputs that cannot be fitted; the message says why.
         NetworkError: The network cannot be cut.
     """
-    options = options or FitOptions()
+    options = FitOptions.of(options, candidate)
+    if projection.layers != candidate.layers:
+        raise UsageError(
+            f"expected a projection of the candidate {'+'.join(candidate.layers)}, got one of "
+            f"{'+'.join(projection.layers)}; fit the projection for this candidate"
+        )
     for option, value, allowed in (
         ("predictions", predictions, PREDICTIONS), ("head", head, HEADS),
         ("density", density, DENSITIES), ("ood_score", ood_score, OOD_SCORES),
@@ -275,7 +282,7 @@ def fit_psc(
     if gates is not None:
         metrics["gates"] = gates.choice.to_json()
     report = {
-        "collapse": None if collapse_report is None else {**collapse_report.to_json(), "notes": list(candidate.notes)},
+        "collapse": candidate.report and {**candidate.report.to_json(), "notes": list(candidate.notes)},
         "metrics": metrics,
         "provenance": dict(provenance or {}),
     }

@@ -208,7 +208,7 @@ def test_fields_are_documented(bundles: dict[str, Path]) -> None:
 def test_documented_fields_exist(bundles: dict[str, Path]) -> None:
     real = {name for path in bundles.values() for name in fields(json.loads((path / "manifest.json").read_text()))}
     real |= {"collapse.layers", *(f"collapse.{n}" for n in ("epsilon", "granularity", "pattern", "train_rows",
-                                                            "val_rows", "notes"))}  # fmt: skip
+                                                            "val_rows", "notes", "seed"))}  # fmt: skip
     real |= {"backbone.hooks.stop", "backbone.hooks.dropped"}
     sections = "|".join(Manifest.model_fields)
     dotted = {word for word in WORDS if re.fullmatch(rf"({sections})\.[a-z_.]+", word) and not word.endswith(".json")}
