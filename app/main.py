@@ -62,7 +62,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         with runtime.running(service):
-            await service.start(wait_until_ready=settings.workers > 1)
+            await service.start(wait_until_ready=runtime.starts_ready or settings.workers > 1)
             yield
             await service.close()
 

@@ -34,7 +34,13 @@ _MAX_COMPILED_SHAPES: Final = 1 << 16
 
 
 class Runtime:
-    """A host that manages its process itself, such as a test or another ASGI server."""
+    """A host that manages its process itself, such as a test or another ASGI server.
+
+    Attributes:
+        starts_ready: The application has started only when every model is ready; what goes wrong before is raised.
+    """
+
+    starts_ready = False
 
     def models_changed(self) -> None:
         """Every model is ready, or models that a reload replaced have ended."""
@@ -66,18 +72,20 @@ def allow_compiled_shapes() -> None:
     torch.compiler.config.accumulated_recompile_limit = _MAX_COMPILED_SHAPES
 
 
+class ReplicaRuntime(Runtime):
+    """A process whose host starts it, asks for its health and ends it, such as a replica of Ray Serve."""
+
+    starts_ready = True
+
+    def models_changed(self) -> None:
+        freeze_heap()
+
+
 class UvicornRuntime(Runtime):
     """A process of our own, in which uvicorn runs."""
 
     def models_changed(self) -> None:
-        """Take the objects of imports and models out of every garbage collection.
-
-        There are hundreds of thousands of them, and each full collection would walk them.  What is frozen is never
-        collected, hence again when models were replaced.
-        """
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
+        freeze_heap()
 
     def failed(self) -> None:
         signal.raise_signal(signal.SIGTERM)
@@ -119,6 +127,17 @@ class UvicornRuntime(Runtime):
             if PROCESS_FILES in os.environ:
                 mark_process_dead(os.getpid())  # type: ignore[no-untyped-call]
             gc.unfreeze()  # Or libraries report at exit that their objects have leaked.
+
+
+def freeze_heap() -> None:
+    """Take the objects of imports and models out of every garbage collection.
+
+    There are hundreds of thousands of them, and each full collection would walk them.  What is frozen is never
+    collected, hence again when models were replaced.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def linger_seconds(settings: Settings) -> float:

@@ -1,0 +1,111 @@
+"""The application as a Ray Serve deployment: ``serve run deploy/ray/serve.yaml`` (extra ``ray``).
+
+Ray starts, watches, replaces and scales the replicas; each is one process with its own copy of the models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from app.main import create_app
+from app.observability.metrics import PROCESS_FILES
+from app.runtime import ReplicaRuntime, prepare_process
+from app.service import Service
+from app.settings import load_settings
+
+WAITING_IMAGES: Final = "psc_waiting_images"
+"""What the autoscaler knows of a replica."""
+
+
+def build(settings: Mapping[str, Any]) -> Any:
+    """The Serve application; ``import_path`` of a Serve config file.
+
+    Args:
+        settings: By the names of :class:`app.settings.Settings`, over ``PSC_*`` of a replica's environment;
+            ``metrics_port`` besides: where one replica of each node exposes the metrics of all of them.
+    """
+    return bind(Replica, settings)
+
+
+def bind(replica: type[Replica], settings: Mapping[str, Any]) -> Any:
+    """A kind of replica as a Serve application."""
+    from ray import serve
+
+    # Requests wait in the replica, where they are batched, and not in front of it.
+    deployment: Any = serve.deployment(serve.ingress()(replica), name="PSC", max_ongoing_requests=1024)
+    return deployment.bind(dict(settings))
+
+
+class Replica:
+    """One process that answers; Ray calls these methods on the event loop that also runs the application.
+
+    Args:
+        settings: See :func:`build`.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._metrics_port: int | None = settings.pop("metrics_port", None)
+        self._settings = settings
+        self._revision: object = None
+        self._exporter: object = None
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """The application; Ray runs its lifespan, at whose end every model is ready."""
+        if PROCESS_FILES in os.environ:
+            Path(os.environ[PROCESS_FILES]).mkdir(parents=True, exist_ok=True)
+
+        settings = load_settings(self._settings)
+        prepare_process(settings)
+        app = create_app(settings, runtime=ReplicaRuntime())
+        self._service: Service = app.state.service
+        self._expose_metrics()
+        return app
+
+    async def reconfigure(self, config: Mapping[str, Any]) -> None:
+        """Load the bundles again when ``config["revision"]`` is another; one that cannot be used changes nothing."""
+        before, self._revision = self._revision, config.get("revision")
+        if before not in (None, self._revision):
+            await self._service.reload_quietly()
+
+    def check_health(self) -> None:
+        """Raise once the device has failed, and Ray replaces the replica.
+
+        Raises:
+            RuntimeError: With the reason.
+        """
+        if self._service.exit_code:
+            raise RuntimeError(self._service.exit_message)
+        self._expose_metrics()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Images that wait for the device, for :func:`replicas_for_images`."""
+        return {WAITING_IMAGES: float(sum(served.engine.pending for served in self._service.registry.served))}
+
+    def _expose_metrics(self) -> None:
+        """Take the node's metrics port, unless another replica has it; the next takes over from one that ends."""
+        if self._metrics_port is None or self._exporter is not None or PROCESS_FILES not in os.environ:
+            return
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        with contextlib.suppress(OSError):
+            self._exporter = start_http_server(self._metrics_port, registry=registry)
+
+
+def replicas_for_images(context: Any) -> tuple[int, dict[str, Any]]:
+    """Autoscaling policy: ⌈max(images that wait, requests) / target⌉ replicas, sums over all replicas.
+
+    The target is ``target_ongoing_requests``.  Requests count those that wait in front of the replicas, whose images
+    nobody has seen, and those on the device.
+    """
+    waiting = sum(context.aggregated_metrics.get(WAITING_IMAGES, {}).values())
+    load = max(waiting, context.total_num_requests)
+    return math.ceil(load / context.config.target_ongoing_requests), {}
