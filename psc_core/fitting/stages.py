@@ -295,7 +295,7 @@ def fit_psc(
         policy=Policy(alpha=alpha, ambiguity_threshold=calibrated.ambiguity_threshold, coverage=coverage),
         layers=tuple(candidate.layers),
         name=name,
-        report=report,
+        report=rounded(report),
     )
     psc.probe()  # As in loading: a model that cannot be loaded is not saved.
     return psc
@@ -318,3 +318,12 @@ def projection_metrics(report: ProjectionReport) -> dict[str, Any]:
         "warning": choice.warning,
         "pooled": report.note,
     }
+
+
+def rounded(value: Any) -> Any:
+    """Numbers of a report to 9 digits: the version hashes them, and the last ones depend on how sums were split."""
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    if isinstance(value, Mapping):
+        return {key: rounded(each) for key, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
