@@ -16,6 +16,7 @@ from psc_core.errors import UsageError
 from psc_core.faults import fault
 from psc_core.images.preprocess import Preprocess
 from psc_core.policy import Policy
+from psc_core.precision import Precision
 
 SCHEMA: Final = 2
 """Version of the bundle format that a fit writes; :class:`Manifest` lists those that are read."""
@@ -123,7 +124,7 @@ class Manifest(_Strict):
     version: str = Field(pattern="^[0-9a-f]{12}$")
     classes: tuple[str, ...] = Field(min_length=2)
     preprocess: Preprocess
-    precision: Literal["fp32", "bf16"]
+    precision: Precision
     predictions: Literal["psc", "base"]
     layers: tuple[str, ...] = Field(min_length=1)
     policy: Policy

@@ -31,9 +31,9 @@ from psc_core.fitting.checks import check_attainable_rates
 from psc_core.fitting.options import FitOptions
 from psc_core.gates.fit.choice import GateChoice
 from psc_core.heads import HEADS
-from psc_core.model.pipeline import PRECISIONS
 from psc_core.network.layers import GRANULARITIES
 from psc_core.network.load import Recipe, load_network
+from psc_core.precision import PRECISIONS
 
 _EXAMPLE = """example:
   psc-fit --model torchvision:resnet18 --weights net.safetensors --train images/train --val images/val --out bundle

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from psc_core.compute.allocator import release_freed_memory
 from psc_core.data.dataset import Batch, ImageDataset
+from psc_core.precision import Precision
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
@@ -35,7 +36,7 @@ class Compute:
     """Where and how features are computed while fitting."""
 
     device: torch.device
-    precision: str = "fp32"  # or "bf16", of the network
+    precision: Precision = "fp32"  # or "bf16", of the network
     batch_images: int = 256  # maximum batch size
 
     @property

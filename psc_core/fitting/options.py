@@ -13,7 +13,7 @@ from psc_core.compute.device import resolve_device
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute
 from psc_core.errors import UsageError
-from psc_core.model.pipeline import PRECISIONS
+from psc_core.precision import PRECISIONS
 
 
 @dataclass(frozen=True)

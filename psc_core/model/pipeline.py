@@ -31,9 +31,8 @@ from psc_core.images.preprocess import Inputs, Pixels, Preprocess, standardise
 from psc_core.model.outputs import pack
 from psc_core.network.backbone import Backbone, FeaturesAndLogits
 from psc_core.network.onnx import OnnxBackbone
+from psc_core.precision import Precision
 from psc_core.projection.module import Projection
-
-PRECISIONS = ("fp32", "bf16")
 
 
 class Embedding(NamedTuple):
@@ -94,7 +93,7 @@ class Scorer(nn.Module):
         projection: Projection,
         density: Density,
         head: Head | None,
-        precision: str = "fp32",
+        precision: Precision = "fp32",
         texture: Density | None = None,
     ) -> None:
         super().__init__()

@@ -21,6 +21,7 @@ from psc_core.network.cut import HookedNetwork, HookPlan, cut_graph, plan_stop
 from psc_core.network.fuse import fuse, images_format
 from psc_core.network.layout import INPUT, Layout, canonical, layout_of
 from psc_core.network.load import RECIPE, Recipe, bounded_size, load_network, load_weights, recipe_of
+from psc_core.precision import Precision
 
 FeatureStep = Callable[[Tensor], list[Tensor]]
 
@@ -73,7 +74,7 @@ class Backbone(nn.Module):
             features.append(canonical(output, kind))
         return features, outputs[-1] if self.keep_output else None
 
-    def fused(self, precision: str) -> Backbone:
+    def fused(self, precision: Precision) -> Backbone:
         """A faster copy (:func:`psc_core.network.fuse.fuse`) with the same features up to rounding; not for storing."""
         return Backbone(fuse(self.body, precision=precision), self.cut, images_format(self.body, precision))
 
@@ -195,7 +196,7 @@ def rebuild_backbone(
     return backbone
 
 
-def feature_step(backbone: Backbone, precision: str | None = None) -> FeatureStep:
+def feature_step(backbone: Backbone, precision: Precision | None = None) -> FeatureStep:
     """A function of images that returns the features of ``backbone`` without logits.
 
     With a ``precision`` the network is fused for it, as in serving; as it is, it is as fast if every layer is wanted.

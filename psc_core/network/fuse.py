@@ -19,9 +19,10 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from psc_core.network.cut import shared_copy
+from psc_core.precision import Precision
 
 
-def fuse(body: nn.Module, *, precision: str) -> nn.Module:
+def fuse(body: nn.Module, *, precision: Precision) -> nn.Module:
     """A copy of ``body`` with fewer and faster operations, for the device that its weights are on.
 
     Only a traced network, in evaluation mode, can be rewritten; any other is returned as it is.  ``precision`` is
@@ -39,7 +40,7 @@ def fuse(body: nn.Module, *, precision: str) -> nn.Module:
     return twin
 
 
-def images_format(body: nn.Module, precision: str) -> torch.memory_format:
+def images_format(body: nn.Module, precision: Precision) -> torch.memory_format:
     """The memory format of images for the network that :func:`fuse` makes of ``body``.
 
     oneDNN's kernels and CUDA's tensor cores read channels-last; float32 on CUDA does not use tensor cores.

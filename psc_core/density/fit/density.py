@@ -78,7 +78,7 @@ def fit_density(
     counts = check_features(z, labels, num_classes=num_classes, class_names=class_names, minimum=2, images=images)
     observed = counts if images is None else images_of_classes(images, labels, num_classes)
     n_images = len(z) if images is None else int(images.bincount().count_nonzero())
-    z, precision = as_matrix(z), z.dtype
+    z, feature_dtype = as_matrix(z), z.dtype
     if family.unit_length:
         z = z.map(lambda part: functional.normalize(part.double()), z.shape[1], torch.float64)
     classwise = issubclass(family, ClasswiseDensity)
@@ -87,7 +87,7 @@ def fit_density(
         limit = min(limit, math.isqrt(WHITENER_ELEMENTS // num_classes))
     limit = min(limit, family.maximum_components or limit)
     projection = fit_pca(
-        z, kept=pca, limit=max(1, limit), minimum_variance=family.minimum_variance, precision=precision
+        z, kept=pca, limit=max(1, limit), minimum_variance=family.minimum_variance, feature_dtype=feature_dtype
     )
 
     members = torch.split(labels.argsort(stable=True), counts.tolist())

@@ -57,7 +57,7 @@ def fit_pca(
     kept: int | None,
     limit: int,
     minimum_variance: float | None = None,
-    precision: torch.dtype | None = None,
+    feature_dtype: torch.dtype | None = None,
 ) -> PCA:
     """Fit the projection.
 
@@ -66,7 +66,7 @@ def fit_pca(
         kept: Number of components; ``None`` chooses by the rule of this module.
         limit: Maximum for the automatic choice.
         minimum_variance: Relative to the largest; the automatic choice keeps what is above it instead of 99 %.
-        precision: Type that the features were computed in; by default that of ``z``.
+        feature_dtype: Type that the features were computed in; by default that of ``z``.
 
     Raises:
         FitError: All features are equal, or ``kept`` is not between 1 and the rank.
@@ -74,7 +74,7 @@ def fit_pca(
     mean = linalg.mean_of_rows(z)
     covariance = linalg.scatter_about(z, mean) / max(1, len(z) - 1)
     values, vectors = linalg.eigh(covariance)
-    rounding = torch.finfo(precision or z.dtype).eps * (mean.abs() @ vectors.abs())
+    rounding = torch.finfo(feature_dtype or z.dtype).eps * (mean.abs() @ vectors.abs())
     significant = values > torch.maximum(RANK_TOLERANCE * values[0], rounding.square())
     rank = int(significant.long().cumprod(0).sum())
     if rank == 0:

@@ -22,10 +22,10 @@ class Kfac(NamedTuple):
     output_values: Float[Tensor, " classes"]
     output_vectors: Float[Tensor, "classes classes"]
 
-    def spectra(self, precision: float) -> tuple[Float[Tensor, "dim classes"], Float[Tensor, " classes"]]:
+    def spectra(self, prior_precision: float) -> tuple[Float[Tensor, "dim classes"], Float[Tensor, " classes"]]:
         """``1 / (λ_Ai λ_Bj + τ)`` and ``1 / (λ_Bj + τ)``."""
-        weights = torch.outer(self.input_values, self.output_values) + precision
-        return weights.reciprocal(), (self.output_values + precision).reciprocal()
+        weights = torch.outer(self.input_values, self.output_values) + prior_precision
+        return weights.reciprocal(), (self.output_values + prior_precision).reciprocal()
 
 
 def fit_kfac(

@@ -19,9 +19,12 @@ def fit_laplace(data: HeadData) -> LaplaceHead:
     softmax = choose_softmax(data.train, data.train_labels, data.val, data.val_labels, num_classes=data.num_classes)
     kfac = fit_kfac(softmax.weight, softmax.bias, data.train, data.weights)
     choice = choose_posterior(
-        softmax.logits(data.val), logit_variance(kfac, data.val), data.val_labels, precision=softmax.precision
+        softmax.logits(data.val),
+        logit_variance(kfac, data.val),
+        data.val_labels,
+        prior_precision=softmax.prior_precision,
     )
-    weight_spectrum, bias_spectrum = (part / choice.temperature**2 for part in kfac.spectra(choice.precision))
+    weight_spectrum, bias_spectrum = (part / choice.temperature**2 for part in kfac.spectra(choice.prior_precision))
     return LaplaceHead(
         {
             **data.standardisation._asdict(),
@@ -33,9 +36,9 @@ def fit_laplace(data: HeadData) -> LaplaceHead:
             "bias_spectrum": bias_spectrum,
         },
         record={
-            "map_precision": softmax.precision,
+            "map_precision": softmax.prior_precision,
             "map_val_nll": softmax.val_nll,
-            "prior_precision": choice.precision,
+            "prior_precision": choice.prior_precision,
             "temperature": choice.temperature,
             "val_nll": choice.val_nll,
         },
@@ -47,8 +50,8 @@ def logit_variance(kfac: Kfac, val: Float[Tensor, "m dim"]) -> Callable[[float],
     inputs = (val @ kfac.input_vectors.to(val.dtype)).square()
     outputs = kfac.output_vectors.to(val.dtype).square().T
 
-    def variance_with(precision: float) -> Tensor:
-        weights, biases = (part.to(val.dtype) for part in kfac.spectra(precision))
+    def variance_with(prior_precision: float) -> Tensor:
+        weights, biases = (part.to(val.dtype) for part in kfac.spectra(prior_precision))
         return (inputs @ weights + biases) @ outputs
 
     return variance_with

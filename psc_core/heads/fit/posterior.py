@@ -39,7 +39,7 @@ MAXIMUM_COST: Final = 1e-3
 class Choice(NamedTuple):
     """The chosen posterior."""
 
-    precision: float  # τ of its prior
+    prior_precision: float  # τ of its prior
     temperature: float  # T that the logits are divided by
     val_nll: float  # mean validation NLL with both, nats
 
@@ -61,22 +61,22 @@ def choose_posterior(
     variance_with: Callable[[float], Float[Tensor, "m #classes"]],
     labels: Int[Tensor, " m"],
     *,
-    precision: float,
+    prior_precision: float,
 ) -> Choice:
-    """The smallest of ``precision`` × :data:`STRONGER`, each with its own temperature, that costs little NLL.
+    """The smallest of ``prior_precision`` × :data:`STRONGER`, each with its own temperature, that costs little NLL.
 
     Args:
         mean: μ of each validation example.
         variance_with: s² of each for a given τ, of all classes or of each.
         labels: Class index of each.
-        precision: τ that the weights were fitted with.
+        prior_precision: τ that the weights were fitted with.
     """
     found = []
     for factor in STRONGER:
-        variance = variance_with(factor * precision)
+        variance = variance_with(factor * prior_precision)
         temperature = choose_temperature(mean, variance, labels)
         val_nll = nll(tempered(mean, variance, temperature), labels).mean().item()
-        found.append(Choice(factor * precision, temperature, val_nll))
+        found.append(Choice(factor * prior_precision, temperature, val_nll))
     limit = min(choice.val_nll for choice in found) + MAXIMUM_COST
     return next(choice for choice in found if choice.val_nll <= limit)
 

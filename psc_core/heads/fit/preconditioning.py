@@ -78,7 +78,7 @@ Variables = KroneckerVariables | ExactVariables
 
 
 def variables_at(
-    theta: Float[Tensor, "classes columns"], features: Float[Tensor, "n dim"] | FeatureMatrix, *, precision: float
+    theta: Float[Tensor, "classes columns"], features: Float[Tensor, "n dim"] | FeatureMatrix, *, prior_precision: float
 ) -> Variables:
     """V for a fit that starts at ``theta``, float64: of the exact curvature where it is worth its cost."""
     n = len(features)
@@ -87,8 +87,8 @@ def variables_at(
     offset = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sample = as_matrix(features).take(((torch.arange(count) + offset) * (n / count)).long().to(features.device))
     if theta.numel() <= EXACT_WEIGHTS and n >= EXACT_REPEATS * count:
-        return ExactVariables(curvature_root(theta, sample, precision / n))
-    return kronecker_variables(theta, sample, precision / n)
+        return ExactVariables(curvature_root(theta, sample, prior_precision / n))
+    return kronecker_variables(theta, sample, prior_precision / n)
 
 
 def augmented_blocks(

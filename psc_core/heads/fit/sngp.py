@@ -47,7 +47,10 @@ def fit_sngp(data: HeadData) -> SngpHead:
 
     covariance = linalg.eigh(information_matrix(psi, softmax, data.weights))
     choice = choose_posterior(
-        softmax.logits(psi_val), logit_variance(psi_val, covariance), data.val_labels, precision=softmax.precision
+        softmax.logits(psi_val),
+        logit_variance(psi_val, covariance),
+        data.val_labels,
+        prior_precision=softmax.prior_precision,
     )
     return SngpHead(
         {
@@ -57,13 +60,13 @@ def fit_sngp(data: HeadData) -> SngpHead:
             "weight": softmax.weight / choice.temperature,
             "bias": softmax.bias / choice.temperature,
             "covariance_root": covariance.vectors
-            * ((covariance.values + choice.precision).rsqrt() / choice.temperature),
+            * ((covariance.values + choice.prior_precision).rsqrt() / choice.temperature),
         },
         record={
             "length_scale": length_scale,
-            "map_precision": softmax.precision,
+            "map_precision": softmax.prior_precision,
             "map_val_nll": softmax.val_nll,
-            "prior_precision": choice.precision,
+            "prior_precision": choice.prior_precision,
             "temperature": choice.temperature,
             "val_nll": choice.val_nll,
         },
@@ -103,7 +106,7 @@ def logit_variance(psi: Float[Tensor, "m features"], covariance: linalg.Eigen) -
     """s² of the validation examples, (m, 1), as a function of τ."""
     squares = (psi @ covariance.vectors.to(psi.dtype)).square()
 
-    def variance_with(precision: float) -> Tensor:
-        return (squares @ (covariance.values + precision).reciprocal().to(psi.dtype))[:, None]
+    def variance_with(prior_precision: float) -> Tensor:
+        return (squares @ (covariance.values + prior_precision).reciprocal().to(psi.dtype))[:, None]
 
     return variance_with

@@ -27,7 +27,7 @@ from psc_core.heads.fit.posterior import nll
 from psc_core.heads.fit.preconditioning import variables_at
 from psc_core.numerics.matrix import FeatureMatrix, blocks
 
-PRECISIONS: Final = (1e4, 1e3, 1e2, 1e1, 1e0, 1e-1, 1e-2)
+PRIOR_PRECISIONS: Final = (1e4, 1e3, 1e2, 1e1, 1e0, 1e-1, 1e-2)
 """Prior precisions tried, strong to weak, for features of unit variance."""
 
 ITERATIONS: Final = 200
@@ -48,7 +48,7 @@ class SoftmaxFit(NamedTuple):
 
     weight: Float[Tensor, "classes dim"]
     bias: Float[Tensor, " classes"]
-    precision: float  # τ of the prior
+    prior_precision: float  # τ of the prior
     val_nll: float  # mean validation NLL, nats
 
     def logits(self, features: Float[Tensor, "m dim"]) -> Float[Tensor, "m classes"]:
@@ -69,28 +69,30 @@ def choose_softmax(
     num_classes: int,
     finish: bool = True,
 ) -> SoftmaxFit:
-    """The best fit along :data:`PRECISIONS`, which ends where the validation NLL gets worse; finished if ``finish``."""
+    """The best fit along :data:`PRIOR_PRECISIONS`, until the validation NLL gets worse; finished if ``finish``."""
 
-    def fit(precision: float, start: Tensor, tolerance: float) -> SoftmaxFit:
-        weight, bias = fit_softmax(train, train_labels, precision=precision, start=start, tolerance=tolerance)
+    def fit(prior_precision: float, start: Tensor, tolerance: float) -> SoftmaxFit:
+        weight, bias = fit_softmax(
+            train, train_labels, prior_precision=prior_precision, start=start, tolerance=tolerance
+        )
         logits = functional.linear(val, weight.to(val.dtype), bias.to(val.dtype))
-        return SoftmaxFit(weight, bias, precision, nll(logits, val_labels).mean().item())
+        return SoftmaxFit(weight, bias, prior_precision, nll(logits, val_labels).mean().item())
 
     theta = torch.zeros(num_classes, train.shape[1] + 1, dtype=torch.float64, device=train.device)
-    best = fit(PRECISIONS[0], theta, PATH_TOLERANCE)
-    for precision in PRECISIONS[1:]:
-        weaker = fit(precision, best.theta(), PATH_TOLERANCE)
+    best = fit(PRIOR_PRECISIONS[0], theta, PATH_TOLERANCE)
+    for prior_precision in PRIOR_PRECISIONS[1:]:
+        weaker = fit(prior_precision, best.theta(), PATH_TOLERANCE)
         if weaker.val_nll > best.val_nll:
             break
         best = weaker
-    return fit(best.precision, best.theta(), TOLERANCE) if finish else best
+    return fit(best.prior_precision, best.theta(), TOLERANCE) if finish else best
 
 
 def fit_softmax(
     features: Float[Tensor, "n dim"] | FeatureMatrix,
     labels: Int[Tensor, " n"],
     *,
-    precision: float,
+    prior_precision: float,
     start: Float[Tensor, "classes columns"],
     tolerance: float = TOLERANCE,
 ) -> tuple[Float[Tensor, "classes dim"], Float[Tensor, " classes"]]:
@@ -99,11 +101,11 @@ def fit_softmax(
     Args:
         features: φ.
         labels: Class index of each labelled example.
-        precision: τ; must be positive, or the minimum may be at infinity.
+        prior_precision: τ; must be positive, or the minimum may be at infinity.
         start: Initial ``[W b]``, one column more than ``features``.
         tolerance: Largest gradient entry, in V, that ends the iterations.
     """
-    variables = variables_at(start, features, precision=precision)
+    variables = variables_at(start, features, prior_precision=prior_precision)
     v = variables.of(start).requires_grad_()
     optimiser = torch.optim.LBFGS(
         [v],
@@ -115,7 +117,7 @@ def fit_softmax(
     )
 
     def closure() -> Tensor:
-        loss, gradient = objective(variables.theta(v.detach()), features, labels, precision=precision)
+        loss, gradient = objective(variables.theta(v.detach()), features, labels, prior_precision=prior_precision)
         v.grad = variables.gradient(gradient)
         return loss
 
@@ -129,12 +131,12 @@ def objective(
     features: Float[Tensor, "n dim"] | FeatureMatrix,
     labels: Int[Tensor, " n"],
     *,
-    precision: float,
+    prior_precision: float,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "classes columns"]]:
     """The module's objective divided by n, and its gradient ``[Σ (p − e_y) φᵀ, Σ (p − e_y)] + τ θ``."""
     weight, bias = theta[:, :-1], theta[:, -1]
-    loss = 0.5 * precision * theta.square().sum()
-    gradient = precision * theta
+    loss = 0.5 * prior_precision * theta.square().sum()
+    gradient = prior_precision * theta
     for chunk, block in blocks(features, columns=features.shape[1] + len(theta)):
         phi, targets = block.to(theta.dtype), labels[chunk, None]
         log_probabilities = functional.linear(phi, weight, bias).log_softmax(dim=1)

@@ -27,7 +27,7 @@ def test_seed_reaches_the_head(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sngp, "FEATURES", 8)
-    monkeypatch.setattr(softmax, "PRECISIONS", (1.0,))
+    monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (1.0,))
     candidate = Candidate(("4",), "")
     one, two = (
         fit_psc(

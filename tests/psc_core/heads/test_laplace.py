@@ -106,7 +106,7 @@ def test_mutual_information_matches_samples(dim: int, classes: int) -> None:
 
 def test_memory_with_a_thousand_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(softmax, "ITERATIONS", 2)
-    monkeypatch.setattr(softmax, "PRECISIONS", (1.0,))
+    monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (1.0,))
     monkeypatch.setattr(posterior, "STRONGER", (1.0,))
     dim, classes, examples = 2048, 1000, 1000
     z, labels = images(examples, dim, classes)

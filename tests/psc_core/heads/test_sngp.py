@@ -45,7 +45,7 @@ def test_variance_matches_the_dense_posterior() -> None:
 @pytest.mark.parametrize("stripes", [2, 4, 8])
 @pytest.mark.parametrize("seed", range(3))
 def test_length_scale_matches_search(stripes: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(softmax, "PRECISIONS", (0.1,))
+    monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (0.1,))
     random = torch.Generator().manual_seed(seed)
     z = torch.rand(60, 2, generator=random)
     z[1] = z[0]  # a distance of zero does not count
@@ -62,7 +62,7 @@ def test_length_scale_matches_search(stripes: int, seed: int, monkeypatch: pytes
 
 
 def test_striped_classes_shorten_the_length_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(softmax, "PRECISIONS", (0.1,))
+    monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (0.1,))
     z = torch.rand(200, 1, generator=torch.Generator().manual_seed(0))
     labels = (z[:, 0] * 6).long() % 2
     head = fit_head(z, labels, z, labels, num_classes=2, kind="sngp")

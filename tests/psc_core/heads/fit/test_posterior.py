@@ -28,13 +28,13 @@ def test_keeps_the_prior_of_the_weights_unless_it_costs() -> None:
     """A variance that all images share is undone by T; one that strikes at random is not, and a stronger prior is."""
     logits, labels = drawn(4000)
     alike = torch.ones(4000, 1).double()
-    kept = choose_posterior(logits, lambda precision: alike / precision, labels, precision=0.5)
-    assert kept.precision == 0.5
+    kept = choose_posterior(logits, lambda tau: alike / tau, labels, prior_precision=0.5)
+    assert kept.prior_precision == 0.5
     assert kept.temperature < 1
     unequal = torch.rand(4000, 1, generator=torch.Generator().manual_seed(1)).double() ** 4
-    stronger = choose_posterior(logits, lambda precision: 100 * unequal / precision, labels, precision=0.5)
-    assert stronger.precision > 0.5
-    narrow = choose_posterior(logits, lambda precision: 100 * unequal / precision, labels, precision=1e7)
+    stronger = choose_posterior(logits, lambda tau: 100 * unequal / tau, labels, prior_precision=0.5)
+    assert stronger.prior_precision > 0.5
+    narrow = choose_posterior(logits, lambda tau: 100 * unequal / tau, labels, prior_precision=1e7)
     assert narrow[:2] == (1e7, 1.0)
     assert stronger.val_nll <= narrow.val_nll + 1.1 * MAXIMUM_COST
 
@@ -63,7 +63,7 @@ def test_keeps_temperature_one_within_its_error() -> None:
 @pytest.mark.parametrize("kind", ["laplace", "sngp"])
 def test_temperature_undoes_shrunk_weights(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that a strong prior keeps far too small are served larger."""
-    monkeypatch.setattr(softmax, "PRECISIONS", (1e3,))
+    monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (1e3,))
     monkeypatch.setattr(posterior, "STRONGER", (1e3,))
     head = fit(kind)
     assert head.record["temperature"] < 0.6
@@ -75,7 +75,7 @@ def test_temperature_undoes_shrunk_weights(kind: str, monkeypatch: pytest.Monkey
 
 def test_mutual_information_is_that_of_the_served_posterior(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are drawn from the posterior, their logits divided by T: mean and mutual information are the head's."""
-    monkeypatch.setattr(softmax, "PRECISIONS", (1e3,))
+    monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (1e3,))
     z, _ = images(100, 6, 3, seed=7)
     head = fit(n=3000)
     assert isinstance(head, LaplaceHead)
@@ -102,10 +102,10 @@ def test_choice_matches_search(n: int, seed: int, spread: float, by_class: bool)
     widths = torch.rand(n, 3 if by_class else 1, generator=random, dtype=torch.float64) ** 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(posterior, "STRONGER", (1.0, 10.0, 1000.0))
-        choice = choose_posterior(mean, lambda precision: widths / precision, labels, precision=0.02)
+        choice = choose_posterior(mean, lambda tau: widths / tau, labels, prior_precision=0.02)
     variances = {0.02 * factor: widths / (0.02 * factor) for factor in (1.0, 10.0, 1000.0)}
     precision, temperature = naive.choose_posterior(mean, variances, labels, MAXIMUM_COST)
-    assert choice.precision == precision
+    assert choice.prior_precision == precision
     assert choice.temperature == pytest.approx(temperature, rel=1e-3)
     loss = naive.tempered_loss(mean, variances[precision], choice.temperature, labels)
     assert choice.val_nll == pytest.approx(loss, rel=1e-9)
