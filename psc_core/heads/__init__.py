@@ -13,12 +13,12 @@ from typing import Any, Final
 from torch import Tensor
 
 from psc_core.bundle.module import restore
-from psc_core.heads.base import Head, HeadOutput, Split, entropy
+from psc_core.heads.base import Head, HeadOutput, UncertaintyDecomposition, entropy
 from psc_core.heads.duq import DuqHead
 from psc_core.heads.laplace import LaplaceHead
 from psc_core.heads.sngp import SngpHead
 
-__all__ = ["HEADS", "Head", "HeadOutput", "LaplaceHead", "Split", "entropy", "restore_head"]
+__all__ = ["HEADS", "Head", "HeadOutput", "LaplaceHead", "UncertaintyDecomposition", "entropy", "restore_head"]
 
 HEADS: Final[Mapping[str, type[Head]]] = {head.kind: head for head in (LaplaceHead, SngpHead, DuqHead)}
 """Heads by kind."""

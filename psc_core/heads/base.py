@@ -23,7 +23,7 @@ class HeadOutput(NamedTuple):
     epistemic: Float[Tensor, " batch"]  # what more training data would remove, in the head's own epistemic_unit
 
 
-class Split(NamedTuple):
+class UncertaintyDecomposition(NamedTuple):
     """The two parts of the predictive uncertainty."""
 
     aleatoric: Float[Tensor, " batch"]  # ambiguity of the image itself, nats
@@ -47,10 +47,10 @@ class Head(Fitted):
         """Probabilities and epistemic uncertainty of a batch of feature vectors."""
         raise NotImplementedError
 
-    def split(self, z: Float[Tensor, "batch dim"]) -> Split:
+    def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
         """Aleatoric (here the entropy of the probabilities) and epistemic uncertainty of a batch of feature vectors."""
         probabilities, epistemic = self(z)
-        return Split(entropy(probabilities), epistemic)
+        return UncertaintyDecomposition(entropy(probabilities), epistemic)
 
 
 def entropy(probabilities: Float[Tensor, "*batch classes"]) -> Float[Tensor, "*batch"]:

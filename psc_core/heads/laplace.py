@@ -44,7 +44,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.heads.base import Head, HeadOutput, Split, entropy
+from psc_core.heads.base import Head, HeadOutput, UncertaintyDecomposition, entropy
 
 
 class LaplaceHead(Head):
@@ -124,7 +124,7 @@ class LaplaceHead(Head):
         probabilities, total, fraction = self.posterior(z)
         return HeadOutput(probabilities, torch.addcmul(total, total, fraction, value=-1.0))
 
-    def split(self, z: Float[Tensor, "batch dim"]) -> Split:
+    def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
         """Both in nats; their sum is H of the module's text."""
         _, total, fraction = self.posterior(z)
-        return Split(total * fraction, torch.addcmul(total, total, fraction, value=-1.0))
+        return UncertaintyDecomposition(total * fraction, torch.addcmul(total, total, fraction, value=-1.0))

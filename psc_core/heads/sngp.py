@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.heads.base import Head, HeadOutput, Split, entropy
+from psc_core.heads.base import Head, HeadOutput, UncertaintyDecomposition, entropy
 
 
 class SngpHead(Head):
@@ -59,10 +59,10 @@ class SngpHead(Head):
         mean, variance = self.logits(z)
         return HeadOutput(mean_field(mean, variance).softmax(dim=1), variance)
 
-    def split(self, z: Float[Tensor, "batch dim"]) -> Split:
+    def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
         """Entropy at the mean weights (nats) and logit variance."""
         mean, variance = self.logits(z)
-        return Split(entropy(mean.softmax(dim=1)), variance)
+        return UncertaintyDecomposition(entropy(mean.softmax(dim=1)), variance)
 
 
 def random_features(

@@ -156,7 +156,7 @@ class Scorer(nn.Module):
         """Distances to all classes, the nearest class, whitened deviations, and how the head splits the entropy."""
         explanation = dict(self.density.explain(embedding.read)._asdict())
         if self.head is not None:
-            explanation.update(self.head.split(embedding.z)._asdict())
+            explanation.update(self.head.decompose(embedding.z)._asdict())
         return explanation
 
 

@@ -28,7 +28,7 @@ def test_predictions(kind: str, scale: float) -> None:
     assert head.record["val_nll"] < 0.6
     noise = 20 * scale * torch.randn(400, 6, generator=torch.Generator().manual_seed(2))
     assert head(noise).epistemic.mean() > output.epistemic.mean()
-    aleatoric, epistemic = head.split(z)
+    aleatoric, epistemic = head.decompose(z)
     torch.testing.assert_close(epistemic, output.epistemic)
     assert ((aleatoric >= -1e-6) & (aleatoric <= math.log(3) + 1e-5)).all()
     assert head.epistemic_unit

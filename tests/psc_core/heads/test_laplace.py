@@ -95,12 +95,12 @@ def test_mutual_information_matches_samples(dim: int, classes: int) -> None:
     assert isinstance(head, LaplaceHead)
     probabilities, expected = naive.sampled(head, z, 2000, seed=0)
     information = entropy(probabilities) - expected
-    aleatoric, epistemic = head.split(z)
+    aleatoric, epistemic = head.decompose(z)
     assert torch.equal(epistemic, head(z).epistemic)
     torch.testing.assert_close(epistemic.double(), information, rtol=0.1, atol=1.5e-3)
     torch.testing.assert_close(aleatoric.double(), expected, rtol=0.1, atol=0.02)
     assert epistemic.mean().item() == pytest.approx(information.mean().item(), rel=0.03)
-    far = head.split(1000 * z)
+    far = head.decompose(1000 * z)
     assert ((far.epistemic >= 0) & (far.aleatoric >= 0) & (far.epistemic <= math.log(classes))).all()
 
 
