@@ -131,7 +131,7 @@ class ModelStarter:
         except UsageError as error:
             raise BundleError(f"model {name!r}: {error}") from error
         drift = DriftMonitor(
-            len(model.calibration.scores),
+            len(model.calibration.ood_scores),
             policy.alpha,
             false_alarm_probability=settings.drift_false_alarm / settings.drift_monitors,
             window=settings.drift_window,

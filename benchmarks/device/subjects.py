@@ -92,7 +92,7 @@ class Subject:
         if self.shipped:
             psc = PSC.load(BUNDLE, device=device)
             scorer = psc.pipeline.scorer
-            return psc.backbone, (scorer.projection, scorer.density, scorer.head), psc.calibration.scores
+            return psc.backbone, (scorer.projection, scorer.density, scorer.head), psc.calibration.ood_scores
         example = self.preprocess.standardise(torch.zeros(1, 3, self.size, self.size, dtype=torch.uint8))
         channels, positions = next(
             layer.shape for layer in list_layers(net, example, granularity="all") if layer.name == self.layer

@@ -17,7 +17,7 @@ All comparisons are between float32 scores as they were produced, without roundi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -41,14 +41,14 @@ class Thresholds:
 class Calibration:
     """Scores of n calibration images, float32, each sorted for itself."""
 
-    scores: Float[Tensor, " n"]  # OOD scores, ascending, nats
+    ood_scores: Float[Tensor, " n"]  # OOD scores, ascending, nats
     entropies: Float[Tensor, " n"]  # predictive entropies, ascending, nats
     label_probabilities: Float[Tensor, " n"]  # of the true label, ascending
     labels: Int[Tensor, " n"]  # the true label of each entry of label_probabilities
     num_classes: int  # K
 
     def __len__(self) -> int:
-        return len(self.scores)
+        return len(self.ood_scores)
 
     def thresholds(self, policy: Policy) -> Thresholds:
         """What a policy means here.
@@ -70,7 +70,7 @@ class Calibration:
         """
         check_rates(len(self), alpha=alpha)
         rank = ood_rank(alpha, len(self))
-        return self.scores[len(self) - min(rank, len(self))].item()  # alpha within rounding of 1 gives rank n + 1
+        return self.ood_scores[len(self) - min(rank, len(self))].item()  # alpha within rounding of 1 gives rank n + 1
 
     def set_threshold(self, coverage: float) -> float:
         """The smallest probability with which a class is in a prediction set (:mod:`psc_core.model.decision`).
@@ -84,8 +84,13 @@ class Calibration:
 
     def tensors(self) -> dict[str, Tensor]:
         """The scores by name, for a safetensors file; OOD scores negated, so that those of a density are log p(z)."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)} | {"scores": -self.scores.flip(0)}
-        return named | {"num_classes": torch.tensor(self.num_classes)}
+        return {
+            "scores": -self.ood_scores.flip(0),
+            "entropies": self.entropies,
+            "label_probabilities": self.label_probabilities,
+            "labels": self.labels,
+            "num_classes": torch.tensor(self.num_classes),
+        }
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
@@ -94,7 +99,7 @@ class Calibration:
         Raises:
             BundleError: A tensor is missing, has another type or length, or its scores do not ascend or are not finite.
         """
-        expected = {field.name for field in fields(cls)}
+        expected = {"scores", "entropies", "label_probabilities", "labels", "num_classes"}
         if set(tensors) != expected:
             raise BundleError(f"expected calibration tensors {sorted(expected)}, got {sorted(tensors)}")
         scores = [tensors[name] for name in ("scores", "entropies", "label_probabilities")]

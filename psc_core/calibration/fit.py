@@ -48,7 +48,7 @@ def fit_calibration(
             )
     order = given.argsort(stable=True)
     return Calibration(
-        scores=ood_score.float().sort().values,
+        ood_scores=ood_score.float().sort().values,
         entropies=entropy.float().sort().values,
         label_probabilities=given[order],
         labels=labels[order],

@@ -182,7 +182,7 @@ class _Measurement:
         self.compute = compute
         self.reducer = reducer
         self.sums: dict[str, _LayerSums] = {}
-        self.scores = torch.empty(0)
+        self.distances = torch.empty(0)
 
     @torch.inference_mode()
     def add_scatter(self, backbone: Backbone, group: Sequence[_ColumnRange], label: str) -> list[Tensor]:
@@ -228,13 +228,13 @@ class _Measurement:
             image_index, labels = batch.image_index.to(device), batch.labels.to(device)
             own = self.own_examples[seen_examples : (seen_examples := seen_examples + len(labels))]
             for i, (part, columns) in enumerate(zip(group, features, strict=True)):
-                scores = centroids[i].scores(columns)
-                if part.start > 0 or not part.is_last:  # scores of column ranges add up
+                distances = centroids[i].distances(columns)
+                if part.start > 0 or not part.is_last:  # distances of column ranges add up
                     if part.start == 0 and where.start == 0:
-                        self.scores = torch.zeros(len(self.val), scores.shape[1], dtype=scores.dtype)
-                    scores = self.scores[where].add_(scores.cpu())
+                        self.distances = torch.zeros(len(self.val), distances.shape[1], dtype=distances.dtype)
+                    distances = self.distances[where].add_(distances.cpu())
                 if part.is_last:
-                    correct[i, own] = (scores.argmin(1).to(device)[image_index] == labels).to(correct.dtype)
+                    correct[i, own] = (distances.argmin(1).to(device)[image_index] == labels).to(correct.dtype)
         for part, row in zip(group, self.reducer.sum_(correct).cpu().numpy(), strict=True):
             if part.is_last:
                 self.sums[part.layer.name].correct = np.packbits(row)

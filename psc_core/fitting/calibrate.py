@@ -73,7 +73,7 @@ def calibrate(
     }
     if threshold is None:
         threshold = unreachable_entropy(calibration.num_classes)
-    pipeline = Pipeline(scorer, calibration.scores, weight, fitted_gates)
+    pipeline = Pipeline(scorer, calibration.ood_scores, weight, fitted_gates)
     return Calibrated(pipeline, calibration, threshold, metrics)
 
 

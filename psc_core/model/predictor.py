@@ -186,7 +186,7 @@ class PSC:
         ).to(target)
         weight = manifest.calibration.entropy_weight
         psc = cls(
-            pipeline=Pipeline(scorer, parts.calibration.scores, weight, parts.gates),
+            pipeline=Pipeline(scorer, parts.calibration.ood_scores, weight, parts.gates),
             backbone=parts.backbone,
             preprocess=manifest.preprocess,
             classes=manifest.classes,

@@ -159,7 +159,7 @@ class Centroids:
     """Distances to class means: ‖h − μ_c‖² − ‖h − μ_G‖², float64, smallest for the nearest class mean.
 
     Both are centred on μ_G first, x = h − μ_G and m_c = μ_c − μ_G, so that ‖m_c‖² − 2 x·m_c has no large terms that
-    cancel.  Scores of column ranges add up.
+    cancel.  Distances of column ranges add up.
 
     Args:
         means: ``float64 (classes, dim)``; modified in place.
@@ -172,12 +172,12 @@ class Centroids:
         for columns in _columns(means.shape[1], len(means), means.device):
             self.offsets += means[:, columns].square().sum(1)
 
-    def scores(self, features: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch classes"]:
-        """Score of every image and class."""
-        scores = self.offsets.repeat(len(features), 1)
+    def distances(self, features: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch classes"]:
+        """Distance of every image to every class mean."""
+        distances = self.offsets.repeat(len(features), 1)
         for columns in _columns(features.shape[1], max(1, len(features)), features.device):
-            scores.addmm_(features[:, columns] - self.centre[columns], self.directions[:, columns].T, alpha=-2.0)
-        return scores
+            distances.addmm_(features[:, columns] - self.centre[columns], self.directions[:, columns].T, alpha=-2.0)
+        return distances
 
 
 def _sum_of_squares(x: Tensor, *, by_column: bool) -> Tensor:

@@ -123,7 +123,7 @@ class FakeModel:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     calibration: Calibration = field(
         default_factory=lambda: Calibration(
-            scores=torch.linspace(-5.0, 0.0, 99),
+            ood_scores=torch.linspace(-5.0, 0.0, 99),
             entropies=torch.linspace(0.0, 1.0, 99),
             label_probabilities=torch.linspace(0.5, 1.0, 99),
             labels=torch.arange(99) % 3,

@@ -34,7 +34,7 @@ async def named_model(request: Request, name: str) -> ModelDocument:
 def model_document(served: ServedModel, names: tuple[str, ...]) -> ModelDocument:
     """The document of one served model."""
     model = served.model
-    scores = model.calibration.scores.cpu().numpy().astype(np.float64)
+    scores = model.calibration.ood_scores.cpu().numpy().astype(np.float64)
     counts, edges = np.histogram(scores, bins=_BINS)
     return ModelDocument(
         name=served.name,

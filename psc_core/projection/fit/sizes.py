@@ -71,7 +71,7 @@ def measure_sizes(
     scaled_hits = torch.zeros((), dtype=torch.int64, device=device)
     within = between = level = 0.0
     order = stable_order(train.first_labels())
-    scores = torch.zeros(len(selection) if len(ranges) > 1 else 0, classes, dtype=torch.float64)
+    distances = torch.zeros(len(selection) if len(ranges) > 1 else 0, classes, dtype=torch.float64)
     for columns in ranges:
         first, last = columns.start == 0, columns.stop == width
         scaled = ClassScatter(classes, columns.stop - columns.start, device)
@@ -92,10 +92,10 @@ def measure_sizes(
         for features, batch in passes(selection, compute, "sizes", step):
             labels, image_index = batch.labels.to(device), batch.image_index.to(device)
             x = largest.scaled(features)
-            here = centroids.scores(x.flatten(1)[:, columns])
+            here = centroids.distances(x.flatten(1)[:, columns])
             if len(ranges) > 1:
                 at = slice(seen, seen := seen + len(here))
-                here = scores[at].add_(here.cpu()).to(device)
+                here = distances[at].add_(here.cpu()).to(device)
             if last:
                 scaled_hits += (here.argmin(1)[image_index] == labels).sum()
             if first:

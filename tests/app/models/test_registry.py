@@ -141,7 +141,7 @@ async def test_too_few_calibration_images_for_the_settings() -> None:
         part = slice(0, 9)
         few.calibration = replace(
             few.calibration,
-            scores=few.calibration.scores[part],
+            ood_scores=few.calibration.ood_scores[part],
             entropies=few.calibration.entropies[part],
             label_probabilities=few.calibration.label_probabilities[part],
             labels=few.calibration.labels[part],

@@ -20,7 +20,7 @@ from tests.reference import calibration as naive
 
 @given(SCORES, SCORES)
 def test_p_values_match_counts(calibration: list[float], scores: list[float]) -> None:
-    got = conformal_p_values(from_scores(calibration).scores, -torch.tensor(scores))
+    got = conformal_p_values(from_scores(calibration).ood_scores, -torch.tensor(scores))
     for p, score in zip(got.tolist(), scores, strict=True):
         assert p == pytest.approx(float(naive.p_value(calibration, score)), rel=1e-6)
 
@@ -45,8 +45,8 @@ def test_thresholds_on_scores_and_on_p_values_agree(calibration: list[float], al
     thresholds = fitted.thresholds(
         Policy(alpha=alpha, ambiguity_threshold=1.0, coverage=0.5 * len(fitted) / (len(fitted) + 1))
     )
-    p_values = conformal_p_values(fitted.scores, fitted.scores)
-    assert torch.equal(p_values <= thresholds.ood_p_value, fitted.scores > fitted.ood_score_threshold(alpha))
+    p_values = conformal_p_values(fitted.ood_scores, fitted.ood_scores)
+    assert torch.equal(p_values <= thresholds.ood_p_value, fitted.ood_scores > fitted.ood_score_threshold(alpha))
 
 
 def test_an_alpha_that_misses_a_p_value_by_rounding_counts_as_that_p_value() -> None:
@@ -60,7 +60,7 @@ def test_alpha_tolerates_rounding() -> None:
     fitted = from_scores([-float(score) for score in range(99)])
     threshold = fitted.ood_score_threshold(0.29)  # 0.29 × 100 < 29 in float64
     assert threshold == 70.0
-    assert conformal_p_values(fitted.scores, torch.tensor([70.0, 71.0])).tolist() == pytest.approx([0.30, 0.29])
+    assert conformal_p_values(fitted.ood_scores, torch.tensor([70.0, 71.0])).tolist() == pytest.approx([0.30, 0.29])
 
 
 def test_p_values_at_the_ends() -> None:
@@ -162,7 +162,7 @@ def test_alpha_near_one(alpha: float) -> None:
     if alpha < 1:
         threshold = calibration.ood_score_threshold(alpha)
         for score in (1.0, -3.5, -4.0, -5.0):
-            p = float(conformal_p_values(calibration.scores, torch.tensor([score]))[0])
+            p = float(conformal_p_values(calibration.ood_scores, torch.tensor([score]))[0])
             assert (p <= alpha) == (score > threshold)
 
 

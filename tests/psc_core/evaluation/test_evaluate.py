@@ -76,7 +76,7 @@ def psc() -> PSC:
     scores, probabilities = FormulaScorer()(batch.images)
     calibration = fit_calibration(-scores["log_density"], scores["predictive_entropy"], probabilities, batch.labels)
     return PSC(
-        pipeline=Pipeline(FormulaScorer(), calibration.scores),
+        pipeline=Pipeline(FormulaScorer(), calibration.ood_scores),
         backbone=truncate(nn.Sequential(nn.Conv2d(1, 1, 1)), ["0"], keep_output=False),
         preprocess=PREPROCESS,
         classes=CLASSES,
@@ -197,7 +197,7 @@ def test_with_baselines(psc: PSC) -> None:
 def test_base_predictions_have_no_epistemic_score(psc: PSC) -> None:
     scorer = FormulaScorer()
     scorer.head = None
-    base = dataclasses.replace(psc, pipeline=Pipeline(scorer, psc.calibration.scores))
+    base = dataclasses.replace(psc, pipeline=Pipeline(scorer, psc.calibration.ood_scores))
     assert set(score_images(base, inside(5, 1)).ood) == {"psc", "psc-entropy"}
 
 

@@ -39,7 +39,7 @@ def test_entropy_counts_as_much_as_density(
     assert torch.equal(alone.ood_score, -alone.log_density)
     torch.testing.assert_close(told.log_density, alone.log_density)
     torch.testing.assert_close(told.ood_score, weight * told.predictive_entropy - told.log_density)
-    torch.testing.assert_close(both.calibration.scores, told.ood_score.sort().values)
+    torch.testing.assert_close(both.calibration.ood_scores, told.ood_score.sort().values)
     n = len(images)  # of n calibration images themselves, the k-th strangest has the p-value (k + 1) / (n + 1)
     assert sorted((told.ood_p_value * (n + 1)).round().int().tolist()) == list(range(2, n + 2))
 

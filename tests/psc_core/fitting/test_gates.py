@@ -37,7 +37,7 @@ def test_what_is_served_was_fitted(psc: PSC, val: ImageDataset, tmp_path: Path) 
     images = next(calibrates.batches(len(calibrates))).images
     fitted, told = psc.predict(images), served.predict(images)
     assert torch.equal(told.outputs.packed, fitted.outputs.packed)
-    torch.testing.assert_close(told.ood_score.sort().values, psc.calibration.scores)
+    torch.testing.assert_close(told.ood_score.sort().values, psc.calibration.ood_scores)
     assert set(told.gates) == set(psc.gates)
     n = len(images)  # of n calibration images themselves, the k-th strangest has the p-value (k + 1) / (n + 1)
     for p_value in (told.ood_p_value, *told.gates.values()):
@@ -54,7 +54,7 @@ def test_score_is_that_of_the_gates(psc: PSC, val: ImageDataset) -> None:
     ]
     torch.testing.assert_close(gates.ascending, readings[0].sort(dim=0).values.T)
     torch.testing.assert_close(gates.calibration, readings[1].sort(dim=0).values.T)
-    torch.testing.assert_close(psc.calibration.scores, gates.score(readings[1]).sort().values)
+    torch.testing.assert_close(psc.calibration.ood_scores, gates.score(readings[1]).sort().values)
 
 
 def test_unlike_images_alarm_and_name_a_gate(psc: PSC, data_root: Path) -> None:

@@ -22,6 +22,6 @@ def test_fields_of_a_prediction_agree(psc: PSC, digits: torch.Tensor) -> None:
         tuple(name for k, name in enumerate(psc.classes) if p[k] >= threshold or k == top)
         for p, top in zip(prediction.probabilities.tolist(), best.indices.tolist(), strict=True)
     )
-    scores = psc.calibration.scores.double()
+    scores = psc.calibration.ood_scores.double()
     expected = [(1 + int((scores >= float(s)).sum())) / (1 + len(scores)) for s in prediction.ood_score]
     torch.testing.assert_close(prediction.ood_p_value.double(), torch.tensor(expected).double(), atol=1e-6, rtol=0)

@@ -49,8 +49,8 @@ def measure(
     return nc1, float(sums.within + between), sums.means
 
 
-def centroid_scores(features: Tensor, means: Tensor) -> Tensor:
-    return Centroids(means.clone()).scores(features)
+def centroid_distances(features: Tensor, means: Tensor) -> Tensor:
+    return Centroids(means.clone()).distances(features)
 
 
 @given(SEEDS, st.integers(1, 12), st.integers(1, 7), st.integers(1, 4), st.integers(1, 3), st.integers(1, 13))
@@ -122,7 +122,7 @@ def test_input_is_not_modified() -> None:
     before = features.clone()
     measure(features, labels, image_index, 3, 4)
     assert torch.equal(features, before)
-    centroid_scores(features, torch.zeros(3, 4, dtype=torch.float64))
+    centroid_distances(features, torch.zeros(3, 4, dtype=torch.float64))
     assert torch.equal(features, before)
 
 
@@ -140,25 +140,25 @@ def test_precision_survives_scale_offset_and_collapse(scale: float, offset: floa
 
 
 @given(SEEDS, st.integers(1, 6), st.integers(1, 5), st.sampled_from([1e-6, 1.0, 1e6]), st.sampled_from([0.0, 1e4]))
-def test_scores_rank_classes_like_distances(seed: int, dim: int, classes: int, scale: float, offset: float) -> None:
+def test_distances_rank_classes_like_norms(seed: int, dim: int, classes: int, scale: float, offset: float) -> None:
     features, labels, _ = draw(seed, 3 * classes, dim, classes)
     features = (scale * (features + offset)).float()
     means = torch.from_numpy(reference.class_means(features.double().numpy(), labels.tolist(), classes))
-    scores = centroid_scores(features, means)
+    found = centroid_distances(features, means)
     distances = (features.double()[:, None] - means).square().sum(2)
     gap = distances - (features.double() - means.mean(0)).square().sum(1, keepdim=True)
-    torch.testing.assert_close(scores, gap, rtol=1e-6, atol=1e-9 * float(distances.max()))
-    assert torch.equal(scores.argmin(1), distances.argmin(1))
+    torch.testing.assert_close(found, gap, rtol=1e-6, atol=1e-9 * float(distances.max()))
+    assert torch.equal(found.argmin(1), distances.argmin(1))
 
 
 def test_column_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     features, labels, image_index = draw(3, 20, 17, 3, 2)
     whole = measure(features, labels, image_index, 3, 7)
-    scores = centroid_scores(features, whole[2])
+    distances = centroid_distances(features, whole[2])
     monkeypatch.setitem(scatter._BLOCK, "cpu", 32)
     blocks = measure(features, labels, image_index, 3, 7)
     assert blocks[:2] == pytest.approx(whole[:2], rel=1e-13)
-    torch.testing.assert_close(centroid_scores(features, whole[2]), scores, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(centroid_distances(features, whole[2]), distances, rtol=1e-12, atol=1e-12)
 
 
 def test_hand_computed_scatter() -> None:
