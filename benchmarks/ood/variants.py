@@ -144,7 +144,7 @@ def fit_densities(run: Run, train: Spaces, classes: int) -> list[Detector]:
     found = []
     for space in ("penultimate", *train.vectors):
         z, labels = vector(train, space).to(run.device), train.labels.to(run.device)
-        for kind in (kind for kind, density in DENSITIES.items() if density.reads == "z"):
+        for kind in (kind for kind, density in DENSITIES.items() if density.input_kind == "z"):
             for components in COMPONENTS:
                 density = _density(z, labels, classes, kind, components)
                 found.append(

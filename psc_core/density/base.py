@@ -38,7 +38,7 @@ class Density(Fitted):
 
     in_float64: ClassVar[frozenset[str]] = frozenset({"mean", "basis", "centres"})
 
-    reads: ClassVar[Literal["z", "pooled"]] = "z"
+    input_kind: ClassVar[Literal["z", "pooled"]] = "z"
     """Its input: the projected features z, or the candidate layer's features averaged over positions."""
 
     unit_length: ClassVar[bool] = False

@@ -76,7 +76,7 @@ class PooledDensity(UnitLengthDensity):
     """:class:`UnitLengthDensity` of features averaged over positions."""
 
     kind = "pooled++"
-    reads = "pooled"
+    input_kind = "pooled"
     minimum_variance = 1e-6
     maximum_components = 512
 

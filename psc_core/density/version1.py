@@ -65,7 +65,7 @@ class PooledVersion1(UnitLengthVersion1):
     """:class:`UnitLengthVersion1` of features averaged over positions."""
 
     kind = "pooled++"
-    reads = "pooled"
+    input_kind = "pooled"
 
 
 class TiedVersion1(_Version1, TiedDensity):

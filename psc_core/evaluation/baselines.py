@@ -134,14 +134,14 @@ def fit_baselines(
         logits.append(batch.per_example(output).float().cpu())
         labels.append(batch.labels)
     temperature = fit_temperature(torch.cat(logits), torch.cat(labels))
-    features, image_index, known = _training_features(backbone, train, compute, seed)
+    features, image_index, train_labels = _training_features(backbone, train, compute, seed)
     unit = functional.normalize(features)
     return Baselines(
         backbone,
         train.preprocess,
         temperature,
-        gda=_usable_density(features, image_index, known, kind="gda"),
-        mahalanobis=_usable_density(unit, image_index, known, kind="tied"),
+        gda=_usable_density(features, image_index, train_labels, kind="gda"),
+        mahalanobis=_usable_density(unit, image_index, train_labels, kind="tied"),
         bank=unit,
     )
 

@@ -31,7 +31,7 @@ from psc_core.gates.fit.choice import GateChoice
 from psc_core.gates.fit.gates import fit_gates
 from psc_core.gates.gates import CONFIDENCE, KIND, TEXTURE
 from psc_core.metrics.ranking import auroc
-from psc_core.model.pipeline import Scorer, pool
+from psc_core.model.pipeline import Scorer, average_positions
 from psc_core.network.backbone import Backbone, example_input, feature_step, truncate
 from psc_core.network.layers import LayerInfo, list_layers
 
@@ -131,7 +131,12 @@ def fit_textures(
     fitted: dict[str, Density] = {}
     with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
         kept, labels, shown = store_features(
-            lambda images: pool(features_of(images)), sum(widths), train, compute, Path(scratch) / "early", reducer
+            lambda images: average_positions(features_of(images)),
+            sum(widths),
+            train,
+            compute,
+            Path(scratch) / "early",
+            reducer,
         )
         for layer, width, end in zip(layers, widths, accumulate(widths), strict=True):
             fitted[layer] = fit_density(
@@ -182,7 +187,7 @@ def made_up_readings(
                 with autocast:
                     features = early(scorer.standardise(images))
                 for (layer, density), of_layer in zip(textures.items(), features, strict=True):
-                    read[layer] = -density(pool([of_layer])).log_density
+                    read[layer] = -density(average_positions([of_layer])).log_density
             parts.setdefault(kind, []).append({name: values.cpu() for name, values in read.items()})
     return {kind: {name: torch.cat([part[name] for part in of_kind]) for name in of_kind[0]}
             for kind, of_kind in parts.items()}  # fmt: skip

@@ -18,7 +18,7 @@ from psc_core.density import kind_of
 from psc_core.density.fit.density import fit_density
 from psc_core.fitting.options import FitOptions
 from psc_core.heads.fit.head import fit_head
-from psc_core.model.pipeline import Scorer, pool
+from psc_core.model.pipeline import Scorer, average_positions
 from psc_core.network.backbone import Backbone, example_input, feature_step
 from psc_core.numerics.matrix import FeatureFile, FeatureMatrix, blocks
 from psc_core.projection.module import Projection
@@ -48,23 +48,23 @@ def fit_scorer(
     projection = projection.to(compute.device)
     classes = train.classes
     with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
-        file, pooled = Path(scratch) / "train", kind_of(density).reads == "pooled"
-        known = embed(backbone, projection, train, compute, file, options.reducer, pooled=pooled)
+        file, pooled = Path(scratch) / "train", kind_of(density).input_kind == "pooled"
+        embedded = embed(backbone, projection, train, compute, file, options.reducer, pooled=pooled)
         fitted_density = fit_density(
-            known.read,
-            known.labels,
+            embedded.density_input,
+            embedded.labels,
             num_classes=len(classes),
             kind=density,
             pca=pca,
             class_names=classes,
-            images=known.images,
+            images=embedded.images,
         ).to(compute.device)
         fitted_head = None
         if head is not None:
             held_out = embed(backbone, projection, selection, compute, Path(scratch) / "val", options.reducer)
             fitted_head = fit_head(
-                known.z,
-                known.labels,
+                embedded.z,
+                embedded.labels,
                 held_out.z[:],
                 held_out.labels,
                 num_classes=len(classes),
@@ -72,7 +72,7 @@ def fit_scorer(
                 seed=options.seed,
                 device=compute.device,
                 class_names=classes,
-                images=known.images,
+                images=embedded.images,
             ).to(compute.device)
     fused = backbone.fused(compute.precision)
     return Scorer(train.preprocess, fused, projection, fitted_density, fitted_head, compute.precision)
@@ -82,7 +82,7 @@ class Embedded(NamedTuple):
     """The features of n labelled examples, ordered by class."""
 
     z: FeatureMatrix  # (n, D) projected features, which the head reads
-    read: FeatureMatrix  # what the density reads: z itself, or (n, C) pooled features
+    density_input: FeatureMatrix  # what the density reads: z itself, or (n, C) pooled features
     labels: Int[Tensor, " n"]  # class indices, ascending
     images: Int[Tensor, " n"]  # which image of the data set each one shows
 
@@ -106,12 +106,12 @@ def embed(
     channels = 0
     if pooled:
         with torch.inference_mode():
-            channels = pool(backbone(example_input(dataset.preprocess).to(compute.device))[0]).shape[1]
+            channels = average_positions(backbone(example_input(dataset.preprocess).to(compute.device))[0]).shape[1]
     features_of = feature_step(backbone, compute.precision)
 
     def read(images: Tensor) -> Tensor:
         features = features_of(images)
-        return torch.cat([projection(features), *([pool(features)] if pooled else [])], dim=1)
+        return torch.cat([projection(features), *([average_positions(features)] if pooled else [])], dim=1)
 
     kept, labels, images = store_features(read, dim + channels, dataset, compute, file, reducer)
     if not pooled:

@@ -39,7 +39,7 @@ class Embedding(NamedTuple):
     """What density and head read."""
 
     z: Float[Tensor, "batch dim"]  # projected features, which the head reads
-    read: Float[Tensor, "batch _"]  # what the density reads: z itself, or features from :func:`pool`
+    density_input: Float[Tensor, "batch _"]  # z itself, or features from :func:`average_positions`
     logits: Float[Tensor, "batch classes"] | None  # of the network, for base predictions
     early: Float[Tensor, "batch _"] | None  # pooled features of the early layer, for the gate "texture"
 
@@ -51,7 +51,7 @@ class Scored(NamedTuple):
     probabilities: Float[Tensor, "batch classes"]
 
 
-def pool(features: Sequence[Float[Tensor, "batch _ _"]]) -> Float[Tensor, "batch channels"]:
+def average_positions(features: Sequence[Float[Tensor, "batch _ _"]]) -> Float[Tensor, "batch channels"]:
     """Features averaged over positions, float32, the layers side by side."""
     return torch.cat([layer.float().mean(2) for layer in features], dim=1)
 
@@ -125,10 +125,10 @@ class Scorer(nn.Module):
     def embed(self, images: Pixels) -> Embedding:
         """What density and head read."""
         features, logits = self.features(self.standardise(images))
-        early = None if self.texture is None else pool([features.pop()])
+        early = None if self.texture is None else average_positions([features.pop()])
         z = self.projection(features)
-        read = pool(features) if self.density.reads == "pooled" else z
-        return Embedding(z, read, None if logits is None else logits.float(), early)
+        density_input = average_positions(features) if self.density.input_kind == "pooled" else z
+        return Embedding(z, density_input, None if logits is None else logits.float(), early)
 
     def score(self, embedding: Embedding) -> Scored:
         """Probabilities and scores from what density and head read.
@@ -136,7 +136,7 @@ class Scorer(nn.Module):
         Raises:
             NetworkError: There is neither a head nor the network's output.
         """
-        log_density = self.density(embedding.read).log_density
+        log_density = self.density(embedding.density_input).log_density
         if self.head is not None:
             probabilities, epistemic = self.head(embedding.z)
         elif embedding.logits is not None:
@@ -154,7 +154,7 @@ class Scorer(nn.Module):
 
     def explain(self, embedding: Embedding) -> dict[str, Tensor]:
         """Distances to all classes, the nearest class, whitened deviations, and how the head splits the entropy."""
-        explanation = dict(self.density.explain(embedding.read)._asdict())
+        explanation = dict(self.density.explain(embedding.density_input)._asdict())
         if self.head is not None:
             explanation.update(self.head.decompose(embedding.z)._asdict())
         return explanation

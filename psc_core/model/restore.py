@@ -45,7 +45,7 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
         projection = Projection.restore(manifest.projection.model_dump(), tensors["projection"])
         density = restore_density(manifest.density.model_dump(), tensors["density"], schema=manifest.schema_version)
         dim = len(projection.z_mean)
-        if density.reads == "z" and len(density.mean) != dim:
+        if density.input_kind == "z" and len(density.mean) != dim:
             raise BundleError(f"expected density.sizes.dim to be {dim}, got {len(density.mean)}; fit the bundle again")
         head = None if manifest.head is None else restore_head(manifest.head.model_dump(), tensors["head"])
         calibration = Calibration.from_tensors(tensors["calibration"])

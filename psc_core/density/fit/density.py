@@ -56,8 +56,8 @@ def fit_density(
     """Fit a feature density.
 
     Args:
-        z: Features of every labelled example, of the kind that the density reads (:attr:`Density.reads`), any float
-            type, read in blocks.
+        z: Features of every labelled example, of the density's :attr:`Density.input_kind`, any float type, read in
+            blocks.
         labels: Class index of each labelled example.
         num_classes: K.
         kind: One of :data:`psc_core.density.DENSITIES`.
@@ -97,18 +97,18 @@ def fit_density(
     for own, mean in zip(members, means, strict=True):
         scatter += linalg.scatter_about(x.take(own), mean)
     covariance, shrinkage = linalg.covariance(scatter * (n_images / len(z)), n_images - num_classes)
-    pooled = linalg.inverse_root(covariance)
-    root = pooled.root
+    inverse = linalg.inverse_root(covariance)
+    root = inverse.root
     # −2 × the log-density at the centre of one Gaussian for all images
     volume = len(projection.variances) * math.log(2 * math.pi) + projection.variances.log().sum().item()
-    constants = (counts / len(z)).double().log() - 0.5 * volume - 0.5 * pooled.log_det
+    constants = (counts / len(z)).double().log() - 0.5 * volume - 0.5 * inverse.log_det
     tensors = {"mean": projection.mean, "basis": projection.whitening @ root, "constants": constants}
     record: Record = {
         "components": len(projection.variances),
         "explained_variance": projection.explained,
         "pooled_shrinkage": shrinkage,
-        "lifted_eigenvalues": pooled.n_clamped,
-        "largest_lift": pooled.largest_increase,
+        "lifted_eigenvalues": inverse.n_clamped,
+        "largest_lift": inverse.largest_increase,
     }
     if classwise:
         w = x.map(lambda part: part @ root, x.shape[1], torch.float64)

@@ -96,8 +96,8 @@ def choose_ranks(
         pick = int(torch.where(kept, cost, torch.inf).argmin())
     else:
         uncollapsed = allowed & (nc1 > epsilon)
-        pool = uncollapsed if bool(uncollapsed.any()) else allowed
-        pick = int(torch.where(pool, nc4 - 1e-9 * size, -torch.inf).argmax())
+        candidates = uncollapsed if bool(uncollapsed.any()) else allowed
+        pick = int(torch.where(candidates, nc4 - 1e-9 * size, -torch.inf).argmax())
         if c_proj is None or d_proj is None:
             warning = (
                 f"no projection of at most {c_max}×{d_max} keeps NC1 > {epsilon} and NC4 within {TOLERANCE} "

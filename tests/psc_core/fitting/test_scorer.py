@@ -51,4 +51,4 @@ def test_features_are_ordered_by_class_and_each_is_of_its_image(
         features = backbone(val.preprocess.standardise(next(val.batches(len(val))).images))[0]
         z = projection.projection(features)
     torch.testing.assert_close(found.z[:], z[order], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found.read[:], features[0].mean(2)[order], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.density_input[:], features[0].mean(2)[order], rtol=1e-4, atol=1e-4)
