@@ -13,7 +13,7 @@ the place of the product and needs a third of the iterations:
 
     ``V = Lᵀ vec θ``  with  ``L Lᵀ = (1/n) Σ_i (diag p_i − p_i p_iᵀ) ⊗ φ̃_i φ̃_iᵀ + τ/n``
 
-Both are measured on about :data:`CURVATURE_ROWS` examples; they change the path of the iterations, not the minimum.
+Both are measured on about :data:`CURVATURE_EXAMPLES` examples; they change the path of the iterations, not the minimum.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torch.nn import functional
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import FeatureMatrix, as_matrix, blocks
 
-CURVATURE_ROWS: Final = 8192
+CURVATURE_EXAMPLES: Final = 8192
 """Labelled examples that the curvature is measured on, unless the columns ask for more."""
 
-CURVATURE_ROWS_PER_COLUMN: Final = 4
+CURVATURE_EXAMPLES_PER_COLUMN: Final = 4
 
 EXACT_WEIGHTS: Final = 2048
 """Maximum number of weights and biases for the exact curvature (32 MiB)."""
@@ -82,7 +82,7 @@ def variables_at(
 ) -> Variables:
     """V for a fit that starts at ``theta``, float64: of the exact curvature where it is worth its cost."""
     n = len(features)
-    count = min(n, max(CURVATURE_ROWS, CURVATURE_ROWS_PER_COLUMN * theta.shape[1]))
+    count = min(n, max(CURVATURE_EXAMPLES, CURVATURE_EXAMPLES_PER_COLUMN * theta.shape[1]))
     # One from each of `count` equal parts, at random: examples may come in order, or repeat periodically.
     offset = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sample = as_matrix(features).take(((torch.arange(count) + offset) * (n / count)).long().to(features.device))

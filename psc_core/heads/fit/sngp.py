@@ -23,7 +23,7 @@ FEATURES: Final = 1024
 LENGTH_SCALE_FACTORS: Final = (0.5, 1.0, 2.0)
 """Length-scales tried, times the median distance."""
 
-LENGTH_SCALE_ROWS: Final = 10_000
+LENGTH_SCALE_EXAMPLES: Final = 10_000
 """Training examples that the length-scale is chosen on."""
 
 IN_MEMORY_BYTES: Final = 1 << 28
@@ -79,7 +79,7 @@ def choose_length_scale(data: HeadData, omega: Tensor, phases: Tensor) -> float:
     distances = torch.pdist(sample)
     apart = distances[distances > 0]
     median = apart.median().item() if len(apart) else math.sqrt(2 * sample.shape[1])
-    every = math.ceil(len(data.train) / LENGTH_SCALE_ROWS)
+    every = math.ceil(len(data.train) / LENGTH_SCALE_EXAMPLES)
     sample, labels = data.train[::every].float(), data.train_labels[::every]
 
     def val_nll(length_scale: float) -> float:

@@ -87,8 +87,8 @@ def maximum_bytes(images: int) -> int:
 
 def test_memory_does_not_grow_with_images(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "CHUNK_ELEMENTS", 1 << 16)
-    monkeypatch.setattr(preconditioning, "CURVATURE_ROWS", 500)
-    monkeypatch.setattr(preconditioning, "CURVATURE_ROWS_PER_COLUMN", 1)
+    monkeypatch.setattr(preconditioning, "CURVATURE_EXAMPLES", 500)
+    monkeypatch.setattr(preconditioning, "CURVATURE_EXAMPLES_PER_COLUMN", 1)
     monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (1e2, 1e1))
     few, many = 1000, 4000  # rows of 576 columns: more than any block
     growth = (maximum_bytes(many) - maximum_bytes(few)) / (many - few)

@@ -24,7 +24,7 @@ def test_variables_invert_and_flatten_the_curvature(
     labels = torch.randint(0, classes, (40,), generator=random)
     theta = float(exact) * torch.randn(classes, dim + 1, generator=random, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preconditioning, "CURVATURE_ROWS", 40)
+        patch.setattr(preconditioning, "CURVATURE_EXAMPLES", 40)
         patch.setattr(preconditioning, "EXACT_REPEATS", 1 if exact else 2)
         variables = preconditioning.variables_at(theta, phi, prior_precision=prior_precision)
     assert isinstance(variables, preconditioning.ExactVariables if exact else preconditioning.KroneckerVariables)
@@ -52,7 +52,7 @@ def test_variables_match_the_dense_curvature(
     phi = torch.randn(30, dim, generator=random, dtype=torch.float64)
     theta = torch.randn(classes, dim + 1, generator=random, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preconditioning, "CURVATURE_ROWS", 30)
+        patch.setattr(preconditioning, "CURVATURE_EXAMPLES", 30)
         patch.setattr(preconditioning, "EXACT_REPEATS", 1 if exact else 2)
         variables = preconditioning.variables_at(theta, phi, prior_precision=prior_precision)
     curvature = naive.softmax_curvature(theta, phi, prior_precision / 30, exact=exact)
