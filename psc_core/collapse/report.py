@@ -31,6 +31,9 @@ NEAR: Final = 0.05
 EARLY: Final = 4
 """A candidate among the first 1/EARLY of the layers is worth a note."""
 
+_JSON_NAMES: Final = {"train_examples": "train_rows", "val_examples": "val_rows"}
+"""Fields that the bundle format names otherwise."""
+
 
 @dataclass(frozen=True)
 class LayerCollapse(LayerInfo):
@@ -62,8 +65,8 @@ class CollapseReport:
     epsilon: float  # neural collapse cutoff ε on NC1
     granularity: str  # which modules were measured, see :mod:`psc_core.network.layers`
     pattern: str | None  # regular expression that the candidate's name must match; None for any
-    train_rows: int  # labelled examples that NC1 was measured on
-    val_rows: int  # labelled examples that NC4 was measured on
+    train_examples: int  # labelled examples that NC1 was measured on
+    val_examples: int  # labelled examples that NC4 was measured on
     seed: int | None = None  # of the split of the validation images; None for reports of older bundles
 
     @property
@@ -185,7 +188,7 @@ class CollapseReport:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON types."""
-        return asdict(self)
+        return {_JSON_NAMES.get(name, name): value for name, value in asdict(self).items()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CollapseReport:
@@ -194,4 +197,5 @@ class CollapseReport:
             LayerCollapse(**{**entry, "shape": tuple(entry["shape"]), "grid": tuple(entry["grid"])})
             for entry in data["layers"]
         )
-        return cls(layers, *({"seed": None, **data}[part.name] for part in fields(cls)[1:]))
+        stored = {"seed": None, **data}
+        return cls(layers, *(stored[_JSON_NAMES.get(part.name, part.name)] for part in fields(cls)[1:]))

@@ -74,7 +74,7 @@ def test_every_layer_equals_naive_loop(several: bool) -> None:
     train, val = images(0, 40, labels), images(1, 21)
     report = measure_collapse(net, train, val, batch_images=16)
     assert [layer.name for layer in report.layers] == ["conv", "pool", "hidden", "out:input", "out"]
-    assert (report.train_rows, report.val_rows) == (160 if several else 40, 21)
+    assert (report.train_examples, report.val_examples) == (160 if several else 40, 21)
     for layer in report.layers:
         features, labels = examples_of(net, layer.name, train)
         val_features, val_labels = examples_of(net, layer.name, val)
