@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import Histogram
 
 from app.main import create_app
 from app.observability.metrics import METRICS, Metric
@@ -237,7 +238,7 @@ def test_expressions_use_documented_metrics_and_labels(expression: str) -> None:
     named = re.findall(r"(?<![\w:])psc_[a-z_]+", expression)
     for series in named:
         metric = documented(series)
-        assert (series == metric.name) == (metric.kind != "histogram"), series
+        assert (series == metric.name) == (metric.kind is not Histogram), series
     for series, matchers in re.findall(r"(psc_[a-z_]+)\{([^}]*)\}", expression):
         metric = documented(series)
         for label in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", matchers):
