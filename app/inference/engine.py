@@ -162,27 +162,21 @@ class Engine:
         try:
             return await done
         except asyncio.CancelledError:
-            self._queue.call(lambda batcher, _now: batcher.cancel(request))
+            self._queue.cancel([request])
             raise
         finally:
             self._watched.pop(request, None)
 
     def sweep(self) -> None:
         """Fail what is past its deadline and drop what nobody waits for; call a few times a second."""
-        gone = [request for request, disconnected in self._watched.items() if disconnected()]
-
-        def sweep(batcher: Batcher, now: float) -> None:
-            for request in gone:
-                batcher.cancel(request)
-            batcher.expire(now)
-
-        self._queue.call(sweep)
+        self._queue.cancel([request for request, disconnected in self._watched.items() if disconnected()])
+        self._queue.expire()
 
     def begin_drain(self, reason: str) -> None:
         """Admit nothing more; what was admitted is finished."""
         if self.phase in (Phase.WARMING, Phase.READY):
             self.phase = Phase.DRAINING
-        self._queue.call(lambda batcher, _now: batcher.close(reason))
+        self._queue.close(reason)
 
     async def close(self, *, within_s: float) -> None:
         """Finish what was admitted, fail what is left after ``within_s`` seconds, end the thread."""
@@ -191,7 +185,7 @@ class Engine:
         while not self._queue.idle and self._clock() < end:
             await asyncio.sleep(0.01)
         late = NotReady("the service is shutting down; try again")
-        self._queue.call(lambda batcher, _now: batcher.fail_all(late))
+        self._queue.fail_all(late)
         self._queue.stop()
         end = self._clock() + min(5.0, max(0.1, end - self._clock()))
         while self._worker.alive and self._clock() < end:  # A join would need a thread, which would hold the old model.
@@ -246,7 +240,7 @@ class Engine:
             self._worker.run_due()
 
     def _fail(self, request: QueuedRequest, error: Exception) -> None:
-        self._queue.call(lambda batcher, _now: batcher.fail(request, error))
+        self._queue.fail(request, error)
 
     def _deliver(self, requests: list[QueuedRequest]) -> None:
         if threading.get_ident() == self._loop_thread:

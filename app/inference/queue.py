@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from app.inference.batcher import Batcher
@@ -77,14 +78,36 @@ class RequestQueue:
 
     def complete(self, batch: DeviceBatch, result: Result) -> None:
         """See :meth:`Batcher.complete`."""
-        self.call(lambda batcher, now: batcher.complete(batch, result, now=now))
+        now = self.clock()
+        with self._delivering():
+            self._batcher.complete(batch, result, now=now)
 
-    def call(self, action: Callable[[Batcher, float], None]) -> None:
-        """Run ``action(batcher, now)`` under the lock and deliver what it finished."""
-        with self._condition:
-            action(self._batcher, self.clock())
-            finished = self._batcher.collect()
-        self._hand_over(finished)
+    def cancel(self, requests: Iterable[QueuedRequest]) -> None:
+        """See :meth:`Batcher.cancel`."""
+        with self._delivering():
+            for request in requests:
+                self._batcher.cancel(request)
+
+    def fail(self, request: QueuedRequest, error: Exception) -> None:
+        """See :meth:`Batcher.fail`."""
+        with self._delivering():
+            self._batcher.fail(request, error)
+
+    def fail_all(self, error: Exception) -> None:
+        """See :meth:`Batcher.fail_all`."""
+        with self._delivering():
+            self._batcher.fail_all(error)
+
+    def expire(self) -> None:
+        """See :meth:`Batcher.expire`."""
+        now = self.clock()
+        with self._delivering():
+            self._batcher.expire(now)
+
+    def close(self, reason: str) -> None:
+        """See :meth:`Batcher.close`."""
+        with self._delivering():
+            self._batcher.close(reason)
 
     def stop(self) -> None:
         """Make a blocked and every later :meth:`take` return."""
@@ -96,6 +119,14 @@ class RequestQueue:
     def stopped(self) -> bool:
         """Whether :meth:`stop` was called."""
         return self._stopped
+
+    @contextmanager
+    def _delivering(self) -> Iterator[None]:
+        """With the lock; then whatever has finished is delivered without it."""
+        with self._condition:
+            yield
+            finished = self._batcher.collect()
+        self._hand_over(finished)
 
     def _hand_over(self, finished: list[QueuedRequest]) -> None:
         if finished:

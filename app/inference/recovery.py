@@ -37,7 +37,7 @@ def run_halves(queue: RequestQueue, step: Step, batch: DeviceBatch, error: Excep
         failure: Exception = InferenceFailed(f"image {part.start}: the network failed on this image; it was logged")
         if is_out_of_memory(error):
             failure = DeviceError("the device has no memory for one image; try again")
-        queue.call(lambda batcher, _now: batcher.fail(part.request, failure))
+        queue.fail(part.request, failure)
         return
     for half in batch.halves():
         alive = half.alive()

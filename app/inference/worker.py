@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from app.inference.batcher import Batcher
 from app.inference.queue import RequestQueue
 from app.inference.recovery import check_device, run_halves
 from app.inference.request import EXPLAIN, DeviceBatch, Result
@@ -169,10 +168,6 @@ class DeviceWorker:
         logger.critical("%s", what, exc_info=error)
         self._launched.clear()
         failure = DeviceError(f"{what}; this process is being replaced, try again")
-
-        def end(batcher: Batcher, _now: float) -> None:
-            batcher.close(what)
-            batcher.fail_all(failure)
-
         self._on_failure(error)  # First: whoever is told of the failure finds the service not ready.
-        self._queue.call(end)
+        self._queue.close(what)
+        self._queue.fail_all(failure)
