@@ -46,7 +46,6 @@ from psc_core.errors import (
     PSCError,
     UndecodableImage,
     UnsupportedImage,
-    UsageError,
 )
 from psc_core.faults import all_faults
 
@@ -70,7 +69,6 @@ class Problem:
 
 TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
     MalformedRequest: (400, "malformed", "Malformed request"),
-    UsageError: (400, "malformed", "Malformed request"),
     Unauthorized: (401, "unauthorized", "API key missing or unknown"),
     Forbidden: (403, "forbidden", "API key not allowed to do this"),
     UnknownModel: (404, "unknown-model", "No model of this name"),

@@ -25,7 +25,7 @@ from app.observability.metrics import Metrics
 from app.observability.recorder import ModelRecorder
 from app.settings import Settings
 from psc_core.calibration.conformal import Thresholds
-from psc_core.errors import BundleError, UsageError
+from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.model.backend_names import Backend
 from psc_core.model.decision import Decisions, decide
 from psc_core.model.outputs import FloatArray, Outputs
@@ -120,8 +120,8 @@ class ModelStarter:
         """Build the engine of a model and warm it up.
 
         Raises:
-            BundleError: The calibration images are too few for the policy.
-            NetworkError: The network does not run on the backend that was asked for.
+            BundleError: The calibration images are too few for the policy, or the network does not run on the backend
+                that was asked for.
             DeviceError: The network failed while it was warmed up.
         """
         settings = self._settings
@@ -154,7 +154,10 @@ class ModelStarter:
         wanted: Backend | Literal["auto"] = "folded" if settings.compile else settings.backend
         limit = settings.max_batch_size
         choose = partial(choose_backend, model, wanted, max_batch=limit, threads=self._threads.full)
-        backend, pipeline = await asyncio.to_thread(choose)
+        try:
+            backend, pipeline = await asyncio.to_thread(choose)
+        except NetworkError as error:
+            raise BundleError(f"model {name!r}: {error}") from error
         step = make_step(
             pipeline,
             model.preprocess.shape,
