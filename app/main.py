@@ -57,6 +57,7 @@ def create_app(
         models,
         on_models_changed=runtime.models_changed,
         on_failure=runtime.failed,
+        on_reloaded=runtime.reloaded,
     )
 
     @asynccontextmanager

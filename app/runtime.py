@@ -48,6 +48,9 @@ class Runtime:
     def failed(self) -> None:
         """The process should be replaced; the service's ``exit_code`` says why."""
 
+    def reloaded(self) -> None:
+        """A request had this process load its bundles again; other processes of the host should do so too."""
+
     @contextlib.contextmanager
     def running(self, service: Service) -> Iterator[None]:
         """Around the life of the application."""
@@ -89,6 +92,10 @@ class UvicornRuntime(Runtime):
 
     def failed(self) -> None:
         signal.raise_signal(signal.SIGTERM)
+
+    def reloaded(self) -> None:
+        if multiprocessing.parent_process() is not None:  # Uvicorn, which replaces its workers one after the other.
+            os.kill(os.getppid(), signal.SIGHUP)
 
     @contextlib.contextmanager
     def running(self, service: Service) -> Iterator[None]:

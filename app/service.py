@@ -36,6 +36,7 @@ class Service:
         models: Served by name instead of the bundles.
         on_models_changed: Called when every model is ready, and when replaced models have ended.
         on_failure: Called when the process should end, with ``exit_code`` and ``exit_message`` set.
+        on_reloaded: Called when a request had bundles reloaded.
 
     Attributes:
         metrics: This application's metrics.
@@ -55,6 +56,7 @@ class Service:
         *,
         on_models_changed: Callable[[], None],
         on_failure: Callable[[], None],
+        on_reloaded: Callable[[], None],
     ) -> None:
         self.settings = settings
         self.metrics = Metrics()
@@ -74,6 +76,7 @@ class Service:
         self.draining = False
         self._on_models_changed = on_models_changed
         self._on_failure = on_failure
+        self._on_reloaded = on_reloaded
         self._drained_by = 0.0
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -113,6 +116,12 @@ class Service:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.registry.close(within_s=max(0.0, self._drained_by - asyncio.get_running_loop().time()))
+
+    async def reload(self, name: str | None) -> list[tuple[str, str, str]]:
+        """Reload one bundle or all for a request and tell the host; see :meth:`.Registry.reload`."""
+        changes = await self.registry.reload(name)
+        self._on_reloaded()
+        return changes
 
     async def reload_quietly(self) -> None:
         """Reload every bundle, when no other reload runs; a failure is logged and changes nothing."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
@@ -26,9 +24,7 @@ async def reload(
     """
     service = service_of(request)
     service.keys.check_admin(request.headers)
-    changes = await service.registry.reload(model)
-    if service.settings.workers > 1:
-        os.kill(os.getppid(), signal.SIGHUP)
+    changes = await service.reload(model)
     return ReloadDocument(
         reloaded=[ReloadedModel(name=name, previous_version=before, version=now) for name, before, now in changes]
     )

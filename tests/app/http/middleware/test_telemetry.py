@@ -42,6 +42,7 @@ def serve(headers: list[tuple[bytes, bytes]]) -> tuple[dict[str, Any], list[dict
         {},
         on_models_changed=runtime.models_changed,
         on_failure=runtime.failed,
+        on_reloaded=runtime.reloaded,
     )
     asyncio.run(Telemetry(app, service=service)(scope, unused, send))  # type: ignore[arg-type]
     return seen, sent
