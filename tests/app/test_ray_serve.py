@@ -135,7 +135,7 @@ class Cluster:
         app["args"] |= {"bundle": f"m={SHIPPED_BUNDLE}", "metrics_port": self.metrics_port, "threads": 1}
         app["args"] |= {"device": "cpu"}
         if fake:
-            app["import_path"] = "tests.deploy.ray_fake:build"
+            app["import_path"] = "tests.app.ray_fake:build"
             app["args"]["state"] = str(self.folder)
         deployment["user_config"]["revision"] = revision
         deployment["autoscaling_config"] |= {
