@@ -45,8 +45,8 @@ class UnsupportedMedia(ServiceError):
     """A content type that is none of the three accepted forms."""
 
 
-class QueueFull(ServiceError):
-    """No room in the queue now.
+class Overloaded(ServiceError):
+    """More work than the service takes on now.
 
     Attributes:
         retry_after: Whole seconds after which a retry is expected to find room.
@@ -57,8 +57,12 @@ class QueueFull(ServiceError):
         self.retry_after = retry_after
 
 
-class TooManyRequests(QueueFull):
-    """More than ``max_requests`` requests are being answered."""
+class QueueFull(Overloaded):
+    """No room in a model's queue."""
+
+
+class TooManyRequests(Overloaded):
+    """More requests than ``max_requests``, or bodies of more bytes than ``max_buffered_bytes``, at once."""
 
 
 class ReloadRunning(ServiceError):
@@ -74,7 +78,15 @@ class DeadlineExceeded(ServiceError):
 
 
 class InferenceFailed(ServiceError):
-    """The network failed on, or gave non-finite numbers for, an image that decoded well."""
+    """The network failed on, or gave non-finite numbers for, an image that decoded well.
+
+    Attributes:
+        index: Position of the image in the request, from 0.
+    """
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(f"image {index}: {reason}")
+        self.index = index
 
 
 class ClientGone(ServiceError):

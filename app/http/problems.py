@@ -27,6 +27,7 @@ from app.errors import (
     InferenceFailed,
     MalformedRequest,
     NotReady,
+    Overloaded,
     QueueFull,
     ReloadRunning,
     SlowUpload,
@@ -112,7 +113,9 @@ def problem_of(error: BaseException) -> Problem:
     members: dict[str, Any] = {}
     if isinstance(error, ImageRefused):
         members = {"index": error.index, "filename": error.name}
-    if isinstance(cause, QueueFull):
+    if isinstance(error, InferenceFailed):
+        members = {"index": error.index}
+    if isinstance(cause, Overloaded):
         headers["retry-after"] = str(cause.retry_after)
         members["retry_after_seconds"] = cause.retry_after
     if isinstance(cause, Unauthorized):

@@ -199,7 +199,7 @@ class Batcher:
             offset = images.stop
             if not all(finite[images]):
                 image = start + finite[images].index(False)
-                self._finish(request, InferenceFailed(f"image {image}: the network's outputs are not finite"))
+                self._finish(request, InferenceFailed(image, "the network's outputs are not finite"))
             request.results[start] = result[images]
             request.n_done += stop - start
             if request.n_done == request.count:

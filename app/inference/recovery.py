@@ -34,7 +34,7 @@ def run_halves(queue: RequestQueue, step: Step, batch: DeviceBatch, error: Excep
         check_device(step)
     if batch.size == 1:
         part = batch.parts[0]
-        failure: Exception = InferenceFailed(f"image {part.start}: the network failed on this image; it was logged")
+        failure: Exception = InferenceFailed(part.start, "the network failed on this image; it was logged")
         if is_out_of_memory(error):
             failure = DeviceError("the device has no memory for one image; try again")
         queue.fail(part.request, failure)

@@ -22,8 +22,8 @@ def test_statuses_are_the_documented_ones() -> None:
 
 
 def test_every_service_error_is_in_the_table() -> None:
-    own = {kind for kind in errors.ServiceError.__subclasses__() if kind is not ImageRefused}
-    assert own <= set(TABLE)
+    own = set(errors.ServiceError.__subclasses__()) | set(errors.Overloaded.__subclasses__())
+    assert own - {ImageRefused, errors.Overloaded} <= set(TABLE)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,11 @@ def test_a_refused_image_is_named(cause: errors.ImageError, status: int) -> None
     document = problem_of(ImageRefused(3, "a.png", cause)).document
     assert (document.status, document.index, document.filename) == (status, 3, "a.png")
     assert document.detail == "image 3 ('a.png'): x"
+
+
+def test_a_failed_image_is_named() -> None:
+    document = problem_of(errors.InferenceFailed(3, "why")).document
+    assert (document.status, document.index, document.detail) == (500, 3, "image 3: why")
 
 
 def test_headers() -> None:
