@@ -14,6 +14,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from app.auth import ApiKeys
 from app.http import problems
 from app.http.middleware import spans
+from app.http.middleware.draining import Draining
 from app.http.middleware.hosts import HostAllowList
 from app.http.middleware.limits import RequestLimits
 from app.http.middleware.problems import ProblemResponses
@@ -103,6 +104,7 @@ def _add_middleware(app: FastAPI, service: Service) -> None:
     app.add_middleware(ProblemResponses, metrics=service.metrics)
     if settings.allowed_hosts:
         app.add_middleware(HostAllowList, allowed_hosts=settings.allowed_hosts, www_redirect=False)
+    app.add_middleware(Draining, service=service)
     app.add_middleware(Telemetry, service=service)
     if settings.cors_origins:  # Outside: a browser shows a page no error without these headers.
         app.add_middleware(

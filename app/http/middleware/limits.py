@@ -1,4 +1,4 @@
-"""Limits on what requests may hold: how many at once, the body of each, the bodies of all."""
+"""Counts and limits: how many requests at once, the body of each, the bodies of all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import BodyTooLarge, QueueFull, TooManyRequests
+from app.errors import BodyTooLarge, TooManyRequests
 from app.http.middleware.probes import is_probe
 from app.service import Service
 
@@ -16,7 +16,7 @@ class RequestLimits:
 
     Args:
         app: The wrapped ASGI application.
-        service: Whose settings hold, and which counts requests.
+        service: Whose settings hold, and whose count of requests is kept.
 
     Attributes:
         buffered_bytes: Body bytes of the requests being answered.
@@ -34,6 +34,13 @@ class RequestLimits:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        self._service.inflight += 1
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self._service.inflight -= 1
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._service.inflight > self._max_requests and not is_probe(scope["path"]):
             raise TooManyRequests(f"more than {self._max_requests} requests at once; try again in 1 s", retry_after=1)
         announced = _announced_bytes(scope["headers"])
@@ -51,7 +58,7 @@ class RequestLimits:
                 if received > self._max_bytes:
                     raise self._too_large("more")
                 if self.buffered_bytes > self._max_buffered_bytes:
-                    raise QueueFull(
+                    raise TooManyRequests(
                         f"the request bodies in memory exceed {self._max_buffered_bytes} bytes; try again in 1 s",
                         retry_after=1,
                     )

@@ -18,7 +18,7 @@ class Telemetry:
 
     Args:
         app: The wrapped ASGI application.
-        service: Whose metrics and counters are kept.
+        service: Whose metrics are kept.
     """
 
     def __init__(self, app: ASGIApp, *, service: Service) -> None:
@@ -39,16 +39,12 @@ class Telemetry:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = [*message.get("headers", ()), (b"traceresponse", trace.traceparent.encode("ascii"))]
-                if service.draining:
-                    headers.append((b"connection", b"close"))
                 message["headers"] = headers
             await send(message)
 
-        service.inflight += 1
         try:
             await self.app(scope, receive, send_with_trace)
         finally:
-            service.inflight -= 1
             seconds = time.perf_counter() - began
             route = getattr(scope.get("route"), "path", "unmatched")
             service.metrics.psc_request_seconds.labels(route=route, status=str(status)).observe(seconds)

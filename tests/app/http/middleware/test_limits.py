@@ -30,7 +30,7 @@ async def test_large_body_announced_or_not() -> None:
 async def test_bodies_of_all_requests_together() -> None:
     async with running(max_buffered_bytes=1000) as app:
         response = await app.client.post("/predict", content=b"x" * 1001, headers=PNG)
-        check_problem(response, 429, "queue-full")
+        check_problem(response, 429, "too-many-requests")
         check_predictions(await app.client.post("/predict", content=png(3), headers=PNG), [3])
 
 
