@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -48,14 +47,16 @@ def create_app(
     """
     runtime = runtime or Runtime()
 
-    def load(path: Path) -> PSC:
-        return PSC.load(path, device=settings.device, allow_factories=settings.allow_factories)
+    bundles = dict(settings.named_bundles)
+
+    def load(name: str) -> PSC:
+        return PSC.load(bundles[name], device=settings.device, allow_factories=settings.allow_factories)
 
     service = Service(
         settings,
         ApiKeys.from_settings(settings),
-        load,
-        models,
+        bundles if models is None else models,
+        load if models is None else models.__getitem__,
         on_models_changed=runtime.models_changed,
         on_failure=runtime.failed,
         on_reloaded=runtime.reloaded,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from starlette.requests import Request
@@ -32,8 +31,8 @@ class Service:
     Args:
         settings: All settings.
         keys: API keys of both roles.
-        loader: Reads a bundle directory.
-        models: Served by name instead of the bundles.
+        names: Model names, the default first.
+        load: Reads the model of a name; called on a thread.
         on_models_changed: Called when every model is ready, and when replaced models have ended.
         on_failure: Called when the process should end, with ``exit_code`` and ``exit_message`` set.
         on_reloaded: Called when a request had bundles reloaded.
@@ -51,8 +50,8 @@ class Service:
         self,
         settings: Settings,
         keys: ApiKeys,
-        loader: Callable[[Path], PSC],
-        models: Mapping[str, PSC] | None,
+        names: Iterable[str],
+        load: Callable[[str], PSC],
         *,
         on_models_changed: Callable[[], None],
         on_failure: Callable[[], None],
@@ -62,19 +61,17 @@ class Service:
         self.metrics = Metrics()
         self.keys = keys
         self.registry = Registry(
-            ModelStarter(settings, self.metrics, on_failure=self._device_failed),
-            loader,
-            dict(settings.named_bundles),
+            ModelStarter(settings, self.metrics, on_failure=self._engine_failed),
+            names,
+            load,
             self.metrics,
-            given=models,
             retire_within_s=settings.deadline_seconds,
-            on_retired=on_models_changed,
+            on_models_changed=on_models_changed,
         )
         self.exit_code: int = exit_codes.OK
         self.exit_message = ""
         self.inflight = 0
         self.draining = False
-        self._on_models_changed = on_models_changed
         self._on_failure = on_failure
         self._on_reloaded = on_reloaded
         self._drained_by = 0.0
@@ -97,9 +94,15 @@ class Service:
         self._tasks = [loop.create_task(self._sweep())]
         if wait_until_ready:
             await self.registry.start()
-            self._on_models_changed()
         else:
             self._tasks.append(loop.create_task(self._load()))
+
+    def reasons(self) -> dict[str, str]:
+        """Why the service is not ready, by model or ``service``; empty when it is."""
+        reasons = self.registry.reasons()
+        if self.draining:
+            reasons["service"] = "draining"
+        return reasons
 
     def begin_drain(self) -> None:
         """Report not ready from now on, and end within ``drain_seconds``."""
@@ -107,7 +110,6 @@ class Service:
             self.draining = True
             self._drained_by = asyncio.get_running_loop().time() + self.settings.drain_seconds
             logger.info("draining", extra={"inflight": self.inflight})
-            self.registry.begin_drain()
 
     async def close(self) -> None:
         """Finish what was admitted and end all threads."""
@@ -132,9 +134,9 @@ class Service:
 
     def refresh_metrics(self) -> None:
         """Bring the metrics up to date; before a scrape and with each sweep."""
-        self.registry.sweep()
+        self.registry.refresh_metrics()
         self.metrics.psc_inflight_requests.set(self.inflight)
-        self.metrics.psc_ready.set(0.0 if self.registry.reasons() else 1.0)
+        self.metrics.psc_ready.set(0.0 if self.reasons() else 1.0)
 
     def refresh_gpu_metrics(self) -> None:
         """Read GPU memory and utilisation, where there is a GPU."""
@@ -148,28 +150,28 @@ class Service:
     async def _load(self) -> None:
         try:
             await self.registry.start()
-            self._on_models_changed()
         except DeviceError as error:
-            self._fail(str(error), exit_codes.FAILURE)
+            self._end_process(str(error), exit_codes.FAILURE)
         except PSCError as error:
-            self._fail(str(error), exit_codes.BAD_INPUT)
+            self._end_process(str(error), exit_codes.BAD_INPUT)
         except Exception as error:
             logger.critical("loading failed", exc_info=error)
-            self._fail(f"loading failed: {type(error).__name__}; see the log", exit_codes.FAILURE)
+            self._end_process(f"loading failed: {type(error).__name__}; see the log", exit_codes.FAILURE)
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             try:
+                self.registry.sweep()
                 self.refresh_metrics()
             except Exception as error:
                 logger.error("sweep failed", exc_info=error)
 
-    def _device_failed(self, error: Exception) -> None:
-        self._fail(f"the compute device failed: {error}", exit_codes.FAILURE)
+    def _engine_failed(self, error: Exception) -> None:
+        self._end_process(f"the compute device failed: {error}", exit_codes.FAILURE)
 
-    def _fail(self, message: str, exit_code: int) -> None:
-        """Have the process end with ``exit_code`` once what was accepted is answered."""
+    def _end_process(self, message: str, exit_code: int) -> None:
+        """Have the process end, with ``exit_code`` once what was accepted is answered."""
         if self.exit_code == exit_codes.OK:
             self.exit_code, self.exit_message = exit_code, message
         self._on_failure()

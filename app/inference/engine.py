@@ -96,7 +96,7 @@ class Engine:
             self._queue,
             step,
             on_ready=lambda inline: self._call_on_loop(self._ready, inline),
-            on_failure=lambda error: self._call_on_loop(self._failed, error),
+            on_failure=lambda error: self._call_on_loop(self._worker_failed, error),
             on_batch=self._observe_batch,
             name=f"psc-device-{name}",
             may_run_inline=batcher.max_delay_s == 0,
@@ -172,7 +172,7 @@ class Engine:
         self._queue.cancel([request for request, disconnected in self._watched.items() if disconnected()])
         self._queue.expire()
 
-    def begin_drain(self, reason: str) -> None:
+    def stop_admitting(self, reason: str) -> None:
         """Admit nothing more; what was admitted is finished."""
         if self.phase in (Phase.WARMING, Phase.READY):
             self.phase = Phase.DRAINING
@@ -180,7 +180,7 @@ class Engine:
 
     async def close(self, *, within_s: float) -> None:
         """Finish what was admitted, fail what is left after ``within_s`` seconds, end the thread."""
-        self.begin_drain("the model is shutting down; try again")
+        self.stop_admitting("the model is shutting down; try again")
         end = self._clock() + within_s
         while not self._queue.idle and self._clock() < end:
             await asyncio.sleep(0.01)
@@ -276,7 +276,7 @@ class Engine:
         if not self._started.done():
             self._started.set_result(None)
 
-    def _failed(self, error: Exception) -> None:
+    def _worker_failed(self, error: Exception) -> None:
         self.phase = Phase.FAILED
         if not self._started.done():
             self._started.set_exception(DeviceError(f"model {self.name!r} failed at warm-up: {error}"))

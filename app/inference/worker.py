@@ -87,21 +87,21 @@ class DeviceWorker:
                 if self._launched:
                     self._finish_oldest()
         except Exception as error:
-            self._device_failed("the compute device failed", error)
+            self._end("the compute device failed", error)
 
     def _run(self) -> None:
         try:
             inline = self._step.warm_up() and self._may_run_inline
             check_device(self._step)
         except Exception as error:
-            self._device_failed("the network failed while it was warmed up", error)
+            self._end("the network failed while it was warmed up", error)
             return
         self._on_ready(inline)
         try:
             while not inline and (not self._queue.stopped or self._launched):
                 self._advance()
         except Exception as error:
-            self._device_failed("the compute device failed", error)
+            self._end("the compute device failed", error)
 
     def _advance(self) -> None:
         """Launch a batch, wait a moment, or finish the oldest one."""
@@ -164,7 +164,7 @@ class DeviceWorker:
                 self._queue.complete(other.batch, Result(packed))
         run_halves(self._queue, self._step, batch, error)
 
-    def _device_failed(self, what: str, error: Exception) -> None:
+    def _end(self, what: str, error: Exception) -> None:
         logger.critical("%s", what, exc_info=error)
         self._launched.clear()
         failure = DeviceError(f"{what}; this process is being replaced, try again")

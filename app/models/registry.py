@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
 from app.errors import NotReady, ReloadRunning, UnknownModel
 from app.inference.engine import Phase
@@ -27,37 +26,32 @@ class Registry:
 
     Args:
         starter: Makes served models of fitted ones.
-        loader: Reads a bundle directory; called on a thread.
-        bundles: Directories by model name, the default model first.
+        names: Model names, the default first.
+        load: Reads the model of a name; called on a thread.
         metrics: Told of reloads.
-        given: Models to serve instead of the bundles, by name; a reload serves them again.
         retire_within_s: How long a replaced model may take to finish what it admitted.
-        on_retired: Called on the event loop when the models that a reload replaced have ended.
+        on_models_changed: Called on the event loop when every model is ready, and when replaced models have ended.
     """
 
     def __init__(
         self,
         starter: ModelStarter,
-        loader: Callable[[Path], PSC],
-        bundles: Mapping[str, Path],
+        names: Iterable[str],
+        load: Callable[[str], PSC],
         metrics: Metrics,
         *,
-        given: Mapping[str, PSC] | None = None,
         retire_within_s: float,
-        on_retired: Callable[[], None],
+        on_models_changed: Callable[[], None],
     ) -> None:
         self._starter = starter
-        self._loader = loader
-        self._bundles = bundles
+        self._names = tuple(names)
+        self._load = load
         self._metrics = metrics
-        self._given = given
-        self._names = tuple(bundles if given is None else given)
         self._retire_within_s = retire_within_s
-        self._on_retired = on_retired
+        self._on_models_changed = on_models_changed
         self._served: dict[str, ServedModel] = {}
         self._reloading = asyncio.Lock()
         self._reload_waits = False
-        self._draining = False
         self._retiring: set[asyncio.Task[None]] = set()
 
     @property
@@ -87,13 +81,11 @@ class Registry:
         raise NotReady(f"model {name!r} is loading; try again in a few seconds")
 
     def reasons(self) -> dict[str, str]:
-        """Why predictions are not answered now, by model; empty when ready."""
+        """Why a model does not answer now, by its name; empty when all do."""
         reasons = {name: "loading" for name in self._names if name not in self._served}
         for name, served in self._served.items():
             if served.engine.phase is not Phase.READY:
                 reasons[name] = served.engine.phase.value
-        if self._draining:
-            reasons["service"] = "draining"
         return reasons
 
     async def start(self) -> None:
@@ -104,11 +96,12 @@ class Registry:
         """
         for name in self._names:
             began = time.perf_counter()
-            served = await self._starter.start(name, await self._load(name))
+            served = await self._start(name)
             self._swap(served)
             model, seconds = served.model, round(time.perf_counter() - began, 3)
             extra = {"model": name, "version": model.version, "device": str(model.device), "seconds": seconds}
             logger.info("model ready", extra=extra)
+        self._on_models_changed()
 
     async def reload(self, name: str | None = None) -> list[tuple[str, str, str]]:
         """Load bundles again, all or one of them, and swap.
@@ -132,7 +125,7 @@ class Registry:
         async with self._reloading:
             try:
                 for each in names:
-                    fresh.append(await self._starter.start(each, await self._load(each)))
+                    fresh.append(await self._start(each))
             except BaseException as error:
                 for served in fresh:
                     await served.engine.close(within_s=0)
@@ -167,27 +160,25 @@ class Registry:
         await self.reload()
 
     def sweep(self) -> None:
-        """Deadlines, departed clients, queue depths, recorded predictions; call a few times a second."""
-        for name, served in self._served.items():
+        """Fail what is past its deadline and drop what nobody waits for; call a few times a second."""
+        for served in self._served.values():
             served.engine.sweep()
+
+    def refresh_metrics(self) -> None:
+        """Bring the metrics of the models up to date."""
+        for name, served in self._served.items():
             served.recorder.flush()
             self._metrics.psc_queue_depth.labels(model=name).set(served.engine.pending)
-
-    def begin_drain(self) -> None:
-        """Report not ready; requests that still arrive are answered."""
-        self._draining = True
 
     async def close(self, *, within_s: float) -> None:
         """Finish what was admitted, within a time, and end all threads."""
         engines = [served.engine.close(within_s=within_s) for served in self._served.values()]
         await asyncio.gather(*engines, *self._retiring)
         self._starter.close()
-        self.sweep()
+        self.refresh_metrics()
 
-    async def _load(self, name: str) -> PSC:
-        if self._given is not None:
-            return self._given[name]
-        return await asyncio.to_thread(self._loader, self._bundles[name])
+    async def _start(self, name: str) -> ServedModel:
+        return await self._starter.start(name, await asyncio.to_thread(self._load, name))
 
     def _swap(self, served: ServedModel) -> None:
         old = self._served.get(served.name)
@@ -207,4 +198,4 @@ class Registry:
         """Tell once no task holds a replaced model any more."""
         self._retiring.discard(task)
         if not self._retiring:
-            self._on_retired()
+            self._on_models_changed()

@@ -25,7 +25,7 @@ def live_server(models: Mapping[str, Any] | None = None, **settings: Any) -> Ite
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
-        _wait(lambda: server.started and not app.state.service.registry.reasons())
+        _wait(lambda: server.started and not app.state.service.reasons())
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True

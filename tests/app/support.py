@@ -83,7 +83,7 @@ async def running(
     ):
         service: Service = app.state.service
         if ready:
-            await until(lambda: not service.registry.reasons())
+            await until(lambda: not service.reasons())
         yield Running(client, service, models, app)
         for model in models.values():
             model.pipeline.gate.set()

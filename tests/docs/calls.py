@@ -55,7 +55,7 @@ def predict() -> list[str]:
     names: list[str] = []
 
     def client() -> None:
-        while not server.started or app.state.service.registry.reasons():
+        while not server.started or app.state.service.reasons():
             threading.Event().wait(0.05)
         calls.names.clear()
         request = urllib.request.Request(f"{url}/predict?alpha=0.1", file.getvalue(), {"Content-Type": "image/png"})

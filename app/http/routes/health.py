@@ -23,7 +23,7 @@ async def healthz() -> HealthDocument:
 )
 async def readyz(request: Request, response: Response) -> ReadyDocument:
     """200 when every model is loaded, its device checked and every batch shape warm; else 503 with reasons."""
-    reasons = service_of(request).registry.reasons()
+    reasons = service_of(request).reasons()
     if reasons:
         response.status_code = 503
     return ReadyDocument(status="not ready" if reasons else "ready", reasons=reasons)

@@ -78,7 +78,7 @@ async def live() -> LiveDocument:
 @router.get("/health/ready", summary="Server readiness", responses={503: {"model": ReadyDocument}})
 async def ready(request: Request, response: Response) -> ReadyDocument:
     """200 when every model answers; else 503."""
-    is_ready = not service_of(request).registry.reasons()
+    is_ready = not service_of(request).reasons()
     response.status_code = 200 if is_ready else 503
     return ReadyDocument(live=True, ready=is_ready)
 
@@ -158,7 +158,7 @@ def _metadata(served: ServedModel) -> ModelMetadata:
 
 def _model_ready(service: Service, response: Response, name: str, version: str | None) -> ModelReadyDocument:
     registry = service.registry
-    reasons = registry.reasons()
+    reasons = service.reasons()
     if name not in registry.names:
         registry.get(name)
     if version is not None and name not in reasons:

@@ -64,7 +64,7 @@ async def test_served_answers_are_those_of_predict_at_every_batch_size(tiny_bund
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
     ):
-        await until(lambda: not app.state.service.registry.reasons(), 60)
+        await until(lambda: not app.state.service.reasons(), 60)
 
         async def check(start: int, stop: int) -> None:
             document = await answer(client, digits[start:stop])
@@ -93,7 +93,7 @@ async def test_a_bundle_altered_on_disk_changes_nothing_when_reloaded(tiny_bundl
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
     ):
-        await until(lambda: not app.state.service.registry.reasons(), 60)
+        await until(lambda: not app.state.service.reasons(), 60)
         assert (await client.post("/admin/reload", headers=ADMIN)).status_code == 200
         damaged = next(bundle.glob("*.safetensors"))
         data = bytearray(damaged.read_bytes())

@@ -38,8 +38,8 @@ def serve(headers: list[tuple[bytes, bytes]]) -> tuple[dict[str, Any], list[dict
     service = Service(
         load_settings(),
         ApiKeys(),
+        (),
         unused,  # type: ignore[arg-type]
-        {},
         on_models_changed=runtime.models_changed,
         on_failure=runtime.failed,
         on_reloaded=runtime.reloaded,
