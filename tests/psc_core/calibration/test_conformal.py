@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from psc_core.calibration.conformal import Calibration, conformal_p_values
 from psc_core.calibration.fit import fit_calibration
 from psc_core.errors import BundleError, UsageError
-from psc_core.policy import Policy, ood_rank
+from psc_core.policy import Policy
+from psc_core.rates import ood_rank
 from tests.psc_core.calibration.support import SCORES, calibrate, from_scores, prediction_sets
 from tests.reference import calibration as naive
 
