@@ -168,7 +168,7 @@ def measure_http(
         port = free_port()
         shell = Server(module, module, ("-m", f"{ADAPTERS}.{module}"), "")
         variables = shell.variables(OVERHEAD, port=port, bundle=bundle, counts=Path(scratch), device="cpu")
-        variables["PSC_BENCH_ANSWER"] = str(answer)
+        variables["BENCH_ANSWER"] = str(answer)
         target = shell.target(port, images)
         command = shell.command(Path(sys.executable), port=port, bundle=bundle, device="cpu")
         with Processes(command, variables) as processes:

@@ -38,7 +38,7 @@ class Server:
         arguments: Of the interpreter, with placeholders ``{port}``, ``{bundle}`` and ``{device}``.
         requirement: On PyPI, or None for a server in this environment.
         packages: Packages whose versions are reported.
-        options: ``PSC_BENCH_…`` of the adapter, by case.
+        options: ``BENCH_…`` of the adapter, by case.
         environment: Other environment variables.
         settings: Text for the table.
         many: Path for requests of several images, or None.
@@ -87,12 +87,12 @@ class Server:
             return clean
         options = {"THREADS": (os.cpu_count() or 1) if case == COMPUTE else 1, **self.options.get(case, {})}
         clean |= {"OMP_NUM_THREADS": str(options["THREADS"]), **self.environment}
-        clean |= {f"PSC_BENCH_{name}": str(value) for name, value in options.items()}
+        clean |= {f"BENCH_{name}": str(value) for name, value in options.items()}
         return clean | {
-            "PSC_BENCH_PORT": str(port),
-            "PSC_BENCH_BUNDLE": str(bundle),
-            "PSC_BENCH_COUNTS": str(counts),
-            "PSC_BENCH_DEVICE": device,
+            "BENCH_PORT": str(port),
+            "BENCH_BUNDLE": str(bundle),
+            "BENCH_COUNTS": str(counts),
+            "BENCH_DEVICE": device,
         }
 
     def target(self, port: int, images: Sequence[bytes]) -> Target:

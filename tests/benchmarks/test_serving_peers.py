@@ -36,8 +36,8 @@ import json, os, struct
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-counts = Path(os.environ["PSC_BENCH_COUNTS"]) / "1"
-answers = Path(os.environ["PSC_BENCH_BUNDLE"]).read_bytes()
+counts = Path(os.environ["BENCH_COUNTS"]) / "1"
+answers = Path(os.environ["BENCH_BUNDLE"]).read_bytes()
 steps = 0
 
 class Handler(BaseHTTPRequestHandler):
@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 ThreadingHTTPServer.request_queue_size = 128
-ThreadingHTTPServer(("127.0.0.1", int(os.environ["PSC_BENCH_PORT"])), Handler).serve_forever()
+ThreadingHTTPServer(("127.0.0.1", int(os.environ["BENCH_PORT"])), Handler).serve_forever()
 """
 
 
@@ -127,8 +127,8 @@ def test_server_commands_and_variables(server: servers.Server, tmp_path: Path, m
         assert str(tmp_path) in command
         assert "--device=cuda" in command
     else:
-        assert variables["PSC_BENCH_PORT"] == "5"
-        assert variables["PSC_BENCH_DEVICE"] == "cuda"
+        assert variables["BENCH_PORT"] == "5"
+        assert variables["BENCH_DEVICE"] == "cuda"
         assert server.requirement is None or "==" in server.requirement
     assert not server.options or set(server.options) == set(CASES)
 
@@ -147,8 +147,8 @@ def test_requests_of_many_images() -> None:
 
 
 def test_adapter_answers_like_the_library(tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PSC_BENCH_BUNDLE", str(tiny_bundle))
-    monkeypatch.setenv("PSC_BENCH_COUNTS", str(tmp_path))
+    monkeypatch.setenv("BENCH_BUNDLE", str(tiny_bundle))
+    monkeypatch.setenv("BENCH_COUNTS", str(tmp_path))
     monkeypatch.setattr("benchmarks.serving.adapters.model.FACTORY", "tests.tiny:network")
     monkeypatch.setattr(running, "FACTORY", "tests.tiny:network")
     from benchmarks.serving.adapters.model import Model

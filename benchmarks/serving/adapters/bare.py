@@ -12,10 +12,10 @@ from benchmarks.serving.adapters.settings import port
 
 
 class Constant:
-    """An ASGI application with one answer: the file that ``PSC_BENCH_ANSWER`` names."""
+    """An ASGI application with one answer: the file that ``BENCH_ANSWER`` names."""
 
     def __init__(self) -> None:
-        self._body = Path(os.environ["PSC_BENCH_ANSWER"]).read_bytes()
+        self._body = Path(os.environ["BENCH_ANSWER"]).read_bytes()
         self._head = [(b"content-type", b"application/json"), (b"content-length", str(len(self._body)).encode())]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from app.main import create_app
 from app.runtime import UvicornRuntime, prepare_process
-from app.server import BACKLOG, uvicorn_config
-from app.settings import Settings
+from app.server import uvicorn_config
+from app.settings import BACKLOG, Settings
 from benchmarks.serving.adapters.settings import FACTORY, port
 from psc_core.model.pipeline import Pipeline
 from psc_core.model.predictor import PSC
@@ -37,7 +37,7 @@ class Instant(Pipeline):
 def main() -> None:
     """Serve until SIGTERM."""
     settings = Settings(device="cpu", log_level="error", backend="folded")
-    psc = PSC.load(os.environ["PSC_BENCH_BUNDLE"], device="cpu", allow_factories=[FACTORY])
+    psc = PSC.load(os.environ["BENCH_BUNDLE"], device="cpu", allow_factories=[FACTORY])
     size = psc.preprocess
     with torch.inference_mode():
         row = psc.pipeline(torch.zeros((1, size.channels, size.height, size.width), dtype=torch.uint8))[0]

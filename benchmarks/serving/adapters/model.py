@@ -1,7 +1,7 @@
 """The model behind every peer: decode an image, run the pipeline on a batch, return predictions.
 
-The environment names the bundle (``PSC_BENCH_BUNDLE``), a directory for the counts of steps and images
-(``PSC_BENCH_COUNTS``), the threads of torch (``PSC_BENCH_THREADS``) and the device (``PSC_BENCH_DEVICE``).
+The environment names the bundle (``BENCH_BUNDLE``), a directory for the counts of steps and images
+(``BENCH_COUNTS``), the threads of torch (``BENCH_THREADS``) and the device (``BENCH_DEVICE``).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Model:
 
     def __init__(self) -> None:
         torch.set_num_threads(option("THREADS", 1))
-        device = os.environ.get("PSC_BENCH_DEVICE", "cpu")
-        psc = PSC.load(os.environ["PSC_BENCH_BUNDLE"], device=device, allow_factories=[FACTORY])
+        device = os.environ.get("BENCH_DEVICE", "cpu")
+        psc = PSC.load(os.environ["BENCH_BUNDLE"], device=device, allow_factories=[FACTORY])
         self._device = psc.device
         self._pipeline = psc.pipeline
         self._of_classes = slice(len(SCORES), len(SCORES) + len(psc.classes))
@@ -81,7 +81,7 @@ class Model:
 
 
 def _open_counts() -> mmap.mmap:
-    file = Path(os.environ["PSC_BENCH_COUNTS"]) / str(os.getpid())
+    file = Path(os.environ["BENCH_COUNTS"]) / str(os.getpid())
     file.write_bytes(bytes(COUNTS.size))
     with file.open("r+b") as stream:
         return mmap.mmap(stream.fileno(), COUNTS.size)

@@ -1,4 +1,4 @@
-"""Settings of an adapter from environment variables ``PSC_BENCH_…``; imports nothing heavy."""
+"""Settings of an adapter from environment variables ``BENCH_…``; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ def port() -> int:
 
 def option(name: str, default: int) -> int:
     """A number, or ``default``."""
-    return int(os.environ.get(f"PSC_BENCH_{name}", default))
+    return int(os.environ.get(f"BENCH_{name}", default))
