@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -14,6 +13,7 @@ from tqdm import tqdm
 
 from psc_core.bundle.io import read_bundle
 from psc_core.cli import flags
+from psc_core.compute.distributed import Process
 from psc_core.errors import UsageError
 from psc_core.model.predictor import PSC
 from psc_core.scoring.inputs import Item, open_items, parts
@@ -58,10 +58,10 @@ def parser() -> argparse.ArgumentParser:
 
 def score(args: argparse.Namespace) -> None:
     """Score the parts of this process."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world, local_rank = Process.from_environment()
     device = args.device
     if world > 1 and device == "auto" and torch.cuda.is_available():
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        device = f"cuda:{local_rank}"
     args.out.mkdir(parents=True, exist_ok=True)
     source, out = args.input.absolute(), args.out.absolute()
     check_version(out / VERSION_FILE, read_bundle(args.bundle).manifest.version)

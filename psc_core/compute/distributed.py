@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -17,6 +18,20 @@ from torch import distributed as dist
 
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
+
+
+class Process(NamedTuple):
+    """This process among those that ``torchrun`` started; the only one by default."""
+
+    rank: int = 0  # from 0
+    world: int = 1  # how many there are
+    local_rank: int = 0  # on this machine, from 0
+
+    @classmethod
+    def from_environment(cls) -> Process:
+        """What ``torchrun`` says in ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        return cls(*(int(os.environ.get(name, alone)) for name, alone in zip(names, cls(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -41,7 +56,7 @@ class Reducer:
                 "torchrun --nproc-per-node N -m psc_core.cli … --distributed"
             )
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(Process.from_environment().local_rank)
         dist.init_process_group()
         atexit.register(dist.destroy_process_group)
         return cls(dist.get_rank(), dist.get_world_size())
