@@ -12,7 +12,6 @@ from typing import Any, Final
 from torch import Tensor
 
 from psc_core.bundle.manifest import SCHEMA
-from psc_core.bundle.module import restore
 from psc_core.density.base import Density, DensityExplanation, DensityOutput
 from psc_core.density.gaussian import (
     ClasswiseDensity,
@@ -24,6 +23,7 @@ from psc_core.density.gaussian import (
 )
 from psc_core.density.version1 import DENSITIES_OF_VERSION_1
 from psc_core.errors import UsageError
+from psc_core.fitted import restore
 
 __all__ = ["DENSITIES", "Density", "DensityExplanation", "DensityOutput", "kind_of", "restore_density"]
 

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.bundle.module import Fitted
+from psc_core.fitted import Fitted
 
 
 class DensityOutput(NamedTuple):

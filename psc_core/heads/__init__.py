@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from psc_core.bundle.module import restore
+from psc_core.fitted import restore
 from psc_core.heads.base import Head, HeadOutput, UncertaintyDecomposition, entropy
 from psc_core.heads.duq import DuqHead
 from psc_core.heads.laplace import LaplaceHead

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.bundle.module import Fitted
+from psc_core.fitted import Fitted
 
 
 class HeadOutput(NamedTuple):

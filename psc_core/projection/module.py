@@ -21,8 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from psc_core.bundle.module import Fitted, restore
 from psc_core.errors import FitError
+from psc_core.fitted import Fitted, restore
 
 
 class Projection(Fitted):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from psc_core.bundle.module import Fitted, restore
 from psc_core.errors import BundleError, FitError
+from psc_core.fitted import Fitted, restore
 
 
 class Line(Fitted):

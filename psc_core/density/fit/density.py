@@ -31,11 +31,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.bundle.module import Record
 from psc_core.density import kind_of
 from psc_core.density.base import Density
 from psc_core.density.fit.pca import fit_pca
 from psc_core.density.gaussian import ClasswiseDensity, RelativeDensity
+from psc_core.fitted import Record
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import FeatureMatrix, as_matrix, check_features, images_of_classes
 
