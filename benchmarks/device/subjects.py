@@ -142,7 +142,7 @@ class Plain(nn.Module):
         passes: Runs of each network (Monte-Carlo dropout).
     """
 
-    concurrent = True
+    is_traced = True
     scale: Tensor
     shift: Tensor
 

@@ -20,7 +20,7 @@ from psc_core.evaluation.tables import to_json, to_markdown, to_text
 from psc_core.model.predictor import PSC
 from psc_core.network.backbone import example_input
 from psc_core.network.layers import list_layers
-from psc_core.network.load import bounded_size, load_network, recipe_of
+from psc_core.network.load import bounded_size, load_network
 
 _EXAMPLE = """example:
   psc-eval --bundle bundle --id images/test --ood textures=images/textures --out report
@@ -81,7 +81,7 @@ def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:
     val = open_dataset(args.val, split="val", preprocess=psc.preprocess)
     for data in (train, val):
         measure.check_model_classes(psc, data)
-    recipe = recipe_of(psc.backbone)
+    recipe = psc.backbone.recipe
     with bounded_size(recipe):
         net = load_network(**asdict(recipe), weights=args.weights, allow_factories=args.allow_factories)
     layers = list_layers(net, example_input(psc.preprocess))

@@ -86,7 +86,7 @@ def evaluate(
         separation={name: separation(inside.ood, scored.ood) for name, scored in outside.items()},
         acceptance={name: acceptance(inside.ood, scored.ood, inside.correct) for name, scored in outside.items()},
         flagged={name: float(scored.alarm.double().mean()) for name, scored in outside.items()},
-        false_alarms=observed_rate(inside.alarm, psc.alpha, calibration_images),
+        false_alarms=observed_rate(inside.alarm, psc.policy.alpha, calibration_images),
         misses=observed_rate(~inside.covered, 1 - psc.policy.coverage, calibration_images),
         mean_set_size=float(inside.set_size.double().mean()),
         ambiguity=ambiguity(inside.entropy, id_data.groups),

@@ -289,7 +289,6 @@ def fit_psc(
     psc = PSC(
         pipeline=calibrated.pipeline,
         backbone=backbone,
-        preprocess=train.preprocess,
         classes=train.classes,
         calibration=calibrated.calibration,
         policy=Policy(alpha=alpha, ambiguity_threshold=calibrated.ambiguity_threshold, coverage=coverage),

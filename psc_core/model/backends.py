@@ -29,7 +29,7 @@ def available_backends(psc: PSC) -> tuple[Backend, ...]:
     Only a traced float32 network on a CPU has more than one.
     """
     scorer = psc.pipeline.scorer
-    if psc.device.type != "cpu" or scorer.precision != "fp32" or not psc.pipeline.concurrent:
+    if psc.device.type != "cpu" or scorer.precision != "fp32" or not psc.pipeline.is_traced:
         return BACKENDS[:1]
     return BACKENDS if INSTALLED else BACKENDS[:2]
 

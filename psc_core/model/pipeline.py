@@ -193,9 +193,9 @@ class Pipeline(nn.Module):
         return () if self.gates is None else self.gates.names
 
     @property
-    def concurrent(self) -> bool:
-        """Whether several threads may call it at once; a network cut by hooks keeps features of one call."""
-        return self.scorer.backbone.method == "graph"
+    def is_traced(self) -> bool:
+        """Whether its network runs as a graph, see :attr:`psc_core.network.backbone.Backbone.is_traced`."""
+        return self.scorer.backbone.is_traced
 
     def with_backbone(self, backbone: Backbone | OnnxBackbone) -> Pipeline:
         """A pipeline that shares everything else with this one."""

@@ -47,7 +47,6 @@ class PSC:
 
     pipeline: Pipeline = field(repr=False)  # pixels to packed outputs, on its device
     backbone: Backbone = field(repr=False)  # as it was fitted, for the bundle; the pipeline runs a fused copy
-    preprocess: Preprocess
     classes: tuple[str, ...]  # names; a class index is a position here
     calibration: Calibration = field(repr=False)
     policy: Policy  # default thresholds
@@ -62,14 +61,14 @@ class PSC:
         return self.pipeline.scorer.scale.device
 
     @property
+    def preprocess(self) -> Preprocess:
+        """How images become inputs of the network."""
+        return self.pipeline.scorer.preprocess
+
+    @property
     def layer(self) -> str:
         """Candidate layer names as one string."""
         return "+".join(self.layers)
-
-    @property
-    def alpha(self) -> float:
-        """Default false-alarm rate."""
-        return self.policy.alpha
 
     @property
     def predictions(self) -> str:
@@ -188,7 +187,6 @@ class PSC:
         psc = cls(
             pipeline=Pipeline(scorer, parts.calibration.ood_scores, weight, parts.gates),
             backbone=parts.backbone,
-            preprocess=manifest.preprocess,
             classes=manifest.classes,
             calibration=parts.calibration,
             policy=manifest.policy,

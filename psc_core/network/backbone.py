@@ -20,7 +20,7 @@ from psc_core.images.preprocess import Inputs, Preprocess
 from psc_core.network.cut import HookedNetwork, HookPlan, cut_graph, plan_stop
 from psc_core.network.fuse import fuse, images_format
 from psc_core.network.layout import INPUT, Layout, canonical, layout_of
-from psc_core.network.load import RECIPE, Recipe, bounded_size, load_network, load_weights, recipe_of
+from psc_core.network.load import BUILT_BY_HAND, Recipe, bounded_size, load_network, load_weights, recipe_of
 from psc_core.precision import Precision
 
 FeatureStep = Callable[[Tensor], list[Tensor]]
@@ -56,10 +56,34 @@ class Backbone(nn.Module):
         super().__init__()
         self.body = body
         self.cut = cut
-        self.layers, self.keep_output, self.psc_recipe = cut.layers, cut.keep_output, cut.recipe
-        self.method = "graph" if cut.hooks is None else "hooks"
         self.memory_format = memory_format
         self.eval()
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers it is cut behind."""
+        return self.cut.layers
+
+    @property
+    def keep_output(self) -> bool:
+        """Whether it gives the logits too."""
+        return self.cut.keep_output
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether it runs as a graph, which several threads may call and which can be captured, and not by hooks."""
+        return self.cut.hooks is None
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the whole network is built.
+
+        Raises:
+            NetworkError: The network did not come from ``load_network``.
+        """
+        if self.cut.recipe is None:
+            raise NetworkError(BUILT_BY_HAND)
+        return self.cut.recipe
 
     def forward(self, x: Inputs) -> FeaturesAndLogits:
         """Features of each layer, and the logits if ``keep_output``."""
@@ -86,7 +110,7 @@ class Backbone(nn.Module):
         """
         hooks = self.cut.hooks
         return {
-            "network": asdict(recipe_of(self)),
+            "network": asdict(self.recipe),
             "layers": list(self.layers),
             "keep_output": self.keep_output,
             "hooks": None if hooks is None else {"stop": hooks.stop, "dropped": list(hooks.dropped)},
@@ -105,7 +129,7 @@ def cut_network(net: nn.Module, layers: Sequence[str], *, keep_output: bool, hoo
     else:
         body = HookedNetwork(net, layers, hooks, keep_output=keep_output)
     layouts = tuple(layout_of(net, name) for name in layers)
-    return Backbone(body, Cut(tuple(layers), layouts, keep_output, hooks, getattr(net, RECIPE, None)))
+    return Backbone(body, Cut(tuple(layers), layouts, keep_output, hooks, recipe_of(net)))
 
 
 def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, example: Inputs | None = None) -> Backbone:

@@ -30,6 +30,12 @@ from psc_core.network.builders import BUILDERS, from_factory
 RECIPE: Final = "psc_recipe"
 """Attribute of a loaded network that holds its :class:`Recipe`, so that a bundle can rebuild it."""
 
+BUILT_BY_HAND: Final = (
+    "a bundle cannot rebuild a network built by hand; build it in a function and load it with "
+    "load_network('package.module:function', …)"
+)
+"""Why a network without a recipe cannot be saved, and what to do."""
+
 MAX_WEIGHTS: Final = 1 << 31
 """Maximum number of weights of a network in a bundle (8 GiB of float32)."""
 
@@ -93,19 +99,9 @@ def load_network(
     return net.eval()
 
 
-def recipe_of(net: nn.Module) -> Recipe:
-    """The recipe of a network from :func:`load_network`, or of a backbone cut from one.
-
-    Raises:
-        NetworkError: The network did not come from :func:`load_network`.
-    """
-    recipe = getattr(net, RECIPE, None)
-    if not isinstance(recipe, Recipe):
-        raise NetworkError(
-            "a bundle cannot rebuild a network built by hand; build it in a function and load it with "
-            "load_network('package.module:function', …)"
-        )
-    return recipe
+def recipe_of(net: nn.Module) -> Recipe | None:
+    """The recipe of a network from :func:`load_network`; None for one built by hand."""
+    return getattr(net, RECIPE, None)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

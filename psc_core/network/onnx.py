@@ -37,7 +37,7 @@ class OnnxBackbone(nn.Module):
     :func:`to_onnx`; its last output is the logits with ``keep_output``.
     """
 
-    method = "graph"
+    is_traced = True
 
     def __init__(self, model: bytes, *, keep_output: bool) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ class FakePipeline:
         gate: Steps wait for it.
     """
 
-    concurrent = False
+    is_traced = False
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

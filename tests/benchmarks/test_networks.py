@@ -70,7 +70,7 @@ def test_mod_changes_activations_and_shortcuts_alone(name: str) -> None:
     assert lost and all(".downsample." in entry or ".shortcut." in entry for entry in lost)
     example = torch.zeros(1, 1, 28, 28)
     layer = list_layers(net, example)[-3].name
-    assert truncate(net, [layer], keep_output=True, example=example).method == "graph"
+    assert truncate(net, [layer], keep_output=True, example=example).is_traced
     bound_spectral_norm(net, 3.0, example)
     assert fold_spectral_norm(net)(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
 

@@ -52,13 +52,13 @@ class Case:
         spec: As ``--model``.
         size: Pixels of a side.
         model_args: As ``--model-arg``.
-        method: How it is cut.
+        is_traced: Whether it is cut as a graph.
     """
 
     spec: str
     size: int
     model_args: tuple[str, ...] = ()
-    method: str = "graph"
+    is_traced: bool = True
 
     @property
     def id(self) -> str:
@@ -72,7 +72,7 @@ CASES = [
     Case("torchvision:convnext_tiny", 64),
     Case("torchvision:vit_b_16", 64, ("image_size=64",)),
     Case("torchvision:swin_t", 64),
-    Case("tests.nightly.test_architectures:untraceable", 32, method="hooks"),
+    Case("tests.nightly.test_architectures:untraceable", 32, is_traced=False),
 ]
 
 
@@ -203,7 +203,7 @@ def check(setup: Setup, monkeypatch: pytest.MonkeyPatch, where: Path) -> None:
     """Both kinds of predictions, the second at the layer that the first chose."""
     images = images_of(setup.case, setup.folders)
     fitted, loaded = setup.run(monkeypatch, where / "psc")
-    assert loaded.backbone.method == setup.case.method
+    assert loaded.backbone.is_traced == setup.case.is_traced
     assert loaded.version and len(loaded.classes) == CLASSES
     assert_loaded_is_fitted(fitted, loaded, images)
     monkeypatch.undo()

@@ -32,6 +32,6 @@ def make_step(
         threads: Used on a CPU; by default as many as PyTorch uses now, and one for a quick step.
     """
     run = CompiledNetwork(network) if compiled else network
-    if device.type == "cuda" and network.concurrent:  # A network cut by hooks may ask the host what to do next.
+    if device.type == "cuda" and network.is_traced:  # A network cut by hooks may ask the host what to do next.
         return GraphStep(run, shape, max_batch=max_batch, device=device)
     return EagerStep(run, shape, max_batch=max_batch, device=device, fixed_shapes=compiled, threads=threads)

@@ -43,6 +43,7 @@ class FormulaScorer(Scorer):
     def __init__(self) -> None:
         nn.Module.__init__(self)
         self.register_buffer("scale", torch.ones(1))
+        self.preprocess = PREPROCESS
         self.head = nn.Identity()  # type: ignore[assignment]
 
     def forward(self, images: Tensor) -> Scored:
@@ -78,7 +79,6 @@ def psc() -> PSC:
     return PSC(
         pipeline=Pipeline(FormulaScorer(), calibration.ood_scores),
         backbone=truncate(nn.Sequential(nn.Conv2d(1, 1, 1)), ["0"], keep_output=False),
-        preprocess=PREPROCESS,
         classes=CLASSES,
         calibration=calibration,
         policy=Policy(alpha=0.05, ambiguity_threshold=1.0, coverage=0.9),

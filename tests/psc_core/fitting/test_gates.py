@@ -62,7 +62,7 @@ def test_unlike_images_alarm_and_name_a_gate(psc: PSC, data_root: Path) -> None:
     prediction = psc.predict(garments.images)
     assert prediction.is_ood.float().mean() > 0.5
     smallest = torch.stack(list(prediction.gates.values())).amin(dim=0)
-    assert (smallest[prediction.is_ood] <= psc.alpha).float().mean() > 0.9
+    assert (smallest[prediction.is_ood] <= psc.policy.alpha).float().mean() > 0.9
 
 
 def test_ambiguous_images_are_no_alarm(

@@ -151,7 +151,7 @@ def test_all_layers_and_logits_equal_hooks(name: str) -> None:
     layers = [info.name for info in infos]
     values, logits = hooked(net, layers, x)
     backbone = truncate(net, layers, keep_output=True, example=x[:1])
-    assert backbone.method == ("hooks" if name in ("early_exit", "loop") else "graph")
+    assert backbone.is_traced == (name not in ("early_exit", "loop"))
     features, out = backbone(x)
     assert out is not None and torch.equal(out, logits)
     for info, feature in zip(infos, features, strict=True):
@@ -178,7 +178,7 @@ def test_single_layer_equals_hooks_and_survives_bundle(name: str) -> None:
     spec = json.loads(json.dumps(backbone.spec()))
     twin = rebuild_backbone(spec, backbone.state_dict(), FACTORIES)
     assert torch.equal(torch.get_rng_state(), before)
-    assert twin.method == backbone.method and torch.equal(twin(x)[0][0], expected)
+    assert twin.is_traced == backbone.is_traced and torch.equal(twin(x)[0][0], expected)
     assert twin.state_dict().keys() == backbone.state_dict().keys()
 
 
@@ -272,9 +272,9 @@ class Baked(nn.Module):
 
 def test_example_detects_wrong_trace() -> None:
     net, example = Baked().eval(), torch.randn(1, 1, 2, 2)
-    assert truncate(net, ["first"], keep_output=True).method == "graph"
+    assert truncate(net, ["first"], keep_output=True).is_traced
     backbone = truncate(net, ["first"], keep_output=True, example=example)
-    assert backbone.method == "hooks"
+    assert not backbone.is_traced
     assert torch.equal(backbone(example)[1], net(example))
 
 
@@ -299,7 +299,7 @@ def test_rejects_random_output() -> None:
             truncate(Dropping(0.3), cut, keep_output=False, example=example)
     with pytest.raises(NetworkError, match="the same output for the same image"):
         truncate(Dropping(0.3), ["first"], keep_output=True, example=example)
-    assert truncate(Dropping(0.3), ["first"], keep_output=False, example=example).method == "graph"  # not yet dropped
+    assert truncate(Dropping(0.3), ["first"], keep_output=False, example=example).is_traced  # not yet dropped
 
 
 class Odd(nn.Module):

@@ -58,6 +58,7 @@ def test_factory_must_be_allowed() -> None:
 def test_recipe_round_trip() -> None:
     net = load_network("torchvision:resnet18", num_classes=3, model_args={"stem": "small"})
     recipe = recipe_of(net)
+    assert recipe is not None
     assert (
         recipe
         == Recipe(**json.loads(json.dumps(asdict(recipe))))
@@ -65,9 +66,10 @@ def test_recipe_round_trip() -> None:
     )
     assert not recipe.is_factory
     assert Recipe("a.b:c", 3).is_factory
-    assert recipe_of(truncate(net, ["layer3"], keep_output=False)) == recipe
+    assert truncate(net, ["layer3"], keep_output=False).recipe == recipe
+    assert recipe_of(tiny(3)) is None
     with pytest.raises(NetworkError, match="built by hand"):
-        recipe_of(tiny(3))
+        _ = truncate(tiny(3), ["1"], keep_output=False).recipe
 
 
 def normed(num_classes: int) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 
 from psc_core.errors import NetworkError
 from psc_core.network.backbone import Backbone, truncate
-from psc_core.network.load import load_network
+from psc_core.network.load import load_network, recipe_of
 from psc_core.network.onnx import to_onnx
 
 SIZE = (1, 28, 28)
@@ -43,9 +44,8 @@ def test_outputs_equal_pytorch_for_any_number_of_images_and_threads(keep_output:
 
 def test_names_what_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     net = backbone(["2"])
-    net.psc_recipe = load_network(  # type: ignore[assignment]
-        f"{__name__}:sorts", num_classes=4, allow_factories=[f"{__name__}:sorts"]
-    ).psc_recipe
+    other = load_network(f"{__name__}:sorts", num_classes=4, allow_factories=[f"{__name__}:sorts"])
+    net.cut = replace(net.cut, recipe=recipe_of(other))
     with pytest.raises(NetworkError, match="the network after 2 has no ONNX model: "):
         to_onnx(net, SIZE)
     monkeypatch.setattr(sys, "executable", "/no/such/python")

@@ -20,7 +20,7 @@ SHAPE = (1, 2, 2)
 class Plain:
     """A network that a compiler can follow."""
 
-    concurrent = True
+    is_traced = True
 
     def __call__(self, images: Tensor, /) -> Tensor:
         return images.flatten(1).float()

@@ -25,7 +25,7 @@ BUCKETS = [1, 2, 4, 6]
 class Network:
     """Sum and maximum of each image; remembers its last call, which is what a capture records."""
 
-    concurrent = True
+    is_traced = True
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -210,7 +210,7 @@ def test_a_cuda_device_gets_graphs(network: Network, cuda: Cuda, monkeypatch: py
     step = make_step(network, SHAPE, max_batch=6, device=torch.device("cuda"), compiled=False)
     assert isinstance(step, GraphStep)
     assert step.slots == 2
-    network.concurrent = False  # Cut by hooks: it may ask the host what to do next, which no graph can.
+    network.is_traced = False  # Cut by hooks: it may ask the host what to do next, which no graph can.
     assert isinstance(make_step(network, SHAPE, max_batch=6, device=torch.device("cuda"), compiled=False), EagerStep)
 
 
