@@ -32,7 +32,7 @@ from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset, stable_order
 from psc_core.errors import FitError
-from psc_core.network.backbone import Backbone, FeatureStep, feature_step, truncate
+from psc_core.network.backbone import Backbone, FeatureStep, example_input, feature_step, truncate
 from psc_core.network.layers import LayerInfo, list_layers, select_layers
 from psc_core.numerics.scatter import (
     MIN_COLUMNS,
@@ -71,31 +71,30 @@ class _LayerSums:
     correct: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))  # bits, one an example
 
 
-def measure_collapse(
+def measure_layers(
     net: nn.Module,
     train: ImageDataset,
     val: ImageDataset,
+    compute: Compute,
     *,
     epsilon: float = EPSILON,
     layers: str | None = None,
     granularity: str = "operations",
     max_memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    device: str | torch.device = "cpu",
-    batch_images: int = 128,
     reducer: Reducer | None = None,
 ) -> CollapseReport:
     """Measure NC1 and NC4 after the layers of ``net``.
 
     Args:
-        net: A classifier.  It is moved to ``device`` and put in evaluation mode.
+        net: A classifier.  It is moved to the device and put in evaluation mode.
         train: All images that NC1 is measured on, some of every class; each process reads its own shard.
         val: All images that NC4 is measured on, of the same classes, likewise.
+        compute: Device, which must support float64, and batch size; the network runs in float32 whatever the precision,
+            so that the choice of the layer does not depend on it.
         epsilon: Neural collapse cutoff ε on NC1, recorded in the report.
         layers: Regular expression of layer names; the penultimate layer is always measured too.
         granularity: Which modules are layers, see :mod:`psc_core.network.layers`.
         max_memory_bytes: Memory budget for class means and the features of one batch.
-        device: Device of the network and the sums; it must support float64.
-        batch_images: Maximum batch size.
         reducer: This process among several; a single process by default.
 
     Raises:
@@ -105,12 +104,12 @@ def measure_collapse(
     """
     check_fraction(epsilon, "epsilon")
     counts = torch.bincount(train.labels, minlength=len(train.classes))
-    example = train.preprocess.standardise(torch.tensor(train.image(0), device=device)[None])
-    every = list_layers(net.to(device), example, granularity=granularity)
+    compute = replace(compute, precision="fp32")
+    example = example_input(train.preprocess).to(compute.device)
+    every = list_layers(net.to(compute.device), example, granularity=granularity)
     names = {layer.name for layer in select_layers(every, layers)}
     wanted = [layer for layer in every if layer.name in names or layer.role == "penultimate"]
-    compute = Compute(torch.device(device), "fp32", batch_images)
-    measurement = _Measurement(train, val, counts.double().to(device), compute, reducer or Reducer())
+    measurement = _Measurement(train, val, counts.double().to(compute.device), compute, reducer or Reducer())
     groups = column_groups(wanted, len(counts), compute.batch_size, max_memory_bytes)
     for number, group in enumerate(groups, 1):
         cut_after = list(dict.fromkeys(part.layer.name for part in group))

@@ -42,7 +42,7 @@ from psc_core.fitting.checks import check_own_output
 from psc_core.heads import entropy
 from psc_core.heads.fit.temperature import fit_temperature
 from psc_core.images.preprocess import Preprocess
-from psc_core.network.backbone import Backbone, truncate
+from psc_core.network.backbone import Backbone, example_input, truncate
 from psc_core.numerics import linalg
 
 DETECTORS: Final = ("max-softmax", "entropy", "energy", "temperature", "gda", "knn", "mahalanobis++")
@@ -125,7 +125,7 @@ def fit_baselines(
     """
     compute = replace(compute, precision="fp32")
     net.to(compute.device)
-    example = train.preprocess.standardise(torch.tensor(train.image(0)[None], device=compute.device))
+    example = example_input(train.preprocess).to(compute.device)
     backbone = truncate(net, [penultimate_layer], keep_output=True, example=example)
     check_own_output(backbone, train, compute)
     step = partial(penultimate_and_logits, backbone)

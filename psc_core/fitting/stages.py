@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from psc_core.collapse import measure as collapse
+from psc_core.collapse.measure import measure_layers
 from psc_core.collapse.report import Candidate, CollapseReport
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset, split_validation
@@ -81,17 +81,15 @@ def measure_collapse(
     options.reducer.require(train)
     check_classes(train, val)
     selection, _ = split_validation(val, options.seed)
-    compute = options.compute()
-    report = collapse.measure_collapse(
-        net.to(compute.device),
+    report = measure_layers(
+        net,
         train,
         selection,
+        options.compute(),
         epsilon=options.epsilon,
         layers=layers,
         granularity=granularity,
         max_memory_bytes=options.max_memory_bytes,
-        device=compute.device,
-        batch_images=compute.batch_images,
         reducer=options.reducer,
     )
     return replace(report, seed=options.seed)

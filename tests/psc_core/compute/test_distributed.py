@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 import torch
 
-from psc_core.collapse.measure import measure_collapse
+from psc_core.collapse.measure import measure_layers
 from psc_core.compute.distributed import Reducer
 from psc_core.errors import UsageError
 from psc_core.fitting import stages as fit
-from tests.psc_core.collapse.test_measure import Net, images
+from tests.psc_core.collapse.test_measure import Net, images, on_cpu
 
 PROGRAM = """
 import json, torch
-from psc_core.collapse.measure import measure_collapse
+from psc_core.collapse.measure import measure_layers
 from psc_core.compute.distributed import Reducer
-from tests.psc_core.collapse.test_measure import Net, images
+from tests.psc_core.collapse.test_measure import Net, images, on_cpu
 reducer = Reducer.start()
 labels = torch.randint(0, 3, (41, 2), generator=torch.Generator().manual_seed(0))
 reports = [
-    measure_collapse(
-        Net(), images(0, 41, labels), images(1, 21), batch_images=8, reducer=reducer, max_memory_bytes=budget
+    measure_layers(
+        Net(), images(0, 41, labels), images(1, 21), on_cpu(8), reducer=reducer, max_memory_bytes=budget
     )
     for budget in (1 << 30, 900)
 ]
@@ -71,7 +71,7 @@ def run_two() -> list[dict[str, Any]]:
 def test_two_processes_equal_one() -> None:
     """In one group of layers and in column ranges."""
     labels = torch.randint(0, 3, (41, 2), generator=torch.Generator().manual_seed(0))
-    alone = measure_collapse(Net(), images(0, 41, labels), images(1, 21), batch_images=8)
+    alone = measure_layers(Net(), images(0, 41, labels), images(1, 21), on_cpu(8))
     first, second = run_two()
     assert first["world"] == 2 and first["total"] == second["total"] == 3.0
     assert first["reports"] == second["reports"]

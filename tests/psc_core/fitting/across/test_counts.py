@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from psc_core.collapse.measure import measure_collapse
+from psc_core.collapse.measure import measure_layers
 from psc_core.compute.passes import MAXIMUM_CPU_BATCH, Compute
 from psc_core.fitting.options import FitOptions
 from psc_core.fitting.stages import fit_projection, fit_psc
@@ -27,7 +27,7 @@ def test_fit_reads_training_images_five_times(data_root: Path) -> None:
     """Collapse, moments, sizes, features, early layers; the selection split five times, the calibration split once."""
     net = tiny.network().eval()
     (train, train_reads), (val, val_reads) = counted(data_root, "train"), counted(data_root, "val")
-    candidate = measure_collapse(net, train, val).candidate("4")
+    candidate = measure_layers(net, train, val, OPTIONS.compute()).candidate("4")
     assert (typical(train_reads), set(val_reads.values())) == (1, {1})
     train_reads.clear(), val_reads.clear()
     projection = fit_projection(net, candidate, train, val, minimum_dim=8, options=OPTIONS)
@@ -66,7 +66,7 @@ def test_collapse_takes_one_forward_pass(data_root: Path) -> None:
     (train, _), (val, _) = counted(data_root, "train"), counted(data_root, "val")
     net = tiny.network().eval()
     with FirstConvolution() as seen:
-        measure_collapse(net, train, val)
+        measure_layers(net, train, val, OPTIONS.compute())
     examples = seen.images - len(train) - len(val)
     assert 0 < examples <= 16
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from psc_core.collapse.measure import measure_collapse
+from psc_core.collapse.measure import measure_layers
 from psc_core.fitting.options import FitOptions
 from psc_core.fitting.stages import fit_projection
 from psc_core.projection.fit import projection as fit_tucker
@@ -23,7 +23,7 @@ def test_column_ranges_give_the_same(data_root: Path, monkeypatch: pytest.Monkey
     """Class means beyond the budget are taken a range of columns at a time, in passes of their own."""
     net = tiny.network().eval()
     (train, reads), (val, _) = counted(data_root, "train"), counted(data_root, "val")
-    candidate = measure_collapse(net, train, val, layers="^4$").candidate("4")
+    candidate = measure_layers(net, train, val, OPTIONS.compute(), layers="^4$").candidate("4")
     whole = fit_projection(net, candidate, train, val, minimum_dim=8, options=OPTIONS).report
     monkeypatch.setattr(sizes, "MIN_COLUMNS", 100)
     monkeypatch.setattr(fit_tucker, "reduced_positions", lambda channels, positions, budget: positions)
