@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from psc_core.bundle.io import check_target
 from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
 from psc_core.calibration.fit import CONFIDENCE
 from psc_core.cli import flags
-from psc_core.cli.provenance import LATE_SETTINGS, check_disjoint, job_of, provenance_of
-from psc_core.collapse.measure import DEFAULT_MEMORY_BYTES
-from psc_core.collapse.report import EPSILON
+from psc_core.cli.provenance import check_disjoint, job_of, provenance_of
+from psc_core.collapse.report import CollapseReport
+from psc_core.collapse.tables import to_csv, to_text
 from psc_core.compute.device import resolve_device
 from psc_core.compute.distributed import Reducer
 from psc_core.data.dataset import ImageDataset
@@ -29,8 +29,10 @@ from psc_core.fitting.calibrate import OOD_SCORES
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.checks import check_attainable_rates
 from psc_core.fitting.options import FitOptions
+from psc_core.fitting.settings import FitSettings
 from psc_core.gates.fit.choice import GateChoice
 from psc_core.heads import HEADS
+from psc_core.model.predictor import PSC
 from psc_core.network.layers import GRANULARITIES
 from psc_core.network.load import Recipe, load_network
 from psc_core.precision import PRECISIONS
@@ -49,15 +51,21 @@ def parser() -> argparse.ArgumentParser:
     description = "Fit uncertainty to a trained image classifier, without retraining it."
     cli = flags.command("psc-fit", description, _EXAMPLE)
 
-    def number(group: argparse._ActionsContainer, flag: str, default: int | None, text: str) -> None:
+    def default_of(flag: str) -> Any:
+        return getattr(FitSettings, flag.removeprefix("--").replace("-", "_"))
+
+    def number(group: argparse._ActionsContainer, flag: str, text: str) -> None:
+        default = default_of(flag)
         kind, shown = (flags.positive_or_auto, "auto") if default is None else (flags.positive, default)
         metavar = "N|auto" if default is None else "N"
         group.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: {shown})")
 
-    def choice(group: argparse._ActionsContainer, flag: str, choices: Sequence[str], default: str, text: str) -> None:
+    def choice(group: argparse._ActionsContainer, flag: str, choices: Sequence[str], text: str) -> None:
+        default = default_of(flag)
         group.add_argument(flag, choices=choices, default=default, help=f"{text} (default: {default})")
 
-    def rate(flag: str, default: float, text: str) -> None:
+    def rate(flag: str, text: str) -> None:
+        default = default_of(flag)
         method.add_argument(flag, type=flags.open_unit_interval, default=default, help=f"{text} (default: {default})")
 
     net = cli.add_argument_group("network")
@@ -74,34 +82,36 @@ def parser() -> argparse.ArgumentParser:
     method = cli.add_argument_group("method")
     method.add_argument("--layer", default="auto", metavar="NAME", help="candidate layer, or auto (default)")
     method.add_argument("--layers", metavar="REGEX", help="measure only layers whose name matches")
-    choice(method, "--granularity", GRANULARITIES, "operations", "which modules are layers; operations is the paper's")
-    method.add_argument("--epsilon", type=float, default=EPSILON, help=f"collapse cut-off for NC1 (default: {EPSILON})")
-    number(method, "--c-proj", None, "channel components")
-    number(method, "--d-proj", None, "spatial components")
-    number(method, "--minimum-dim", stages.DEFAULT_MINIMUM_DIM, "smallest c·d that auto considers")
+    choice(method, "--granularity", GRANULARITIES, "which modules are layers; operations is the paper's")
+    epsilon = FitSettings.epsilon
+    method.add_argument("--epsilon", type=float, default=epsilon, help=f"collapse cut-off for NC1 (default: {epsilon})")
+    number(method, "--c-proj", "channel components")
+    number(method, "--d-proj", "spatial components")
+    number(method, "--minimum-dim", "smallest c·d that auto considers")
     method.add_argument("--no-second-scaling", action="store_true", help="do not standardise z")
     text = "what measures how typical an image is; gda is the paper's"
-    choice(method, "--density", tuple(DENSITIES), "pooled++", text)
-    number(method, "--pca", None, "dimension the density works in")
-    choice(method, "--head", tuple(HEADS), "laplace", "what gives the probabilities; laplace is the paper's")
+    choice(method, "--density", tuple(DENSITIES), text)
+    number(method, "--pca", "dimension the density works in")
+    choice(method, "--head", tuple(HEADS), "what gives the probabilities; laplace is the paper's")
     text = "psc: the head's; base: the network's own, unchanged, with the density beside them"
-    choice(method, "--predictions", stages.PREDICTIONS, "psc", text)
-    rate("--alpha", 0.05, "false-alarm rate of the OOD decision")
+    choice(method, "--predictions", stages.PREDICTIONS, text)
+    rate("--alpha", "false-alarm rate of the OOD decision")
     text = (
         "what the OOD decision ranks: texture, kind and confidence together; the density alone, as in the paper; or "
         "the density and how ambiguous an image is"
     )
-    choice(method, "--ood-score", OOD_SCORES, "gates", text)
-    rate("--coverage", 0.95, "coverage of the prediction sets")
+    choice(method, "--ood-score", OOD_SCORES, text)
+    rate("--coverage", "coverage of the prediction sets")
     text = f"error rate that images below the ambiguity threshold keep, with {100 * CONFIDENCE:g} %% confidence"
-    rate("--risk", 0.05, text)
+    rate("--risk", text)
 
     run = cli.add_argument_group("run")
     run.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    choice(run, "--precision", PRECISIONS, "fp32", "of the network, while fitting and served")
-    number(run, "--batch-images", 256, "images sent through the network at once")
-    text = f"budget of one stage's statistics (default: {DEFAULT_MEMORY_BYTES >> 30}G)"
-    run.add_argument("--max-memory", type=flags.byte_count, default=DEFAULT_MEMORY_BYTES, metavar="SIZE", help=text)
+    choice(run, "--precision", PRECISIONS, "of the network, while fitting and served")
+    number(run, "--batch-images", "images sent through the network at once")
+    budget = FitSettings.max_memory
+    text = f"budget of one stage's statistics (default: {budget >> 30}G)"
+    run.add_argument("--max-memory", type=flags.byte_count, default=budget, metavar="SIZE", help=text)
     run.add_argument("--distributed", action="store_true", help="be one of the processes that torchrun started")
     run.add_argument("--fresh", action="store_true", help="ignore the checkpoint of an interrupted run")
     text = "splits the validation images and seeds the head (default: 0)"
@@ -113,8 +123,9 @@ def parser() -> argparse.ArgumentParser:
 
 def fit(args: argparse.Namespace) -> None:
     """Run all stages and write the bundle."""
-    args.out = args.out.resolve()
-    args.name = args.name or args.out.name
+    out = args.out.resolve()
+    name = args.name or out.name
+    settings = FitSettings(**{field.name: getattr(args, field.name) for field in fields(FitSettings)})
     preprocess = flags.preprocess_from(args)
     train = open_dataset(args.train, split="train", preprocess=preprocess)
     val = open_dataset(args.val, split="val", preprocess=preprocess)
@@ -123,45 +134,61 @@ def fit(args: argparse.Namespace) -> None:
     net = load_network(**asdict(recipe), weights=args.weights, allow_factories=(args.model,))
     device = resolve_device(args.device)
     reducer = Reducer.start() if args.distributed else Reducer()
-    options = FitOptions(device, args.precision, args.batch_images, args.epsilon, args.max_memory, args.seed, reducer)
-    check_target(args.out)
-    if len(args.name) > MAX_NAME:
-        raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(args.name)}")
-    check_attainable_rates(val, alpha=args.alpha, coverage=args.coverage, options=options)
+    options = settings.options(device, reducer)
+    check_target(out)
+    if len(name) > MAX_NAME:
+        raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(name)}")
+    check_attainable_rates(val, alpha=settings.alpha, coverage=settings.coverage, options=options)
     if reducer.rank == 0:
         classes = len(train.classes)
         print(f"train: {train.name}, {len(train)} images, {classes} classes; val: {val.name}, {len(val)} images")
-    provenance = provenance_of(args, train, val)
+    provenance = provenance_of(recipe, args.weights, settings, train, val)
     check_disjoint(train, val, provenance)
     try:
-        check_text({"name": args.name, **provenance})
+        check_text({"name": name, **provenance})
     except ValueError as error:
         raise UsageError(f"expected names and flags in UTF-8, got {error}; change it") from error
-    folder = args.out.with_name(f".{args.out.name}.stages")
+    folder = out.with_name(f".{out.name}.stages")
     checkpoint = Checkpoint.open(folder, job_of(provenance, train, device.type), reducer, fresh=args.fresh)
-    run_stages(args, net, train, val, provenance, checkpoint, options)
+    report, psc = run_stages(settings, net, train, val, name, provenance, checkpoint, options)
+    if reducer.rank > 0:
+        return
+    manifest = psc.save(out)
+    (out / "collapse.csv").write_text(to_csv(report))
+    checkpoint.clear()
+    metrics = manifest.metrics
+    print(
+        f"wrote {out} (version {manifest.version}); calibration split: accuracy {metrics['accuracy']:.4f}, "
+        f"NLL {metrics['nll_nats']:.4f} nats, ECE {metrics['ece']:.4f}"
+    )
+    if metrics["risk"]["threshold"] is None:
+        print(
+            f"warning: no entropy threshold keeps the error rate at {settings.risk:g} with {100 * CONFIDENCE:g} % "
+            "confidence, so no image is called ambiguous; raise --risk or validate on more images"
+        )
 
 
 def run_stages(
-    args: argparse.Namespace,
+    settings: FitSettings,
     net: nn.Module,
     train: ImageDataset,
     val: ImageDataset,
+    name: str,
     provenance: Mapping[str, Any],
     checkpoint: Checkpoint,
     options: FitOptions,
-) -> None:
-    """Fit stage by stage, those in the checkpoint left out; of several processes the first prints and saves."""
-    first = options.reducer.rank == 0
+) -> tuple[CollapseReport, PSC]:
+    """Fit stage by stage, those in the checkpoint left out; of several processes the first prints."""
+    is_first = options.reducer.rank == 0
     report = checkpoint.load_collapse()
     if report is None:
         report = stages.measure_collapse(
-            net, train, val, layers=args.layers, granularity=args.granularity, options=options
+            net, train, val, layers=settings.layers, granularity=settings.granularity, options=options
         )
         checkpoint.save_collapse(report)
-    candidate = report.candidate(None if args.layer == "auto" else args.layer)
-    if first:
-        print(report.table(candidate))
+    candidate = report.candidate(None if settings.layer == "auto" else settings.layer)
+    if is_first:
+        print(to_text(report, candidate))
 
     projection = checkpoint.load_projection()
     if projection is None:
@@ -170,14 +197,14 @@ def run_stages(
             candidate,
             train,
             val,
-            c_proj=args.c_proj,
-            d_proj=args.d_proj,
-            minimum_dim=args.minimum_dim,
-            second_scaling=not args.no_second_scaling,
+            c_proj=settings.c_proj,
+            d_proj=settings.d_proj,
+            minimum_dim=settings.minimum_dim,
+            second_scaling=not settings.no_second_scaling,
             options=options,
         )
         checkpoint.save_projection(projection)
-    if first:
+    if is_first:
         print(projection.report.summary(report.nc4_of(candidate)))
 
     psc = stages.fit_psc(
@@ -186,27 +213,14 @@ def run_stages(
         projection,
         train,
         val,
-        **{name: getattr(args, name) for name in LATE_SETTINGS},
-        name=args.name,
+        **settings.late(),
+        name=name,
         provenance=provenance,
         options=options,
     )
-    if first:
-        if args.ood_score == "gates":
-            print(GateChoice.from_json(psc.report["metrics"]["gates"]).table())
-        manifest = psc.save(args.out)
-        (args.out / "collapse.csv").write_text(report.to_csv())
-        checkpoint.clear()
-        metrics = manifest.metrics
-        print(
-            f"wrote {args.out} (version {manifest.version}); calibration split: accuracy {metrics['accuracy']:.4f}, "
-            f"NLL {metrics['nll_nats']:.4f} nats, ECE {metrics['ece']:.4f}"
-        )
-        if metrics["risk"]["threshold"] is None:
-            print(
-                f"warning: no entropy threshold keeps the error rate at {args.risk:g} with {100 * CONFIDENCE:g} % "
-                "confidence, so no image is called ambiguous; raise --risk or validate on more images"
-            )
+    if is_first and settings.ood_score == "gates":
+        print(GateChoice.from_json(psc.report["metrics"]["gates"]).table())
+    return report, psc
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from psc_core.cli import flags
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
+from psc_core.fitting.settings import LATE, FitSettings
+from psc_core.network.load import Recipe
 from psc_core.version import __version__
 
-LATE_SETTINGS: Final = ("density", "pca", "head", "predictions", "alpha", "coverage", "risk", "ood_score")
-"""Flags that only ``fit_psc`` reads, no stage in a checkpoint: changing them after an error does not start again."""
 
-SETTINGS: Final = (
-    "layer", "layers", "granularity", "epsilon", "c_proj", "d_proj", "minimum_dim", "no_second_scaling", *LATE_SETTINGS,
-    "precision", "batch_images", "max_memory", "seed",
-)  # fmt: skip
-"""Flags that a bundle records."""
-
-
-def provenance_of(args: argparse.Namespace, train: ImageDataset, val: ImageDataset) -> dict[str, Any]:
+def provenance_of(
+    recipe: Recipe, weights: Path, settings: FitSettings, train: ImageDataset, val: ImageDataset
+) -> dict[str, Any]:
     """Enough to fit the bundle again, and no path of this machine; JSON types."""
     return {
         "psc_version": __version__,
-        "model": args.model,
-        "model_args": flags.key_values(args.model_arg),
-        "weights_sha256": file_digest(args.weights),
+        "model": recipe.spec,
+        "model_args": dict(recipe.model_args),
+        "weights_sha256": file_digest(weights),
         "train": origin_of(train),
         "val": origin_of(val),
-        "settings": {key: getattr(args, key) for key in SETTINGS},
+        "settings": asdict(settings),
     }
 
 
@@ -45,7 +39,7 @@ def origin_of(data: ImageDataset) -> dict[str, Any]:
 
 def job_of(provenance: Mapping[str, Any], train: ImageDataset, device: str) -> dict[str, Any]:
     """What the stages in a checkpoint depend on, JSON types."""
-    settings = {key: value for key, value in provenance["settings"].items() if key not in LATE_SETTINGS}
+    settings = {key: value for key, value in provenance["settings"].items() if key not in LATE}
     return {**provenance, "settings": settings, "preprocess": train.preprocess.to_json(), "device": device}
 
 

@@ -11,8 +11,6 @@ Without standard errors (reports of older bundles) only equals of the highest NC
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -158,33 +156,6 @@ class CollapseReport:
     def nc4_of(self, candidate: Candidate) -> float:
         """NC4 of the candidate's layer; the higher one of two."""
         return max(self.layer(name).nc4 for name in candidate.layers)
-
-    def table(self, candidate: Candidate | None = None) -> str:
-        """A table of all layers with the candidate marked (by default the rule's) and its reason below."""
-        chosen = candidate or self.candidate()
-        width = max(len("layer"), *(len(entry.name) for entry in self.layers))
-        lines = [f"{'#':>4}  {'layer':<{width}}  {'kind':<8}  {'channels×spatial':>16}  {'NC1':>7}  {'NC4':>7}"]
-        for entry in self.layers:
-            marks = ["◀ candidate"] if entry.name in chosen.layers else []
-            marks += [entry.role] if entry.role != "hidden" else []
-            size = f"{entry.shape[0]}×{entry.shape[1]}"
-            numbers = f"{entry.nc1:7.4f}  {entry.nc4:7.4f}"
-            line = f"{entry.index:>4}  {entry.name:<{width}}  {entry.kind:<8}  {size:>16}  {numbers}"
-            lines.append("  ".join([line, *marks]))
-        lines.append(f"candidate: {chosen.reason}")
-        lines += [f"note: {note}" for note in chosen.notes]
-        if self.penultimate not in chosen.layers:
-            lines.append(f"penultimate: {self.layer(self.penultimate)}, for comparison (DDU)")
-        return "\n".join(lines)
-
-    def to_csv(self) -> str:
-        """One line per layer, with a header."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["index", "layer", "kind", "channels", "spatial", "role", "nc1", "nc4"])
-        for entry in self.layers:
-            writer.writerow([entry.index, entry.name, entry.kind, *entry.shape, entry.role, entry.nc1, entry.nc4])
-        return text.getvalue()
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON types."""

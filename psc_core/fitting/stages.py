@@ -28,6 +28,7 @@ from psc_core.fitting.checks import check_attainable_rates, check_classes, check
 from psc_core.fitting.gates import choose_gates
 from psc_core.fitting.options import FitOptions
 from psc_core.fitting.scorer import fit_scorer
+from psc_core.fitting.settings import FitSettings
 from psc_core.heads import HEADS
 from psc_core.model.predictor import PSC
 from psc_core.network.backbone import Backbone, example_input, truncate
@@ -39,9 +40,6 @@ from psc_core.rates import check_fraction
 PREDICTIONS = ("psc", "base")
 """Whose probabilities a PSC gives: the head's, or the network's own."""
 
-DEFAULT_MINIMUM_DIM = 64
-"""Smallest dimension of z that is considered when sizes are chosen."""
-
 
 def measure_collapse(
     net: nn.Module,
@@ -49,7 +47,7 @@ def measure_collapse(
     val: ImageDataset,
     *,
     layers: str | None = None,
-    granularity: str = "operations",
+    granularity: str = FitSettings.granularity,
     options: FitOptions | None = None,
 ) -> CollapseReport:
     """NC1 on ``train`` and NC4 on the selection split of ``val``, after every layer.
@@ -104,7 +102,7 @@ def fit_projection(
     method: str = "tucker",
     c_proj: int | None = None,
     d_proj: int | None = None,
-    minimum_dim: int = DEFAULT_MINIMUM_DIM,
+    minimum_dim: int = FitSettings.minimum_dim,
     second_scaling: bool = True,
     options: FitOptions | None = None,
 ) -> FittedProjection:
@@ -175,14 +173,14 @@ def fit_psc(
     train: ImageDataset,
     val: ImageDataset,
     *,
-    head: str = "laplace",
-    density: str = "pooled++",
+    head: str = FitSettings.head,
+    density: str = FitSettings.density,
     pca: int | None = None,
-    predictions: str = "psc",
-    alpha: float = 0.05,
-    coverage: float = 0.95,
-    risk: float = 0.05,
-    ood_score: str = "gates",
+    predictions: str = FitSettings.predictions,
+    alpha: float = FitSettings.alpha,
+    coverage: float = FitSettings.coverage,
+    risk: float = FitSettings.risk,
+    ood_score: str = FitSettings.ood_score,
     name: str = "psc",
     provenance: Mapping[str, Any] | None = None,
     options: FitOptions | None = None,

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from psc_core.cli import fit as cli
 from psc_core.cli.provenance import check_disjoint, provenance_of
+from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import image_folder
+from psc_core.fitting.settings import FitSettings
 from psc_core.images.preprocess import PRESETS
+from psc_core.network.load import Recipe
 from tests.psc_core.cli.support import run
 
 
@@ -24,6 +28,12 @@ def write_bitmaps(root: Path, shade: int) -> Path:
     return root
 
 
+def provenance(train: ImageDataset, val: ImageDataset, folder: Path) -> dict[str, Any]:
+    weights = folder / "weights"
+    weights.write_bytes(b"")
+    return provenance_of(Recipe("torchvision:resnet18", 2), weights, FitSettings(), train, val)
+
+
 def test_rejects_training_images_as_validation(tiny_job, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     same = f"mnist:{data_root}#train"
     args = [*tiny_job.args, "--train", same, "--val", same, "--out", str(tmp_path / "b")]
@@ -33,15 +43,13 @@ def test_rejects_training_images_as_validation(tiny_job, data_root: Path, tmp_pa
     assert "layer" not in printed
 
 
-def test_accepts_other_images_of_equal_names_and_sizes(tiny_job, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    args = cli.parser().parse_args([*tiny_job.args, "--out", str(tmp_path / "b")])
+def test_accepts_other_images_of_equal_names_and_sizes(tmp_path: Path) -> None:
     train, val = (image_folder(write_bitmaps(tmp_path / str(n), n), PRESETS["mnist"]) for n in (10, 20))
-    provenance = provenance_of(args, train, val)
-    assert provenance["train"]["sha256"] == provenance["val"]["sha256"]
-    check_disjoint(train, val, provenance)
+    origin = provenance(train, val, tmp_path)
+    assert origin["train"]["sha256"] == origin["val"]["sha256"]
+    check_disjoint(train, val, origin)
 
 
-def test_undecodable_folder_name(tiny_job, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    args = cli.parser().parse_args([*tiny_job.args, "--out", str(tmp_path / "b")])
+def test_undecodable_folder_name(tmp_path: Path) -> None:
     data = image_folder(write_bitmaps(tmp_path / os.fsdecode(b"caf\xe9"), 0), PRESETS["mnist"])
-    assert provenance_of(args, data, data)["train"]["name"] == "caf\N{REPLACEMENT CHARACTER}"
+    assert provenance(data, data, tmp_path)["train"]["name"] == "caf\N{REPLACEMENT CHARACTER}"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import csv
 import json
 from dataclasses import replace
 
@@ -9,6 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from psc_core.collapse.report import CollapseReport, LayerCollapse
+from psc_core.collapse.tables import to_text
 from psc_core.errors import UsageError
 from tests.reference import collapse as reference
 
@@ -34,33 +34,9 @@ def test_caller_can_name_layer() -> None:
         table.candidate("b")
 
 
-def test_table_marks_candidate_and_explains() -> None:
-    measured = report(("a", 4, 0.9, 0.5), ("layer1.conv", 4, 0.6, 0.8), ("p", 8, 0.1, 0.99), ("o", 2, 0.1, 0.9))
-    lines = measured.table().splitlines()
-    assert lines[0].split() == ["#", "layer", "kind", "channels×spatial", "NC1", "NC4"]
-    assert lines[2].split() == ["1", "layer1.conv", "map", "4×4", "0.6000", "0.8000", "◀", "candidate"]
-    assert lines[3].endswith("penultimate") and lines[4].endswith("output")
-    assert lines[5].startswith("candidate: layer1.conv") and lines[6].startswith("penultimate: p")
-    assert len(lines) == 7
-    assert lines[1].index("0.9000") == lines[2].index("0.6000")
-    named = measured.table(measured.candidate("p")).splitlines()
-    assert named[3].endswith("◀ candidate  penultimate") and not any(line.startswith("penultimate:") for line in named)
-
-
-def test_json_and_csv_round_trip() -> None:
+def test_json_round_trip() -> None:
     measured = report(("a", 4, 0.9, 0.5), ("p", 8, 0.1, 0.99), output=False)
     assert CollapseReport.from_json(json.loads(json.dumps(measured.to_json()))) == measured
-    lines = list(csv.DictReader(measured.to_csv().splitlines()))
-    assert lines[1] == {
-        "index": "1",
-        "layer": "p",
-        "kind": "map",
-        "channels": "8",
-        "spatial": "4",
-        "role": "penultimate",
-        "nc1": "0.1",
-        "nc4": "0.99",
-    }
 
 
 def test_takes_highest_nc4_above_cutoff() -> None:
@@ -139,7 +115,7 @@ def test_notes_say_that_nothing_has_collapsed() -> None:
     measured = report(("a", 4, 0.9, 0.5), ("b", 4, 0.6, 0.8), ("p", 8, 0.3, 0.7), ("o", 2, 0.1, 0.9))
     (note,) = measured.candidate().notes
     assert note.startswith("nothing has collapsed, NC1 > 0.2 after every layer")
-    assert f"note: {note}" in measured.table().splitlines()
+    assert f"note: {note}" in to_text(measured, measured.candidate()).splitlines()
 
 
 def test_notes_say_that_candidate_is_early() -> None:
