@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client import start_http_server
 
 from app.main import create_app
-from app.observability.metrics import PROCESS_FILES
+from app.observability.metrics import PROCESS_FILES, shared_registry
 from app.runtime import ReplicaRuntime, prepare_process
 from app.service import Service
 from app.settings import load_settings
@@ -94,10 +93,8 @@ class Replica:
         """Take the node's metrics port, unless another replica has it; the next takes over from one that ends."""
         if self._metrics_port is None or self._exporter is not None or PROCESS_FILES not in os.environ:
             return
-        registry = CollectorRegistry()
-        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         with contextlib.suppress(OSError):
-            self._exporter = start_http_server(self._metrics_port, registry=registry)
+            self._exporter = start_http_server(self._metrics_port, registry=shared_registry())
 
 
 def replicas_for_images(context: Any) -> tuple[int, dict[str, Any]]:

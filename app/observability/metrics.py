@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, metrics_core
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.registry import Collector
 
 _SECONDS: Final = (
     1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
@@ -55,7 +58,11 @@ class Metric(Generic[Kind]):
 class Metrics:
     """The metrics of one application in a registry of its own."""
 
-    psc_predictions_total = Metric(Counter, ("model", "label"), "Images answered, by predicted label.")
+    psc_predictions_total = Metric(
+        Counter,
+        ("model", "label"),
+        "Images answered, by predicted label; beyond 1,000 classes `(other)`.",
+    )
     psc_ood_total = Metric(Counter, ("model",), "Images answered with is_ood true.")
     psc_abstained_total = Metric(Counter, ("model", "reason"), "Images not accepted: `ood` or `ambiguous`.")
     psc_ood_p_value = Metric(Histogram, ("model",), "OOD p-values; uniform while nothing drifts.", buckets=_FRACTIONS)
@@ -105,13 +112,11 @@ class Metrics:
         self.made: dict[str, Any] = {
             row.name: row.kind(row.name, row.help, row.labels, registry=self.registry, **row.options) for row in METRICS
         }
+        ProcessCollector(registry=self.registry)
 
     def exposition(self) -> tuple[bytes, str]:
         """The text for Prometheus and its content type; of all processes where there are several."""
-        registry = self.registry
-        if PROCESS_FILES in os.environ:
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        registry = shared_registry() if PROCESS_FILES in os.environ else self.registry
         return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
@@ -119,12 +124,45 @@ METRICS: Final[tuple[Metric[Any], ...]] = tuple(row for row in vars(Metrics).val
 """All metrics, in the order of the documentation."""
 
 
+class LiveProcesses(Collector):
+    """The ``process_…`` metrics of each of several processes, by ``pid``: their sum would fall when one ends.
+
+    Args:
+        folder: Through which they share their metrics.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def collect(self) -> Iterator[metrics_core.Metric]:
+        """Each metric once, with a sample for each process."""
+        found: dict[str, metrics_core.Metric] = {}
+        for pid in sorted(_pids(self._folder)):
+            for own in ProcessCollector(pid=partial(str, pid), registry=None).collect():
+                metric = found.setdefault(own.name, metrics_core.Metric(own.name, own.documentation, own.type))
+                for sample in own.samples:
+                    metric.add_sample(sample.name, {"pid": str(pid)}, sample.value)
+        yield from found.values()
+
+
+def shared_registry() -> CollectorRegistry:
+    """The metrics of all processes that share theirs."""
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    registry.register(LiveProcesses(Path(os.environ[PROCESS_FILES])))
+    return registry
+
+
+def _pids(folder: Path) -> set[int]:
+    """The processes with gauges in the folder."""
+    return {int(file.stem.rpartition("_")[2]) for file in folder.glob("gauge_live*_*.db")}
+
+
 def forget_dead_processes() -> None:
     """Drop the gauges that processes left which are gone; call it when a process starts."""
     if PROCESS_FILES not in os.environ:
         return
-    for file in Path(os.environ[PROCESS_FILES]).glob("gauge_live*_*.db"):
-        pid = int(file.stem.rpartition("_")[2])
+    for pid in _pids(Path(os.environ[PROCESS_FILES])):
         try:
             os.kill(pid, 0)
         except ProcessLookupError:

@@ -22,8 +22,10 @@ from psc_core.model.predictor import PSC
 
 logger = logging.getLogger("psc.drift")
 
-MAX_LABELS_AT_ZERO: Final = 1000
-"""Classes whose prediction counter is exposed before their first prediction."""
+MAX_LABELS: Final = 1000
+"""Classes with a prediction counter of their own; all others are counted as :data:`OTHER`."""
+
+OTHER: Final = "(other)"
 
 _FLUSH_AT: Final = 4096
 _ABSTENTIONS: Final = {"ood": ABSTAIN_OOD, "ambiguous": ABSTAIN_AMBIGUOUS}
@@ -45,7 +47,7 @@ class ModelRecorder:
         self, name: str, model: PSC, *, alpha: float, queue_limit: int, metrics: Metrics, drift: DriftMonitor
     ) -> None:
         self._name = name
-        self._classes = model.classes
+        self._labels = (*model.classes[:MAX_LABELS], *[OTHER] * (len(model.classes) - MAX_LABELS))
         self._alpha = alpha
         self._queue_limit = queue_limit
         self._identity = {"version": model.version, "layer": model.layer, "device": str(model.device)}
@@ -93,7 +95,7 @@ class ModelRecorder:
         n_by_class = np.bincount(np.concatenate([each.class_index for _, each in predictions]))
         for index in n_by_class.nonzero()[0].tolist():
             images = int(n_by_class[index])
-            metrics.psc_predictions_total.labels(model=name, label=self._classes[index]).inc(images)
+            metrics.psc_predictions_total.labels(model=name, label=self._labels[index]).inc(images)
         metrics.psc_ood_total.labels(model=name).inc(sum(int(each.is_ood.sum()) for _, each in predictions))
         decisions = np.concatenate([each.decision for _, each in predictions])
         for reason, code in _ABSTENTIONS.items():
@@ -112,7 +114,7 @@ class ModelRecorder:
             metrics.psc_reloads_total.labels(model=name, result=result)
         for reason in _ABSTENTIONS:
             metrics.psc_abstained_total.labels(model=name, reason=reason)
-        for label in self._classes[:MAX_LABELS_AT_ZERO]:
+        for label in set(self._labels):
             metrics.psc_predictions_total.labels(model=name, label=label)
         metrics.psc_drift_alarms_total.labels(model=name)
         self._watch_drift(np.empty(0, np.float32))

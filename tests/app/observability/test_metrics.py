@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,12 @@ def test_every_metric_says_its_unit_and_meaning() -> None:
         assert "_seconds" in metric.name or "time" not in metric.help.lower() or metric.kind is Gauge
 
 
+def test_of_this_process() -> None:
+    text = Metrics().exposition()[0].decode()
+    assert re.search(r"^process_resident_memory_bytes [1-9]", text, re.MULTILINE)
+    assert re.search(r"^process_cpu_seconds_total [1-9]", text, re.MULTILINE)
+
+
 def in_process(folder: Path, code: str) -> str:
     """What a process with the shared folder prints; ``metrics`` are its metrics."""
     code = "from app.observability.metrics import Metrics\nmetrics = Metrics()\n" + code
@@ -34,6 +41,9 @@ def test_processes_share_their_metrics(tmp_path: Path, monkeypatch: pytest.Monke
     text = in_process(tmp_path, count + "print(metrics.exposition()[0].decode())")
     assert 'psc_ood_total{model="m"} 4.0' in text
     assert "psc_inflight_requests 6.0" in text
+    assert (
+        len(re.findall(r'^process_resident_memory_bytes{pid="\d+"} [1-9]', text, re.MULTILINE)) == 1
+    )  # One has ended.
     monkeypatch.setenv(PROCESS_FILES, str(tmp_path))
     forget_dead_processes()
     text = Metrics().exposition()[0].decode()

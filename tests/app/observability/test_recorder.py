@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
-from app.observability.recorder import MAX_LABELS_AT_ZERO, ModelRecorder
+from app.observability.recorder import MAX_LABELS, OTHER, ModelRecorder
 from psc_core.calibration.conformal import Thresholds
 from psc_core.model.decision import decide
 from psc_core.model.outputs import FloatArray, Outputs
@@ -43,7 +43,7 @@ def record(target: ModelRecorder, outputs: Outputs[FloatArray]) -> None:
 def exposed(metrics: Metrics) -> dict[str, float]:
     """Series to values."""
     lines = metrics.exposition()[0].decode().splitlines()
-    rows = (line.rsplit(" ", 1) for line in lines if not line.startswith("#") and "_created" not in line)
+    rows = (line.rsplit(" ", 1) for line in lines if line.startswith("psc_") and "_created" not in line)
     return {series: float(value) for series, value in rows}
 
 
@@ -91,10 +91,11 @@ def test_counts() -> None:
 
 def test_counters_start_at_zero() -> None:
     metrics = Metrics()
-    classes = tuple(str(k) for k in range(MAX_LABELS_AT_ZERO + 1))
+    classes = tuple(str(k) for k in range(MAX_LABELS + 2))
     recorder(metrics, classes=classes).show()
     values = exposed(metrics)
-    assert sum(series.startswith("psc_predictions_total") for series in values) == MAX_LABELS_AT_ZERO
+    assert sum(series.startswith("psc_predictions_total") for series in values) == MAX_LABELS + 1
+    assert f'psc_predictions_total{{label="{OTHER}",model="m"}}' in values
     zero = ("psc_ood_total", "psc_abstained_total", "psc_predictions_total", "psc_drift_alarms_total")
     assert all(value == 0 for series, value in values.items() if series.startswith(zero))
     assert values['psc_model_info{device="cpu",layer="layer3",model="m",version="v1"}'] == 1
