@@ -45,5 +45,5 @@ ENV PATH=/opt/psc/bin:$PATH \
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=3s --start-period=120s \
-    CMD ["python3", "-c", "import os, urllib.request as u; u.urlopen(f\"http://127.0.0.1:{os.environ['PSC_PORT']}/readyz\", timeout=2)"]
+    CMD ["python3", "-m", "app.healthcheck"]
 ENTRYPOINT ["psc-serve"]

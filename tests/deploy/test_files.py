@@ -82,10 +82,7 @@ def test_image_serves_as_an_unprivileged_user_with_settings_that_exist() -> None
 
 def test_image_says_when_it_is_healthy() -> None:
     (check,) = last_stage("HEALTHCHECK")
-    command = json.loads(check.split("CMD", 1)[1])
-    compile(command[2], "HEALTHCHECK", "exec")
-    (path,) = re.findall(r"\}(/\w+)", command[2])
-    assert path in routes()
+    assert json.loads(check.split("CMD", 1)[1]) == ["python3", "-m", "app.healthcheck"]
 
 
 def test_image_gets_only_what_the_ignore_file_lets_through() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.app.fakes import png
 from tests.app.support import PNG, running
+from tests.app.test_healthcheck import healthcheck
 from tests.served import GUARD_SECONDS, serve_fake
 
 
@@ -29,6 +30,7 @@ def test_https_with_a_certificate(tmp_path: Path, workers: int) -> None:
         assert server.url == f"https://127.0.0.1:{server.port}"
         answer = httpx.post(server.url + "/predict", content=png(3), headers=PNG, verify=trust, timeout=GUARD_SECONDS)
         assert answer.status_code == 200
+        assert healthcheck(PSC_PORT=str(server.port), PSC_TLS_CERTIFICATE=str(certificate)) == 0
         with pytest.raises(httpx.TransportError):
             httpx.get(f"http://127.0.0.1:{server.port}/healthz", timeout=GUARD_SECONDS)
         assert server.terminate() == 0

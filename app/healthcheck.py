@@ -1,0 +1,32 @@
+"""``python -m app.healthcheck``: 0 when the service of this container is ready, for Docker's ``HEALTHCHECK``.
+
+It asks at ``PSC_PORT`` of the environment, by HTTPS where ``PSC_TLS_CERTIFICATE`` is set, and imports only the standard
+library, because it runs every few seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import sys
+import urllib.request
+from typing import Final
+
+TIMEOUT_SECONDS: Final = 2.0
+
+
+def is_ready() -> bool:
+    """Whether ``/readyz`` answers 200."""
+    scheme = "https" if os.environ.get("PSC_TLS_CERTIFICATE") else "http"
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # It is this container, by another name.
+    url = f"{scheme}://127.0.0.1:{os.environ.get('PSC_PORT', '8000')}/readyz"
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS, context=context) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(0 if is_ready() else 1)
