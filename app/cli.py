@@ -22,6 +22,8 @@ from psc_core import exit_codes
 from psc_core.errors import PSCError, UsageError
 from psc_core.version import __version__
 
+logger = logging.getLogger("psc.cli")
+
 
 def parser() -> argparse.ArgumentParser:
     """One flag for each setting."""
@@ -87,13 +89,13 @@ def run(arguments: Sequence[str]) -> int:
     listener = _listen(settings.host, settings.port)
     scheme = "http" if settings.tls_certificate is None else "https"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    _say(f"listening on {scheme}://{host}:{listener.getsockname()[1]}")
+    logger.info("listening on %s://%s:%d", scheme, host, listener.getsockname()[1])
 
     from app.server import serve  # Torch and the web framework load only when the input is known to be good.
 
     code, message = serve(settings, listener)
     if message:
-        _say(message)
+        logger.critical("%s", message)
     return code
 
 
@@ -102,7 +104,7 @@ def main() -> None:
     try:
         code = run(sys.argv[1:])
     except PSCError as error:
-        _say(str(error))
+        print(f"psc-serve: {error}", file=sys.stderr, flush=True)
         code = exit_codes.BAD_INPUT
     except KeyboardInterrupt:
         code = exit_codes.OK
@@ -128,10 +130,6 @@ def _check_tls(certificate: Path | None, key: Path | None) -> None:
             f"expected a PEM certificate chain in {certificate} and its key, not encrypted, in {key}, got "
             f"{error.strerror or error}; check --tls-certificate and --tls-key"
         ) from error
-
-
-def _say(message: str) -> None:
-    print(f"psc-serve: {message}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,11 @@ class Service:
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._sweep())]
         if wait_until_ready:
-            await self.registry.start()
+            try:
+                await self.registry.start()
+            except PSCError as error:
+                logger.critical("%s", error)
+                raise
         else:
             self._tasks.append(loop.create_task(self._load()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -116,7 +117,7 @@ class Server:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             if "listening on " in line:
-                self.url = line.split()[-1]
+                self.url = json.loads(line)["message"].split()[-1]
             self.log.append(line)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -85,8 +86,8 @@ def test_a_bad_bundle_is_code_2_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     result = command("--bundle", str(tmp_path), "--port", "0")
     assert result.returncode == 2, result.stderr
-    assert result.stderr.splitlines()[-1].startswith("psc-serve: ")
-    assert "manifest" in result.stderr.splitlines()[-1]
+    last = json.loads(result.stderr.splitlines()[-1])
+    assert last["level"] == "critical" and "manifest" in last["message"]
     assert "Traceback" not in result.stderr
 
 

@@ -172,11 +172,11 @@ def test_a_dead_device_ends_the_process_with_1_after_answering(tmp_path: Path) -
         answer = httpx.post(server.url + "/predict", content=png(1), headers=PNG, timeout=GUARD_SECONDS)
         assert answer.status_code == 503
         assert server.end() == 1
-        assert "psc-serve: the compute device failed" in server.log[-1]
+        assert "the compute device failed" in json.loads(server.log[-1])["message"]
 
 
 def test_a_device_that_fails_at_warm_up_ends_the_process_with_1(tmp_path: Path) -> None:
     (tmp_path / "dead").touch()
     with serve_fake(f"state={tmp_path}", ready=False) as server:
         assert server.end() == 1
-        assert "psc-serve: model 'm' failed at warm-up" in server.log[-1]
+        assert "model 'm' failed at warm-up" in json.loads(server.log[-1])["message"]

@@ -88,7 +88,7 @@ def free_port() -> int:
 
 def addresses(log: Path) -> list[str]:
     """Where the service says it listens: nothing yet, or host and port."""
-    return re.findall(r"listening on http://(\S+)\n", log.read_text(encoding="utf-8"))
+    return re.findall(r'listening on http://([^"]+)"', log.read_text(encoding="utf-8"))
 
 
 def configuration(folder: Path, targets: list[str]) -> Path:

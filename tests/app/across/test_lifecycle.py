@@ -175,8 +175,9 @@ def test_the_log_is_json_to_its_end(shipped_bundle: Path) -> None:
         answer = httpx.post(server.url + "/predict", content=DIGIT, headers=PNG, timeout=GUARD_SECONDS)
         assert answer.status_code == 200
         assert server.terminate() == 0
-    assert server.log[0].startswith("psc-serve: listening on ")
-    assert [json.loads(line)["logger"] for line in server.log[1:]][-1].startswith("uvicorn")
+    lines = [json.loads(line) for line in server.log]
+    assert lines[0]["message"] == f"listening on {server.url}"
+    assert lines[-1]["logger"].startswith("uvicorn")
 
 
 def test_a_reload_reaches_the_workers_of_a_real_bundle(bundle: Path) -> None:

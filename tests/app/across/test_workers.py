@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -136,9 +137,8 @@ def test_a_bad_bundle_ends_the_service_with_2(tmp_path: Path) -> None:
     with serve_fake("--workers=2", f"state={tmp_path}", ready=False) as server:
         assert server.end() == 2
         assert any("the bundle is bad" in line for line in server.log)
-        assert [line for line in server.log if line.startswith("psc-serve: ")][1:] == [
-            "psc-serve: a worker could not start; see the log\n"
-        ]
+        last = json.loads(server.log[-1])
+        assert (last["level"], last["message"]) == ("critical", "a worker could not start; see the log")
 
 
 def test_sigterm_ends_all_workers_and_stops_listening() -> None:
