@@ -20,6 +20,7 @@ from app.http.middleware.problems import ProblemResponses
 from app.http.middleware.telemetry import Telemetry
 from app.http.openapi import Application
 from app.http.routes import admin, health, metrics, model, page, predict
+from app.http.v2 import repository
 from app.http.v2 import routes as v2
 from app.http.v2.schemas import HEADER
 from app.runtime import Runtime
@@ -79,8 +80,8 @@ def create_app(
     )
     app.root_path = settings.root_path.rstrip("/")  # Of a proxy that strips it, which uvicorn's root_path is not for.
     app.state.service = service
-    for router in (predict.router, health.router, metrics.router, model.router, admin.router, v2.router):
-        app.include_router(router)
+    for routes in (predict, health, metrics, model, admin, v2, repository):
+        app.include_router(routes.router)
     if settings.page:
         page.add_to(app)
     _add_middleware(app, service)

@@ -32,6 +32,7 @@ def test_every_answer_is_one_that_the_document_promises(tmp_path: Path) -> None:
     with serve_shipped("--admin-keys", "key-of-the-test") as url:
         command = [
             sys.executable, "-m", "schemathesis.cli", "--config-file", str(configuration), "run", f"{url}/openapi.json",
+            "--exclude-path-regex", "unload$",  # Nothing else would be answered.
             "--checks", "all", "--max-examples", "15", "--seed", "1", "--no-color", "-H", "X-API-Key: key-of-the-test",
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)

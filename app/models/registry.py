@@ -52,12 +52,18 @@ class Registry:
         self._served: dict[str, ServedModel] = {}
         self._reloading = asyncio.Lock()
         self._reload_waits = False
+        self._unloaded: set[str] = set()
         self._retiring: set[asyncio.Task[None]] = set()
 
     @property
     def names(self) -> tuple[str, ...]:
         """Model names, the default first."""
         return self._names
+
+    @property
+    def unloaded(self) -> frozenset[str]:
+        """The models that were taken out of service."""
+        return frozenset(self._unloaded)
 
     @property
     def served(self) -> tuple[ServedModel, ...]:
@@ -69,7 +75,7 @@ class Registry:
 
         Raises:
             UnknownModel: No model of this name.
-            NotReady: It is still loading.
+            NotReady: It is still loading, or was unloaded.
         """
         if name is None and self._names:
             name = self._names[0]
@@ -78,11 +84,13 @@ class Registry:
             return served
         if name not in self._names:
             raise UnknownModel(f"no model {name!r}; the models are {', '.join(self._names)}")
+        if name in self._unloaded:
+            raise NotReady(f"model {name!r} was unloaded; load it")
         raise NotReady(f"model {name!r} is loading; try again in a few seconds")
 
     def reasons(self) -> dict[str, str]:
-        """Why a model does not answer now, by its name; empty when all do."""
-        reasons = {name: "loading" for name in self._names if name not in self._served}
+        """Why a model that should answer does not now, by its name; empty when all do."""
+        reasons = {name: "loading" for name in self._names if name not in {*self._served, *self._unloaded}}
         for name, served in self._served.items():
             if served.engine.phase is not Phase.READY:
                 reasons[name] = served.engine.phase.value
@@ -104,10 +112,10 @@ class Registry:
         self._on_models_changed()
 
     async def reload(self, name: str | None = None) -> list[tuple[str, str, str]]:
-        """Load bundles again, all or one of them, and swap.
+        """Load bundles again, all or one of them, and swap; a model that was unloaded only by its name.
 
         Returns:
-            (name, version before, version now) of each.
+            (name, version before, version now) of each; no version before of one that was unloaded.
 
         Raises:
             UnknownModel: No model of this name.
@@ -116,9 +124,10 @@ class Registry:
             BundleError: A bundle cannot be used; no model was changed.
             DeviceError: The new network failed at warm-up; no model was changed.
         """
-        names = self._names if name is None else (self.get(name).name,)
+        names = [each for each in self._names if each not in self._unloaded] if name is None else [name]
         for each in names:
-            self.get(each)
+            if each not in self._unloaded:
+                self.get(each)
         if self._reloading.locked():
             raise ReloadRunning("another reload is running; try again when it is done")
         fresh: list[ServedModel] = []
@@ -137,11 +146,28 @@ class Registry:
                 raise DeviceError(f"a model could not be loaded ({type(error).__name__}); the old ones stay") from error
         changes = []
         for served in fresh:
-            changes.append((served.name, self._served[served.name].model.version, served.model.version))
+            old = self._served.get(served.name)
+            changes.append((served.name, "" if old is None else old.model.version, served.model.version))
             self._swap(served)
             self._metrics.psc_reloads_total.labels(model=served.name, result="ok").inc()
         logger.info("reloaded", extra={"versions": {name: now for name, _, now in changes}})
         return changes
+
+    def unload(self, name: str) -> None:
+        """Take a model out of service until it is loaded by its name; what it admitted is finished.
+
+        Raises:
+            UnknownModel: No model of this name.
+            NotReady: It is still loading for the first time, or unloaded already.
+            ReloadRunning: A reload is running.
+        """
+        old = self.get(name)
+        if self._reloading.locked():
+            raise ReloadRunning("a reload is running; try again when it is done")
+        del self._served[name]
+        self._unloaded.add(name)
+        self._metrics.psc_queue_depth.labels(model=name).set(0)
+        self._begin_to_retire(old)
 
     async def reload_when_free(self) -> None:
         """Reload every bundle, after a reload that is running: what that one reads may be out of date already.
@@ -183,12 +209,16 @@ class Registry:
     def _swap(self, served: ServedModel) -> None:
         old = self._served.get(served.name)
         self._served[served.name] = served
+        self._unloaded.discard(served.name)
         if old is not None:
-            task = asyncio.get_running_loop().create_task(self._retire(old))
-            self._retiring.add(task)
-            task.add_done_callback(self._retired)
-            old.recorder.hide()
+            self._begin_to_retire(old)
         served.recorder.show()
+
+    def _begin_to_retire(self, old: ServedModel) -> None:
+        task = asyncio.get_running_loop().create_task(self._retire(old))
+        self._retiring.add(task)
+        task.add_done_callback(self._retired)
+        old.recorder.hide()
 
     async def _retire(self, old: ServedModel) -> None:
         await old.engine.close(within_s=self._retire_within_s)

@@ -66,7 +66,7 @@ router = APIRouter(prefix="/v2", tags=["open inference protocol v2"])
 @router.get("", summary="Server metadata")
 async def server_metadata() -> ServerMetadata:
     """Name, version and extensions."""
-    return ServerMetadata(name="psc", version=__version__, extensions=["binary_tensor_data"])
+    return ServerMetadata(name="psc", version=__version__, extensions=["binary_tensor_data", "model_repository"])
 
 
 @router.get("/health/live", summary="Server liveness")
@@ -161,9 +161,10 @@ def _model_ready(service: Service, response: Response, name: str, version: str |
     reasons = service.reasons()
     if name not in registry.names:
         registry.get(name)
-    if version is not None and name not in reasons:
+    is_loaded = name not in reasons and name not in registry.unloaded
+    if version is not None and is_loaded:
         _served(service, name, version)
-    is_ready = name not in reasons and "service" not in reasons
+    is_ready = is_loaded and "service" not in reasons
     response.status_code = 200 if is_ready else 503
     return ModelReadyDocument(name=name, ready=is_ready)
 

@@ -57,6 +57,15 @@ class ModelReadyDocument(Document):
     ready: bool
 
 
+class RepositoryModel(Document):
+    """A model of the repository."""
+
+    name: str
+    version: str = Field(description="Empty while it is not in service.")
+    state: Literal["READY", "UNAVAILABLE"]
+    reason: str = Field(description="Why it is not available.")
+
+
 class TensorMetadata(Document):
     """A tensor; −1 stands for a size that varies."""
 

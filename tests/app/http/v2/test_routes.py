@@ -71,7 +71,7 @@ async def infer(service: Running, document: Any, model: str = "m", **headers: st
 async def test_server_metadata_and_health(service: Running) -> None:
     document = (await service.client.get("/v2")).json()
     assert document["name"] == "psc"
-    assert document["extensions"] == ["binary_tensor_data"]
+    assert document["extensions"] == ["binary_tensor_data", "model_repository"]
     assert (await service.client.get("/v2/health/live")).json() == {"live": True}
     ready = await service.client.get("/v2/health/ready")
     assert (ready.status_code, ready.json()["ready"]) == (200, True)
@@ -389,7 +389,7 @@ class TestTritonClient:
             assert client.is_model_ready("m")
             assert client.is_model_ready("m", "v1")
             assert not client.is_model_ready("absent")
-            assert client.get_server_metadata()["extensions"] == ["binary_tensor_data"]
+            assert client.get_server_metadata()["extensions"] == ["binary_tensor_data", "model_repository"]
             assert client.get_model_metadata("m")["inputs"][0]["shape"] == [-1, 8, 8, 1]
 
     @pytest.mark.parametrize("binary_in", [True, False])

@@ -1,0 +1,57 @@
+"""The protocol's model repository: which models there are, and taking them in and out of service.
+
+Loading a model that is in service reads its bundle again, as ``POST /admin/reload`` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fastapi import APIRouter, Request
+
+from app.errors import MalformedRequest
+from app.http.v2.schemas import ErrorDocument, RepositoryModel
+from app.service import service_of, service_to_predict
+
+_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
+    status: {"model": ErrorDocument} for status in (400, 401, 403, 404, 409, 422, 503)
+}
+
+router = APIRouter(prefix="/v2/repository", tags=["open inference protocol v2"])
+
+
+@router.post("/index", summary="Models of the repository", responses={401: {"model": ErrorDocument}})
+async def index(request: Request) -> list[RepositoryModel]:
+    """Every model, its version and whether it answers."""
+    registry = service_to_predict(request).registry
+    reasons = registry.reasons() | dict.fromkeys(registry.unloaded, "unloaded")
+    versions = {served.name: served.model.version for served in registry.served}
+    return [
+        RepositoryModel(
+            name=name,
+            version=versions.get(name, ""),
+            state="UNAVAILABLE" if name in reasons else "READY",
+            reason=reasons.get(name, ""),
+        )
+        for name in registry.names
+    ]
+
+
+@router.post("/models/{name}/load", summary="Load a model", responses=_ERRORS)
+async def load(request: Request, name: str) -> dict[str, str]:
+    """Read its bundle, verify, build and warm up, then swap; a bad bundle changes nothing."""
+    service = service_of(request)
+    service.keys.check_admin(request.headers)
+    await service.reload(name)
+    return {}
+
+
+@router.post("/models/{name}/unload", summary="Unload a model", responses=_ERRORS)
+async def unload(request: Request, name: str) -> dict[str, str]:
+    """Take it out of service; what it admitted is answered."""
+    service = service_of(request)
+    service.keys.check_admin(request.headers)
+    if service.settings.workers > 1:
+        raise MalformedRequest("one of several workers cannot unload a model for all; run with workers = 1")
+    service.registry.unload(name)
+    return {}
