@@ -127,12 +127,14 @@ class DeviceWorker:
             self._recover(oldest.batch, error)
             return
         seconds = time.perf_counter() - oldest.started
-        if step.slots > 1 and not launched:
-            batch = self._queue.take(block=False)
-            if batch is not None:
-                self._launch(batch)
+        following = self._queue.take(block=False) if step.slots > 1 and not launched else None
+        if following is not None and following.kind != EXPLAIN:  # An explanation is computed before it is launched.
+            self._launch(following)
+            following = None
         self._on_batch(oldest.batch, seconds)
         self._queue.complete(oldest.batch, Result(packed))
+        if following is not None:
+            self._launch(following)
 
     def _launch(self, batch: DeviceBatch) -> None:
         started = time.perf_counter()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from app.errors import (
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder
 from app.inference.engine import Engine, Phase
+from app.inference.request import Result
 from app.inference.steps import EagerStep
 from psc_core.errors import DeviceError
 from tests.app.fakes import PREPROCESS, FakePipeline, outputs_of, pixels
@@ -96,6 +99,7 @@ class SlowStep(EagerStep):
         self.launched: list[int] = []
         self.finish = True
         self.polls = 0
+        self.explaining, self.may_explain = threading.Event(), threading.Event()
 
     def input(self, slot: int) -> Any:
         return self.buffers[slot]
@@ -113,10 +117,15 @@ class SlowStep(EagerStep):
     def fetch(self, slot: int, count: int) -> Any:
         return self.network(torch.from_numpy(self.buffers[slot][:count])).numpy()
 
+    def explain(self, images: Any) -> Result:
+        self.explaining.set()
+        self.may_explain.wait()
+        return super().explain(images)
 
-async def test_only_a_full_batch_is_launched_behind_the_running_one() -> None:
-    network = FakePipeline()
-    step = SlowStep(network, max_batch=4)
+
+@asynccontextmanager
+async def slow_engine() -> AsyncIterator[tuple[Engine, SlowStep]]:
+    step = SlowStep(FakePipeline(), max_batch=4)
     with ThreadPoolExecutor(1) as pool:
         decoder = Decoder(pool, threads=1, preprocess=PREPROCESS, max_pixels=100, inline_bytes=0)
         made = Engine(
@@ -130,6 +139,27 @@ async def test_only_a_full_batch_is_launched_behind_the_running_one() -> None:
         )
         await made.start()
         step.launched.clear()
+        yield made, step
+        await made.close(within_s=5)
+
+
+async def test_an_explanation_does_not_hold_a_finished_batch() -> None:
+    async with slow_engine() as (made, step):
+        step.finish = False
+        first = asyncio.create_task(made.predict(stack(pixels(1))))
+        await until(lambda: step.launched == [1])
+        explained = asyncio.create_task(made.predict(stack(pixels(2)), explain=True))
+        await until(lambda: made.pending == 1)
+        step.finish = True
+        await first
+        await until(step.explaining.is_set)
+        assert not explained.done()
+        step.may_explain.set()
+        await explained
+
+
+async def test_only_a_full_batch_is_launched_behind_the_running_one() -> None:
+    async with slow_engine() as (made, step):
         step.finish = False
         first = asyncio.create_task(made.predict(stack(pixels(1))))
         await until(lambda: step.launched == [1])
@@ -146,4 +176,3 @@ async def test_only_a_full_batch_is_launched_behind_the_running_one() -> None:
         for answer, value in zip(answers, (1, 2, 3), strict=True):
             expected = outputs_of(torch.from_numpy(stack(*[pixels(value)] * len(answer.packed)))).numpy()
             np.testing.assert_allclose(answer.packed, expected, atol=1e-6)
-        await made.close(within_s=5)
