@@ -183,6 +183,7 @@ class Engine:
         self.stop_admitting("the model is shutting down; try again")
         end = self._clock() + within_s
         while not self._queue.idle and self._clock() < end:
+            self.sweep()
             await asyncio.sleep(0.01)
         late = NotReady("the service is shutting down; try again")
         self._queue.fail_all(late)

@@ -220,6 +220,18 @@ async def test_closing_gives_up_on_a_device_that_hangs() -> None:
         await closing
 
 
+async def test_deadlines_are_kept_while_closing() -> None:
+    async with engine(deadline_s=0.05) as setup:
+        setup.network.gate.clear()
+        task = asyncio.create_task(setup.arrays(pixels(1)))
+        await until(lambda: setup.network.sizes)
+        closing = asyncio.create_task(setup.engine.close(within_s=60))
+        with pytest.raises(DeadlineExceeded):
+            await task
+        setup.network.gate.set()
+        await closing
+
+
 @pytest.mark.usefixtures("anywhere")
 async def test_explanations_are_whole_even_across_batches() -> None:
     async with engine() as setup:
