@@ -28,7 +28,7 @@ from app.inference.queue import RequestQueue
 from app.inference.request import EXPLAIN, PREDICT, DeviceBatch, Images, QueuedRequest, Result, State
 from app.inference.steps import Step
 from app.inference.worker import DeviceWorker
-from psc_core.errors import DeviceError
+from psc_core.errors import DeviceError, PSCError
 
 logger = logging.getLogger("psc.engine")
 
@@ -280,6 +280,7 @@ class Engine:
     def _worker_failed(self, error: Exception) -> None:
         self.phase = Phase.FAILED
         if not self._started.done():
-            self._started.set_exception(DeviceError(f"model {self.name!r} failed at warm-up: {error}"))
+            reason = str(error) if isinstance(error, PSCError) else f"{type(error).__name__}, see the log"
+            self._started.set_exception(DeviceError(f"model {self.name!r} failed at warm-up: {reason}"))
         else:
             self._on_failure(error)
