@@ -84,7 +84,12 @@ def parser() -> argparse.ArgumentParser:
     method.add_argument("--layers", metavar="REGEX", help="measure only layers whose name matches")
     choice(method, "--granularity", GRANULARITIES, "which modules are layers; operations is the paper's")
     epsilon = FitSettings.epsilon
-    method.add_argument("--epsilon", type=float, default=epsilon, help=f"collapse cut-off for NC1 (default: {epsilon})")
+    method.add_argument(
+        "--epsilon",
+        type=flags.open_unit_interval,
+        default=epsilon,
+        help=f"collapse cut-off for NC1 (default: {epsilon})",
+    )
     number(method, "--c-proj", "channel components")
     number(method, "--d-proj", "spatial components")
     number(method, "--minimum-dim", "smallest c·d that auto considers")

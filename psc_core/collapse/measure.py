@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from psc_core.collapse.report import EPSILON, CollapseReport, LayerCollapse
+from psc_core.collapse.report import EPSILON, CollapseReport, LayerCollapse, best_layer
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset, stable_order
@@ -82,6 +82,7 @@ def measure_layers(
     granularity: str = "operations",
     max_memory_bytes: int = DEFAULT_MEMORY_BYTES,
     reducer: Reducer | None = None,
+    seed: int | None = None,
 ) -> CollapseReport:
     """Measure NC1 and NC4 after the layers of ``net``.
 
@@ -96,6 +97,7 @@ def measure_layers(
         granularity: Which modules are layers, see :mod:`psc_core.network.layers`.
         max_memory_bytes: Memory budget for class means and the features of one batch.
         reducer: This process among several; a single process by default.
+        seed: Of the split that ``val`` is one half of, recorded in the report.
 
     Raises:
         FitError: Non-finite features.
@@ -122,14 +124,12 @@ def measure_layers(
         sums = measurement.sums[layer.name]
         nc1 = nc1_from_scatter(sums.within, sums.between, sums.magnitude)
         measured.append(LayerCollapse(**vars(layer), nc1=nc1, nc4=measurement.nc4(layer.name)))
-    report = CollapseReport(tuple(measured), epsilon, granularity, layers, train.examples, val.examples)
-    if report.best is None:
-        return report
-    best = measurement.correct(report.best.name)
-    errors = (paired_error(measurement.correct(layer.name), best, val.offsets) for layer in measured)
-    return replace(
-        report, layers=tuple(replace(layer, nc4_error=error) for layer, error in zip(measured, errors, strict=True))
-    )
+    best = best_layer(measured, epsilon, layers)
+    if best is not None:
+        hits = measurement.correct(best.name)
+        errors = (paired_error(measurement.correct(layer.name), hits, val.offsets) for layer in measured)
+        measured = [replace(layer, nc4_error=error) for layer, error in zip(measured, errors, strict=True)]
+    return CollapseReport(tuple(measured), epsilon, granularity, layers, train.examples, val.examples, seed)
 
 
 def paired_error(

@@ -45,6 +45,18 @@ class LayerCollapse(LayerInfo):
         return f"{self.name} (NC1 {self.nc1:.4f}, NC4 {self.nc4:.4f})"
 
 
+def eligible_layers(layers: Sequence[LayerCollapse], pattern: str | None) -> list[LayerCollapse]:
+    """The layers before the output whose name matches the pattern."""
+    matcher = re.compile(pattern or "")
+    return [layer for layer in layers if layer.role != "output" and matcher.search(layer.name)]
+
+
+def best_layer(layers: Sequence[LayerCollapse], epsilon: float, pattern: str | None) -> LayerCollapse | None:
+    """The eligible layer with NC1 > ε and the highest NC4, the deepest of equals; None if all have collapsed."""
+    passing = [layer for layer in eligible_layers(layers, pattern) if layer.nc1 > epsilon]
+    return max(passing, key=lambda layer: (layer.nc4, layer.index), default=None)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """The one or two layers that a PSC reads, in execution order, and why, in one sentence with the numbers."""
@@ -88,14 +100,12 @@ class CollapseReport:
     @property
     def eligible(self) -> list[LayerCollapse]:
         """The layers before the output whose name matches the pattern."""
-        matcher = re.compile(self.pattern or "")
-        return [layer for layer in self.layers if layer.role != "output" and matcher.search(layer.name)]
+        return eligible_layers(self.layers, self.pattern)
 
     @property
     def best(self) -> LayerCollapse | None:
-        """The layer with NC1 > ε and the highest NC4, the deepest of equals; None if all have collapsed."""
-        passing = [layer for layer in self.eligible if layer.nc1 > self.epsilon]
-        return max(passing, key=lambda layer: (layer.nc4, layer.index), default=None)
+        """See :func:`best_layer`."""
+        return best_layer(self.layers, self.epsilon, self.pattern)
 
     def candidate(self, layer: str | None = None) -> Candidate:
         """The candidate by the rule of this module among the layers of the pattern, or the layer that the caller names.

@@ -79,7 +79,7 @@ def measure_collapse(
     options.reducer.require(train)
     check_classes(train, val)
     selection, _ = split_validation(val, options.seed)
-    report = measure_layers(
+    return measure_layers(
         net,
         train,
         selection,
@@ -89,8 +89,8 @@ def measure_collapse(
         granularity=granularity,
         max_memory_bytes=options.max_memory_bytes,
         reducer=options.reducer,
+        seed=options.seed,
     )
-    return replace(report, seed=options.seed)
 
 
 def fit_projection(
