@@ -25,14 +25,14 @@ from psc_core.density import Density
 from psc_core.density.fit.density import fit_density
 from psc_core.errors import NetworkError
 from psc_core.fitting.options import FitOptions
-from psc_core.fitting.scorer import store_features
-from psc_core.gates.fit import pseudo
+from psc_core.fitting.scorer import cut, store_features
+from psc_core.gates.fit import made_up
 from psc_core.gates.fit.choice import GateChoice
 from psc_core.gates.fit.gates import fit_gates
 from psc_core.gates.gates import CONFIDENCE, KIND, TEXTURE
 from psc_core.metrics.ranking import auroc
 from psc_core.model.pipeline import Scorer, average_positions
-from psc_core.network.backbone import Backbone, example_input, feature_step, truncate
+from psc_core.network.backbone import example_input, feature_step
 from psc_core.network.layers import LayerInfo, list_layers
 
 DEPTHS: Final = (1 / 3, 1 / 2, 2 / 3)
@@ -94,7 +94,7 @@ def choose_gates(
     choice = compare(readings, names, tuple(textures), ambiguous=ambiguous)
     if not textures:
         return ChosenGates(names, None, choice)
-    layer = next(layer for layer in textures if choice.chosen == option_name(layer, names))
+    layer = {option_name(layer, names): layer for layer in textures}[choice.chosen]
     return ChosenGates((TEXTURE, *names), Texture(layer, textures[layer]), choice)
 
 
@@ -123,7 +123,7 @@ def fit_textures(
     net: nn.Module, layers: Sequence[str], train: ImageDataset, compute: Compute, reducer: Reducer
 ) -> dict[str, Density]:
     """A density of the pooled features of each layer, from one pass over ``train``."""
-    backbone = _cut(net, layers, train, compute)
+    backbone = cut(net, layers, train, compute, keep_output=False)
     with torch.inference_mode():
         features = backbone(example_input(train.preprocess).to(compute.device))[0]
     widths = [layer.shape[1] for layer in features]
@@ -171,14 +171,16 @@ def made_up_readings(
     """Readings of at most :data:`CHOICE_IMAGES` images as they are, and of each kind of image made from them."""
     generator = torch.Generator().manual_seed(seed)
     drawn = selection.subset(torch.randperm(len(selection), generator=generator)[:CHOICE_IMAGES])
-    early = feature_step(_cut(net, tuple(textures), selection, compute), compute.precision) if textures else None
+    early = None
+    if textures:
+        early = feature_step(cut(net, tuple(textures), selection, compute, keep_output=False), compute.precision)
     autocast = torch.autocast(compute.device.type, torch.bfloat16, enabled=compute.precision == "bf16")
     parts: dict[str, list[Readings]] = {}
     for batch in track_images(drawn, compute, "made-up images"):
         labels = batch.labels[torch.searchsorted(batch.image_index, torch.arange(len(batch.images)))]
-        made = {REAL: batch.images, **{kind: make(batch.images) for kind, make in pseudo.TRANSFORMS.items()}}
+        made = {REAL: batch.images, **{kind: make(batch.images) for kind, make in made_up.TRANSFORMS.items()}}
         if mixed:
-            made[pseudo.MIXED] = pseudo.mix(batch.images, labels, generator)
+            made[made_up.MIXED] = made_up.mix(batch.images, labels, generator)
         for kind, images in made.items():
             images = images.to(compute.device)
             scores = scorer(images).scores
@@ -226,8 +228,3 @@ def _columns(columns: slice, part: Tensor) -> Tensor:
 
 def _as_gates(columns: Sequence[str], layers: Sequence[str]) -> list[str]:
     return [TEXTURE if column in layers else column for column in columns]
-
-
-def _cut(net: nn.Module, layers: Sequence[str], data: ImageDataset, compute: Compute) -> Backbone:
-    example = example_input(data.preprocess).to(compute.device)
-    return truncate(net.to(compute.device), layers, keep_output=False, example=example)

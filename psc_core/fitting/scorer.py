@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes
@@ -19,9 +19,15 @@ from psc_core.density.fit.density import fit_density
 from psc_core.fitting.options import FitOptions
 from psc_core.heads.fit.head import fit_head
 from psc_core.model.pipeline import Scorer, average_positions
-from psc_core.network.backbone import Backbone, example_input, feature_step
+from psc_core.network.backbone import Backbone, example_input, feature_step, truncate
 from psc_core.numerics.matrix import FeatureFile, FeatureMatrix, blocks
 from psc_core.projection.module import Projection
+
+
+def cut(net: nn.Module, layers: Sequence[str], data: ImageDataset, compute: Compute, *, keep_output: bool) -> Backbone:
+    """``net`` cut behind some layers, on the device, checked on one input."""
+    example = example_input(data.preprocess).to(compute.device)
+    return truncate(net.to(compute.device), layers, keep_output=keep_output, example=example)
 
 
 def fit_scorer(

@@ -11,15 +11,14 @@ chooses the layer, the sizes, the prior precision and the temperature, the calib
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from psc_core.collapse.measure import measure_layers
 from psc_core.collapse.report import Candidate, CollapseReport
-from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
@@ -27,11 +26,10 @@ from psc_core.fitting.calibrate import OOD_SCORES, calibrate
 from psc_core.fitting.checks import check_attainable_rates, check_classes, check_own_output
 from psc_core.fitting.gates import choose_gates
 from psc_core.fitting.options import FitOptions
-from psc_core.fitting.scorer import fit_scorer
+from psc_core.fitting.scorer import cut, fit_scorer
 from psc_core.fitting.settings import FitSettings
 from psc_core.heads import HEADS
 from psc_core.model.predictor import PSC
-from psc_core.network.backbone import Backbone, example_input, truncate
 from psc_core.policy import Policy
 from psc_core.projection.fit.projection import ProjectionReport, fit_tucker
 from psc_core.projection.module import Projection
@@ -294,12 +292,6 @@ def fit_psc(
     )
     psc.probe()  # As in loading: a model that cannot be loaded is not saved.
     return psc
-
-
-def cut(net: nn.Module, layers: Sequence[str], data: ImageDataset, compute: Compute, *, keep_output: bool) -> Backbone:
-    """``net`` cut behind some layers, on the device, checked on one input."""
-    example = example_input(data.preprocess).to(compute.device)
-    return truncate(net.to(compute.device), layers, keep_output=keep_output, example=example)
 
 
 def projection_metrics(report: ProjectionReport) -> dict[str, Any]:

@@ -1,17 +1,17 @@
 """Out-of-distribution images made from in-distribution ones, so that gates can be chosen without any other data.
 
-======== ========================================================================  ====================================
-kind     what it is                                                                stands for
-======== ========================================================================  ====================================
-mixed    mean of two images of different classes                                   near: unseen classes, whose parts are
-turned   by 90°                                                                    known and whose whole is not
-inverted upside down
-binary   each channel above its median white, else black                           far: other textures, contrasts and
-contrast deviations from the image's mean × 4                                      layouts
-framed   black around the middle half of height and width
-======== ========================================================================  ====================================
+=========== =====================================================================  ====================================
+transform   what it makes                                                          stands for
+=========== =====================================================================  ====================================
+mixed       mean of two images of different classes                                near: unseen classes, whose parts are
+turned      by 90°                                                                 known and whose whole is not
+upside_down by 180°
+binary      each channel above its median white, else black                        far: other textures, contrasts and
+contrast    deviations from the image's mean × 4                                   layouts
+framed      black around the middle half of height and width
+=========== =====================================================================  ====================================
 
-Where images are ambiguous by nature, a mix of two is in distribution and no such kind.
+Where images are ambiguous by nature, a mix of two is in distribution and not used.
 
 All are ``uint8 (n, C, H, W)``, computed on the device of the images.
 """
@@ -51,8 +51,8 @@ def turn(images: Pixels) -> Pixels:
     return resized.round().to(torch.uint8)
 
 
-def invert(images: Pixels) -> Pixels:
-    """Upside down: turned by 180°."""
+def turn_upside_down(images: Pixels) -> Pixels:
+    """Turned by 180°."""
     return torch.rot90(images, 2, (2, 3))
 
 
@@ -80,9 +80,9 @@ def frame(images: Pixels) -> Pixels:
 
 TRANSFORMS: Final[Mapping[str, Callable[[Pixels], Pixels]]] = {
     "turned": turn,
-    "inverted": invert,
+    "upside_down": turn_upside_down,
     "binary": binarise,
     "contrast": raise_contrast,
     "framed": frame,
 }
-"""The kinds that need one image each."""
+"""Those that need one image each."""

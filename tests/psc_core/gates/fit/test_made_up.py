@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.gates.fit.pseudo import CONTRAST, TRANSFORMS, mix
+from psc_core.gates.fit.made_up import CONTRAST, TRANSFORMS, mix
 
 
 def random_images(seed: int, count: int, channels: int, height: int, width: int) -> torch.Tensor:
@@ -23,7 +23,7 @@ def naive(kind: str, image: np.ndarray) -> np.ndarray:
     for c, y, x in np.ndindex(channels, height, width):
         if kind == "turned":
             made[c, y, x] = image[c, x, width - 1 - y]
-        elif kind == "inverted":
+        elif kind == "upside_down":
             made[c, y, x] = image[c, height - 1 - y, width - 1 - x]
         elif kind == "binary":
             middle = sorted(image[c].flatten().tolist())[(height * width - 1) // 2]
