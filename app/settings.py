@@ -196,6 +196,8 @@ class Settings(BaseSettings):
                 raise ValueError(
                     f"expected a bundle name of letters, digits, '.', '_', '-', got {name!r}; use NAME=DIR"
                 )
+        if self.compile and self.backend not in ("auto", "folded"):
+            raise ValueError(f"expected backend auto or folded with compile, got {self.backend}; leave one of them out")
         if len(set(names)) < len(names):
             raise ValueError(f"expected each bundle name once, got {', '.join(names)}; use NAME=DIR")
         return self

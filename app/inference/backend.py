@@ -63,6 +63,9 @@ def choose_backend(
     names = available_backends(model)
     if wanted != "auto" and len(names) > 1:
         return wanted, pipeline_on(model, wanted)
+    if wanted != "auto":
+        reason = "only a traced float32 network on a CPU has a choice of backends"
+        logger.warning("backend not used", extra={"backend": wanted, "reason": reason})
     pipelines: dict[Backend, Pipeline] = {}
     for name in names:
         try:
