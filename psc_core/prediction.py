@@ -64,9 +64,9 @@ class ImagePrediction(_Document):
         default=None, description="The `top_k` most probable classes; only when `top_k` is given."
     )
     predictive_entropy: Score = Field(description="Nats; high where the image is ambiguous.")
-    log_density: Score = Field(description="log p(z), nats.")
+    log_density: Score = Field(description="Log density of the features, nats.")
     ood_score: Score = Field(
-        description="What the gates make of the image, or −log p(z) of a model without, nats; higher is more unusual."
+        description="What the gates make of the image, or −`log_density` without gates, nats; higher is more unusual."
     )
     ood_p_value: Score = Field(ge=0, le=1, description="(1 + #{calibration OOD scores ≥ this}) / (n + 1).")
     epistemic: Score = Field(

@@ -67,7 +67,7 @@ class Metrics:
     psc_abstained_total = Metric(Counter, ("model", "reason"), "Images not accepted: `ood` or `ambiguous`.")
     psc_ood_p_value = Metric(Histogram, ("model",), "OOD p-values; uniform while nothing drifts.", buckets=_FRACTIONS)
     psc_predictive_entropy_nats = Metric(Histogram, ("model",), "Predictive entropies, nats.", buckets=_NATS)
-    psc_log_density_nats = Metric(Histogram, ("model",), "Log densities log p(z), nats.", buckets=_LOG_DENSITY)
+    psc_log_density_nats = Metric(Histogram, ("model",), "Log densities of the features, nats.", buckets=_LOG_DENSITY)
     psc_batch_size = Metric(Histogram, ("model",), "Images in a device step.", buckets=_IMAGES)
     psc_decode_seconds = Metric(Histogram, ("model",), "Decoding of one request, its wait included.", buckets=_SECONDS)
     psc_queue_seconds = Metric(Histogram, ("model",), "From decoded to taken for the device.", buckets=_SECONDS)

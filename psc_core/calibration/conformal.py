@@ -83,7 +83,7 @@ class Calibration:
         return self.label_probabilities[len(self) - rank].item()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The scores by name, for a safetensors file; OOD scores negated, so that those of a density are log p(z)."""
+        """The scores by name, for a safetensors file; OOD scores negated: of a density, log densities."""
         return {
             "scores": -self.ood_scores.flip(0),
             "entropies": self.entropies,

@@ -1,4 +1,6 @@
-"""Feature densities: log p(z) of the training data.  One interface (:mod:`.base`), six kinds (:mod:`.gaussian`).
+"""Feature densities: log p of the training features, which are z or features averaged over positions.
+
+One interface (:mod:`.base`), six kinds (:mod:`.gaussian`).
 
 ``restore_density`` rebuilds one from a bundle, :func:`psc_core.density.fit.density.fit_density` fits one.
 To add a kind: subclass :class:`Density` with its ``layout``, list it in ``DENSITIES``, fit it in :mod:`.fit.density`.

@@ -91,7 +91,7 @@ def score_dataset(
 
 
 def entropy_weight(scores: Mapping[str, Tensor]) -> float:
-    """Upper spread of −log p(z) ÷ that of the predictive entropy; 0 where the entropy hardly varies."""
+    """Upper spread of the negative log density ÷ that of the predictive entropy; 0 where the entropy hardly varies."""
     density, uncertainty = upper_spread(-scores["log_density"]), upper_spread(scores["predictive_entropy"])
     return density / uncertainty if uncertainty > SMALLEST_SPREAD else 0.0
 

@@ -5,7 +5,7 @@ gate           its reading, higher is more unusual                 an alarm mean
 =============  ==================================================  ==========================================
 ``texture``    −log p of an early layer's features, averaged       strange texture: surface, contrast, colours
                over positions, nats
-``kind``       −log p(z), what the density reads, nats             unknown kind: parts that no class has
+``kind``       minus the log density of the model, nats            unknown kind: parts that no class has
 ``confidence`` predictive entropy, nats                            ambiguous: the classes compete
 =============  ==================================================  ==========================================
 

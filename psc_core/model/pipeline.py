@@ -2,15 +2,14 @@
 
 ::
 
-                                              early layer ─▶ its own density ─▶ texture ─┐
-                                                        ▲                                │
-    uint8 (B, C, H, W) ─▶ standardise ─▶ truncated backbone ─▶ projection ─▶ z ─┬▶ density ─▶ log p(z) ─┼▶ p-value
-                                                                                │                        │
-                                                                                └▶ head ─▶ p ─▶ entropy ─┘
+    uint8 ─▶ standardise ─▶ truncated backbone ─┬▶ early layer ─▶ texture density ─▶ texture ─┐
+                                                ├▶ averaged over positions ─┐                 │
+                                                └▶ projection ─▶ z ─┬───────┴▶ density ───────┼▶ OOD score ─▶ p-value
+                                                                    └▶ head ─▶ p ─▶ entropy ──┘
 
-:class:`Scorer` is everything that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  Only a
-model with the gate ``texture`` reads an early layer.  Shapes
-are fixed and nothing waits for the host, so both can be compiled or captured in a CUDA graph.
+:class:`Scorer` is everything that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  The
+density reads one of the two, and only a model with the gate ``texture`` an early layer.  Shapes are fixed and nothing
+waits for the host, so both can be compiled or captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def average_positions(features: Sequence[Float[Tensor, "batch _ _"]]) -> Float[T
 def ood_score_of(
     scores: Mapping[str, Tensor], entropy_weight: float, gates: Gates | None = None
 ) -> Float[Tensor, " batch"]:
-    """−log p(z) + ``entropy_weight`` × predictive entropy, or the score of the gates, nats; higher is more unusual."""
+    """−log density + ``entropy_weight`` × entropy, or the score of the gates, nats; higher is more unusual."""
     if gates is not None:
         return gates.score(readings_of(gates.names, scores))
     if entropy_weight:
@@ -77,7 +76,7 @@ class Scorer(nn.Module):
         backbone: Truncated network as it runs, see :meth:`psc_core.network.backbone.Backbone.fused`; it keeps the
             network's output when ``head`` is None.
         projection: Features to z.
-        density: log p(z).
+        density: log p of z, or of features averaged over positions.
         head: g′ on z, or None for the network's own softmax ("base" predictions).
         precision: ``"fp32"`` or ``"bf16"`` of the backbone; everything after it is float32.
         texture: Density of the pooled features of the backbone's last layer, which is then none of the projection's.
