@@ -31,7 +31,7 @@ class Result:
     """What the device computed for some images.
 
     Attributes:
-        packed: ``float32 (n, S + K)`` outputs (:mod:`psc_core.model.outputs`).
+        packed: ``float32 (n, S + K + G)`` outputs (:mod:`psc_core.model.outputs`).
         explanation: By name, arrays of ``Pipeline.explain``, images first; empty unless asked for.
     """
 

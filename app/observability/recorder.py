@@ -87,7 +87,7 @@ class ModelRecorder:
         if not self._predictions:
             return
         predictions, self._predictions = self._predictions, []
-        outputs = Outputs(np.concatenate([each.packed for each, _ in predictions]))
+        outputs = Outputs(np.concatenate([each.packed for each, _ in predictions]), predictions[0][0].gates)
         name, metrics = self._name, self._metrics
         for score, histogram in self._histograms.items():
             for value in outputs[score].tolist():

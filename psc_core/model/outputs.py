@@ -29,13 +29,13 @@ class Outputs(Generic[Matrix]):
 
     Example:
         >>> scores = {name: torch.tensor([-9.0]) for name in SCORES}
-        >>> outputs = Outputs(pack(scores, torch.tensor([[0.3, 0.7]])))
+        >>> outputs = Outputs(pack(scores, torch.tensor([[0.3, 0.7]])), ())
         >>> outputs["log_density"], outputs.probabilities
         (tensor([-9.]), tensor([[0.3000, 0.7000]]))
     """
 
     packed: Matrix  # float32 (n, S + K + G)
-    gates: tuple[str, ...] = ()  # names of the model's gates
+    gates: tuple[str, ...]  # names of the model's gates
 
     def __len__(self) -> int:
         return len(self.packed)

@@ -86,7 +86,7 @@ def test_counts_operations_and_bytes() -> None:
 @torch.inference_mode()
 def test_random_parts_make_a_valid_psc(density: str) -> None:
     pipeline = TINY.pipeline(TINY.network(), "fp32", CPU, density=density)
-    outputs = Outputs(pipeline(images(3)))
+    outputs = Outputs(pipeline(images(3)), ())
     assert bool(outputs.packed.isfinite().all())
     torch.testing.assert_close(outputs.probabilities.sum(1), torch.ones(3))
     assert floor.operations(pipeline, images(2)) == 2 * floor.operations(pipeline, images(1))

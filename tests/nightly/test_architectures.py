@@ -178,9 +178,9 @@ def set_up(case: Case, folders: Path, where: Path) -> Setup:
 def assert_loaded_is_fitted(fitted: PSC, loaded: PSC, images: Tensor) -> None:
     """Finite, and equal to 1e-5 at batch sizes 1, 3 and 8."""
     with torch.inference_mode():
-        expected = Outputs(fitted.pipeline(images[:8]))
+        expected = Outputs(fitted.pipeline(images[:8]), fitted.gates)
         for size in (1, 3, 8):
-            got = Outputs(torch.cat([loaded.pipeline(part) for part in images[:8].split(size)]))
+            got = Outputs(torch.cat([loaded.pipeline(part) for part in images[:8].split(size)]), fitted.gates)
             assert bool(got.packed.isfinite().all())
             torch.testing.assert_close(got.probabilities, expected.probabilities, rtol=1e-5, atol=1e-5)
             for name in ("predictive_entropy", "epistemic", "log_density"):

@@ -1,4 +1,4 @@
-"""What a step is: ``uint8 (n, C, H, W)`` host images in, packed ``float32 (n, S + K)`` host outputs out.
+"""What a step is: ``uint8 (n, C, H, W)`` host images in, packed ``float32 (n, S + K + G)`` host outputs out.
 
 Everything runs under ``torch.inference_mode``; one thread at a time uses a step.  Outputs of padding images are never
 returned.
@@ -94,7 +94,7 @@ def explain(network: Pipeline | CompiledNetwork, images: Tensor) -> Result:
 
 
 def run_batch(step: Step, batch: DeviceBatch) -> Result:
-    """The result of a batch, computed at once while the step has nothing else launched."""
+    """The result of a batch, computed at once, in slot 0 or in none."""
     if batch.kind == EXPLAIN:
         images = np.empty((batch.size, *step.input(0).shape[1:]), np.uint8)
         batch.copy_images(images)

@@ -32,7 +32,7 @@ def check_predictions(response: httpx.Response, values: list[int]) -> list[dict[
     document = PredictResponse.model_validate_json(response.content)
     assert len(document.predictions) == len(values)
     images = torch.from_numpy(np.stack([pixels(value)[None] for value in values]))
-    outputs = Outputs(outputs_of(images).numpy())
+    outputs = Outputs(outputs_of(images).numpy(), ())
     for k, prediction in enumerate(document.predictions):
         probabilities = outputs.probabilities[k]
         assert prediction.class_index == int(probabilities.argmax())

@@ -87,21 +87,22 @@ def _rounded(value: Any) -> Any:
 @given(packed_outputs, fractions, policies, st.none() | st.integers(1, 4))
 def test_equals_the_naive_document(packed: FloatArray, probability: float, policy: Policy, top_k: int | None) -> None:
     expected = [naive(values, probability, policy, top_k) for values in packed.tolist()]
-    for document, naive_document in zip(documents(Outputs(packed), probability, policy, top_k), expected, strict=True):
+    got = documents(Outputs(packed, ()), probability, policy, top_k)
+    for document, naive_document in zip(got, expected, strict=True):
         assert list(document) == list(naive_document)
         assert as_float32(document) == naive_document
 
 
 @given(packed_outputs, policies, st.none() | st.integers(1, 4))
 def test_has_the_declared_fields(packed: FloatArray, policy: Policy, top_k: int | None) -> None:
-    outputs = Outputs(packed)
+    outputs = Outputs(packed, ())
     outputs["ood_p_value"][:] = np.clip(outputs["ood_p_value"], 0, 1)
     for document in documents(outputs, 1.0, policy, top_k):
         assert ImagePrediction.model_validate(document).model_dump(exclude_none=True) == document
 
 
 def test_numbers_are_printed_in_few_digits() -> None:
-    outputs = Outputs(np.array([[0.1, -0.3, 0.4, 0.7, 0.2, 0.25, 0.05, 0.7]], np.float32))
+    outputs = Outputs(np.array([[0.1, -0.3, 0.4, 0.7, 0.2, 0.25, 0.05, 0.7]], np.float32), ())
     policy = Policy(alpha=0.05, ambiguity_threshold=0.5, coverage=0.9)
     decisions = decide(outputs, Thresholds(policy, policy.alpha, 1.0))
     text = orjson.dumps(prediction_documents(outputs, decisions, CLASSES), option=orjson.OPT_SERIALIZE_NUMPY)
@@ -118,7 +119,7 @@ def test_gates_are_named() -> None:
 
 
 def test_threshold_beyond_every_float32_is_never_reached() -> None:
-    outputs = Outputs(np.array([[3e38, 0, 0, 1, 0, 1.0]], np.float32))
+    outputs = Outputs(np.array([[3e38, 0, 0, 1, 0, 1.0]], np.float32), ())
     policy = Policy(alpha=0.05, ambiguity_threshold=1e300, coverage=0.9)
     assert documents(outputs, 1.0, policy)[0]["decision"] == "accept"
 
@@ -133,7 +134,7 @@ def explanation(**more: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:
 
 
 def test_explanation_names_the_most_unusual_components() -> None:
-    outputs = Outputs(np.array([[0.1, -0.3, 0.4, 0.5, 0.2, 0.25, 0.05, 0.7]], np.float32))
+    outputs = Outputs(np.array([[0.1, -0.3, 0.4, 0.5, 0.2, 0.25, 0.05, 0.7]], np.float32), ())
     split = {"aleatoric": np.array([0.5], np.float32), "epistemic": np.array([0.25], np.float32)}
     (document,) = explanation_documents(explanation(**split), outputs, CLASSES)
     document["class_distances"] = document["class_distances"].tolist()
@@ -146,6 +147,6 @@ def test_explanation_names_the_most_unusual_components() -> None:
 
 
 def test_explanation_of_base_predictions_does_not_split_the_uncertainty() -> None:
-    outputs = Outputs(np.array([[0.1, -0.3, 0.4, 0.5, 0.0, 0.25, 0.05, 0.7]], np.float32))
+    outputs = Outputs(np.array([[0.1, -0.3, 0.4, 0.5, 0.0, 0.25, 0.05, 0.7]], np.float32), ())
     (document,) = explanation_documents(explanation(), outputs, CLASSES)
     assert (document["aleatoric"], document["epistemic"]) == (None, None)

@@ -33,7 +33,7 @@ def outputs_of(*images: tuple[float, float, float, int]) -> Outputs[FloatArray]:
     """Images by entropy, log density, p-value and class."""
     probabilities = np.eye(2, dtype=np.float32)
     packed = [[entropy, density, 0.0, p_value, 0.0, *probabilities[k]] for entropy, density, p_value, k in images]
-    return Outputs(np.array(packed, np.float32))
+    return Outputs(np.array(packed, np.float32), ())
 
 
 def record(target: ModelRecorder, outputs: Outputs[FloatArray]) -> None:

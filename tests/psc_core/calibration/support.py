@@ -29,7 +29,7 @@ def calibrate(n: int = 200, classes: int = 4) -> Calibration:
 def prediction_sets(threshold: float, probabilities: Tensor) -> Tensor:
     packed = torch.cat([torch.zeros(len(probabilities), len(COLUMNS)), probabilities], 1)
     policy = Policy(alpha=0.5, ambiguity_threshold=1.0, coverage=0.9)
-    return torch.from_numpy(decide(Outputs(packed.numpy()), Thresholds(policy, 0.5, threshold)).prediction_set)
+    return torch.from_numpy(decide(Outputs(packed.numpy(), ()), Thresholds(policy, 0.5, threshold)).prediction_set)
 
 
 def from_scores(scores: list[float]) -> Calibration:

@@ -70,5 +70,5 @@ def test_equal_probabilities_do_not_reach_the_unreachable_entropy(classes: int) 
     probabilities = torch.zeros(1, classes).softmax(1)
     scores = dict.fromkeys(SCORES, torch.ones(1)) | {"predictive_entropy": predictive_entropy(probabilities)}
     policy = Policy(alpha=0.05, ambiguity_threshold=unreachable_entropy(classes), coverage=0.9)
-    outputs = Outputs(pack(scores, probabilities).numpy())
+    outputs = Outputs(pack(scores, probabilities).numpy(), ())
     assert decide(outputs, Thresholds(policy, 0.05, 1.0)).decision == [ACCEPT]

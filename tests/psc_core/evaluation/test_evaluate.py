@@ -95,7 +95,7 @@ def test_equals_loops(psc: PSC) -> None:
     data = inside(120, 1)
     report = evaluate(psc, data, {"outside": OUTSIDE}, batch_images=17)
     batch, out = next(data.batches(120)), next(OUTSIDE.batches(60))
-    served, strange = (Outputs(psc.pipeline(b.images)) for b in (batch, out))
+    served, strange = (Outputs(psc.pipeline(b.images), ()) for b in (batch, out))
     p, y = served.probabilities.double(), batch.labels
     confidence, correct = p.amax(1).tolist(), (p.argmax(1) == y).tolist()
 
@@ -150,7 +150,7 @@ def test_several_labels_per_image(psc: PSC) -> None:
     labels = torch.stack([torch.arange(30) % 3, torch.arange(30) // 10], 1)
     data = dataset("several", images, labels)
     report = evaluate(psc, data, {"outside": OUTSIDE}, batch_images=7)
-    p = Outputs(psc.pipeline(images[:, None])).probabilities.double()
+    p = Outputs(psc.pipeline(images[:, None]), ()).probabilities.double()
     repeated = p.repeat_interleave(2, 0).tolist()
     assert (report.images, report.examples, report.false_alarms.images) == (30, 60, 30)
     assert report.classification["psc"]["nll"] == pytest.approx(

@@ -45,8 +45,8 @@ def test_only_a_traced_float32_network_on_a_cpu_has_several(psc: PSC, monkeypatc
 
 @pytest.mark.parametrize("name", ["probabilities", "log densities", "p-values"])
 def test_rejects_other_outputs(psc: PSC, digits: torch.Tensor, name: str) -> None:
-    calibrated = Outputs(psc.pipeline(digits))
-    other = Outputs(calibrated.packed.clone())
+    calibrated = Outputs(psc.pipeline(digits), ())
+    other = Outputs(calibrated.packed.clone(), ())
     column = {"probabilities": other.probabilities[:, 0], "log densities": other["log_density"]}.get(
         name, other["ood_p_value"]
     )

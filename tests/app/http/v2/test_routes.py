@@ -52,7 +52,7 @@ def grey(*values: int) -> Array:
 
 
 def expected(images_nchw: Array) -> Outputs[Any]:
-    return Outputs(outputs_of(torch.from_numpy(np.ascontiguousarray(images_nchw))).numpy())
+    return Outputs(outputs_of(torch.from_numpy(np.ascontiguousarray(images_nchw))).numpy(), ())
 
 
 def output(document: dict[str, Any], name: str) -> Any:
