@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT, SHIPPED_BUNDLE
-from tests.served import GUARD_SECONDS, serve
+from tests.served import serve
 
 kserve = pytest.importorskip("kserve", reason="the KServe SDK is not installed")
 kubernetes = pytest.importorskip("kubernetes.client")
@@ -19,6 +19,11 @@ kubernetes = pytest.importorskip("kubernetes.client")
 FOLDER = ROOT / "deploy" / "kserve"
 KINDS = {"ServingRuntime": "V1alpha1ServingRuntime", "InferenceService": "V1beta1InferenceService"}
 EXAMPLES = sorted((ROOT / "artifacts" / "examples").glob("*.png"))
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 def model_of(name: str) -> Any:
@@ -75,9 +80,12 @@ async def test_arguments_of_the_runtime_answer_kserves_client() -> None:
         files = [path.read_bytes() for path in EXAMPLES]
         tensor = kserve.InferInput("encoded_images", [len(files)], "BYTES")
         tensor.set_data_from_numpy(np.array(files, dtype=object), binary_data=True)
-        answer = await client.infer(server.url, kserve.InferRequest(name, [tensor]), timeout=GUARD_SECONDS)
-        labels = next(output for output in answer.outputs if output.name == "label").as_string()
-        for path, label in zip(EXAMPLES, labels, strict=True):
-            own = httpx.post(server.url + "/predict", content=path.read_bytes(), headers={"content-type": "image/png"})
-            assert own.json()["predictions"][0]["label"] == label
+        answer = await client.infer(server.url, kserve.InferRequest(name, [tensor]), model_name=name)
+        got = {output.name: output.as_numpy().reshape(len(files), -1).tolist() for output in answer.outputs}
+        for file, p_value, probabilities in zip(files, got["ood_p_value"], got["probabilities"], strict=True):
+            own = httpx.post(server.url + "/predict", content=file, headers={"content-type": "image/png"})
+            (prediction,) = own.json()["predictions"]
+            np.testing.assert_allclose(p_value, [prediction["ood_p_value"]], rtol=1e-5)
+            np.testing.assert_allclose(probabilities, prediction["probabilities"], rtol=1e-3, atol=1e-5)
+        await client.close()
         assert server.terminate() == 0
