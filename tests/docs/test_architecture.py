@@ -67,7 +67,8 @@ def test_sizes_of_what_is_written_by_hand() -> None:
 def test_numbers_of_before_and_after() -> None:
     table = PAGE.split("## Before and after")[1]
     now = [
-        int(cells.replace(",", "")) for cells in re.findall(r"^\| [^|]+ \| [\d,]+ \| ([\d,]+) \|$", table, re.MULTILINE)
+        int(cells.replace(",", ""))
+        for cells in re.findall(r"^\| [^|]+ \| [\d,]+ \| [\d,]+ \| ([\d,]+) \|$", table, re.MULTILINE)
     ]
     lines = {
         path: len(path.read_text(encoding="utf-8").splitlines())
