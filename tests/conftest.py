@@ -34,6 +34,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SHIPPED_BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A cache folder of the tests' own, for their subprocesses too."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def data_root() -> Path:
     """Small real subsets of the data sets, kept in the repository."""

@@ -3,28 +3,37 @@
 A process of its own exports the network, because exporting changes PyTorch's state for all threads.  It builds the
 network as a bundle's is built: ``python -m psc_core.network.onnx FOLDER`` reads :data:`SPEC` and :data:`WEIGHTS` from
 a folder and writes :data:`MODEL` beside them.
+
+Exporting takes seconds, so its result is kept in the user's cache folder (``$XDG_CACHE_HOME/psc``, else
+``~/.cache/psc``), by the digest of spec, weights and versions; the folder may be deleted at any time, and need not be
+writable.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any, Final
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
 from psc_core.images.preprocess import Inputs
 from psc_core.network.backbone import Backbone, FeaturesAndLogits, rebuild_backbone
+from psc_core.version import __version__
 
-INSTALLED: Final = all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
+PACKAGES: Final = ("onnx", "onnxscript", "onnxruntime")
+INSTALLED: Final = all(importlib.util.find_spec(name) for name in PACKAGES)
 SPEC: Final = "spec.json"
 WEIGHTS: Final = "weights.safetensors"
 MODEL: Final = "model.onnx"
@@ -73,10 +82,57 @@ def to_onnx(backbone: Backbone, size: tuple[int, int, int]) -> OnnxBackbone:
     Raises:
         NetworkError: The network cannot be exported.
     """
+    spec = json.dumps({**backbone.spec(), "size": size}, sort_keys=True).encode()
+    weights = save({key: value.contiguous() for key, value in backbone.state_dict().items()})
+    kept = cache_file(spec, weights)
+    model = read_checked(kept)
+    if model is None:
+        model = export_apart(spec, weights, "+".join(backbone.layers))
+        write_checked(kept, model)
+    return OnnxBackbone(model, keep_output=backbone.keep_output)
+
+
+def cache_file(spec: bytes, weights: bytes) -> Path:
+    """Where the model of a network is kept."""
+    versions = [importlib.metadata.version(name) for name in ("torch", *PACKAGES)]
+    key = hashlib.sha256(b"\0".join([json.dumps([__version__, *versions]).encode(), spec, weights])).hexdigest()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return folder / "psc" / f"{key}.onnx"
+
+
+def read_checked(file: Path) -> bytes | None:
+    """What :func:`write_checked` wrote; None where there is no such file or it has changed."""
+    try:
+        data = file.read_bytes()
+    except OSError:
+        return None
+    digest, model = data[:32], data[32:]
+    return model if hashlib.sha256(model).digest() == digest else None
+
+
+def write_checked(file: Path, model: bytes) -> None:
+    """Write a model behind its digest, whole or not at all; without a writable cache folder, not at all."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=file.parent, delete=False) as part:
+            try:
+                part.write(hashlib.sha256(model).digest() + model)
+                part.flush()
+                Path(part.name).replace(file)
+            except OSError:
+                Path(part.name).unlink()
+
+
+def export_apart(spec: bytes, weights: bytes, layers: str) -> bytes:
+    """The ONNX model of a network, exported by a process of its own.
+
+    Raises:
+        NetworkError: The network after ``layers`` cannot be exported.
+    """
     with TemporaryDirectory(prefix="psc-onnx-") as name:
         folder = Path(name)
-        (folder / SPEC).write_text(json.dumps({**backbone.spec(), "size": size}))
-        save_file({key: value.contiguous() for key, value in backbone.state_dict().items()}, folder / WEIGHTS)
+        (folder / SPEC).write_bytes(spec)
+        (folder / WEIGHTS).write_bytes(weights)
         command = [sys.executable, "-m", __name__, name]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         try:
@@ -85,8 +141,8 @@ def to_onnx(backbone: Backbone, size: tuple[int, int, int]) -> OnnxBackbone:
             raise NetworkError(f"no process could be run to export the network to ONNX: {error}") from error
         if result.returncode:
             reason = (result.stderr.strip() or f"exit code {result.returncode}").splitlines()[-1]
-            raise NetworkError(f"the network after {'+'.join(backbone.layers)} has no ONNX model: {reason}")
-        return OnnxBackbone((folder / MODEL).read_bytes(), keep_output=backbone.keep_output)
+            raise NetworkError(f"the network after {layers} has no ONNX model: {reason}")
+        return (folder / MODEL).read_bytes()
 
 
 def export(folder: Path) -> None:

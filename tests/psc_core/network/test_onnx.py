@@ -14,7 +14,7 @@ from torch import nn
 from psc_core.errors import NetworkError
 from psc_core.network.backbone import Backbone, truncate
 from psc_core.network.load import load_network, recipe_of
-from psc_core.network.onnx import to_onnx
+from psc_core.network.onnx import read_checked, to_onnx
 
 SIZE = (1, 28, 28)
 
@@ -51,6 +51,31 @@ def test_names_what_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(NetworkError, match="no process could be run to export"):
         to_onnx(net, SIZE)
+
+
+def test_exports_a_network_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    net, images = backbone(["2"]), torch.randn(2, *SIZE)
+    expected = to_onnx(net, SIZE)(images)
+    (kept,) = tmp_path.glob("psc/*")
+    with monkeypatch.context() as without_python:
+        without_python.setattr(sys, "executable", "/no/such/python")
+        torch.testing.assert_close(to_onnx(net, SIZE)(images), expected, rtol=0, atol=0)
+        for parameter in net.parameters():
+            parameter.data += 1
+        with pytest.raises(NetworkError, match="no process could be run"):
+            to_onnx(net, SIZE)
+    torch.testing.assert_close(to_onnx(net, SIZE)(images), net(images))
+    kept.write_bytes(kept.read_bytes()[:-1])
+    torch.testing.assert_close(to_onnx(backbone(["2"]), SIZE)(images), expected, rtol=0, atol=0)
+    assert read_checked(kept) is not None and len(list(tmp_path.glob("psc/*"))) == 2
+
+
+def test_needs_no_writable_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    net, images = backbone(["2"]), torch.randn(2, *SIZE)
+    torch.testing.assert_close(to_onnx(net, SIZE)(images), net(images))
 
 
 def sorts(num_classes: int) -> nn.Module:
