@@ -53,7 +53,7 @@ else ifeq ($(PART),device)
 else ifeq ($(PART),serving)
 	$(RUN) -m benchmarks.serving.peers --only psc psc-workers fastapi --device cuda --rounds 3
 else
-	$(RUN) -m benchmarks.paper.ddu_case_study --scale full --data $(PSC_DATA) --only $(PART)
+	$(RUN) -m benchmarks.paper.ddu_case_study --scale full --epochs 40 --data $(PSC_DATA) --only $(PART)
 endif
 
 QUICK_PEERS := --only psc mosec litserve bentoml fastapi --best-instructions --seconds 0.5 --rounds 2 --sweeps 1

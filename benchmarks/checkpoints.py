@@ -36,6 +36,7 @@ class Job:
         seed: Of initialisation and order of the examples.
         spectral_norm: Bound, 0 for none.
         batch: Labelled examples in a training step.
+        schedule: ``"one-cycle"`` or ``"ddu"``, see :mod:`benchmarks.train`.
     """
 
     network: str
@@ -44,6 +45,7 @@ class Job:
     seed: int = 0
     spectral_norm: float = 0.0
     batch: int = 128
+    schedule: str = "one-cycle"
 
     @property
     def preset(self) -> Preprocess:
@@ -60,12 +62,14 @@ class Job:
         """File name without suffix."""
         bound = f"-sn{self.spectral_norm:g}" if self.spectral_norm else ""
         data = self.data.rpartition(":")[2].replace("_", "-")
-        return f"{self.network}-{data}{bound}-e{self.epochs}-b{self.batch}-s{self.seed}"
+        schedule = "" if self.schedule == "one-cycle" else f"-{self.schedule}"
+        return f"{self.network}-{data}{bound}-e{self.epochs}-b{self.batch}{schedule}-s{self.seed}"
 
     def describe(self) -> str:
         """Text for tables."""
         bound = f", spectral norm ≤ {self.spectral_norm:g}" if self.spectral_norm else ""
-        return f"{self.network}{bound}, {self.epochs} epochs, batch {self.batch}, seed {self.seed}"
+        schedule = "" if self.schedule == "one-cycle" else f", schedule {self.schedule}"
+        return f"{self.network}{bound}, {self.epochs} epochs, batch {self.batch}{schedule}, seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,8 @@ def _arguments(run: Run, job: Job, out: Path) -> argparse.Namespace:
         str(job.seed),
         "--spectral-norm",
         str(job.spectral_norm),
+        "--schedule",
+        job.schedule,
         "--device",
         str(run.device),
     ]
@@ -146,11 +152,13 @@ def main() -> None:
     cli.add_argument("--training-data", required=True, help="dirty-mnist, cifar10, benchmarks.data:cifar10_known_0, …")
     cli.add_argument("--spectral-norm", type=float, default=0.0)
     cli.add_argument("--batch", type=int, default=128)
+    cli.add_argument("--schedule", choices=("one-cycle", "ddu"), default="one-cycle")
     args = cli.parse_args()
     if args.epochs is None:
         cli.error("--epochs is required")
     run = runs.start("checkpoints", args)
-    obtain(run, Job(args.network, args.training_data, args.epochs, args.seed, args.spectral_norm, args.batch))
+    job = Job(args.network, args.training_data, args.epochs, args.seed, args.spectral_norm, args.batch, args.schedule)
+    obtain(run, job)
 
 
 if __name__ == "__main__":

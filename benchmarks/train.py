@@ -2,8 +2,8 @@
 
     python -m benchmarks.train --network resnet18 --data dirty-mnist:ROOT --preset mnist --out net.safetensors
 
-``--schedule ddu`` is the recipe of the paper (SGD 0.1, momentum 0.9, weight decay 5e-4, × 0.1 at 150/350 and
-250/350 of the epochs); ``one-cycle`` (default) reaches the same regime in a few epochs.  One epoch visits
+``--schedule ddu`` is the recipe of the paper (SGD 0.1, momentum 0.9, weight decay 5e-4 of every parameter, × 0.1 at
+150/350 and 250/350 of the epochs); ``one-cycle`` (default) reaches the same regime in a few epochs.  One epoch visits
 every labelled example once.  An interrupted run continues from its last finished epoch.
 """
 
@@ -87,8 +87,8 @@ def train(args: argparse.Namespace) -> dict[str, object]:
         example = torch.zeros(1, preprocess.channels, preprocess.height, preprocess.width)
         bound_spectral_norm(net, args.spectral_norm, example)
     net = net.to(device).to(memory_format=torch.channels_last)
-    decay = [p for p in net.parameters() if p.ndim > 1]
-    plain = [p for p in net.parameters() if p.ndim <= 1]
+    decay = [p for p in net.parameters() if p.ndim > 1 or args.schedule == "ddu"]
+    plain = [p for p in net.parameters() if p.ndim <= 1 and args.schedule != "ddu"]
     optimizer = torch.optim.SGD(
         [{"params": decay, "weight_decay": args.weight_decay}, {"params": plain, "weight_decay": 0.0}],
         lr=args.lr,

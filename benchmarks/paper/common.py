@@ -1,6 +1,6 @@
 """Networks, epochs and images of each scale.
 
-``full`` has the paper's networks, trained for ten minutes on a large GPU; ``--epochs 350`` is the paper's length.
+``full`` is the paper's: its networks, schedule and 350 epochs; ``--epochs`` shortens it.
 ``cpu`` keeps the paper's networks where a few cores can train them, and else takes a smaller one of the same
 family; tables name the network that was run.
 """
@@ -21,46 +21,51 @@ class Scale:
     """Configuration of a scale.
 
     Attributes:
-        networks: Network used for each of the paper's.
+        networks: Network used for each of the paper's, and the ``"small"`` one of the comparison of OOD detectors.
         mnist_epochs: Epochs on digits.
         cifar_epochs: Epochs on CIFAR-10.
+        small_epochs: Epochs of the small network, in those.
         batch: Labelled examples in a training step.
         fit_images: Training images that PSC and the baselines are fitted on; None for all.
         test_images: Test images of each data set; None for all.
         seeds: Seeds of tables with standard errors.
+        schedule: Of the learning rate, see :mod:`benchmarks.train`.
     """
 
     networks: Mapping[str, str]
     mnist_epochs: int
     cifar_epochs: int
+    small_epochs: int
     batch: int
     fit_images: int | None
     test_images: int | None
     seeds: tuple[int, ...]
+    schedule: str = "one-cycle"
 
 
 _PAPER = ("resnet18", "resnet50", "vgg16", "wide_resnet28_10")
-_HELD_OUT = {"held_out": "wide_resnet16_2"}
-"""The network of the held-out settings, of which there are many; ResNet-18 at full scale."""
 
 SCALES: Mapping[str, Scale] = {
-    "smoke": Scale(dict.fromkeys((*_PAPER, *_HELD_OUT), "wide_resnet10_1"), 1, 2, 64, 400, 120, (0, 1)),
+    "smoke": Scale(dict.fromkeys((*_PAPER, "small"), "wide_resnet10_1"), 1, 2, 1, 64, 400, 120, (0, 1)),
     "cpu": Scale(
         {
             "resnet18": "resnet18",
             "vgg16": "vgg16",
             "resnet50": "wide_resnet16_2",
             "wide_resnet28_10": "wide_resnet16_2",
-            **_HELD_OUT,
+            "small": "resnet18_narrow",
         },
         2,
         8,
+        2,
         128,
         10_000,
         None,
         (0, 1, 2),
     ),
-    "full": Scale({**{name: name for name in _PAPER}, "held_out": "resnet18"}, 40, 40, 128, None, None, (0, 1, 2)),
+    "full": Scale(
+        {**{name: name for name in _PAPER}, "small": "resnet18"}, 350, 350, 1, 128, None, None, (0, 1, 2), "ddu"
+    ),
 }
 
 
@@ -75,7 +80,8 @@ def scale_of(run: Run) -> Scale:
 def job(run: Run, network: str, data: str, *, spectral_norm: bool = False, seed: int | None = None) -> Job:
     """The job that trains one of the paper's networks at the run's scale."""
     scale = scale_of(run)
-    epochs = run.epochs or (scale.cifar_epochs if "cifar10" in data else scale.mnist_epochs)
+    times = scale.small_epochs if network == "small" else 1
+    epochs = run.epochs or times * (scale.cifar_epochs if "cifar10" in data else scale.mnist_epochs)
     return Job(
         scale.networks[network],
         data,
@@ -83,6 +89,7 @@ def job(run: Run, network: str, data: str, *, spectral_norm: bool = False, seed:
         run.seed if seed is None else seed,
         SPECTRAL_NORM if spectral_norm else 0.0,
         scale.batch,
+        scale.schedule,
     )
 
 

@@ -19,6 +19,7 @@ from psc_core.network.layers import list_layers
 
 PARAMETERS = {
     "resnet18": 11_173_962,
+    "resnet18_narrow": 701_466,
     "resnet50": 23_520_842,
     "wide_resnet28_10": 36_479_194,
     "vgg16": 14_728_266,

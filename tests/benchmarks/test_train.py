@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks import train
+from benchmarks import checkpoints, runs, train
 from benchmarks.networks import NETWORKS
+from benchmarks.paper import common
 from tests import tiny
 
 
 @pytest.fixture
 def tiny_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "NETWORKS", {**NETWORKS, "resnet18": tiny.network})
+    for module in (train, checkpoints):
+        monkeypatch.setattr(module, "NETWORKS", {**NETWORKS, "resnet18": tiny.network})
 
 
 def arguments(data_root: Path, out: Path, *extra: str) -> list[str]:
@@ -82,6 +85,27 @@ def test_schedules() -> None:
     assert max(cycle) == pytest.approx(0.1, rel=0.05)
     assert cycle[0] < 0.01
     assert cycle[-1] < 0.01
+
+
+@pytest.mark.usefixtures("tiny_network")
+def test_full_scale_trains_as_the_paper_does(data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[dict[str, object]] = []
+
+    class Sgd(torch.optim.SGD):
+        def __init__(self, params: list[dict[str, object]], **options: float) -> None:
+            groups.extend(params)
+            super().__init__(params, **options)
+
+    monkeypatch.setattr(torch.optim, "SGD", Sgd)
+    script = runs.parser("a script")
+    words = ["--scale", "full", "--data", str(data_root), "--checkpoints", str(tmp_path)]
+    run = runs.start("script", script.parse_args(words))
+    job = common.job(run, "resnet18", "mnist")
+    assert (job.epochs, job.schedule, job.batch) == (350, "ddu", 128)
+    checkpoints.obtain(run, replace(job, epochs=1))
+    summary = json.loads((tmp_path / "resnet18-mnist-e1-b128-ddu-s0.json").read_text())
+    assert summary["schedule"] == "ddu"
+    assert [group for group in groups if group["params"] and group["weight_decay"] != 5e-4] == []
 
 
 def test_augmentation_shifts_and_flips() -> None:
