@@ -63,16 +63,15 @@ def measure(
     trained: Trained,
     *,
     fit_images: int | None,
-    granularity: str = "operations",
     datasets: tuple[ImageDataset, ImageDataset] | None = None,
 ) -> CollapseReport:
     """Collapse of every layer, measured once for a checkpoint; on ``datasets`` (train, val) if given."""
     train, val = datasets or (trained.train, trained.val)
-    store = _store(run, trained, train, fit_images, granularity)
+    store = _store(run, trained, train, fit_images)
     report = store.load_collapse()
     if report is None:
         report = fit.measure_collapse(
-            trained.net, random_images(train, fit_images), val, granularity=granularity, options=options_of(run)
+            trained.net, random_images(train, fit_images, run.seed), val, options=options_of(run)
         )
         store.save_collapse(report)
     return report
@@ -83,7 +82,6 @@ def stages(
     trained: Trained,
     *,
     fit_images: int | None,
-    granularity: str = "operations",
     datasets: tuple[ImageDataset, ImageDataset] | None = None,
     collapse_on: tuple[ImageDataset, ImageDataset] | None = None,
 ) -> Stages:
@@ -93,18 +91,17 @@ def stages(
         run: Of the script.
         trained: The network.
         fit_images: Number of random training images; None for all.
-        granularity: Layers to measure.
         datasets: Training and validation images; by default the network's own.
         collapse_on: Images to measure collapse on, if not ``datasets``.
     """
     train, val = datasets or (trained.train, trained.val)
-    report = measure(run, trained, fit_images=fit_images, granularity=granularity, datasets=collapse_on or (train, val))
+    report = measure(run, trained, fit_images=fit_images, datasets=collapse_on or (train, val))
     candidate = report.candidate()
-    store = _store(run, trained, train, fit_images, granularity, collapse_on and collapse_on[0].name)
+    store = _store(run, trained, train, fit_images, collapse_on and collapse_on[0].name)
     projection = store.load_projection()
     if projection is None:
         projection = fit.fit_projection(
-            trained.net, candidate, random_images(train, fit_images), val, options=options_of(run)
+            trained.net, candidate, random_images(train, fit_images, run.seed), val, options=options_of(run)
         )
         store.save_projection(projection)
     return Stages(report, candidate, projection)
@@ -115,7 +112,6 @@ def _store(
     trained: Trained,
     train: ImageDataset,
     images: int | None,
-    granularity: str,
     collapse_on: str | None = None,
 ) -> Checkpoint:
     job = {
@@ -124,14 +120,13 @@ def _store(
         "data": train.name,
         "images": images,
         "all_images": len(train),
-        "granularity": granularity,
         "seed": run.seed,
         "device": run.device.type,
     }
     if collapse_on:
         job["collapse_on"] = collapse_on
     data = f"{train.name}-layer-of-{collapse_on}" if collapse_on else train.name
-    folder = f"{trained.name}-{data}-{granularity}-{images or 'all'}-s{run.seed}.stages"
+    folder = f"{trained.name}-{data}-{images or 'all'}-s{run.seed}.stages"
     return Checkpoint.open(run.checkpoints / folder, job)
 
 
@@ -149,7 +144,7 @@ def psc_of(
         trained.net,
         parts.candidate,
         parts.projection,
-        random_images(trained.train, fit_images),
+        random_images(trained.train, fit_images, run.seed),
         trained.val,
         density=density,
         ood_score=ood_score,
@@ -162,7 +157,7 @@ def baselines_of(run: Run, trained: Trained, *, fit_images: int | None) -> Basel
     return fit_baselines(
         trained.net,
         penultimate_layer(trained),
-        random_images(trained.train, fit_images),
+        random_images(trained.train, fit_images, run.seed),
         trained.val,
         compute=compute_of(run),
         seed=run.seed,

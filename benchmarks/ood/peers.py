@@ -1,89 +1,111 @@
-"""pytorch-ood's detectors on features and logits of one network, with the settings of their papers.
+"""pytorch-ood's detectors on penultimate features and logits, with the settings of OpenOOD.
 
-Every detector is the library's own class (``pip install pytorch-ood``); none is tuned on out-of-distribution
-images.  The layer they read is the penultimate one, averaged over positions, as OpenOOD does for these networks.
+Every detector is the library's own class.  Its parameters are the defaults of OpenOOD's configuration files, which
+there are tuned further on out-of-distribution images; here nothing is.  The penultimate layer is averaged over
+positions, as OpenOOD does for these networks.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from benchmarks.ood.detector import Detector, Score, Spaces, memory_bytes
+from benchmarks.fitting import Penultimate
+from benchmarks.ood.detectors import Detector, Images, Score
+
+NNGUIDE_BANK = 0.01
+"""Fraction of the training images that NNGuide compares with."""
+
+NNGUIDE_NEIGHBOURS = 100
 
 
-def version() -> str | None:
-    """Installed version of pytorch-ood, or None."""
-    if importlib.util.find_spec("pytorch_ood") is None:
-        return None
+def version() -> str:
+    """Installed version of pytorch-ood."""
     return importlib.metadata.version("pytorch-ood")
 
 
-def fit_peers(train: Spaces, output: nn.Linear) -> tuple[list[Detector], dict[str, str]]:
+def fit_peers(train: Penultimate, output: nn.Linear, seed: int) -> tuple[list[Detector], dict[str, str]]:
     """Fit every detector.
 
     Args:
         train: Training examples.
         output: The network's last linear layer.
+        seed: Chooses NNGuide's bank.
 
     Returns:
         The fitted detectors, and the reason for each that failed.
     """
     fitted: list[Detector] = []
     failed: dict[str, str] = {}
-    for name, build in _builders(train, output).items():
+    for name, build in _builders(train, output, seed).items():
         try:
-            model, score = build()
+            fitted.append(Detector(name, "pytorch-ood", build()))
         except (ValueError, AssertionError, RuntimeError) as error:
             failed[name] = f"{type(error).__name__}: {error}"
-            continue
-        fitted.append(Detector(name, "pytorch-ood", score, "penultimate", memory_bytes(model)))
     return fitted, failed
 
 
-def _builders(train: Spaces, output: nn.Linear) -> Mapping[str, Callable[[], tuple[Any, Score]]]:
+def _builders(train: Penultimate, output: nn.Linear, seed: int) -> Mapping[str, Callable[[], Score]]:
     from pytorch_ood import detector as peers  # type: ignore[import-untyped]
 
-    weight, bias = output.weight.detach().cpu(), output.bias.detach().cpu()
-    dim = weight.shape[1]
+    head = nn.Linear(output.in_features, output.out_features)
+    head.load_state_dict({name: value.cpu() for name, value in output.state_dict().items()})
+    weight, bias = head.weight.detach(), head.bias.detach()
+    features, labels = train.features, train.labels
+    bank = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    bank = bank[: max(NNGUIDE_NEIGHBOURS, round(NNGUIDE_BANK * len(labels)))]
 
-    def head(features: Tensor) -> Tensor:
-        return nn.functional.linear(features.flatten(1), weight, bias)
+    @torch.no_grad()
+    def logits_of(maps: Tensor) -> Tensor:
+        return head(maps.flatten(1))
 
-    def on_logits(model: Any) -> Callable[[], tuple[Any, Score]]:
-        return lambda: (model, lambda images: model.predict_logits(images.logits))
+    def on_logits(model: Any) -> Callable[[], Score]:
+        return lambda: lambda images: model.predict_logits(images.logits)
 
-    def on_features(model: Any) -> Callable[[], tuple[Any, Score]]:
-        def build() -> tuple[Any, Score]:
-            model.fit_features(train.features, train.labels)
-            return model, lambda images: model.predict_features(images.features)
+    def on_features(model: Any, chosen: Tensor | slice = slice(None)) -> Callable[[], Score]:
+        def build() -> Score:
+            model.fit_features(features[chosen], labels[chosen])
+            return lambda images: model.predict_features(images.features)
 
         return build
 
-    def on_maps(model: Any, *, fit: bool = False) -> Callable[[], tuple[Any, Score]]:
-        def build() -> tuple[Any, Score]:
-            if fit:
-                model.fit_feature_maps(train.features[:, :, None, None], train.labels)
-            return model, lambda images: model.predict_feature_maps(images.features[:, :, None, None])
+    def on_maps(model: Any) -> Callable[[], Score]:
+        def build() -> Score:
+            if model.requires_fit:
+                model.fit_feature_maps(_maps(features), labels)
+            return lambda images: _by_maps(model, images)
 
         return build
 
     return {
         "MSP": on_logits(peers.MaxSoftmax(None)),
+        "entropy": on_logits(peers.Entropy(None)),
         "MaxLogit": on_logits(peers.MaxLogit(None)),
         "energy": on_logits(peers.EnergyBased(None)),
-        "GEN": on_logits(peers.GEN(None)),
-        "KNN": on_features(peers.KNN(None, k=min(50, len(train.labels)))),
-        "ViM": on_features(peers.ViM(None, d=dim // 2, w=weight, b=bias)),
+        "GEN": on_logits(peers.GEN(None, gamma=0.1)),
+        "KNN": on_features(peers.KNN(None, k=min(50, len(labels)))),
+        "ViM": on_features(peers.ViM(None, d=weight.shape[1] // 2, w=weight, b=bias)),
         "Mahalanobis": on_features(peers.Mahalanobis(None)),
         "RMD": on_features(peers.RMD(None)),
         "SHE": on_features(peers.SHE(None, head)),
+        "NNGuide": on_features(peers.NNGuide(None, head, k=min(NNGUIDE_NEIGHBOURS, len(bank))), bank),
+        "NCI": on_features(peers.NCI(None, head, alpha=0.0001)),
         "DICE": on_features(peers.DICE(None, w=weight, b=bias, p=0.9)),
-        "ReAct": on_maps(peers.ReAct(None, head), fit=True),
-        "ASH-S": on_maps(peers.ASH(None, head, variant="ash-s", percentile=0.9)),
-        "SCALE": on_maps(peers.SCALE(None, head, percentile=0.85)),
+        "ReAct": on_maps(peers.ReAct(None, logits_of, percentile=0.9)),
+        "VRA": on_maps(peers.VRA(None, logits_of, lower_percentile=0.1, upper_percentile=0.9)),
+        "ASH-S": on_maps(peers.ASH(None, logits_of, variant="ash-s", percentile=0.9)),
+        "SCALE": on_maps(peers.SCALE(None, logits_of, percentile=0.85)),
     }
+
+
+def _maps(features: Tensor) -> Tensor:
+    return features[:, :, None, None]
+
+
+def _by_maps(model: Any, images: Images) -> Tensor:
+    found: Tensor = model.predict_feature_maps(_maps(images.features))
+    return found

@@ -1,17 +1,14 @@
-"""PSC against common OOD detectors on the same checkpoints.
+"""PSC against common OOD detectors on the same networks, three seeds of each.
 
-    python -m benchmarks.ood.run --scale cpu --data ROOT [--setting dirty-mnist …] [--checkpoint FILE]
+    python -m benchmarks.ood.run --scale cpu --data ROOT [--setting dirty-mnist …] [--seeds 0 1 2]
 
-Every setting is a part; the report holds all parts run so far.  ``--checkpoint`` takes the network of one setting
-from a file.  Times are of this machine, at a batch of 64.
+Every setting and seed is a part; the report holds all parts run so far.  A seed changes initialisation, order, the
+images that are fitted on, and the halves of the validation images.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,101 +16,69 @@ from torch import Tensor
 from benchmarks import checkpoints, fitting, runs
 from benchmarks.checkpoints import Trained
 from benchmarks.data import random_images
-from benchmarks.ood import peers, tables, variants
-from benchmarks.ood.detector import Detector, Spaces, memory_bytes, scored
-from benchmarks.ood.settings import AT_SCALE, GRANULARITIES, SETTINGS, Pair, Setting, pairs
-from benchmarks.ood.variants import Extractor
+from benchmarks.ood import detectors, peers, tables
+from benchmarks.ood.detectors import DEFAULT, Detector, Images, scored
+from benchmarks.ood.settings import AT_SCALE, SETTINGS, Setting, test_pair
+from benchmarks.ood.shifts import SHIFTS
 from benchmarks.paper import common
 from benchmarks.runs import Json, Run
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.metrics import ranking
 from psc_core.model.predictor import PSC
-from psc_core.network.backbone import Backbone, example_input, truncate
 
 NAME = "ood"
-
-TIMED_BATCH = 64
 
 
 def main(argv: list[str] | None = None) -> Json:
     """Run the given settings and write the report of all settings run so far."""
     cli = runs.parser(__doc__)
     cli.add_argument("--setting", choices=sorted(SETTINGS), action="append", help="default: the scale's")
-    cli.add_argument("--checkpoint", type=Path, metavar="FILE", help="a trained network for the one setting")
+    cli.add_argument("--seeds", type=int, nargs="+", help="default: the scale's")
     args = cli.parse_args(argv)
-    wanted = args.setting or AT_SCALE[args.scale]
-    if args.checkpoint and len(wanted) != 1:
-        cli.error("--checkpoint needs exactly one --setting")
     run = runs.start(NAME, args)
-    for name in wanted:
-        one_setting(run, SETTINGS[name], args.checkpoint)
-    found = run.finished()
-    return run.write({"settings": {name: found[name] for name in SETTINGS if name in found}}, tables.fragment)
+    for seed in args.seeds or common.scale_of(run).seeds:
+        for name in args.setting or AT_SCALE[args.scale]:
+            one_setting(replace(run, seed=seed), SETTINGS[name])
+    return run.write({"parts": run.finished()}, tables.fragment)
 
 
-def one_setting(run: Run, setting: Setting, checkpoint: Path | None) -> Json:
-    """Fit and score every detector in one setting."""
+def one_setting(run: Run, setting: Setting) -> Json:
+    """Fit and score every detector in one setting, with one seed."""
     job = setting.job(run)
     scale = common.scale_of(run)
     fit_images, limit = scale.fit_images, scale.test_images
-    settings = {
-        "job": job.name,
-        "checkpoint": checkpoint and checkpoint.name,
-        "epochs": run.epochs,
-        "fit_images": fit_images,
-        "images": limit,
-        "peers": peers.version(),
-        "granularities": GRANULARITIES[run.scale],
-        "default": variants.DEFAULT,
-    }
+    settings = {"job": job.name, "fit_images": fit_images, "images": limit, "peers": peers.version()}
 
     def compute() -> Json:
-        trained = checkpoints.obtain(run, job, file=checkpoint)
-        stages = {
-            granularity: fitting.stages(run, trained, fit_images=fit_images, granularity=granularity)
-            for granularity in GRANULARITIES[run.scale]
-        }
-        extract = variants.extractor(run, trained, stages)
-        psc = fitting.psc_of(
-            run, trained, stages["operations"], fit_images=fit_images, density="pooled++", ood_score="gates"
-        )
-        fitted, failed = fit_all(run, trained, extract, fit_images)
-        fitted.append(variants.of_model(psc))
-        measured = {
-            pair: score_pair(run, extract, psc, fitted, data)
-            for pair, data in pairs(run, setting, trained, limit).items()
-        }
-        forward = forward_times(run, trained, extract, psc)
-        detectors: Json = {}
-        for detector in fitted:
-            seconds = statistics.median(found[detector.name]["seconds_per_image"] for found in measured.values())
-            space = detector.space.removeprefix("pooled-").removeprefix("psc-")
-            projection = extract.projections.get(space) if detector.space.startswith("psc") else None
-            detectors[detector.name] = {
-                "family": detector.family,
-                **{pair: found[detector.name]["outside"] for pair, found in measured.items()},
-                "ms_per_image": 1000 * (forward[space] + seconds),
-                "memory_bytes": detector.memory_bytes + memory_bytes(projection),
-            }
+        trained = checkpoints.obtain(run, job)
+        parts = fitting.stages(run, trained, fit_images=fit_images)
+        pscs = detectors.fit_pscs(run, trained, parts, fit_images)
+        fitted, failed = fit_all(run, trained, fit_images)
+        fitted = [*detectors.of_psc(list(pscs)), *fitted]
+        pair = test_pair(run, setting, trained, limit)
+        inside = detectors.read(run, trained, pscs, pair.inside)
+        outside = {name: detectors.read(run, trained, pscs, data) for name, data in pair.outside.items()}
+        projection = parts.projection.projection
         return {
-            "trained": trained.name if checkpoint else job.describe(),
-            "data": setting.data,
+            "setting": setting.name,
+            "seed": run.seed,
+            "trained": job.describe(),
             "fit_images": fit_images,
-            "images": limit,
+            "images": {"inside": len(pair.inside), **{name: len(data) for name, data in pair.outside.items()}},
+            "accuracy": float(_correct(inside).mean()),
             "peers": peers.version(),
             "failed": failed,
-            "gates": psc.gates,
-            "layers": {name: _layer(parts) for name, parts in stages.items()},
-            "penultimate": _collapse(stages["operations"], [extract.penultimate]),
-            "detectors": detectors,
+            "gates": pscs[DEFAULT].gates,
+            "texture": pscs[DEFAULT].report["metrics"]["gates"]["chosen"],
+            "candidate": _collapse(parts, list(parts.candidate.layers)),
+            "size": [projection.c_proj, projection.d_proj],
+            "penultimate": _collapse(parts, [fitting.penultimate_layer(trained)]),
+            "families": {detector.name: detector.family for detector in fitted},
+            "outside": {name: compare(fitted, inside, images) for name, images in outside.items()},
+            "shifts": shifted(run, trained, pscs[DEFAULT], pair.inside),
         }
 
-    return run.part(setting.name, settings, compute)
-
-
-def _layer(parts: fitting.Stages) -> Json:
-    projection = parts.projection.projection
-    return {"size": [projection.c_proj, projection.d_proj], **_collapse(parts, list(parts.candidate.layers))}
+    return run.part(f"{setting.name}-s{run.seed}", settings, compute)
 
 
 def _collapse(parts: fitting.Stages, names: list[str]) -> Json:
@@ -121,84 +86,44 @@ def _collapse(parts: fitting.Stages, names: list[str]) -> Json:
     return {"layers": names, "nc1": [layer.nc1 for layer in layers], "nc4": [layer.nc4 for layer in layers]}
 
 
-def fit_all(
-    run: Run, trained: Trained, extract: Extractor, fit_images: int | None
-) -> tuple[list[Detector], dict[str, str]]:
-    """The fitted detectors, and the reason for each that failed."""
-    train = variants.spaces_of(run, extract, random_images(trained.train, fit_images), per_example=True)
-    val = variants.spaces_of(run, extract, split_validation(trained.val, run.seed)[0], per_example=True)
-    classes = len(trained.train.classes)
-    fitted = [
-        *variants.fit_densities(run, train, classes),
-        *variants.fit_heads(run, train, val, classes),
-        *variants.fit_own_baselines(train, val),
-    ]
-    fitted += variants.sums(fitted, val)
-    if peers.version() is None:
-        return fitted, {"pytorch-ood": "not installed: pip install pytorch-ood"}
-    theirs, failed = peers.fit_peers(train, fitting.linear_output(trained.net))
-    return [*fitted, *theirs], failed
+def _correct(images: Images) -> Tensor:
+    return (images.logits.argmax(1) == images.labels).double()
 
 
-def score_pair(run: Run, extract: Extractor, psc: PSC, fitted: list[Detector], pair: Pair) -> Json:
-    """AUROC and FPR95 of every detector, and its seconds for one image."""
+def fit_all(run: Run, trained: Trained, fit_images: int | None) -> tuple[list[Detector], dict[str, str]]:
+    """The fitted detectors that are not PSC's, and the reason for each that failed."""
+    chosen = random_images(trained.train, fit_images, run.seed)
+    train = fitting.penultimate_features(run, trained, chosen, per_example=True)
+    selection = split_validation(trained.val, run.seed)[0]
+    val = fitting.penultimate_features(run, trained, selection, per_example=False)
+    output = fitting.linear_output(trained.net)
+    theirs, failed = peers.fit_peers(train, output, run.seed)
+    return [*detectors.fit_penultimate(train, val, len(trained.train.classes), output), *theirs], failed
 
-    def spaces_of(data: ImageDataset) -> Spaces:
-        return variants.with_scores(psc, variants.spaces_of(run, extract, data, per_example=False), data)
 
-    inside = spaces_of(pair.inside)
-    outside = {name: spaces_of(data) for name, data in pair.outside.items()}
-    found: Json = {}
+def compare(fitted: list[Detector], inside: Images, outside: Images) -> Json:
+    """AUROC and FPR95 of every detector."""
+    found = {}
     for detector in fitted:
-        known, seconds = timed(detector, inside)
-        separated = {}
-        for name, images in outside.items():
-            unknown = scored(detector, images)
-            separated[name] = {"auroc": ranking.auroc(known, unknown), "fpr95": ranking.fpr95(known, unknown)}
-        found[detector.name] = {"outside": separated, "seconds_per_image": seconds / len(known)}
+        known, unknown = scored(detector, inside), scored(detector, outside)
+        found[detector.name] = {"auroc": ranking.auroc(known, unknown), "fpr95": ranking.fpr95(known, unknown)}
     return found
 
 
-def timed(detector: Detector, images: Spaces) -> tuple[Tensor, float]:
-    """Scores, and the seconds they took; they are on the CPU, so the device has finished."""
-    began = time.perf_counter()
-    values = scored(detector, images)
-    return values, time.perf_counter() - began
-
-
 @torch.inference_mode()
-def forward_times(run: Run, trained: Trained, extract: Extractor, psc: PSC) -> dict[str, float]:
-    """Seconds for one image of the network up to each space, at a batch of :data:`TIMED_BATCH`."""
-    preprocess = trained.train.preprocess
-    batch = example_input(preprocess).to(run.device).expand(TIMED_BATCH, -1, -1, -1).contiguous()
-    whole: Callable[[Tensor], object] = trained.net
-    times = {"penultimate": _median_seconds(run, whole, batch) / TIMED_BATCH}
-    for granularity, projection in extract.projections.items():
-        cut = truncate(
-            trained.net,
-            extract.layers[granularity],
-            keep_output=False,
-            example=example_input(preprocess).to(run.device),
-        )
-        times[granularity] = _median_seconds(run, _projected(cut, projection), batch) / TIMED_BATCH
-    pixels = torch.zeros(batch.shape, dtype=torch.uint8, device=run.device)
-    times["fit"] = _median_seconds(run, psc.pipeline, pixels) / TIMED_BATCH
-    return times
-
-
-def _projected(cut: Backbone, projection: torch.nn.Module) -> Callable[[Tensor], object]:
-    return lambda images: projection(cut(images)[0])
-
-
-def _median_seconds(run: Run, step: Callable[[Tensor], object], batch: Tensor, repeats: int = 5) -> float:
-    seconds = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        step(batch)
-        if run.device.type == "cuda":
-            torch.cuda.synchronize(run.device)
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:])
+def shifted(run: Run, trained: Trained, psc: PSC, data: ImageDataset) -> Json:
+    """Accuracy of the network and fraction flagged by PSC at its alpha, of the images as they are and shifted."""
+    kinds = {"none": torch.Tensor.contiguous, **SHIFTS}
+    hits, flagged = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
+    labels = data.first_labels().split(detectors.BATCH_IMAGES)
+    for batch, of_batch in zip(data.batches(detectors.BATCH_IMAGES), labels, strict=True):
+        for name, shift in kinds.items():
+            images = shift(batch.images)
+            logits = trained.net(psc.preprocess.standardise(images.to(run.device)))
+            hits[name] += int((logits.argmax(1).cpu() == of_batch).sum())
+            flagged[name] += int(psc.predict(images).is_ood.sum())
+    count = len(data)
+    return {name: {"accuracy": hits[name] / count, "flagged": flagged[name] / count} for name in kinds}
 
 
 if __name__ == "__main__":

@@ -2,148 +2,164 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
 from benchmarks import runs
-from benchmarks.ood import choice
-from benchmarks.ood.variants import DEFAULT, DENSITY, PAPER, PENULTIMATE, WITH_ENTROPY
+from benchmarks.ood.detectors import DEFAULT
+from benchmarks.ood.settings import SETTINGS
 from benchmarks.runs import Json
 
-SOFTMAX = "max-softmax (psc_core)"
-
-SHOWN_VARIANTS = 3
-"""Number of PSC variants, best on validation, in a setting's table besides the default."""
+Column = tuple[str, str]
+"""A setting and the name of its OOD data."""
 
 
 def fragment(record: Json) -> str:
-    """Summary over settings, findings, and a table for each setting."""
-    settings: dict[str, Json] = record["result"]["settings"]
-    parts = [
-        "## Out-of-distribution detection: PSC against its peers on the same checkpoints",
-        summary(settings),
-        "\n".join(f"- {sentence}" for sentence in findings(settings)),
-    ]
-    for name, setting in settings.items():
-        parts += [f"### {name}", setting_table(settings, name), _about(setting)]
-    parts.append(runs.provenance(record))
-    return "\n\n".join(parts) + "\n"
-
-
-def summary(settings: dict[str, Json]) -> str:
-    """Test AUROC, one row for each setting and OOD set."""
-    header = [
-        "setting → out of distribution",
-        "PSC (default, gates)",
-        "PSC (density)",
-        "PSC (`density+entropy`)",
-        "PSC (the paper's)",
-        "PSC (selected on other settings)",
-        "penultimate GDA",
-        "penultimate GDA, L2",
-        "max-softmax",
-        "best of pytorch-ood",
-    ]
-    lines = []
-    for name, setting in settings.items():
-        selected = choice.selected_elsewhere(settings, "psc", name)
-        columns = (DEFAULT, DENSITY, WITH_ENTROPY, PAPER, selected, *PENULTIMATE, SOFTMAX)
-        for ood in setting["detectors"][DENSITY]["test"]:
-            cells = [_auroc(setting, detector, ood) for detector in columns]
-            best = _best_peer(setting, ood)
-            cells.append("not run" if best is None else f"{_auroc(setting, best, ood)} ({best})")
-            lines.append([f"{name} → {ood}", *cells])
-    return runs.markdown_table(header, lines)
-
-
-def findings(settings: dict[str, Json]) -> list[str]:
-    """Where PSC is behind penultimate Gaussians or max-softmax, and the best variant over all validation pairs."""
-    sentences = []
-    for name, setting in settings.items():
-        ours = DEFAULT if DEFAULT in setting["detectors"] else DENSITY
-        for ood, own in setting["detectors"][ours]["test"].items():
-            behind = [
-                f"{detector} ({_auroc(setting, detector, ood)})"
-                for detector in (*PENULTIMATE, SOFTMAX)
-                if setting["detectors"][detector]["test"][ood]["auroc"] > own["auroc"]
-            ]
-            if behind:
-                with_entropy = _auroc(setting, WITH_ENTROPY, ood)
-                sentences.append(
-                    f"{name} → {ood}: `{ours}` ({own['auroc']:.4f}; with the entropy {with_entropy}) is behind "
-                    f"{' and '.join(behind)}."
-                )
-    ranked = choice.ranking(settings, "psc")
-    means = dict(ranked)
-    best, value = ranked[0]
-    sentences.append(
-        f"Over the validation pairs of {len(settings)} setting(s) the best PSC variant is `{best}` (mean "
-        f"AUROC {value:.4f}; the density alone `{DENSITY}`: {means[DENSITY]:.4f}; the paper's `{PAPER}`: "
-        f"{means[PAPER]:.4f})."
-    )
-    if len(sentences) == 1:
-        sentences.insert(0, "PSC is at or above penultimate Gaussians and max-softmax in every setting.")
-    return sentences
-
-
-def setting_table(settings: dict[str, Json], name: str) -> str:
-    """The default and the best PSC variants, their penultimate counterparts and the peers, by mean test AUROC."""
-    setting = settings[name]
-    detectors = setting["detectors"]
-    by_validation = sorted(
-        (key for key, found in detectors.items() if found["family"] == "psc"),
-        key=lambda key: -(choice.mean_auroc(setting, key, "validation") or 0.0),
-    )
-    shown = {DENSITY, PAPER, *by_validation[:SHOWN_VARIANTS], *PENULTIMATE} | ({DEFAULT, WITH_ENTROPY} & set(detectors))
-    shown |= {key for key, found in detectors.items() if found["family"] in ("pytorch-ood", "psc_core baseline")}
-    outside = list(detectors[DENSITY]["test"])
-    header = [
-        "detector",
-        *(f"{what} {ood}" for ood in outside for what in ("AUROC", "FPR95")),
-        "AUROC validation",
-        "ms/image",
-        "MiB",
-    ]
-    lines = []
-    for key in sorted(shown, key=lambda key: (-(choice.mean_auroc(setting, key, "test") or 0.0), key)):
-        found = detectors[key]
-        cells = [f"{found['test'][ood][what]:.4f}" for ood in outside for what in ("auroc", "fpr95")]
-        title = f"**{key} (default)**" if key == DEFAULT else f"**{key}**" if found["family"] == "psc" else key
-        lines.append(
+    """All detectors in all settings, the default beside the best of each, covariate shift, and the networks."""
+    parts: list[Json] = list(record["result"]["parts"].values())
+    return (
+        "\n\n".join(
             [
-                title,
-                *cells,
-                f"{choice.mean_auroc(setting, key, 'validation'):.4f}",
-                f"{found['ms_per_image']:.3f}",
-                f"{found['memory_bytes'] / 2**20:.1f}",
+                "## Every detector in every setting",
+                "AUROC, mean over seeds. *Worst gap*: the largest distance to the best detector of a column. Best "
+                "mean first; PSC's own scores in bold.",
+                detector_table(parts),
+                "## The default beside the best detector of each setting",
+                default_table(parts),
+                "## Covariate shift",
+                "Known classes, taken otherwise: accuracy of the network / fraction that PSC flags at α = 0.05.",
+                shift_table(parts),
+                "## Networks and layers",
+                network_table(parts),
+                *failures(parts),
+                runs.provenance(record),
             ]
         )
+        + "\n"
+    )
+
+
+def aurocs(parts: Sequence[Json], metric: str = "auroc") -> dict[Column, dict[str, list[float]]]:
+    """By setting and OOD data, and by detector: the value of each seed.  Only detectors of every part are kept."""
+    common = set.intersection(*(set(part["families"]) for part in parts))
+    found: dict[Column, dict[str, list[float]]] = {}
+    for name in SETTINGS:
+        for part in (part for part in parts if part["setting"] == name):
+            for ood, of_detectors in part["outside"].items():
+                column = found.setdefault((name, ood), {})
+                for detector in common:
+                    column.setdefault(detector, []).append(of_detectors[detector][metric])
+    return found
+
+
+def means(parts: Sequence[Json], metric: str = "auroc") -> dict[str, dict[Column, float]]:
+    """By detector and column, the mean over seeds."""
+    columns = aurocs(parts, metric)
+    detectors = next(iter(columns.values()))
+    return {
+        name: {column: statistics.mean(values[name]) for column, values in columns.items()}
+        for name in sorted(detectors)
+    }
+
+
+def worst_gaps(of_detectors: Mapping[str, Mapping[Column, float]]) -> dict[str, float]:
+    """Of each detector, the largest distance to the best one of a column."""
+    columns = next(iter(of_detectors.values()))
+    best = {column: max(values[column] for values in of_detectors.values()) for column in columns}
+    return {
+        name: max(best[column] - value for column, value in values.items()) for name, values in of_detectors.items()
+    }
+
+
+def detector_table(parts: Sequence[Json]) -> str:
+    """A line for each detector."""
+    auroc, fpr95 = means(parts), means(parts, "fpr95")
+    gaps = worst_gaps(auroc)
+    families = parts[0]["families"]
+    header = ["detector", "mean", "worst gap", "mean FPR95", *(_title(column) for column in next(iter(auroc.values())))]
+    lines = []
+    for name in sorted(auroc, key=lambda name: -statistics.mean(auroc[name].values())):
+        title = f"**{name}**" if families[name] == "psc" else name
+        average, rate = (statistics.mean(values[name].values()) for values in (auroc, fpr95))
+        cells = [f"{value:.4f}" for value in (average, gaps[name], rate, *auroc[name].values())]
+        lines.append([title, *cells])
     return runs.markdown_table(header, lines)
 
 
-def _about(setting: Json) -> str:
-    layers = "; ".join(
-        f"{granularity}: {'+'.join(found['layers'])} (NC1 {found['nc1'][0]:.3f}, NC4 {found['nc4'][0]:.3f}, "
-        f"{found['size'][0]} × {found['size'][1]})"
-        for granularity, found in setting["layers"].items()
-    )
-    end = setting["penultimate"]
-    failed = "".join(f" {name}: {reason}." for name, reason in setting["failed"].items())
-    images = f"at most {setting['images']}" if setting["images"] else "all"
-    fitted = setting["fit_images"] or "all"
-    return (
-        f"{setting['trained']}; fitted on {fitted} training images, {images} images scored a data set. "
-        f"Candidates: {layers}; penultimate NC1 {end['nc1'][0]:.3f}, NC4 {end['nc4'][0]:.3f}. "
-        f"pytorch-ood {setting['peers'] or 'not installed'}.{failed}"
-    )
+def default_table(parts: Sequence[Json]) -> str:
+    """The default's mean ± standard error over seeds, the best detector's, and whether the two are a tie.
+
+    A tie is a difference of seed-wise pairs within one standard error of zero.
+    """
+    lines = []
+    for column, values in aurocs(parts).items():
+        own = values[DEFAULT]
+        best = max(values, key=lambda name: statistics.mean(values[name]))
+        differences = [theirs - ours for theirs, ours in zip(values[best], own, strict=True)]
+        gap, error = statistics.mean(differences), standard_error(differences)
+        verdict = "first" if best == DEFAULT else "tie" if not math.isnan(error) and gap <= error else "behind"
+        lines.append([_title(column), _plus_minus(own), best, _plus_minus(values[best]), f"{gap:.4f}", verdict])
+    return runs.markdown_table(["setting", DEFAULT, "best", "its AUROC", "gap", "PSC is"], lines)
 
 
-def _auroc(setting: Json, detector: str | None, ood: str) -> str:
-    found = setting["detectors"].get(detector) if detector else None
-    return "—" if found is None else f"{found['test'][ood]['auroc']:.4f}"
+def shift_table(parts: Sequence[Json]) -> str:
+    """Accuracy and fraction flagged, mean over seeds, of each kind of shift."""
+    kinds = list(parts[0]["shifts"])
+    lines = []
+    for name in SETTINGS:
+        of_setting = [part["shifts"] for part in parts if part["setting"] == name]
+        if of_setting:
+            cells = [
+                " / ".join(
+                    f"{statistics.mean(shifts[kind][what] for shifts in of_setting):.3f}"
+                    for what in ("accuracy", "flagged")
+                )
+                for kind in kinds
+            ]
+            lines.append([name, *cells])
+    return runs.markdown_table(["setting", *kinds], lines)
 
 
-def _best_peer(setting: Json, ood: str) -> str | None:
-    peers = {
-        key: found["test"][ood]["auroc"]
-        for key, found in setting["detectors"].items()
-        if found["family"] == "pytorch-ood"
-    }
-    return max(peers, key=lambda key: peers[key]) if peers else None
+def network_table(parts: Sequence[Json]) -> str:
+    """What was trained and chosen, a line for each part."""
+    lines = []
+    for part in sorted(parts, key=lambda part: (list(SETTINGS).index(part["setting"]), part["seed"])):
+        candidate, end = part["candidate"], part["penultimate"]
+        lines.append(
+            [
+                part["setting"],
+                part["trained"],
+                f"{part['accuracy']:.4f}",
+                f"{part['fit_images'] or 'all'}; {' + '.join(f'{n:,}' for n in part['images'].values())}",
+                f"{'+'.join(candidate['layers'])} (NC1 {candidate['nc1'][0]:.3f}), "
+                f"{part['size'][0]} × {part['size'][1]}",
+                f"{end['nc1'][0]:.3f}",
+                part["texture"],
+            ]
+        )
+    header = ["setting", "network", "accuracy", "images: fitted; tested", "candidate, z", "penultimate NC1", "gates"]
+    return runs.markdown_table(header, lines)
+
+
+def failures(parts: Sequence[Json]) -> list[str]:
+    """A sentence for each detector that could not be fitted."""
+    return [
+        f"{part['setting']}, seed {part['seed']}: {name} failed ({reason})."
+        for part in parts
+        for name, reason in part["failed"].items()
+    ]
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean; NaN for a single value."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def _plus_minus(values: Sequence[float]) -> str:
+    error = standard_error(values)
+    return f"{statistics.mean(values):.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}")
+
+
+def _title(column: Column) -> str:
+    return f"{column[0]} → {column[1]}"

@@ -27,7 +27,7 @@ from benchmarks import checkpoints, fitting, runs
 from benchmarks.checkpoints import Trained
 from benchmarks.data import random_images
 from benchmarks.fitting import Penultimate
-from benchmarks.ood.settings import SETTINGS, Pair, pairs
+from benchmarks.ood.settings import SETTINGS, Pair, test_pair
 from benchmarks.paper import common
 from benchmarks.runs import Json, Run
 from psc_core.data.dataset import split_validation
@@ -77,7 +77,7 @@ def methods_of(run: Run, *, spectral_norm: bool) -> Json:
 
     def compute() -> Json:
         trained = checkpoints.obtain(run, job)
-        test = pairs(run, SETTINGS["cifar10"], trained, common.scale_of(run).test_images)["test"]
+        test = test_pair(run, SETTINGS["cifar10"], trained, common.scale_of(run).test_images)
         if spectral_norm:
             rows = {**_sngp_rows(run, trained, test), "DDU": _density_row(run, trained, test)}
         else:

@@ -1,49 +1,68 @@
-"""Sums of two scores, and densities with every component."""
+"""The detectors of the OOD comparison that are our own, and its tables."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from benchmarks.ood import variants
-from benchmarks.ood.detector import Detector, Score, Spaces
+from benchmarks.fitting import Penultimate
+from benchmarks.ood import peers, tables
+from benchmarks.ood.detectors import Images, fdbd, fit_penultimate, scored
+from benchmarks.ood.shifts import SHIFTS
 from psc_core.evaluation.baselines import full_density
 
-SPACE = "psc-operations"
+
+def features(count: int, classes: int, seed: int) -> Penultimate:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % classes
+    values = torch.randn(count, 6, generator=generator) + 3 * torch.eye(6)[labels]
+    return Penultimate(values.float(), values[:, :classes].double(), labels)
 
 
-def _column(number: int) -> Score:
-    def score(images: Spaces) -> Tensor:
-        return images.features[:, number]
+def test_fdbd_equals_loops() -> None:
+    found = features(8, 3, 0)
+    weight, mean = torch.randn(3, 6, generator=torch.Generator().manual_seed(1)), found.features.mean(0)
+    scores = fdbd(found.features, found.logits, weight, mean)
+    for i, (h, f) in enumerate(zip(found.features.double().numpy(), found.logits.numpy(), strict=True)):
+        c = int(f.argmax())
+        terms = [(f[c] - f[k]) / np.linalg.norm(weight[c] - weight[k]) for k in range(3) if k != c]
+        expected = -np.mean(terms) / np.linalg.norm(h - mean.double().numpy())
+        assert scores[i].item() == pytest.approx(expected, rel=1e-5)
 
-    return score
+
+def test_sum_is_in_upper_spreads_of_validation_images() -> None:
+    train, val, new = (features(n, 3, seed) for seed, n in enumerate((120, 50, 9)))
+    fitted = {d.name: d for d in fit_penultimate(train, val, 3, torch.nn.Linear(6, 3))}
+    density = full_density(train.features, train.labels, num_classes=3, kind="gda++")
+
+    def both(of: Penultimate) -> np.ndarray:
+        p = of.logits.softmax(1)
+        return np.stack([-density(of.features).log_density.double().numpy(), -(p * p.log()).sum(1).numpy()])
+
+    middle, high = np.quantile(both(val), [0.5, 0.95], axis=1)
+    expected = (both(new) / (high - middle)[:, None]).sum(0)
+    images = Images(new.features, new.logits, new.labels)
+    np.testing.assert_allclose(scored(fitted["penultimate gda++ + entropy"], images).numpy(), expected, rtol=1e-5)
 
 
-def _images(values: Tensor) -> Spaces:
-    rows = len(values)
-    return Spaces(values, torch.zeros(rows, 2), torch.zeros(rows, dtype=torch.int64), {SPACE: values})
-
-
-def test_sum_of_scaled_scores() -> None:
-    names = [f"{SPACE} gda 99%", f"{SPACE} gda++ all", f"{SPACE} laplace entropy", f"{SPACE} laplace epistemic"]
-    names += ["penultimate gda 99%", "penultimate gda++ all", "pooled-operations gda++ all"]
-    alone = [Detector(name, "psc", _column(i), name.partition(" ")[0], 100 + i) for i, name in enumerate(names)]
-    generator = torch.Generator().manual_seed(0)
-    known = _images(torch.randn(50, 7, generator=generator) * torch.tensor([1.0, 5.0, 0.01, 2.0, 30.0, 7.0, 1.0]))
-    new = _images(torch.randn(9, 7, generator=generator))
-
-    found = {detector.name: detector for detector in variants.sums(alone, known)}
-
-    assert len(found) == 8
-    summed = found[f"{SPACE} gda++ all + laplace entropy"]
-    middle, high = np.quantile(known.features.double().numpy(), [0.5, 0.95], axis=0)
-    scaled = new.features.double().numpy() / (high - middle)
-    np.testing.assert_allclose(summed.score(new).numpy(), scaled[:, 1] + scaled[:, 2], rtol=1e-6)
-    assert (summed.space, summed.memory_bytes) == (SPACE, 203)
-    assert found[f"{SPACE} gda 99% + penultimate gda 99%"].space == "penultimate"
-    assert found[f"pooled-operations gda++ all + {SPACE} laplace epistemic"].memory_bytes == 209
+def test_every_peer_fits_and_tells_far_features_apart() -> None:
+    pytest.importorskip("pytorch_ood")
+    train, inside = features(300, 3, 0), features(60, 3, 1)
+    output = torch.nn.Linear(6, 3)
+    with torch.no_grad():
+        output.weight.copy_(torch.eye(3, 6))
+        output.bias.zero_()
+    fitted, failed = peers.fit_peers(train, output, seed=0)
+    assert failed == {} and len(fitted) == 17
+    images = Images(inside.features, inside.logits, inside.labels)
+    far = Images(0.01 * inside.features, 0.01 * inside.logits, inside.labels)
+    for detector in fitted:
+        values = scored(detector, images)
+        assert values.shape == (60,) and bool(values.isfinite().all()), detector.name
+    by_name = {detector.name: detector for detector in fitted}
+    for name in ("MSP", "entropy", "MaxLogit", "energy", "GEN"):
+        assert scored(by_name[name], far).median() > scored(by_name[name], images).median(), name
 
 
 @pytest.mark.parametrize("kind", ["gda", "gda++", "tied", "mahalanobis++", "rmd"])
@@ -53,3 +72,39 @@ def test_full_density_keeps_the_rank_of_the_features(kind: str) -> None:
     density = full_density(z, torch.arange(400) % 3, num_classes=3, kind=kind)
     assert density.record["components"] == 5
     assert bool(density(z).log_density.isfinite().all())
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_shifts_keep_shape_and_change_pixels(name: str, channels: int) -> None:
+    images = torch.randint(0, 256, (3, channels, 28, 28), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    found = SHIFTS[name](images)
+    assert found.shape == images.shape and found.dtype == torch.uint8
+    assert not torch.equal(found, images)
+    assert torch.equal(found, SHIFTS[name](images))
+
+
+def part(setting: str, seed: int, **auroc: float) -> dict[str, object]:
+    return {
+        "setting": setting,
+        "seed": seed,
+        "families": dict.fromkeys(auroc, "psc"),
+        "outside": {"other": {name: {"auroc": value, "fpr95": 1 - value} for name, value in auroc.items()}},
+    }
+
+
+def test_worst_gap_is_to_the_best_of_each_setting() -> None:
+    parts = [
+        part("cifar10", 0, PSC=0.8, KNN=0.9, MSP=0.5),
+        part("cifar10", 1, PSC=0.9, KNN=0.92, MSP=0.5),
+        part("dirty-mnist", 0, PSC=0.99, KNN=0.7, MSP=0.5),
+    ]
+    gaps = tables.worst_gaps(tables.means(parts))
+    assert gaps == pytest.approx({"PSC": 0.06, "KNN": 0.29, "MSP": 0.49})
+
+
+def test_a_tie_is_a_paired_difference_within_its_standard_error() -> None:
+    lines = tables.default_table([part("cifar10", 0, PSC=0.80, KNN=0.84), part("cifar10", 1, PSC=0.90, KNN=0.88)])
+    assert lines.splitlines()[-1].split("|")[-2].strip() == "tie"
+    lines = tables.default_table([part("cifar10", 0, PSC=0.80, KNN=0.84), part("cifar10", 1, PSC=0.84, KNN=0.88)])
+    assert lines.splitlines()[-1].split("|")[-2].strip() == "behind"

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import runs
-from benchmarks.ood import choice
 from benchmarks.paper import report
 from benchmarks.paper.cifar10_uq import mean_and_error
 
@@ -107,18 +106,3 @@ def test_mean_and_standard_error() -> None:
     mean, error = mean_and_error([1.0, 2.0, 3.0, 6.0])
     assert mean == 3.0
     assert error == pytest.approx(math.sqrt(14 / 3) / 2)
-
-
-def detector(validation: float, test: float, family: str = "psc") -> runs.Json:
-    return {"family": family, "validation": {"x": {"auroc": validation}}, "test": {"x": {"auroc": test}}}
-
-
-def test_setting_is_excluded_from_its_own_selection() -> None:
-    settings = {
-        "one": {"detectors": {"a": detector(0.9, 0.1), "b": detector(0.1, 0.9), "peer": detector(1, 1, "other")}},
-        "two": {"detectors": {"a": detector(0.2, 0.9), "b": detector(0.8, 0.1), "only": detector(1, 1)}},
-    }
-    assert choice.selected_elsewhere(settings, "psc", "one") == "b"
-    assert choice.selected_elsewhere(settings, "psc", "two") == "a"
-    assert choice.selected_elsewhere({"one": settings["one"]}, "psc", "one") is None
-    assert [name for name, _ in choice.ranking(settings, "psc")] == ["a", "b"]

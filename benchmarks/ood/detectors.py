@@ -1,0 +1,145 @@
+"""PSC's OOD scores, and the detectors that are no part of a library, on one network.
+
+PSC: models fitted as ``psc-fit`` fits them, with each of its OOD scores (:data:`PSC_OPTIONS`).
+
+Penultimate features (the input h of the last linear layer), all their components:
+
+* ``gda``, ``tied``, ``gda++``, ``mahalanobis++``: a Gaussian for each class or with one covariance, ``++`` of h / ‖h‖;
+* ``gda++ + entropy``: the sum with the entropy of softmax, each in its upper spread over validation images;
+* ``fDBD`` (Liu & Qin 2024): distance to the decision boundaries over the distance to the mean of the training features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from benchmarks import fitting
+from benchmarks.checkpoints import Trained
+from benchmarks.fitting import Penultimate
+from benchmarks.runs import Run
+from psc_core.data.dataset import ImageDataset
+from psc_core.evaluation.baselines import full_density
+from psc_core.fitting.calibrate import upper_spread
+from psc_core.heads import entropy
+from psc_core.model.predictor import PSC
+
+DEFAULT = "PSC"
+"""``psc-fit`` without options."""
+
+PSC_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    DEFAULT: {"density": "pooled++", "ood_score": "gates"},
+    "PSC, density": {"density": "pooled++", "ood_score": "density"},
+    "PSC, density+entropy": {"density": "pooled++", "ood_score": "density+entropy"},
+    "PSC, the paper's": {"density": "gda", "ood_score": "density"},
+}
+"""``--density`` and ``--ood-score`` of each PSC."""
+
+GAUSSIANS = ("gda", "tied", "gda++", "mahalanobis++")
+
+BATCH_IMAGES = 256
+
+
+@dataclass(frozen=True)
+class Images(Penultimate):
+    """Penultimate features, logits and labels of images, and the OOD scores of each PSC, on the CPU."""
+
+    psc: Mapping[str, Float[Tensor, " n"]] = field(default_factory=dict)
+
+
+Score = Callable[[Images], Tensor]
+"""Out-of-distribution scores ``(n,)`` of images, higher is more out-of-distribution."""
+
+
+@dataclass(frozen=True)
+class Detector:
+    """A fitted detector.
+
+    Attributes:
+        name: In tables.
+        family: ``"psc"``, ``"penultimate"`` or ``"pytorch-ood"``.
+        score: Gives the OOD scores.
+    """
+
+    name: str
+    family: str
+    score: Score
+
+
+@torch.no_grad()
+def scored(detector: Detector, images: Images) -> Float[Tensor, " n"]:
+    """Scores as float64; NaN counts as infinitely out-of-distribution."""
+    return torch.nan_to_num(detector.score(images).double().cpu(), nan=torch.inf)
+
+
+def fit_pscs(run: Run, trained: Trained, parts: fitting.Stages, fit_images: int | None) -> dict[str, PSC]:
+    """A PSC for each of :data:`PSC_OPTIONS`."""
+    return {
+        name: fitting.psc_of(run, trained, parts, fit_images=fit_images, **options)
+        for name, options in PSC_OPTIONS.items()
+    }
+
+
+def score_by_psc(psc: PSC, data: ImageDataset) -> Float[Tensor, " n"]:
+    """OOD scores of all images."""
+    return torch.cat([torch.as_tensor(psc.predict(batch.images).ood_score) for batch in data.batches(BATCH_IMAGES)])
+
+
+def read(run: Run, trained: Trained, pscs: Mapping[str, PSC], data: ImageDataset) -> Images:
+    """What detectors read, of test images."""
+    found = fitting.penultimate_features(run, trained, data, per_example=False)
+    scores = {name: score_by_psc(psc, data) for name, psc in pscs.items()}
+    return Images(found.features, found.logits, found.labels, scores)
+
+
+def of_psc(names: Sequence[str]) -> list[Detector]:
+    """PSC's own scores."""
+    return [Detector(name, "psc", lambda images, name=name: images.psc[name]) for name in names]
+
+
+def fit_penultimate(train: Penultimate, val: Penultimate, classes: int, output: nn.Linear) -> list[Detector]:
+    """Detectors on penultimate features.
+
+    Args:
+        train: Training examples.
+        val: Validation images, for the scale of sums.
+        classes: Number of classes.
+        output: The last linear layer.
+    """
+    scores: dict[str, Score] = {}
+    for kind in GAUSSIANS:
+        density = full_density(train.features, train.labels, num_classes=classes, kind=kind)
+        scores[kind] = lambda images, density=density: -density(images.features).log_density  # type: ignore[misc]
+    gaussian = scores["gda++"]
+    spreads = [upper_spread(score(_images(val)).double()) for score in (gaussian, _entropy)]
+    scores["gda++ + entropy"] = lambda images: gaussian(images) / spreads[0] + _entropy(images) / spreads[1]
+    weight, mean = output.weight.detach().cpu(), train.features.mean(0)
+    scores["fDBD"] = lambda images: fdbd(images.features, images.logits, weight, mean)
+    return [Detector(f"penultimate {name}", "penultimate", score) for name, score in scores.items()]
+
+
+def fdbd(
+    features: Float[Tensor, "n dim"],
+    logits: Float[Tensor, "n classes"],
+    weight: Float[Tensor, "classes dim"],
+    mean: Float[Tensor, " dim"],
+) -> Float[Tensor, " n"]:
+    """−(1/(K−1)) Σ_{k≠c} (f_c − f_k) / ‖w_c − w_k‖ / ‖h − mean‖ with c the predicted class."""
+    predicted = logits.argmax(1, keepdim=True)
+    margins = logits.gather(1, predicted) - logits
+    distances = torch.cdist(weight.double(), weight.double())[predicted[:, 0]]
+    others = torch.ones_like(margins).scatter_(1, predicted, 0.0)
+    to_boundaries = (others * margins / distances.clamp_min(1e-12)).sum(1) / others.sum(1)
+    return -to_boundaries / (features - mean).double().norm(dim=1)
+
+
+def _entropy(images: Images) -> Tensor:
+    return entropy(images.logits.softmax(1))
+
+
+def _images(of: Penultimate) -> Images:
+    return Images(of.features, of.logits, of.labels)
