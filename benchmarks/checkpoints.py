@@ -152,7 +152,7 @@ def main() -> None:
     cli.add_argument("--training-data", required=True, help="dirty-mnist, cifar10, benchmarks.data:cifar10_known_0, …")
     cli.add_argument("--spectral-norm", type=float, default=0.0)
     cli.add_argument("--batch", type=int, default=128)
-    cli.add_argument("--schedule", choices=("one-cycle", "ddu"), default="one-cycle")
+    cli.add_argument("--schedule", choices=train.SCHEDULES, default="one-cycle")
     args = cli.parse_args()
     if args.epochs is None:
         cli.error("--epochs is required")

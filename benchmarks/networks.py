@@ -174,6 +174,11 @@ def resnet18_mod(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     return modify(resnet18(num_classes, in_channels))
 
 
+def resnet18_narrow_mod(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
+    """:func:`resnet18_narrow` as DDU modifies it."""
+    return modify(resnet18_narrow(num_classes, in_channels))
+
+
 def resnet50_mod(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     """:func:`resnet50` as DDU modifies it."""
     return modify(resnet50(num_classes, in_channels))
@@ -198,6 +203,7 @@ NETWORKS: Mapping[str, Callable[[int, int], nn.Module]] = {
     "wide_resnet16_2": wide_resnet16_2,
     "wide_resnet10_1": wide_resnet10_1,
     "resnet18_mod": resnet18_mod,
+    "resnet18_narrow_mod": resnet18_narrow_mod,
     "resnet50_mod": resnet50_mod,
     "wide_resnet28_10_mod": wide_resnet28_10_mod,
     "wide_resnet16_2_mod": wide_resnet16_2_mod,

@@ -25,6 +25,9 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
 
+SCHEDULES = ("one-cycle", "ddu")
+"""Of the learning rate."""
+
 
 def load_images(dataset: ImageDataset) -> Tensor:
     """All images of a small data set, ``uint8 (n, channels, height, width)``."""
@@ -178,7 +181,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--out", type=Path, required=True, help="checkpoint to write (.safetensors)")
     cli.add_argument("--epochs", type=int, default=350)
     cli.add_argument("--batch", type=int, default=128)
-    cli.add_argument("--schedule", choices=("one-cycle", "ddu"), default="one-cycle")
+    cli.add_argument("--schedule", choices=SCHEDULES, default="one-cycle")
     cli.add_argument("--lr", type=float, default=0.1)
     cli.add_argument("--weight-decay", type=float, default=5e-4)
     cli.add_argument("--smoothing", type=float, default=0.0, help="label smoothing")

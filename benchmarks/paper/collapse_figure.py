@@ -4,7 +4,9 @@
 
 The paper's network is a ResNet-50 on CIFAR-10.  Candidate layers are boxed.  A network collapses once it has learnt its
 training images, which takes many epochs on CIFAR-10 and few on digits or on a subset: ``--on mnist``,
-``--on cifar10-few-5000 --epochs 100`` and ``--on cifar10-few-2000 --network resnet50 --batch 64 --epochs 45`` add them.
+``--on cifar10-few-5000 --network resnet18_narrow --schedule ddu --epochs 100`` and
+``--on cifar10-few-2000 --network resnet50 --batch 64 --epochs 45`` add them.  ``--only mod sn-mod`` has DDU's modified
+network (:mod:`benchmarks.mod`), in which no batch normalisation follows a shortcut to undo its bound.
 """
 
 from __future__ import annotations
@@ -17,15 +19,22 @@ from benchmarks.data import random_images
 from benchmarks.networks import NETWORKS
 from benchmarks.paper import common
 from benchmarks.runs import Json, Run
+from benchmarks.train import SCHEDULES
 from psc_core.collapse.report import CollapseReport
 
 NAME = "collapse_figure"
 
-TITLES = {"base": "without SN", "sn": "with SN", "sn1": "with SN ≤ 1"}
-"""The networks: unbounded, with the paper's bound, and with a tighter one."""
+TITLES = {
+    "base": "without SN",
+    "sn": "with SN",
+    "sn1": "with SN ≤ 1",
+    "mod": "modified, without SN",
+    "sn-mod": "modified, with SN",
+}
+"""The networks: unbounded, with the paper's bound, and with a tighter one; as DDU modifies them."""
 
-BOUNDS = {"base": 0.0, "sn": SPECTRAL_NORM, "sn1": 1.0}
-"""Maximum spectral norm of their layers, 0 for none."""
+BOUNDS = {"sn": SPECTRAL_NORM, "sn1": 1.0, "sn-mod": SPECTRAL_NORM}
+"""Maximum spectral norm of the layers of those that have one."""
 
 DATA = {
     "cifar10": "CIFAR-10",
@@ -45,12 +54,15 @@ def main(argv: list[str] | None = None) -> Json:
     cli.add_argument("--on", choices=sorted(DATA), default="cifar10", help="training data (default: cifar10)")
     cli.add_argument("--network", choices=sorted(NETWORKS), help="default: the scale's network for the ResNet-50")
     cli.add_argument("--batch", type=int, help="labelled examples in a training step, instead of the scale's")
+    cli.add_argument("--schedule", choices=SCHEDULES, help="of the learning rate, instead of the scale's")
     cli.add_argument("--only", choices=sorted(TITLES), action="append", help="one network; repeat for more")
     args = cli.parse_args(argv)
     run = runs.start(NAME, args)
     for kind in args.only or ("base", "sn"):
-        job = replace(common.job(run, "resnet50", FACTORIES.get(args.on, args.on)), spectral_norm=BOUNDS[kind])
-        job = replace(job, network=args.network or job.network, batch=args.batch or job.batch)
+        job = common.job(run, "resnet50", FACTORIES.get(args.on, args.on))
+        network = (args.network or job.network) + "_mod" * kind.endswith("mod")
+        job = replace(job, network=network, batch=args.batch or job.batch, schedule=args.schedule or job.schedule)
+        job = replace(job, spectral_norm=BOUNDS.get(kind, 0.0))
         measured(run, f"{args.on}-{kind}", job)
     found = run.finished()
     networks = {
