@@ -7,14 +7,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
 from psc_core.bundle.io import check_target
 from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
 from psc_core.calibration.fit import CONFIDENCE
-from psc_core.cli import flags
+from psc_core.cli import flags, preprocessing
 from psc_core.cli.provenance import check_disjoint, job_of, provenance_of
 from psc_core.collapse.report import CollapseReport
 from psc_core.collapse.tables import to_csv, to_text
@@ -27,7 +27,7 @@ from psc_core.errors import UsageError
 from psc_core.fitting import stages
 from psc_core.fitting.calibrate import OOD_SCORES
 from psc_core.fitting.checkpoint import Checkpoint
-from psc_core.fitting.checks import check_attainable_rates
+from psc_core.fitting.checks import OWN_IMAGES, check_attainable_rates, own_accuracy
 from psc_core.fitting.options import FitOptions
 from psc_core.fitting.settings import FitSettings
 from psc_core.gates.fit.choice import GateChoice
@@ -36,6 +36,9 @@ from psc_core.model.predictor import PSC
 from psc_core.network.layers import GRANULARITIES
 from psc_core.network.load import Recipe, load_network
 from psc_core.precision import PRECISIONS
+
+ACCURACY_GAP: Final = 0.1
+"""How much less accurate the network may be on validation than on training images without a warning."""
 
 _EXAMPLE = """example:
   psc-fit --model torchvision:resnet18 --weights net.safetensors --train images/train --val images/val --out bundle
@@ -77,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     data = cli.add_argument_group("data")
     data.add_argument("--train", required=True, metavar="DIR", help="training images")
     data.add_argument("--val", required=True, metavar="DIR", help="validation images, none of them trained on")
-    flags.add_preprocess_flags(cli)
+    preprocessing.add_flags(cli)
 
     method = cli.add_argument_group("method")
     method.add_argument("--layer", default="auto", metavar="NAME", help="candidate layer, or auto (default)")
@@ -131,7 +134,7 @@ def fit(args: argparse.Namespace) -> None:
     out = args.out.resolve()
     name = args.name or out.name
     settings = FitSettings(**{field.name: getattr(args, field.name) for field in fields(FitSettings)})
-    preprocess = flags.preprocess_from(args)
+    preprocess = preprocessing.preprocess_from(args)
     train = open_dataset(args.train, split="train", preprocess=preprocess)
     val = open_dataset(args.val, split="val", preprocess=preprocess)
     recipe = Recipe(args.model, len(train.classes), flags.key_values(args.model_arg))
@@ -147,6 +150,7 @@ def fit(args: argparse.Namespace) -> None:
     if reducer.rank == 0:
         classes = len(train.classes)
         print(f"train: {train.name}, {len(train)} images, {classes} classes; val: {val.name}, {len(val)} images")
+        print(f"preprocessing: {preprocess}", flush=True)
     provenance = provenance_of(recipe, args.weights, settings, train, val)
     check_disjoint(train, val, provenance)
     try:
@@ -155,6 +159,8 @@ def fit(args: argparse.Namespace) -> None:
         raise UsageError(f"expected names and flags in UTF-8, got {error}; change it") from error
     folder = out.with_name(f".{out.name}.stages")
     checkpoint = Checkpoint.open(folder, job_of(provenance, train, device.type), reducer, fresh=args.fresh)
+    if reducer.rank == 0:
+        print(first_look(net, train, val, options), flush=True)
     report, psc = run_stages(settings, net, train, val, name, provenance, checkpoint, options)
     if reducer.rank > 0:
         return
@@ -171,6 +177,21 @@ def fit(args: argparse.Namespace) -> None:
             f"warning: no entropy threshold keeps the error rate at {settings.risk:g} with {100 * CONFIDENCE:g} % "
             "confidence, so no image is called ambiguous; raise --risk or validate on more images"
         )
+
+
+def first_look(net: nn.Module, train: ImageDataset, val: ImageDataset, options: FitOptions) -> str:
+    """The network's own accuracy before anything is fitted, which shows whether images reach it as in training."""
+    accuracies = [own_accuracy(net, data, options.compute(), options.seed) for data in (train, val)]
+    of_train, of_val = accuracies
+    if of_train is None or of_val is None:
+        return "the network itself does not give one output for each class, so its accuracy is not known"
+    text = (
+        f"the network itself: accuracy {of_train:.3f} on training and {of_val:.3f} on validation images (at most "
+        f"{OWN_IMAGES:,} of each); if it should be higher, check the preprocessing"
+    )
+    if of_val < of_train - ACCURACY_GAP:
+        text += "\nwarning: validation images are much harder for it; are they prepared as the training images?"
+    return text
 
 
 def run_stages(

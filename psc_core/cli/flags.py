@@ -1,4 +1,4 @@
-"""What the command lines share: how they end, flags of the preprocessing, and types of arguments."""
+"""What the command lines share: how they end, and types of arguments."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from psc_core import exit_codes
 from psc_core.compute.allocator import keep_freed_memory
 from psc_core.errors import PSCError, UsageError
-from psc_core.images.preprocess import PRESETS, Preprocess, replace_size
 from psc_core.rates import check_fraction
 from psc_core.version import __version__
 
@@ -56,29 +54,6 @@ def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser
 def by_commas(text: str) -> list[str]:
     """The parts of ``a,b``; for flags with ``action="extend"``."""
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def add_preprocess_flags(cli: argparse.ArgumentParser) -> None:
-    """Flags that :func:`preprocess_from` reads."""
-    group = cli.add_argument_group("preprocessing")
-    text = "input size, colour mode and statistics (default: imagenet)"
-    group.add_argument("--preset", choices=sorted(PRESETS), default="imagenet", help=text)
-    text = "resize images to N × N pixels and crop nothing, instead of the preset's size"
-    group.add_argument("--size", type=positive, metavar="N", help=text)
-    group.add_argument("--mean", type=float, nargs="+", help="per-channel mean on [0, 1], instead of the preset's")
-    group.add_argument("--std", type=float, nargs="+", help="per-channel standard deviation, instead of the preset's")
-
-
-def preprocess_from(args: argparse.Namespace) -> Preprocess:
-    """The preprocessing that the flags describe."""
-    preprocess = PRESETS[args.preset]
-    if args.size:
-        preprocess = replace_size(preprocess, args.size)
-    if args.mean:
-        preprocess = replace(preprocess, mean=tuple(args.mean))
-    if args.std:
-        preprocess = replace(preprocess, std=tuple(args.std))
-    return preprocess
 
 
 def key_values(pairs: Sequence[str]) -> dict[str, Any]:

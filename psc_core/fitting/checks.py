@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
+from torch import nn
 
 from psc_core.calibration.conformal import check_rates
-from psc_core.compute.passes import Compute
+from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import DataError, UsageError
 from psc_core.fitting.options import FitOptions
 from psc_core.network.backbone import Backbone, example_input
+
+OWN_IMAGES: Final = 1000
+"""Maximum number of images of :func:`own_accuracy`."""
 
 
 def check_classes(train: ImageDataset, val: ImageDataset) -> None:
@@ -59,3 +65,19 @@ def check_own_output(backbone: Backbone, train: ImageDataset, compute: Compute) 
             f"expected a network of {len(train.classes)} outputs, one for each class of {train.name}, got {width}; "
             "use the data it was trained for, and a factory that reads num_classes"
         )
+
+
+def own_accuracy(net: nn.Module, data: ImageDataset, compute: Compute, seed: int) -> float | None:
+    """Fraction of random images that the network itself gives one of their labels; None without an output for each.
+
+    A first look that a person can compare with what he knows: images that are resized, cropped or standardised
+    otherwise than in training lower it, and nothing else shows that.
+    """
+    chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:OWN_IMAGES]
+    correct = 0
+    for logits, batch in passes(data.subset(chosen), compute, f"the network on {data.name}", net.to(compute.device)):
+        if logits.shape[1:] != (len(data.classes),):
+            return None
+        hits = logits.argmax(1).cpu()[batch.image_index] == batch.labels
+        correct += int(torch.zeros(len(batch.images)).index_fill_(0, batch.image_index[hits], 1.0).sum())
+    return correct / len(chosen)

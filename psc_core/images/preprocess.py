@@ -8,7 +8,7 @@ evaluation and the service use both halves of this one class.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -34,6 +34,9 @@ MAX_RESIZE: Final = 8192
 """Maximum length of the shorter side before the crop, pixels."""
 
 _CHANNELS = {"L": 1, "RGB": 3}
+_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+INTERPOLATIONS: Final = tuple(_FILTERS)
+"""Filters that images can be resized with, antialiased."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,15 @@ class Preprocess:
     resize: int | None
     mean: tuple[float, ...]  # of each channel, on the [0, 1] scale
     std: tuple[float, ...]
+    interpolation: str = "bilinear"  # or "bicubic"
 
     def __post_init__(self) -> None:
-        if self.mode not in _CHANNELS:
-            raise UsageError(f"expected mode one of {sorted(_CHANNELS)}, got {self.mode!r}")
+        for what, value, allowed in (
+            ("mode", self.mode, _CHANNELS),
+            ("interpolation", self.interpolation, _FILTERS),
+        ):
+            if value not in allowed:
+                raise UsageError(f"expected {what} one of {sorted(allowed)}, got {value!r}")
         if len(self.mean) != self.channels or len(self.std) != self.channels:
             raise UsageError(
                 f"expected {self.channels} means and stds for mode {self.mode}, got "
@@ -96,11 +104,11 @@ class Preprocess:
         return self.from_image(decode_image(data, max_pixels=max_pixels))
 
     def from_image(self, image: Image.Image) -> npt.NDArray[np.uint8]:
-        """Convert, resize (bilinear, antialiased) and centre-crop to ``uint8 (channels, height, width)``."""
+        """Convert, resize (antialiased) and centre-crop to ``uint8 (channels, height, width)``."""
         if image.mode != self.mode:
             image = image.convert(self.mode)
         size, box = (self.width, self.height), self._seen_box(image.width, image.height)
-        image = image.resize(size, Image.Resampling.BILINEAR, box)
+        image = image.resize(size, _FILTERS[self.interpolation], box)
         pixels = np.frombuffer(image.tobytes(), np.uint8).reshape(self.height, self.width, self.channels)
         return np.array(pixels.transpose(2, 0, 1), order="C")  # a copy: bytes are read-only
 
@@ -129,6 +137,12 @@ class Preprocess:
         scale, shift = self.scale_and_shift()
         return standardise(images, scale.to(images.device), shift.to(images.device))
 
+    def __str__(self) -> str:
+        size = f"{self.height} × {self.width} pixels"
+        resized = f"resized to {size}" if self.resize is None else f"shorter side to {self.resize}, centre {size}"
+        mean, std = (", ".join(f"{value:g}" for value in values) for values in (self.mean, self.std))
+        return f"{self.mode}, {resized}, {self.interpolation}; mean {mean}; std {std}"
+
     def to_json(self) -> dict[str, Any]:
         """The attributes as JSON types."""
         return asdict(self)
@@ -145,9 +159,4 @@ PRESETS: Mapping[str, Preprocess] = {
     "cifar10": Preprocess("RGB", 32, 32, None, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "imagenet": Preprocess("RGB", 224, 224, 256, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
-"""Presets by name; the command line can override size and statistics."""
-
-
-def replace_size(preset: Preprocess, size: int) -> Preprocess:
-    """``preset`` with images resized to ``size`` × ``size`` pixels, without a crop."""
-    return replace(preset, height=size, width=size, resize=None)
+"""Presets by name; the command line can change single fields."""

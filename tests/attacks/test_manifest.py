@@ -173,7 +173,7 @@ def test_rejects_missing_fields(bundle: Path, where: str) -> None:
 
     whole = forge.read(bundle)
     for key in section(whole):
-        if key == "version":
+        if key in ("version", "interpolation"):  # The second is missing in older bundles.
             continue
         forge.write(bundle, json.loads(json.dumps(whole)))
         forge.edit(bundle, lambda body, key=key: section(body).pop(key))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from psc_core.cli import fit as cli
 from psc_core.data.spec import open_dataset
-from psc_core.images.preprocess import PRESETS, replace_size
+from psc_core.images.preprocess import PRESETS
 from psc_core.model.outputs import Outputs
 from psc_core.model.predictor import PSC
 from psc_core.network.load import load_network
@@ -147,7 +147,7 @@ class Setup:
 
 def images_of(case: Case, folders: Path) -> Tensor:
     """Two images a class, ``uint8``."""
-    preprocess = replace_size(PRESETS["imagenet"], case.size)
+    preprocess = replace(PRESETS["imagenet"], height=case.size, width=case.size, resize=None)
     return next(open_dataset(str(folders / "test"), split="test", preprocess=preprocess).batches(64)).images
 
 

@@ -5,20 +5,37 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from psc_core.cli import fit as cli
+from psc_core.data.dataset import labelled
+from psc_core.data.sources import ArraySource
+from psc_core.data.spec import open_dataset
+from psc_core.fitting.options import FitOptions
+from psc_core.images.preprocess import PRESETS
 from tests.psc_core.cli.support import run
 
 
 def test_fit_prints_table_and_reason(tiny_job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = run(capsys, cli.main, [*tiny_job.args, "--out", str(tmp_path / "b")])
     assert code == 0
-    assert "◀ candidate" in out
+    assert out.index("preprocessing: L, resized to 28 × 28") < out.index("the network itself: accuracy 0.")
+    assert out.index("the network itself") < out.index("◀ candidate")
     assert "penultimate" in out
     assert "has the highest NC4" in out
     assert "projection" in out
     assert not list(tmp_path.glob(".*.stages"))
+
+
+def test_warns_of_validation_images_that_are_prepared_otherwise(tiny_job, data_root: Path) -> None:  # type: ignore[no-untyped-def]
+    train, val = (
+        open_dataset(f"mnist:{data_root}", split=split, preprocess=PRESETS["mnist"]) for split in ("train", "val")
+    )
+    turned = torch.cat([batch.images for batch in val.batches(256)])[:, 0].flip(1).numpy()
+    others = labelled("turned", val.classes, ArraySource(turned), val.labels, val.preprocess)
+    said = cli.first_look(tiny_job.net, train, others, FitOptions(device="cpu"))
+    assert "warning: validation images are much harder for it" in said
 
 
 def damaged(tiny_job, tmp_path: Path, change) -> list[str]:  # type: ignore[no-untyped-def]

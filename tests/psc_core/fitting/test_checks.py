@@ -12,6 +12,7 @@ from psc_core import FitOptions, fit_psc, measure_collapse
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import DataError, FitError, UsageError
+from psc_core.fitting.checks import own_accuracy
 from psc_core.fitting.stages import FittedProjection
 
 OPTIONS = FitOptions(device="cpu")
@@ -77,3 +78,22 @@ def test_base_predictions_need_one_output_per_class(
     wide = torch.nn.Sequential(*list(net)[:-1], torch.nn.Linear(16, 20)).eval()  # type: ignore[call-overload]
     with pytest.raises(UsageError, match=r"expected a network of 10 outputs, .* got 20"):
         fit_psc(wide, Candidate(("4",), ""), projection, train, val, predictions="base", options=OPTIONS)
+
+
+def test_own_accuracy_counts_an_image_once_whatever_its_labels(val: ImageDataset) -> None:
+    compute = OPTIONS.compute()
+    k = len(val.classes)
+    lookup = {bytes(image.numpy().tobytes()): i for i, image in enumerate(next(val.batches(len(val))).images)}
+    answers = torch.randint(0, k, (len(val),), generator=torch.Generator().manual_seed(0))
+
+    class Remembers(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            pixels = (x - shift) / scale
+            found = [lookup[each.round().to(torch.uint8).numpy().tobytes()] for each in pixels]
+            return torch.nn.functional.one_hot(answers[found], k).float()
+
+    scale, shift = val.preprocess.scale_and_shift()
+    labels = [set(val.labels[a:b].tolist()) for a, b in zip(val.offsets[:-1], val.offsets[1:], strict=True)]
+    expected = sum(int(answer) in of for answer, of in zip(answers, labels, strict=True)) / len(val)
+    assert own_accuracy(Remembers(), val, compute, seed=0) == pytest.approx(expected)
+    assert own_accuracy(torch.nn.Sequential(Remembers(), torch.nn.Linear(k, k + 1)), val, compute, seed=0) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
 from psc_core.errors import UsageError
-from psc_core.images.preprocess import PRESETS, Preprocess, replace_size
+from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, Preprocess
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -70,18 +71,27 @@ def test_json_round_trip(name: str) -> None:
         TypeAdapter(Preprocess).validate_json(text.replace('"mode"', '"modus"'))
 
 
-def test_replace_size_does_not_crop() -> None:
-    resized = replace_size(PRESETS["imagenet"], 64)
-    assert (resized.height, resized.width, resized.resize) == (64, 64, None)
-    gradient = np.repeat(np.linspace(0, 255, 64).astype(np.uint8)[None], 64, 0)
-    kept = resized.from_image(Image.fromarray(np.stack([gradient] * 3, 2)))
-    assert (kept[0] == gradient).all()
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+def test_resizes_by_the_named_filter(interpolation: str) -> None:
+    preprocess = replace(PRESETS["cifar10"], interpolation=interpolation)
+    noise = np.random.default_rng(0).integers(0, 256, (50, 40, 3)).astype(np.uint8)
+    image = Image.fromarray(noise)
+    expected = np.asarray(image.resize((32, 32), Image.Resampling[interpolation.upper()])).transpose(2, 0, 1)
+    np.testing.assert_array_equal(preprocess.from_image(image), expected)
+
+
+def test_text_says_how_an_image_becomes_an_input() -> None:
+    assert str(PRESETS["imagenet"]).startswith(
+        "RGB, shorter side to 256, centre 224 × 224 pixels, bilinear; mean 0.485,"
+    )
+    assert str(PRESETS["mnist"]) == "L, resized to 28 × 28 pixels, bilinear; mean 0.1307; std 0.3081"
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {"mode": "CMYK"},
+        {"interpolation": "nearest"},
         {"mean": (0.5, 0.5)},
         {"std": (0.0,)},
         {"height": 0},

@@ -1,0 +1,130 @@
+"""Flags that say how an image becomes the network's input.
+
+It has to be what the network was trained with: a wrong size or filter costs accuracy without any error.
+``--preprocess`` takes it from where it is written down: a JSON file with the fields of
+:class:`psc_core.images.preprocess.Preprocess` (as under ``preprocess`` in a manifest), the transforms of torchvision's
+weights, or the data configuration of a timm model.  The other flags change single fields of it, or of ``--preset``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from psc_core.cli.flags import positive
+from psc_core.errors import UsageError
+from psc_core.faults import fault
+from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, Preprocess
+
+
+def add_flags(cli: argparse.ArgumentParser) -> None:
+    """Flags that :func:`preprocess_from` reads."""
+    group = cli.add_argument_group("preprocessing")
+    text = "size, colour mode and statistics (default: imagenet)"
+    group.add_argument("--preset", choices=sorted(PRESETS), default="imagenet", help=text)
+    text = "instead of a preset: a JSON file, torchvision:ResNet50_Weights.IMAGENET1K_V2 or timm:NAME"
+    group.add_argument("--preprocess", metavar="FROM", help=text)
+    group.add_argument("--size", type=positive, metavar="N", help="resize to N × N pixels and crop nothing")
+    group.add_argument("--resize", type=positive, metavar="N", help="length of the shorter side before --crop")
+    group.add_argument("--crop", type=positive, metavar="N", help="keep the N × N pixels in the middle")
+    group.add_argument("--interpolation", choices=INTERPOLATIONS, help="filter of the resize")
+    group.add_argument("--mean", type=float, nargs="+", help="mean of each channel on [0, 1]")
+    group.add_argument("--std", type=float, nargs="+", help="standard deviation of each channel on [0, 1]")
+
+
+def preprocess_from(args: argparse.Namespace) -> Preprocess:
+    """The preprocessing that the flags describe.
+
+    Raises:
+        UsageError: Flags that contradict each other, or a source that cannot be read.
+    """
+    if args.size and (args.resize or args.crop):
+        raise UsageError("expected --size (no crop) or --resize and --crop, got both; leave one out")
+    if bool(args.resize) != bool(args.crop):
+        raise UsageError("expected --resize and --crop together, got one; for no crop use --size")
+    start = named(args.preprocess) if args.preprocess else PRESETS[args.preset]
+    changes: dict[str, Any] = {}
+    if args.size or args.crop:
+        side = args.size or args.crop
+        changes = {"height": side, "width": side, "resize": args.resize}
+    for name in ("mean", "std"):
+        if getattr(args, name):
+            changes[name] = tuple(getattr(args, name))
+    if args.interpolation:
+        changes["interpolation"] = args.interpolation
+    return replace(start, **changes)
+
+
+def named(source: str) -> Preprocess:
+    """That of a JSON file, of torchvision's weights (``torchvision:NAME``) or of a timm model (``timm:NAME``).
+
+    Raises:
+        UsageError: There is none of this name, or PSC has no such preprocessing.
+    """
+    library, _, name = source.partition(":")
+    if library == "torchvision":
+        return from_torchvision(name)
+    return from_timm(name) if library == "timm" else from_file(Path(source))
+
+
+def from_file(file: Path) -> Preprocess:
+    """That of a JSON file."""
+    try:
+        return TypeAdapter(Preprocess).validate_json(file.read_bytes())
+    except OSError as error:
+        raise UsageError(
+            f"expected --preprocess to be a JSON file, torchvision:WEIGHTS or timm:NAME, got {file}: {error.strerror}"
+        ) from error
+    except ValidationError as error:
+        raise UsageError(f"{file}: {fault(error.errors()[0], 'field')}") from error
+
+
+def from_torchvision(name: str) -> Preprocess:
+    """That of the transforms of torchvision's weights, as ``ResNet50_Weights.IMAGENET1K_V2``."""
+    from torchvision.models import get_weight
+
+    try:
+        transforms = get_weight(name).transforms()
+    except ValueError as error:
+        raise UsageError(
+            f"torchvision has no weights {name!r}; they are called as ResNet50_Weights.IMAGENET1K_V2"
+        ) from error
+    try:
+        (side,), (resize,) = transforms.crop_size, transforms.resize_size
+        mean, std, interpolation = transforms.mean, transforms.std, transforms.interpolation.value
+    except (AttributeError, ValueError) as error:
+        raise UsageError(f"the transforms of {name} are not those of a classifier; give a JSON file") from error
+    return Preprocess("RGB", side, side, resize, tuple(mean), tuple(std), supported(interpolation, name))
+
+
+def from_timm(name: str) -> Preprocess:
+    """That of the data configuration of a timm model, as ``resnet50.a1_in1k``."""
+    try:
+        import timm
+        from timm.data.config import resolve_data_config as resolve
+    except ImportError as error:
+        raise UsageError("timm is not installed; pip install 'psc[timm]'") from error
+    if not timm.is_model(name):
+        raise UsageError(f"timm has no model {name!r}")
+    pretrained: Any = timm.get_pretrained_cfg(name)
+    config: dict[str, Any] = resolve({}, pretrained_cfg=pretrained.to_dict())  # type: ignore[no-untyped-call]
+    channels, height, width = config["input_size"]
+    mode = config["crop_mode"]
+    if mode not in ("center", "squash") or channels not in (1, 3):
+        raise UsageError(f"{name} crops by {mode!r} and has {channels} channels; give a JSON file")
+    resize = int(max(height, width) / config["crop_pct"]) if mode == "center" else None
+    mean, std, interpolation = tuple(config["mean"]), tuple(config["std"]), supported(config["interpolation"], name)
+    return Preprocess("RGB" if channels == 3 else "L", height, width, resize, mean, std, interpolation)
+
+
+def supported(interpolation: str, name: str) -> str:
+    """``interpolation``, if images can be resized so."""
+    if interpolation not in INTERPOLATIONS:
+        raise UsageError(
+            f"{name} resizes by {interpolation!r}, PSC by {' or '.join(INTERPOLATIONS)}; choose one by a JSON file"
+        )
+    return interpolation
