@@ -4,6 +4,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 BUNDLE ?= artifacts/dirty-mnist-resnet18
 PORT   ?= 8000
+# CPU=1 asks PyTorch's own index for wheels without CUDA, a fraction of the size.
+CPU    ?=
+PIP    := $(BIN)/pip install --disable-pip-version-check --constraint requirements.lock \
+          $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 
 .PHONY: serve test test-quick check lint types layers nightly gpu bench bench-more paper clean
 
@@ -11,6 +15,7 @@ serve: $(VENV)/.serve           ## set up everything and serve the shipped bundl
 	$(BIN)/psc-serve --bundle $(BUNDLE) --port $(PORT)
 
 test: $(VENV)/.dev              ## set up everything and run the tests
+	@echo "About 10 minutes on two idle cores, half an hour on busy ones"
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu"
 
 QUICK := $(addprefix tests/,$(addprefix psc_core/,images data numerics calibration) $(addprefix app/,inference models observability))
@@ -74,15 +79,18 @@ bench-more: $(VENV)/.bench      ## all peers, instruction sets and networks, ove
 $(VENV)/.serve: pyproject.toml requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable .
+	@echo "Installing into $(VENV), once: $(if $(CPU),PyTorch without CUDA,about 6 GB; without a GPU, make $(MAKECMDGOALS) CPU=1 takes much less)"
+	$(PIP) --editable .
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.serve
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable '.[dev]'
+	@echo "Installing what the tests need"
+	$(PIP) --quiet --editable '.[dev]'
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.dev
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable '.[dev,bench]'
+	@echo "Installing what the benchmarks need"
+	$(PIP) --quiet --editable '.[dev,bench]'
 	touch $@
 
 clean:
