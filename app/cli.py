@@ -14,7 +14,7 @@ import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from app.observability.logs import log_config
 from app.settings import BACKLOG, Settings, load_settings
@@ -23,6 +23,9 @@ from psc_core.errors import PSCError, UsageError
 from psc_core.version import __version__
 
 logger = logging.getLogger("psc.cli")
+
+DEMO: Final = "dirty-mnist-resnet18"
+"""Name of the shipped bundle."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     flags.add_argument("--version", action="version", version=f"psc {__version__}")
+    flags.add_argument("--demo", action="store_true", help="serve the digits that PSC is shipped with")
     for name, field in Settings.model_fields.items():
         default = default_text(name)
         text = (field.description or "").replace("%", "%%") + (f" (default: {default})" if default else "")
@@ -67,7 +71,22 @@ def settings_from(arguments: Sequence[str]) -> Settings:
     """
     flags = vars(parser().parse_args(arguments))
     lists = {name: ",".join(value) for name, value in flags.items() if isinstance(value, list)}
+    if flags.pop("demo"):
+        lists["bundle"] = ",".join(filter(None, [lists.get("bundle"), str(demo_bundle())]))
     return load_settings({**flags, **lists})
+
+
+def demo_bundle() -> Path:
+    """The shipped bundle: of a checkout, or where an installed wheel put it.
+
+    Raises:
+        UsageError: It is in neither.
+    """
+    places = (Path(__file__).parents[1] / "artifacts", Path(sys.prefix) / "share" / "psc")
+    for place in places:
+        if (place / DEMO / "manifest.json").is_file():
+            return place / DEMO
+    raise UsageError(f"there is no demonstration bundle in {' or '.join(map(str, places))}; pass --bundle DIR")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -81,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
     settings = settings_from(arguments)
     logging.config.dictConfig(log_config(settings.log_level))
     if not settings.bundle:
-        raise UsageError("no bundle to serve; pass --bundle DIR")
+        raise UsageError("no bundle to serve; pass --bundle DIR, or --demo")
     for name, path in settings.named_bundles:
         if not (path / "manifest.json").is_file():
             raise UsageError(f"bundle {name}: there is no {path / 'manifest.json'}; make a bundle with psc-fit")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from app.cli import settings_from
+from psc_core.errors import UsageError
 from psc_core.version import __version__
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 from tests.served import GUARD_SECONDS
@@ -96,3 +97,17 @@ def test_rejects_unknown_flags(arguments: list[str], capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as caught:
         settings_from(arguments)
     assert caught.value.code == 2
+
+
+def test_demo_is_the_bundle_of_the_checkout_or_of_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = Path(__file__).parents[2] / "artifacts" / "dirty-mnist-resnet18"
+    assert settings_from(["--demo"]).named_bundles == (("dirty-mnist-resnet18", shipped),)
+    assert settings_from(["--bundle", "own=x", "--demo"]).named_bundles[0] == ("own", Path("x"))
+    monkeypatch.setattr("app.cli.__file__", str(tmp_path / "site-packages" / "app" / "cli.py"))
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    with pytest.raises(UsageError, match="no demonstration bundle"):
+        settings_from(["--demo"])
+    wheel = tmp_path / "share" / "psc" / "dirty-mnist-resnet18"
+    wheel.mkdir(parents=True)
+    (wheel / "manifest.json").write_text("{}")
+    assert settings_from(["--demo"]).named_bundles[0][1] == wheel
