@@ -82,6 +82,7 @@ def stages(
     trained: Trained,
     *,
     fit_images: int | None,
+    density: str = "gda",
     datasets: tuple[ImageDataset, ImageDataset] | None = None,
     collapse_on: tuple[ImageDataset, ImageDataset] | None = None,
 ) -> Stages:
@@ -91,18 +92,18 @@ def stages(
         run: Of the script.
         trained: The network.
         fit_images: Number of random training images; None for all.
+        density: Kind of the density that will be fitted; one that reads z keeps more of the layer.
         datasets: Training and validation images; by default the network's own.
         collapse_on: Images to measure collapse on, if not ``datasets``.
     """
     train, val = datasets or (trained.train, trained.val)
     report = measure(run, trained, fit_images=fit_images, datasets=collapse_on or (train, val))
     candidate = report.candidate()
-    store = _store(run, trained, train, fit_images, collapse_on and collapse_on[0].name)
+    store = _store(run, trained, train, fit_images, density, collapse_on and collapse_on[0].name)
     projection = store.load_projection()
     if projection is None:
-        projection = fit.fit_projection(
-            trained.net, candidate, random_images(train, fit_images, run.seed), val, options=options_of(run)
-        )
+        images = random_images(train, fit_images, run.seed)
+        projection = fit.fit_projection(trained.net, candidate, images, val, density=density, options=options_of(run))
         store.save_projection(projection)
     return Stages(report, candidate, projection)
 
@@ -112,6 +113,7 @@ def _store(
     trained: Trained,
     train: ImageDataset,
     images: int | None,
+    density: str | None = None,
     collapse_on: str | None = None,
 ) -> Checkpoint:
     job = {
@@ -123,10 +125,12 @@ def _store(
         "seed": run.seed,
         "device": run.device.type,
     }
+    if density:
+        job["density"] = density
     if collapse_on:
         job["collapse_on"] = collapse_on
     data = f"{train.name}-layer-of-{collapse_on}" if collapse_on else train.name
-    folder = f"{trained.name}-{data}-{images or 'all'}-s{run.seed}.stages"
+    folder = "-".join(filter(None, [trained.name, data, density, str(images or "all"), f"s{run.seed}.stages"]))
     return Checkpoint.open(run.checkpoints / folder, job)
 
 

@@ -76,12 +76,13 @@ def scored(detector: Detector, images: Images) -> Float[Tensor, " n"]:
     return torch.nan_to_num(detector.score(images).double().cpu(), nan=torch.inf)
 
 
-def fit_pscs(run: Run, trained: Trained, parts: fitting.Stages, fit_images: int | None) -> dict[str, PSC]:
+def fit_pscs(run: Run, trained: Trained, fit_images: int | None) -> dict[str, PSC]:
     """A PSC for each of :data:`PSC_OPTIONS`."""
-    return {
-        name: fitting.psc_of(run, trained, parts, fit_images=fit_images, **options)
-        for name, options in PSC_OPTIONS.items()
-    }
+    found = {}
+    for name, options in PSC_OPTIONS.items():
+        parts = fitting.stages(run, trained, fit_images=fit_images, density=options["density"])
+        found[name] = fitting.psc_of(run, trained, parts, fit_images=fit_images, **options)
+    return found
 
 
 def score_by_psc(psc: PSC, data: ImageDataset) -> Float[Tensor, " n"]:

@@ -17,7 +17,7 @@ from benchmarks import checkpoints, fitting, runs
 from benchmarks.checkpoints import Trained
 from benchmarks.data import random_images
 from benchmarks.ood import detectors, peers, tables
-from benchmarks.ood.detectors import DEFAULT, Detector, Images, scored
+from benchmarks.ood.detectors import DEFAULT, PSC_OPTIONS, Detector, Images, scored
 from benchmarks.ood.settings import AT_SCALE, SETTINGS, Setting, test_pair
 from benchmarks.ood.shifts import SHIFTS
 from benchmarks.paper import common
@@ -51,8 +51,8 @@ def one_setting(run: Run, setting: Setting) -> Json:
 
     def compute() -> Json:
         trained = checkpoints.obtain(run, job)
-        parts = fitting.stages(run, trained, fit_images=fit_images)
-        pscs = detectors.fit_pscs(run, trained, parts, fit_images)
+        parts = fitting.stages(run, trained, fit_images=fit_images, density=PSC_OPTIONS[DEFAULT]["density"])
+        pscs = detectors.fit_pscs(run, trained, fit_images)
         fitted, failed = fit_all(run, trained, fit_images)
         fitted = [*detectors.of_psc(list(pscs)), *fitted]
         pair = test_pair(run, setting, trained, limit)

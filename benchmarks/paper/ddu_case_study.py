@@ -173,7 +173,7 @@ def fitted_psc(run: Run, trained: Trained, density: str, collapse_on: str) -> PS
     """PSC on the layer selected by the collapse of ``collapse_on``."""
     images = common.scale_of(run).fit_images
     datasets = None if collapse_on == trained.job.data else fitting.open_pair(run, collapse_on, trained)
-    stages = fitting.stages(run, trained, fit_images=images, collapse_on=datasets)
+    stages = fitting.stages(run, trained, fit_images=images, density=density, collapse_on=datasets)
     return fitting.psc_of(run, trained, stages, fit_images=images, density=density)
 
 

@@ -100,9 +100,8 @@ def methods_of(run: Run, *, spectral_norm: bool) -> Json:
 def _psc_row(run: Run, trained: Trained, test: Pair, density: str) -> Json:
     images = common.scale_of(run).fit_images
     batch = fitting.compute_of(run).batch_images
-    psc = fitting.psc_of(
-        run, trained, fitting.stages(run, trained, fit_images=images), fit_images=images, density=density
-    )
+    stages = fitting.stages(run, trained, fit_images=images, density=density)
+    psc = fitting.psc_of(run, trained, stages, fit_images=images, density=density)
     known = score_images(psc, test.inside, batch_images=batch)
     unknown = {name: score_images(psc, data, batch_images=batch).ood["psc"] for name, data in test.outside.items()}
     losses = known.losses["psc"]

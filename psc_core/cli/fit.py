@@ -227,6 +227,7 @@ def run_stages(
             d_proj=settings.d_proj,
             minimum_dim=settings.minimum_dim,
             second_scaling=not settings.no_second_scaling,
+            density=settings.density,
             options=options,
         )
         checkpoint.save_projection(projection)
@@ -239,6 +240,7 @@ def run_stages(
         projection,
         train,
         val,
+        density=settings.density,
         **settings.late(),
         name=name,
         provenance=provenance,

@@ -67,6 +67,10 @@ class Reducer:
             dist.all_reduce(tensor)
         return tensor
 
+    def first(self, value: int) -> int:
+        """The value of the first process, in all of them."""
+        return int(self.sum_(torch.tensor([value if self.rank == 0 else 0])))
+
     def require(self, dataset: ImageDataset) -> None:
         """Raise :class:`UsageError` if a process would have no image, in all of them, so that none waits for it."""
         if len(dataset) < self.world:

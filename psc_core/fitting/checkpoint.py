@@ -21,8 +21,8 @@ from safetensors.torch import save
 from psc_core.collapse.report import CollapseReport
 from psc_core.compute.distributed import Reducer
 from psc_core.fitting.stages import FittedProjection
-from psc_core.projection.fit.projection import ProjectionReport
 from psc_core.projection.fit.ranks import RankChoice
+from psc_core.projection.fit.report import ProjectionReport
 from psc_core.projection.module import Projection
 
 Stage = TypeVar("Stage")
@@ -73,6 +73,7 @@ class Checkpoint:
                 config, report, layers = (json.loads(kept.metadata()[key]) for key in ("config", "report", "layers"))
                 tensors = {name: kept.get_tensor(name) for name in kept.keys()}  # noqa: SIM118 - not a mapping
             report |= {"choice": RankChoice(**report["choice"]), "nc1": tensors.pop("nc1"), "nc4": tensors.pop("nc4")}
+            report["positions"] = tuple(map(tuple, report["positions"]))
             projection = FittedProjection(
                 Projection.restore(config, tensors), ProjectionReport(**report), tuple(layers)
             )

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from psc_core.compute.distributed import Reducer
-from psc_core.compute.passes import Compute, track_images
+from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.density import Density
 from psc_core.density.fit.density import fit_density
 from psc_core.errors import NetworkError
 from psc_core.fitting.options import FitOptions
 from psc_core.fitting.scorer import cut, store_features
-from psc_core.gates.fit import made_up
 from psc_core.gates.fit.choice import GateChoice
 from psc_core.gates.fit.gates import fit_gates
+from psc_core.gates.fit.made_up import REAL, is_ambiguous, made_up_batches
 from psc_core.gates.gates import CONFIDENCE, KIND, TEXTURE
 from psc_core.metrics.ranking import auroc
 from psc_core.model.pipeline import Scorer, average_positions
@@ -37,9 +37,6 @@ from psc_core.network.layers import LayerInfo, list_layers
 
 DEPTHS: Final = (1 / 3, 1 / 2, 2 / 3)
 """Of the way to the candidate, where the early layers lie that are compared."""
-
-CHOICE_IMAGES: Final = 1000
-"""Maximum number of validation images that the choice is made on."""
 
 TEXTURE_DENSITY: Final = "gda"
 """Kind of the density of an early layer: the length of features tells textures apart."""
@@ -98,12 +95,6 @@ def choose_gates(
     return ChosenGates((TEXTURE, *names), Texture(layer, textures[layer]), choice)
 
 
-def is_ambiguous(dataset: ImageDataset) -> bool:
-    """Whether some image has labels of several classes."""
-    firsts = dataset.first_labels().repeat_interleave(dataset.offsets.diff())
-    return bool((dataset.labels != firsts).any())
-
-
 def early_layers(net: nn.Module, layers: Sequence[str], example: Tensor) -> list[str]:
     """Blocks, or operations of a network without blocks, at :data:`DEPTHS` of the way to the first of ``layers``."""
     order = {layer.name: layer.index for layer in list_layers(net, example, granularity="all")}
@@ -153,9 +144,6 @@ def fit_textures(
 Readings = Mapping[str, Tensor]
 """Of n images, (n,) by gate; those of early layers by layer."""
 
-REAL: Final = "real"
-"""Of :func:`made_up_readings`: the images as they are."""
-
 
 @torch.inference_mode()
 def made_up_readings(
@@ -168,21 +156,14 @@ def made_up_readings(
     mixed: bool,
     seed: int,
 ) -> dict[str, Readings]:
-    """Readings of at most :data:`CHOICE_IMAGES` images as they are, and of each kind of image made from them."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = selection.subset(torch.randperm(len(selection), generator=generator)[:CHOICE_IMAGES])
+    """Readings of real images of ``selection``, and of each kind of image made from them."""
     early = None
     if textures:
         early = feature_step(cut(net, tuple(textures), selection, compute, keep_output=False), compute.precision)
     autocast = torch.autocast(compute.device.type, torch.bfloat16, enabled=compute.precision == "bf16")
     parts: dict[str, list[Readings]] = {}
-    for batch in track_images(drawn, compute, "made-up images"):
-        labels = batch.labels[torch.searchsorted(batch.image_index, torch.arange(len(batch.images)))]
-        made = {REAL: batch.images, **{kind: make(batch.images) for kind, make in made_up.TRANSFORMS.items()}}
-        if mixed:
-            made[made_up.MIXED] = made_up.mix(batch.images, labels, generator)
+    for made in made_up_batches(selection, compute, "made-up images", mixed=mixed, seed=seed):
         for kind, images in made.items():
-            images = images.to(compute.device)
             scores = scorer(images).scores
             read = {KIND: -scores["log_density"], CONFIDENCE: scores["predictive_entropy"]}
             if early is not None:

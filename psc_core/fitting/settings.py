@@ -12,7 +12,7 @@ from psc_core.collapse.report import EPSILON
 from psc_core.compute.distributed import Reducer
 from psc_core.fitting.options import FitOptions
 
-LATE: Final = ("density", "pca", "head", "predictions", "alpha", "coverage", "risk", "ood_score")
+LATE: Final = ("pca", "head", "predictions", "alpha", "coverage", "risk", "ood_score")
 """What only ``fit_psc`` reads, no stage in a checkpoint: changing it after an error does not start again."""
 
 

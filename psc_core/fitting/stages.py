@@ -26,12 +26,16 @@ from psc_core.fitting.calibrate import OOD_SCORES, calibrate
 from psc_core.fitting.checks import check_attainable_rates, check_classes, check_own_output
 from psc_core.fitting.gates import choose_gates
 from psc_core.fitting.options import FitOptions
+from psc_core.fitting.positions import compare_positions, fewest_positions
 from psc_core.fitting.scorer import cut, fit_scorer
 from psc_core.fitting.settings import FitSettings
+from psc_core.gates.fit.made_up import is_ambiguous
 from psc_core.heads import HEADS
 from psc_core.model.predictor import PSC
 from psc_core.policy import Policy
-from psc_core.projection.fit.projection import ProjectionReport, fit_tucker
+from psc_core.projection.fit.projection import fit_tucker
+from psc_core.projection.fit.ranks import choose_ranks
+from psc_core.projection.fit.report import ProjectionReport
 from psc_core.projection.module import Projection
 from psc_core.rates import check_fraction
 
@@ -102,9 +106,13 @@ def fit_projection(
     d_proj: int | None = None,
     minimum_dim: int = FitSettings.minimum_dim,
     second_scaling: bool = True,
+    density: str | None = None,
     options: FitOptions | None = None,
 ) -> FittedProjection:
     """Moments and Tucker factors on ``train``; sizes on the selection split of ``val`` (else on ``train``).
+
+    The fewest components that keep NC1 and NC4, and, for a density that reads z, as many spatial ones as that needs
+    (:mod:`psc_core.fitting.positions`).
 
     Example:
         >>> from psc_core import PRESETS, open_dataset
@@ -123,36 +131,61 @@ def fit_projection(
         d_proj: Spatial components, or None to choose them.
         minimum_dim: Smallest c_proj · d_proj that is considered.
         second_scaling: Whether z is standardised.
+        density: Kind of the density that will be fitted, or None.
         options: Shared options.
 
     Raises:
-        UsageError: An unknown method.
+        UsageError: An unknown method or density.
         FitError: Constant features, or sizes larger than the layer allows.
         NetworkError: The network cannot be cut.
     """
     if method != "tucker":
         raise UsageError(f"expected method 'tucker', got {method!r}")
+    if density is not None and density not in DENSITIES:
+        raise UsageError(f"expected density to be one of {', '.join(DENSITIES)}, got {density!r}")
     options = FitOptions.of(options, candidate)
     options.reducer.require(train)
     compute = options.compute()
     selection = train if val is None else split_validation(val, options.seed)[0]
     backbone = cut(net, candidate.layers, train, compute, keep_output=False)
-    return FittedProjection(
-        *fit_tucker(
+    sized = fit_tucker(
+        backbone,
+        train,
+        selection,
+        compute,
+        c_proj=c_proj,
+        d_proj=d_proj,
+        second_scaling=second_scaling,
+        max_memory_bytes=options.max_memory_bytes,
+        reducer=options.reducer,
+    )
+    choice = choose_ranks(
+        sized.nc1,
+        sized.nc4,
+        epsilon=options.epsilon,
+        reference_nc4=sized.scaled_nc4,
+        c_proj=c_proj,
+        d_proj=d_proj,
+        minimum=minimum_dim,
+    )
+    compared: dict[int, float] = {}
+    sizes = choice.with_more_positions(sized.nc1, sized.nc4, epsilon=options.epsilon) if d_proj is None else []
+    if density is not None and DENSITIES[density].input_kind == "z" and len(sizes) > 1:
+        compared = compare_positions(
             backbone,
+            sized,
+            [(size.c_proj, size.d_proj) for size in sizes],
             train,
             selection,
             compute,
-            epsilon=options.epsilon,
-            c_proj=c_proj,
-            d_proj=d_proj,
-            minimum_dim=minimum_dim,
-            second_scaling=second_scaling,
-            max_memory_bytes=options.max_memory_bytes,
-            reducer=options.reducer,
-        ),
-        candidate.layers,
-    )
+            density=density,
+            mixed=not (is_ambiguous(train) or is_ambiguous(selection)),
+            seed=options.seed,
+        )
+        kept = options.reducer.first(fewest_positions(compared))
+        choice = next(size for size in sizes if size.d_proj == kept)
+    projection = sized.largest.leading(choice.c_proj, choice.d_proj).cpu()
+    return FittedProjection(projection, ProjectionReport.of(choice, sized, compared), candidate.layers)
 
 
 @dataclass(frozen=True)
@@ -304,6 +337,7 @@ def projection_metrics(report: ProjectionReport) -> dict[str, Any]:
         "scaled_nc4": report.scaled_nc4,
         "warning": choice.warning,
         "pooled": report.note,
+        "positions": [{"d_proj": d, "made_up_auroc": value} for d, value in report.positions],
     }
 
 

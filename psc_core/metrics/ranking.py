@@ -25,7 +25,7 @@ def auroc(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]) -> fl
 
 def placements(values: Float[Tensor, " n"], reference: Float[Tensor, " m"]) -> Float[Tensor, " n"]:
     """Fraction of ``reference`` below each value, equal ones counted half."""
-    ordered = reference.sort().values
+    ordered, values = reference.sort().values, values.contiguous()
     below = torch.searchsorted(ordered, values, right=False)
     not_above = torch.searchsorted(ordered, values, right=True)
     return (below + not_above).double() / (2 * len(reference))

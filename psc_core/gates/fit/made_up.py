@@ -18,7 +18,7 @@ All are ``uint8 (n, C, H, W)``, computed on the device of the images.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import torch
@@ -26,8 +26,14 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.nn import functional
 
+from psc_core.compute.passes import Compute, track_images
+from psc_core.data.dataset import ImageDataset
 from psc_core.images.preprocess import Pixels
 
+IMAGES: Final = 1000
+"""Maximum number of images that others are made from."""
+
+REAL: Final = "real"
 MIXED: Final = "mixed"
 
 CONTRAST: Final = 4.0
@@ -86,3 +92,31 @@ TRANSFORMS: Final[Mapping[str, Callable[[Pixels], Pixels]]] = {
     "framed": frame,
 }
 """Those that need one image each."""
+
+
+def is_ambiguous(dataset: ImageDataset) -> bool:
+    """Whether some image has labels of several classes."""
+    firsts = dataset.first_labels().repeat_interleave(dataset.offsets.diff())
+    return bool((dataset.labels != firsts).any())
+
+
+def made_up_batches(
+    dataset: ImageDataset, compute: Compute, description: str, *, mixed: bool, seed: int
+) -> Iterator[Mapping[str, Pixels]]:
+    """At most :data:`IMAGES` images, batch by batch on the device: as they are, and each kind made from them.
+
+    Args:
+        dataset: Images of known classes.
+        compute: Device and batch size.
+        description: Of the progress.
+        mixed: Whether mixes of two classes are made, which are in distribution where images are ambiguous.
+        seed: Draws the images and the pairs to mix.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    drawn = dataset.subset(torch.randperm(len(dataset), generator=generator)[:IMAGES])
+    for batch in track_images(drawn, compute, description):
+        made = {REAL: batch.images, **{kind: make(batch.images) for kind, make in TRANSFORMS.items()}}
+        if mixed:
+            labels = batch.labels[torch.searchsorted(batch.image_index, torch.arange(len(batch.images)))]
+            made[MIXED] = mix(batch.images, labels, generator)
+        yield {kind: images.to(compute.device) for kind, images in made.items()}

@@ -1,7 +1,7 @@
-"""Fit the projection of the candidate layer(s): moments, Tucker factors, sizes, second scaling.
+"""Fit the largest projection of the candidate layer(s) that is considered, and measure every size of it.
 
 One pass over the training images for channel means and covariances (:mod:`.moments`), whose correlation is decomposed
-(:mod:`.tucker`), then the passes that measure every size (:mod:`.sizes`); :mod:`.ranks` chooses.
+(:mod:`.tucker`), then the passes that measure every size (:mod:`.sizes`); :mod:`.ranks` chooses one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import FitError
 from psc_core.network.backbone import Backbone, example_input, feature_step
 from psc_core.projection.fit.moments import channel_moments
-from psc_core.projection.fit.ranks import RankChoice, choose_ranks
 from psc_core.projection.fit.sizes import measure_sizes
 from psc_core.projection.fit.tucker import tucker_factors
 from psc_core.projection.module import Projection, reshape_features
@@ -31,25 +30,15 @@ MAX_COMPONENTS = 2048
 
 
 @dataclass(frozen=True)
-class ProjectionReport:
-    """What fitting a projection measured."""
+class SizedProjection:
+    """The largest projection, on the device, and what measuring its sizes found."""
 
-    choice: RankChoice
+    largest: Projection
     scaled_nc1: float  # of the scaled, unprojected layer
     scaled_nc4: float
     nc1: Float[Tensor, "c_max d_max"]  # of every size, float64
     nc4: Float[Tensor, "c_max d_max"]
     note: str  # to how many positions the layers were reduced; empty when they were not
-
-    def summary(self, raw_nc4: float) -> str:
-        """The choice beside the scaled and the raw layer, for the terminal."""
-        choice = self.choice
-        lines = [
-            f"projection {choice.c_proj} × {choice.d_proj}: NC1 {choice.nc1:.3f} (scaled layer "
-            f"{self.scaled_nc1:.3f}), NC4 {choice.nc4:.4f} (scaled layer {self.scaled_nc4:.4f}, raw {raw_nc4:.4f})"
-        ]
-        lines += [f"note: {text}" for text in (self.note, choice.warning) if text]
-        return "\n".join(lines)
 
 
 def fit_tucker(
@@ -58,25 +47,21 @@ def fit_tucker(
     selection: ImageDataset,
     compute: Compute,
     *,
-    epsilon: float,
     c_proj: int | None,
     d_proj: int | None,
-    minimum_dim: int,
     second_scaling: bool,
     max_memory_bytes: int,
     reducer: Reducer,
-) -> tuple[Projection, ProjectionReport]:
-    """Fit the projection and choose its sizes.
+) -> SizedProjection:
+    """Fit the largest projection and measure its sizes.
 
     Args:
         backbone: Network cut behind the candidate layer(s).
         train: Training images.
-        selection: Validation images that sizes are chosen on.
+        selection: Validation images that NC4 is measured on.
         compute: Device, precision and batch size.
-        epsilon: Collapse cut-off.
-        c_proj: Channel components; ``None`` chooses.
-        d_proj: Spatial components; ``None`` chooses.
-        minimum_dim: Smallest c·d considered when choosing.
+        c_proj: Channel components that are wanted, or None.
+        d_proj: Spatial components that are wanted, or None.
         second_scaling: Whether z is standardised again.
         max_memory_bytes: Budget of the covariance tensor (its correlation takes as much again), and of the class
             means of the scaled layer.
@@ -116,21 +101,9 @@ def fit_tucker(
     sized = measure_sizes(
         largest, shard, selection, compute=compute, step=step, max_memory_bytes=max_memory_bytes, reducer=reducer
     )
-    choice = choose_ranks(
-        sized.nc1,
-        sized.nc4,
-        epsilon=epsilon,
-        reference_nc4=sized.scaled_nc4,
-        c_proj=c_proj,
-        d_proj=d_proj,
-        minimum=minimum_dim,
-    )
     if second_scaling:
         largest = largest.with_second_scaling(*sized.block.mean_and_std())
-    projection = largest.leading(choice.c_proj, choice.d_proj).cpu()
-    return projection, ProjectionReport(
-        choice, sized.scaled_nc1, sized.scaled_nc4, sized.nc1.cpu(), sized.nc4.cpu(), note
-    )
+    return SizedProjection(largest, sized.scaled_nc1, sized.scaled_nc4, sized.nc1.cpu(), sized.nc4.cpu(), note)
 
 
 def reduced_positions(channels: int, positions: int, budget_bytes: int) -> int:

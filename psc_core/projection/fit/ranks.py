@@ -11,7 +11,7 @@ Two cumulative sums replace the sweep.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -52,6 +52,20 @@ class RankChoice:
     nc1: float
     nc4: float
     warning: str  # what is wrong with the choice; empty when nothing is
+
+    def with_more_positions(
+        self, nc1: Float[Tensor, "c_max d_max"], nc4: Float[Tensor, "c_max d_max"], *, epsilon: float
+    ) -> list[RankChoice]:
+        """This choice, and those with twice its spatial components, four times, … that keep NC1 > ε and its NC4."""
+        found = [self]
+        d_proj = 2 * self.d_proj
+        while d_proj < 2 * nc1.shape[1]:
+            column = min(d_proj, nc1.shape[1]) - 1
+            here = float(nc1[self.c_proj - 1, column]), float(nc4[self.c_proj - 1, column])
+            if here[0] > epsilon and here[1] >= self.nc4 - TOLERANCE:
+                found.append(replace(self, d_proj=column + 1, nc1=here[0], nc4=here[1]))
+            d_proj *= 2
+        return found
 
 
 def choose_ranks(

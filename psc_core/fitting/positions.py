@@ -1,0 +1,118 @@
+"""Keep as many spatial components of the projection as a density of z needs.
+
+NC1 and NC4 ask only what tells the known classes apart, and one component a channel is often enough for that: it says
+what is in the image and not where.  A density lives on the rest, too.  So it is fitted with d_proj spatial components,
+with twice as many, and so on, and asked to tell images made from the selection split
+(:mod:`psc_core.gates.fit.made_up`) from the images as they are; the fewest components within :data:`TOLERANCE` of the
+best mean AUROC are kept.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from psc_core.compute.passes import Compute, passes
+from psc_core.data.dataset import ImageDataset
+from psc_core.density.fit.density import fit_density
+from psc_core.gates.fit.made_up import REAL, made_up_batches
+from psc_core.metrics.ranking import auroc
+from psc_core.network.backbone import Backbone, FeatureStep, feature_step
+from psc_core.projection.fit.projection import SizedProjection
+from psc_core.projection.module import Projection
+
+TOLERANCE: Final = 0.005
+"""Loss of mean AUROC that fewer components may cost."""
+
+TRAINING_IMAGES: Final = 10_000
+"""Maximum number of training images that the densities are fitted on."""
+
+
+def compare_positions(
+    backbone: Backbone,
+    sized: SizedProjection,
+    sizes: Sequence[tuple[int, int]],
+    train: ImageDataset,
+    selection: ImageDataset,
+    compute: Compute,
+    *,
+    density: str,
+    mixed: bool,
+    seed: int,
+) -> dict[int, float]:
+    """Mean AUROC of made-up against real images by number of spatial components.
+
+    Args:
+        backbone: Network cut behind the candidate layer(s).
+        sized: The largest projection.
+        sizes: (c_proj, d_proj) to compare, within it.
+        train: Training images.
+        selection: Selection split of the validation images.
+        compute: Device, precision and batch size.
+        density: Kind of the density that reads z.
+        mixed: Whether mixed images are among those made up.
+        seed: Draws images.
+    """
+    step = feature_step(backbone, compute.precision)
+    chosen = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))[:TRAINING_IMAGES]
+    kept, of_batches = [], []
+    for features, batch in passes(train.subset(chosen), compute, "positions: features", step):
+        kept.append(batch.per_example(sized.largest(features)).cpu())
+        of_batches.append(batch.labels)
+    made = _made_up_features(sized.largest, step, train, selection, compute, mixed=mixed, seed=seed)
+    z, labels, classes = usable(torch.cat(kept), torch.cat(of_batches))
+    found = {}
+    for c_proj, d_proj in sizes:
+        columns = _columns(sized.largest, c_proj, d_proj)
+        fitted = fit_density(z[:, columns], labels, num_classes=classes, kind=density)
+        scores = {kind: -fitted(values[:, columns]).log_density for kind, values in made.items()}
+        found[d_proj] = statistics.mean(
+            auroc(scores[REAL], of_kind) for kind, of_kind in scores.items() if kind != REAL
+        )
+    return found
+
+
+def usable(
+    z: Float[Tensor, "n dim"], labels: Int[Tensor, " n"]
+) -> tuple[Float[Tensor, "m dim"], Int[Tensor, " m"], int]:
+    """The examples of classes that have at least two, their labels renumbered, and the number of these classes."""
+    enough = labels.bincount() >= 2
+    keep = enough[labels]
+    return z[keep], (enough.cumsum(0) - 1)[labels[keep]], int(enough.sum())
+
+
+def fewest_positions(found: Mapping[int, float]) -> int:
+    """The smallest number of spatial components within :data:`TOLERANCE` of the best."""
+    return min(d for d, value in found.items() if value >= max(found.values()) - TOLERANCE)
+
+
+@torch.inference_mode()
+def _made_up_features(
+    largest: Projection,
+    step: FeatureStep,
+    train: ImageDataset,
+    selection: ImageDataset,
+    compute: Compute,
+    *,
+    mixed: bool,
+    seed: int,
+) -> dict[str, Float[Tensor, "n dim"]]:
+    autocast = torch.autocast(compute.device.type, torch.bfloat16, enabled=compute.precision == "bf16")
+    parts: dict[str, list[Tensor]] = {}
+    for made in made_up_batches(selection, compute, "positions: made-up images", mixed=mixed, seed=seed):
+        for kind, images in made.items():
+            with autocast:
+                features = step(train.preprocess.standardise(images))
+            parts.setdefault(kind, []).append(largest(features).cpu())
+    return {kind: torch.cat(values) for kind, values in parts.items()}
+
+
+def _columns(largest: Projection, c_proj: int, d_proj: int) -> Tensor:
+    """Positions in z of the leading components, ``int64 (c_proj · d_proj,)``."""
+    grid = torch.arange(largest.c_proj * largest.d_proj).view(largest.c_proj, largest.d_proj)
+    return grid[:c_proj, :d_proj].flatten()

@@ -1,0 +1,45 @@
+"""What fitting a projection measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from psc_core.projection.fit.projection import SizedProjection
+from psc_core.projection.fit.ranks import RankChoice
+
+
+@dataclass(frozen=True)
+class ProjectionReport:
+    """The chosen sizes, and what they were chosen from."""
+
+    choice: RankChoice
+    scaled_nc1: float  # of the scaled, unprojected layer
+    scaled_nc4: float
+    nc1: Float[Tensor, "c_max d_max"]  # of every size, float64
+    nc4: Float[Tensor, "c_max d_max"]
+    note: str  # to how many positions the layers were reduced; empty when they were not
+    positions: tuple[tuple[int, float], ...] = ()  # spatial components and the density's mean AUROC on made-up images
+
+    @classmethod
+    def of(cls, choice: RankChoice, sized: SizedProjection, positions: Mapping[int, float]) -> ProjectionReport:
+        """That of a choice among the sizes of a projection."""
+        return cls(
+            choice, sized.scaled_nc1, sized.scaled_nc4, sized.nc1, sized.nc4, sized.note, tuple(positions.items())
+        )
+
+    def summary(self, raw_nc4: float) -> str:
+        """The choice beside the scaled and the raw layer, for the terminal."""
+        choice = self.choice
+        lines = [
+            f"projection {choice.c_proj} × {choice.d_proj}: NC1 {choice.nc1:.3f} (scaled layer "
+            f"{self.scaled_nc1:.3f}), NC4 {choice.nc4:.4f} (scaled layer {self.scaled_nc4:.4f}, raw {raw_nc4:.4f})"
+        ]
+        if self.positions:
+            found = ", ".join(f"{d} {value:.4f}" for d, value in self.positions)
+            lines.append(f"density on made-up images by spatial components (mean AUROC): {found}")
+        lines += [f"note: {text}" for text in (self.note, choice.warning) if text]
+        return "\n".join(lines)

@@ -1,0 +1,85 @@
+"""As many spatial components are kept as a density of z needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from psc_core import FitOptions, fit_projection, fit_psc, measure_collapse
+from psc_core.data.dataset import ImageDataset, split_validation
+from psc_core.errors import UsageError
+from psc_core.fitting.checkpoint import Checkpoint
+from psc_core.fitting.positions import fewest_positions, usable
+from psc_core.gates.fit import made_up
+from psc_core.metrics.ranking import auroc
+from psc_core.projection.fit.ranks import RankChoice
+
+OPTIONS = FitOptions(device="cpu")
+
+
+def test_fewest_within_the_tolerance_of_the_best() -> None:
+    assert fewest_positions({1: 0.90, 2: 0.948, 4: 0.95, 8: 0.93}) == 2
+    assert fewest_positions({1: 0.90}) == 1
+
+
+def test_more_positions_keep_what_the_choice_kept() -> None:
+    nc1, nc4 = torch.full((2, 6), 0.5).double(), torch.full((2, 6), 0.9).double()
+    nc1[1, 3] = 0.1
+    nc4[1] = torch.tensor([0.90, 0.91, 0.80, 0.92, 0.90, 0.895], dtype=torch.float64)
+    choice = RankChoice(2, 1, 0.5, 0.90, "warned")
+    found = choice.with_more_positions(nc1, nc4, epsilon=0.2)
+    assert found == [choice, replace(choice, d_proj=2, nc4=0.91), replace(choice, d_proj=6, nc4=0.895)]
+
+
+def test_classes_of_one_example_are_left_out() -> None:
+    z, labels, classes = usable(torch.arange(10.0).view(5, 2), torch.tensor([0, 3, 3, 1, 1]))
+    assert z[:, 0].tolist() == [2.0, 4.0, 6.0, 8.0] and labels.tolist() == [1, 1, 0, 0] and classes == 2
+
+
+def test_compared_density_is_the_one_that_is_fitted(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset
+) -> None:
+    candidate = measure_collapse(net, train, val, options=OPTIONS).candidate("4")
+    plain = fit_projection(net, candidate, train, val, c_proj=6, minimum_dim=1, options=OPTIONS)
+    kept = fit_projection(net, candidate, train, val, c_proj=6, minimum_dim=1, density="gda", options=OPTIONS)
+    assert plain.report.positions == () and len(kept.report.positions) > 1
+    found = dict(kept.report.positions)
+    assert next(iter(found)) == plain.projection.d_proj
+    assert kept.projection.d_proj == kept.report.choice.d_proj == fewest_positions(found)
+    selection = split_validation(val, OPTIONS.seed)[0]
+    made: dict[str, list[torch.Tensor]] = {}
+    for batch in made_up.made_up_batches(selection, OPTIONS.compute(), "", mixed=True, seed=OPTIONS.seed):
+        for kind, images in batch.items():
+            made.setdefault(kind, []).append(images)
+    for d_proj, expected in found.items():
+        sized = fit_projection(net, candidate, train, val, c_proj=6, d_proj=d_proj, options=OPTIONS)
+        psc = fit_psc(
+            net, candidate, sized, train, val, density="gda", head="duq", ood_score="density", options=OPTIONS
+        )
+        scores = {kind: psc.predict(torch.cat(images)).ood_score for kind, images in made.items()}
+        aurocs = [auroc(scores["real"], of_kind) for kind, of_kind in scores.items() if kind != "real"]
+        assert sum(aurocs) / len(aurocs) == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("more", [{"density": "pooled++"}, {"density": "gda", "d_proj": 2}, {}])
+def test_sizes_are_not_compared_where_nothing_depends_on_them(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, more: dict[str, object]
+) -> None:
+    candidate = measure_collapse(net, train, val, options=OPTIONS).candidate("4")
+    assert fit_projection(net, candidate, train, val, options=OPTIONS, **more).report.positions == ()  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="expected density to be one of gda"):
+        fit_projection(net, candidate, train, val, options=OPTIONS, density="kde")
+
+
+def test_checkpoint_keeps_what_was_compared(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, tmp_path: Path
+) -> None:
+    candidate = measure_collapse(net, train, val, options=OPTIONS).candidate("4")
+    fitted = fit_projection(net, candidate, train, val, c_proj=6, minimum_dim=1, density="gda", options=OPTIONS)
+    checkpoint = Checkpoint.open(tmp_path / "stages", {})
+    checkpoint.save_projection(fitted)
+    kept = checkpoint.load_projection()
+    assert kept is not None and kept.report.positions == fitted.report.positions != ()
