@@ -8,15 +8,14 @@ answer's parameters say which was used.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, Final
 
-import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from app.errors import UnknownModel, UnsupportedMedia
-from app.http.disconnect import has_disconnected
+from app.errors import UnsupportedMedia
 from app.http.uploads import parse, read_body
+from app.http.v2.inference import DATATYPES, find_model
+from app.http.v2.inference import infer as infer_images
 from app.http.v2.schemas import (
     GATES,
     HEADER,
@@ -32,16 +31,10 @@ from app.http.v2.schemas import (
     TensorMetadata,
     outputs_of,
 )
-from app.http.v2.tensors import Datatype, OutputTensor, build_response, images_of, parse_request
-from app.inference.decoder import EncodedImage
-from app.inference.request import Images
+from app.http.v2.tensors import build_response, parse_request
 from app.models.served import ServedModel
 from app.service import Service, service_of, service_to_predict
-from psc_core.model.decision import Decisions
-from psc_core.model.outputs import FloatArray, Outputs
 from psc_core.version import __version__
-
-_DATATYPES: Final[Mapping[str, Datatype]] = {"is_ood": "BOOL", "label": "BYTES", "class_index": "INT64"}
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -86,7 +79,7 @@ async def ready(request: Request, response: Response) -> ReadyDocument:
 @router.get("/models/{name}", response_model=ModelMetadata, responses=_METADATA_ERRORS, summary="Model metadata")
 async def model_metadata(request: Request, name: str) -> ModelMetadata:
     """Inputs and outputs of a model; the two inputs are alternatives."""
-    return _metadata(_served(service_to_predict(request), name, None))
+    return metadata_of(find_model(service_to_predict(request), name, None))
 
 
 @router.get(
@@ -97,7 +90,7 @@ async def model_metadata(request: Request, name: str) -> ModelMetadata:
 )
 async def version_metadata(request: Request, name: str, version: str) -> ModelMetadata:
     """As without a version; the version is the digest of the bundle in service."""
-    return _metadata(_served(service_to_predict(request), name, version))
+    return metadata_of(find_model(service_to_predict(request), name, version))
 
 
 @router.get(
@@ -108,7 +101,7 @@ async def version_metadata(request: Request, name: str, version: str) -> ModelMe
 )
 async def model_ready(request: Request, response: Response, name: str) -> ModelReadyDocument:
     """200 when the model answers; else 503."""
-    return _model_ready(service_of(request), response, name, None)
+    return model_readiness(service_of(request), response, name, None)
 
 
 @router.get(
@@ -119,7 +112,7 @@ async def model_ready(request: Request, response: Response, name: str) -> ModelR
 )
 async def version_ready(request: Request, response: Response, name: str, version: str) -> ModelReadyDocument:
     """As without a version."""
-    return _model_ready(service_of(request), response, name, version)
+    return model_readiness(service_of(request), response, name, version)
 
 
 @router.post("/models/{name}/infer", summary="Inference", **_INFER)
@@ -134,7 +127,8 @@ async def version_infer(request: Request, name: str, version: str) -> Response:
     return await _infer(request, name, version)
 
 
-def _metadata(served: ServedModel) -> ModelMetadata:
+def metadata_of(served: ServedModel) -> ModelMetadata:
+    """Inputs and outputs of a model; the two inputs are alternatives."""
     model, preprocess = served.model, served.model.preprocess
     pixels = [-1, preprocess.height, preprocess.width, preprocess.channels]
     return ModelMetadata(
@@ -148,7 +142,7 @@ def _metadata(served: ServedModel) -> ModelMetadata:
         outputs=[
             TensorMetadata(
                 name=name,
-                datatype=_DATATYPES.get(name, "FP32"),
+                datatype=DATATYPES.get(name, "FP32"),
                 shape=[-1, *({"probabilities": [len(model.classes)], GATES: [len(model.gates)]}.get(name, []))],
             )
             for name in outputs_of(model.gates)
@@ -156,14 +150,15 @@ def _metadata(served: ServedModel) -> ModelMetadata:
     )
 
 
-def _model_ready(service: Service, response: Response, name: str, version: str | None) -> ModelReadyDocument:
+def model_readiness(service: Service, response: Response, name: str, version: str | None) -> ModelReadyDocument:
+    """Whether a model answers; ``response`` gets the status that says so."""
     registry = service.registry
     reasons = service.reasons()
     if name not in registry.names:
         registry.get(name)
     is_loaded = name not in reasons and name not in registry.unloaded
     if version is not None and is_loaded:
-        _served(service, name, version)
+        find_model(service, name, version)
     is_ready = is_loaded and "service" not in reasons
     response.status_code = 200 if is_ready else 503
     return ModelReadyDocument(name=name, ready=is_ready)
@@ -171,51 +166,18 @@ def _model_ready(service: Service, response: Response, name: str, version: str |
 
 async def _infer(request: Request, name: str, version: str | None) -> Response:
     service = service_to_predict(request)
-    settings = service.settings
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise UnsupportedMedia(f"expected a body that is not compressed, got {encoding!r}; send it as it is")
-    served = _served(service, name, version)
-    served.engine.check_room()
-    body = await read_body(request, settings.upload_seconds)
+    find_model(service, name, version).engine.check_room()
+    body = await read_body(request, service.settings.upload_seconds)
     wanted, binary = await parse(body, parse_request, body, request.headers.get(HEADER))
-    images: Images | list[bytes] | None = None
-    while images is None or served is not _served(service, name, version):  # A reload may swap it at every await.
-        served = _served(service, name, version)
-        size, limit = served.model.preprocess.shape, settings.max_images_per_request
-        images = await parse(body, partial(images_of, wanted.inputs[0], binary, size, max_images=limit))
-    thresholds = served.thresholds_with(alpha=wanted.parameters.alpha)
-    outputs, decisions, _ = await served.predict(
-        images if isinstance(images, np.ndarray) else [EncodedImage(data) for data in images],
-        thresholds,
-        disconnected=partial(has_disconnected, request.receive),
-    )
-    outputs_as_binary = wanted.binary_outputs(outputs_of(served.model.gates))
-    head: dict[str, Any] = {"model_name": served.name, "model_version": served.model.version}
-    head["parameters"] = {"alpha": thresholds.policy.alpha}
+    answer = await infer_images(service, name, version, wanted, binary, body, request.receive)
+    head: dict[str, Any] = {"model_name": answer.served.name, "model_version": answer.served.model.version}
+    head["parameters"] = {"alpha": answer.alpha}
     if wanted.id is not None:
         head["id"] = wanted.id
-    tensors = [_output(output, outputs, decisions, served.model.classes) for output in outputs_as_binary]
-    document, length = build_response(head, tensors, outputs_as_binary)
+    document, length = build_response(head, answer.tensors, answer.as_binary)
     if length is None:
         return Response(document, media_type="application/json")
     return Response(document, media_type="application/octet-stream", headers={HEADER: str(length)})
-
-
-def _output(name: str, outputs: Outputs[FloatArray], decisions: Decisions, classes: tuple[str, ...]) -> OutputTensor:
-    if name == "label":
-        labels = [classes[k] for k in decisions.class_index.tolist()]
-        return OutputTensor(name, "BYTES", (len(labels),), labels)
-    if name == GATES:
-        return OutputTensor(name, "FP32", outputs.gate_p_values.shape, outputs.gate_p_values)
-    values: Any = getattr(decisions, name, None)
-    if values is None:
-        values = outputs.probabilities if name == "probabilities" else outputs[name]
-    return OutputTensor(name, _DATATYPES.get(name, "FP32"), values.shape, values)
-
-
-def _served(service: Service, name: str, version: str | None) -> ServedModel:
-    served = service.registry.get(name)
-    if version is not None and version != served.model.version:
-        raise UnknownModel(f"model {name!r} has the version {served.model.version!r}, not {version!r}; see /v2")
-    return served

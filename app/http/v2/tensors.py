@@ -64,17 +64,27 @@ def parse_request(body: bytes, header_length: str | None) -> tuple[InferRequest,
     length = _header_length(header_length, len(body))
     text, binary = memoryview(body)[:length], memoryview(body)[length:]
     try:
-        request = InferRequest.model_validate(orjson.loads(text))
+        request = request_of(orjson.loads(text))
     except orjson.JSONDecodeError as error:
         raise MalformedRequest(f"the body is not JSON: {error.msg} at byte {error.pos}") from error
-    except ValidationError as error:
-        raise MalformedRequest(f"request: {fault(error.errors()[0])}") from error
     size = request.inputs[0].parameters.binary_data_size
     if len(binary) != (size or 0):
         raise MalformedRequest(
             f"expected {size or 0} bytes of binary data, got {len(binary)}; check binary_data_size and {HEADER}"
         )
     return request, None if size is None else binary
+
+
+def request_of(document: Any) -> InferRequest:
+    """Check the members of a request.
+
+    Raises:
+        MalformedRequest: They do not follow the protocol.
+    """
+    try:
+        return InferRequest.model_validate(document)
+    except ValidationError as error:
+        raise MalformedRequest(f"request: {fault(error.errors()[0])}") from error
 
 
 def images_of(
@@ -125,7 +135,7 @@ def build_response(
     for tensor in tensors:
         output: dict[str, Any] = {"name": tensor.name, "shape": tensor.shape, "datatype": tensor.datatype}
         if wanted_binary[tensor.name]:
-            buffers.append(_to_binary(tensor))
+            buffers.append(to_binary(tensor))
             output["parameters"] = {"binary_data_size": len(buffers[-1])}
         else:
             values = tensor.values
@@ -135,7 +145,8 @@ def build_response(
     return (b"".join((document, *buffers)), len(document)) if buffers else (document, None)
 
 
-def _to_binary(tensor: OutputTensor) -> bytes:
+def to_binary(tensor: OutputTensor) -> bytes:
+    """The values, as the binary tensor extension and gRPC's raw contents carry them."""
     if isinstance(tensor.values, np.ndarray):
         return np.ascontiguousarray(tensor.values, dtype=_DTYPES[tensor.datatype]).tobytes()
     encoded = [value.encode() for value in tensor.values]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import struct
@@ -13,15 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from app.http.v2 import routes
 from app.http.v2.schemas import GATES, HEADER, OUTPUTS, ErrorDocument, InferResponse, ModelMetadata
-from app.http.v2.tensors import parse_request
 from psc_core.images.preprocess import Preprocess
 from psc_core.model.outputs import Outputs
 from psc_core.prediction import SCORES
 from tests.app.fakes import CLASSES, POISON, FakeModel, FakePipelineWithGates, outputs_of, pixels, png
 from tests.app.live import live_server
-from tests.app.support import Running, running, serve_next
+from tests.app.support import Running, running
 
 pytestmark = pytest.mark.anyio
 
@@ -181,28 +178,6 @@ async def test_binary_input_and_output(service: Running) -> None:
     assert is_ood["parameters"] == {"binary_data_size": 2}
     texts = struct.pack("<I", 4) + b"dark" + struct.pack("<I", 6) + b"bright"
     assert response.content[length:] == texts + b"\0\0"
-
-
-@pytest.mark.parametrize("kind", ["raw", "encoded"])
-async def test_reload_while_the_body_is_parsed(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    colour = {"preprocess": Preprocess("RGB", 8, 8, None, (0.5,) * 3, (0.5,) * 3)} if kind == "encoded" else {}
-    async with running(admin_keys="root") as app:
-        serve_next(app, FakeModel("v2", **colour))
-        parse = routes.parse
-
-        async def reload_meanwhile(body: bytes, work: Any, *arguments: Any) -> Any:
-            found = await parse(body, work, *arguments)
-            if app.service.registry.get().model.version == "v1" and work is not parse_request:
-                response = await app.client.post("/admin/reload", headers={"x-api-key": "root"})
-                assert response.status_code == 200
-                await asyncio.sleep(0.05)  # The old engine admits nothing any more.
-            return found
-
-        monkeypatch.setattr(routes, "parse", reload_meanwhile)
-        files = [base64.b64encode(png(200)).decode()]
-        encoded = {"name": "encoded_images", "shape": [1], "datatype": "BYTES", "data": files}
-        document = await infer(app, {"inputs": [encoded if kind == "encoded" else GOOD]})
-        assert document["model_version"] == "v2"
 
 
 async def test_alpha_of_a_request(service: Running) -> None:
