@@ -106,6 +106,8 @@ def run(arguments: Sequence[str]) -> int:
             raise UsageError(f"bundle {name}: there is no {path / 'manifest.json'}; make a bundle with psc-fit")
     _check_tls(settings.tls_certificate, settings.tls_key)
     listener = _listen(settings.host, settings.port)
+    if settings.grpc_port is not None:
+        _listen(settings.host, settings.grpc_port).close()  # Each worker binds it when its models are loaded.
     scheme = "http" if settings.tls_certificate is None else "https"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     logger.info("listening on %s://%s:%d", scheme, host, listener.getsockname()[1])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from app.auth import ApiKeys
+from app.grpc import check_installed
 from app.http import problems
 from app.http.middleware import spans
 from app.http.middleware.draining import Draining
@@ -67,7 +68,8 @@ def create_app(
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         with runtime.running(service):
             await service.start(wait_until_ready=runtime.starts_ready or settings.workers > 1)
-            yield
+            async with _serving_grpc(app, service):
+                yield
             await service.close()
 
     app = Application(
@@ -82,6 +84,11 @@ def create_app(
     app.state.service = service
     for routes in (predict, health, metrics, model, admin, v2, repository):
         app.include_router(routes.router)
+    if settings.grpc_port is not None:
+        check_installed()
+        from app.grpc import methods
+
+        app.include_router(methods.router)
     if settings.page:
         page.add_to(app)
     _add_middleware(app, service)
@@ -97,6 +104,16 @@ def check(settings: Settings) -> None:
     ApiKeys.from_settings(settings)
     if settings.otel:
         spans.check_installed()
+    if settings.grpc_port is not None:
+        check_installed()
+
+
+def _serving_grpc(app: FastAPI, service: Service) -> AbstractAsyncContextManager[None]:
+    if service.settings.grpc_port is None:
+        return nullcontext()
+    from app.grpc.server import serving
+
+    return serving(app, service)
 
 
 def _add_middleware(app: FastAPI, service: Service) -> None:

@@ -115,13 +115,17 @@ class Service:
             self._drained_by = asyncio.get_running_loop().time() + self.settings.drain_seconds
             logger.info("draining", extra={"inflight": self.inflight})
 
+    def drain_seconds_left(self) -> float:
+        """How much of ``drain_seconds`` is left since draining began."""
+        return max(0.0, self._drained_by - asyncio.get_running_loop().time())
+
     async def close(self) -> None:
         """Finish what was admitted and end all threads."""
         self.begin_drain()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.registry.close(within_s=max(0.0, self._drained_by - asyncio.get_running_loop().time()))
+        await self.registry.close(within_s=self.drain_seconds_left())
 
     async def reload(self, name: str | None) -> list[tuple[str, str, str]]:
         """Reload one bundle or all for a request and tell the host; see :meth:`.Registry.reload`."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, Self, get_args
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from app.settings_sources import ENV_PREFIX, Keys, Texts, check_environment, read_config
@@ -45,6 +45,12 @@ class Settings(BaseSettings):
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
+    grpc_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="Port on which the v2 protocol is also served by gRPC (extra `psc[grpc]`); unset: not at all.",
+    )
     workers: int = Field(default=1, ge=1, le=1024, description="Processes, each with its own copy of the models.")
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="`auto`, `cpu`, `cuda` or `cuda:N`."
@@ -167,11 +173,12 @@ class Settings(BaseSettings):
         description="Monitors that share the bound: each start and reload of each process begins one per model.",
     )
 
-    @field_validator("port", mode="before")
+    @field_validator("port", "grpc_port", mode="before")
     @classmethod
-    def _ignore_service_link(cls, value: object) -> object:
-        """Kubernetes sets PSC_PORT=tcp://… for a service named psc."""
-        return cls.model_fields["port"].default if isinstance(value, str) and "://" in value else value
+    def _ignore_service_link(cls, value: object, field: ValidationInfo) -> object:
+        """Kubernetes sets PSC_PORT=tcp://… for a service named psc, PSC_GRPC_PORT for one named psc-grpc."""
+        is_link = isinstance(value, str) and "://" in value
+        return cls.model_fields[str(field.field_name)].default if is_link else value
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -190,6 +197,8 @@ class Settings(BaseSettings):
         for host in self.allowed_hosts:
             if "*" in host.removeprefix("*.") and host != "*":
                 raise ValueError(f"expected allowed_hosts like example.org or *.example.org, got {host!r}")
+        if self.grpc_port is not None and self.grpc_port == self.port:
+            raise ValueError(f"expected grpc_port other than port, got {self.port} for both; choose another")
         names = [name for name, _ in self.named_bundles]
         for name in names:
             if _NAME.fullmatch(name) is None:

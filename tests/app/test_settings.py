@@ -93,9 +93,8 @@ def test_ignores_variables_that_kubernetes_makes(environment: Environment) -> No
         "PORT": "tcp://10.0.0.1:8000",
     }
     made |= {"PORT_8000_TCP": "tcp://10.0.0.1:8000", "PORT_8000_TCP_PROTO": "tcp", "PORT_8000_TCP_ADDR": "10.0.0.1"}
-    environment(
-        {f"{prefix}_{name}": value for prefix in ("PSC", "PSC_DIGITS_PREDICTOR") for name, value in made.items()}
-    )
+    services = ("PSC", "PSC_GRPC", "PSC_DIGITS_PREDICTOR")
+    environment({f"{service}_{name}": value for service in services for name, value in made.items()})
     assert load_settings() == default
 
 

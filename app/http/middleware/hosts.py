@@ -1,4 +1,4 @@
-"""The host allow-list, without probes: an orchestrator names an address, not a host."""
+"""The host allow-list, without probes, which name an address, and gRPC, which no page in a browser can speak."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from app.http.middleware.probes import is_probe
 
 
 class HostAllowList(TrustedHostMiddleware):
-    """Starlette's allow-list for every path but those of probes."""
+    """Starlette's allow-list for every request but probes and calls of gRPC."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and is_probe(scope["path"]):
+        if scope["type"] == "http" and (scope.get("scheme") == "grpc" or is_probe(scope["path"])):
             await self.app(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)

@@ -1,0 +1,123 @@
+"""The methods as routes whose bodies are the protocol's messages.
+
+What a route of REST answers with a document, :data:`_DOCUMENTS` asks that route for; images go where those of REST
+go, :func:`app.http.v2.inference.infer`.  Errors are exceptions, as everywhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from fastapi import APIRouter, Request, Response
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message import DecodeError
+from pydantic import BaseModel
+
+from app.errors import MalformedRequest
+from app.grpc.messages import METHODS, PREFIX
+from app.http.uploads import parse, read_body
+from app.http.v2 import repository
+from app.http.v2 import routes as v2
+from app.http.v2.inference import find_model, infer
+from app.http.v2.schemas import InferRequest
+from app.http.v2.tensors import request_of, to_binary
+from app.service import service_of, service_to_predict
+
+_PUBLIC: Final = frozenset({"ServerLive", "ServerReady", "ModelReady", "ServerMetadata"})
+"""What REST answers without a key."""
+
+
+async def _read(request: Request, method: str) -> tuple[Any, bytes]:
+    """The message of a request, and its bytes."""
+    if method not in _PUBLIC:
+        service_to_predict(request)  # Before anything is read.
+    body = await read_body(request, service_of(request).settings.upload_seconds)
+    try:
+        return await parse(body, METHODS[method][0].FromString, body), body
+    except DecodeError as error:
+        raise MalformedRequest(f"the message is not a {METHODS[method][0].DESCRIPTOR.name}") from error
+
+
+async def _infer(request: Request) -> Response:
+    message, body = await _read(request, "ModelInfer")
+    service, name, version = service_of(request), message.model_name, message.model_version or None
+    find_model(service, name, version).engine.check_room()
+    wanted, binary = await parse(body, _tensor_of, message)
+    answer = await infer(service, name, version, wanted, binary, body, request.receive)
+    model = answer.served
+    response = METHODS["ModelInfer"][1](model_name=model.name, model_version=model.model.version, id=message.id)
+    response.parameters["alpha"].double_param = answer.alpha
+    for tensor in answer.tensors:
+        response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        response.raw_output_contents.append(to_binary(tensor))
+    return Response(response.SerializeToString())
+
+
+def _tensor_of(message: Any) -> tuple[InferRequest, memoryview]:
+    """The request as REST knows it, and the binary data of its input."""
+    raw = message.raw_input_contents
+    if raw and (len(raw) != len(message.inputs) or any(each.HasField("contents") for each in message.inputs)):
+        raise MalformedRequest("give raw_input_contents for each input and no contents, or contents for each input")
+    data = raw or [_from_contents(each) for each in message.inputs]
+    inputs = [
+        {"name": each.name, "datatype": each.datatype, "shape": list(each.shape), "parameters": _parameters(each)}
+        for each in message.inputs
+    ]
+    for each, content in zip(inputs, data, strict=True):
+        each["parameters"]["binary_data_size"] = len(content)
+    outputs = [{"name": each.name, "parameters": _parameters(each)} for each in message.outputs]
+    document = {"parameters": _parameters(message), "inputs": inputs, "outputs": outputs}
+    return request_of(document), memoryview(data[0])
+
+
+def _parameters(message: Any) -> dict[str, Any]:
+    chosen = {name: each.WhichOneof("parameter_choice") for name, each in message.parameters.items()}
+    return {name: choice and getattr(message.parameters[name], choice) for name, choice in chosen.items()}
+
+
+def _from_contents(tensor: Any) -> bytes:
+    """Typed contents as the binary data of the tensor."""
+    if tensor.datatype == "BYTES":
+        return b"".join(len(each).to_bytes(4, "little") + each for each in tensor.contents.bytes_contents)
+    try:
+        return bytes(tensor.contents.uint_contents)
+    except ValueError as error:
+        raise MalformedRequest(f"input {tensor.name!r}: expected whole numbers from 0 to 255") from error
+
+
+async def _index(request: Request, message: Any) -> dict[str, Any]:
+    models = await repository.index(request)
+    return {"models": [each.model_dump() for each in models if each.state == "READY" or not message.ready]}
+
+
+_DOCUMENTS: Final[Mapping[str, Callable[[Request, Any], Any]]] = {
+    "ServerLive": lambda request, message: v2.live(),
+    "ServerReady": lambda request, message: v2.ready(request, Response()),
+    "ServerMetadata": lambda request, message: v2.server_metadata(),
+    "ModelReady": lambda request, message: v2.model_readiness(
+        service_of(request), Response(), message.name, message.version or None
+    ),
+    "ModelMetadata": lambda request, message: v2.metadata_of(
+        find_model(service_of(request), message.name, message.version or None)
+    ),
+    "RepositoryIndex": _index,
+    "RepositoryModelLoad": lambda request, message: repository.load(request, message.model_name),
+    "RepositoryModelUnload": lambda request, message: repository.unload(request, message.model_name),
+}
+
+
+async def _answer(request: Request) -> Response:
+    """Any method but ``ModelInfer``."""
+    method = request.scope["path"].removeprefix(PREFIX)
+    message, _ = await _read(request, method)
+    found = _DOCUMENTS[method](request, message)
+    document = await found if inspect.isawaitable(found) else found
+    members = document.model_dump() if isinstance(document, BaseModel) else document
+    return Response(ParseDict(members, METHODS[method][1](), ignore_unknown_fields=True).SerializeToString())
+
+
+router = APIRouter(include_in_schema=False)
+for _method in METHODS:
+    router.add_api_route(PREFIX + _method, _infer if _method == "ModelInfer" else _answer, methods=["POST"])

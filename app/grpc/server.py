@@ -1,0 +1,129 @@
+"""gRPC in front of the application: each call is a POST to the path of its method, with the message as the body.
+
+So limits, keys, metrics, traces and errors are those of every other request.  :data:`app.http.problems.GRPC_CODES`
+gives the code of an error; ``retry-after`` and ``traceresponse`` go as trailing metadata.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Final
+
+import grpc
+import orjson
+from starlette.types import ASGIApp, Message
+
+from app.grpc.messages import METHODS, PREFIX
+from app.http.problems import GRPC_CODES
+from app.service import Service
+from psc_core.errors import UsageError
+
+_PASSED_ON: Final = frozenset({"authorization", "x-api-key", "traceparent", "tracestate"})
+"""Metadata of a call that are headers of its request."""
+
+logger = logging.getLogger("psc.grpc")
+
+
+@asynccontextmanager
+async def serving(app: ASGIApp, service: Service) -> AsyncIterator[None]:
+    """Answer calls, and at the end those that were accepted, in the time that draining leaves.
+
+    Raises:
+        UsageError: The port is taken.
+    """
+    settings = service.settings
+    server = grpc.aio.server(
+        handlers=[_Calls(app, service)],
+        options=[
+            ("grpc.max_receive_message_length", settings.max_body_bytes),
+            ("grpc.max_connection_idle_ms", 1000 * settings.keep_alive_seconds),
+            ("grpc.so_reuseport", int(settings.workers > 1)),
+        ],
+    )
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    address = f"{host}:{settings.grpc_port}"
+    try:
+        if settings.tls_certificate is None or settings.tls_key is None:
+            server.add_insecure_port(address)
+        else:
+            pair = settings.tls_key.read_bytes(), settings.tls_certificate.read_bytes()
+            server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+    except RuntimeError as error:
+        raise UsageError(f"cannot listen on {address} for gRPC; free it or choose another") from error
+    await server.start()
+    logger.info("gRPC on %s", address)
+    try:
+        yield
+    finally:
+        service.begin_drain()
+        await server.stop(service.drain_seconds_left())
+
+
+class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """The methods of the protocol.
+
+    A unary request is taken as a stream of one: its message is read only when the application asks for it, and no
+    more arrive at once than may be held in memory.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, limits = app, service.settings
+        self._arriving = asyncio.Semaphore(max(1, limits.max_buffered_bytes // limits.max_body_bytes))
+        self._answers: set[asyncio.Task[None]] = set()
+
+    def service(self, details: Any) -> Any:
+        """The handler of a call; none for methods that are not of the protocol."""
+        is_known = details.method.removeprefix(PREFIX) in METHODS
+        return grpc.stream_unary_rpc_method_handler(partial(self._call, details.method)) if is_known else None
+
+    async def _call(self, path: str, messages: AsyncIterator[bytes], context: Any) -> bytes:
+        has_read, has_left = False, asyncio.Event()
+        start, body = dict[str, Any](), bytearray()
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "2",
+            "method": "POST",
+            "scheme": "grpc",
+            "path": path,
+            "query_string": b"",
+            "headers": [(k.encode(), v.encode()) for k, v in context.invocation_metadata() if k in _PASSED_ON],
+            "client": (context.peer(), 0),
+        }
+
+        async def receive() -> Message:
+            nonlocal has_read
+            if has_read:
+                await has_left.wait()
+            else:
+                has_read = True
+                async with self._arriving:
+                    async for message in messages:
+                        return {"type": "http.request", "body": message}
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            start.update(message if message["type"] == "http.response.start" else {})
+            body.extend(message.get("body", b""))
+
+        answer = asyncio.ensure_future(self._app(scope, receive, send))
+        self._answers.add(answer)
+        answer.add_done_callback(self._answers.discard)
+        try:
+            await asyncio.shield(answer)
+        except asyncio.CancelledError:  # The client has left, or its deadline has passed: as when HTTP's disconnects.
+            has_left.set()
+            raise
+        except Exception:
+            logger.exception("a call failed")
+            body.clear()
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in start.get("headers", ())]
+        context.set_trailing_metadata([each for each in headers if each[0] in ("retry-after", "traceresponse")])
+        if (status := start.get("status", 500)) >= 400:
+            detail = orjson.loads(body)["detail"] if body else "internal error; see the log"
+            await context.abort(grpc.StatusCode[GRPC_CODES.get(status, "UNKNOWN")], detail)
+        return bytes(body)
