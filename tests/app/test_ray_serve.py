@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -133,7 +137,7 @@ class Cluster:
         (deployment,) = app["deployments"]
         app["runtime_env"]["env_vars"]["PROMETHEUS_MULTIPROC_DIR"] = str(self.folder / ("fake" if fake else "shipped"))
         app["args"] |= {"bundle": f"m={SHIPPED_BUNDLE}", "metrics_port": self.metrics_port, "threads": 1}
-        app["args"] |= {"device": "cpu"}
+        app["args"] |= {"device": "cpu", "backend": "folded"}  # As serve_shipped.
         if fake:
             app["import_path"] = "tests.app.ray_fake:build"
             app["args"]["state"] = str(self.folder)
@@ -192,6 +196,53 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:::ray.*", "ignore::ResourceWarning", "ignore::DeprecationWarning")
+
+
+@pytest.mark.slow
+def test_serve_run_answers_the_examples() -> None:
+    """As docs/deploy.md says, in a Ray that the command starts; on other ports."""
+    serve_run = shutil.which("serve", path=str(Path(sys.executable).parent))
+    if serve_run is None:
+        pytest.skip("Ray Serve is not installed")
+    files = [path.read_bytes() for path in EXAMPLES]
+    with serve_shipped("--threads=1") as url:
+        expected = [httpx.post(url + "/predict", content=f, headers=PNG).json()["predictions"] for f in files]
+    with tempfile.TemporaryDirectory(prefix="psc-ray-", ignore_cleanup_errors=True) as folder:  # A short path: sockets.
+        cluster = Cluster(Path(folder))
+        config = yaml.safe_load(CONFIG.read_text())
+        config["http_options"]["port"] = cluster.port
+        (app,) = config["applications"]
+        app["args"] |= {"metrics_port": cluster.metrics_port, "backend": "folded", "threads": 1}
+        app["runtime_env"]["env_vars"]["PROMETHEUS_MULTIPROC_DIR"] = f"{folder}/metrics"
+        file = Path(folder) / "serve.yaml"
+        file.write_text(yaml.safe_dump(config))
+        environment = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+        command = subprocess.Popen(
+            [serve_run, "run", str(file)],
+            cwd=ROOT,
+            env=os.environ | environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+        def is_ready() -> bool:
+            assert command.poll() is None
+            with contextlib.suppress(httpx.TransportError):
+                return httpx.get(cluster.url + "/readyz", timeout=GUARD_SECONDS).status_code == 200
+            return False
+
+        try:
+            wait(is_ready)
+            assert [cluster.answer(each)["predictions"] for each in files] == expected
+            assert cluster.counted().total() == len(files)
+            command.send_signal(signal.SIGINT)
+            command.wait(GUARD_SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(command.pid, signal.SIGKILL)
+            command.wait()
+            wait(lambda: not replica_processes())
 
 
 @pytest.mark.slow
