@@ -167,6 +167,32 @@ def test_compose_gives_grafana_the_dashboard_and_its_data() -> None:
     assert not re.search(r":latest$|^[^:]+$", grafana["image"])
 
 
+def same(value: Any, known: Any) -> bool:
+    """Whether a document keeps all that it says when it has passed through models."""
+    if isinstance(value, dict):
+        return all(name in known and same(each, known[name]) for name, each in value.items())
+    if isinstance(value, list):
+        return len(value) == len(known) and all(map(same, value, known))
+    return bool(value == known)
+
+
+def test_grafanas_own_models_know_every_field_of_the_dashboard() -> None:
+    pytest.importorskip("grafana_foundation_sdk", reason="Grafana's Foundation SDK is not installed")
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    register_default_plugins()
+
+    def through_models(document: Any) -> Any:
+        return json.loads(JSONEncoder().encode(Dashboard.from_json(document)))
+
+    document = json.loads((DEPLOY / "grafana/dashboards/psc.json").read_text(encoding="utf-8"))
+    assert same(document, through_models(document))
+    document["panels"][0]["fieldConfig"] = {"defaults": {"units": "s"}}
+    assert not same(document, through_models(document))
+
+
 def test_prometheus_scrapes_what_compose_names() -> None:
     services = load("docker-compose.yml")["services"]
     (job,) = load("deploy/prometheus.yml")["scrape_configs"]
