@@ -68,16 +68,18 @@ def check_own_output(backbone: Backbone, train: ImageDataset, compute: Compute) 
 
 
 def own_accuracy(net: nn.Module, data: ImageDataset, compute: Compute, seed: int) -> float | None:
-    """Fraction of random images that the network itself gives one of their labels; None without an output for each.
+    """Accuracy of the network itself on random images; None if it does not have one output for each class.
 
-    A first look that a person can compare with what he knows: images that are resized, cropped or standardised
-    otherwise than in training lower it, and nothing else shows that.
+    Of an image with several labels, the fraction that is predicted counts.  A first look that a person can compare with
+    what is known of the network: images that are resized, cropped or standardised otherwise than in training lower it,
+    and nothing else shows that.
     """
     chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:OWN_IMAGES]
-    correct = 0
+    correct = 0.0
     for logits, batch in passes(data.subset(chosen), compute, f"the network on {data.name}", net.to(compute.device)):
         if logits.shape[1:] != (len(data.classes),):
             return None
         hits = logits.argmax(1).cpu()[batch.image_index] == batch.labels
-        correct += int(torch.zeros(len(batch.images)).index_fill_(0, batch.image_index[hits], 1.0).sum())
+        labels_of_image = batch.image_index.bincount()[batch.image_index]
+        correct += float((hits / labels_of_image).sum())
     return correct / len(chosen)
