@@ -9,7 +9,7 @@ CPU    ?=
 PIP    := $(BIN)/pip install --disable-pip-version-check --constraint requirements.lock \
           $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 
-.PHONY: serve test test-quick check lint types layers nightly gpu bench bench-more paper clean
+.PHONY: serve test test-quick check lint types layers docs nightly gpu bench bench-more paper clean
 
 serve: $(VENV)/.serve           ## set up everything and serve the shipped bundle on http://127.0.0.1:8000
 	$(BIN)/psc-serve --bundle $(BUNDLE) --port $(PORT)
@@ -34,6 +34,9 @@ types: $(VENV)/.dev
 
 layers: $(VENV)/.dev
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.dev              ## the documentation site, in site/
+	$(BIN)/mkdocs build
 
 nightly: $(VENV)/.dev           ## the slow tests too, with random examples
 	$(BIN)/pytest -m "not gpu" --hypothesis-profile nightly

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -98,3 +99,14 @@ def test_generated_tables_are_up_to_date(table: str, document: str) -> None:
     lines = printed.splitlines()
     assert len(set(lines)) == len(lines)
     assert printed.strip() in (ROOT / "docs" / document).read_text(), f"{table}: put this into docs/{document}"
+
+
+def test_documentation_site_builds_without_outside_hosts(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+    assert built.returncode == 0, built.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert {page.parent.name for page in pages} >= {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    loaded = r'<(?:script|img|link)\b[^>]*\b(?:src|href)="(https?://[^"]+)"'
+    assert [found for page in pages for found in re.findall(loaded, page.read_text())] == []
