@@ -20,6 +20,7 @@ from psc_core.collapse.report import CollapseReport
 from psc_core.collapse.tables import to_csv, to_text
 from psc_core.compute.device import resolve_device
 from psc_core.compute.distributed import Reducer
+from psc_core.data.cache import cached
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.density import DENSITIES
@@ -120,6 +121,8 @@ def parser() -> argparse.ArgumentParser:
     budget = FitSettings.max_memory
     text = f"budget of one stage's statistics (default: {budget >> 30}G)"
     run.add_argument("--max-memory", type=flags.byte_count, default=budget, metavar="SIZE", help=text)
+    text = "where decoded images are kept until the end, or off to decode them in every pass (default: the system's)"
+    run.add_argument("--cache", metavar="DIR|off", help=text)
     run.add_argument("--distributed", action="store_true", help="be one of the processes that torchrun started")
     run.add_argument("--fresh", action="store_true", help="ignore the checkpoint of an interrupted run")
     text = "splits the validation images and seeds the head (default: 0)"
@@ -161,6 +164,9 @@ def fit(args: argparse.Namespace) -> None:
     checkpoint = Checkpoint.open(folder, job_of(provenance, train, device.type), reducer, fresh=args.fresh)
     if reducer.rank == 0:
         print(first_look(net, train, val, options), flush=True)
+    if args.cache != "off":
+        folder = Path(args.cache) if args.cache else None
+        train, val = (cached(data, folder, processes=reducer.world) for data in (train, val))
     report, psc = run_stages(settings, net, train, val, name, provenance, checkpoint, options)
     if reducer.rank > 0:
         return

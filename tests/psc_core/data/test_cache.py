@@ -1,0 +1,94 @@
+"""Each image is decoded once, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from psc_core.data import cache
+from psc_core.data.cache import cached
+from psc_core.data.dataset import ImageDataset, split_validation
+from psc_core.data.sources import FileSource
+from psc_core.data.spec import open_dataset
+from psc_core.errors import UsageError
+from psc_core.images.preprocess import PRESETS
+
+PREPROCESS = replace(PRESETS["cifar10"], height=8, width=8)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> ImageDataset:
+    noise = np.random.default_rng(0)
+    for index in range(10):
+        file = tmp_path / "images" / f"class{index % 2}" / f"{index}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise.integers(0, 256, (12, 9, 3)).astype(np.uint8)).save(file)
+    return open_dataset(str(tmp_path / "images"), split="train", preprocess=PREPROCESS)
+
+
+def pixels(data: ImageDataset) -> torch.Tensor:
+    return torch.cat([batch.images for batch in data.batches(4)])
+
+
+def test_decodes_once_for_all_passes_and_parts(folder: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Counter[int]()
+    decode = FileSource.read
+
+    def counted(source: FileSource, index: int, preprocess: object) -> object:
+        reads[index] += 1
+        return decode(source, index, preprocess)  # type: ignore[arg-type]
+
+    expected = pixels(folder)
+    monkeypatch.setattr(FileSource, "read", counted)
+    kept = cached(folder)
+    first, second = split_validation(kept)
+    for data, wanted in ((kept, expected), (kept, expected), (first, pixels(first)), (second, pixels(second))):
+        assert torch.equal(pixels(data), wanted)
+    assert set(reads.values()) == {1} and len(reads) == len(folder)
+    assert kept.digest() == folder.digest()
+    other = replace(kept, preprocess=replace(PREPROCESS, height=4, width=4))
+    assert pixels(other).shape == (10, 3, 4, 4)
+
+
+def test_leaves_no_file(folder: ImageDataset, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    kept = cached(folder, scratch)
+    pixels(kept)
+    assert list(scratch.iterdir()) == []
+    del kept
+    gc.collect()
+
+
+def test_keeps_nothing_where_it_does_not_fit(folder: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = len(folder) * 3 * 8 * 8
+    for free, processes, fits in ((2 * size, 1, True), (2 * size - 1, 1, False), (2 * size, 2, False)):
+        monkeypatch.setattr(cache.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        assert (cached(folder, processes=processes) is not folder) == fits
+
+
+def test_a_full_disk_is_an_error_only_where_the_folder_was_asked_for(
+    folder: ImageDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.os, "posix_fallocate", full)
+    assert cached(folder) is folder
+    with pytest.raises(UsageError, match="No space left on device; choose another --cache, or off"):
+        cached(folder, tmp_path)
+    with pytest.raises(UsageError, match="No such file or directory"):
+        cached(folder, tmp_path / "nowhere")
+
+
+def test_arrays_of_the_right_size_are_read_as_they_are(data_root: Path) -> None:
+    digits = open_dataset(f"mnist:{data_root}", split="train", preprocess=PRESETS["mnist"])
+    assert cached(digits) is digits
