@@ -13,8 +13,8 @@ from benchmarks.runs import RESULTS, Json, where, write_section
 PARTS = ("standardise", "backbone", "projection", "density", "head", "pack")
 
 
-def write_report(results: Path = RESULTS) -> None:
-    """Rewrite the section from the results of all devices."""
+def section(results: Path) -> str:
+    """The text of the results of all devices."""
     reports = {
         kind: json.loads(file.read_text())
         for kind in ("cpu", "cuda")
@@ -22,7 +22,12 @@ def write_report(results: Path = RESULTS) -> None:
     }
     missing = ["Not measured on a GPU: `python -m benchmarks.device.run --device cuda`."]
     parts = [_device(kind, report) for kind, report in reports.items()] + ([] if "cuda" in reports else missing)
-    write_section(results / "device.md", "device", "\n\n".join(parts))
+    return "\n\n".join(parts)
+
+
+def write_report(results: Path = RESULTS) -> None:
+    """Rewrite the section from the results of all devices."""
+    write_section(results / "device.md", "device", section(results))
 
 
 def targets(kind: str, report: Json) -> list[tuple[str, str, str, str]]:

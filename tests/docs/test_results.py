@@ -1,0 +1,68 @@
+"""Numbers of the results pages come from the committed results."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from benchmarks.device import report as device_report
+from benchmarks.fit import memory, scaling
+from benchmarks.paper import report
+from benchmarks.runs import RESULTS, Json, updated
+from benchmarks.serving import peers_report
+from benchmarks.serving import report as load_report
+
+MADE_FROM: Mapping[tuple[str, str], tuple[str, Callable[[Json], str]]] = {
+    ("fitting.md", "fit-scaling"): ("fit-scaling.json", scaling.table),
+    ("fitting.md", "fit-memory"): ("fit-memory.json", memory.table),
+    ("serving.md", "serving-peers"): ("serving-peers.json", peers_report.section),
+    ("serving.md", "serving-load"): ("serving-load.json", load_report.section),
+}
+"""By page and section: the results and what makes its text of them."""
+
+OLDER = {"ood", "OOD detection against peers"}
+"""Sections that an earlier version of their script made; they are measured again as a whole."""
+
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?!\w)")
+
+
+@pytest.mark.parametrize(("page", "section"), MADE_FROM)
+def test_section_is_made_from_its_results(page: str, section: str) -> None:
+    file, text = MADE_FROM[page, section]
+    committed = (RESULTS / page).read_text()
+    assert updated(committed, section, text(json.loads((RESULTS / file).read_text()))) == committed
+
+
+@pytest.mark.parametrize(("section", "module"), [each for each in report.SECTIONS.items() if each[0] not in OLDER])
+def test_section_of_the_paper_is_made_from_its_results(section: str, module: str) -> None:
+    committed = (RESULTS / report.PAGES.get(section, "paper.md")).read_text()
+    assert updated(committed, section, report.section(RESULTS, section, module)) == committed
+
+
+def test_device_section_is_made_from_its_results() -> None:
+    committed = (RESULTS / "device.md").read_text()
+    assert updated(committed, "device", device_report.section(RESULTS)) == committed
+
+
+def headlines() -> Mapping[str, str]:
+    """Sections of the headline page that have a table, by title."""
+    parts = re.split(r"\n## ", (RESULTS / "README.md").read_text())[1:]
+    return {title: part for part in parts if "\n|" in part and (title := part.splitlines()[0]) not in OLDER}
+
+
+@pytest.mark.parametrize("title", headlines())
+def test_headline_numbers_are_on_the_page_they_link_to(title: str) -> None:
+    """Each decimal number of a table is some number of the linked page, rounded."""
+    part = headlines()[title]
+    pages = set(re.findall(r"\]\(([a-z]+\.md)", part))
+    known = [float(text.replace(",", "")) for page in pages for text in NUMBER.findall((RESULTS / page).read_text())]
+    assert known
+    cells = "\n".join(line.partition("|")[2].partition("|")[2] for line in part.splitlines() if line.startswith("|"))
+    for text in NUMBER.findall(cells):
+        decimals = len(text.partition(".")[2])
+        error = 0.500001 * 10**-decimals
+        if decimals:
+            assert any(abs(value - float(text.replace(",", ""))) <= error for value in known), text
