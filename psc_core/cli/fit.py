@@ -21,7 +21,7 @@ from psc_core.collapse.tables import to_csv, to_text
 from psc_core.compute.device import resolve_device
 from psc_core.compute.distributed import Reducer
 from psc_core.data.cache import cached
-from psc_core.data.dataset import ImageDataset
+from psc_core.data.dataset import ImageDataset, balanced
 from psc_core.data.spec import open_dataset
 from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
@@ -118,6 +118,8 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     choice(run, "--precision", PRECISIONS, "of the network, while fitting and served")
     number(run, "--batch-images", "images sent through the network at once")
+    text = "fit on at most N training images, balanced over classes (default: all)"
+    run.add_argument("--max-images", type=flags.positive, metavar="N", help=text)
     budget = FitSettings.max_memory
     text = f"budget of one stage's statistics (default: {budget >> 30}G)"
     run.add_argument("--max-memory", type=flags.byte_count, default=budget, metavar="SIZE", help=text)
@@ -139,6 +141,7 @@ def fit(args: argparse.Namespace) -> None:
     settings = FitSettings(**{field.name: getattr(args, field.name) for field in fields(FitSettings)})
     preprocess = preprocessing.preprocess_from(args)
     train = open_dataset(args.train, split="train", preprocess=preprocess)
+    train = balanced(train, settings.max_images, settings.seed)
     val = open_dataset(args.val, split="val", preprocess=preprocess)
     recipe = Recipe(args.model, len(train.classes), flags.key_values(args.model_arg))
     check_network(asdict(recipe))

@@ -185,6 +185,23 @@ def held_out(dataset: ImageDataset, split: str, every: int) -> ImageDataset:
     return dataset.subset(position[is_val if split == "val" else ~is_val])
 
 
+def balanced(dataset: ImageDataset, count: int | None, seed: int = 0) -> ImageDataset:
+    """At most ``count`` random images (all for None), as many of each class as there are, in their order.
+
+    An image with several labels counts for the first.  Classes that have fewer images than their share leave the rest
+    to the others.
+    """
+    if count is None or count >= len(dataset):
+        return dataset
+    firsts = dataset.first_labels()
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+    by_class = order[stable_order(firsts[order])]
+    sizes = torch.bincount(firsts, minlength=len(dataset.classes))
+    turn = torch.cat([torch.arange(int(size)) for size in sizes])  # How many of its class come before an image.
+    chosen = by_class[stable_order(turn)[:count]]
+    return dataset.subset(chosen.sort().values)
+
+
 def split_validation(val: ImageDataset, seed: int = 0) -> tuple[ImageDataset, ImageDataset]:
     """Split the validation images at random into two halves: the selection split and the calibration split.
 

@@ -38,6 +38,7 @@ class FitSettings:
     ood_score: str = "gates"
     precision: str = "fp32"
     batch_images: int = 256
+    max_images: int | None = None  # training images that are used, balanced over classes; None for all
     max_memory: int = DEFAULT_MEMORY_BYTES  # bytes
     seed: int = 0
 

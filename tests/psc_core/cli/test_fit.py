@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from psc_core.bundle.io import read_bundle
 from psc_core.cli import fit as cli
 from psc_core.data.dataset import labelled
 from psc_core.data.sources import ArraySource
@@ -36,6 +37,13 @@ def test_warns_of_validation_images_that_are_prepared_otherwise(tiny_job, data_r
     others = labelled("turned", val.classes, ArraySource(turned), val.labels, val.preprocess)
     said = cli.first_look(tiny_job.net, train, others, FitOptions(device="cpu"))
     assert "warning: validation images are much harder for it" in said
+
+
+def test_max_images_are_balanced_and_recorded(tiny_job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = run(capsys, cli.main, [*tiny_job.args, "--max-images", "300", "--out", str(tmp_path / "b")])
+    assert code == 0 and "300 images, 10 classes" in out
+    provenance = read_bundle(tmp_path / "b").manifest.provenance
+    assert provenance["settings"]["max_images"] == provenance["train"]["images"] == 300
 
 
 def damaged(tiny_job, tmp_path: Path, change) -> list[str]:  # type: ignore[no-untyped-def]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.data.dataset import ImageDataset, labelled, split_validation, stable_order
+from psc_core.data.dataset import ImageDataset, balanced, labelled, split_validation, stable_order
 from psc_core.data.sources import ArraySource
 from psc_core.data.spec import open_dataset
 from psc_core.errors import DataError
@@ -92,3 +92,17 @@ def test_other_seed_gives_other_halves(data_root: Path) -> None:
     val = open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
     one, other = (split_validation(val, seed=seed)[0] for seed in (3, 4))
     assert not torch.equal(one.indices, other.indices)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 50), st.integers(0, 3))
+def test_balanced_takes_as_many_of_each_class_as_there_are(labels: list[int], count: int, seed: int) -> None:
+    images = np.arange(len(labels), dtype=np.uint8)[:, None, None].repeat(2, 1).repeat(2, 2)
+    data = labelled("tiny", "abcd", ArraySource(images), torch.tensor(labels), TINY)
+    chosen = balanced(data, count, seed)
+    assert len(chosen) == min(count, len(labels))
+    assert chosen.indices.tolist() == sorted(set(chosen.indices.tolist()))
+    assert chosen.first_labels().tolist() == [labels[i] for i in chosen.indices.tolist()]
+    taken = [chosen.first_labels().tolist().count(k) for k in range(4)]
+    left = [labels.count(k) > taken[k] for k in range(4)]
+    assert all(taken[k] >= max(taken) - 1 for k in range(4) if left[k])
+    assert balanced(data, None) is data and torch.equal(balanced(data, count, seed).indices, chosen.indices)
