@@ -1,20 +1,23 @@
 """Drift of the p-value stream: a conformal test martingale, and the window's out-of-distribution rate.
 
-Symbols: ``n`` calibration images, ``t`` images seen since the monitor began, ``p`` the served p-value of an
+Symbols: ``n`` calibration images, ``t`` images seen since the run began, ``p`` the served p-value of an
 image, ``p = (1 + #{calibration OOD scores ≥ its own}) / (n + 1)``, so ``cell = p·(n + 1) - 1 ∈ {0, …, n}``
 says between which two calibration scores the image falls.
 
-**Why p is not bet on directly.**  The served p-values share one finite calibration set: given that set they
+**Why p is not bet on alone.**  The served p-values share one finite calibration set: given that set they
 are only uniform up to about ``1/√n``, and any martingale that treats them as independent ends in an alarm on
 a clean stream.  The monitor therefore forms the *online* conformal p-value, against calibration images and
-all earlier images together, for which the counts per cell are enough::
+all earlier images of the run together, for which the counts per cell are enough::
 
     q = (1 + n_le + c_le) / (n + 1 + t),   n_le = cell,  c_le = #{earlier images in cells ≤ cell}
 
+and bets on ``max(q, p)``.  Earlier images alone must not make an ordinary image look strange: after many very
+easy ones every other has a small q, but not a small p.
+
 **No random tie-breaking.**  The smoothed online p-values are independent and uniform while the stream is
-exchangeable with the calibration images.  ``q`` (whole cells, ties counted in full) is never smaller than
-the smoothed one and every bet below decreases in ``q``, so the value computed here lies, path by path, below
-a true test martingale: conservative, reproducible, and valid.
+exchangeable with the calibration images.  ``max(q, p)`` (whole cells, ties counted in full) is never smaller
+than the smoothed one and every bet below decreases in it, so the value computed here lies, path by path,
+below a true test martingale: conservative, reproducible, and valid.
 
 **Bets.**  Power bets ``f_ε(q) = ε·q^(ε-1)`` for a few ε (each integrates to one), mixed over ε *and* over
 the moment the bet begins: the capital starts asleep, and before the k-th image of a run (k = 1, 2, …) the
@@ -22,13 +25,14 @@ fraction ``1/(k + 1)`` of the sleeping capital wakes, shared equally among the �
 awake capital.
 A long quiet stretch costs at most ``ln(k + 1)`` nats, so late drift is found about as fast as early drift.
 
-**Bound.**  An alarm is raised when the value reaches ``1/δ``; then a new run begins at value one (the counts
-per cell stay).  By Ville's inequality the probability that a run ever raises a false alarm is at most δ, and
-runs multiply: ``P(at least k false alarms in the life of one monitor) ≤ δ^k``.  A new process, replica or bundle
-begins a new monitor; N of them with δ/N each raise a false alarm with probability at most δ, whatever they share.
+**Bound.**  An alarm is raised when the value reaches ``1/δ``; then a new run begins at value one, without any
+memory of images before it, so images that raised alarms never become usual.  By Ville's inequality the
+probability that a run ever raises a false alarm is at most δ, over the draw of the calibration images; the
+runs of one monitor share them, so the numbers of their false alarms are not independent.  A new process,
+replica or bundle begins a new monitor; N of them with δ/N each raise a false alarm with probability at most
+δ, whatever they share.
 
-Under lasting drift alarms repeat until the drifted images have become usual among all images seen; the
-window's rate stays high for as long as the drift lasts.  State: ``n + 1`` counters, ``window`` flags, one
+Under lasting drift alarms repeat for as long as it lasts.  State: ``n + 1`` counters, ``window`` flags, one
 capital per ε.  Images are taken in by blocks, with a few array operations each; call it from one thread.
 """
 
@@ -95,7 +99,6 @@ class DriftMonitor:
         self._log_threshold = -math.log(false_alarm_probability)
         # p ≤ alpha as whole numbers: neither float32 p-values nor a binary alpha shift the boundary.
         self._ood_cells = ood_rank(alpha, calibration_count)
-        self._counts = np.zeros(calibration_count + 1, np.int64)
         self._observed = 0
         self._alarms = 0
         self._window = np.zeros(window, bool)
@@ -120,8 +123,9 @@ class DriftMonitor:
         for start in range(0, len(cells), _BLOCK):
             block = cells[start : start + _BLOCK]
             self._remember(block < self._ood_cells)
-            self._bet(self._online_p_values(block))
             self._observed += len(block)
+            while block.size:  # What comes after an alarm is a new run's.
+                block = block[self._bet(block) :]
         if wrong.size:
             raise ValueError(f"expected a p-value in (0, 1], got {values[wrong[0]]}; pass served p-values only")
         return self._alarms - before
@@ -138,6 +142,7 @@ class DriftMonitor:
         )
 
     def _begin_run(self) -> None:
+        self._counts = np.zeros(self.calibration_count + 1, np.int64)
         self._run_length = 0
         self._log_value = 0.0
         self._log_awake = np.full((len(EXPONENTS), 1), -np.inf)
@@ -152,38 +157,38 @@ class DriftMonitor:
         self._window[places] = last
 
     def _online_p_values(self, cells: npt.NDArray[np.int64]) -> FloatArray:
-        """q of each image of a block, which is counted."""
+        """max(q, p) of each image of a block."""
         among = (cells <= cells[:, None]) & _EARLIER[: len(cells), : len(cells)]
         earlier = self._counts.cumsum()[cells] + among.sum(axis=1)
-        self._counts += np.bincount(cells, minlength=len(self._counts))
-        images = self.calibration_count + 1.0 + self._observed + np.arange(len(cells))
-        q: FloatArray = (1.0 + cells + earlier) / images
+        images = self.calibration_count + 1.0 + self._run_length + np.arange(len(cells))
+        served = (1.0 + cells) / (self.calibration_count + 1.0)
+        q: FloatArray = np.maximum((1.0 + cells + earlier) / images, served)
         return q
 
-    def _bet(self, q: FloatArray) -> None:
-        """Bet on the next images; what comes after an alarm is a new run's.
+    def _bet(self, cells: npt.NDArray[np.int64]) -> int:
+        """Bet on the next images; returns how many belong to this run, all of them or those up to an alarm.
 
         Awake capital S_k = (S_{k-1} + w_k) f(q_k) is, with F_k the product of the first k bets,
         F_k (S_0 + Σ_{j≤k} w_j / F_{j-1}): cumulative sums, of logarithms.
         """
-        while q.size:
-            k = self._run_length + 1.0 + np.arange(q.size)
-            # Asleep before image k: Π_{j<k} (1 - 1/(j+1)) = 1/k; of it 1/(k+1) wakes, leaving 1/(k+1) asleep.
-            log_woken = -np.log(k) - np.log(k + 1.0) - math.log(len(EXPONENTS))
-            log_bets = np.log(_EPSILONS) + (_EPSILONS - 1.0) * np.log(q)
-            log_product = log_bets.cumsum(axis=1)
-            stakes = np.concatenate([self._log_awake, log_woken - log_product + log_bets], axis=1)
-            log_awake = log_product + np.logaddexp.accumulate(stakes, axis=1)[:, 1:]
-            log_values = np.logaddexp(np.logaddexp.reduce(log_awake, axis=0), -np.log(k + 1.0))
-            alarms = np.flatnonzero(log_values >= self._log_threshold)
-            if not alarms.size:
-                self._run_length += q.size
-                self._log_awake = log_awake[:, -1:]
-                self._log_value = float(log_values[-1])
-                return
+        k = self._run_length + 1.0 + np.arange(cells.size)
+        # Asleep before image k: Π_{j<k} (1 - 1/(j+1)) = 1/k; of it 1/(k+1) wakes, leaving 1/(k+1) asleep.
+        log_woken = -np.log(k) - np.log(k + 1.0) - math.log(len(EXPONENTS))
+        log_bets = np.log(_EPSILONS) + (_EPSILONS - 1.0) * np.log(self._online_p_values(cells))
+        log_product = log_bets.cumsum(axis=1)
+        stakes = np.concatenate([self._log_awake, log_woken - log_product + log_bets], axis=1)
+        log_awake = log_product + np.logaddexp.accumulate(stakes, axis=1)[:, 1:]
+        log_values = np.logaddexp(np.logaddexp.reduce(log_awake, axis=0), -np.log(k + 1.0))
+        alarms = np.flatnonzero(log_values >= self._log_threshold)
+        if alarms.size:
             self._alarms += 1
             self._begin_run()
-            q = q[alarms[0] + 1 :]
+            return int(alarms[0]) + 1
+        self._counts += np.bincount(cells, minlength=len(self._counts))
+        self._run_length += cells.size
+        self._log_awake = log_awake[:, -1:]
+        self._log_value = float(log_values[-1])
+        return cells.size
 
 
 def binomial_tail(successes: int, trials: int, probability: float) -> float:

@@ -31,7 +31,8 @@ def naive_log_values(n: int, p_values: Iterable[float]) -> list[float]:
     values: list[float] = []
     for p_value in p_values:
         cell = round(p_value * (n + 1)) - 1
-        online.append((1 + cell + sum(c <= cell for c in earlier)) / (n + 1 + len(earlier)))
+        q = (1 + cell + sum(c <= cell for c in earlier)) / (n + 1 + len(earlier))
+        online.append(max(q, (1 + cell) / (n + 1)))
         earlier.append(cell)
         t = len(online)
         value = 1 / (t + 1)
@@ -118,6 +119,27 @@ def test_drift_is_found_soon_early_or_late(quiet: int, shift: float, within: int
     drifted = served_p_values(calibration, generator.normal(loc=shift, size=within))
     found = next((i for i, p in enumerate(drifted) if monitor.update([p])), None)
     assert found is not None
+
+
+def test_images_that_raised_alarms_do_not_become_usual() -> None:
+    """Nobody can blind the monitor by sending it what it is to find."""
+    generator = np.random.default_rng(4)
+    n = 1000
+    calibration = generator.normal(size=n)
+    monitor = DriftMonitor(n, 0.05)
+    assert monitor.update([1 / (n + 1)] * 5000) > 1000
+    clean = monitor.update(served_p_values(calibration, generator.normal(size=5000)))
+    assert clean <= 1  # what the last of these images left
+    assert monitor.update([1 / (n + 1)] * 10) >= 1
+
+
+def test_easy_images_do_not_make_others_look_strange() -> None:
+    generator = np.random.default_rng(5)
+    for _ in range(20):
+        calibration = generator.normal(size=500)
+        monitor = DriftMonitor(500, 0.05)
+        monitor.update([1.0] * 1000)
+        assert monitor.update(served_p_values(calibration, generator.normal(size=2000))) == 0
 
 
 def test_alarms_repeat_under_lasting_drift() -> None:
