@@ -169,7 +169,9 @@ def fit_projection(
         minimum=minimum_dim,
     )
     compared: dict[int, float] = {}
-    sizes = choice.with_more_positions(sized.nc1, sized.nc4, epsilon=options.epsilon) if d_proj is None else []
+    sizes = [choice]
+    if d_proj is None:
+        sizes = choice.with_more_positions(sized.nc1, sized.nc4, sized.deviation, epsilon=options.epsilon)
     if density is not None and DENSITIES[density].input_kind == "z" and len(sizes) > 1:
         compared = compare_positions(
             backbone,

@@ -144,8 +144,8 @@ class Preprocess:
         return f"{self.mode}, {resized}, {self.interpolation}; mean {mean}; std {std}"
 
     def to_json(self) -> dict[str, Any]:
-        """The attributes as JSON types."""
-        return asdict(self)
+        """The attributes as JSON types; bilinear is not named, as in manifests of before there was a choice."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("interpolation", "bilinear")}
 
 
 def standardise(images: Pixels, scale: Float[Tensor, "channels 1 1"], shift: Float[Tensor, "channels 1 1"]) -> Inputs:

@@ -38,6 +38,7 @@ class SizedProjection:
     scaled_nc4: float
     nc1: Float[Tensor, "c_max d_max"]  # of every size, float64
     nc4: Float[Tensor, "c_max d_max"]
+    deviation: Float[Tensor, "c_max d_max"]  # standard deviation of every component of Z, float64
     note: str  # to how many positions the layers were reduced; empty when they were not
 
 
@@ -101,9 +102,11 @@ def fit_tucker(
     sized = measure_sizes(
         largest, shard, selection, compute=compute, step=step, max_memory_bytes=max_memory_bytes, reducer=reducer
     )
+    z_mean, z_std = sized.block.mean_and_std()
     if second_scaling:
-        largest = largest.with_second_scaling(*sized.block.mean_and_std())
-    return SizedProjection(largest, sized.scaled_nc1, sized.scaled_nc4, sized.nc1.cpu(), sized.nc4.cpu(), note)
+        largest = largest.with_second_scaling(z_mean, z_std)
+    nc1, nc4, deviation = sized.nc1.cpu(), sized.nc4.cpu(), z_std.view(c_max, d_max).cpu()
+    return SizedProjection(largest, sized.scaled_nc1, sized.scaled_nc4, nc1, nc4, deviation, note)
 
 
 def reduced_positions(channels: int, positions: int, budget_bytes: int) -> int:

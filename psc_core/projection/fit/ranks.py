@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from psc_core.numerics.matrix import chunk_rows
+from psc_core.projection.fit.moments import DEAD_UNIT
 
 TOLERANCE: Final = 0.01
 """Maximum loss of NC4."""
@@ -54,15 +55,29 @@ class RankChoice:
     warning: str  # what is wrong with the choice; empty when nothing is
 
     def with_more_positions(
-        self, nc1: Float[Tensor, "c_max d_max"], nc4: Float[Tensor, "c_max d_max"], *, epsilon: float
+        self,
+        nc1: Float[Tensor, "c_max d_max"],
+        nc4: Float[Tensor, "c_max d_max"],
+        deviation: Float[Tensor, "c_max d_max"],
+        *,
+        epsilon: float,
     ) -> list[RankChoice]:
-        """This choice, and those with twice its spatial components, four times, … that keep NC1 > ε and its NC4."""
+        """This choice, and those with twice its spatial components, four times, … that keep NC1 > ε and its NC4.
+
+        None of their components deviates by less than :data:`DEAD_UNIT` of the root mean square: the second scaling
+        would raise its rounding errors.
+        """
         found = [self]
+        floor = DEAD_UNIT * deviation.square().mean().sqrt()
         d_proj = 2 * self.d_proj
         while d_proj < 2 * nc1.shape[1]:
             column = min(d_proj, nc1.shape[1]) - 1
             here = float(nc1[self.c_proj - 1, column]), float(nc4[self.c_proj - 1, column])
-            if here[0] > epsilon and here[1] >= self.nc4 - TOLERANCE:
+            if (
+                here[0] > epsilon
+                and here[1] >= self.nc4 - TOLERANCE
+                and deviation[: self.c_proj, : column + 1].min() >= floor
+            ):
                 found.append(replace(self, d_proj=column + 1, nc1=here[0], nc4=here[1]))
             d_proj *= 2
         return found

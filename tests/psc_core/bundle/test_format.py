@@ -37,7 +37,7 @@ WORDS = frozenset(re.findall(r"`([^`]+)`", TEXT))
 JOBS: dict[str, tuple[str, ...]] = {
     "tied-sngp": ("--density", "tied", "--head", "sngp", "--ood-score", "density"),
     "gda++-duq": ("--density", "gda++", "--head", "duq", "--no-second-scaling"),
-    "rmd-base": ("--density", "rmd", "--predictions", "base"),
+    "rmd-base": ("--density", "rmd", "--predictions", "base", "--interpolation", "bicubic"),
     "gda-laplace": ("--density", "gda", "--ood-score", "density+entropy"),
     "vector": (
         "--layer",

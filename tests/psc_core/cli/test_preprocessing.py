@@ -50,10 +50,9 @@ def test_json_file_as_in_a_manifest(tmp_path: Path) -> None:
     file = tmp_path / "preprocess.json"
     file.write_text(json.dumps(PRESETS["cifar10"].to_json()))
     assert parsed("--preprocess", str(file)) == PRESETS["cifar10"]
-    fields = PRESETS["cifar10"].to_json()
-    del fields["interpolation"]  # A bundle of before there was a choice.
-    file.write_text(json.dumps(fields))
-    assert parsed("--preprocess", str(file)) == PRESETS["cifar10"]
+    bicubic = replace(PRESETS["cifar10"], interpolation="bicubic")
+    file.write_text(json.dumps(bicubic.to_json()))
+    assert parsed("--preprocess", str(file)) == bicubic
     file.write_text('{"mode": "RGB", "size": 3}')
     with pytest.raises(UsageError, match=r"preprocess.json: field height: Field required"):
         parsed("--preprocess", str(file))

@@ -30,8 +30,14 @@ def test_more_positions_keep_what_the_choice_kept() -> None:
     nc1[1, 3] = 0.1
     nc4[1] = torch.tensor([0.90, 0.91, 0.80, 0.92, 0.90, 0.895], dtype=torch.float64)
     choice = RankChoice(2, 1, 0.5, 0.90, "warned")
-    found = choice.with_more_positions(nc1, nc4, epsilon=0.2)
+    even = torch.ones_like(nc1)
+    found = choice.with_more_positions(nc1, nc4, even, epsilon=0.2)
     assert found == [choice, replace(choice, d_proj=2, nc4=0.91), replace(choice, d_proj=6, nc4=0.895)]
+    uneven = even.clone()
+    uneven[1, 2] = 0.005
+    assert choice.with_more_positions(nc1, nc4, uneven, epsilon=0.2) == found[:2]
+    uneven[1, 1] = 0.005
+    assert choice.with_more_positions(nc1, nc4, uneven, epsilon=0.2) == [choice]
 
 
 def test_classes_of_one_example_are_left_out() -> None:
