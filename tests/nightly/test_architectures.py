@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from psc_core.cli import fit as cli
 from psc_core.data.spec import open_dataset
-from psc_core.images.preprocess import PRESETS
+from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.model.outputs import Outputs
 from psc_core.model.predictor import PSC
 from psc_core.network.load import load_network
@@ -145,9 +145,14 @@ class Setup:
         return fitted[0], PSC.load(out, device="cpu", allow_factories=(self.case.spec,))
 
 
+def preprocess_of(case: Case) -> Preprocess:
+    """That of ``--size``."""
+    return replace(PRESETS["imagenet"], height=case.size, width=case.size, resize=None)
+
+
 def images_of(case: Case, folders: Path) -> Tensor:
     """Two images a class, ``uint8``."""
-    preprocess = replace(PRESETS["imagenet"], height=case.size, width=case.size, resize=None)
+    preprocess = preprocess_of(case)
     return next(open_dataset(str(folders / "test"), split="test", preprocess=preprocess).batches(64)).images
 
 
@@ -167,7 +172,7 @@ def set_up(case: Case, folders: Path, where: Path) -> Setup:
     with torch.no_grad():
         for parameter in net.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
-        logits = net(replace_size(PRESETS["imagenet"], case.size).standardise(images_of(case, folders)))
+        logits = net(preprocess_of(case).standardise(images_of(case, folders)))
         last = [module for module in net.modules() if isinstance(module, nn.Linear)][-1]
         last.weight /= logits.std(0)[:, None]
         last.bias.sub_(logits.mean(0)).div_(logits.std(0))
