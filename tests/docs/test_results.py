@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
@@ -14,6 +14,7 @@ from benchmarks.paper import report
 from benchmarks.runs import RESULTS, Json, updated
 from benchmarks.serving import peers_report
 from benchmarks.serving import report as load_report
+from tests.conftest import ROOT
 
 MADE_FROM: Mapping[tuple[str, str], tuple[str, Callable[[Json], str]]] = {
     ("fitting.md", "fit-scaling"): ("fit-scaling.json", scaling.table),
@@ -66,3 +67,28 @@ def test_headline_numbers_are_on_the_page_they_link_to(title: str) -> None:
         error = 0.500001 * 10**-decimals
         if decimals:
             assert any(abs(value - float(text.replace(",", ""))) <= error for value in known), text
+
+
+def test_numbers_of_the_shipped_bundle_are_measured() -> None:
+    """Each decimal number of the README's section is one of its two evaluations, rounded."""
+    page = (ROOT / "README.md").read_text()
+    section = page.partition("## What the shipped bundle measures")[2].partition("\n## ")[0]
+    files = re.findall(r"\]\(benchmarks/results/(shipped[a-z-]*\.json)\)", section)
+    assert len(set(files)) == 2
+    known = [abs(value) for file in files for value in numbers_in(json.loads((RESULTS / file).read_text()))]
+    known += [100 * value for value in known] + [100 * (1 - value) for value in known]
+    tables = "\n".join(line for line in section.splitlines() if line.startswith("|"))
+    for text in NUMBER.findall(tables):
+        decimals = len(text.partition(".")[2])
+        if decimals:
+            assert any(abs(value - float(text)) <= 0.500001 * 10**-decimals for value in known), text
+
+
+def numbers_in(document: object) -> Iterator[float]:
+    """Every number of a JSON document."""
+    if isinstance(document, bool):
+        return
+    if isinstance(document, (int, float)):
+        yield float(document)
+    for inside in document.values() if isinstance(document, dict) else document if isinstance(document, list) else ():
+        yield from numbers_in(inside)

@@ -26,7 +26,7 @@ from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE
 from psc_core.model.outputs import Outputs
 from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS
 from psc_core.prediction import DECISIONS
-from tests.conftest import SHIPPED_BUNDLE, TinyJob
+from tests.conftest import TinyJob
 from tests.second_reader import Rejected, SecondReader, parse_safetensors
 
 ALLOW = ("tests.tiny:network",)
@@ -70,7 +70,11 @@ JOBS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(scope="module")
 def bundles(
-    tiny_job: TinyJob, tiny_bundle: Path, data_root: Path, tmp_path_factory: pytest.TempPathFactory
+    tiny_job: TinyJob,
+    tiny_bundle: Path,
+    version_1_bundle: Path,
+    data_root: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Path]:
     """Every density, head and kind of layer, in few fits; with 32 random features instead of 1,024."""
     from psc_core.cli.fit import main
@@ -82,7 +86,7 @@ def bundles(
         for name, job in JOBS.items():
             flags = [flag.replace("DATA", str(data_root)) for flag in job]
             assert main([*tiny_job.args, *flags, "--out", str(folder / name)]) == 0
-    return {"pooled++-laplace": tiny_bundle, **{name: folder / name for name in JOBS}, "version 1": SHIPPED_BUNDLE}
+    return {"pooled++-laplace": tiny_bundle, **{name: folder / name for name in JOBS}, "version 1": version_1_bundle}
 
 
 @pytest.fixture(scope="module")

@@ -53,8 +53,8 @@ def test_answers_to_the_bit(kind: str) -> None:
     torch.testing.assert_close(old(z).log_density, model(z).log_density, rtol=1e-4, atol=1e-3)
 
 
-def test_bundle_stays_at_version_1(shipped_bundle: Path, tmp_path: Path) -> None:
-    assert json.loads((shipped_bundle / "manifest.json").read_text())["schema_version"] == 1
-    psc = PSC.load(shipped_bundle, device="cpu")
+def test_bundle_stays_at_version_1(version_1_bundle: Path, tmp_path: Path) -> None:
+    assert json.loads((version_1_bundle / "manifest.json").read_text())["schema_version"] == 1
+    psc = PSC.load(version_1_bundle, device="cpu")
     assert psc.pipeline.scorer.density.schema == 1
     assert psc.save(tmp_path / "again").version == psc.version

@@ -119,7 +119,11 @@ def test_parquet_in_and_out(folder: Path, scored: Path, tmp_path: Path) -> None:
     for column in ("image", "plain"):
         out = tmp_path / column
         run(tmp_path / "images.parquet", out, "--format", "parquet", "--column", column)
-        rows = [row for file in sorted(out.glob("*.parquet")) for row in parquet.read_table(file).to_pylist()]
+        rows = [
+            row
+            for file in sorted(out.glob("*.parquet"))
+            for row in parquet.read_table(file).to_pylist(maps_as_pydicts="strict")
+        ]
         assert [row.pop("item") for row in rows] == [str(number) for number in range(len(files))]
         for row, expected in zip(rows, rows_of(scored), strict=True):
             assert row == {name: value for name, value in expected.items() if name != "item"}
