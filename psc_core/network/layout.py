@@ -49,7 +49,7 @@ class Layout:
     channels: frozenset[int]  # output channels of its convolutions
     one_dimensional: bool = False  # convolves, normalises or pools along one axis only
 
-    def kind(self, shape: Sequence[int]) -> Kind | None:
+    def kind(self, shape: Sequence[int | torch.SymInt]) -> Kind | None:
         """Kind of an output of this shape; ``None`` if it is no batch of features.
 
         Convolutions keep channels first, linear layers last, unless only the other axis fits a width.  Three dimensions
