@@ -22,13 +22,14 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.evaluation.baselines import Baselines
 from psc_core.evaluation.losses import METRICS, Losses, losses_of
-from psc_core.evaluation.report import ENTROPY, PRIMARY, EvaluationReport, ObservedRate, Separation
+from psc_core.evaluation.report import ENTROPY, EPISTEMIC, PRIMARY, EvaluationReport, ObservedRate, Separation
 from psc_core.evaluation.selective import acceptance
 from psc_core.heads import entropy
 from psc_core.metrics import intervals, ranking
 from psc_core.model.outputs import Outputs
 from psc_core.model.predictor import PSC
 
+from psc_core.rates import tolerant_ceil
 LEVEL = 0.99
 """Probability of the intervals around observed rates."""
 
@@ -83,7 +84,7 @@ def evaluate(
             for name, losses in inside.losses.items()
         },
         ood_images={name: len(scored.alarm) for name, scored in outside.items()},
-        separation={name: separation(inside.ood, scored.ood) for name, scored in outside.items()},
+        separation={name: separation(inside.ood, scored.ood, psc.policy.alpha) for name, scored in outside.items()},
         acceptance={name: acceptance(inside.ood, scored.ood, inside.correct) for name, scored in outside.items()},
         flagged={name: float(scored.alarm.double().mean()) for name, scored in outside.items()},
         false_alarms=observed_rate(inside.alarm, psc.policy.alpha, calibration_images),
@@ -141,7 +142,7 @@ def score_images(
             outputs, decisions = Outputs(packed, psc.gates), psc.decide(Outputs(packed.numpy(), psc.gates))
             batch_scores = {PRIMARY: outputs["ood_score"], ENTROPY: outputs["predictive_entropy"]}
             if psc.predictions == "psc":
-                batch_scores[f"{PRIMARY}-epistemic"] = outputs["epistemic"]
+                batch_scores[EPISTEMIC] = outputs["epistemic"]
             probabilities = {PRIMARY: outputs.probabilities}
             if baselines is not None:
                 others = baselines.score(images)
@@ -171,7 +172,7 @@ def score_images(
     )
 
 
-def separation(inside: Mapping[str, Tensor], outside: Mapping[str, Tensor]) -> dict[str, Separation]:
+def separation(inside: Mapping[str, Tensor], outside: Mapping[str, Tensor], alpha: float) -> dict[str, Separation]:
     """How well every score separates the two sets of images, and the difference to PSC."""
     return {
         name: Separation(
@@ -196,6 +197,7 @@ def observed_rate(happened: Bool[Tensor, " n"], nominal: float, calibration_imag
         interval=intervals.binomial_interval(count, images, level=LEVEL),
         acceptance=intervals.binomial_acceptance(images, nominal, level=LEVEL),
         calibrated_acceptance=intervals.beta_binomial_acceptance(images, nominal, calibration_images, level=LEVEL),
+            threshold=float(inside[name].kthvalue(max(1, tolerant_ceil((1 - alpha) * len(inside[name])))).values),
     )
 
 

@@ -15,6 +15,12 @@ PRIMARY: Final = "psc"
 ENTROPY: Final = f"{PRIMARY}-entropy"
 """The score that the service calls an image ambiguous by."""
 
+EPISTEMIC: Final = f"{PRIMARY}-epistemic"
+"""The epistemic uncertainty of the head."""
+
+FIELDS: Final = {ENTROPY: "predictive_entropy", EPISTEMIC: "epistemic"}
+"""Scores beside the primary one that every answer of the service holds, and the name of their field."""
+
 DECISION: Final = f"{PRIMARY}-decision"
 """Both of them, as :mod:`.selective` makes one score of them."""
 
@@ -28,6 +34,7 @@ class Separation:
     aupr_out: float  # average precision, OOD positive
     fpr95: float  # in-distribution images rejected when 95 % of the OOD images are
     auroc_difference: Difference  # AUROC of the primary score minus this one's, with its standard error
+    threshold: float  # above which the fraction α of the in-distribution images is
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from psc_core.evaluation.losses import METRICS
-from psc_core.evaluation.report import DECISION, PRIMARY, EvaluationReport, ObservedRate, Separation
+from psc_core.evaluation.report import DECISION, FIELDS, PRIMARY, EvaluationReport, ObservedRate, Separation
 from psc_core.metrics.ranking import Difference
 
 STANDARD_ERRORS: Final = 2.0
@@ -23,6 +23,7 @@ COMPARED: Final = ("accuracy", "nll", "ece")
 def summarise(report: EvaluationReport) -> list[str]:
     """Which score wins on each OOD set, which classifier is best, and whether nominal rates hold."""
     sentences = [compare_scores(name, scores) for name, scores in report.separation.items()]
+    sentences += [text for name, scores in report.separation.items() for text in better_fields(name, scores, report)]
     sentences += [describe_acceptance(name, report) for name in report.acceptance]
     if len(report.classification) > 1:
         sentences += [compare_classifiers(report.classification, metric) for metric in COMPARED]
@@ -48,6 +49,17 @@ def compare_scores(ood: str, scores: Mapping[str, Separation]) -> str:
     if is_significant(difference):
         return f"{ood}: PSC wins; the next is {best} ({numbers})."
     return f"{ood}: PSC ties with {best} ({numbers})."
+
+
+def better_fields(ood: str, scores: Mapping[str, Separation], report: EvaluationReport) -> list[str]:
+    """What else every answer holds that beats the OOD score on one OOD set, and how to decide by it."""
+    return [
+        f"{ood}: the field {field} of the same answers would do better (AUROC {scores[name].auroc:.4f} against "
+        f"{scores[PRIMARY].auroc:.4f}). To use it, nothing is fitted again: call an image out of distribution where "
+        f"{field} > {scores[name].threshold:.6g}, which {report.false_alarms.promised:g} of {report.id_name} exceed."
+        for name, field in FIELDS.items()
+        if name in scores and is_significant(scores[name].auroc_difference, sign=-1)
+    ]
 
 
 def describe_acceptance(ood: str, report: EvaluationReport) -> str:

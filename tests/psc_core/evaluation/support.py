@@ -9,7 +9,7 @@ from psc_core.metrics.ranking import Difference
 
 
 def separation(auroc: float, difference: float, error: float) -> Separation:
-    return Separation(auroc, aupr_in=0.9, aupr_out=0.8, fpr95=0.2, auroc_difference=Difference(difference, error))
+    return Separation(auroc, 0.9, 0.8, 0.2, Difference(difference, error), threshold=1.25)
 
 
 def classification(nll: float) -> dict[str, float]:

@@ -12,10 +12,15 @@ from tests.psc_core.evaluation.support import REPORT, classification, separation
 
 
 def test_wins_ties_and_losses() -> None:
-    wins, tie, loses, *rest = summarise(REPORT)
+    wins, tie, loses, better, *rest = summarise(REPORT)
     assert wins == "fashion: PSC wins; the next is gda (AUROC 0.9900 against 0.9800, difference +0.0100 ± 0.0010)."
     assert tie.startswith("near|far: PSC ties with knn (AUROC 0.9000 against 0.9050")
     assert loses.startswith("hard: PSC loses to knn, gda; the best is knn")
+    assert better == (
+        "fashion: the field predictive_entropy of the same answers would do better (AUROC 0.9990 against 0.9900). To "
+        "use it, nothing is fitted again: call an image out of distribution where predictive_entropy > 1.25, which "
+        "0.05 of mnist exceed."
+    )
     assert "NLL: best is psc (psc 0.1360, base 0.1500, temperature 0.1400)." in rest
     accepts = "2.0% is accepted where both thresholds accept 95 % of mnist, 3.0% with one threshold on knn."
     assert rest[:3] == [f"{name}: {accepts}" for name in ("fashion", "near|far", "hard")]
