@@ -21,6 +21,10 @@ from psc_core.model.predictor import PSC
 from psc_core.network.backbone import example_input
 from psc_core.network.layers import list_layers
 from psc_core.network.load import bounded_size, load_network
+from psc_core.report import page
+from psc_core.report.collect import image_set, pictures_of
+from psc_core.report.content import FILE, Content, Role
+from psc_core.report.facts import facts_of
 
 _EXAMPLE = """example:
   psc-eval --bundle bundle --id images/test --ood textures=images/textures --out report
@@ -47,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     text = "images sent through the network at once (default: 256)"
     cli.add_argument("--batch-images", type=flags.positive, default=256, help=text)
-    cli.add_argument("--out", type=Path, metavar="DIR", help="write report.json and report.md here")
+    cli.add_argument("--out", type=Path, metavar="DIR", help="write report.html, report.json and report.md here")
     return cli
 
 
@@ -69,11 +73,21 @@ def evaluate(args: argparse.Namespace) -> None:
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
     baselines = _baselines(args, psc) if all(given) else None
-    report = measure.evaluate(psc, id_data, ood, baselines, batch_images=args.batch_images)
+    measure.check_model_classes(psc, id_data)
+    inside, *others = (
+        measure.score_images(psc, data, baselines, batch_images=args.batch_images) for data in (id_data, *ood.values())
+    )
+    outside = dict(zip(ood, others, strict=True))
+    report = measure.compare(psc, id_data, inside, outside)
     print(to_text(report))
     if args.out:
         (args.out / "report.json").write_text(json.dumps(to_json(report), indent=2) + "\n")
         (args.out / "report.md").write_text(to_markdown(report))
+        sets = [image_set("test", Role.TEST, id_data, inside)]
+        sets += [image_set(name, Role.OOD, ood[name], scored) for name, scored in outside.items()]
+        content = Content.load(args.bundle) if (args.bundle / FILE).exists() else Content(psc.version)
+        facts = facts_of(args.bundle, content.with_sets(sets, pictures_of(id_data, inside)))
+        print(f"report: {page.write(facts, args.out)}")
 
 
 def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,12 +31,17 @@ from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.checks import OWN_IMAGES, check_attainable_rates, own_accuracy
 from psc_core.fitting.options import FitOptions
 from psc_core.fitting.settings import FitSettings
+from psc_core.fitting.stages import FittedProjection
 from psc_core.gates.fit.choice import GateChoice
 from psc_core.heads import HEADS
 from psc_core.model.predictor import PSC
 from psc_core.network.layers import GRANULARITIES
 from psc_core.network.load import Recipe, load_network
 from psc_core.precision import PRECISIONS
+from psc_core.report import page
+from psc_core.report.collect import collect_fit
+from psc_core.report.content import Content
+from psc_core.report.facts import facts_of
 
 ACCURACY_GAP: Final = 0.1
 """How much less accurate the network may be on validation than on training images without a warning."""
@@ -126,6 +131,8 @@ def parser() -> argparse.ArgumentParser:
     text = "where decoded images are kept until the end, or off to decode them in every pass (default: the system's)"
     run.add_argument("--cache", metavar="DIR|off", help=text)
     run.add_argument("--distributed", action="store_true", help="be one of the processes that torchrun started")
+    text = "write no report; it holds pictures of training and validation images"
+    run.add_argument("--no-report", action="store_true", help=text)
     run.add_argument("--fresh", action="store_true", help="ignore the checkpoint of an interrupted run")
     text = "splits the validation images and seeds the head (default: 0)"
     run.add_argument("--seed", type=flags.seed, default=0, metavar="N", help=text)
@@ -170,22 +177,24 @@ def fit(args: argparse.Namespace) -> None:
     if args.cache != "off":
         folder = Path(args.cache) if args.cache else None
         train, val = (cached(data, folder, processes=reducer.world) for data in (train, val))
-    report, psc = run_stages(settings, net, train, val, name, provenance, checkpoint, options)
+    report, projection, psc = run_stages(settings, net, train, val, name, provenance, checkpoint, options)
     if reducer.rank > 0:
         return
     manifest = psc.save(out)
     (out / "collapse.csv").write_text(to_csv(report))
     checkpoint.clear()
-    metrics = manifest.metrics
-    print(
-        f"wrote {out} (version {manifest.version}); calibration split: accuracy {metrics['accuracy']:.4f}, "
-        f"NLL {metrics['nll_nats']:.4f} nats, ECE {metrics['ece']:.4f}"
-    )
-    if metrics["risk"]["threshold"] is None:
-        print(
-            f"warning: no entropy threshold keeps the error rate at {settings.risk:g} with {100 * CONFIDENCE:g} % "
-            "confidence, so no image is called ambiguous; raise --risk or validate on more images"
-        )
+    print(f"wrote {out} (version {manifest.version})", flush=True)
+    content = Content(manifest.version)
+    if not args.no_report:
+        saved = replace(psc, version=manifest.version)
+        content = collect_fit(saved, net, train, val, projection.report, options)
+        content.save(out)
+    facts = facts_of(out, content)
+    page.write_card(facts)
+    print(facts.to_text())
+    if not args.no_report:
+        print(f"report: {page.write(facts, out)}")
+    print(f"next: {page.serve_command(out)}")
 
 
 def first_look(net: nn.Module, train: ImageDataset, val: ImageDataset, options: FitOptions) -> str:
@@ -212,7 +221,7 @@ def run_stages(
     provenance: Mapping[str, Any],
     checkpoint: Checkpoint,
     options: FitOptions,
-) -> tuple[CollapseReport, PSC]:
+) -> tuple[CollapseReport, FittedProjection, PSC]:
     """Fit stage by stage, those in the checkpoint left out; of several processes the first prints."""
     is_first = options.reducer.rank == 0
     report = checkpoint.load_collapse()
@@ -257,7 +266,7 @@ def run_stages(
     )
     if is_first and settings.ood_score == "gates":
         print(GateChoice.from_json(psc.report["metrics"]["gates"]).table())
-    return report, psc
+    return report, projection, psc
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,14 +22,15 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.evaluation.baselines import Baselines
 from psc_core.evaluation.losses import METRICS, Losses, losses_of
+from psc_core.evaluation.own import OwnNetwork
 from psc_core.evaluation.report import ENTROPY, EPISTEMIC, PRIMARY, EvaluationReport, ObservedRate, Separation
 from psc_core.evaluation.selective import acceptance
 from psc_core.heads import entropy
 from psc_core.metrics import intervals, ranking
 from psc_core.model.outputs import Outputs
 from psc_core.model.predictor import PSC
-
 from psc_core.rates import tolerant_ceil
+
 LEVEL = 0.99
 """Probability of the intervals around observed rates."""
 
@@ -45,6 +46,7 @@ class ScoredImages:
     alarm: Tensor  # bool (n,), p-value ≤ α
     entropy: Mapping[str, Tensor]  # by classifier, float64 (n,), nats
     set_size: Tensor  # int64 (n,), classes in the prediction set
+    predicted: Tensor  # int64 (n,), the most probable class
     correct: Tensor  # bool (n,), the first label is predicted; empty for data of other classes
     covered: Tensor  # bool (n,), the first label is in the set; empty for data of other classes
     losses: Mapping[str, Losses]  # by classifier; empty for data of other classes
@@ -73,16 +75,20 @@ def evaluate(
     check_model_classes(psc, id_data)
     inside = score_images(psc, id_data, baselines, batch_images=batch_images)
     outside = {name: score_images(psc, data, baselines, batch_images=batch_images) for name, data in ood.items()}
+    return compare(psc, id_data, inside, outside)
+
+
+def compare(
+    psc: PSC, id_data: ImageDataset, inside: ScoredImages, outside: Mapping[str, ScoredImages]
+) -> EvaluationReport:
+    """The report of scored images: ``inside`` those of ``id_data``, ``outside`` out-of-distribution ones by name."""
     calibration_images = len(psc.calibration)
     return EvaluationReport(
         model={"name": psc.name, "version": psc.version, "layer": psc.layer},
         id_name=id_data.name,
         images=len(id_data),
         examples=id_data.examples,
-        classification={
-            name: {metric: compute(losses) for metric, (_, compute) in METRICS.items()}
-            for name, losses in inside.losses.items()
-        },
+        classification=classification_of(inside.losses),
         ood_images={name: len(scored.alarm) for name, scored in outside.items()},
         separation={name: separation(inside.ood, scored.ood, psc.policy.alpha) for name, scored in outside.items()},
         acceptance={name: acceptance(inside.ood, scored.ood, inside.correct) for name, scored in outside.items()},
@@ -92,6 +98,13 @@ def evaluate(
         mean_set_size=float(inside.set_size.double().mean()),
         ambiguity=ambiguity(inside.entropy, id_data.groups),
     )
+
+
+def classification_of(losses: Mapping[str, Losses]) -> dict[str, dict[str, float]]:
+    """Every metric of :data:`psc_core.evaluation.losses.METRICS`, by classifier."""
+    return {
+        name: {metric: compute(of_one) for metric, (_, compute) in METRICS.items()} for name, of_one in losses.items()
+    }
 
 
 def check_model_classes(psc: PSC, data: ImageDataset) -> None:
@@ -116,7 +129,7 @@ def _some(names: set[str]) -> str:
 
 
 def score_images(
-    psc: PSC, data: ImageDataset, baselines: Baselines | None = None, *, batch_images: int = 256
+    psc: PSC, data: ImageDataset, baselines: Baselines | OwnNetwork | None = None, *, batch_images: int = 256
 ) -> ScoredImages:
     """One pass of ``data`` through the served pipeline and the baselines.
 
@@ -132,6 +145,7 @@ def score_images(
     losses = defaultdict[str, list[Losses]](list)
     alarm: list[Tensor] = []
     set_size: list[Tensor] = []
+    predicted: list[Tensor] = []
     correct: list[Tensor] = []
     covered: list[Tensor] = []
     labelled = data.classes == psc.classes
@@ -157,15 +171,17 @@ def score_images(
             sets = torch.from_numpy(decisions.prediction_set)
             alarm.append(torch.from_numpy(decisions.is_ood))
             set_size.append(sets.sum(1))
+            predicted.append(outputs.probabilities.argmax(1))
             if labelled:
                 first = torch.searchsorted(batch.image_index, torch.arange(len(images)))
-                correct.append(outputs.probabilities.argmax(1) == batch.labels[first])
+                correct.append(predicted[-1] == batch.labels[first])
                 covered.append(sets.gather(1, batch.labels[first, None]).squeeze(1))
     return ScoredImages(
         ood={name: torch.cat(parts) for name, parts in ood.items()},
         alarm=torch.cat(alarm),
         entropy={name: torch.cat(parts) for name, parts in entropies.items()},
         set_size=torch.cat(set_size),
+        predicted=torch.cat(predicted),
         correct=torch.cat(correct or [torch.empty(0, dtype=torch.bool)]),
         covered=torch.cat(covered or [torch.empty(0, dtype=torch.bool)]),
         losses={name: Losses(*map(torch.cat, zip(*parts, strict=True))) for name, parts in losses.items()},
@@ -181,6 +197,7 @@ def separation(inside: Mapping[str, Tensor], outside: Mapping[str, Tensor], alph
             aupr_out=ranking.aupr(outside[name], inside[name]),
             fpr95=ranking.fpr95(inside[name], outside[name]),
             auroc_difference=ranking.auroc_difference(inside[PRIMARY], outside[PRIMARY], inside[name], outside[name]),
+            threshold=float(inside[name].kthvalue(max(1, tolerant_ceil((1 - alpha) * len(inside[name])))).values),
         )
         for name in inside
     }
@@ -197,7 +214,6 @@ def observed_rate(happened: Bool[Tensor, " n"], nominal: float, calibration_imag
         interval=intervals.binomial_interval(count, images, level=LEVEL),
         acceptance=intervals.binomial_acceptance(images, nominal, level=LEVEL),
         calibrated_acceptance=intervals.beta_binomial_acceptance(images, nominal, calibration_images, level=LEVEL),
-            threshold=float(inside[name].kthvalue(max(1, tolerant_ceil((1 - alpha) * len(inside[name])))).values),
     )
 
 

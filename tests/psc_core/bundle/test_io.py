@@ -39,7 +39,8 @@ def edit_manifest(bundle: Path, **changes: Any) -> None:
 
 def test_files_of_a_bundle(tiny_bundle: Path) -> None:
     names = {file.name for file in tiny_bundle.iterdir()}
-    assert names == {"manifest.json", "collapse.csv", *(f"{part}.safetensors" for part in PARTS)}
+    others = {"collapse.csv", "README.md", "report.html", "report", "report.safetensors"}
+    assert names == {"manifest.json", *others, *(f"{part}.safetensors" for part in PARTS)}
     assert set(read_bundle(tiny_bundle).parts) == set(PARTS)
 
 

@@ -50,6 +50,10 @@ def test_eval_writes_its_report(tiny_job, tiny_bundle: Path, data_root: Path, tm
     assert "mahalanobis++" in report["separation"]["fashion"]
     assert "fashion" in out
     assert (tmp_path / "report.md").read_text().startswith("#")
+    page = (tmp_path / "report.html").read_text()
+    assert all(
+        f'<th scope="row">{name}</th>' in page for name in ("training", "validation", "turned", "test", "fashion")
+    )
 
 
 @pytest.mark.parametrize(

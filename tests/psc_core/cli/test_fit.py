@@ -27,6 +27,22 @@ def test_fit_prints_table_and_reason(tiny_job, tmp_path: Path, capsys: pytest.Ca
     assert "has the highest NC4" in out
     assert "projection" in out
     assert not list(tmp_path.glob(".*.stages"))
+    said = [
+        "the network itself     0.",
+        "with PSC               0.",
+        "out of distribution: OOD score above",
+        "report: ",
+    ]
+    assert sorted(said, key=out.index) == said
+    assert out.splitlines()[-1] == f"next: psc-serve --bundle {tmp_path / 'b'}"
+    assert (tmp_path / "b" / "report.html").exists() and (tmp_path / "b" / "README.md").exists()
+
+
+def test_a_fit_without_a_report_keeps_no_pictures(tiny_job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = run(capsys, cli.main, [*tiny_job.args, "--no-report", "--out", str(tmp_path / "b")])
+    assert code == 0 and "OOD score above" in out and "report: " not in out
+    assert not list((tmp_path / "b").glob("report*"))
+    assert "alarms on images like" in (tmp_path / "b" / "README.md").read_text()
 
 
 def test_warns_of_validation_images_that_are_prepared_otherwise(tiny_job, data_root: Path) -> None:  # type: ignore[no-untyped-def]

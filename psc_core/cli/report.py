@@ -1,0 +1,43 @@
+"""``psc-report``: draw the report of a bundle again, from what its fit kept beside it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from psc_core.cli import flags
+from psc_core.report import page
+from psc_core.report.content import Content
+from psc_core.report.facts import facts_of
+
+_EXAMPLE = """example:
+  psc-report --bundle bundle --out public
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``psc-report``."""
+    cli = flags.command("psc-report", "Write the report of a bundle again; needs no images.", _EXAMPLE)
+    cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="from psc-fit")
+    cli.add_argument("--out", type=Path, metavar="DIR", help="folder of report.html (default: the bundle's)")
+    return cli
+
+
+def report(args: argparse.Namespace) -> None:
+    """Write the page and say where it is."""
+    out = args.out or args.bundle
+    out.mkdir(parents=True, exist_ok=True)
+    facts = facts_of(args.bundle, Content.load(args.bundle))
+    print(facts.to_text())
+    print(f"report: {page.write(facts, out)}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of ``psc-report``."""
+    return flags.run(report, parser(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""A fit or an evaluation as a page, a model card and a few lines for the terminal."""

@@ -1,0 +1,210 @@
+"""The figures of a report, drawn with Matplotlib.
+
+Each function gives one figure or, where there is nothing to draw, None.  Colours mean the same in all of them: blue for
+images of known classes, orange for made-up and out-of-distribution ones, grey for limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from psc_core.collapse.report import CollapseReport
+from psc_core.metrics.classification import ECE_BINS
+from psc_core.report.content import ImageSet, Role
+
+KNOWN: Final = "#2b6cb0"
+UNKNOWN: Final = "#c05621"
+LIMIT: Final = "#555555"
+_STYLE: Final[Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+
+MAX_CONFUSED: Final = 20
+"""Classes in the confusion matrix, those with the most errors."""
+
+
+def _axes(width: float, height: float, columns: int = 1) -> tuple[Figure, Any]:
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained", dpi=110)
+        return figure, figure.subplots(1, columns)
+
+
+def collapse(report: CollapseReport, chosen: Sequence[str]) -> Figure:
+    """NC1 and NC4 after every layer, the cutoff ε, and the layers that PSC reads."""
+    figure, axis = _axes(7.5, 3.2)
+    depth = range(len(report.layers))
+    axis.plot(depth, [layer.nc1 for layer in report.layers], ".-", color=UNKNOWN, label="NC1 (variability left)")
+    axis.plot(depth, [layer.nc4 for layer in report.layers], ".-", color=KNOWN, label="NC4 (nearest class mean right)")
+    axis.axhline(report.epsilon, ls="--", lw=0.8, color=LIMIT, label=f"ε = {report.epsilon:g}")
+    for position, layer in enumerate(report.layers):
+        if layer.name in chosen:
+            axis.axvspan(position - 0.4, position + 0.4, color="#f0d9b5", label=layer.name)
+    step = max(1, len(report.layers) // 25)
+    axis.set_xticks(depth[::step], [layer.name for layer in report.layers[::step]], rotation=60, ha="right", fontsize=6)
+    axis.set(ylim=(-0.02, 1.02), xlabel="layer, in order of execution")
+    axis.legend(fontsize=7)
+    return figure
+
+
+def sizes(nc1: Tensor, nc4: Tensor, chosen: tuple[int, int]) -> Figure:
+    """NC1 and NC4 of every size of the projection, the chosen one marked."""
+    figure, axes = _axes(7.5, 3.2, 2)
+    for axis, values, title in zip(axes, (nc1, nc4), ("NC1 (higher is better)", "NC4 (higher is better)"), strict=True):
+        extent = (0.5, values.shape[1] + 0.5, 0.5, values.shape[0] + 0.5)
+        shown = axis.imshow(
+            values.numpy(), aspect="auto", origin="lower", extent=extent, cmap="viridis", interpolation="none"
+        )
+        figure.colorbar(shown, ax=axis)
+        axis.plot(chosen[1], chosen[0], "s", ms=9, mfc="none", mec="white", mew=1.6)
+        axis.set(title=title, xlabel="spatial components d", ylabel="channel components c")
+    return figure
+
+
+def scores(sets: Sequence[ImageSet], which: str, title: str, limit: float | None) -> Figure | None:
+    """A histogram for each set of images over one axis, groups of a set apart, and the limit of the decision."""
+    rows = [(name, values, images.role) for images in sets for name, values in _groups(images, which)]
+    if not rows:
+        return None
+    known = torch.cat([values for _, values, role in rows if role.is_known] or [rows[0][1]])
+    low = min(float(values.quantile(0.005)) for _, values, _ in rows)
+    high = max(float(values.quantile(0.9)) for _, values, _ in rows)
+    high = max(high, float(known.quantile(0.995)), low + 1e-6 if limit is None else limit + (limit - low) / 4)
+    edges = np.linspace(low, high, 80)
+    figure, axis = _axes(7.5, 0.8 + 0.42 * len(rows))
+    for row, (_, values, role) in enumerate(rows):
+        counts, _ = np.histogram(values.clamp(low, high).numpy(), edges)
+        base = len(rows) - 1 - row
+        colour = KNOWN if role.is_known else UNKNOWN
+        axis.stairs(
+            base + 0.9 * counts / max(counts.max(), 1), edges, baseline=base, fill=True, color=colour, alpha=0.8
+        )
+        if limit is not None:
+            above = float((values > limit).double().mean())
+            axis.text(1.01, base + 0.3, f"{above:.1%} above", transform=axis.get_yaxis_transform(), fontsize=7)
+    if limit is not None:
+        axis.axvline(limit, ls="--", lw=1, color=LIMIT)
+    axis.set_yticks([len(rows) - 1 - row + 0.3 for row in range(len(rows))], [name for name, _, _ in rows])
+    axis.tick_params(axis="y", length=0)
+    axis.set(xlabel=f"{title}; each set drawn to its own height, ends hold what lies beyond")
+    return figure
+
+
+def _groups(images: ImageSet, which: str) -> list[tuple[str, Tensor]]:
+    values: Tensor = getattr(images, which)
+    parts = {name: values[positions] for name, positions in sorted(images.groups.items()) if len(positions)}
+    return [(f"{images.name}: {name}", part) for name, part in parts.items()] or [(images.name, values)]
+
+
+def reliability(images: ImageSet) -> Figure | None:
+    """Accuracy against confidence of each classifier, in the bins of the ECE."""
+    if not images.confidence:
+        return None
+    figure, axis = _axes(3.8, 3.4)
+    axis.plot([0, 1], [0, 1], "--", lw=0.8, color=LIMIT)
+    for name, confidence in sorted(images.confidence.items()):
+        index = (confidence * ECE_BINS).ceil().clamp(1, ECE_BINS).long() - 1
+        count = index.bincount(minlength=ECE_BINS)
+        sums = [torch.zeros(ECE_BINS).index_add_(0, index, part.float()) for part in (confidence, images.correct[name])]
+        x, y = ((part[count > 0] / count[count > 0]).numpy() for part in sums)
+        axis.plot(x, y, "o-", ms=3, lw=1, label=_who(name), color=_colour(name))
+    axis.set(xlabel="confidence", ylabel="fraction right", xlim=(0, 1), ylim=(0, 1))
+    axis.legend(fontsize=7)
+    return figure
+
+
+def risk_coverage(images: ImageSet) -> Figure | None:
+    """Error rate of what is accepted, against how much is accepted, most confident first."""
+    if not images.confidence:
+        return None
+    figure, axis = _axes(3.8, 3.4)
+    for name, confidence in sorted(images.confidence.items()):
+        wrong = ~images.correct[name][confidence.argsort(descending=True, stable=True)]
+        accepted = torch.arange(1, len(wrong) + 1)
+        risk = wrong.cumsum(0) / accepted
+        axis.plot((accepted / len(wrong)).numpy(), risk.numpy(), lw=1, label=_who(name), color=_colour(name))
+    axis.set(xlabel="fraction accepted", ylabel="error rate of these", xlim=(0, 1), ylim=(0, None))
+    axis.legend(fontsize=7)
+    return figure
+
+
+def roc(inside: ImageSet, outside: Sequence[ImageSet]) -> Figure | None:
+    """False-alarm rate against detection rate of the OOD score, for each set of OOD images."""
+    if not outside:
+        return None
+    figure, axis = _axes(3.8, 3.4)
+    for number, images in enumerate(outside):
+        both = torch.cat([inside.ood_score, images.ood_score])
+        order = both.argsort(descending=True, stable=True)
+        is_outside = order >= len(inside.ood_score)
+        ends = torch.cat([both[order].diff() != 0, torch.tensor([True])])  # Ties are one step.
+        found = is_outside.cumsum(0)[ends] / len(images.ood_score)
+        alarms = (~is_outside).cumsum(0)[ends] / len(inside.ood_score)
+        axis.plot([0, *alarms.tolist()], [0, *found.tolist()], lw=1, label=images.name, color=f"C{number}")
+    axis.set(xlabel="false alarms", ylabel="OOD images found", xlim=(-0.01, 1), ylim=(0, 1.01))
+    axis.legend(fontsize=7, loc="lower right")
+    return figure
+
+
+def confusion(images: ImageSet, classes: Sequence[str]) -> Figure | None:
+    """True against predicted class; with many classes, the :data:`MAX_CONFUSED` with the most errors."""
+    if not len(images.labels):
+        return None
+    count = len(classes)
+    matrix = torch.bincount(images.labels * count + images.predicted, minlength=count**2).reshape(count, count)
+    wrong = matrix.sum(1) - matrix.diagonal()
+    kept = wrong.argsort(descending=True, stable=True)[:MAX_CONFUSED].sort().values
+    shown = matrix[kept][:, kept].float() / matrix[kept].sum(1, keepdim=True).clamp_min(1)
+    names = [classes[index] for index in kept.tolist()]
+    figure, axis = _axes(4.6, 4.2)
+    mapped = axis.imshow(shown.numpy(), cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(mapped, ax=axis, shrink=0.8)
+    axis.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=7)
+    axis.set_yticks(range(len(names)), names, fontsize=7)
+    for row, column in ((shown >= 0.005) & (shown < 0.995)).nonzero().tolist():
+        value = float(shown[row, column])
+        axis.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=5, color="w" if value > 0.5 else "k")
+    axis.set(xlabel="predicted", ylabel="label")
+    return figure
+
+
+def all_of(
+    sets: Sequence[ImageSet],
+    classes: Sequence[str],
+    collapse_report: CollapseReport | None,
+    layers: Sequence[str],
+    sized: Mapping[str, Tensor],
+    size: tuple[int, int],
+    limits: tuple[float, float | None],
+) -> dict[str, Figure]:
+    """Every figure that there is something to draw for, by name, in the order of the page."""
+    known = [images for images in sets if images.role in (Role.VALIDATION, Role.TEST)]
+    found: dict[str, Figure | None] = {
+        "collapse": None if collapse_report is None else collapse(collapse_report, layers),
+        "sizes": sizes(sized["nc1"], sized["nc4"], size) if sized else None,
+        "ood-scores": scores(sets, "ood_score", "OOD score, nats", limits[0]),
+        "entropies": scores(sets, "entropy", "predictive entropy, nats", limits[1]),
+    }
+    if known:
+        last = known[-1]
+        unknown = [images for images in sets if images.role is Role.OOD]
+        unknown = unknown or [images for images in sets if images.role is Role.MADE_UP]
+        found |= {
+            "roc": roc(last, unknown),
+            "reliability": reliability(last),
+            "risk-coverage": risk_coverage(last),
+            "confusion": confusion(last, classes),
+        }
+    return {name: figure for name, figure in found.items() if figure is not None}
+
+
+def _who(classifier: str) -> str:
+    return {"base": "the network itself", "psc": "with PSC"}.get(classifier, classifier)
+
+
+def _colour(classifier: str) -> str | None:
+    return {"base": LIMIT, "psc": KNOWN}.get(classifier)

@@ -1,0 +1,31 @@
+"""``psc-report``: the page again, without images."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from psc_core.cli import report as cli
+from psc_core.report.content import FILE
+from tests.psc_core.cli.support import run
+
+
+def test_draws_the_page_of_the_fit_again(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "public"
+    code, text, _ = run(capsys, cli.main, ["--bundle", str(tiny_bundle), "--out", str(out)])
+    assert code == 0
+    assert "with PSC" in text and f"report: {out}/report.html" in text
+    assert (out / "report.html").read_text() == (tiny_bundle / "report.html").read_text()
+    assert sorted(path.name for path in (out / "report").iterdir()) == sorted(
+        path.name for path in (tiny_bundle / "report").iterdir()
+    )
+
+
+def test_a_bundle_without_a_report(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle, bundle)
+    (bundle / FILE).unlink()
+    code, _, err = run(capsys, cli.main, ["--bundle", str(bundle)])
+    assert code == 2 and err.strip().count("\n") == 0 and "--no-report" in err

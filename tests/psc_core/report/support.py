@@ -1,0 +1,42 @@
+"""A bundle's content with known numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from psc_core.report.content import Content, ImageSet, Picture, Role
+
+NONE = torch.empty(0, dtype=torch.int64)
+
+
+def image_set(name: str, role: Role, scores: list[float], *, classes: int = 10) -> ImageSet:
+    """A set of which every second image is predicted right, with confidence 0.9."""
+    n = len(scores)
+    labels = torch.arange(n) % classes if role.is_known else NONE
+    predicted = torch.where(torch.arange(n) % 2 == 0, torch.arange(n), torch.arange(n) + 1) % classes
+    correct = {"psc": predicted == labels, "base": predicted != labels} if role.is_known else {}
+    return ImageSet(
+        name,
+        role,
+        torch.tensor(scores),
+        torch.tensor(scores).abs(),
+        predicted,
+        labels,
+        {who: torch.full((n,), 0.9) for who in correct},
+        correct,
+        {who: {"accuracy": float(hits.double().mean()), "nll": 0.5, "ece": 0.1} for who, hits in correct.items()},
+    )
+
+
+def content(version: str = "0123456789ab") -> Content:
+    """Validation, test, made-up and OOD images."""
+    return Content(
+        version,
+        (
+            image_set("validation", Role.VALIDATION, [0.0, 1.0, 2.0, 3.0]),
+            image_set("turned", Role.MADE_UP, [0.0, 9.0]),
+            image_set("clothes", Role.OOD, [7.0, 8.0, 9.0]),
+        ),
+        (Picture("most typical", 1, 2, 0.5, 0.25, torch.zeros(1, 4, 5, dtype=torch.uint8)),),
+        {"nc1": torch.rand(3, 2, dtype=torch.float64), "nc4": torch.rand(3, 2, dtype=torch.float64)},
+    )

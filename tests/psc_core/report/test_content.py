@@ -1,0 +1,42 @@
+"""What a report keeps comes back as it was, or with one clear error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from psc_core.errors import BundleError
+from psc_core.report.content import FILE, Content
+from tests.psc_core.report.support import content
+
+
+def test_comes_back_as_it_was(tmp_path: Path) -> None:
+    kept = content()
+    kept.save(tmp_path)
+    back = Content.load(tmp_path)
+    assert back.version == kept.version
+    assert [(images.name, images.role) for images in back.sets] == [(each.name, each.role) for each in kept.sets]
+    for got, expected in zip(back.sets, kept.sets, strict=True):
+        assert got.quality == expected.quality
+        for name in ("ood_score", "entropy", "predicted", "labels"):
+            assert torch.equal(getattr(got, name), getattr(expected, name))
+        assert {name: values.tolist() for name, values in got.correct.items()} == {
+            name: values.tolist() for name, values in expected.correct.items()
+        }
+    assert back.pictures[0].why == "most typical" and back.pictures[0].pixels.shape == (1, 4, 5)
+    assert torch.equal(back.sizes["nc4"], kept.sizes["nc4"])
+
+
+def test_a_file_that_is_missing_or_damaged(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="--no-report"):
+        Content.load(tmp_path)
+    (tmp_path / FILE).write_bytes(b"no tensors")
+    with pytest.raises(BundleError, match="is damaged"):
+        Content.load(tmp_path)
+    for metadata in ({}, {"report": "[]"}, {"report": '{"version": "v", "sets": [{"name": "a"}], "pictures": []}'}):
+        save_file({"x": torch.zeros(1)}, tmp_path / FILE, metadata=metadata)
+        with pytest.raises(BundleError, match="is damaged"):
+            Content.load(tmp_path)

@@ -1,0 +1,52 @@
+"""Facts of a bundle, beside a naive count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from psc_core.bundle.io import read_bundle
+from psc_core.errors import BundleError
+from psc_core.model.predictor import PSC
+from psc_core.report.content import Content, Role
+from psc_core.report.facts import facts_of
+from tests.psc_core.report.support import content, image_set
+
+
+def test_facts_of_the_shipped_bundle(shipped_bundle: Path) -> None:
+    version = read_bundle(shipped_bundle).manifest.version
+    found = facts_of(shipped_bundle, content(version))
+    threshold = PSC.load(shipped_bundle, device="cpu").calibration.ood_score_threshold(0.05)
+    assert found.ood_threshold == threshold
+    assert found.flagged == {
+        images.name: sum(score > threshold for score in images.ood_score.tolist()) / len(images.ood_score)
+        for images in found.content.sets
+    }
+    assert list(found.classifiers) == ["the network itself", "with PSC"]
+    text = found.to_text()
+    assert text.index("the network itself") < text.index("with PSC") < text.index("on 4 validation images")
+    assert f"OOD score above {threshold:.4g} nats (alpha 0.05" in text
+    assert "made-up images found out of distribution: turned" in text
+    assert "less accurate" not in text
+    assert found.candidate is not None and found.candidate.layers == tuple(read_bundle(shipped_bundle).manifest.layers)
+
+
+def test_warns_where_psc_loses_accuracy(shipped_bundle: Path) -> None:
+    version = read_bundle(shipped_bundle).manifest.version
+    images = image_set("validation", Role.VALIDATION, [0.0] * 3)
+    images.quality["psc"]["accuracy"], images.quality["base"]["accuracy"] = 0.90, 0.93  # type: ignore[index]
+    found = facts_of(shipped_bundle, Content(version, (images,)))
+    assert "less accurate than the network's own by 0.030; --predictions base" in found.to_text()
+
+
+def test_a_bundle_without_images_has_its_thresholds(shipped_bundle: Path) -> None:
+    version = read_bundle(shipped_bundle).manifest.version
+    found = facts_of(shipped_bundle, Content(version))
+    assert found.to_text().startswith("out of distribution: OOD score above")
+    assert found.images_of(Role.VALIDATION) == 0
+
+
+def test_content_of_another_bundle_is_refused(shipped_bundle: Path) -> None:
+    with pytest.raises(BundleError, match="its report is of 0123456789ab"):
+        facts_of(shipped_bundle, content())

@@ -1,0 +1,74 @@
+"""The figures draw the numbers that they are given."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from psc_core.report import figures
+from psc_core.report.content import ImageSet, Role
+from tests.psc_core.report.support import NONE, image_set
+
+
+def test_roc_is_the_curve_of_the_auroc() -> None:
+    inside = image_set("validation", Role.VALIDATION, [0.0, 1.0, 1.0, 3.0])
+    outside = image_set("clothes", Role.OOD, [1.0, 2.0, 4.0])
+    drawn = figures.roc(inside, [outside])
+    assert drawn is not None
+    x, y = drawn.axes[0].lines[0].get_data()
+    pairs = [(a, b) for a in inside.ood_score.tolist() for b in outside.ood_score.tolist()]
+    expected = sum((b > a) + 0.5 * (b == a) for a, b in pairs) / len(pairs)
+    assert np.trapezoid(y, x) == pytest.approx(expected)
+
+
+def test_scores_say_how_much_lies_above_the_limit() -> None:
+    sets = [image_set("validation", Role.VALIDATION, [0.0, 1.0, 2.0, 3.0]), image_set("odd", Role.MADE_UP, [5.0, 1.0])]
+    drawn = figures.scores(sets, "ood_score", "OOD score", 1.5)
+    assert drawn is not None
+    assert [text.get_text() for text in drawn.axes[0].texts] == ["50.0% above", "50.0% above"]
+    assert [label.get_text() for label in drawn.axes[0].get_yticklabels()] == ["validation", "odd"]
+
+
+def test_groups_are_drawn_apart() -> None:
+    whole = image_set("validation", Role.VALIDATION, [0.0, 1.0, 2.0])
+    groups = {"clean": torch.tensor([0, 1]), "ambiguous": torch.tensor([2]), "empty": NONE}
+    parts = ImageSet(**{**vars(whole), "groups": groups})
+    drawn = figures.scores([parts], "entropy", "entropy", None)
+    assert drawn is not None
+    names = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
+    assert names == ["validation: ambiguous", "validation: clean"]
+
+
+def test_reliability_and_risk_of_known_confidences() -> None:
+    images = image_set("test", Role.TEST, [0.0] * 4)
+    drawn, risks = figures.reliability(images), figures.risk_coverage(images)
+    assert drawn is not None and risks is not None
+    x, y = drawn.axes[0].lines[1].get_data()
+    assert x == pytest.approx([0.9]) and y == pytest.approx([float(images.correct["psc"].double().mean())])
+    assert risks.axes[0].lines[0].get_ydata()[-1] == pytest.approx(1 - y[0])  # type: ignore[index]
+
+
+def test_many_classes_show_those_with_errors() -> None:
+    count = 50
+    labels = torch.arange(count).repeat(2)
+    predicted = labels.clone()
+    predicted[30:33] += 1
+    whole = image_set("test", Role.TEST, [0.0] * len(labels))
+    images = ImageSet(**{**vars(whole), "labels": labels, "predicted": predicted})
+    drawn = figures.confusion(images, [f"c{i}" for i in range(count)])
+    assert drawn is not None
+    names = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
+    assert len(names) == figures.MAX_CONFUSED and "c30" in names
+    assert {text.get_text() for text in drawn.axes[0].texts} >= {"50%"}
+
+
+def test_nothing_to_draw_is_no_figure() -> None:
+    unknown = image_set("clothes", Role.OOD, [1.0])
+    assert figures.reliability(unknown) is figures.risk_coverage(unknown) is figures.confusion(unknown, ["a"]) is None
+    assert figures.roc(unknown, []) is figures.scores([], "entropy", "", None) is None
+    assert figures.all_of([], ["a"], None, ["layer"], {}, (1, 1), (0.0, None)) == {}
+
+
+def test_constant_scores_are_drawn() -> None:
+    assert figures.scores([image_set("validation", Role.VALIDATION, [2.0] * 5)], "ood_score", "", None) is not None

@@ -1,0 +1,75 @@
+"""The page is one file that asks no other host for anything."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from psc_core.bundle.io import read_bundle
+from psc_core.report import page
+from psc_core.report.content import Content
+from psc_core.report.facts import Facts, facts_of
+from tests.psc_core.report.support import content
+
+
+@pytest.fixture
+def shipped(shipped_bundle: Path) -> Facts:
+    """The shipped bundle with images of known scores."""
+    return facts_of(shipped_bundle, content(read_bundle(shipped_bundle).manifest.version))
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_page_is_self_contained(shipped: Facts, tmp_path: Path) -> None:
+    written = Page(page.write(shipped, tmp_path).read_text())
+    images = [attributes for tag, attributes in written.tags if tag == "img"]
+    assert len(images) == 8 + 1  # Every figure and one picture.
+    assert all(str(image["src"]).startswith("data:image/png;base64,") and image["alt"] for image in images)
+    assert not {"script", "link", "iframe"} & {tag for tag, _ in written.tags}
+    assert {path.stem for path in (tmp_path / page.FIGURES).iterdir()} == set(page.TEXTS)
+    for expected in ("clothes", "turned", "called out of distribution", "psc-serve --bundle", *page.GLOSSARY):
+        assert expected in written.text
+    assert re.search(r"clothes\s*out-of-distribution images\s*3\s*\d+\.\d %", written.text)
+
+
+def test_page_escapes_names(shipped: Facts, tmp_path: Path) -> None:
+    sets = (replace(shipped.content.sets[0], name="<script>alert(1)</script>"),)
+    written = page.write(replace(shipped, content=replace(shipped.content, sets=sets)), tmp_path).read_text()
+    assert "<script>" not in written and "&lt;script&gt;" in written
+
+
+def test_page_without_images(shipped: Facts, tmp_path: Path) -> None:
+    bare = replace(shipped, content=Content(shipped.manifest.version), ambiguity_threshold=None)
+    written = Page(page.write(bare, tmp_path).read_text())
+    assert "No image is called ambiguous" in written.text
+    assert [attributes["alt"] for tag, attributes in written.tags if tag == "img"] == [
+        "{}. {}".format(*page.TEXTS["collapse"])
+    ]
+
+
+def test_card_has_the_numbers_of_the_facts(shipped: Facts, tmp_path: Path) -> None:
+    page.write_card(replace(shipped, folder=tmp_path))
+    card = (tmp_path / page.CARD).read_text()
+    quality = shipped.classifiers["with PSC"]
+    assert "| with PSC | {accuracy:.4f} | {nll:.4f} | {ece:.4f} |".format(**quality) in card
+    assert "| --- | ---: | ---: | ---: |\n| the network itself |" in card
+    assert f"psc-serve --bundle {tmp_path}" in card
+    assert f"above an OOD score of {shipped.ood_threshold:.4g} nats" in card
