@@ -1,7 +1,8 @@
 """``psc-predict IMAGE...``: ask a running service, print a table or JSON lines.
 
-Ends with 0 when every image was answered, 2 when something the caller can change was wrong (a file, a flag, the
-URL, the key, a busy service) in one line on standard error, 1 when the service itself failed.
+Each image has its line, with an answer or with why there is none.  Ends with 0 when every image was answered, 2 when
+something the caller can change was wrong (a file, a flag, the URL, the key, a busy service), 1 when the service itself
+failed; what concerns every image is one line on standard error.
 """
 
 from __future__ import annotations
@@ -11,11 +12,25 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
 
-from app.client import DEFAULT_URL, Client, ClientError, ImagePrediction, ModelRef, ServerFailed
+from app.client import (
+    DEFAULT_URL,
+    Client,
+    ClientError,
+    ImagePrediction,
+    InputError,
+    ModelRef,
+    Refused,
+    ServerFailed,
+)
 from psc_core import exit_codes
+from psc_core.images.formats import SUFFIXES
+from psc_core.version import __version__
 
 URL_VARIABLE = "PSC_CLIENT_URL"
 KEY_VARIABLE = "PSC_CLIENT_API_KEY"
@@ -44,13 +59,16 @@ def main(
             timeout_s=options.timeout,
             transport=transport,
         ) as client:
-            _predict(client, options)
+            failed = predict(client, options)
     except BrokenPipeError:
         sys.stderr.close()  # The reader has enough; Python would complain while closing standard output.
+        return exit_codes.OK
     except ClientError as error:
         print(f"psc-predict: {error}", file=sys.stderr)
         return exit_codes.FAILURE if isinstance(error, ServerFailed) else exit_codes.BAD_INPUT
-    return exit_codes.OK
+    if failed:
+        print(f"psc-predict: {failed} of the images could not be answered", file=sys.stderr)
+    return exit_codes.BAD_INPUT if failed else exit_codes.OK
 
 
 def parser(environment: Mapping[str, str] | None = None) -> argparse.ArgumentParser:
@@ -62,7 +80,9 @@ def parser(environment: Mapping[str, str] | None = None) -> argparse.ArgumentPar
         "all images answered, 2 something you can change (file, flag, URL, key, busy service), 1 the service "
         "failed.",
     )
+    cli.add_argument("--version", action="version", version=f"psc {__version__}")
     cli.add_argument("images", nargs="+", metavar="IMAGE", help="image file: JPEG, PNG, WebP, BMP, GIF, TIFF")
+    cli.add_argument("-r", "--recursive", action="store_true", help="IMAGE may be a folder: all images below it")
     cli.add_argument(
         "--url",
         default=(environment or {}).get(URL_VARIABLE, DEFAULT_URL),
@@ -83,27 +103,86 @@ def parser(environment: Mapping[str, str] | None = None) -> argparse.ArgumentPar
     return cli
 
 
-def _predict(client: Client, options: argparse.Namespace) -> None:
+def predict(client: Client, options: argparse.Namespace) -> int:
+    """Print a line for each image; how many could not be answered.
+
+    Raises:
+        ClientError: No image can be answered: the service cannot be reached, refuses the key, or failed.
+    """
     rows: list[tuple[str, ...]] = []
-    for image, model, prediction in _predictions(client, options):
-        if options.json:
-            document = {"image": image, "model": model.model_dump(), **prediction.model_dump(exclude_none=True)}
-            print(json.dumps(document, ensure_ascii=False), flush=True)
-        else:
-            rows.append(_row(image, prediction))
-    if rows:
-        _print_table(rows)
+    failed = 0
+    try:
+        for image, outcome in outcomes(client, list(files(options.images, options.recursive)), options):
+            if isinstance(outcome, ClientError):
+                failed += 1
+            if options.json:
+                print(json.dumps({"image": image, **_document(outcome)}, ensure_ascii=False), flush=True)
+            else:
+                rows.append((image, f"error: {outcome}") if isinstance(outcome, ClientError) else _row(image, outcome))
+    finally:
+        if rows:
+            _print_table(rows)
+    return failed
 
 
-def _predictions(client: Client, options: argparse.Namespace) -> Iterator[tuple[str, ModelRef, ImagePrediction]]:
-    for start in range(0, len(options.images), options.batch_size):
-        images = options.images[start : start + options.batch_size]
-        result = client.predict(images, model=options.model)
-        for image, prediction in zip(images, result.predictions, strict=True):
-            yield image, result.model, prediction
+def files(names: Sequence[str], recursive: bool) -> Iterator[str]:
+    """The images named, folders replaced by the images below them where ``recursive``.
+
+    Raises:
+        InputError: A folder without an image.
+    """
+    for name in names:
+        if not (recursive and Path(name).is_dir()):
+            yield name
+            continue
+        found = sorted(str(path) for path in Path(name).rglob("*") if path.suffix.lower() in SUFFIXES)
+        if not found:
+            raise InputError(f"{name} has no images ({', '.join(SUFFIXES)}); name another folder")
+        yield from found
 
 
-def _row(image: str, prediction: ImagePrediction) -> tuple[str, ...]:
+def outcomes(client: Client, images: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str, Outcome]]:
+    """Each image with its prediction, or with the error that only this image has."""
+    for start in range(0, len(images), options.batch_size):
+        batch = images[start : start + options.batch_size]
+        yield from zip(batch, _batch(client, batch, options.model), strict=True)
+
+
+def _batch(client: Client, images: Sequence[str], model: str | None) -> list[Outcome]:
+    """One request; without an image at fault once more, and in halves where the body is too large."""
+    if not images:
+        return []
+    try:
+        answer = client.predict(images, model=model)
+        return [Answered(answer.model, prediction) for prediction in answer.predictions]
+    except ClientError as error:
+        at = error.index
+        if at is not None and at < len(images):
+            return [*_batch(client, images[:at], model), error, *_batch(client, images[at + 1 :], model)]
+        if not (isinstance(error, Refused) and error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE and len(images) > 1):
+            raise
+        half = len(images) // 2
+        return [*_batch(client, images[:half], model), *_batch(client, images[half:], model)]
+
+
+class Answered(NamedTuple):
+    """An image's prediction and the model that made it."""
+
+    model: ModelRef
+    prediction: ImagePrediction
+
+
+Outcome = Answered | ClientError
+
+
+def _document(outcome: Outcome) -> dict[str, Any]:
+    if isinstance(outcome, ClientError):
+        return {"error": str(outcome)}
+    return {"model": outcome.model.model_dump(), **outcome.prediction.model_dump(exclude_none=True)}
+
+
+def _row(image: str, outcome: Answered) -> tuple[str, ...]:
+    prediction = outcome.prediction
     return (
         image,
         prediction.label,
@@ -116,12 +195,14 @@ def _row(image: str, prediction: ImagePrediction) -> tuple[str, ...]:
 
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
+    whole = [_COLUMNS, *(row for row in rows if len(row) == len(_COLUMNS))]
+    widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
+    widths[0] = max(len(row[0]) for row in (_COLUMNS, *rows))
     text = {0, 1, len(_COLUMNS) - 1}
     for row in (_COLUMNS, *rows):
         cells = [
             cell.ljust(width) if number in text else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+            for number, (cell, width) in enumerate(zip(row, widths, strict=False))  # An error has two cells.
         ]
         print("  ".join(cells).rstrip())
 

@@ -119,7 +119,7 @@ def _part(image: ImageInput, index: int) -> tuple[str, tuple[str, bytes, str]]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}; check the path") from error
+        raise InputError(f"cannot read {path}: {error.strerror}; check the path", index) from error
     name = path.name.encode("utf-8", "replace").decode()
     return ("images", (name, data, "application/octet-stream"))
 

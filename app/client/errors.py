@@ -10,11 +10,21 @@ from typing import Any
 
 
 class ClientError(Exception):
-    """Base of what this module raises."""
+    """Base of what this module raises.
+
+    Attributes:
+        index: Position of the image at fault, if one is.
+    """
+
+    index: int | None = None
 
 
 class InputError(ClientError):
     """An image that cannot be read here, or a URL or an API key that cannot be used; nothing was sent."""
+
+    def __init__(self, message: str, index: int | None = None) -> None:
+        self.index = index
+        super().__init__(message)
 
 
 class ConnectionFailed(ClientError):
@@ -33,7 +43,6 @@ class ProblemError(ClientError):
         title: Kind of problem.
         detail: What was wrong this time.
         type: URI of the kind.
-        index: Position of the image at fault, if one is.
         filename: Its name, if it has one.
         trace_id: Id under which the service logged it, if it said so.
         retry_after_s: Seconds after which the service asks to try again, if it does.
@@ -44,7 +53,7 @@ class ProblemError(ClientError):
         self.title = str(problem.get("title") or _reason(status))
         self.detail = str(problem.get("detail") or "")
         self.type = str(problem.get("type") or "about:blank")
-        self.index: int | None = problem.get("index")
+        self.index = problem.get("index")
         self.filename: str | None = problem.get("filename")
         trace = headers.get("traceresponse", "").split("-")
         self.trace_id = trace[1] if len(trace) == 4 else None

@@ -23,11 +23,11 @@ from psc_core.data.builtin import BUILT_IN
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import FileSource
 from psc_core.errors import DataError
+from psc_core.images.formats import SUFFIXES
 from psc_core.images.preprocess import Preprocess
 
 SPLITS = ("train", "val", "test")
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 """Suffixes of image files; other files are ignored."""
 
 

@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from psc_core.data.spec import SUFFIXES
 from psc_core.errors import UsageError
+from psc_core.images.formats import SUFFIXES
 
 
 @dataclass(frozen=True)

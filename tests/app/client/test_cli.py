@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from app.client import cli
+from psc_core.version import __version__
 from tests.app.client.support import MODEL, Reply, Script, answer, problem
 from tests.app.fakes import png
 from tests.app.live import live_server
@@ -69,9 +70,62 @@ def test_cli_exit_codes(files: list[str], capsys: pytest.CaptureFixture[str], re
     assert output.err.count("\n") == 1
 
 
-def test_cli_bad_usage_ends_with_2(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_cli(Script(), "absent.png") == 2
-    assert "absent.png" in capsys.readouterr().err
+def test_a_bad_image_has_its_line_and_the_others_their_answers(
+    files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Script(problem(422, index=1), answer(1), answer(1))
+    assert run_cli(script, *files) == 2
+    output = capsys.readouterr()
+    lines = output.out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == files
+    assert [line.split()[-1] for line in (lines[1], lines[3])] == ["accept", "accept"]
+    assert lines[2].endswith("error: 422 Kind: what was wrong")
+    assert output.err == "psc-predict: 1 of the images could not be answered\n"
+
+
+def test_an_absent_file_has_its_line(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    script = Script(answer(1), answer(2))
+    assert run_cli(script, files[0], "absent.png", *files[1:], "--json") == 2
+    documents = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [document["image"] for document in documents] == [files[0], "absent.png", *files[1:]]
+    assert ["error" in document for document in documents] == [False, True, False, False]
+    assert "cannot read absent.png: No such file" in documents[1]["error"]
+
+
+def test_a_batch_that_is_too_large_is_sent_in_halves(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    script = Script(problem(413), answer(1), problem(413), answer(1), problem(413))
+    assert run_cli(script, *files) == 2  # The third image is too large by itself.
+    assert "413" in capsys.readouterr().err
+    assert run_cli(Script(problem(413), answer(1), answer(2)), *files) == 0
+
+
+def test_answers_are_kept_when_the_service_goes(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(Script(answer(2), problem(500)), *files, "--batch-size", "2") == 1
+    output = capsys.readouterr()
+    assert len(output.out.splitlines()) == 3 and output.err.count("\n") == 1
+
+
+def test_folders(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "deeper" / "four.JPG").write_bytes(b"image")
+    (tmp_path / "notes.txt").write_text("no image")
+    (tmp_path / "empty").mkdir()
+    assert run_cli(Script(answer(4)), "-r", str(tmp_path)) == 0
+    found = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert found == sorted([*files, str(tmp_path / "deeper" / "four.JPG")])
+    assert run_cli(Script(), "-r", str(tmp_path / "empty")) == 2
+    assert "has no images" in capsys.readouterr().err
+    assert run_cli(Script(), str(tmp_path)) == 2
+    assert "Is a directory" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run_cli(Script(), "--version")
+    assert capsys.readouterr().out == f"psc {__version__}\n"
+
+
+def test_cli_bad_usage_ends_with_2(files: list[str]) -> None:
     assert run_cli(Script(), files[0], "--url", "nowhere") == 2
     for arguments in ([], [files[0], "--batch-size", "0"], [files[0], "--timeout", "inf"], ["--nonsense"]):
         with pytest.raises(SystemExit) as caught:
