@@ -4,37 +4,32 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, Final
-
-from torch import nn
+from typing import Any
 
 from psc_core.bundle.io import check_target
 from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
 from psc_core.calibration.fit import CONFIDENCE
 from psc_core.cli import flags, preprocessing
+from psc_core.cli.estimate import estimate
 from psc_core.cli.provenance import check_disjoint, job_of, provenance_of
-from psc_core.collapse.report import CollapseReport
-from psc_core.collapse.tables import to_csv, to_text
+from psc_core.cli.run import first_look, run_stages
+from psc_core.collapse.tables import to_csv
 from psc_core.compute.device import resolve_device
 from psc_core.compute.distributed import Reducer
 from psc_core.data.cache import cached
-from psc_core.data.dataset import ImageDataset, balanced
+from psc_core.data.dataset import balanced
 from psc_core.data.spec import open_dataset
 from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
 from psc_core.fitting import stages
 from psc_core.fitting.calibrate import OOD_SCORES
 from psc_core.fitting.checkpoint import Checkpoint
-from psc_core.fitting.checks import OWN_IMAGES, check_attainable_rates, own_accuracy
-from psc_core.fitting.options import FitOptions
+from psc_core.fitting.checks import check_attainable_rates
 from psc_core.fitting.settings import FitSettings
-from psc_core.fitting.stages import FittedProjection
-from psc_core.gates.fit.choice import GateChoice
 from psc_core.heads import HEADS
-from psc_core.model.predictor import PSC
 from psc_core.network.layers import GRANULARITIES
 from psc_core.network.load import Recipe, load_network
 from psc_core.precision import PRECISIONS
@@ -42,9 +37,6 @@ from psc_core.report import page
 from psc_core.report.collect import collect_fit
 from psc_core.report.content import Content
 from psc_core.report.facts import facts_of
-
-ACCURACY_GAP: Final = 0.1
-"""How much less accurate the network may be on validation than on training images without a warning."""
 
 _EXAMPLE = """example:
   psc-fit --model torchvision:resnet18 --weights net.safetensors --train images/train --val images/val --out bundle
@@ -133,6 +125,8 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--distributed", action="store_true", help="be one of the processes that torchrun started")
     text = "write no report; it holds pictures of training and validation images"
     run.add_argument("--no-report", action="store_true", help=text)
+    text = "fit on a few images only, write nothing, and say how long and how much memory a fit on all of them takes"
+    run.add_argument("--dry-run", action="store_true", help=text)
     run.add_argument("--fresh", action="store_true", help="ignore the checkpoint of an interrupted run")
     text = "splits the validation images and seeds the head (default: 0)"
     run.add_argument("--seed", type=flags.seed, default=0, metavar="N", help=text)
@@ -164,6 +158,10 @@ def fit(args: argparse.Namespace) -> None:
         classes = len(train.classes)
         print(f"train: {train.name}, {len(train)} images, {classes} classes; val: {val.name}, {len(val)} images")
         print(f"preprocessing: {preprocess}", flush=True)
+    if args.dry_run:
+        print(first_look(net, train, val, options), flush=True)
+        print(estimate(settings, net, train, val, options))
+        return
     provenance = provenance_of(recipe, args.weights, settings, train, val)
     check_disjoint(train, val, provenance)
     try:
@@ -195,78 +193,6 @@ def fit(args: argparse.Namespace) -> None:
     if not args.no_report:
         print(f"report: {page.write(facts, out)}")
     print(f"next: {page.serve_command(out)}")
-
-
-def first_look(net: nn.Module, train: ImageDataset, val: ImageDataset, options: FitOptions) -> str:
-    """The network's own accuracy before anything is fitted, which shows whether images reach it as in training."""
-    accuracies = [own_accuracy(net, data, options.compute(), options.seed) for data in (train, val)]
-    of_train, of_val = accuracies
-    if of_train is None or of_val is None:
-        return "the network itself does not give one output for each class, so its accuracy is not known"
-    text = (
-        f"the network itself: accuracy {of_train:.3f} on training and {of_val:.3f} on validation images (at most "
-        f"{OWN_IMAGES:,} of each); if it should be higher, check the preprocessing"
-    )
-    if of_val < of_train - ACCURACY_GAP:
-        text += "\nwarning: validation images are much harder for it; are they prepared as the training images?"
-    return text
-
-
-def run_stages(
-    settings: FitSettings,
-    net: nn.Module,
-    train: ImageDataset,
-    val: ImageDataset,
-    name: str,
-    provenance: Mapping[str, Any],
-    checkpoint: Checkpoint,
-    options: FitOptions,
-) -> tuple[CollapseReport, FittedProjection, PSC]:
-    """Fit stage by stage, those in the checkpoint left out; of several processes the first prints."""
-    is_first = options.reducer.rank == 0
-    report = checkpoint.load_collapse()
-    if report is None:
-        report = stages.measure_collapse(
-            net, train, val, layers=settings.layers, granularity=settings.granularity, options=options
-        )
-        checkpoint.save_collapse(report)
-    candidate = report.candidate(None if settings.layer == "auto" else settings.layer)
-    if is_first:
-        print(to_text(report, candidate))
-
-    projection = checkpoint.load_projection()
-    if projection is None:
-        projection = stages.fit_projection(
-            net,
-            candidate,
-            train,
-            val,
-            c_proj=settings.c_proj,
-            d_proj=settings.d_proj,
-            minimum_dim=settings.minimum_dim,
-            second_scaling=not settings.no_second_scaling,
-            density=settings.density,
-            options=options,
-        )
-        checkpoint.save_projection(projection)
-    if is_first:
-        print(projection.report.summary(report.nc4_of(candidate)))
-
-    psc = stages.fit_psc(
-        net,
-        candidate,
-        projection,
-        train,
-        val,
-        density=settings.density,
-        **settings.late(),
-        name=name,
-        provenance=provenance,
-        options=options,
-    )
-    if is_first and settings.ood_score == "gates":
-        print(GateChoice.from_json(psc.report["metrics"]["gates"]).table())
-    return report, projection, psc
 
 
 def main(argv: Sequence[str] | None = None) -> int:

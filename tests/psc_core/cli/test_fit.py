@@ -5,16 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from psc_core.bundle.io import read_bundle
 from psc_core.cli import fit as cli
-from psc_core.data.dataset import labelled
-from psc_core.data.sources import ArraySource
-from psc_core.data.spec import open_dataset
-from psc_core.fitting.options import FitOptions
-from psc_core.images.preprocess import PRESETS
 from tests.psc_core.cli.support import run
 
 
@@ -43,16 +37,6 @@ def test_a_fit_without_a_report_keeps_no_pictures(tiny_job, tmp_path: Path, caps
     assert code == 0 and "OOD score above" in out and "report: " not in out
     assert not list((tmp_path / "b").glob("report*"))
     assert "alarms on images like" in (tmp_path / "b" / "README.md").read_text()
-
-
-def test_warns_of_validation_images_that_are_prepared_otherwise(tiny_job, data_root: Path) -> None:  # type: ignore[no-untyped-def]
-    train, val = (
-        open_dataset(f"mnist:{data_root}", split=split, preprocess=PRESETS["mnist"]) for split in ("train", "val")
-    )
-    turned = torch.cat([batch.images for batch in val.batches(256)])[:, 0].flip(1).numpy()
-    others = labelled("turned", val.classes, ArraySource(turned), val.labels, val.preprocess)
-    said = cli.first_look(tiny_job.net, train, others, FitOptions(device="cpu"))
-    assert "warning: validation images are much harder for it" in said
 
 
 def test_max_images_are_balanced_and_recorded(tiny_job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]

@@ -1,0 +1,131 @@
+"""``psc-fit --dry-run``: how long a fit takes, from two fits on few images.
+
+The time of a fit is a + b · n for n training images and a number of validation images that grows with n: every stage is
+a pass over the images, and what is none costs the same for any n.  Two small fits give a and b.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import resource
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+
+from psc_core.cli.run import run_stages
+from psc_core.compute.passes import passes
+from psc_core.data.cache import cached
+from psc_core.data.dataset import ImageDataset, balanced
+from psc_core.fitting.checkpoint import Checkpoint
+from psc_core.fitting.options import FitOptions
+from psc_core.fitting.settings import FitSettings
+
+SECONDS: Final = 60.0
+"""About as long as the two fits together may take."""
+
+PASSES: Final = 8
+"""Passes over the training images that a small fit is taken to cost, its fixed costs included."""
+
+IMAGES: Final = (256, 4096)
+"""Smallest and largest number of training images of the larger fit."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a fit on all images takes."""
+
+    images: int  # of the larger small fit
+    seconds: float
+    memory: int  # bytes of this process at its peak
+    device_memory: int  # bytes on the GPU at its peak, 0 without one
+    scratch: int  # bytes of decoded images on disk, 0 where they need no decoding
+
+    def __str__(self) -> str:
+        hours, minutes = divmod(round(self.seconds / 60), 60)
+        took = f"{hours} h {minutes:02d} min" if hours else f"{minutes} min" if minutes else f"{self.seconds:.0f} s"
+        parts = [f"about {took}", f"{self.memory / (1 << 30):.1f} GiB of memory"]
+        if self.device_memory:
+            parts.append(f"{self.device_memory / (1 << 30):.1f} GiB on the GPU")
+        if self.scratch:
+            parts.append(f"{self.scratch / (1 << 30):.1f} GiB of disk for decoded images")
+        return (
+            f"a fit on all images takes {', '.join(parts)} (from fits on up to {self.images} images; nothing written)"
+        )
+
+
+def estimate(
+    settings: FitSettings, net: nn.Module, train: ImageDataset, val: ImageDataset, options: FitOptions
+) -> Estimate:
+    """Fit twice on few images and extrapolate; prints what the larger fit found."""
+    larger = images_to_try(rate(net, train, options), train)
+    sizes = (max(larger // 3, min(larger, 4 * len(train.classes))), larger)
+    seconds = []
+    for size in sizes:
+        silent = contextlib.redirect_stdout(io.StringIO()) if size < larger else contextlib.nullcontext()
+        with silent:
+            seconds.append(timed_fit(settings, net, train, val, size, options))
+    on_gpu = options.compute().device.type == "cuda"
+    return Estimate(
+        larger,
+        extrapolate(sizes, (seconds[0], seconds[1]), len(train)),
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        torch.cuda.max_memory_allocated() if on_gpu else 0,
+        sum(scratch_bytes(data) for data in (train, val)),
+    )
+
+
+def timed_fit(
+    settings: FitSettings, net: nn.Module, train: ImageDataset, val: ImageDataset, size: int, options: FitOptions
+) -> float:
+    """Seconds of a fit on ``size`` training images and as large a fraction of the validation images."""
+    few_val = max(round(len(val) * size / len(train)), min(len(val), 4 * len(val.classes)))
+    lenient = replace(settings, alpha=0.5, coverage=0.5)  # Rates that so few images can keep.
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="psc-dry-run-") as scratch:
+        checkpoint = Checkpoint.open(Path(scratch) / "stages", {})
+        few = [cached(balanced(data, count, settings.seed)) for data, count in ((train, size), (val, few_val))]
+        run_stages(lenient, net, few[0], few[1], "dry-run", {}, checkpoint, options)
+    return time.perf_counter() - began
+
+
+def extrapolate(sizes: tuple[int, int], seconds: tuple[float, float], images: int) -> float:
+    """Seconds for ``images`` on the line through two measurements.
+
+    Where noise lets the line fall, half of the larger fit's time is taken to be in proportion to its images.
+    """
+    slope = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0]) if sizes[1] > sizes[0] else 0.0
+    if slope <= 0:
+        slope = seconds[1] / sizes[1] / 2
+    return seconds[1] + slope * max(0, images - sizes[1])
+
+
+def rate(net: nn.Module, train: ImageDataset, options: FitOptions) -> float:
+    """Images a second through the network alone, decoding included."""
+    compute = options.compute()
+    few = balanced(train, 2 * compute.batch_size, options.seed)
+    began = time.perf_counter()
+    for _ in passes(few, compute, "one pass", net.to(compute.device)):
+        pass
+    return len(few) / max(time.perf_counter() - began, 1e-9)
+
+
+def images_to_try(images_per_second: float, train: ImageDataset) -> int:
+    """Training images of the larger fit, such that both together take about :data:`SECONDS`."""
+    affordable = round(SECONDS * images_per_second / PASSES)
+    wanted = min(max(affordable, IMAGES[0], 12 * len(train.classes)), max(IMAGES[1], 12 * len(train.classes)))
+    return min(wanted, len(train))
+
+
+def scratch_bytes(data: ImageDataset) -> int:
+    """Bytes that the decoded images of ``data`` take while a fit runs."""
+    kept = data.subset(torch.arange(min(1, len(data))))
+    if cached(kept) is kept:
+        return 0
+    channels, height, width = data.preprocess.shape
+    return len(data.source) * channels * height * width

@@ -1,0 +1,62 @@
+"""``psc-fit --dry-run``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from psc_core import PRESETS, open_dataset
+from psc_core.cli import estimate, fit
+from psc_core.data.dataset import labelled
+from psc_core.data.sources import ArraySource
+from psc_core.images.preprocess import Preprocess
+from tests.psc_core.cli.support import run
+
+
+def test_dry_run_writes_nothing(tiny_job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = run(capsys, fit.main, [*tiny_job.args, "--dry-run", "--out", str(tmp_path / "b")])
+    assert code == 0, err
+    assert out.index("the network itself: accuracy") < out.index("◀ candidate") < out.index("a fit on all images takes")
+    assert out.count("◀ candidate") == 1
+    assert "GiB of memory" in out and "nothing written" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("images", "expected"), [(3000, 31.0), (300, 4.0), (100, 4.0)])
+def test_a_line_through_two_fits(images: int, expected: float) -> None:
+    assert estimate.extrapolate((100, 300), (2.0, 4.0), images) == pytest.approx(expected)
+
+
+def test_fits_that_are_too_noisy_still_grow() -> None:
+    assert estimate.extrapolate((100, 300), (5.0, 3.0), 900) == pytest.approx(3.0 + 600 * 3.0 / 300 / 2)
+    assert estimate.extrapolate((300, 300), (5.0, 3.0), 300) == 3.0
+
+
+def test_classes_and_speed_decide_how_many_images_are_tried(data_root: Path) -> None:
+    train = open_dataset(f"mnist:{data_root}", split="train", preprocess=PRESETS["mnist"])
+    few, all_of_them = estimate.IMAGES[0], len(train)
+    assert estimate.images_to_try(0.1, train) == few
+    assert estimate.images_to_try(1e9, train) == min(estimate.IMAGES[1], all_of_them)
+    many = replace(train, classes=tuple(map(str, range(200))))
+    assert estimate.images_to_try(0.1, many) == min(2400, all_of_them)
+
+
+def test_scratch_is_what_decoded_images_take(data_root: Path) -> None:
+    fits = open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
+    assert estimate.scratch_bytes(fits) == 0
+    resized = Preprocess("L", 32, 20, None, (0.5,), (0.5,))
+    pixels = torch.zeros(7, 28, 28, dtype=torch.uint8).numpy()
+    data = labelled("resized", ("a",), ArraySource(pixels), torch.zeros(7, dtype=torch.int64), resized)
+    assert estimate.scratch_bytes(data) == 7 * 32 * 20
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(7.4, "about 7 s"), (200.0, "about 3 min"), (11100.0, "about 3 h 05 min")]
+)
+def test_estimates_read_well(seconds: float, said: str) -> None:
+    text = str(estimate.Estimate(300, seconds, 3 << 29, 0, 1 << 30))
+    assert said in text and "1.5 GiB of memory" in text and "1.0 GiB of disk" in text and "GPU" not in text
+    assert "2.0 GiB on the GPU" in str(estimate.Estimate(300, seconds, 3 << 29, 1 << 31, 0))
