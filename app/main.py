@@ -78,6 +78,8 @@ def create_app(
         description="Image classification with uncertainty from probabilistic skip connections.",
         lifespan=lifespan,
         redirect_slashes=False,
+        docs_url=None,  # FastAPI's would ask other hosts for Swagger UI.
+        redoc_url=None,
         exception_handlers=problems.HANDLERS,
     )
     app.root_path = settings.root_path.rstrip("/")  # Of a proxy that strips it, which uvicorn's root_path is not for.
@@ -89,8 +91,7 @@ def create_app(
         from app.grpc import methods
 
         app.include_router(methods.router)
-    if settings.page:
-        page.add_to(app)
+    page.add_to(app, index=settings.page)
     _add_middleware(app, service)
     return app
 

@@ -245,6 +245,17 @@ def test_everything_is_local_and_nothing_inline_runs(page: Driver, url: str) -> 
     assert any("Content Security Policy" in message for message in errors(page))
 
 
+def test_the_interface_is_shown_without_any_other_host(driver: Driver, url: str) -> None:
+    driver.get(f"{url}/docs")
+    until(lambda: "Classify images with the default model" in text(driver, ".opblock-summary-description"))
+    loaded = driver.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert all(name.startswith((f"{url}/", "data:")) for name in loaded)
+    assert errors(driver) == []
+    find(driver, "#operations-predict-predict_predict_post button, .opblock-post .opblock-summary-control")[0].click()
+    until(lambda: "ambiguity_threshold" in text(driver, ".opblock-body"))
+    assert errors(driver) == []
+
+
 @pytest.mark.parametrize("size", [(360, 740), (768, 1024), (1400, 900)])
 def test_nothing_is_cut_off_at_any_width(page: Driver, files: dict[str, Path], size: tuple[int, int]) -> None:
     metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size[0] < 500}

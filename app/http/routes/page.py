@@ -1,4 +1,7 @@
-"""The page at ``/``: static files, and headers that let the browser run nothing else."""
+"""The pages at ``/`` and ``/docs``: static files, and headers that let the browser run nothing else.
+
+Swagger UI, which shows the interface, comes from the package fastapi-offline, so that no other host is asked.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 
 SECURITY_HEADERS: Final = {
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
@@ -24,6 +27,7 @@ SECURITY_HEADERS: Final = {
 """Sent with every file: nothing inline, nothing from elsewhere, no framing, revalidate always."""
 
 _FOLDER: Final = Path(str(files("app.http") / "page"))
+_SWAGGER: Final = Path(str(files("fastapi_offline") / "static"))
 
 
 class PageFiles(StaticFiles):
@@ -35,11 +39,27 @@ class PageFiles(StaticFiles):
         return response
 
 
-def add_to(app: FastAPI) -> None:
-    """Serve the page at ``/`` and its files below ``/page``."""
-    files_of_page = PageFiles(directory=_FOLDER)
-    app.mount("/page", files_of_page)
+def add_to(app: FastAPI, *, index: bool) -> None:
+    """Serve the interface at ``/docs`` and, with ``index``, the page at ``/``.
 
-    @app.get("/", include_in_schema=False)
-    async def index(request: Request) -> Response:
-        return await files_of_page.get_response("index.html", request.scope)
+    Files have routes, for a mount does not find them behind a proxy that strips a prefix.
+    """
+    own, swagger = PageFiles(directory=_FOLDER), PageFiles(directory=_SWAGGER)
+
+    @app.get("/page/{file}", include_in_schema=False)
+    async def own_file(request: Request, file: str) -> Response:
+        return await own.get_response(file, request.scope)
+
+    @app.get("/docs-assets/{file}", include_in_schema=False)
+    async def swagger_file(request: Request, file: str) -> Response:
+        return await swagger.get_response(file, request.scope)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        return await own.get_response("docs.html", request.scope)
+
+    if index:
+
+        @app.get("/", include_in_schema=False)
+        async def page(request: Request) -> Response:
+            return await own.get_response("index.html", request.scope)

@@ -16,6 +16,9 @@ async def test_headers_and_caching() -> None:
         "/page/page.css": "text/css; charset=utf-8",
         "/page/page.js": "text/javascript; charset=utf-8",
         "/page/icon.svg": "image/svg+xml",
+        "/docs": "text/html; charset=utf-8",
+        "/docs-assets/swagger-ui.css": "text/css; charset=utf-8",
+        "/docs-assets/swagger-ui-bundle.js": "text/javascript; charset=utf-8",
     }
     async with running() as app:
         for path, media_type in types.items():
@@ -32,3 +35,4 @@ async def test_headers_and_caching() -> None:
 async def test_the_page_can_be_switched_off() -> None:
     async with running(page=False) as app:
         assert (await app.client.get("/")).status_code == 404
+        assert (await app.client.get("/docs")).status_code == 200
