@@ -7,12 +7,13 @@ It ends with one of :mod:`psc_core.exit_codes`.
 from __future__ import annotations
 
 import argparse
+import json
 import logging.config
 import signal
 import socket
 import ssl
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +24,9 @@ from psc_core.errors import PSCError, UsageError
 from psc_core.version import __version__
 
 logger = logging.getLogger("psc.cli")
+
+FAMILIES: Final = ("torchvision", "timm")
+"""Libraries whose networks need no permission."""
 
 DEMO: Final = "dirty-mnist-resnet18"
 """Name of the shipped bundle."""
@@ -104,6 +108,7 @@ def run(arguments: Sequence[str]) -> int:
     for name, path in settings.named_bundles:
         if not (path / "manifest.json").is_file():
             raise UsageError(f"bundle {name}: there is no {path / 'manifest.json'}; make a bundle with psc-fit")
+        _check_factory(name, path / "manifest.json", settings.allow_factories)
     _check_tls(settings.tls_certificate, settings.tls_key)
     listener = _listen(settings.host, settings.port)
     if settings.grpc_port is not None:
@@ -138,6 +143,20 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise UsageError(f"cannot listen on {host}:{port} ({error.strerror}); free it or choose another") from error
+
+
+def _check_factory(name: str, manifest: Path, allowed: Collection[str]) -> None:
+    """Refuse a network that may not be imported, before anything is loaded; all else is left to the reader."""
+    try:
+        spec = json.loads(manifest.read_bytes())["backbone"]["network"]["spec"]
+        family = spec.partition(":")[0]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return
+    if family not in FAMILIES and spec not in allowed:
+        raise UsageError(
+            f"bundle {name}: its network comes from {spec}, whose code would run here; if you trust it, pass "
+            f"--allow-factories {spec} or set PSC_ALLOW_FACTORIES"
+        )
 
 
 def _check_tls(certificate: Path | None, key: Path | None) -> None:

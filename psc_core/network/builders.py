@@ -101,8 +101,8 @@ def from_factory(
         raise NetworkError(f"expected package.module:factory, not a path, got {spec!r}; give the module's import name")
     if spec not in allow_factories:
         raise NetworkError(
-            f"the factory {spec} is not on the allow-list {sorted(allow_factories)}; importing it runs its "
-            "code, so add it only if you trust it"
+            f"the factory {spec} is not on the allow-list {sorted(allow_factories)}; importing it runs its code, so "
+            f"allow it only if you trust it: --allow-factories {spec}, or allow_factories in Python"
         )
     try:
         factory = getattr(importlib.import_module(module), name)

@@ -53,6 +53,12 @@ def test_bad_usage_is_one_line_and_code_2(arguments: list[str], message: str) ->
     assert len([line for line in result.stderr.splitlines() if line.startswith("psc-serve: ")]) == 1
 
 
+def test_a_network_that_may_not_be_imported_is_named_with_the_remedy(tiny_bundle: Path) -> None:
+    result = command("--bundle", str(tiny_bundle))
+    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
+    assert "--allow-factories tests.tiny:network or set PSC_ALLOW_FACTORIES" in result.stderr
+
+
 def test_an_unknown_variable_is_code_2() -> None:
     result = command("--bundle", "/nowhere", PSC_PROT="1")
     assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
