@@ -20,7 +20,7 @@ from tests.conftest import ROOT, SHIPPED_BUNDLE
 from tests.psc_core.images.support import png_header_of
 from tests.served import serve_shipped
 
-EXAMPLES = ROOT / "artifacts" / "examples"
+EXAMPLES = ROOT / "artifacts" / "dirty-mnist-resnet18" / "examples"
 
 
 @pytest.fixture(scope="module")

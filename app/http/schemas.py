@@ -69,6 +69,23 @@ class ModelDocument(Document):
     models: list[str] = Field(description="Names of all served models, the default first.")
 
 
+class LiveDocument(Document):
+    """What one process of the service answered lately."""
+
+    images: int = Field(description="Images in the window, at most the setting `drift_window`.")
+    ood_fraction: float = Field(description="Fraction of these with p ≤ alpha.")
+    alpha: float
+    drift_alarms: int = Field(description="Alarms since this process serves the model.")
+    queued_images: int
+    queue_limit: int
+
+
+class ExamplesDocument(Document):
+    """Images of a bundle to try."""
+
+    files: list[str]
+
+
 class ReloadedModel(Document):
     """A model after a reload."""
 

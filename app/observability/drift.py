@@ -65,12 +65,14 @@ class DriftState:
     Attributes:
         log_martingale: Natural logarithm of the present run's value; ≤ 0 most of the time on a clean stream.
         alarms: Alarms raised so far.
+        window_images: Images in the window.
         window_ood_rate: Fraction of the window with ``p ≤ alpha``; 0 while the window is empty.
         window_tail_probability: P(Binomial(n, alpha) ≥ OOD images in the window), with n images in it.
     """
 
     log_martingale: float
     alarms: int
+    window_images: int
     window_ood_rate: float
     window_tail_probability: float
 
@@ -137,6 +139,7 @@ class DriftMonitor:
         return DriftState(
             log_martingale=self._log_value,
             alarms=self._alarms,
+            window_images=count,
             window_ood_rate=self._flagged / count if count else 0.0,
             window_tail_probability=binomial_tail(self._flagged, count, self.alpha),
         )

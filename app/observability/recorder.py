@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from prometheus_client import Gauge
 
-from app.observability.drift import DriftMonitor
+from app.observability.drift import DriftMonitor, DriftState
 from app.observability.metrics import Metrics
 from psc_core.model.decision import ABSTAIN_AMBIGUOUS, ABSTAIN_OOD, Decisions
 from psc_core.model.outputs import FloatArray, Outputs
@@ -49,7 +49,7 @@ class ModelRecorder:
         self._name = name
         self._labels = (*model.classes[:MAX_LABELS], *[OTHER] * (len(model.classes) - MAX_LABELS))
         self._alpha = alpha
-        self._queue_limit = queue_limit
+        self.queue_limit = queue_limit
         self._identity = {"version": model.version, "layer": model.layer, "device": str(model.device)}
         self._metrics = metrics
         self._drift = drift
@@ -64,6 +64,12 @@ class ModelRecorder:
             "log_density": metrics.psc_log_density_nats.labels(model=name),
             "ood_p_value": metrics.psc_ood_p_value.labels(model=name),
         }
+
+    @property
+    def drift(self) -> DriftState:
+        """What its drift monitor knows, the latest predictions included."""
+        self.flush()
+        return self._drift.state
 
     def batch(self, size: int, seconds: float, waits: Sequence[float]) -> None:
         """A device step of ``size`` images took ``seconds``; its requests had waited so long."""
@@ -108,7 +114,7 @@ class ModelRecorder:
         name, metrics = self._name, self._metrics
         self._info().set(1.0)
         metrics.psc_alpha.labels(model=name).set(self._alpha)
-        metrics.psc_queue_limit_images.labels(model=name).set(self._queue_limit)
+        metrics.psc_queue_limit_images.labels(model=name).set(self.queue_limit)
         metrics.psc_ood_total.labels(model=name)
         for result in ("ok", "failed"):
             metrics.psc_reloads_total.labels(model=name, result=result)

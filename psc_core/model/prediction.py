@@ -21,7 +21,8 @@ class Prediction:
 
     Example:
         >>> from psc_core import PSC
-        >>> prediction = PSC.load("artifacts/dirty-mnist-resnet18").predict(["artifacts/examples/clean.png"])
+        >>> bundle = "artifacts/dirty-mnist-resnet18"
+        >>> prediction = PSC.load(bundle).predict([f"{bundle}/examples/clean.png"])
         >>> prediction.labels, prediction.prediction_set, prediction.predictive_entropy < 0.1
         (('7',), (('7',),), tensor([True]))
     """

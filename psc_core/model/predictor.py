@@ -39,8 +39,9 @@ class PSC:
     """A classifier that recognises ambiguous and out-of-distribution images, in one forward pass.
 
     Example:
-        >>> psc = PSC.load("artifacts/dirty-mnist-resnet18")
-        >>> prediction = psc.predict(["artifacts/examples/clean.png", "artifacts/examples/shirt.png"])
+        >>> bundle = "artifacts/dirty-mnist-resnet18"
+        >>> psc = PSC.load(bundle)
+        >>> prediction = psc.predict([f"{bundle}/examples/{name}.png" for name in ("clean", "shirt")])
         >>> prediction.decision
         ('accept', 'abstain_ood')
     """

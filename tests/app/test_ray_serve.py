@@ -28,7 +28,7 @@ from tests.app.support import PNG, until
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 from tests.served import GUARD_SECONDS, command_line, is_alive, serve_shipped
 
-EXAMPLES = sorted((ROOT / "artifacts/examples").glob("*.png"))
+EXAMPLES = sorted((ROOT / "artifacts/dirty-mnist-resnet18/examples").glob("*.png"))
 CONFIG = ROOT / "deploy/ray/serve.yaml"
 
 

@@ -18,7 +18,7 @@ kubernetes = pytest.importorskip("kubernetes.client")
 
 FOLDER = ROOT / "deploy" / "kserve"
 KINDS = {"ServingRuntime": "V1alpha1ServingRuntime", "InferenceService": "V1beta1InferenceService"}
-EXAMPLES = sorted((ROOT / "artifacts" / "examples").glob("*.png"))
+EXAMPLES = sorted((ROOT / "artifacts" / "dirty-mnist-resnet18" / "examples").glob("*.png"))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tests.served import GUARD_SECONDS, Server, serve
 
 ADMIN = {"x-api-key": "root"}
 PNG = {"content-type": "image/png"}
-DIGIT = (ROOT / "artifacts" / "examples" / "clean.png").read_bytes()
+DIGIT = (ROOT / "artifacts" / "dirty-mnist-resnet18" / "examples" / "clean.png").read_bytes()
 CLIENTS = 12
 
 

@@ -28,11 +28,11 @@ from psc_core.errors import UsageError
 from tests.app.fakes import FakeModel, pixels, png
 from tests.app.grpc.support import calling, encoded, free_port, raw
 from tests.app.support import Running, until
-from tests.conftest import ROOT
+from tests.conftest import ROOT, SHIPPED_BUNDLE
 from tests.served import GUARD_SECONDS, serve, serve_fake
 
 GREY = pixels(10)[None, ..., None]
-EXAMPLES = sorted((ROOT / "artifacts" / "examples").glob("*.png"))
+EXAMPLES = sorted((ROOT / "artifacts" / "dirty-mnist-resnet18" / "examples").glob("*.png"))
 
 
 def infer_message() -> bytes:
@@ -235,9 +235,9 @@ def test_tls(tmp_path: Path) -> None:
         assert client.infer("m", [raw(GREY)]).get_response().model_name == "m"
 
 
-def test_a_taken_port_is_said_at_once(tiny_bundle: Path) -> None:
+def test_a_taken_port_is_said_at_once() -> None:
     with serve_fake() as server:
-        words = ["--bundle", str(tiny_bundle), "--port=0", f"--grpc-port={server.port}"]
+        words = ["--bundle", str(SHIPPED_BUNDLE), "--port=0", f"--grpc-port={server.port}"]
         program = [sys.executable, "-m", "app.cli", *words]
         ended = subprocess.run(program, capture_output=True, text=True, timeout=GUARD_SECONDS, check=False)
     assert ended.returncode == 2

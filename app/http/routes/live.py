@@ -1,0 +1,75 @@
+"""``/models/{name}/live`` and ``/models/{name}/examples``: what a page shows beside a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from fastapi import APIRouter, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse
+
+from app.http.openapi import responses
+from app.http.schemas import ExamplesDocument, LiveDocument
+from app.service import Service, service_to_predict
+from psc_core.images.formats import SUFFIXES
+
+FOLDER: Final = "examples"
+"""Of a bundle, with images to try."""
+
+MAXIMUM_EXAMPLES: Final = 12
+MAXIMUM_BYTES: Final = 1 << 20
+"""Of an example; larger files are not shown."""
+
+router = APIRouter(tags=["model"], responses=responses(401, 404, 503))
+
+
+@router.get("/models/{name}/live", summary="The last images of a model")
+async def live(request: Request, name: str) -> LiveDocument:
+    """What this process answered lately: out-of-distribution images among the last ones, drift, queue."""
+    served = service_to_predict(request).registry.get(name)
+    drift = served.recorder.drift
+    return LiveDocument(
+        images=drift.window_images,
+        ood_fraction=drift.window_ood_rate,
+        alpha=served.thresholds.policy.alpha,
+        drift_alarms=drift.alarms,
+        queued_images=served.engine.pending,
+        queue_limit=served.recorder.queue_limit,
+    )
+
+
+@router.get("/models/{name}/examples", summary="Images to try")
+async def examples(request: Request, name: str) -> ExamplesDocument:
+    """Names of the image files in the folder `examples` of the bundle, at most 12."""
+    service = service_to_predict(request)
+    service.registry.get(name)
+    return ExamplesDocument(files=sorted(example_files(service, name)))
+
+
+@router.get("/models/{name}/examples/{file}", summary="An image to try", response_class=FileResponse)
+async def example(request: Request, name: str, file: str) -> FileResponse:
+    """One of these files."""
+    service = service_to_predict(request)
+    service.registry.get(name)
+    found = example_files(service, name).get(file)
+    if found is None:
+        raise HTTPException(404, f"model {name!r} has no such example")
+    return FileResponse(found, headers={"X-Content-Type-Options": "nosniff"})
+
+
+def example_files(service: Service, name: str) -> dict[str, Path]:
+    """The examples of a model by name; regular files inside the bundle only."""
+    bundle = dict(service.settings.named_bundles).get(name)
+    if bundle is None or not (bundle / FOLDER).is_dir():
+        return {}
+    root = bundle.resolve()
+    files = [
+        path
+        for path in sorted((bundle / FOLDER).iterdir())
+        if path.suffix.lower() in SUFFIXES
+        and path.is_file()
+        and path.resolve().is_relative_to(root)
+        and path.stat().st_size <= MAXIMUM_BYTES
+    ]
+    return {path.name: path for path in files[:MAXIMUM_EXAMPLES]}
