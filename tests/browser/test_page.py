@@ -138,8 +138,15 @@ def test_classifies_chosen_images(page: Driver, files: dict[str, Path]) -> None:
     assert "Abstain: unlike the known images" in strange.text
     assert text_in(clear, ".label") == "bright"
     assert text_in(clear, ".confidence") == "100.0 %"
-    assert text_in(clear, ".p-value") == "1 (α = 0.2)"
-    assert text_in(between, ".entropy") == "0.693 of 1.1 nats"
+    assert text_in(clear, ".p-value") == "1"
+    assert text_in(clear, ".p-limit") == "unlike the known up to 0.2"
+    assert text_in(between, ".entropy") == "0.693 nats"
+    assert "ambiguous above 0.5" in between.text
+    assert text_in(strange, ".answer").startswith("if it were one of the classes: ")
+    weights = [
+        each.find_element("css selector", ".label").value_of_css_property("font-weight") for each in (clear, strange)
+    ]
+    assert weights == ["650", "400"]
     rows = between.find_elements("css selector", ".classes li")
     assert [row.text.split("\n")[0] for row in rows[:2]] in (["dark", "middle"], ["middle", "dark"])
     fractions = [float(text_in(row, ".share").removesuffix(" %")) for row in rows[:2]]
@@ -156,8 +163,10 @@ def test_classifies_chosen_images(page: Driver, files: dict[str, Path]) -> None:
     here, threshold = (
         float(histogram.find_element("css selector", name).get_attribute("x1")) for name in (".here", ".threshold")
     )
-    assert here > threshold, "the legend says that OOD images lie right of the dashed line"
-    assert "right of the dashed line" in text(page, "dl")
+    assert here > threshold
+    assert "Right of the dashed line: out of distribution" in strange.text
+    ticks = [each.text for each in histogram.find_elements("css selector", ".tick")]
+    assert [float(tick.replace("\u2212", "-")) for tick in ticks]
     assert "99 calibration images" in histogram.get_attribute("aria-label")
     assert clear.find_element("css selector", "img").get_property("naturalWidth") == 8
     assert errors(page) == []
@@ -183,12 +192,96 @@ def test_classifies_and_clears_dropped_images(page: Driver, files: dict[str, Pat
     assert "dropped.png" in text(page, "figcaption")
     assert "over" not in find(page, "#upload")[0].get_attribute("class")
     page.execute_script(DROP, "notes.txt", [65], "text/plain")
-    assert text(page, "#status") == "1 of 1 files are not images and were left out."
-    assert len(find(page, ".card")) == 1
+    assert text(page, "#status") == "2 of 2 images classified."
+    assert "Not an image (text/plain); it was not sent." in card(page, "notes.txt").text
     find(page, "#clear")[0].click()
     assert find(page, ".card") == []
     assert not find(page, "#clear")[0].is_displayed()
     assert page.switch_to.active_element.get_attribute("id") == "files"
+
+
+def test_changed_thresholds_decide_as_the_service_does(page: Driver, files: dict[str, Path], url: str) -> None:
+    names = ("clear", "between", "strange")
+    choose(page, *(files[name] for name in names))
+    until(lambda: text(page, "#status") == "3 of 3 images classified.")
+    for alpha, threshold in ((0.01, 0.5), (0.5, 0.7), (0.9, 0.0), (0.2, 0.69)):
+        for field, value in (("alpha", alpha), ("threshold", threshold)):
+            page.execute_script(
+                "const field = document.getElementById(arguments[0]); field.value = arguments[1];"
+                "field.dispatchEvent(new Event('input', {bubbles: true}));",
+                field,
+                str(value),
+            )
+        query = {"alpha": alpha, "ambiguity_threshold": threshold}
+        for name in names:
+            sent = {"images": (f"{name}.png", files[name].read_bytes())}
+            answer = httpx.post(f"{url}/predict", files=sent, params=query).json()["predictions"][0]
+            badge = card(page, f"{name}.png").find_element("css selector", ".decision")
+            assert badge.get_attribute("data-decision") == answer["decision"], (name, alpha, threshold)
+    assert "the service keeps its own" in text(page, "#policy-note")
+    find(page, "#reset")[0].click()
+    assert text(page, "#policy-note") == ""
+    assert "✓ Accept" in card(page, "clear.png").text
+
+
+def test_every_image_is_a_dot_that_leads_to_its_card(page: Driver, files: dict[str, Path]) -> None:
+    assert not find(page, "#map-section")[0].is_displayed()
+    choose(page, files["clear"], files["between"], files["strange"], files["broken"])
+    until(lambda: text(page, "#status") == "4 of 4 images classified.")
+    links = find(page, "#map a")
+    decisions = {link.get_attribute("aria-label") for link in links}
+    assert decisions == {"clear.png: accept", "between.png: abstain_ambiguous", "strange.png: abstain_ood"}
+    places = {
+        link.get_attribute("aria-label").split(".")[0]: [
+            float(link.find_element("css selector", "circle").get_attribute(name)) for name in ("cx", "cy")
+        ]
+        for link in links
+    }
+    lines = [
+        [float(each.get_attribute(name)) for name in ("x1", "y1", "x2", "y2")] for each in find(page, "#map .threshold")
+    ]
+    (limit, *_), (_, level, *_) = lines
+    assert places["clear"][0] < limit < places["strange"][0]
+    assert places["between"][1] < level < places["clear"][1]
+    page.execute_script(
+        "arguments[0].focus()", next(link for link in links if "strange" in link.get_attribute("aria-label"))
+    )
+    page.switch_to.active_element.send_keys("\ue007")
+    until(lambda: len(find(page, ".card:target")) == 1)
+    assert "strange.png" in text(page, ".card:target")
+
+
+def test_why_shows_the_explanation(page: Driver, files: dict[str, Path]) -> None:
+    choose(page, files["clear"])
+    until(lambda: text(page, "#status") == "1 of 1 image classified.")
+    assert not find(page, ".why")[0].is_displayed()
+    find(page, ".explain")[0].click()
+    until(lambda: find(page, ".why")[0].is_displayed())
+    assert "Nearest classes: " in text(page, ".why") and "Most unusual components: " in text(page, ".why")
+    assert errors(page) == []
+
+
+def test_examples_models_and_the_last_images(driver: Driver, files: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "examples").mkdir()
+    shutil.copy(files["clear"], tmp_path / "examples" / "bright.png")
+    models = {"first": FakeModel(), "second": FakeModel("v2")}
+    with live_server(models, bundle=(f"first={tmp_path}", "second=/nowhere"), alpha=0.2) as url:
+        driver.get(url)
+        until(lambda: "3 classes" in text(driver, "#model"))
+        assert "images of 8 × 8 pixels" in text(driver, "#expects")
+        until(lambda: text(driver, "#live").startswith("No image yet · no drift alarms · queue 0 of "))
+        until(lambda: find(driver, "#examples button") != [])
+        find(driver, "#examples button")[0].click()
+        until(lambda: text(driver, "#status") == "1 of 1 image classified.")
+        assert "✓ Accept" in card(driver, "bright.png").text
+        until(lambda: text(driver, "#live").startswith("0.0 % of the last 1 images"))
+        assert text(driver, "#models") == "first\nsecond"
+        find(driver, "#models option")[1].click()
+        until(lambda: text(driver, "#model").startswith("second · version v2"))
+        until(lambda: httpx.get(f"{url}/models/second/live").json()["images"] == 1)
+        until(lambda: text(driver, "#status") == "1 of 1 image classified.")
+        assert not find(driver, "#examples")[0].is_displayed()
+        assert errors(driver) == []
 
 
 def test_a_refused_image_says_why_and_spoils_no_other(page: Driver, files: dict[str, Path]) -> None:
@@ -230,7 +323,7 @@ def test_a_busy_service_is_asked_again(driver: Driver, files: dict[str, Path]) -
 
 def test_everything_is_local_and_nothing_inline_runs(page: Driver, url: str) -> None:
     loaded = page.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
-    assert {f"{url}/page/page.css", f"{url}/page/page.js", f"{url}/model"} <= set(loaded)
+    assert {f"{url}/page/page.css", f"{url}/page/page.js", f"{url}/page/api.js", f"{url}/model"} <= set(loaded)
     assert all(name.startswith(f"{url}/") for name in loaded)
     page.execute_script(
         "const script = document.createElement('script'); script.textContent = 'window.injected = true';"

@@ -1,74 +1,26 @@
-// The page at "/": sends each dropped image to POST /predict and shows what the service says of it.
-// Paths are relative, so the page also works below a path prefix.
+// The page at "/": sends each image to the service, shows what it says, and decides again when thresholds change.
+
+import { getExample, getExamples, getLive, getModel, predict, Problem, useKey } from "./api.js";
+import { explain, mark, newCard, show } from "./cards.js";
+import { decide } from "./decide.js";
+import { number, percent } from "./format.js";
+import { drawMap } from "./plots.js";
 
 const PARALLEL = 4;
-const ATTEMPTS = 4;
-const SHOWN_CLASSES = 5;
-const SMALL_PIXELS = 96;
-const DECISIONS = {
-  accept: "✓ Accept",
-  abstain_ambiguous: "? Abstain: several classes fit",
-  abstain_ood: "! Abstain: unlike the known images",
-};
-const GATES = { texture: "strange texture", kind: "unknown kind", confidence: "ambiguous" };
+const LIVE_MILLISECONDS = 2000;
 
 const element = (id) => document.getElementById(id);
 const results = element("results");
-const queue = [];
-const locked = []; // Refused for want of a key; tried again with the next one.
+let images = []; // {id, file, card, state: "waiting", "locked", "failed" or "done", said, decision}
 let model = null;
 let modelLoading = null;
+let policy = null; // the thresholds of this page; the model's until they are changed
 let running = 0;
-let added = 0;
-let classified = 0;
+let added = 0; // ever, for the ids
 
-class Problem extends Error {
-  constructor(status, detail, retryAfter) {
-    super(detail);
-    this.status = status;
-    this.retryAfter = retryAfter;
-  }
-}
-
-async function ask(path, options = {}) {
-  const key = sessionStorage.getItem("psc-api-key");
-  const headers = key ? { "X-API-Key": key } : {};
-  let response;
+async function loadModel(name = null) {
   try {
-    response = await fetch(path, { ...options, headers });
-  } catch {
-    throw new Problem(0, "The service cannot be reached.", null);
-  }
-  if (response.ok) return response.json();
-  const retryAfter = Number.parseInt(response.headers.get("Retry-After") ?? "", 10);
-  let detail = `The service answered ${response.status}.`;
-  try {
-    const problem = await response.json();
-    detail = problem.detail ?? problem.title ?? detail;
-  } catch {
-    // Not a problem document: the status has to do.
-  }
-  throw new Problem(response.status, detail, Number.isFinite(retryAfter) ? retryAfter : null);
-}
-
-async function predict(file) {
-  for (let attempt = 1; ; attempt += 1) {
-    const form = new FormData();
-    form.append("images", file, file.name);
-    try {
-      return await ask("predict", { method: "POST", body: form });
-    } catch (problem) {
-      const again = problem.status === 429 || problem.status === 503;
-      if (!again || attempt === ATTEMPTS) throw problem;
-      const seconds = Math.min(problem.retryAfter ?? attempt, 30);
-      await new Promise((done) => setTimeout(done, seconds * 1000));
-    }
-  }
-}
-
-async function loadModel() {
-  try {
-    model = await ask("model");
+    model = await getModel(name);
   } catch (problem) {
     element("key-form").hidden = problem.status !== 401;
     element("model").textContent = problem.message;
@@ -77,194 +29,155 @@ async function loadModel() {
   const version = model.version ? ` · version ${model.version.slice(0, 12)}` : "";
   element("model").textContent =
     `${model.name}${version} · ${model.classes.length} classes · layer ${model.layer} · α = ${model.policy.alpha}`;
+  element("expects").textContent = expects(model.input);
+  element("models").replaceChildren(...model.models.map((each) => new Option(each, each, false, each === model.name)));
+  element("models-field").hidden = model.models.length < 2;
+  resetPolicy();
+  showLive();
+  showExamples(await getExamples(model.name).catch(() => []));
+}
+
+function expects({ mode, height, width, resize }) {
+  const colour = mode === "L" ? "grey" : "colour";
+  const cut = resize ? `, cut from the centre of ${resize} pixels` : "";
+  return `The network sees ${colour} images of ${width} × ${height} pixels${cut}; others are converted.`;
+}
+
+function resetPolicy() {
+  policy = { ...model.policy };
+  element("alpha").min = 1 / (model.calibration.images + 1);
+  element("alpha").value = policy.alpha;
+  element("threshold").value = Number(Math.min(policy.ambiguity_threshold, Math.log(model.classes.length)).toPrecision(4));
+  decideAgain();
+}
+
+function changePolicy() {
+  const [alpha, threshold] = [element("alpha"), element("threshold")];
+  if (alpha.checkValidity() && alpha.value !== "") policy.alpha = alpha.valueAsNumber;
+  if (threshold.checkValidity() && threshold.value !== "") policy.ambiguity_threshold = threshold.valueAsNumber;
+  decideAgain();
+}
+
+function decideAgain() {
+  const done = images.filter(({ state }) => state === "done");
+  for (const image of done) {
+    image.decision = decide(image.said, policy, model.calibration.images);
+    show(image.card, image, policy, model);
+  }
+  const isOwn = policy.alpha === model.policy.alpha && policy.ambiguity_threshold === model.policy.ambiguity_threshold;
+  element("policy-note").textContent = isOwn ? "" : "These thresholds are this page's; the service keeps its own.";
+  element("map-section").hidden = done.length === 0;
+  const dots = done.map(({ said, decision, file, id }) => ({ said, decision, name: file.name, id }));
+  drawMap(element("map"), dots, policy, model);
+}
+
+async function showLive() {
+  if (model === null || document.visibilityState !== "visible") return;
+  try {
+    const live = await getLive(model.name);
+    const seen = `${percent(live.ood_fraction)} of the last ${live.images} images out of distribution (α = ${percent(live.alpha)})`;
+    const alarms = live.drift_alarms === 1 ? "1 drift alarm" : `${live.drift_alarms || "no"} drift alarms`;
+    element("live").textContent =
+      `${live.images === 0 ? "No image yet" : seen} · ${alarms} · queue ${live.queued_images} of ${live.queue_limit}`;
+  } catch {
+    element("live").textContent = "";
+  }
+}
+
+function showExamples(files) {
+  const buttons = files.map((file) => {
+    const button = Object.assign(document.createElement("button"), { type: "button", textContent: file.replace(/\.\w+$/, "") });
+    button.addEventListener("click", async () => {
+      try {
+        add([await getExample(model.name, file)]);
+      } catch (problem) {
+        say(problem.message);
+      }
+    });
+    return button;
+  });
+  element("examples").replaceChildren("Try: ", ...buttons);
+  element("examples").hidden = files.length === 0;
 }
 
 function add(files) {
-  const images = [...files].filter((file) => file.type === "" || file.type.startsWith("image/"));
-  const entries = images.map((file) => ({ file, card: newCard(file) }));
+  const entries = [...files].map((file) => {
+    added += 1;
+    const id = `image-${added}`;
+    const image = { id, file, card: newCard(file, id), state: "waiting" };
+    image.card.querySelector(".explain").addEventListener("click", () => ask(image, true));
+    return image;
+  });
   results.prepend(...entries.map(({ card }) => card));
-  queue.push(...entries);
-  added += entries.length;
-  element("clear").hidden = added === 0;
-  if (images.length < files.length) {
-    say(`${files.length - images.length} of ${files.length} files are not images and were left out.`);
-  } else {
-    progress();
+  images.push(...entries);
+  for (const image of entries.filter(({ file }) => file.type !== "" && !file.type.startsWith("image/"))) {
+    fail(image, new Problem(0, `Not an image (${image.file.type}); it was not sent.`));
   }
+  progress();
   work();
 }
 
-function newCard(file) {
-  const card = element("card").content.firstElementChild.cloneNode(true);
-  const picture = card.querySelector("img");
-  card.querySelector("figcaption").textContent = file.name;
-  picture.alt = file.name;
-  picture.addEventListener("load", () => {
-    picture.classList.toggle("small", picture.naturalWidth < SMALL_PIXELS);
-  });
-  picture.addEventListener("error", () => {
-    picture.replaceWith("No preview");
-  });
-  picture.src = URL.createObjectURL(file);
-  return card;
-}
-
 function work() {
-  while (running < PARALLEL && queue.length > 0) {
+  for (const image of images.filter(({ state }) => state === "waiting")) {
+    if (running >= PARALLEL) return;
+    image.state = "asked";
     running += 1;
-    classify(queue.shift()).finally(() => {
+    ask(image).finally(() => {
       running -= 1;
       work();
     });
   }
 }
 
-async function classify({ file, card }) {
-  mark(card, "waiting", "Judging…");
+async function ask(image, explained = false) {
+  if (!explained) mark(image.card, "waiting", "Judging…");
   try {
     await modelLoading;
-    const answer = await predict(file);
-    show(card, answer);
+    if (model === null) throw new Problem(401, element("model").textContent);
+    const name = model.name;
+    const answer = await predict(name, image.file, explained);
+    if (name !== model.name) return; // Another model was chosen meanwhile; the image waits for it.
+    if (answer.model.version !== model.version) await (modelLoading = loadModel(name)); // It was reloaded.
+    [image.said] = answer.predictions;
+    image.state = "done";
+    if (explained) explain(image.card, image.said, model);
+    decideAgain();
   } catch (problem) {
-    if (problem.status === 401) {
-      element("key-form").hidden = false;
-      locked.push({ file, card });
-    }
-    mark(card, "error", problem.message);
+    fail(image, problem);
   }
-  if (card.isConnected) {
-    classified += 1;
-    progress();
+  progress();
+}
+
+function fail(image, problem) {
+  const wantsKey = problem.status === 401;
+  element("key-form").hidden &&= !wantsKey;
+  image.state = wantsKey ? "locked" : "failed";
+  mark(image.card, "error", problem.message);
+}
+
+function again(state) {
+  for (const image of images) {
+    if (state.includes(image.state)) image.state = "waiting";
   }
-}
-
-function show(card, answer) {
-  const said = answer.predictions[0];
-  mark(card, said.decision, DECISIONS[said.decision] ?? said.decision);
-  const find = (name) => card.querySelector(`.${name}`);
-  find("label").textContent = said.label;
-  find("confidence").textContent = percent(said.confidence);
-  find("answer").hidden = false;
-  find("classes").replaceChildren(...classBars(said));
-  find("entropy").textContent = `${number(said.predictive_entropy)} of ${number(Math.log(said.probabilities.length))} nats`;
-  find("p-value").textContent = `${number(said.ood_p_value)} (α = ${answer.policy.alpha})`;
-  const gates = Object.entries(said.gates ?? {});
-  find("gates").textContent = gates.map(([name, p]) => `${GATES[name] ?? name} ${number(p)}`).join(", ");
-  find("gates").parentElement.hidden = gates.length === 0;
-  if (said.is_ood && gates.length > 0) {
-    const smallest = Math.min(...gates.map(([, p]) => p));
-    const alarming = gates.filter(([, p]) => p === smallest).map(([name]) => GATES[name] ?? name);
-    mark(card, said.decision, `! Abstain: ${alarming.join(", ")}`);
-  }
-  find("ood-score").textContent = `${number(said.ood_score)} nats`;
-  find("set").textContent = said.prediction_set.join(", ") || "none of the classes";
-  find("details").hidden = false;
-  if (model !== null && model.version === answer.model.version) {
-    histogram(find("histogram"), model.calibration, said.ood_score);
-    find("histogram").removeAttribute("hidden");
-  }
-}
-
-function classBars(said) {
-  const order = said.probabilities.map((probability, index) => ({ probability, index }));
-  order.sort((a, b) => b.probability - a.probability);
-  return order.slice(0, SHOWN_CLASSES).map(({ probability, index }) => {
-    const row = document.createElement("li");
-    const name = span("name", nameOf(said, index));
-    name.title = name.textContent;
-    const track = span("track", "");
-    track.setAttribute("aria-hidden", "true");
-    const fill = span("fill", "");
-    fill.style.display = "block";
-    track.append(fill);
-    row.append(name, track, span("share", percent(probability)));
-    requestAnimationFrame(() => {
-      fill.style.width = `${100 * probability}%`;
-    });
-    return row;
-  });
-}
-
-function nameOf(said, index) {
-  if (index === said.class_index) return said.label;
-  return model?.classes[index] ?? `class ${index}`;
-}
-
-function histogram(svg, calibration, here) {
-  const { edges, counts } = calibration.ood_score;
-  const low = Math.min(edges[0], here);
-  const high = Math.max(edges[edges.length - 1], here);
-  const margin = 0.02 * (high - low || 1);
-  const x = (value) => (240 * (value - low + margin)) / (high - low + 2 * margin);
-  const most = Math.max(...counts, 1);
-  const parts = counts.map((count, index) => {
-    const height = (50 * count) / most;
-    return shape("rect", "bin", {
-      x: x(edges[index]),
-      y: 56 - height,
-      width: Math.max(0.5, x(edges[index + 1]) - x(edges[index])),
-      height,
-    });
-  });
-  const line = (name, value) => shape("line", name, { x1: x(value), x2: x(value), y1: 0, y2: 56 });
-  parts.push(line("threshold", calibration.ood_score_threshold), line("here", here));
-  svg.setAttribute(
-    "aria-label",
-    `OOD score of this image, ${number(here)}, among those of ${calibration.images} calibration images; ` +
-      `above ${number(calibration.ood_score_threshold)} counts as out of distribution.`,
-  );
-  svg.replaceChildren(...parts);
-}
-
-function shape(kind, name, attributes) {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", kind);
-  node.setAttribute("class", name);
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value.toFixed(2));
-  return node;
-}
-
-function span(name, text) {
-  const node = document.createElement("span");
-  node.className = name;
-  node.textContent = text;
-  return node;
-}
-
-function mark(card, decision, text) {
-  const badge = card.querySelector(".decision");
-  badge.dataset.decision = decision;
-  badge.textContent = text;
+  progress();
+  work();
 }
 
 function progress() {
-  const noun = added === 1 ? "image" : "images";
-  say(added === 0 ? "" : `${classified} of ${added} ${noun} classified.`);
+  const finished = images.filter(({ state }) => state === "done" || state === "failed" || state === "locked").length;
+  element("clear").hidden = images.length === 0;
+  say(images.length === 0 ? "" : `${finished} of ${images.length} ${images.length === 1 ? "image" : "images"} classified.`);
 }
 
 function say(text) {
   element("status").textContent = text;
 }
 
-function percent(share) {
-  const value = 100 * share;
-  if (value > 0 && value < 0.1) return "< 0.1\u00a0%";
-  return `${value.toFixed(1)}\u00a0%`;
-}
-
-function number(value) {
-  const tiny = value !== 0 && Math.abs(value) < 0.0005;
-  const text = tiny ? value.toExponential(1) : Number(value.toPrecision(3)).toString();
-  return text.replaceAll("-", "\u2212");
-}
-
 function clear() {
   for (const picture of results.querySelectorAll("img")) URL.revokeObjectURL(picture.src);
   results.replaceChildren();
-  queue.length = 0;
-  locked.length = 0;
-  added = 0;
-  classified = 0;
-  element("clear").hidden = true;
+  images = [];
+  if (model !== null) decideAgain();
   progress();
   element("files").focus();
 }
@@ -288,15 +201,21 @@ for (const name of ["dragleave", "drop"]) {
 }
 document.addEventListener("drop", (event) => add(event.dataTransfer.files));
 document.addEventListener("paste", (event) => add(event.clipboardData.files));
+document.addEventListener("visibilitychange", showLive);
+setInterval(showLive, LIVE_MILLISECONDS);
 element("clear").addEventListener("click", clear);
+element("alpha").addEventListener("input", changePolicy);
+element("threshold").addEventListener("input", changePolicy);
+element("reset").addEventListener("click", resetPolicy);
+element("models").addEventListener("change", (event) => {
+  modelLoading = loadModel(event.target.value).then(() => again(["done", "failed"]));
+});
 element("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  sessionStorage.setItem("psc-api-key", element("key").value);
+  useKey(element("key").value);
   element("key").value = "";
   element("key-form").hidden = true;
   modelLoading = loadModel();
-  classified -= locked.length;
-  queue.push(...locked.splice(0));
-  work();
+  again(["locked"]);
 });
 modelLoading = loadModel();

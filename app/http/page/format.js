@@ -1,0 +1,17 @@
+// Numbers as text.
+
+export function percent(fraction) {
+  const value = 100 * fraction;
+  if (value > 0 && value < 0.1) return "< 0.1\u00a0%";
+  return `${value.toFixed(1)}\u00a0%`;
+}
+
+export function number(value) {
+  const tiny = value !== 0 && Math.abs(value) < 0.0005;
+  const text = tiny ? value.toExponential(1) : Number(value.toPrecision(3)).toString();
+  return text.replaceAll("-", "\u2212");
+}
+
+export function nats(value) {
+  return `${number(value)}\u00a0nats`;
+}
