@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import shtab
 
 from app.cli import parser as serve_parser
 from app.client.cli import parser as predict_parser
 from psc_core.cli.evaluate import parser as eval_parser
 from psc_core.cli.fit import parser as fit_parser
+from psc_core.cli.report import parser as report_parser
 from psc_core.cli.score import parser as score_parser
 from tests.conftest import ROOT
 
@@ -31,6 +33,7 @@ PARSERS = {
     "psc-fit": fit_parser,
     "psc-eval": eval_parser,
     "psc-score": score_parser,
+    "psc-report": report_parser,
     "psc-serve": serve_parser,
     "psc-predict": predict_parser,
 }
@@ -65,6 +68,13 @@ def test_command_lines_parse(document: Path) -> None:
     for words in command_lines(document.read_text()):
         if words and words[0] in PARSERS and "…" not in words:
             PARSERS[words[0]]().parse_args(words[1:])
+
+
+@pytest.mark.parametrize("command", PARSERS)
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_flags_can_be_completed(command: str, shell: str) -> None:
+    script = shtab.complete(PARSERS[command](), shell)
+    assert "--help" in script and command in script.replace("_", "-")
 
 
 def test_readme_starts_with_two_make_targets() -> None:
