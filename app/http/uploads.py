@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import binascii
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-import orjson
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
@@ -24,6 +24,7 @@ from app.errors import (
     TooManyImages,
     UnsupportedMedia,
 )
+from app.http.json_body import load_json
 from app.inference.decoder import EncodedImage
 
 Parsed = TypeVar("Parsed")
@@ -31,6 +32,9 @@ Parsed = TypeVar("Parsed")
 FIELD: Final = "images"
 _INLINE_BYTES: Final = 256 * 1024
 """Parsing a larger body would hold up the event loop."""
+
+_PARSER: Final = ThreadPoolExecutor(1, "psc-parse")
+"""Starts its thread with the first large body."""
 
 _FORMS: Final = "multipart/form-data with the field 'images', application/json, or image/*"
 
@@ -83,8 +87,10 @@ async def read_body(request: Request, seconds: float) -> bytes:
 
 
 async def parse(body: bytes, work: Callable[..., Parsed], *arguments: Any) -> Parsed:
-    """``work(*arguments)``, on a thread where it parses a large body."""
-    return work(*arguments) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(work, *arguments)
+    """``work(*arguments)``; of a large body on a thread, one at a time, so that the event loop has its turn between."""
+    if len(body) <= _INLINE_BYTES:
+        return work(*arguments)
+    return await asyncio.get_running_loop().run_in_executor(_PARSER, work, *arguments)
 
 
 async def _read(request: Request, take: Callable[[bytes], Any], seconds: float) -> None:
@@ -102,10 +108,9 @@ async def _read(request: Request, take: Callable[[bytes], Any], seconds: float) 
 
 def parse_json(body: bytes, max_images: int) -> list[EncodedImage]:
     """Images of a JSON body; see :func:`read_images` for the errors."""
-    try:
-        document: Any = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise MalformedRequest(f"the body is not JSON: {error.msg} at byte {error.pos}") from error
+    if body.count(b"{") > max_images + 1:  # Each image is an object; they are counted before they exist.
+        raise TooManyImages(f"expected at most {max_images} images, got more; split the request")
+    document = load_json(body)
     images = document.get(FIELD) if isinstance(document, dict) else None
     if not isinstance(images, list) or set(document) != {FIELD}:
         raise MalformedRequest('expected {"images": [{"b64": "…"}, …]} and nothing else; correct the body')

@@ -28,6 +28,7 @@ import orjson
 from pydantic import ValidationError
 
 from app.errors import MalformedRequest, TooManyImages
+from app.http.json_body import load_json
 from app.http.uploads import decode_base64
 from app.http.v2.schemas import HEADER, InferRequest, InputTensor
 from psc_core.faults import fault
@@ -62,11 +63,8 @@ def parse_request(body: bytes, header_length: str | None) -> tuple[InferRequest,
         MalformedRequest: It does not follow the protocol.
     """
     length = _header_length(header_length, len(body))
-    text, binary = memoryview(body)[:length], memoryview(body)[length:]
-    try:
-        request = request_of(orjson.loads(text))
-    except orjson.JSONDecodeError as error:
-        raise MalformedRequest(f"the body is not JSON: {error.msg} at byte {error.pos}") from error
+    text, binary = body if length == len(body) else body[:length], memoryview(body)[length:]
+    request = request_of(load_json(text))
     size = request.inputs[0].parameters.binary_data_size
     if len(binary) != (size or 0):
         raise MalformedRequest(
