@@ -108,8 +108,9 @@ def run(arguments: Sequence[str]) -> int:
     for name, path in settings.named_bundles:
         if not (path / "manifest.json").is_file():
             raise UsageError(f"bundle {name}: there is no {path / 'manifest.json'}; make a bundle with psc-fit")
-        _check_factory(name, path / "manifest.json", settings.allow_factories)
     _check_tls(settings.tls_certificate, settings.tls_key)
+    for name, path in settings.named_bundles:
+        _check_factory(name, path / "manifest.json", settings.allow_factories)
     listener = _listen(settings.host, settings.port)
     if settings.grpc_port is not None:
         _listen(settings.host, settings.grpc_port).close()  # Each worker binds it when its models are loaded.

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from app.auth import ApiKeys
 from app.grpc import check_installed
 from app.http import problems
 from app.http.middleware import spans
+from app.http.middleware.cors import ProblemCORS
 from app.http.middleware.draining import Draining
 from app.http.middleware.hosts import HostAllowList
 from app.http.middleware.limits import RequestLimits
@@ -128,7 +128,7 @@ def _add_middleware(app: FastAPI, service: Service) -> None:
     app.add_middleware(Telemetry, service=service)
     if settings.cors_origins:  # Outside: a browser shows a page no error without these headers.
         app.add_middleware(
-            CORSMiddleware,
+            ProblemCORS,
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],

@@ -37,8 +37,13 @@ _TOO_LONG: Final = _refusal(
 )
 
 
-class _HeadTooLong(Exception):
-    """A head that has come whole, and is longer than ``MAX_HEAD_BYTES``."""
+_VERSION: Final = _refusal(b"505 HTTP Version Not Supported", b"expected HTTP/1.0 or HTTP/1.1; use one of these\n")
+_HOST: Final = _refusal(b"400 Bad Request", b"expected one Host header, got more; send one\n")
+_EXPECTATION: Final = _refusal(b"417 Expectation Failed", b"expected Expect: 100-continue or none; leave it out\n")
+
+
+class _Refused(Exception):
+    """A head that has come whole and is not taken; its argument is the answer."""
 
 
 class _Tunnel(Exception):
@@ -98,8 +103,8 @@ class LimitedProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
-            if isinstance(error.__context__, _HeadTooLong):
-                self._refuse(_TOO_LONG)
+            if isinstance(error.__context__, _Refused):
+                self._refuse(error.__context__.args[0])
             else:
                 self.logger.warning("Invalid HTTP request received.")
                 self._refuse(_INVALID)
@@ -141,7 +146,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self._head_bytes > MAX_HEAD_BYTES and len(self._head(self.headers)) > MAX_HEAD_BYTES:
-            raise _HeadTooLong
+            raise _Refused(_TOO_LONG)
+        self._check_fields()
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
                 raise _Tunnel
@@ -153,6 +159,15 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.headers = []  # Of the trailers, which are not the request's.
         self._in_head = False
+
+    def _check_fields(self) -> None:
+        """What RFC 9112 and 9110 have a server refuse and the parser lets through; Host may be missing."""
+        if self.parser.get_http_version() not in ("1.0", "1.1"):
+            raise _Refused(_VERSION)
+        if sum(name == b"host" for name, _ in self.headers) > 1:
+            raise _Refused(_HOST)
+        if any(name == b"expect" and value.lower() != b"100-continue" for name, value in self.headers):
+            raise _Refused(_EXPECTATION)
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0

@@ -142,6 +142,22 @@ async def test_a_long_head_is_refused(line: bytes) -> None:
         assert await reader.read() == b""
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", b"400"),
+        (b"GET / HTTP/2.0\r\nhost: a\r\n\r\n", b"505"),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nexpect: 200-ok\r\n\r\n", b"417"),
+        (b"GET / HTTP/1.0\r\n\r\n", b"200"),
+        (b"POST / HTTP/1.1\r\nhost: a\r\nexpect: 100-Continue\r\ncontent-length: 1\r\n\r\n", b"100"),
+    ],
+)
+async def test_heads_that_the_standard_refuses(head: bytes, status: bytes) -> None:
+    async with serving(5.0) as (reader, writer, _):
+        writer.write(head)
+        assert (await reader.readline()).split()[1] == status
+
+
 @pytest.mark.parametrize("sent", [b"", REQUEST[:20], REQUEST + REQUEST[:20]], ids=["nothing", "half", "a second half"])
 async def test_a_head_that_does_not_come_ends_the_connection(sent: bytes) -> None:
     async with serving(0.5) as (reader, writer, state):

@@ -1,0 +1,31 @@
+"""Starlette's CORS, which refuses in plain text, with problems as everywhere else."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from app.http.problems import MEDIA_TYPE, TYPE_PREFIX
+from app.http.schemas import ProblemDocument
+
+
+class ProblemCORS(CORSMiddleware):
+    """A preflight request for an origin, a method or a header that is not allowed is answered with a problem."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code != HTTPStatus.BAD_REQUEST:
+            return response
+        detail = f"{bytes(response.body).decode()}; allow it with the setting cors_origins"
+        document = ProblemDocument(
+            type=f"{TYPE_PREFIX}cors",
+            title="Cross-origin request refused",
+            status=HTTPStatus.BAD_REQUEST,
+            detail=detail,
+        )
+        del response.headers["content-length"], response.headers["content-type"]
+        body = document.model_dump_json(exclude_none=True).encode()
+        return Response(body, HTTPStatus.BAD_REQUEST, dict(response.headers), media_type=MEDIA_TYPE)
