@@ -119,6 +119,9 @@ ROUTING: Final = {
 }
 """Status → the same of requests that no route takes."""
 
+MAXIMUM_DETAIL: Final = 1000
+"""Characters of a problem's detail."""
+
 TYPE_PREFIX: Final = "urn:psc:problem:"
 
 
@@ -131,7 +134,7 @@ def problem_of(error: BaseException) -> Problem:
     headers: dict[str, str] = {}
     members: dict[str, Any] = {}
     if isinstance(error, ImageRefused):
-        members = {"index": error.index, "filename": error.name}
+        members = {"index": error.index, "filename": error.name and shorten(error.name)}
     if isinstance(error, InferenceFailed):
         members = {"index": error.index}
     if isinstance(cause, Overloaded):
@@ -148,8 +151,18 @@ def _problem(
     row: tuple[int, str, str], detail: str, headers: Mapping[str, str] | None = None, **members: Any
 ) -> Problem:
     status, slug, title = row
+    detail = shorten(detail)
     document = ProblemDocument(type=TYPE_PREFIX + slug, title=title, status=status, detail=detail, **members)
     return Problem(document, headers or {})
+
+
+def shorten(detail: str) -> str:
+    """At most :data:`MAXIMUM_DETAIL` characters: a part of a request may be as long as the request."""
+    return (
+        detail
+        if len(detail) <= MAXIMUM_DETAIL
+        else f"{detail[: MAXIMUM_DETAIL // 2]} … {detail[-MAXIMUM_DETAIL // 2 :]}"
+    )
 
 
 def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+import reprlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ Parsed = TypeVar("Parsed")
 FIELD: Final = "images"
 _INLINE_BYTES: Final = 256 * 1024
 """Parsing a larger body would hold up the event loop."""
+
+_MAXIMUM_PARAMETERS: Final = 16
+"""Of a part's ``Content-Disposition``, or semicolons in its file name."""
 
 _PARSER: Final = ThreadPoolExecutor(1, "psc-parse")
 """Starts its thread with the first large body."""
@@ -173,6 +177,8 @@ class _Parts:
 
     def on_header_end(self) -> None:
         if self._header_name.lower() == b"content-disposition":
+            if self._header_value.count(b";") > _MAXIMUM_PARAMETERS:
+                raise MalformedRequest(f"a part's header has more than {_MAXIMUM_PARAMETERS} parameters; send fewer")
             self._disposition = self._header_value
 
     def on_headers_finished(self) -> None:
@@ -215,6 +221,6 @@ async def _read_multipart(content_type: str, request: Request, limits: UploadLim
     if not parts.ended:
         raise MalformedRequest("the multipart body ends before its last boundary; send it again")
     if not parts.images:
-        seen = ", ".join(sorted({repr(name) for name in parts.others})) or "no field"
+        seen = reprlib.repr(sorted(set(parts.others))) if parts.others else "no field"
         raise MalformedRequest(f"expected at least one field {FIELD!r}, got {seen}; name the field {FIELD!r}")
     return parts.images

@@ -109,6 +109,20 @@ def test_rejects_endless_headers() -> None:
         read([f"--{BOUNDARY}\r\n".encode() + b"x" * 9000], disconnect=True)
 
 
+def test_rejects_headers_of_many_parameters() -> None:
+    head = f"--{BOUNDARY}\r\nContent-Disposition: form-data; name=images{';' * 17}\r\n\r\n".encode()
+    with pytest.raises(MalformedRequest, match="more than 16 parameters"):
+        read([head], disconnect=True)
+
+
+def test_names_of_fields_come_back_shortened() -> None:
+    names = ["\x01" * 4000 + str(number) for number in range(18)]
+    parts = [f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\nx\r\n' for name in names]
+    with pytest.raises(MalformedRequest, match="expected at least one field 'images'") as caught:
+        read([*(part.encode() for part in parts), f"--{BOUNDARY}--\r\n".encode()])
+    assert len(str(caught.value)) < 500
+
+
 def test_rejects_too_many_images_before_the_rest_arrives() -> None:
     body = body_of([EncodedImage(b"x")] * 11)
     cut = body.rindex(b"form-data") + 40
