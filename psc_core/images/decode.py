@@ -21,6 +21,11 @@ FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 _RUN_LENGTH_COST: Final = 50
 """Pillow decodes a run-length encoded BMP in Python, so each of its pixels counts as this many."""
 
+_RUN_BYTES: Final = 4
+"""Bytes of such a file for each pixel; two are enough, and some commands move over none."""
+
+_HEADER: Final = 1 << 16
+
 _SIGNATURES: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF8", b"II*\0", b"MM\0*")
 """First bytes of the formats, to tell a damaged image from another kind of file."""
 
@@ -58,6 +63,8 @@ def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
         width, height = image.size
         run_length = any(tile.codec_name == "bmp_rle" for tile in image.tile)
         check_pixels(width, height, max_pixels // _RUN_LENGTH_COST if run_length else max_pixels)
+        if run_length:
+            check_count("bytes of run-length code for these pixels", _RUN_BYTES * width * height + _HEADER, len(data))
         try:
             image.load()
             return to_grey_or_rgb(image)

@@ -15,8 +15,8 @@ import numpy as np
 
 from psc_core.errors import ImageTooLarge, UndecodableImage
 
-DEFAULT_MAX_PIXELS: Final = 50_000_000
-"""Maximum width × height, in pixels, unless the caller sets another limit."""
+DEFAULT_MAX_PIXELS: Final = 25_000_000
+"""Maximum width × height, in pixels, unless the caller sets another limit: a camera's 24 megapixels."""
 
 PILLOW_MAX_PIXELS: Final = 178_956_970
 """Pillow reads no larger image."""
@@ -27,6 +27,9 @@ the same limit for JPEG in TIFF."""
 
 _MAXIMUM_PIECES: Final = 10_000
 """Segments of a JPEG and bytes between them, chunks of a PNG, blocks of a GIF: Pillow reads each in Python."""
+
+_PASSES: Final = 10
+"""Scans of a JPEG over ``max_pixels``; a smaller one may have as many more."""
 
 MAXIMUM_EXIF_BYTES: Final = 1 << 20
 """Bytes of EXIF: Pillow needs two hundred times as much memory to unpack them."""
@@ -47,6 +50,7 @@ _MARKER: Final = re.compile(rb"\xff[\xc0-\xc7\xc9-\xcf\xd9-\xef\xfe]")
 """Start of a JPEG segment; in compressed pixels 0xFF is followed by 0 or by a restart marker, 0xD0 to 0xD7."""
 
 _SCAN, _END, _APP1 = 0xDA, 0xD9, 0xE1
+_FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
 _SIDES: Final = (256, 257, 322, 323)
 _STRIP_BYTES, _TILE_BYTES = 279, 325
@@ -66,7 +70,7 @@ def check_file(data: bytes, max_pixels: int) -> io.BytesIO:
     """
     check_pixels(*_webp_size(data), max_pixels)
     if data.startswith(b"\xff\xd8\xff"):
-        _check_jpeg(data)
+        _check_jpeg(data, max_pixels)
     elif data.startswith(b"\x89PNG"):
         _check_png(data)
     elif data.startswith(b"GIF8"):
@@ -116,9 +120,9 @@ def _check_png(data: bytes) -> None:
         check_count("chunks in a file of this size", maximum, chunks)
 
 
-def _check_jpeg(data: bytes) -> None:
-    """Limit the scans and segments of a JPEG's first image, walking them as libjpeg does."""
-    at, scans, segments, exif = 2, 0, 0, 0
+def _check_jpeg(data: bytes, max_pixels: int) -> None:
+    """Limit the scans, their pixels and the segments of a JPEG's first image, walking them as libjpeg does."""
+    at, scans, segments, exif, pixels = 2, 0, 0, 0, 0
     while found := _MARKER.search(data, at):
         segments += 1 if scans else 1 + found.start() - at
         at = found.end()
@@ -131,6 +135,11 @@ def _check_jpeg(data: bytes) -> None:
         if kind == _SCAN:
             scans += 1
             check_count("scans", MAXIMUM_SCANS, scans)
+            check_count("pixels in all scans together", _PASSES * max_pixels, scans * pixels)
+        elif kind in _FRAMES:
+            height, width = struct.unpack(">HH", data[at + 3 : at + 7].ljust(4, b"\0"))
+            check_pixels(width, height, max_pixels)
+            pixels = max(pixels, width * height)
         elif kind == _APP1 and data.startswith(b"Exif\0\0", at + 2):
             exif += length
             check_count("bytes of EXIF", MAXIMUM_EXIF_BYTES, exif)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 from PIL import Image
 
-from psc_core.errors import ImageTooLarge
+from psc_core.errors import ImageTooLarge, UndecodableImage
 from psc_core.images.decode import decode_image
 from tests.psc_core.images.support import GRADIENT, encode, png_header_of
 
@@ -34,3 +36,29 @@ def test_pixel_limit_is_inclusive() -> None:
     assert decode_image(data, max_pixels=24 * 32).size == (32, 24)
     with pytest.raises(ImageTooLarge):
         decode_image(data, max_pixels=24 * 32 - 1)
+
+
+def test_scans_of_a_large_jpeg_count_with_its_pixels() -> None:
+    image = Image.new("L", (400, 400), 9)
+    progressive = encode(image, "JPEG", progressive=True)
+    scans = progressive.count(b"\xff\xda")
+    assert scans > 1 and decode_image(progressive).size == (400, 400)
+    body, first = progressive.removesuffix(b"\xff\xd9"), progressive.index(b"\xff\xda")
+    many = body + body[first:] * 4
+    with pytest.raises(UndecodableImage, match="pixels in all scans together"):
+        decode_image(many + b"\xff\xd9", max_pixels=400 * 400)
+
+
+def run_length_bmp(side: int, commands: bytes) -> bytes:
+    palette = bytes(1024)
+    head = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, len(commands), 0, 0, 256, 0)
+    offset = 14 + len(head) + len(palette)
+    return struct.pack("<2sIHHI", b"BM", offset + len(commands), 0, 0, offset) + head + palette + commands
+
+
+def test_commands_of_a_run_length_bmp_count_with_its_pixels() -> None:
+    row = bytes([8, 5, 0, 0])
+    assert decode_image(run_length_bmp(8, row * 8 + b"\0\1")).size == (8, 8)
+    still = b"\0\2\0\0" * 40_000  # Moves by nothing, so the image never ends.
+    with pytest.raises(UndecodableImage, match="bytes of run-length code"):
+        decode_image(run_length_bmp(8, still))
