@@ -24,6 +24,7 @@ from app.http.routes import admin, health, live, metrics, model, page, predict
 from app.http.v2 import repository
 from app.http.v2 import routes as v2
 from app.http.v2.schemas import HEADER
+from app.models.affordable import check_affordable
 from app.runtime import Runtime
 from app.service import Service
 from app.settings import Settings
@@ -52,7 +53,9 @@ def create_app(
     bundles = dict(settings.named_bundles)
 
     def load(name: str) -> PSC:
-        return PSC.load(bundles[name], device=settings.device, allow_factories=settings.allow_factories)
+        model = PSC.load(bundles[name], device=settings.device, allow_factories=settings.allow_factories)
+        check_affordable(model, max_batch=settings.max_batch_size, seconds=settings.warmup_seconds)
+        return model
 
     service = Service(
         settings,

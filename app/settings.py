@@ -75,6 +75,9 @@ class Settings(BaseSettings):
     )
 
     max_batch_size: int = Field(default=64, ge=1, le=4096, description="Maximum number of images in one device step.")
+    warmup_seconds: float = Field(
+        default=600.0, gt=0, le=86_400, description="A model that would warm up for longer is refused, seconds."
+    )
     max_delay_ms: float = Field(
         default=0.0, ge=0, le=60_000, description="How long a batch may wait to fill, milliseconds; 0 never waits."
     )

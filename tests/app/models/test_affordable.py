@@ -1,0 +1,56 @@
+"""A model that no machine could warm up is refused by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.models import affordable
+from app.models.affordable import check_affordable, cost_of_an_image
+from psc_core.errors import BundleError
+from psc_core.model.predictor import PSC
+
+
+@pytest.fixture
+def model(shipped_bundle: Path) -> PSC:
+    return PSC.load(shipped_bundle, device="cpu")
+
+
+def test_a_model_that_fits_is_taken(model: PSC) -> None:
+    check_affordable(model, max_batch=8, seconds=600.0)
+
+
+def test_the_largest_feature_map_is_found(model: PSC) -> None:
+    largest, seconds = cost_of_an_image(model)
+    assert largest == 64 * 28 * 28 * 4  # The stem's and the first blocks' outputs.
+    assert seconds > 0
+
+
+def test_a_batch_without_room_is_refused(model: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(affordable, "free_bytes", lambda _: 1 << 20)
+    with pytest.raises(BundleError, match=re.escape("a batch of 64 images of 28 × 28 pixels needs about 0.0 GiB")):
+        check_affordable(model, max_batch=64, seconds=600.0)
+    check_affordable(model, max_batch=1, seconds=600.0)
+
+
+def test_a_warm_up_without_end_is_refused(model: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(affordable, "cost_of_an_image", lambda _: (1, 5.0))
+    with pytest.raises(BundleError, match=r"takes 5\.0 s.* raise --warmup-seconds"):
+        check_affordable(model, max_batch=64, seconds=600.0)
+    check_affordable(model, max_batch=60, seconds=600.0)
+
+
+def test_a_control_group_bounds_the_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, used = tmp_path / "max", tmp_path / "current"
+    monkeypatch.setattr(affordable, "_MEMORY_LIMIT", limit)
+    monkeypatch.setattr(affordable, "_MEMORY_USED", used)
+    whole = affordable.free_bytes(torch.device("cpu"))
+    assert whole > 1 << 20
+    limit.write_text("5000\n")
+    used.write_text("2000\n")
+    assert affordable.free_bytes(torch.device("cpu")) == 3000
+    limit.write_text("max\n")
+    assert affordable.free_bytes(torch.device("cpu")) > 1 << 20
