@@ -9,6 +9,7 @@ all tensors of a model; the config holds the sizes, and restoring checks every t
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -45,7 +46,8 @@ class Fitted(nn.Module):
         self.sizes: dict[str, int] = {}
         if set(tensors) != set(self.layout):
             raise FitError(
-                f"expected tensors {sorted(self.layout)} for {self.kind!r}, got {sorted(tensors)}; fit it again"
+                f"expected tensors {sorted(self.layout)} for {self.kind!r}, got "
+                f"{reprlib.repr(sorted(tensors))}; fit it again"
             )
         for name, axes in self.layout.items():
             shape = tuple(tensors[name].shape)
@@ -77,7 +79,7 @@ def restore(kinds: Mapping[str, type[AnyFitted]], config: Mapping[str, Any], sta
     """
     kind, sizes = config["kind"], config["sizes"]
     if kind not in kinds:
-        raise BundleError(f"expected kind one of {sorted(kinds)}, got {kind!r}; use a newer version of psc")
+        raise BundleError(f"expected kind one of {sorted(kinds)}, got {reprlib.repr(kind)}; use a newer version of psc")
     for name, tensor in state.items():
         if tensor.dtype != kinds[kind].dtype_of(name):
             raise BundleError(

@@ -16,8 +16,11 @@ All comparisons are between float32 scores as they were produced, without roundi
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from jaxtyping import Float, Int
@@ -26,6 +29,12 @@ from torch import Tensor
 from psc_core.errors import BundleError, UsageError
 from psc_core.policy import Policy
 from psc_core.rates import check_fraction, ood_rank, tolerant_ceil
+
+TOLERANCE: Final = 1e-4
+"""Of float32 entropies and probabilities beyond their range."""
+
+MAXIMUM_SCORE: Final = 1e12
+"""Largest OOD score, nats, that a calibration may hold; no density gives one near it."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ class Calibration:
         """
         expected = {"scores", "entropies", "label_probabilities", "labels", "num_classes"}
         if set(tensors) != expected:
-            raise BundleError(f"expected calibration tensors {sorted(expected)}, got {sorted(tensors)}")
+            raise BundleError(f"expected calibration tensors {sorted(expected)}, got {reprlib.repr(sorted(tensors))}")
         scores = [tensors[name] for name in ("scores", "entropies", "label_probabilities")]
         labels, classes = tensors["labels"], tensors["num_classes"]
         whole = all(
@@ -120,6 +129,13 @@ class Calibration:
                 f"expected int64 calibration labels 0 … {int(classes) - 1}, got {labels.dtype} "
                 f"{int(labels.min())} … {int(labels.max())}; fit it again"
             )
+        limits = ((-MAXIMUM_SCORE, MAXIMUM_SCORE), (0.0, math.log(max(int(classes), 1))), (0.0, 1.0))
+        for name, part, (low, high) in zip(("scores", "entropies", "label_probabilities"), scores, limits, strict=True):
+            if part[0] < low - TOLERANCE or part[-1] > high + TOLERANCE:
+                raise BundleError(
+                    f"expected calibration {name} from {low:g} to {high:g}, got {float(part[0]):g} to "
+                    f"{float(part[-1]):g}; fit it again"
+                )
         return cls(-scores[0].flip(0), scores[1], scores[2], labels, int(classes))
 
 

@@ -144,6 +144,9 @@ def test_rejects_unusable_tensors() -> None:
         "short": {**tensors, "entropies": tensors["entropies"][:-1]},
         "NaN": {**tensors, "entropies": tensors["entropies"] * math.nan},
         "labels": {**tensors, "labels": tensors["labels"] + 3},
+        "entropies below 0": {**tensors, "entropies": tensors["entropies"] - 1},
+        "probabilities above 1": {**tensors, "label_probabilities": tensors["label_probabilities"] + 1},
+        "scores of no density": {**tensors, "scores": tensors["scores"] * 1e30},
         "label type": {**tensors, "labels": tensors["labels"].float()},
     }
     for tensors in bad.values():
