@@ -105,8 +105,8 @@ def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapp
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         for name, blob in blobs.items():
-            (scratch / name).write_bytes(blob)
-        (scratch / "manifest.json").write_text(json.dumps(ordered, indent=1) + "\n")
+            write_file(scratch / name, blob)
+        write_file(scratch / "manifest.json", (json.dumps(ordered, indent=1) + "\n").encode())
         scratch.chmod(0o755)
         if path.exists():
             retired = path.with_name(f"{scratch.name}.old")
@@ -123,6 +123,21 @@ def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapp
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     return manifest
+
+
+def write_file(file: Path, data: bytes) -> None:
+    """Write a whole file.
+
+    Raises:
+        BundleError: It cannot be written; the message says where and what to do.
+    """
+    try:
+        file.write_bytes(data)
+    except OSError as error:
+        raise BundleError(
+            f"cannot write {len(data)} bytes to {file.parent} ({error.strerror}); free space there or choose "
+            "another place"
+        ) from error
 
 
 def _serialise(tensors: Mapping[str, Tensor]) -> bytes:
@@ -152,7 +167,8 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
         raise BundleError(f"{file}: expected at most {MAX_DEPTH} levels of nesting; fit the bundle again") from error
     except ValueError as error:
         raise BundleError(f"{file}: expected JSON, {error}; fit the bundle again or restore it") from error
-    if isinstance(body, dict) and body.get("schema_version") not in range(1, SCHEMA + 1):
+    versions = {str(version) for version in range(1, SCHEMA + 1)}  # As they are written: neither true nor 1.0
+    if isinstance(body, dict) and repr(body.get("schema_version")) not in versions:
         raise BundleError(
             f"{file}: expected schema_version 1 to {SCHEMA}, got {short(body.get('schema_version'))}; use "
             "the release that wrote it or fit again"
@@ -223,9 +239,11 @@ def _read_part(folder: Path, name: str, entry: FileEntry) -> dict[str, Tensor]:
             "or damaged, copy the bundle again"
         )
     try:
+        header = blob[8 : 8 + int.from_bytes(blob[:8], "little")]
+        json.loads(header.decode(), object_pairs_hook=_reject_duplicates)  # Of which readers may keep either.
         tensors: dict[str, Tensor] = load_tensors(blob)
     except (SafetensorError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise BundleError(f"{file}: expected safetensors, {error}") from error
+        raise BundleError(f"{file}: expected safetensors, {str(error)[:200]}; fit the bundle again") from error
     for key, tensor in tensors.items():
         if tensor.dtype not in _DTYPES or tensor.ndim > MAX_AXES:
             raise BundleError(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,9 @@ def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser
     try:
         main(args)
     except (PSCError, OSError) as error:  # OSError: a full disk, a folder that may not be written to.
-        print(f"{cli.prog}: {error}", file=sys.stderr)
+        is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename
+        where = f"; free space in {tempfile.gettempdir()}, or set TMPDIR to a folder with more" if is_full else ""
+        print(f"{cli.prog}: {error}{where}", file=sys.stderr)
         return exit_codes.BAD_INPUT
     except KeyboardInterrupt:
         print(f"{cli.prog}: interrupted", file=sys.stderr)

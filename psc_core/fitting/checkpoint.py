@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
+from psc_core.bundle.io import write_file
 from psc_core.collapse.report import CollapseReport
 from psc_core.compute.distributed import Reducer
 from psc_core.fitting.stages import FittedProjection
@@ -94,7 +95,7 @@ class Checkpoint:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._stamp.write_text(self.key)
         part = self.folder / f"{name}.part"
-        part.write_bytes(data)
+        write_file(part, data)
         part.rename(self.folder / name)
 
     def clear(self) -> None:

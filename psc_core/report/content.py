@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from psc_core.bundle.io import write_file
 from psc_core.errors import BundleError
 
 FILE: Final = "report.safetensors"
@@ -95,7 +96,7 @@ class Content:
             tensors[f"pictures.{number}"] = picture.pixels.contiguous()
             pictures.append({name: value for name, value in vars(picture).items() if name != "pixels"})
         document = {"version": self.version, "sets": sets, "pictures": pictures}
-        (folder / FILE).write_bytes(save(tensors, metadata={_METADATA: json.dumps(document)}))
+        write_file(folder / FILE, save(tensors, metadata={_METADATA: json.dumps(document)}))
 
     @classmethod
     def load(cls, folder: Path) -> Content:

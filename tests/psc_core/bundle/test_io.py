@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import shutil
 import stat
@@ -68,6 +70,8 @@ def test_missing_bundle(tmp_path: Path) -> None:
         ({"schema_version": 3}, "expected schema_version 1 to 2, got 3"),
         ({"schema_version": 1}, "expected schema_version to be 2, got 1"),
         ({"schema_version": None}, "expected schema_version 1 to 2"),
+        ({"schema_version": True}, "expected schema_version 1 to 2, got True"),
+        ({"schema_version": 2.0}, "expected schema_version 1 to 2, got 2.0"),
         ({"classes": ["one"]}, "field classes:"),
         ({"surprise": 1}, "field surprise:"),
         ({"layers": None}, "field layers:"),
@@ -107,6 +111,34 @@ def test_rejects_values_that_are_not_finite(bundle: Path, part: str) -> None:
     forge.edit_part(bundle, part, poison)
     with pytest.raises(BundleError, match=rf"{part}\.safetensors: tensor .* NaN"):
         read_bundle(bundle)
+
+
+def test_rejects_a_name_twice_in_a_header(bundle: Path) -> None:
+    file = bundle / "density.safetensors"
+    blob = file.read_bytes()
+    length = int.from_bytes(blob[:8], "little")
+    header = blob[8 : 8 + length].rstrip()
+    name, entry = next((key, value) for key, value in json.loads(header).items() if key != "__metadata__")
+    again = header[:-1] + f",{json.dumps(name)}:{json.dumps(entry)}}}".encode()
+    blob = len(again).to_bytes(8, "little") + again + blob[8 + length :]
+    file.write_bytes(blob)
+    files = json.loads((bundle / "manifest.json").read_text())["files"]
+    files[file.name] = {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()}
+    edit_manifest(bundle, files=files)
+    with pytest.raises(BundleError, match=f"the name '{name}' twice"):
+        read_bundle(bundle)
+
+
+def test_a_full_disk_is_named(tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    psc = PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(BundleError, match=rf"bytes to {tmp_path}/.* \(No space left on device\); free space there"):
+        psc.save(tmp_path / "bundle")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_save_never_replaces_other_files(tiny_bundle: Path, tmp_path: Path) -> None:
