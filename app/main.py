@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
 
 from fastapi import FastAPI
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
@@ -53,9 +54,8 @@ def create_app(
     bundles = dict(settings.named_bundles)
 
     def load(name: str) -> PSC:
-        model = PSC.load(bundles[name], device=settings.device, allow_factories=settings.allow_factories)
-        check_affordable(model, max_batch=settings.max_batch_size, seconds=settings.warmup_seconds)
-        return model
+        check = partial(check_affordable, max_batch=settings.max_batch_size, seconds=settings.warmup_seconds)
+        return PSC.load(bundles[name], device=settings.device, allow_factories=settings.allow_factories, check=check)
 
     service = Service(
         settings,

@@ -1,25 +1,36 @@
-"""Whether a model can be warmed up here at all, asked before hours or the machine's memory are spent on it.
+"""Whether a model can be warmed up here at all, asked before minutes or the machine's memory are spent on it.
 
-One image tells: its time and its largest feature map, times the images of a full batch.  Warming up runs batches of
-1, 2, 4, … images, together twice a full one; three feature maps of a batch are alive at once.
+Without computing anything (on PyTorch's meta device) one image tells how many operations it takes and how large its
+largest feature map is; a matrix product tells how fast the device is.  Warming up runs batches of 1, 2, 4, … images,
+together twice a full one, and three feature maps of a batch are alive at once.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import time
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 from psc_core.errors import BundleError
 from psc_core.model.predictor import PSC
 
+logger = logging.getLogger("psc.models")
+
 ALIVE: Final = 3
 """Feature maps of a batch in memory at once: input and output of an operation, and a shortcut around it."""
 
+EFFICIENCY: Final = 0.3
+"""Speed of a network as a fraction of that of a matrix product."""
+
+_SIDE: Final = 1024
 _MEMORY_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 _MEMORY_USED: Final = Path("/sys/fs/cgroup/memory.current")
 
@@ -30,7 +41,11 @@ def check_affordable(model: PSC, *, max_batch: int, seconds: float) -> None:
     Raises:
         BundleError: The message says what the model needs and which settings decide.
     """
-    largest, took = cost_of_an_image(model)
+    try:
+        largest, operations = cost_of_an_image(model)
+    except (RuntimeError, NotImplementedError):  # A network of the user's own that the meta device does not know.
+        logger.warning("cost of the network not known", extra={"model": model.name})
+        return
     needed, free = ALIVE * largest * max_batch, free_bytes(model.device)
     size = " × ".join(map(str, model.preprocess.shape[1:]))
     if needed > free:
@@ -38,16 +53,17 @@ def check_affordable(model: PSC, *, max_batch: int, seconds: float) -> None:
             f"model {model.name!r}: a batch of {max_batch} images of {size} pixels needs about {needed / 2**30:.1f} "
             f"GiB, {free / 2**30:.1f} GiB are free; lower --max-batch-size, or fit the network for smaller images"
         )
-    if 2 * max_batch * took > seconds:
+    expected = 2 * max_batch * operations / operations_per_second(model.device)
+    if expected > seconds:
         raise BundleError(
-            f"model {model.name!r}: an image of {size} pixels takes {took:.1f} s, so warming up batches of {max_batch} "
-            f"would take longer than {seconds:g} s; lower --max-batch-size or raise --warmup-seconds"
+            f"model {model.name!r}: warming up batches of {max_batch} images of {size} pixels would take about "
+            f"{expected:.0f} s, longer than {seconds:g} s; lower --max-batch-size or raise --warmup-seconds"
         )
 
 
 @torch.inference_mode()
-def cost_of_an_image(model: PSC) -> tuple[int, float]:
-    """Bytes of the largest output of a module, and seconds, for one image."""
+def cost_of_an_image(model: PSC) -> tuple[int, int]:
+    """Bytes of the largest output of a module, and floating-point operations, for one image."""
     largest = 0
 
     def measure(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -55,15 +71,26 @@ def cost_of_an_image(model: PSC) -> tuple[int, float]:
         if isinstance(output, Tensor):
             largest = max(largest, output.nbytes)
 
-    image = model.preprocess.noise().to(model.device)
+    network = deepcopy(model.backbone).to("meta")
+    image = torch.empty(1, *model.preprocess.shape, device="meta")
     hook = register_module_forward_hook(measure)
     try:
-        model.pipeline(image)
+        with FlopCounterMode(display=False) as counter:
+            network(image)
     finally:
         hook.remove()
-    began = time.perf_counter()
-    model.pipeline(image).cpu()
-    return largest, time.perf_counter() - began
+    return largest, counter.get_total_flops()
+
+
+def operations_per_second(device: torch.device) -> float:
+    """Of float32, at :data:`EFFICIENCY` of a matrix product, the better of two."""
+    factor = torch.ones(_SIDE, _SIDE, device=device)
+    fastest = math.inf
+    for _ in range(2):
+        began = time.perf_counter()
+        float((factor @ factor)[0, 0])
+        fastest = min(fastest, time.perf_counter() - began)
+    return EFFICIENCY * 2 * _SIDE**3 / fastest
 
 
 def free_bytes(device: torch.device) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,7 +160,12 @@ class PSC:
 
     @classmethod
     def load(
-        cls, path: str | Path, *, device: str | torch.device = "auto", allow_factories: Collection[str] = ()
+        cls,
+        path: str | Path,
+        *,
+        device: str | torch.device = "auto",
+        allow_factories: Collection[str] = (),
+        check: Callable[[PSC], None] | None = None,
     ) -> PSC:
         """Read, verify and build a bundle.
 
@@ -168,6 +173,7 @@ class PSC:
             path: Bundle directory.
             device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
             allow_factories: Network factories (``package.module:factory``) that may be imported.
+            check: Raises for a model that should not even be tried, before its first image.
 
         Raises:
             BundleError: The bundle is missing, altered, damaged or inconsistent.
@@ -196,6 +202,8 @@ class PSC:
             report={"collapse": manifest.collapse, "metrics": manifest.metrics, "provenance": manifest.provenance},
             version=manifest.version,
         )
+        if check is not None:
+            check(psc)
         try:
             psc.probe()
         except FitError as error:

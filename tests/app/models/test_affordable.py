@@ -24,9 +24,11 @@ def test_a_model_that_fits_is_taken(model: PSC) -> None:
 
 
 def test_the_largest_feature_map_is_found(model: PSC) -> None:
-    largest, seconds = cost_of_an_image(model)
+    largest, operations = cost_of_an_image(model)
     assert largest == 64 * 28 * 28 * 4  # The stem's and the first blocks' outputs.
-    assert seconds > 0
+    stem = 2 * 64 * 9 * 28 * 28
+    blocks = 4 * 2 * 64 * 64 * 9 * 28 * 28
+    assert stem + blocks < operations < 4 * blocks
 
 
 def test_a_batch_without_room_is_refused(model: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,10 +39,23 @@ def test_a_batch_without_room_is_refused(model: PSC, monkeypatch: pytest.MonkeyP
 
 
 def test_a_warm_up_without_end_is_refused(model: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(affordable, "cost_of_an_image", lambda _: (1, 5.0))
-    with pytest.raises(BundleError, match=r"takes 5\.0 s.* raise --warmup-seconds"):
+    monkeypatch.setattr(affordable, "cost_of_an_image", lambda _: (1, 5_000))
+    monkeypatch.setattr(affordable, "operations_per_second", lambda _: 1_000.0)
+    with pytest.raises(BundleError, match=r"take about 640 s, longer than 600 s; .* raise --warmup-seconds"):
         check_affordable(model, max_batch=64, seconds=600.0)
     check_affordable(model, max_batch=60, seconds=600.0)
+
+
+def test_a_network_without_an_estimate_is_tried(model: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: PSC) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(affordable, "cost_of_an_image", unknown)
+    check_affordable(model, max_batch=64, seconds=600.0)
+
+
+def test_the_speed_of_the_device_is_measured() -> None:
+    assert affordable.operations_per_second(torch.device("cpu")) > 1e6
 
 
 def test_a_control_group_bounds_the_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
