@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import signal
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from pathlib import Path
+from typing import Final, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -23,9 +26,13 @@ from app.runtime import UvicornRuntime, linger_seconds, prepare_process
 from app.service import Service
 from app.settings import BACKLOG, Settings
 from psc_core import exit_codes
+from psc_core.errors import UsageError
 
 _WORKER_TIMEOUT_S = 120
 """How long a worker may take to start in place of another, and how long it may hang before it is replaced."""
+
+METRICS_BYTES: Final = 64 << 20
+"""Room that is asked for; a worker's metrics take 1 MiB for each kind, and more with many classes."""
 
 logger = logging.getLogger("psc.server")
 
@@ -42,6 +49,8 @@ class Workers(Multiprocess):
     def keep_subprocess_alive(self) -> None:
         for worker in self.processes:
             worker.child_conn.close()  # Otherwise the parent never sees EOF when the worker dies.
+            if worker.exitcode == -signal.SIGBUS:
+                logger.critical("a worker could not write its metrics: %s is full", os.environ[PROCESS_FILES])
         super().keep_subprocess_alive()
 
     def terminate_all(self) -> None:
@@ -86,12 +95,30 @@ def serve(settings: Settings, listener: socket.socket) -> tuple[int, str]:
         return _serve_alone(settings, listener)
     check(settings)  # Uvicorn would start a worker that cannot use its settings for ever.
     config = uvicorn_config(settings, partial(build, settings))
-    with tempfile.TemporaryDirectory(prefix="psc-metrics-") as folder:
+    with tempfile.TemporaryDirectory(prefix="psc-metrics-", dir=metrics_parent()) as folder:
         os.environ.setdefault(PROCESS_FILES, folder)
         workers = Workers(config, [listener])
         workers.run()
     failed = any(worker.exitcode == STARTUP_FAILURE for worker in workers.processes)
     return (exit_codes.BAD_INPUT, "a worker could not start; see the log") if failed else (exit_codes.OK, "")
+
+
+def metrics_parent(places: Sequence[Path] | None = None) -> Path:
+    """Where the workers' metrics are kept, files that each worker maps: in memory where there is room, else on disk.
+
+    A file that is mapped ends its process when the disk is full, so the first of ``places`` with room is taken.
+
+    Raises:
+        UsageError: None has room.
+    """
+    places = places or (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    for place in places:
+        if place.is_dir() and os.access(place, os.W_OK) and shutil.disk_usage(place).free >= METRICS_BYTES:
+            return place
+    raise UsageError(
+        f"several workers need {METRICS_BYTES >> 20} MiB for their metrics in {' or '.join(map(str, places))}; free "
+        "some, set TMPDIR to a folder that has it, or serve with --workers 1"
+    )
 
 
 def _serve_alone(settings: Settings, listener: socket.socket) -> tuple[int, str]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
-from app.server import uvicorn_config
+from app.server import METRICS_BYTES, metrics_parent, uvicorn_config
 from app.settings import load_settings
+from psc_core.errors import UsageError
 from tests.app.fakes import png
 from tests.app.support import PNG
 from tests.served import GUARD_SECONDS, Server, serve_fake
@@ -180,3 +183,14 @@ def test_a_device_that_fails_at_warm_up_ends_the_process_with_1(tmp_path: Path) 
     with serve_fake(f"state={tmp_path}", ready=False) as server:
         assert server.end() == 1
         assert "model 'm' failed at warm-up" in json.loads(server.log[-1])["message"]
+
+
+def test_metrics_of_several_workers_go_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = tmp_path / "small", tmp_path / "large"
+    free = {small: METRICS_BYTES - 1, large: METRICS_BYTES}
+    for place in free:
+        place.mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free[place]))
+    assert metrics_parent([tmp_path / "absent", small, large]) == large
+    with pytest.raises(UsageError, match=r"several workers need 64 MiB for their metrics in .*small; free"):
+        metrics_parent([small])
