@@ -1,0 +1,229 @@
+"""``make attack``: what an attack found once, against a service that runs now, as a table.
+
+Each case is a function of the service's URL that gives what it saw in a few words, and whether that is what is wanted.
+The same is asserted, piece by piece, in the tests that the table names.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+
+from tests.conftest import ROOT, SHIPPED_BUNDLE
+
+EXAMPLE = (SHIPPED_BUNDLE / "examples" / "clean.png").read_bytes()
+STALL_SECONDS = 1.0
+"""How long ``/healthz`` may wait at most."""
+
+JSON = {"content-type": "application/json"}
+
+
+class Seen(NamedTuple):
+    """What came of an attack."""
+
+    now: str
+    is_wanted: bool
+
+
+class Case(NamedTuple):
+    """An attack."""
+
+    name: str
+    found: str  # before it was mended
+    attack: Callable[[str], Seen]
+
+
+@contextmanager
+def service(*flags: str, stderr: str = os.devnull) -> Iterator[str]:
+    """The shipped bundle, ready to answer."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "app.cli", "--bundle", str(SHIPPED_BUNDLE), "--port", str(port), *flags]
+    with Path(stderr).open("w") as log, subprocess.Popen(words, cwd=ROOT, stderr=log) as process:
+        url = f"http://127.0.0.1:{port}"
+        try:
+            while not is_ready(url):
+                if process.poll() is not None:
+                    raise RuntimeError(f"the service ended with {process.returncode}")
+                time.sleep(0.1)
+            yield url
+        finally:
+            process.terminate()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@contextmanager
+def longest_stall(url: str) -> Iterator[list[float]]:
+    """Meanwhile, the longest time that ``/healthz`` took, seconds."""
+    ended, longest = threading.Event(), [0.0]
+
+    def ask() -> None:
+        with httpx.Client(timeout=120) as client:
+            while not ended.is_set():
+                began = time.perf_counter()
+                client.get(f"{url}/healthz")
+                longest[0] = max(longest[0], time.perf_counter() - began)
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    yield longest
+    ended.set()
+    thread.join()
+
+
+def costly_json(url: str, body: bytes, path: str = "/predict") -> Seen:
+    """Eight at once."""
+    statuses: list[int] = []
+
+    def send() -> None:
+        statuses.append(httpx.post(f"{url}{path}", content=body, headers=JSON, timeout=120).status_code)
+
+    with longest_stall(url) as longest:
+        threads = [threading.Thread(target=send) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return Seen(f"{sorted(set(statuses))}, /healthz waited {longest[0]:.2f} s", longest[0] <= STALL_SECONDS)
+
+
+def empty_lists(url: str) -> Seen:
+    return costly_json(url, b'{"images":[' + b"[]," * (20 << 20) + b"0]}")
+
+
+def many_keys(url: str) -> Seen:
+    return costly_json(url, b"{" + b",".join(b'"k%d":0' % number for number in range(5_000_000)) + b"}")
+
+
+def many_numbers(url: str) -> Seen:
+    data = b"0," * ((1 << 22) - 100)
+    head = b'{"inputs":[{"name":"images","datatype":"UINT8","shape":[1,28,28,1],"data":['
+    return costly_json(url, head + data + b"0]}]}", f"/v2/models/{SHIPPED_BUNDLE.name}/infer")
+
+
+def one_image(url: str, image: bytes) -> Seen:
+    began = time.perf_counter()
+    answer = httpx.post(f"{url}/predict", content=image, headers={"content-type": "image/x"}, timeout=120)
+    took = time.perf_counter() - began
+    return Seen(f"{answer.status_code} after {took:.2f} s", took <= 2 * STALL_SECONDS)
+
+
+def still_bmp(url: str) -> Seen:
+    commands = b"\0\2\0\0" * (15 << 20)
+    head = struct.pack("<IiiHHIIiiII", 40, 900, 900, 1, 8, 1, len(commands), 0, 0, 256, 0) + bytes(1024)
+    offset = 14 + len(head)
+    return one_image(url, struct.pack("<2sIHHI", b"BM", offset + len(commands), 0, 0, offset) + head + commands)
+
+
+def progressive_jpeg(url: str) -> Seen:
+    import io
+
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.new("L", (7000, 7000), 9).save(buffer, "JPEG", progressive=True)
+    return one_image(url, buffer.getvalue())
+
+
+def multipart(url: str, parts: list[str]) -> httpx.Response:
+    body = "".join(f"--b\r\nContent-Disposition: form-data; {part}\r\n\r\nx\r\n" for part in parts) + "--b--\r\n"
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    return httpx.post(f"{url}/predict", content=body.encode("latin-1"), headers=headers, timeout=120)
+
+
+def semicolons(url: str) -> Seen:
+    with longest_stall(url) as longest:
+        status = multipart(url, [f"name=n{number}{';' * 4000}" for number in range(900)]).status_code
+    return Seen(f"{status}, /healthz waited {longest[0]:.2f} s", longest[0] <= STALL_SECONDS)
+
+
+def control_characters(url: str) -> Seen:
+    answer = multipart(url, [f'name="{chr(1) * 4000}{number}"' for number in range(900)])
+    return Seen(f"{answer.status_code} of {len(answer.content)} bytes", len(answer.content) < 10_000)
+
+
+def heads(url: str) -> Seen:
+    port = int(url.rsplit(":", 1)[1])
+    seen = []
+    for head in (b"HTTP/1.1\r\nhost: a\r\nhost: b", b"HTTP/2.0\r\nhost: a", b"HTTP/1.1\r\nhost: a\r\nexpect: 200-ok"):
+        with socket.create_connection(("127.0.0.1", port), 10) as client:
+            client.sendall(b"GET /healthz " + head + b"\r\n\r\n")
+            seen.append(client.recv(100).split()[1].decode())
+    return Seen(", ".join(seen), seen == ["400", "505", "417"])
+
+
+def full_stderr(_url: str) -> Seen:
+    with service("--workers", "2", stderr="/dev/full") as url:
+        status = httpx.post(f"{url}/predict", content=EXAMPLE, headers={"content-type": "image/png"}).status_code
+    return Seen(f"serves, {status}", status == 200)
+
+
+def large_input(_url: str) -> Seen:
+    import shutil
+
+    from tests.attacks import forge
+
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = Path(shutil.copytree(SHIPPED_BUNDLE, Path(folder) / "bundle"))
+        forge.edit(bundle, lambda body: body["preprocess"].update({"height": 2048, "width": 2048}))
+        words = [sys.executable, "-m", "app.cli", "--bundle", str(bundle), "--port", "0"]
+        began = time.perf_counter()
+        ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    took = time.perf_counter() - began
+    return Seen(f"refused with {ended.returncode} after {took:.0f} s", ended.returncode == 2)
+
+
+def still_answers(url: str) -> Seen:
+    answer = httpx.post(f"{url}/predict", content=EXAMPLE, headers={"content-type": "image/png"}, timeout=30)
+    prediction = answer.json()["predictions"][0]
+    return Seen(f"{answer.status_code}, {prediction['label']}, {prediction['decision']}", prediction["label"] == "7")
+
+
+CASES = (
+    Case("8 JSON bodies of 60 MiB of empty lists", "10 to 14 s of CPU each, /healthz waited 32 s", empty_lists),
+    Case("8 JSON bodies of 5 million keys", "11 s of CPU each", many_keys),
+    Case("8 v2 tensors of 4 million numbers in JSON", "not tried", many_numbers),
+    Case("run-length BMP of 61 MB that moves by nothing", "26 s", still_bmp),
+    Case("progressive JPEG of 49 megapixels", "4.5 s", progressive_jpeg),
+    Case("900 part headers of 4,000 semicolons", "1.8 s of the event loop", semicolons),
+    Case("900 field names of control characters", "answer of 20 MB", control_characters),
+    Case("two Hosts, HTTP/2.0, Expect: 200-ok", "accepted", heads),
+    Case("standard error that cannot be written", "the process ended", full_stderr),
+    Case("a bundle edited to a 2048² input", "warm-up without end", large_input),
+    Case("the example, after all of these", "", still_answers),
+)
+
+
+def main() -> int:
+    """Print the table; 1 when something is not as wanted."""
+    failed = 0
+    print("| attack | found | now | |\n| --- | --- | --- | --- |")
+    with service() as url:
+        for case in CASES:
+            seen = case.attack(url)
+            failed += not seen.is_wanted
+            print(f"| {case.name} | {case.found} | {seen.now} | {'ok' if seen.is_wanted else '**no**'} |", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""The table of ``make attack`` counts what is not as wanted, and has the cases of the document."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+
+from tests.attacks import run
+from tests.conftest import ROOT
+
+
+def test_a_case_that_is_not_as_wanted_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = (
+        run.Case("good", "bad", lambda _: run.Seen("1 s", True)),
+        run.Case("poor", "", lambda _: run.Seen("9 s", False)),
+    )
+    monkeypatch.setattr(run, "service", lambda: nullcontext("http://nowhere"))
+    monkeypatch.setattr(run, "CASES", cases)
+    assert run.main() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2:] == ["| good | bad | 1 s | ok |", "| poor |  | 9 s | **no** |"]
+    monkeypatch.setattr(run, "CASES", cases[:1])
+    assert run.main() == 0
+
+
+def test_the_document_has_what_was_found() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    for case in run.CASES:
+        assert not case.found or case.found == "not tried" or case.found.split(",")[0] in page, case.name
+
+
+@pytest.mark.slow
+def test_attacks() -> None:
+    assert run.main() == 0
