@@ -93,7 +93,7 @@ class Content:
             sets.append({"name": images.name, "role": images.role.value, "quality": images.quality})
         pictures: list[dict[str, Any]] = []
         for number, picture in enumerate(self.pictures):
-            tensors[f"pictures.{number}"] = picture.pixels.contiguous()
+            tensors[f"pictures.{number}"] = picture.pixels.contiguous().clone()  # an image may be shown twice
             pictures.append({name: value for name, value in vars(picture).items() if name != "pixels"})
         document = {"version": self.version, "sets": sets, "pictures": pictures}
         write_file(folder / FILE, save(tensors, metadata={_METADATA: json.dumps(document)}))

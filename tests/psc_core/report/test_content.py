@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,13 @@ def test_comes_back_as_it_was(tmp_path: Path) -> None:
         }
     assert back.pictures[0].why == "most typical" and back.pictures[0].pixels.shape == (1, 4, 5)
     assert torch.equal(back.sizes["nc4"], kept.sizes["nc4"])
+
+
+def test_an_image_may_be_shown_for_two_reasons(tmp_path: Path) -> None:
+    kept = content()
+    other = replace(kept.pictures[0], why="most unusual")
+    replace(kept, pictures=(kept.pictures[0], other)).save(tmp_path)
+    assert [picture.why for picture in Content.load(tmp_path).pictures] == ["most typical", "most unusual"]
 
 
 def test_a_file_that_is_missing_or_damaged(tmp_path: Path) -> None:
