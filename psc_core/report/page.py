@@ -67,6 +67,9 @@ GLOSSARY: Final[Mapping[str, str]] = {
 }
 """Words of the page."""
 
+_HERE: Final = Path()
+"""The bundle in commands of its files, which are the same wherever it lies."""
+
 _TEMPLATES: Final = Environment(
     loader=PackageLoader("psc_core.report", ""),
     autoescape=lambda name: name is not None and name.startswith(PAGE),
@@ -110,19 +113,14 @@ def serve_command(folder: Path) -> str:
     return f"psc-serve --bundle {shlex.quote(str(folder))}"
 
 
-def eval_command(folder: Path) -> str:
-    """What tests a bundle."""
-    return f"psc-eval --bundle {shlex.quote(str(folder))} --id images/test --ood NAME=images/others --out report"
-
-
 def _values(facts: Facts) -> dict[str, Any]:
     return {
         "facts": facts,
         "manifest": facts.manifest,
         "columns": COLUMNS,
         "roles": Role,
-        "serve": serve_command(facts.folder),
-        "evaluate": eval_command(facts.folder),
+        "serve": serve_command(_HERE),
+        "evaluate": f"psc-eval --bundle {_HERE} --id images/test --ood NAME=images/others --out report",
     }
 
 
