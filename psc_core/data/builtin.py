@@ -1,4 +1,4 @@
-"""Data sets by name: MNIST and its relatives as IDX files, CIFAR-10 as a tar archive of JPEGs.
+"""Data sets by name: MNIST and its relatives as IDX files, CIFAR-10 as a tar archive of JPEGs, and turned digits.
 
 The validation split of each is held out of its training images at fixed positions.
 """
@@ -13,12 +13,21 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from PIL import Image
 from torch import Tensor
 
 from psc_core.data.dataset import ImageDataset, concatenate, held_out, labelled
 from psc_core.data.sources import ArraySource, EncodedSource
+from psc_core.data.targets import measured
 from psc_core.errors import DataError
 from psc_core.images.preprocess import Preprocess
+from psc_core.target import Target
+
+SEEDS = (0, 1)
+"""Of the angles of rotated-mnist's training and test images."""
+
+LARGEST_ANGLE = 60.0
+"""Of the digits of rotated-mnist, degrees in either direction."""
 
 _DIGITS = tuple("0123456789")
 _FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
@@ -105,11 +114,27 @@ def cifar10(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
     return held_out(labelled("cifar10", classes, source, labels, preprocess), split, every=10)
 
 
+def rotated_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
+    """Digits, each turned by a random angle up to :data:`LARGEST_ANGLE`, the same on every call: the target."""
+    source, _ = _idx_pair(root, "MNIST", split)
+    generator = torch.Generator().manual_seed(SEEDS[split == "test"])
+    angles = (2 * torch.rand(len(source), generator=generator, dtype=torch.float64) - 1) * LARGEST_ANGLE
+    turned = [
+        np.asarray(Image.fromarray(image).rotate(angle, Image.Resampling.BILINEAR))
+        for image, angle in zip(source.images, angles.tolist(), strict=True)
+    ]
+    target = Target(name="angle", unit="degrees")
+    return held_out(
+        measured("rotated-mnist", target, ArraySource(np.stack(turned)), angles, preprocess), split, every=12
+    )
+
+
 BUILT_IN: Mapping[str, Callable[[Path, str, Preprocess], ImageDataset]] = {
     "mnist": mnist,
     "fashion-mnist": fashion_mnist,
     "ambiguous-mnist": ambiguous_mnist,
     "dirty-mnist": dirty_mnist,
     "cifar10": cifar10,
+    "rotated-mnist": rotated_mnist,
 }
 """Readers by name, the part of a spec before the colon."""

@@ -21,6 +21,7 @@ from torch.nn import functional
 from psc_core.data.sources import ArraySource, ImageSource
 from psc_core.errors import DataError
 from psc_core.images.preprocess import Preprocess
+from psc_core.target import Target
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Batch:
     images: Tensor  # uint8 (batch, channels, height, width)
     labels: Tensor  # int64 (examples,)
     image_index: Tensor  # int64 (examples,)
+    values: Tensor | None = None  # float64 (batch,) of the target; None where there are classes
 
     def per_example(self, features: Tensor) -> Tensor:
         """Repeat per-image ``features`` (batch, …) for each labelled example (examples, …)."""
@@ -39,6 +41,8 @@ class Batch:
 @dataclass(frozen=True)
 class ImageDataset:
     """n images with labels, read through one :class:`Preprocess`; :func:`labelled` makes one.
+
+    For a regression each image has a number, and its label is the bin of that (:mod:`psc_core.data.targets`).
 
     Example:
         >>> from psc_core import PRESETS, open_dataset
@@ -55,6 +59,8 @@ class ImageDataset:
     offsets: Tensor  # int64 (n + 1,); image i has labels[offsets[i]:offsets[i + 1]]
     preprocess: Preprocess
     groups: Mapping[str, Tensor] = field(default_factory=dict)  # parts for reports, int64 positions in this data set
+    target: Target | None = None  # of a regression
+    values: Tensor | None = None  # float64 (n,) the target's, of a regression
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -79,7 +85,10 @@ class ImageDataset:
         where = torch.full((len(self),), -1, dtype=torch.int64)
         where[positions] = torch.arange(len(positions))
         groups = {name: kept[kept >= 0] for name, group in self.groups.items() for kept in [where[group]]}
-        return replace(self, indices=self.indices[positions], labels=labels, offsets=offsets, groups=groups)
+        values = None if self.values is None else self.values[positions]
+        return replace(
+            self, indices=self.indices[positions], labels=labels, offsets=offsets, groups=groups, values=values
+        )
 
     def _labels_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Labels of the images at ``positions``, in that order, and the number of labels of each image."""
@@ -113,15 +122,18 @@ class ImageDataset:
         else:
             images = torch.from_numpy(np.stack(list(pool.map(self.image, positions.tolist(), chunksize=16))))
         labels, counts = self._labels_of(positions)
-        return Batch(images, labels, torch.arange(len(positions)).repeat_interleave(counts))
+        image_index = torch.arange(len(positions)).repeat_interleave(counts)
+        return Batch(images, labels, image_index, None if self.values is None else self.values[positions])
 
     def digest(self) -> str:
-        """SHA-256 over the stored images' fingerprints and the labels, for provenance."""
+        """SHA-256 over the stored images' fingerprints and the labels or the target's values, for provenance."""
         sha = hashlib.sha256("\0".join(self.classes).encode())
         for index in self.indices.numpy():
             sha.update(self.source.fingerprint(int(index)))
         sha.update(self.labels.contiguous().numpy().data)
         sha.update(self.offsets.contiguous().numpy().data)
+        if self.values is not None:
+            sha.update(f"{self.target}\0".encode() + self.values.contiguous().numpy().tobytes())
         return sha.hexdigest()
 
 

@@ -1,8 +1,9 @@
 """A data set from its *spec*:
 
 * ``DIR``: the ImageFolder layout, ``class/file.png``;
-* ``mnist:ROOT``, ``fashion-mnist:ROOT``, ``ambiguous-mnist:ROOT``, ``dirty-mnist:ROOT``, ``cifar10:ROOT``:
-  a named data set whose files are below ``ROOT`` (:mod:`psc_core.data.builtin`);
+* ``FILE.csv`` or ``FILE.parquet``: a table of image files and numbers, for regression (:mod:`psc_core.data.targets`);
+* ``mnist:ROOT``, ``fashion-mnist:ROOT``, ``ambiguous-mnist:ROOT``, ``dirty-mnist:ROOT``, ``cifar10:ROOT``,
+  ``rotated-mnist:ROOT``: a named data set whose files are below ``ROOT`` (:mod:`psc_core.data.builtin`);
 * ``package.module:factory``: a function ``factory(split=…, preprocess=…) -> ImageDataset``.
 
 ``#train``, ``#val`` or ``#test`` after a spec overrides the split that the caller asks for.
@@ -22,16 +23,23 @@ import torch
 from psc_core.data.builtin import BUILT_IN
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import FileSource
+from psc_core.data.targets import TABLES, open_table
 from psc_core.errors import DataError
 from psc_core.images.formats import SUFFIXES
 from psc_core.images.preprocess import Preprocess
 
 SPLITS = ("train", "val", "test")
 
-"""Suffixes of image files; other files are ignored."""
 
-
-def open_dataset(spec: str, *, split: str, preprocess: Preprocess, labelled_images: bool = True) -> ImageDataset:
+def open_dataset(
+    spec: str,
+    *,
+    split: str,
+    preprocess: Preprocess,
+    labelled_images: bool = True,
+    target: str | None = None,
+    unit: str = "",
+) -> ImageDataset:
     """Open the data set that ``spec`` names (see the module docstring).
 
     Args:
@@ -39,6 +47,8 @@ def open_dataset(spec: str, *, split: str, preprocess: Preprocess, labelled_imag
             ``"train"`` must each of its class folders hold images.
         preprocess: How the images are read.
         labelled_images: When false, all images below a directory are one class (out-of-distribution sets).
+        target: Column of a table that holds the numbers; None for the only one.
+        unit: Of the numbers in a table.
 
     Raises:
         DataError: The spec, the directory or its layout is invalid.
@@ -60,6 +70,8 @@ def open_dataset(spec: str, *, split: str, preprocess: Preprocess, labelled_imag
         return BUILT_IN[kind](Path(rest), split, preprocess)
     if separator and "/" not in kind and not Path(body).exists():
         return _from_factory(kind, rest, split, preprocess)
+    if Path(body).suffix in TABLES and not Path(body).is_dir():
+        return open_table(Path(body), preprocess, target=target, unit=unit)
     return image_folder(Path(body), preprocess, labelled_images=labelled_images, empty_classes=split != "train")
 
 

@@ -1,0 +1,162 @@
+"""Images with a measured number each, for regression: a table beside image files, and bins of the numbers.
+
+Collapse, projection, density and gates work on classes.  For a regression these are *bins*: the numbers between two
+neighbouring quantiles of the training images, so that each bin has about as many of them.  (The analogy is ours.)
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from psc_core.data.dataset import ImageDataset
+from psc_core.data.sources import FileSource, ImageSource
+from psc_core.errors import DataError, UsageError
+from psc_core.images.preprocess import Preprocess
+from psc_core.target import Target
+
+FILE_COLUMN: Final = "file"
+"""Column of a table that holds the paths of images, relative to the table's folder."""
+
+TABLES: Final = (".csv", ".parquet")
+"""Suffixes of tables."""
+
+BINS: Final = 10
+"""Maximum number of bins."""
+
+IMAGES_PER_BIN: Final = 20
+"""Training images that a bin should have; fewer images make fewer bins."""
+
+
+def measured(
+    name: str, target: Target, source: ImageSource, values: Float[Tensor, " n"], preprocess: Preprocess
+) -> ImageDataset:
+    """A data set of the n images in ``source``, each with one of ``values``; it has one bin.
+
+    Raises:
+        DataError: No images, another number of values than of images, or a value that is not finite.
+    """
+    count = len(values)
+    if len(source) != count or count == 0:
+        raise DataError(
+            f"{name}: expected one {target.name} per image and at least one image, got {count} and {len(source)} images"
+        )
+    odd = int((~values.isfinite()).sum())
+    if odd:
+        raise DataError(f"{name}: expected finite numbers of {target.name}, got {odd} that are not; leave them out")
+    labels, offsets = torch.zeros(count, dtype=torch.int64), torch.arange(count + 1)
+    return ImageDataset(
+        name, (target.name,), source, torch.arange(count), labels, offsets, preprocess,
+        target=target, values=values.double(),
+    )  # fmt: skip
+
+
+def quantile_edges(values: Float[Tensor, " n"]) -> Float[Tensor, " edges"]:
+    """The numbers that part the bins, ascending: quantiles of ``values`` without repetition.
+
+    Raises:
+        DataError: All values are equal.
+    """
+    bins = min(BINS, max(2, len(values) // IMAGES_PER_BIN))
+    ascending = values.double().sort().values
+    if ascending[0] == ascending[-1]:
+        raise DataError(f"expected numbers that differ between images, all are {float(ascending[0]):g}; nothing to fit")
+    at = torch.arange(1, bins) * len(values) // bins
+    edges = ascending[at].unique()
+    return edges[edges > ascending[0]] if bool((edges > ascending[0]).any()) else ascending.unique()[1:2]
+
+
+def in_bins(dataset: ImageDataset, edges: Float[Tensor, " edges"]) -> ImageDataset:
+    """``dataset`` with the bin of each number as its label; a number equal to an edge belongs to the bin above it."""
+    assert dataset.values is not None
+    ends = ["", *(f"{edge:.4g}" for edge in edges.tolist()), ""]
+    names = [_bin_name(low, high) for low, high in zip(ends, ends[1:], strict=False)]
+    if len(set(names)) < len(names):  # Numbers that four digits do not tell apart.
+        names = [f"{name} (bin {index})" for index, name in enumerate(names)]
+    labels = torch.bucketize(dataset.values, edges, right=True)
+    return replace(dataset, labels=labels, classes=tuple(names))
+
+
+def _bin_name(low: str, high: str) -> str:
+    return f"{low} to {high}" if low and high else f"below {high}" if high else f"{low} and above"
+
+
+def binned(train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
+    """Both in bins of the training images' numbers; as they are where they have classes.
+
+    Raises:
+        DataError: One has a target that the other lacks, or all numbers are equal.
+    """
+    if train.target != val.target:
+        raise DataError(f"expected the same target for training and validation, got {train.target} and {val.target}")
+    if train.values is None:
+        return train, val
+    edges = quantile_edges(train.values)
+    return in_bins(train, edges), in_bins(val, edges)
+
+
+def open_table(path: Path, preprocess: Preprocess, *, target: str | None = None, unit: str = "") -> ImageDataset:
+    """The images that a table names, with the numbers of one of its columns.
+
+    Args:
+        path: ``.csv`` with a header, or ``.parquet``: a column :data:`FILE_COLUMN` and others of numbers.
+        preprocess: How the images are read.
+        target: Name of the column; None for the only one.
+        unit: Of the numbers.
+
+    Raises:
+        DataError: The table cannot be read, lacks a column, or holds something that is no number.
+        UsageError: ``target`` is none of its columns, or left out where there are several.
+    """
+    columns = _read_table(path)
+    if FILE_COLUMN not in columns:
+        raise DataError(f"{path} has no column {FILE_COLUMN!r}, it has {', '.join(columns)}; add the images' paths")
+    others = [name for name in columns if name != FILE_COLUMN]
+    if target is None and len(others) != 1:
+        raise UsageError(f"{path} has the columns {', '.join(others) or 'none'} beside the files; choose by --target")
+    column = target or others[0]
+    if column not in others:
+        raise UsageError(f"{path} has no column {column!r}, it has {', '.join(others)}; choose by --target")
+    values = torch.empty(len(columns[column]), dtype=torch.float64)
+    for row, value in enumerate(columns[column]):
+        try:
+            values[row] = float(value)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{path}: row {row + 1} has {column} {value!r}, expected a number") from error
+    files = np.array([os.fsencode(str(name)) for name in columns[FILE_COLUMN]], dtype=np.bytes_)
+    return measured(str(path), Target(name=column, unit=unit), FileSource(path.parent, files), values, preprocess)
+
+
+def _read_table(path: Path) -> dict[str, list[Any]]:
+    """Its columns by name."""
+    if path.suffix == ".parquet":
+        try:
+            from pyarrow import parquet
+            from pyarrow.lib import ArrowException
+        except ImportError as error:
+            raise UsageError(f"{path} needs pyarrow; pip install 'psc[parquet]'") from error
+        try:
+            columns: dict[str, list[Any]] = parquet.read_table(path).to_pydict()
+        except (OSError, ArrowException) as error:
+            raise DataError(f"cannot read the table {path}: {error}") from error
+        return columns
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"cannot read the table {path}: {error}") from error
+    if not rows:
+        raise DataError(f"{path} is empty; give a table with a header, as file,age")
+    header = rows[0]
+    for number, row in enumerate(rows[1:], 1):
+        if len(row) != len(header):
+            raise DataError(f"{path}: row {number} has {len(row)} values, the header {len(header)}; mend the row")
+    return {name: [row[at] for row in rows[1:]] for at, name in enumerate(header)}

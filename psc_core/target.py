@@ -1,0 +1,22 @@
+"""What a regression predicts: one number for each image, with its name and unit."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Target(BaseModel):
+    """A measured number.
+
+    Example:
+        >>> str(Target(name="angle", unit="degrees"))
+        'angle, degrees'
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: str = Field(min_length=1, max_length=200, description="Of the number, as a person would say it.")
+    unit: str = Field(default="", max_length=50, description="Unit of the number; empty for none.")
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.unit}" if self.unit else self.name
