@@ -8,7 +8,8 @@ For each layer, with the sums of :mod:`psc_core.numerics.scatter`,
 
 with d_i the difference in the number of labels of validation image i that the two layers meet: where each image has one
 label, McNemar's √(b + c) / n of the b + c images that one layer has right and the other wrong.  (Paper, section 4.1 and
-appendix "Measuring collapse": after each layer.)  This takes one pass over the training images, class by class, and one
+appendix "Measuring collapse": after each layer.)  For a regression the classes are bins of the target, and R² takes the
+place of NC4 (:mod:`psc_core.collapse.ridge`), with one more pass over the training images.  This takes one pass over the training images, class by class, and one
 over the validation images.
 
 Class means take classes × width × 8 bytes per layer.  Layers are measured in groups that fit the memory budget, two
@@ -27,7 +28,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from psc_core.collapse.report import EPSILON, CollapseReport, LayerCollapse, best_layer
+from psc_core.collapse.report import EPSILON, NC4, R2, CollapseReport, LayerCollapse, best_layer
+from psc_core.collapse.linear import squared_errors
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset, stable_order
@@ -118,18 +120,24 @@ def measure_layers(
         backbone = truncate(net, cut_after, keep_output=False, example=example)
         label = f"collapse {number}/{len(groups)}"
         means = measurement.add_scatter(backbone, group, label)
-        measurement.add_correct(backbone, group, means, label)
+        if val.values is None:
+            measurement.add_correct(backbone, group, means, label)
+    if val.values is None:
+        measure, nc4_of, error_of = NC4, measurement.nc4, measurement.error
+    else:
+        errors = squared_errors(
+            net, wanted, train, val, compute, example=example, budget=max_memory_bytes, reducer=measurement.reducer
+        )
+        measure, nc4_of, error_of = R2, errors.r_squared, errors.error
     measured = []
     for layer in wanted:
         sums = measurement.sums[layer.name]
         nc1 = nc1_from_scatter(sums.within, sums.between, sums.magnitude)
-        measured.append(LayerCollapse(**vars(layer), nc1=nc1, nc4=measurement.nc4(layer.name)))
+        measured.append(LayerCollapse(**vars(layer), nc1=nc1, nc4=nc4_of(layer.name)))
     best = best_layer(measured, epsilon, layers)
     if best is not None:
-        hits = measurement.correct(best.name)
-        errors = (paired_error(measurement.correct(layer.name), hits, val.offsets) for layer in measured)
-        measured = [replace(layer, nc4_error=error) for layer, error in zip(measured, errors, strict=True)]
-    return CollapseReport(tuple(measured), epsilon, granularity, layers, train.examples, val.examples, seed)
+        measured = [replace(layer, nc4_error=error_of(layer.name, best.name)) for layer in measured]
+    return CollapseReport(tuple(measured), epsilon, granularity, layers, train.examples, val.examples, seed, measure)
 
 
 def paired_error(
@@ -177,6 +185,7 @@ class _Measurement:
         self.val = reducer.shard(val)
         self.own_examples = reducer.shard_examples(val).to(counts.device)
         self.val_examples = val.examples
+        self.val_offsets = val.offsets
         self.counts = counts
         self.compute = compute
         self.reducer = reducer
@@ -214,6 +223,10 @@ class _Measurement:
     def nc4(self, layer: str) -> float:
         """NC4 after ``layer``."""
         return int(self.correct(layer).sum()) / self.val_examples
+
+    def error(self, layer: str, best: str) -> float:
+        """Standard error of the difference between NC4 after ``layer`` and after ``best``."""
+        return paired_error(self.correct(layer), self.correct(best), self.val_offsets)
 
     @torch.inference_mode()
     def add_correct(self, backbone: Backbone, group: Sequence[_ColumnRange], means: list[Tensor], label: str) -> None:

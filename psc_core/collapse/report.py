@@ -6,6 +6,8 @@ NC4 is within one paired standard error of the highest, take the deepest.  If th
 NC1 of either is within :data:`NEAR` of ε, and if both have the same number of channels, take both: the layers before
 and after collapse.  The logits are measured but never selected.
 
+For a regression R² takes the place of NC4 (:mod:`psc_core.collapse.ridge`), and labels are bins of the target.
+
 Without standard errors (reports of older bundles) only equals of the highest NC4 count.
 """
 
@@ -26,6 +28,9 @@ EPSILON: Final = 0.2
 NEAR: Final = 0.05
 """Maximum distance of NC1 from ε at which two layers are combined."""
 
+NC4: Final = "NC4"
+R2: Final = "R²"
+
 EARLY: Final = 4
 """A candidate among the first 1/EARLY of the layers is worth a note."""
 
@@ -38,11 +43,8 @@ class LayerCollapse(LayerInfo):
     """A layer and the neural collapse measured after it."""
 
     nc1: float  # Tr(Σ_W)/Tr(Σ_T) on the training data: 1 without class structure, 0 for complete collapse
-    nc4: float  # fraction of the labelled validation examples whose nearest class mean is that of their label
+    nc4: float  # fraction of the labelled validation examples whose nearest class mean is that of their label; or R²
     nc4_error: float | None = None  # standard error of the difference between nc4 and that of the report's best layer
-
-    def __str__(self) -> str:
-        return f"{self.name} (NC1 {self.nc1:.4f}, NC4 {self.nc4:.4f})"
 
 
 def eligible_layers(layers: Sequence[LayerCollapse], pattern: str | None) -> list[LayerCollapse]:
@@ -78,6 +80,7 @@ class CollapseReport:
     train_examples: int  # labelled examples that NC1 was measured on
     val_examples: int  # labelled examples that NC4 was measured on
     seed: int | None = None  # of the split of the validation images; None for reports of older bundles
+    measure: str = NC4  # what the layers' nc4 is: NC4, or R² of a regression
 
     @property
     def penultimate(self) -> str:
@@ -97,6 +100,10 @@ class CollapseReport:
         near = get_close_matches(name, names, n=3) or names[-4:]
         raise UsageError(f"expected one of the measured layers, got {name!r}; some are {', '.join(near)}")
 
+    def named(self, layer: LayerCollapse) -> str:
+        """A layer with its numbers, for people."""
+        return f"{layer.name} (NC1 {layer.nc1:.4f}, {self.measure} {layer.nc4:.4f})"
+
     @property
     def eligible(self) -> list[LayerCollapse]:
         """The layers before the output whose name matches the pattern."""
@@ -114,7 +121,7 @@ class CollapseReport:
             UsageError: ``layer`` was not measured, or no layer matches the pattern.
         """
         if layer is not None:
-            return self._noted([self.layer(layer)], f"{self.layer(layer)}, named by the caller")
+            return self._noted([self.layer(layer)], f"{self.named(self.layer(layer))}, named by the caller")
         eligible, best = self.eligible, self.best
         if not eligible:
             raise UsageError(f"no layer before the output matches {self.pattern!r}; widen the pattern")
@@ -123,15 +130,16 @@ class CollapseReport:
             return self._noted(
                 [highest],
                 f"no layer has NC1 > {self.epsilon:g}, all have collapsed; the least collapsed one is "
-                f"{highest}: expect OOD detection no better than at the penultimate layer",
+                f"{self.named(highest)}: expect OOD detection no better than at the penultimate layer",
             )
         passing = [entry for entry in eligible if entry.nc1 > self.epsilon]
         chosen = [entry for entry in passing if best.nc4 - entry.nc4 <= (entry.nc4_error or 0.0)][-1]
-        reason = f"{chosen}, has the highest NC4 of the {len(passing)} layers with NC1 > {self.epsilon:g}"
+        reason = f"{self.named(chosen)}, has the highest {self.measure} of the {len(passing)} layers with NC1 > {self.epsilon:g}"
         if chosen is not best:
             reason = (
-                f"{chosen}, is the deepest of the {len(passing)} layers with NC1 > {self.epsilon:g} whose NC4 is "
-                f"within one standard error ({chosen.nc4_error:.4f}) of the highest, {best.nc4:.4f} after {best.name}"
+                f"{self.named(chosen)}, is the deepest of the {len(passing)} layers with NC1 > {self.epsilon:g} whose "
+                f"{self.measure} is within one standard error ({chosen.nc4_error:.4f}) of the highest, {best.nc4:.4f} "
+                f"after {best.name}"
             )
         following = next((entry for entry in eligible if entry.index > chosen.index), None)
         if (
@@ -143,7 +151,7 @@ class CollapseReport:
             return self._noted([chosen], reason)
         return self._noted(
             [chosen, following],
-            f"{reason}; the next layer, {following}, joins it: it has collapsed, NC1 is within {NEAR:g} of "
+            f"{reason}; the next layer, {self.named(following)}, joins it: it has collapsed, NC1 is within {NEAR:g} of "
             f"{self.epsilon:g} and both have {chosen.shape[0]} channels",
         )
 
@@ -178,5 +186,5 @@ class CollapseReport:
             LayerCollapse(**{**entry, "shape": tuple(entry["shape"]), "grid": tuple(entry["grid"])})
             for entry in data["layers"]
         )
-        stored = {"seed": None, **data}
+        stored = {"seed": None, "measure": NC4, **data}
         return cls(layers, *(stored[_JSON_NAMES.get(part.name, part.name)] for part in fields(cls)[1:]))

@@ -117,7 +117,7 @@ def _collapse_of(manifest: Manifest) -> tuple[CollapseReport | None, Candidate |
     notes = tuple(data.pop("notes", ()))
     report = CollapseReport.from_json(data)
     by_rule = report.candidate()
-    named = ", ".join(str(report.layer(layer)) for layer in manifest.layers)
+    named = ", ".join(report.named(report.layer(layer)) for layer in manifest.layers)
     reason = by_rule.reason if by_rule.layers == manifest.layers else f"{named}, named by the caller"
     return report, Candidate(manifest.layers, reason, notes, report)
 

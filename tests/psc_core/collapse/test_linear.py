@@ -1,0 +1,67 @@
+"""R² after every layer of a small network, beside scikit-learn on whole matrices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn.linear_model import Ridge
+from torch import nn
+
+from psc_core.collapse import linear
+from psc_core.collapse.measure import measure_layers
+from psc_core.collapse.report import R2, CollapseReport
+from psc_core.collapse.tables import to_csv, to_text
+from psc_core.compute.passes import Compute
+from psc_core.data.dataset import ImageDataset
+from psc_core.data.spec import open_dataset
+from psc_core.data.targets import binned
+from psc_core.images.preprocess import PRESETS
+
+COMPUTE = Compute(torch.device("cpu"), batch_images=50)
+
+
+@pytest.fixture(scope="module")
+def turned(data_root: Path) -> tuple[ImageDataset, ImageDataset]:
+    train, val = (
+        open_dataset(f"rotated-mnist:{data_root}", split=split, preprocess=PRESETS["mnist"])
+        for split in ("train", "val")
+    )
+    return binned(train.subset(torch.arange(300)), val)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 5, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(72, 9), nn.ReLU(), nn.Linear(9, 1)
+    ).eval()
+
+
+def test_equals_ridge_on_whole_matrices(turned: tuple[ImageDataset, ImageDataset]) -> None:
+    train, val = turned
+    net = network()
+    report = measure_layers(net, train, val, COMPUTE, granularity="all")
+    assert report.measure == R2 and train.values is not None and val.values is not None
+    pixels = [train.preprocess.standardise(next(data.batches(len(data))).images) for data in turned]
+    with torch.inference_mode():
+        x, x_val = (net[:5](part).double() for part in pixels)
+    best = max(
+        Ridge(alpha=float(alpha)).fit(x, train.values).score(x_val, val.values) for alpha in torch.logspace(-6, 4, 40)
+    )
+    got = report.layer("4").nc4
+    assert best - 0.02 < got <= best + 1e-6
+    chosen = report.candidate()
+    assert R2 in chosen.reason and f"{R2}" in to_text(report, chosen) and ",r2" in to_csv(report)
+    assert CollapseReport.from_json(report.to_json()) == report
+    assert min(layer.nc4_error for layer in report.layers if layer.nc4_error is not None) == 0.0
+
+
+def test_small_budgets_make_more_groups(turned: tuple[ImageDataset, ImageDataset]) -> None:
+    train, val = turned
+    whole, few = (
+        measure_layers(network(), train, val, COMPUTE, max_memory_bytes=budget) for budget in (1 << 30, 1 << 14)
+    )
+    for one, other in zip(whole.layers, few.layers, strict=True):
+        assert one.nc4 == pytest.approx(other.nc4, abs=1e-9)
+    assert len(linear._groups([], 4, 10)) == 1
