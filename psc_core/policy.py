@@ -14,7 +14,11 @@ Alpha = Annotated[float, Field(ge=1e-9, lt=1, description="`is_ood` when the p-v
 
 AmbiguityThreshold = Annotated[float, Field(ge=0, description="Ambiguous above this predictive entropy, nats.")]
 
-Coverage = Annotated[float, Field(gt=0, lt=1, description="Nominal coverage of `prediction_set`.")]
+Coverage = Annotated[float, Field(gt=0, lt=1, description="Nominal coverage of `prediction_set`, or of the interval.")]
+
+MaxWidth = Annotated[
+    float, Field(gt=0, description="Uncertain where the interval is wider than this, in the target's unit.")
+]
 
 
 class Policy(BaseModel):
@@ -24,4 +28,14 @@ class Policy(BaseModel):
 
     alpha: Alpha
     ambiguity_threshold: AmbiguityThreshold
+    coverage: Coverage
+
+
+class ValuePolicy(BaseModel):
+    """Decision thresholds of a regression."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+    alpha: Alpha
+    max_width: MaxWidth | None  # no interval is too wide for None
     coverage: Coverage

@@ -113,6 +113,35 @@ def tiny_bundle(tiny_job: TinyJob) -> Path:
     return out
 
 
+@pytest.fixture(scope="session")
+def angle_job(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> TinyJob:
+    """A small network that predicts the angle of turned digits, and its command line for ``psc-fit``."""
+    from safetensors.torch import save_file
+
+    from psc_core.data.spec import open_dataset
+    from psc_core.images.preprocess import PRESETS
+    from tests import tiny
+
+    folder = tmp_path_factory.mktemp("angle")
+    data = f"rotated-mnist:{data_root}"
+    net = tiny.train_values(open_dataset(data, split="train", preprocess=PRESETS["mnist"]))
+    weights = folder / "net.safetensors"
+    save_file(net.state_dict(), weights)
+    args = ["--task", "regression", "--model", "tests.tiny:network", "--weights", str(weights), "--preset", "mnist"]
+    args += ["--train", data, "--val", data, "--device", "cpu", "--minimum-dim", "8", "--coverage", "0.9"]
+    return TinyJob(folder, tuple(args), net)
+
+
+@pytest.fixture(scope="session")
+def angle_bundle(angle_job: TinyJob) -> Path:
+    """The bundle that ``psc-fit`` makes of :func:`angle_job`."""
+    from psc_core.cli.fit import main
+
+    out = angle_job.folder / "angles"
+    assert main([*angle_job.args, "--out", str(out)]) == 0
+    return out
+
+
 @pytest.fixture(autouse=True)
 def a_thread_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step is quick enough for the event loop: many tests hold the network up while they look at the rest."""

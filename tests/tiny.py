@@ -35,3 +35,23 @@ def train(dataset: ImageDataset, epochs: int = 6, seed: int = 0) -> nn.Module:
             nn.functional.cross_entropy(net(images)[image_index], labels).backward()
             optimizer.step()
     return net.eval()
+
+
+def train_values(dataset: ImageDataset, epochs: int = 20, seed: int = 0) -> nn.Module:
+    """Train :func:`network` with one output to predict the numbers of ``dataset``."""
+    assert dataset.values is not None
+    torch.manual_seed(seed)
+    net = network(1, dataset.preprocess.channels)
+    scale = float(dataset.values.std())
+    batches = [(dataset.preprocess.standardise(b.images), b.values) for b in dataset.batches(64)]
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    for _ in range(epochs):
+        for images, values in batches:
+            optimizer.zero_grad()
+            assert values is not None
+            nn.functional.mse_loss(net(images)[:, 0], values.float() / scale).backward()
+            optimizer.step()
+    with torch.no_grad():
+        for parameter in net[-1].parameters():
+            parameter.mul_(scale)
+    return net.eval()

@@ -10,16 +10,20 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from psc_core.errors import UsageError
 from psc_core.faults import fault
 from psc_core.images.preprocess import Preprocess
-from psc_core.policy import Policy
+from psc_core.policy import Policy, ValuePolicy
 from psc_core.precision import Precision
+from psc_core.target import Target
 
 SCHEMA: Final = 2
-"""Version of the bundle format that a fit writes; :class:`Manifest` lists those that are read."""
+"""Version of the bundle format that the fit of a classifier writes; :class:`Manifest` lists those that are read."""
+
+VALUE_SCHEMA: Final = 3
+"""That of a regression."""
 
 PARTS = ("backbone", "projection", "density", "head", "calibration", "gates")
 """Tensor files of a bundle; ``head`` is absent for base predictions, ``gates`` from a model without."""
@@ -116,18 +120,30 @@ def check_network(network: Mapping[str, Any]) -> None:
         raise UsageError(f"expected numbers and text that JSON can hold: {error}") from error
 
 
+def _kind_of_policy(policy: Any) -> str:
+    """Which kind a policy claims to be, so that errors are of this kind alone."""
+    fields = policy if isinstance(policy, dict) else getattr(policy, "__dict__", ())
+    return "regression" if "max_width" in fields else "classifier"
+
+
+AnyPolicy = Annotated[
+    Annotated[Policy, Tag("classifier")] | Annotated[ValuePolicy, Tag("regression")], Discriminator(_kind_of_policy)
+]
+
+
 class Manifest(_Strict):
     """``manifest.json``; every field is described in ``docs/bundle-format.md``."""
 
-    schema_version: Literal[1, 2]
+    schema_version: Literal[1, 2, 3]
     name: str = Field(min_length=1, max_length=MAX_NAME)
     version: str = Field(pattern="^[0-9a-f]{12}$")
+    target: Target | None = None
     classes: tuple[str, ...] = Field(min_length=2)
     preprocess: Preprocess
     precision: Precision
     predictions: Literal["psc", "base"]
     layers: tuple[str, ...] = Field(min_length=1)
-    policy: Policy
+    policy: AnyPolicy
     backbone: _Backbone
     projection: _Projection
     density: _Fitted
@@ -148,20 +164,25 @@ class Manifest(_Strict):
         of_texture = texture.density.sizes if texture else {"classes": classes}
         missing = {part for part, owner in (("head", head), ("gates", self.gates)) if owner is None}
         needed = {f"{part}.safetensors" for part in PARTS if part not in missing}
+        is_regression = self.target is not None
+        outputs = 1 if is_regression else classes
+        oldest = VALUE_SCHEMA if is_regression else SCHEMA if self.gates else min(self.schema_version, SCHEMA)
+        of_head = {} if head is None else head.sizes
         agreements: tuple[tuple[str, Any, Any], ...] = (
             ("files", sorted(needed), sorted(self.files)),
-            ("predictions", "base" if head is None else "psc", self.predictions),
-            ("backbone.keep_output", head is None, self.backbone.keep_output),
+            ("policy", "regression" if is_regression else "classifier", _kind_of_policy(self.policy)),
+            ("head (there is one)", is_regression or self.predictions == "psc", head is not None),
+            ("backbone.keep_output", self.predictions == "base", self.backbone.keep_output),
             ("backbone.layers", [*self.layers, *([texture.layer] if texture else [])], self.backbone.layers),
-            ("backbone.network.num_classes", classes, self.backbone.network.num_classes),
+            ("backbone.network.num_classes", outputs, self.backbone.network.num_classes),
             ("projection.positions (their number)", len(self.layers), len(self.projection.positions)),
             ("density.sizes.classes", classes, self.density.sizes.get("classes")),
             ("calibration.entropy_weight", 0.0 if self.gates else entropy_weight, entropy_weight),
-            ("schema_version", 2 if self.gates else self.schema_version, self.schema_version),
+            ("schema_version", oldest, self.schema_version),
             ("gates.texture.density.sizes.classes", classes, of_texture.get("classes", 0)),
             ("gates.names (texture)", texture is not None, "texture" in (self.gates.names if self.gates else ())),
-            ("head.sizes.classes", classes, classes if head is None else head.sizes.get("classes")),
-            ("head.sizes.dim", dim, dim if head is None else head.sizes.get("dim")),
+            ("head.sizes.classes", classes, classes if head is None or is_regression else of_head.get("classes")),
+            ("head.sizes.dim", dim, dim if head is None else of_head.get("dim")),
         )
         for where, expected, got in agreements:
             if expected != got:

@@ -42,7 +42,7 @@ class Thresholds:
     """A policy in terms of the outputs, for one set of calibration images."""
 
     policy: Policy
-    ood_p_value: float  # half a step of 1/(n + 1) above the largest p-value ≤ alpha, so that rounding cannot matter
+    ood_p_value: float  # an image is out of distribution when its p-value is at most this
     label_probability: float  # the smallest with which a class is in a prediction set
 
 
@@ -65,9 +65,7 @@ class Calibration:
         Raises:
             UsageError: n is too small for its alpha or its coverage.
         """
-        check_rates(len(self), alpha=policy.alpha)
-        p_value = (ood_rank(policy.alpha, len(self)) + 0.5) / (len(self) + 1)
-        return Thresholds(policy, p_value, self.set_threshold(policy.coverage))
+        return Thresholds(policy, decision_p_value(policy.alpha, len(self)), self.set_threshold(policy.coverage))
 
     def ood_score_threshold(self, alpha: float) -> float:
         """The OOD score (nats) above which an image's p-value is at most α.
@@ -150,6 +148,16 @@ def conformal_p_values(
     """
     count = ascending.shape[-1] + 1
     return (count - torch.searchsorted(ascending, ood_score)) / count  # NaN sorts above everything
+
+
+def decision_p_value(alpha: float, n: int) -> float:
+    """Half a step of 1/(n + 1) above the largest p-value ≤ α, so that rounding cannot matter.
+
+    Raises:
+        UsageError: n is too small for ``alpha``.
+    """
+    check_rates(n, alpha=alpha)
+    return (ood_rank(alpha, n) + 0.5) / (n + 1)
 
 
 def check_rates(n: int, *, alpha: float | None = None, coverage: float | None = None) -> None:

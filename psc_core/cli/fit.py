@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,22 @@ from psc_core.collapse.tables import to_csv
 from psc_core.compute.device import resolve_device
 from psc_core.compute.distributed import Reducer
 from psc_core.data.cache import cached
-from psc_core.data.dataset import balanced
+from psc_core.data.dataset import ImageDataset, balanced
 from psc_core.data.spec import open_dataset
+from psc_core.data.targets import binned
 from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
 from psc_core.fitting import stages
 from psc_core.fitting.calibrate import OOD_SCORES
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.checks import check_attainable_rates
-from psc_core.fitting.settings import FitSettings
-from psc_core.heads import HEADS
+from psc_core.fitting.settings import TASKS, FitSettings
+from psc_core.heads import HEADS, VALUE_HEADS
+from psc_core.model.regressor import PSCRegressor
 from psc_core.network.layers import GRANULARITIES
 from psc_core.network.load import Recipe, load_network
 from psc_core.precision import PRECISIONS
-from psc_core.report import page
+from psc_core.report import page, value_card
 from psc_core.report.collect import collect_fit
 from psc_core.report.content import Content
 from psc_core.report.facts import facts_of
@@ -41,15 +44,17 @@ from psc_core.report.facts import facts_of
 _EXAMPLE = """example:
   psc-fit --model torchvision:resnet18 --weights net.safetensors --train images/train --val images/val --out bundle
 
-data sets: a directory class/file.png, mnist:ROOT, fashion-mnist:ROOT, ambiguous-mnist:ROOT, dirty-mnist:ROOT,
-cifar10:ROOT, or package.module:factory.  Several processes:
+  psc-fit --task regression … --train images/train.csv --val images/val.csv --target age --unit years --out bundle
+
+data sets: a directory class/file.png, a table of images and numbers (.csv, .parquet), mnist:ROOT, fashion-mnist:ROOT,
+ambiguous-mnist:ROOT, dirty-mnist:ROOT, cifar10:ROOT, rotated-mnist:ROOT, or package.module:factory.  Several processes:
 torchrun --nproc-per-node N -m psc_core.cli --distributed …
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line of ``psc-fit``."""
-    description = "Fit uncertainty to a trained image classifier, without retraining it."
+    description = "Fit uncertainty to a trained image classifier or regression, without retraining it."
     cli = flags.command("psc-fit", description, _EXAMPLE)
 
     def default_of(flag: str) -> Any:
@@ -78,9 +83,13 @@ def parser() -> argparse.ArgumentParser:
     data = cli.add_argument_group("data")
     data.add_argument("--train", required=True, metavar="DIR", help="training images")
     data.add_argument("--val", required=True, metavar="DIR", help="validation images, none of them trained on")
+    text = "column of the tables that holds the numbers (default: the only one)"
+    data.add_argument("--target", metavar="NAME", help=text)
+    data.add_argument("--unit", default="", help="of the numbers in the tables")
     preprocessing.add_flags(cli)
 
     method = cli.add_argument_group("method")
+    choice(method, "--task", TASKS, "what the network predicts: a class, or one number")
     method.add_argument("--layer", default="auto", metavar="NAME", help="candidate layer, or auto (default)")
     method.add_argument("--layers", metavar="REGEX", help="measure only layers whose name matches")
     choice(method, "--granularity", GRANULARITIES, "which modules are layers; operations is the paper's")
@@ -98,7 +107,9 @@ def parser() -> argparse.ArgumentParser:
     text = "what measures how typical an image is; gda is the paper's"
     choice(method, "--density", tuple(DENSITIES), text)
     number(method, "--pca", "dimension the density works in")
-    choice(method, "--head", tuple(HEADS), "what gives the probabilities; laplace is the paper's")
+    kinds = (*HEADS, *VALUE_HEADS)
+    text = "what gives the probabilities, laplace is the paper's; of a regression: blr (default: laplace, blr)"
+    method.add_argument("--head", choices=kinds, help=text)
     text = "psc: the head's; base: the network's own, unchanged, with the density beside them"
     choice(method, "--predictions", stages.PREDICTIONS, text)
     rate("--alpha", "false-alarm rate of the OOD decision")
@@ -110,6 +121,8 @@ def parser() -> argparse.ArgumentParser:
     rate("--coverage", "coverage of the prediction sets")
     text = f"error rate that images below the ambiguity threshold keep, with {100 * CONFIDENCE:g} %% confidence"
     rate("--risk", text)
+    text = "width above which an interval makes a number uncertain, in its unit, of a regression (default: no limit)"
+    method.add_argument("--max-width", type=flags.positive_number, metavar="WIDTH", help=text)
 
     run = cli.add_argument_group("run")
     run.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
@@ -139,12 +152,19 @@ def fit(args: argparse.Namespace) -> None:
     """Run all stages and write the bundle."""
     out = args.out.resolve()
     name = args.name or out.name
+    is_regression = args.task == TASKS[1]
+    heads = VALUE_HEADS if is_regression else HEADS
+    args.head = args.head or next(iter(heads))
+    if args.head not in heads:
+        raise UsageError(f"expected a --head of {', '.join(heads)} for --task {args.task}, got {args.head}")
     settings = FitSettings(**{field.name: getattr(args, field.name) for field in fields(FitSettings)})
     preprocess = preprocessing.preprocess_from(args)
-    train = open_dataset(args.train, split="train", preprocess=preprocess)
+    opened = partial(open_dataset, preprocess=preprocess, target=args.target, unit=args.unit)
+    train, val = binned(opened(args.train, split="train"), opened(args.val, split="val"))
+    check_task(train, args.task)
     train = balanced(train, settings.max_images, settings.seed)
-    val = open_dataset(args.val, split="val", preprocess=preprocess)
-    recipe = Recipe(args.model, len(train.classes), flags.key_values(args.model_arg))
+    outputs = 1 if is_regression else len(train.classes)
+    recipe = Recipe(args.model, outputs, flags.key_values(args.model_arg))
     check_network(asdict(recipe))
     net = load_network(**asdict(recipe), weights=args.weights, allow_factories=(args.model,))
     device = resolve_device(args.device)
@@ -155,8 +175,8 @@ def fit(args: argparse.Namespace) -> None:
         raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(name)}")
     check_attainable_rates(val, alpha=settings.alpha, coverage=settings.coverage, options=options)
     if reducer.rank == 0:
-        classes = len(train.classes)
-        print(f"train: {train.name}, {len(train)} images, {classes} classes; val: {val.name}, {len(val)} images")
+        known = f"numbers of {train.target}" if is_regression else f"{len(train.classes)} classes"
+        print(f"train: {train.name}, {len(train)} images, {known}; val: {val.name}, {len(val)} images")
         print(f"preprocessing: {preprocess}", flush=True)
     if args.dry_run:
         print(first_look(net, train, val, options), flush=True)
@@ -182,6 +202,11 @@ def fit(args: argparse.Namespace) -> None:
     (out / "collapse.csv").write_text(to_csv(report))
     checkpoint.clear()
     print(f"wrote {out} (version {manifest.version})", flush=True)
+    if isinstance(psc, PSCRegressor):
+        value_card.write_card(out, manifest)
+        print(value_card.to_text(manifest))
+        print(f"next: {page.serve_command(out)}")
+        return
     content = Content(manifest.version)
     if not args.no_report:
         saved = replace(psc, version=manifest.version)
@@ -193,6 +218,15 @@ def fit(args: argparse.Namespace) -> None:
     if not args.no_report:
         print(f"report: {page.write(facts, out)}")
     print(f"next: {page.serve_command(out)}")
+
+
+def check_task(data: ImageDataset, task: str) -> None:
+    """Reject images without what the task predicts, by :class:`UsageError`."""
+    if (data.target is not None) == (task == TASKS[1]):
+        return
+    if data.target is None:
+        raise UsageError(f"expected a table of images and numbers for --task {task}, {data.name} has classes")
+    raise UsageError(f"{data.name} has numbers of {data.target}; give --task {TASKS[1]}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ import argparse
 import errno
 import io
 import json
+import math
 import re
 import sys
 import tempfile
@@ -99,6 +100,17 @@ def byte_count(text: str) -> int:
     if not match or int(match[1]) < 1:
         raise argparse.ArgumentTypeError(f"expected a size such as 512M or 2G, got {text!r}")
     return int(match[1]) * _UNITS[match[2]]
+
+
+def positive_number(text: str) -> float:
+    """A finite number above 0 (argparse type)."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
 
 
 def open_unit_interval(text: str) -> float:

@@ -8,9 +8,9 @@ For each layer, with the sums of :mod:`psc_core.numerics.scatter`,
 
 with d_i the difference in the number of labels of validation image i that the two layers meet: where each image has one
 label, McNemar's √(b + c) / n of the b + c images that one layer has right and the other wrong.  (Paper, section 4.1 and
-appendix "Measuring collapse": after each layer.)  For a regression the classes are bins of the target, and R² takes the
-place of NC4 (:mod:`psc_core.collapse.ridge`), with one more pass over the training images.  This takes one pass over the training images, class by class, and one
-over the validation images.
+appendix "Measuring collapse": after each layer.)  This takes one pass over the training images, class by class, and one
+over the validation images.  For a regression the classes are bins of the target, and R² takes the place of NC4
+(:mod:`psc_core.collapse.linear`), with one more pass over the training images.
 
 Class means take classes × width × 8 bytes per layer.  Layers are measured in groups that fit the memory budget, two
 passes per group; a layer that does not fit alone is measured in column ranges, over which scatter and distances add up.
@@ -28,8 +28,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from psc_core.collapse.report import EPSILON, NC4, R2, CollapseReport, LayerCollapse, best_layer
 from psc_core.collapse.linear import squared_errors
+from psc_core.collapse.report import EPSILON, NC4, R2, CollapseReport, LayerCollapse, best_layer
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset, stable_order

@@ -134,7 +134,10 @@ class CollapseReport:
             )
         passing = [entry for entry in eligible if entry.nc1 > self.epsilon]
         chosen = [entry for entry in passing if best.nc4 - entry.nc4 <= (entry.nc4_error or 0.0)][-1]
-        reason = f"{self.named(chosen)}, has the highest {self.measure} of the {len(passing)} layers with NC1 > {self.epsilon:g}"
+        reason = (
+            f"{self.named(chosen)}, has the highest {self.measure} of the {len(passing)} layers with NC1 > "
+            f"{self.epsilon:g}"
+        )
         if chosen is not best:
             reason = (
                 f"{self.named(chosen)}, is the deepest of the {len(passing)} layers with NC1 > {self.epsilon:g} whose "

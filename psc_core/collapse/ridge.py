@@ -8,8 +8,8 @@ For each layer, with h the features of an image, flattened, and y its number,
     R² = 1 − Σ_i (y_i − ŷ_i)² / Σ_i (y_i − ȳ)²        over the validation images
     its error = √(Σ_i d_i²) / Σ_i (y_i − ȳ)²          standard error of its difference to the best layer's R²
 
-with e_j the eigenvalues of Σ_xx and d_i the difference of the two layers' squared errors of image i.  A count sketch adds
-each feature, with a random sign, to one of :data:`SKETCH` columns; it keeps inner products on average, so a linear
+with e_j the eigenvalues of Σ_xx and d_i the difference of the two layers' squared errors of image i.  A count sketch
+adds each feature, with a random sign, to one of :data:`SKETCH` columns; it keeps inner products on average, so a linear
 function of h is about one of x.  All sums are float64.  The analogy is ours, not the paper's.
 """
 

@@ -30,7 +30,9 @@ def to_csv(report: CollapseReport) -> str:
     """One line per layer, with a header."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["index", "layer", "kind", "channels", "spatial", "role", "nc1", "nc4" if report.measure == NC4 else "r2"])
+    writer.writerow(
+        ["index", "layer", "kind", "channels", "spatial", "role", "nc1", "nc4" if report.measure == NC4 else "r2"]
+    )
     for entry in report.layers:
         writer.writerow([entry.index, entry.name, entry.kind, *entry.shape, entry.role, entry.nc1, entry.nc4])
     return text.getvalue()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import os
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,15 +71,16 @@ def quantile_edges(values: Float[Tensor, " n"]) -> Float[Tensor, " edges"]:
     if ascending[0] == ascending[-1]:
         raise DataError(f"expected numbers that differ between images, all are {float(ascending[0]):g}; nothing to fit")
     at = torch.arange(1, bins) * len(values) // bins
-    edges = ascending[at].unique()
-    return edges[edges > ascending[0]] if bool((edges > ascending[0]).any()) else ascending.unique()[1:2]
+    edges = ascending[at]
+    edges = edges[torch.cat([edges[:1] > ascending[0], edges.diff() > 0])]
+    return edges if len(edges) else ascending[ascending > ascending[0]][:1]  # More than half are the smallest.
 
 
 def in_bins(dataset: ImageDataset, edges: Float[Tensor, " edges"]) -> ImageDataset:
     """``dataset`` with the bin of each number as its label; a number equal to an edge belongs to the bin above it."""
     assert dataset.values is not None
     ends = ["", *(f"{edge:.4g}" for edge in edges.tolist()), ""]
-    names = [_bin_name(low, high) for low, high in zip(ends, ends[1:], strict=False)]
+    names = [_bin_name(low, high) for low, high in pairwise(ends)]
     if len(set(names)) < len(names):  # Numbers that four digits do not tell apart.
         names = [f"{name} (bin {index})" for index, name in enumerate(names)]
     labels = torch.bucketize(dataset.values, edges, right=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
@@ -60,11 +61,24 @@ def check_own_output(backbone: Backbone, train: ImageDataset, compute: Compute) 
     with torch.inference_mode():
         logits = backbone(example_input(train.preprocess).to(compute.device))[1]
     width = None if logits is None else logits.shape[1]
-    if width != len(train.classes):
+    expected = 1 if train.target is not None else len(train.classes)
+    if width != expected:
+        wanted = "1 output" if train.target is not None else f"{expected} outputs, one for each class of {train.name}"
         raise UsageError(
-            f"expected a network of {len(train.classes)} outputs, one for each class of {train.name}, got {width}; "
-            "use the data it was trained for, and a factory that reads num_classes"
+            f"expected a network of {wanted}, got {width}; use the data it was trained for, and a factory that reads "
+            "num_classes"
         )
+
+
+def own_error(net: nn.Module, data: ImageDataset, compute: Compute, seed: int) -> float | None:
+    """RMSE of the network itself on random images of a regression; None if it does not have one output."""
+    chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:OWN_IMAGES]
+    squares = 0.0
+    for output, batch in passes(data.subset(chosen), compute, f"the network on {data.name}", net.to(compute.device)):
+        if output.ndim != 2 or output.shape[1] != 1 or batch.values is None:
+            return None
+        squares += float((output[:, 0].cpu().double() - batch.values).square().sum())
+    return math.sqrt(squares / len(chosen))
 
 
 def own_accuracy(net: nn.Module, data: ImageDataset, compute: Compute, seed: int) -> float | None:

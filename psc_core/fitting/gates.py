@@ -2,7 +2,8 @@
 
 Which gates there are is a rule, not a choice: ``kind`` always, ``texture`` wherever a layer lies before the candidate,
 and ``confidence`` unless images are ambiguous by nature, that is, some training or validation image has labels of
-several classes.  There a high entropy is no reason to call an image out of distribution.  Choosing the gates on made-up
+several classes.  There a high entropy is no reason to call an image out of distribution.  A regression has no entropy
+and no such gate.  Choosing the gates on made-up
 images too was tried: it dropped gates that real images need, because made-up far images have stranger textures.
 """
 
@@ -85,10 +86,10 @@ def choose_gates(
     early = early_layers(net, layers, example_input(train.preprocess).to(compute.device))
     textures = fit_textures(net, early, train, compute, options.reducer) if early else {}
     readings = made_up_readings(net, scorer, textures, selection, compute, mixed=not ambiguous, seed=options.seed)
-    entropies = readings[REAL][CONFIDENCE]
-    informative = not ambiguous and bool(entropies.min() < entropies.max())
+    entropies = readings[REAL].get(CONFIDENCE)
+    informative = entropies is not None and not ambiguous and bool(entropies.min() < entropies.max())
     names: tuple[str, ...] = (KIND, CONFIDENCE) if informative else (KIND,)
-    choice = compare(readings, names, tuple(textures), ambiguous=ambiguous)
+    choice = compare(readings, names, tuple(textures), reason=_reason(train, ambiguous))
     if not textures:
         return ChosenGates(names, None, choice)
     layer = {option_name(layer, names): layer for layer in textures}[choice.chosen]
@@ -165,7 +166,9 @@ def made_up_readings(
     for made in made_up_batches(selection, compute, "made-up images", mixed=mixed, seed=seed):
         for kind, images in made.items():
             scores = scorer(images).scores
-            read = {KIND: -scores["log_density"], CONFIDENCE: scores["predictive_entropy"]}
+            read = {KIND: -scores["log_density"]}
+            if "predictive_entropy" in scores:
+                read[CONFIDENCE] = scores["predictive_entropy"]
             if early is not None:
                 with autocast:
                     features = early(scorer.standardise(images))
@@ -177,7 +180,7 @@ def made_up_readings(
 
 
 def compare(
-    readings: Mapping[str, Readings], names: Sequence[str], layers: Sequence[str], *, ambiguous: bool
+    readings: Mapping[str, Readings], names: Sequence[str], layers: Sequence[str], *, reason: str
 ) -> GateChoice:
     """AUROC of all gates with each early layer, and of less than that for comparison, on each kind of made-up image."""
     real, kinds = readings[REAL], [kind for kind in readings if kind != REAL]
@@ -190,12 +193,15 @@ def compare(
         gates = fit_gates(_as_gates(columns, layers), inside, inside)
         scores = {kind: gates.score(torch.stack([readings[kind][name] for name in columns], dim=1)) for kind in kinds}
         aurocs[option] = {kind: auroc(gates.score(inside), of_kind) for kind, of_kind in scores.items()}
-    reason = (
-        "some images have several labels, so confidence is no gate and mixed images are none of the kinds"
-        if ambiguous
-        else "no image has several labels, so confidence is a gate"
-    )
     return GateChoice(aurocs, tuple(full), reason)
+
+
+def _reason(train: ImageDataset, ambiguous: bool) -> str:
+    if train.target is not None:
+        return "a regression has no class probabilities, so confidence is no gate"
+    if ambiguous:
+        return "some images have several labels, so confidence is no gate and mixed images are none of the kinds"
+    return "no image has several labels, so confidence is a gate"
 
 
 def option_name(layer: str | None, names: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from psc_core.compute.distributed import Reducer
@@ -17,7 +17,9 @@ from psc_core.data.dataset import ImageDataset, stable_order
 from psc_core.density import kind_of
 from psc_core.density.fit.density import fit_density
 from psc_core.fitting.options import FitOptions
+from psc_core.heads import Head, ValueHead
 from psc_core.heads.fit.head import fit_head
+from psc_core.heads.fit.value import fit_value_head
 from psc_core.model.pipeline import Scorer, average_positions
 from psc_core.network.backbone import Backbone, example_input, feature_step, truncate
 from psc_core.numerics.matrix import FeatureFile, FeatureMatrix, blocks
@@ -41,10 +43,10 @@ def fit_scorer(
     head: str | None,
     options: FitOptions,
 ) -> Scorer:
-    """Density on ``train``; head on ``train``, its precision and temperature chosen on ``selection``.
+    """Density on ``train``; head on ``train``, what it chooses by validation on ``selection``.
 
-    ``pca`` is the dimension that the density works in, or None to choose it.  Without a ``head`` (base predictions)
-    the backbone keeps the network's output.
+    ``pca`` is the dimension that the density works in, or None to choose it.  Without a ``head`` (base predictions of
+    a classifier) the backbone keeps the network's output.
 
     Raises:
         UsageError: An unknown density or head.
@@ -65,23 +67,45 @@ def fit_scorer(
             class_names=classes,
             images=embedded.images,
         ).to(compute.device)
-        fitted_head = None
+        fitted_head: Head | ValueHead | None = None
         if head is not None:
             held_out = embed(backbone, projection, selection, compute, Path(scratch) / "val", options.reducer)
-            fitted_head = fit_head(
-                embedded.z,
-                embedded.labels,
-                held_out.z[:],
-                held_out.labels,
-                num_classes=len(classes),
-                kind=head,
-                seed=options.seed,
-                device=compute.device,
-                class_names=classes,
-                images=embedded.images,
-            ).to(compute.device)
+            z_val = held_out.z[:]
+            if train.values is None or selection.values is None:
+                fitted_head = fit_head(
+                    embedded.z,
+                    embedded.labels,
+                    z_val,
+                    held_out.labels,
+                    num_classes=len(classes),
+                    kind=head,
+                    seed=options.seed,
+                    device=compute.device,
+                    class_names=classes,
+                    images=embedded.images,
+                ).to(compute.device)
+            else:
+                own = own_values(backbone, selection, compute) if backbone.keep_output else None
+                fitted_head = fit_value_head(
+                    embedded.z,
+                    train.values[embedded.images],
+                    z_val,
+                    selection.values[held_out.images],
+                    kind=head,
+                    seed=options.seed,
+                    device=compute.device,
+                    val_mean=None if own is None else own[held_out.images],
+                ).to(compute.device)
     fused = backbone.fused(compute.precision)
     return Scorer(train.preprocess, fused, projection, fitted_density, fitted_head, compute.precision)
+
+
+def own_values(backbone: Backbone, data: ImageDataset, compute: Compute) -> Float[Tensor, " n"]:
+    """What the network itself predicts for every image of a regression, on the CPU."""
+    parts = []
+    for (_, output), _ in passes(data, compute, f"the network on {data.name}", backbone):
+        parts.append(output[:, 0].float().cpu())
+    return torch.cat(parts)
 
 
 class Embedded(NamedTuple):

@@ -12,14 +12,17 @@ from psc_core.collapse.report import EPSILON
 from psc_core.compute.distributed import Reducer
 from psc_core.fitting.options import FitOptions
 
-LATE: Final = ("pca", "head", "predictions", "alpha", "coverage", "risk", "ood_score")
-"""What only ``fit_psc`` reads, no stage in a checkpoint: changing it after an error does not start again."""
+LATE: Final = ("pca", "head", "predictions", "alpha", "coverage", "risk", "max_width", "ood_score")
+"""What only the last stage reads, no stage in a checkpoint: changing it after an error does not start again."""
+
+TASKS: Final = ("classification", "regression")
 
 
 @dataclass(frozen=True)
 class FitSettings:
     """Settings of all stages; the names are those of the flags and of a bundle's provenance."""
 
+    task: str = TASKS[0]
     layer: str = "auto"  # candidate layer; auto: chosen by collapse
     layers: str | None = None  # regular expression of the layers that are measured; None for all
     granularity: str = "operations"
@@ -34,7 +37,8 @@ class FitSettings:
     predictions: str = "psc"
     alpha: float = 0.05
     coverage: float = 0.95
-    risk: float = 0.05
+    risk: float = 0.05  # of a classifier
+    max_width: float | None = None  # of a regression, in the target's unit; None for no limit
     ood_score: str = "gates"
     precision: str = "fp32"
     batch_images: int = 256
@@ -55,5 +59,6 @@ class FitSettings:
         )
 
     def late(self) -> dict[str, Any]:
-        """The arguments of ``fit_psc`` alone."""
-        return {name: value for name, value in asdict(self).items() if name in LATE}
+        """The arguments of ``fit_psc`` alone, or of ``fit_regressor``."""
+        other = "max_width" if self.task == TASKS[0] else "risk"
+        return {name: value for name, value in asdict(self).items() if name in LATE and name != other}

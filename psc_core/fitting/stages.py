@@ -20,6 +20,7 @@ from torch import nn
 from psc_core.collapse.measure import measure_layers
 from psc_core.collapse.report import Candidate, CollapseReport
 from psc_core.data.dataset import ImageDataset, split_validation
+from psc_core.data.targets import binned
 from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
 from psc_core.fitting.calibrate import OOD_SCORES, calibrate
@@ -52,7 +53,7 @@ def measure_collapse(
     granularity: str = FitSettings.granularity,
     options: FitOptions | None = None,
 ) -> CollapseReport:
-    """NC1 on ``train`` and NC4 on the selection split of ``val``, after every layer.
+    """NC1 on ``train`` and NC4 (R² of a regression) on the selection split of ``val``, after every layer.
 
     Example:
         >>> from functools import partial
@@ -79,6 +80,7 @@ def measure_collapse(
     """
     options = options or FitOptions()
     options.reducer.require(train)
+    train, val = binned(train, val)
     check_classes(train, val)
     selection, _ = split_validation(val, options.seed)
     return measure_layers(
@@ -146,6 +148,7 @@ def fit_projection(
     options = FitOptions.of(options, candidate)
     options.reducer.require(train)
     compute = options.compute()
+    train, val = binned(train, val or train)[0], val and binned(train, val)[1]
     selection = train if val is None else split_validation(val, options.seed)[0]
     backbone = cut(net, candidate.layers, train, compute, keep_output=False)
     sized = fit_tucker(
@@ -261,11 +264,7 @@ def fit_psc(
         NetworkError: The network cannot be cut.
     """
     options = FitOptions.of(options, candidate)
-    if projection.layers != candidate.layers:
-        raise UsageError(
-            f"expected a projection of the candidate {'+'.join(candidate.layers)}, got one of "
-            f"{'+'.join(projection.layers)}; fit the projection for this candidate"
-        )
+    check_same_layers(candidate, projection)
     for option, value, allowed in (
         ("predictions", predictions, PREDICTIONS), ("head", head, HEADS),
         ("density", density, DENSITIES), ("ood_score", ood_score, OOD_SCORES),
@@ -273,6 +272,8 @@ def fit_psc(
         if value not in allowed:
             raise UsageError(f"expected {option} to be one of {', '.join(allowed)}, got {value!r}")
     check_fraction(risk, "risk")
+    if train.target is not None:
+        raise UsageError(f"expected images with classes, {train.name} has numbers of {train.target}; use fit_regressor")
     check_classes(train, val)
     options.reducer.require(train)
     compute = options.compute()
@@ -327,6 +328,15 @@ def fit_psc(
     )
     psc.probe()  # As in loading: a model that cannot be loaded is not saved.
     return psc
+
+
+def check_same_layers(candidate: Candidate, projection: FittedProjection) -> None:
+    """Reject a projection of other layers than the candidate's, by :class:`UsageError`."""
+    if projection.layers != candidate.layers:
+        raise UsageError(
+            f"expected a projection of the candidate {'+'.join(candidate.layers)}, got one of "
+            f"{'+'.join(projection.layers)}; fit the projection for this candidate"
+        )
 
 
 def projection_metrics(report: ProjectionReport) -> dict[str, Any]:

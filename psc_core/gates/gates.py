@@ -43,7 +43,9 @@ GATES: Final = (TEXTURE, KIND, CONFIDENCE)
 
 def readings_of(names: Sequence[str], scores: Mapping[str, Float[Tensor, " batch"]]) -> Float[Tensor, "batch gates"]:
     """The readings of some gates, from the scores of a :class:`psc_core.model.pipeline.Scored`."""
-    readings = {KIND: -scores["log_density"], CONFIDENCE: scores["predictive_entropy"]}
+    readings = {KIND: -scores["log_density"]}
+    if CONFIDENCE in names:
+        readings[CONFIDENCE] = scores["predictive_entropy"]
     if TEXTURE in scores:
         readings[TEXTURE] = scores[TEXTURE]
     return torch.stack([readings[name] for name in names], dim=1)

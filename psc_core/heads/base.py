@@ -1,4 +1,4 @@
-"""The interface of every head (the paper's g′): z in, class probabilities and epistemic uncertainty out.
+"""The interface of every head (the paper's g′): z in, class probabilities or a number, and their uncertainty, out.
 
 All heads work on standardised features, ``φ = (z − center) · inverse_scale`` (:mod:`psc_core.heads.fit.data`).
 
@@ -30,11 +30,16 @@ class UncertaintyDecomposition(NamedTuple):
     epistemic: Float[Tensor, " batch"]  # as in HeadOutput
 
 
-class Head(Fitted):
-    """Base of the heads; subclasses add their ``layout`` and :attr:`epistemic_unit`."""
+class ValueOutput(NamedTuple):
+    """Predictions of a batch for a regression, all in the target's unit."""
 
-    epistemic_unit: ClassVar[str]
-    """Unit of the epistemic uncertainty, for people."""
+    mean: Float[Tensor, " batch"]
+    aleatoric: Float[Tensor, " batch"]  # standard deviation of the noise
+    epistemic: Float[Tensor, " batch"]  # standard deviation that more training data would remove
+
+
+class StandardisedHead(Fitted):
+    """Base of all heads: they read standardised features."""
 
     center: Tensor
     inverse_scale: Tensor
@@ -42,6 +47,21 @@ class Head(Fitted):
     def standardise(self, z: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
         """φ, the standardised features."""
         return (z - self.center) * self.inverse_scale
+
+
+class ValueHead(StandardisedHead):
+    """Base of the heads of a regression; subclasses add their ``layout``."""
+
+    def forward(self, z: Float[Tensor, "batch dim"]) -> ValueOutput:
+        """Mean and standard deviations of a batch of feature vectors."""
+        raise NotImplementedError
+
+
+class Head(StandardisedHead):
+    """Base of the heads of a classifier; subclasses add their ``layout`` and :attr:`epistemic_unit`."""
+
+    epistemic_unit: ClassVar[str]
+    """Unit of the epistemic uncertainty, for people."""
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
         """Probabilities and epistemic uncertainty of a batch of feature vectors."""

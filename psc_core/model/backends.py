@@ -1,6 +1,6 @@
 """Other ways to run the truncated network of a fitted model, with the same outputs up to rounding.
 
-``folded`` is what fitting, calibration and :class:`psc_core.model.predictor.PSC` run; ``plain`` is the network as it
+``folded`` is what fitting, calibration and a fitted model run; ``plain`` is the network as it
 was trained; ``onnx`` is ONNX Runtime.
 """
 
@@ -12,18 +12,19 @@ from torch import Tensor
 from psc_core.errors import NetworkError
 from psc_core.images.preprocess import Preprocess
 from psc_core.model.backend_names import BACKENDS, Backend
+from psc_core.model.load import Model
 from psc_core.model.outputs import Outputs
 from psc_core.model.pipeline import Pipeline
-from psc_core.model.predictor import PSC
 from psc_core.network.onnx import INSTALLED, to_onnx
 
 OUTPUT_TOLERANCE = 1e-4
-"""Maximum difference between two backends in a probability, and in a log density relative to its size."""
+"""Maximum difference between two backends in a probability, a mean in standard deviations, and a log density relative
+to its size."""
 
 _CHECKED_IMAGES = 32
 
 
-def available_backends(psc: PSC) -> tuple[Backend, ...]:
+def available_backends(psc: Model) -> tuple[Backend, ...]:
     """The backends that a model can run on, ``folded`` first.
 
     Only a traced float32 network on a CPU has more than one.
@@ -34,7 +35,7 @@ def available_backends(psc: PSC) -> tuple[Backend, ...]:
     return BACKENDS if INSTALLED else BACKENDS[:2]
 
 
-def pipeline_on(psc: PSC, backend: Backend) -> Pipeline:
+def pipeline_on(psc: Model, backend: Backend) -> Pipeline:
     """The pipeline of a model on one of its :func:`available_backends`.
 
     Raises:
@@ -50,9 +51,7 @@ def pipeline_on(psc: PSC, backend: Backend) -> Pipeline:
     pipeline = psc.pipeline.with_backbone(to_onnx(psc.backbone, psc.preprocess.shape))
     images = _smooth_noise(psc.preprocess)
     with torch.inference_mode():
-        check_agreement(
-            Outputs(psc.pipeline(images), psc.gates), Outputs(pipeline(images), psc.gates), len(psc.calibration)
-        )
+        check_agreement(psc.outputs(psc.pipeline(images)), psc.outputs(pipeline(images)), len(psc.calibration))
     return pipeline
 
 
@@ -65,8 +64,13 @@ def check_agreement(calibrated: Outputs[Tensor], other: Outputs[Tensor], calibra
         NetworkError: They differ by more than rounding.
     """
     size = calibrated["log_density"].abs().clamp(min=1)
+    if "mean" in calibrated.scores:
+        deviation = torch.hypot(calibrated["aleatoric"], calibrated["epistemic"])
+        predictions = "means", (calibrated["mean"] - other["mean"]) / deviation
+    else:
+        predictions = "probabilities", calibrated.probabilities - other.probabilities
     limits = {
-        "probabilities": (calibrated.probabilities - other.probabilities, OUTPUT_TOLERANCE),
+        predictions[0]: (predictions[1], OUTPUT_TOLERANCE),
         "log densities": ((calibrated["log_density"] - other["log_density"]) / size, OUTPUT_TOLERANCE),
         "p-values": (calibrated["ood_p_value"] - other["ood_p_value"], 1.5 / (calibration_images + 1)),
     }

@@ -1,4 +1,4 @@
-"""Outputs to decisions: class, OOD flag, decision and prediction set under a policy, as arrays over the images.
+"""Outputs to decisions: class or interval, OOD flag and decision under a policy, as arrays over the images.
 
 Library, ``psc-eval`` and service all decide here.
 """
@@ -11,10 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from psc_core.calibration.conformal import Thresholds
+from psc_core.calibration.intervals import ValueThresholds
 from psc_core.model.outputs import FloatArray, Outputs
 from psc_core.prediction import DECISIONS
 
 ACCEPT, ABSTAIN_AMBIGUOUS, ABSTAIN_OOD = range(len(DECISIONS))
+
+ABSTAIN_UNCERTAIN = ABSTAIN_AMBIGUOUS
+"""Of a regression, at the position that the same idea has for a classifier."""
 
 
 class Decisions(NamedTuple):
@@ -40,3 +44,24 @@ def decide(outputs: Outputs[FloatArray], thresholds: Thresholds) -> Decisions:
     decision[ambiguous] = ABSTAIN_AMBIGUOUS
     decision[is_ood] = ABSTAIN_OOD
     return Decisions(class_index, probabilities[images, class_index], is_ood, decision, prediction_set)
+
+
+class ValueDecisions(NamedTuple):
+    """What is decided for n images of a regression."""
+
+    lower: FloatArray  # (n,) ends of the interval, in the target's unit
+    upper: FloatArray  # (n,)
+    is_ood: npt.NDArray[np.bool_]  # (n,) p-value ≤ alpha
+    decision: npt.NDArray[np.int8]  # (n,) positions in :data:`psc_core.value_prediction.VALUE_DECISIONS`
+
+
+def decide_values(outputs: Outputs[FloatArray], thresholds: ValueThresholds) -> ValueDecisions:
+    """Apply thresholds to the outputs of n images of a regression."""
+    mean, half = outputs["mean"], thresholds.deviations * np.hypot(outputs["aleatoric"], outputs["epistemic"])
+    lower, upper = (mean - half).astype(np.float32), (mean + half).astype(np.float32)
+    is_ood = outputs["ood_p_value"] <= thresholds.ood_p_value
+    decision = np.full(len(outputs), ACCEPT, np.int8)
+    if thresholds.policy.max_width is not None:
+        decision[2 * half > thresholds.policy.max_width] = ABSTAIN_UNCERTAIN
+    decision[is_ood] = ABSTAIN_OOD
+    return ValueDecisions(lower, upper, is_ood, decision)

@@ -1,7 +1,8 @@
 """The outputs of a network step for n images, packed into one matrix so that one copy brings them to the host.
 
-Columns: one for each of :data:`psc_core.prediction.SCORES`, then K class probabilities, then the p-value of each gate;
-float32, (n, S + K + G).
+Columns: one for each score, then K class probabilities, then the p-value of each gate; float32, (n, S + K + G).  The
+scores of a classifier are :data:`psc_core.prediction.SCORES`; those of a regression, for which K = 0,
+:data:`psc_core.value_prediction.VALUE_SCORES`.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ class Outputs(Generic[Matrix]):
 
     packed: Matrix  # float32 (n, S + K + G)
     gates: tuple[str, ...]  # names of the model's gates
+    scores: tuple[str, ...] = SCORES  # names of its scores
 
     def __len__(self) -> int:
         return len(self.packed)
 
     def __getitem__(self, score: str) -> Matrix:
         """A view of the column of one score, (n,)."""
-        return self.packed[:, SCORES.index(score)]
+        return self.packed[:, self.scores.index(score)]
 
     @property
     def probabilities(self) -> Matrix:
         """A view of the class probabilities, (n, K)."""
-        return self.packed[:, len(SCORES) : self.packed.shape[1] - len(self.gates)]
+        return self.packed[:, len(self.scores) : self.packed.shape[1] - len(self.gates)]
 
     @property
     def gate_p_values(self) -> Matrix:
@@ -59,6 +61,7 @@ def pack(
     scores: Mapping[str, Float[Tensor, " batch"]],
     probabilities: Float[Tensor, "batch classes"],
     gate_p_values: Sequence[Float[Tensor, "batch gates"]] = (),
+    names: Sequence[str] = SCORES,
 ) -> Float[Tensor, "batch columns"]:
-    """The packed matrix; ``scores`` has one entry for each of :data:`SCORES`, ``gate_p_values`` at most one."""
-    return torch.cat([*(scores[name][:, None] for name in SCORES), probabilities, *gate_p_values], dim=1)
+    """The packed matrix; ``scores`` has an entry for each of ``names``, ``gate_p_values`` at most one."""
+    return torch.cat([*(scores[name][:, None] for name in names), probabilities, *gate_p_values], dim=1)

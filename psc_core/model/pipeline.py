@@ -7,6 +7,8 @@
                                                 └▶ projection ─▶ z ─┬───────┴▶ density ───────┼▶ OOD score ─▶ p-value
                                                                     └▶ head ─▶ p ─▶ entropy ──┘
 
+For a regression the head gives a mean and two standard deviations in place of p, and no gate reads its uncertainty.
+
 :class:`Scorer` is everything that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  The
 density reads one of the two, and only a model with the gate ``texture`` an early layer.  Shapes are fixed and nothing
 waits for the host, so both can be compiled or captured in a CUDA graph.
@@ -25,13 +27,15 @@ from psc_core.calibration.conformal import conformal_p_values
 from psc_core.density import Density
 from psc_core.errors import NetworkError
 from psc_core.gates.gates import TEXTURE, Gates, readings_of
-from psc_core.heads import Head, entropy
+from psc_core.heads import Head, ValueHead, entropy
 from psc_core.images.preprocess import Inputs, Pixels, Preprocess, standardise
 from psc_core.model.outputs import pack
 from psc_core.network.backbone import Backbone, FeaturesAndLogits
 from psc_core.network.onnx import OnnxBackbone
 from psc_core.precision import Precision
+from psc_core.prediction import SCORES
 from psc_core.projection.module import Projection
+from psc_core.value_prediction import VALUE_SCORES
 
 
 class Embedding(NamedTuple):
@@ -46,8 +50,8 @@ class Embedding(NamedTuple):
 class Scored(NamedTuple):
     """What is computed without calibration."""
 
-    scores: Mapping[str, Float[Tensor, " batch"]]  # epistemic in the head's unit, all others in nats
-    probabilities: Float[Tensor, "batch classes"]
+    scores: Mapping[str, Float[Tensor, " batch"]]  # nats; the head's epistemic, and a regression's, in their own unit
+    probabilities: Float[Tensor, "batch classes"]  # of no class for a regression
 
 
 def average_positions(features: Sequence[Float[Tensor, "batch _ _"]]) -> Float[Tensor, "batch channels"]:
@@ -74,10 +78,11 @@ class Scorer(nn.Module):
     Args:
         preprocess: Its device half is applied here.
         backbone: Truncated network as it runs, see :meth:`psc_core.network.backbone.Backbone.fused`; it keeps the
-            network's output when ``head`` is None.
+            network's output for base predictions.
         projection: Features to z.
         density: log p of z, or of features averaged over positions.
-        head: g′ on z, or None for the network's own softmax ("base" predictions).
+        head: g′ on z, or None for the network's own softmax ("base" predictions).  A regression always has one, whose
+            standard deviations then stand beside the network's own output.
         precision: ``"fp32"`` or ``"bf16"`` of the backbone; everything after it is float32.
         texture: Density of the pooled features of the backbone's last layer, which is then none of the projection's.
     """
@@ -91,7 +96,7 @@ class Scorer(nn.Module):
         backbone: Backbone | OnnxBackbone,
         projection: Projection,
         density: Density,
-        head: Head | None,
+        head: Head | ValueHead | None,
         precision: Precision = "fp32",
         texture: Density | None = None,
     ) -> None:
@@ -106,6 +111,11 @@ class Scorer(nn.Module):
         self.texture = texture
         self.precision = precision
         self.eval().requires_grad_(False)
+
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """Of the columns of the packed outputs."""
+        return VALUE_SCORES if isinstance(self.head, ValueHead) else SCORES
 
     def with_texture(self, backbone: Backbone, texture: Density) -> Scorer:
         """A scorer that shares everything else; the last layer of ``backbone`` is the one that ``texture`` reads."""
@@ -136,6 +146,13 @@ class Scorer(nn.Module):
             NetworkError: There is neither a head nor the network's output.
         """
         log_density = self.density(embedding.density_input).log_density
+        scores: dict[str, Tensor]
+        if isinstance(self.head, ValueHead):
+            mean, aleatoric, deviation = self.head(embedding.z)
+            probabilities = mean.new_empty(len(mean), 0)
+            mean = mean if embedding.logits is None else embedding.logits[:, 0]
+            scores = {"mean": mean, "aleatoric": aleatoric, "log_density": log_density, "epistemic": deviation}
+            return Scored(scores | self._texture_of(embedding), probabilities)
         if self.head is not None:
             probabilities, epistemic = self.head(embedding.z)
         elif embedding.logits is not None:
@@ -143,9 +160,13 @@ class Scorer(nn.Module):
         else:
             raise NetworkError("a scorer without a head needs a backbone that keeps the network's output")
         scores = {"predictive_entropy": entropy(probabilities), "log_density": log_density, "epistemic": epistemic}
-        if self.texture is not None and embedding.early is not None:
-            scores[TEXTURE] = -self.texture(embedding.early).log_density
-        return Scored(scores, probabilities)
+        return Scored(scores | self._texture_of(embedding), probabilities)
+
+    def _texture_of(self, embedding: Embedding) -> dict[str, Tensor]:
+        """The reading of the gate "texture", of a model that has it."""
+        if self.texture is None or embedding.early is None:
+            return {}
+        return {TEXTURE: -self.texture(embedding.early).log_density}
 
     def forward(self, images: Pixels) -> Scored:
         """Probabilities and scores of a batch, the same for an image in any batch."""
@@ -154,7 +175,7 @@ class Scorer(nn.Module):
     def explain(self, embedding: Embedding) -> dict[str, Tensor]:
         """Distances to all classes, the nearest class, whitened deviations, and how the head splits the entropy."""
         explanation = dict(self.density.explain(embedding.density_input)._asdict())
-        if self.head is not None:
+        if isinstance(self.head, Head):
             explanation.update(self.head.decompose(embedding.z)._asdict())
         return explanation
 
@@ -207,14 +228,15 @@ class Pipeline(nn.Module):
         return self.outputs(self.scorer(images))
 
     def outputs(self, scored: Scored) -> Float[Tensor, "batch columns"]:
-        """Packed outputs: :data:`psc_core.prediction.SCORES`, the probabilities, the p-values of the gates."""
+        """Packed outputs: the scores, the probabilities, the p-values of the gates."""
         if self.gates is None:
             ood_score, of_gates = ood_score_of(scored.scores, self.entropy_weight), []
         else:
             readings = readings_of(self.gates.names, scored.scores)
             ood_score, of_gates = self.gates.score(readings), [self.gates.p_values(readings)]
         p_value = conformal_p_values(self.calibration_scores, ood_score)
-        return pack({**scored.scores, "ood_score": ood_score, "ood_p_value": p_value}, scored.probabilities, of_gates)
+        scores = {**scored.scores, "ood_score": ood_score, "ood_p_value": p_value}
+        return pack(scores, scored.probabilities, of_gates, self.scorer.score_names)
 
     def explain(self, images: Pixels) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
         """Packed outputs and their explanation, see :meth:`Scorer.explain`, from one pass."""

@@ -14,10 +14,11 @@ from torch import Tensor
 from psc_core.bundle.io import Bundle
 from psc_core.bundle.manifest import Manifest, short
 from psc_core.calibration.conformal import Calibration, check_rates
+from psc_core.calibration.intervals import ValueCalibration
 from psc_core.density import Density, restore_density
 from psc_core.errors import BundleError, PSCError
 from psc_core.gates.gates import Gates
-from psc_core.heads import Head, restore_head
+from psc_core.heads import Head, ValueHead, restore_head, restore_value_head
 from psc_core.network.backbone import Backbone, rebuild_backbone
 from psc_core.projection.module import Projection
 
@@ -28,8 +29,8 @@ class Parts(NamedTuple):
     backbone: Backbone
     projection: Projection
     density: Density
-    head: Head | None  # None for base predictions
-    calibration: Calibration
+    head: Head | ValueHead | None  # None for base predictions of a classifier
+    calibration: Calibration | ValueCalibration
     texture: Density | None  # of the gate "texture"
     gates: Gates | None
 
@@ -47,15 +48,9 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
         dim = len(projection.z_mean)
         if density.input_kind == "z" and len(density.mean) != dim:
             raise BundleError(f"expected density.sizes.dim to be {dim}, got {len(density.mean)}; fit the bundle again")
-        head = None if manifest.head is None else restore_head(manifest.head.model_dump(), tensors["head"])
-        calibration = Calibration.from_tensors(tensors["calibration"])
-        expected = manifest.calibration.images, len(manifest.classes)
-        got = len(calibration), calibration.num_classes
-        if expected != got:
-            raise BundleError(
-                f"expected a calibration of {expected[0]} images and {expected[1]} classes, got one of {got[0]} and "
-                f"{got[1]}; fit the bundle again"
-            )
+        restored = restore_head if manifest.target is None else restore_value_head
+        head = None if manifest.head is None else restored(manifest.head.model_dump(), tensors["head"])
+        calibration = _restore_calibration(manifest, tensors["calibration"])
         check_rates(len(calibration), alpha=manifest.policy.alpha, coverage=manifest.policy.coverage)
         texture, gates = _restore_gates(manifest, tensors["gates"]) if manifest.gates else (None, None)
         backbone = rebuild_backbone(manifest.backbone.model_dump(), tensors["backbone"], allow_factories)
@@ -64,6 +59,19 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
     except Exception as error:  # A hostile file can make a network's constructor fail in any way.
         raise BundleError(f"{bundle.path}: the manifest and the tensors do not fit together: {error}") from error
     return Parts(backbone, projection, density, head, calibration, texture, gates)
+
+
+def _restore_calibration(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Calibration | ValueCalibration:
+    classes, calibration = len(manifest.classes), ValueCalibration if manifest.target else Calibration
+    restored = calibration.from_tensors(tensors)
+    expected = manifest.calibration.images, classes
+    got = len(restored), restored.num_classes if isinstance(restored, Calibration) else classes
+    if expected != got:
+        raise BundleError(
+            f"expected a calibration of {expected[0]} images and {expected[1]} classes, got one of {got[0]} and "
+            f"{got[1]}; fit the bundle again"
+        )
+    return restored
 
 
 def _restore_gates(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[Density | None, Gates]:

@@ -12,6 +12,7 @@ from psc_core.bundle.manifest import Manifest
 from psc_core.calibration.conformal import Calibration
 from psc_core.collapse.report import Candidate, CollapseReport
 from psc_core.errors import BundleError
+from psc_core.policy import Policy
 from psc_core.report.content import Content, Role
 
 WHO: Final = {"base": "the network itself", "psc": "with PSC"}
@@ -94,6 +95,8 @@ def facts_of(folder: Path, content: Content) -> Facts:
             f"{folder} is version {manifest.version}, its report is of {content.version}; fit again, or write a report "
             "of test images with psc-eval --out"
         )
+    if not isinstance(manifest.policy, Policy):
+        raise BundleError(f"{folder} is of a regression, which has no report yet; psc-eval measures it")
     calibration = Calibration.from_tensors(bundle.parts["calibration"])
     collapse, candidate = _collapse_of(manifest)
     metrics: Mapping[str, Any] = manifest.metrics

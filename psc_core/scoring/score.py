@@ -18,8 +18,9 @@ import numpy.typing as npt
 import torch
 
 from psc_core.errors import ImageError, UsageError
+from psc_core.model.base import MAX_BATCH
 from psc_core.model.inputs import read_image
-from psc_core.model.predictor import MAX_BATCH, PSC
+from psc_core.model.predictor import PSC
 from psc_core.scoring.inputs import Item
 from psc_core.scoring.outputs import FIELDS, Table, as_table, items_of, merge, write
 

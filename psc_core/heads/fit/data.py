@@ -1,4 +1,4 @@
-"""What a head is fitted to: standardised features and labels.
+"""What a head is fitted to: standardised features, and labels or numbers.
 
 ``φ = (z − center) · inverse_scale`` has unit variance in every column, measured on the training features, so that
 priors and length-scales mean the same whatever the units of z.  A column that is constant in training carries no
@@ -74,5 +74,20 @@ class HeadData:
     val: Float[Tensor, "m dim"]
     val_labels: Int[Tensor, " m"]
     num_classes: int
+    seed: int
+    standardisation: Standardisation
+
+
+@dataclass(frozen=True)
+class ValueData:
+    """Standardised features and numbers of a regression, all float64: (y − center) / scale has mean 0, deviation 1."""
+
+    train: FeatureMatrix
+    train_values: Float[Tensor, " n"]
+    val: Float[Tensor, "m dim"]
+    val_values: Float[Tensor, " m"]
+    val_mean: Float[Tensor, " m"] | None  # what is served in place of the head's mean
+    center: Float[Tensor, ""]  # target's unit
+    scale: Float[Tensor, ""]
     seed: int
     standardisation: Standardisation

@@ -31,12 +31,12 @@ class ProjectionReport:
             choice, sized.scaled_nc1, sized.scaled_nc4, sized.nc1, sized.nc4, sized.note, tuple(positions.items())
         )
 
-    def summary(self, raw_nc4: float) -> str:
-        """The choice beside the scaled and the raw layer, for the terminal."""
-        choice = self.choice
+    def summary(self, raw_nc4: float | None) -> str:
+        """The choice beside the scaled layer and, where its NC4 is known, the raw one, for the terminal."""
+        choice, raw = self.choice, "" if raw_nc4 is None else f", raw {raw_nc4:.4f}"
         lines = [
             f"projection {choice.c_proj} × {choice.d_proj}: NC1 {choice.nc1:.3f} (scaled layer "
-            f"{self.scaled_nc1:.3f}), NC4 {choice.nc4:.4f} (scaled layer {self.scaled_nc4:.4f}, raw {raw_nc4:.4f})"
+            f"{self.scaled_nc1:.3f}), NC4 {choice.nc4:.4f} (scaled layer {self.scaled_nc4:.4f}{raw})"
         ]
         if self.positions:
             found = ", ".join(f"{d} {value:.4f}" for d, value in self.positions)

@@ -80,7 +80,7 @@ def test_rejects_other_features_after_fusion(tiny_bundle: Path, monkeypatch: pyt
             parameter.mul_(1.2)
     with pytest.raises(FitError, match=r"same features from .* in fewer operations"):
         psc.probe()
-    monkeypatch.setattr("psc_core.model.predictor.FUSION_TOLERANCE", {"fp32": -1.0})
+    monkeypatch.setattr("psc_core.model.base.FUSION_TOLERANCE", {"fp32": -1.0})
     with pytest.raises(BundleError, match="same features"):
         PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
 

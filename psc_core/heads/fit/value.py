@@ -1,0 +1,72 @@
+"""Fit a head of a regression of any kind: check features and numbers, standardise both, run the fit of that kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from psc_core.errors import FitError, UsageError
+from psc_core.heads.base import ValueHead
+from psc_core.heads.fit.blr import fit_blr
+from psc_core.heads.fit.data import ValueData, fit_standardisation
+from psc_core.numerics.matrix import FeatureMatrix, check_features
+
+VALUE_FITS: Final[Mapping[str, Callable[[ValueData], ValueHead]]] = {"blr": fit_blr}
+"""The fit of each kind in :data:`psc_core.heads.VALUE_HEADS`."""
+
+
+def fit_value_head(
+    z_train: Float[Tensor, "n dim"] | FeatureMatrix,
+    y_train: Float[Tensor, " n"],
+    z_val: Float[Tensor, "m dim"],
+    y_val: Float[Tensor, " m"],
+    *,
+    kind: str = "blr",
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    val_mean: Float[Tensor, " m"] | None = None,
+) -> ValueHead:
+    """Fit a head to the features and numbers of training images.
+
+    Args:
+        z_train: Features of every training image, any float type, read in blocks.
+        y_train: Number of each, in the target's unit.
+        z_val: Features of the selection split, which free numbers are chosen on.
+        y_val: Number of each.
+        kind: One of :data:`psc_core.heads.VALUE_HEADS`.
+        seed: Draws training images where not all are needed.
+        device: Where to fit, and where the head is returned.
+        val_mean: The network's own predictions for the selection split, if these are served in place of the head's.
+
+    Raises:
+        UsageError: An unknown kind.
+        FitError: Features that are not finite or all equal, or numbers that are all equal.
+    """
+    if kind not in VALUE_FITS:
+        raise UsageError(f"expected a head of {', '.join(VALUE_FITS)} for a regression, got {kind!r}")
+    train, val = z_train.to(device), z_val.to(device)
+    for z in (train, val):
+        check_features(
+            z, torch.zeros(len(z), dtype=torch.int64, device=device), num_classes=1, class_names=None, minimum=2
+        )
+    values = y_train.double().to(device)
+    center, scale = values.mean(), values.std(correction=0)
+    if not float(scale) > 0:
+        raise FitError("expected numbers that differ between images, all are equal; nothing to fit")
+    standardisation = fit_standardisation(train)
+    data = ValueData(
+        train=standardisation(train),
+        train_values=(values - center) / scale,
+        val=standardisation(val)[:],
+        val_values=(y_val.double().to(device) - center) / scale,
+        val_mean=None if val_mean is None else (val_mean.double().to(device) - center) / scale,
+        center=center,
+        scale=scale,
+        seed=seed,
+        standardisation=standardisation,
+    )
+    return VALUE_FITS[kind](data).to(device)

@@ -1,0 +1,43 @@
+r"""How good predictions of a number are: its error, and the normal distribution N(μ, σ²) as a forecast of it.
+
+All in float64; y is the true number, n images.
+
+    RMSE = √(mean (y − μ)²)
+    R²   = 1 − Σ (y − μ)² / Σ (y − ȳ)²
+    NLL  = mean ½ [((y − μ)/σ)² + log(2π σ²)]                                    nats
+    CRPS = mean σ [w (2Φ(w) − 1) + 2φ(w) − 1/√π],   w = (y − μ)/σ               (Gneiting & Raftery 2007, equation 21)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def rmse(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
+    """Root mean squared error, in the target's unit."""
+    return float((values.double() - mean.double()).square().mean().sqrt())
+
+
+def r2(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
+    """Fraction of the variance of the numbers that is explained; −∞ where they do not vary and the error is not 0."""
+    y = values.double()
+    left, total = float((y - mean.double()).square().sum()), float((y - y.mean()).square().sum())
+    return 1.0 - left / total if total > 0 else 1.0 if left == 0 else float("-inf")
+
+
+def nll(mean: Float[Tensor, " n"], deviation: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
+    """Negative log likelihood of the normal distribution, nats an image."""
+    w = (values.double() - mean.double()) / deviation.double()
+    return float((0.5 * (w.square() + math.log(2 * math.pi)) + deviation.double().log()).mean())
+
+
+def crps(mean: Float[Tensor, " n"], deviation: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
+    """Continuous ranked probability score of the normal distribution, in the target's unit; lower is better."""
+    sigma = deviation.double()
+    w = (values.double() - mean.double()) / sigma
+    density = torch.exp(-0.5 * w.square()) / math.sqrt(2 * math.pi)
+    return float((sigma * (w * torch.erf(w / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))).mean())

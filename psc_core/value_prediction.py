@@ -1,0 +1,47 @@
+"""The prediction of a regression for one image, each field declared once, as :mod:`psc_core.prediction` does."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, get_args
+
+from pydantic import Field
+
+from psc_core.prediction import Document, Gates, IsOod, LogDensity, OodScore, PValue, Score, UnusualComponent, scores_of
+
+ValueDecision = Literal["accept", "abstain_uncertain", "abstain_ood"]
+
+VALUE_DECISIONS: Final[tuple[str, ...]] = get_args(ValueDecision)
+"""Names of the decisions; :mod:`psc_core.model.decision` uses their positions as codes."""
+
+
+class ValueExplanation(Document):
+    """Why the image was decided as it was."""
+
+    nearest_bin: str = Field(description="Bin of the target at the smallest Mahalanobis distance.")
+    bin_distances: list[float] = Field(description="Mahalanobis distance to each bin, in their order.")
+    unusual_components: list[UnusualComponent] = Field(description="The most deviating ones, largest first.")
+    calibration_rank: float = Field(description="The same number as `ood_p_value`.")
+
+
+class ValuePrediction(Document):
+    """The prediction of a regression for one image; `mean` to `upper` are in the target's unit, see `/model`."""
+
+    mean: Score = Field(description="The predicted number.")
+    aleatoric: Score = Field(description="Standard deviation of the noise.")
+    epistemic: Score = Field(description="Standard deviation that more training data would remove.")
+    lower: float = Field(description="Lower end of the interval that holds the true number with the nominal coverage.")
+    upper: float = Field(description="Upper end of the interval.")
+    log_density: LogDensity
+    ood_score: OodScore
+    ood_p_value: PValue
+    gates: Gates = None
+    is_ood: IsOod
+    decision: ValueDecision = Field(
+        description="`abstain_ood` if `is_ood`, else `abstain_uncertain` where the interval is wider than `max_width`, "
+        "else `accept`."
+    )
+    explanation: ValueExplanation | None = Field(default=None, description="Only with `explain=true`.")
+
+
+VALUE_SCORES: Final = scores_of(ValuePrediction)
+"""Names of the scores, in the order of their columns."""
