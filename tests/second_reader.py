@@ -23,7 +23,7 @@ _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4",
 
 
 class Rejected(Exception):
-    """The directory is no bundle of version 1 or 2."""
+    """The directory is no bundle of version 1 to 3."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,19 @@ class Answer:
     entropy: Array
     epistemic: Array
     prediction_set: Array
+    decision: list[str]
+
+
+@dataclass(frozen=True)
+class ValueAnswer:
+    """Outputs and decisions of B images of a regression."""
+
+    log_density: Array
+    p_value: Array
+    mean: Array
+    aleatoric: Array
+    epistemic: Array
+    interval: Array
     decision: list[str]
 
 
@@ -65,7 +78,7 @@ class SecondReader:
 
     def __init__(self, folder: Path) -> None:
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text("utf-8"))
-        if self.manifest["schema_version"] not in (1, 2) or self.manifest["version"] != version_of(self.manifest):
+        if self.manifest["schema_version"] not in (1, 2, 3) or self.manifest["version"] != version_of(self.manifest):
             raise Rejected("schema or version")
         self.parts: dict[str, dict[str, Array]] = {}
         for name, entry in self.manifest["files"].items():
@@ -168,6 +181,31 @@ class SecondReader:
         given = self.tensors("calibration")["label_probabilities"]
         rank = math.ceil((len(given) + 1) * self.manifest["policy"]["coverage"] - 1e-9)
         return float(given[len(given) - rank])
+
+    def answer_values(self, features: list[Array], output: Array | None = None) -> ValueAnswer:
+        """The same for a regression; ``output`` (B, 1) is the network's own, for base predictions."""
+        policy, layers = self.manifest["policy"], len(self.manifest["layers"])
+        features = [np.asarray(f, np.float64) for f in features]
+        features, early = features[:layers], features[layers] if len(features) > layers else None
+        z, t, calibration = self.project(features), self.tensors("head"), self.tensors("calibration")
+        log_density = self.log_density(z, features)
+        ood_score = -log_density
+        if "gates" in self.manifest:
+            ood_score, _ = self.gates(early, log_density, np.zeros(len(z)))
+        phi = (z - t["center"]) * t["inverse_scale"]
+        mean = phi @ t["weight"] + t["bias"] if output is None else output[:, 0]
+        epistemic = np.sqrt(((phi @ t["root"]) ** 2).sum(1) + t["bias_deviation"] ** 2)
+        aleatoric = np.exp(np.clip(phi @ t["noise_weight"] + t["noise_bias"], *t["log_noise_range"]) / 2)
+        n = len(calibration["ood_scores"])
+        p_value = (1 + (calibration["ood_scores"] >= ood_score[:, None]).sum(1)) / (n + 1)
+        half = calibration["residuals"][math.ceil((n + 1) * policy["coverage"] - 1e-9) - 1] * np.hypot(
+            aleatoric, epistemic
+        )
+        uncertain = np.zeros(len(z), bool) if policy["max_width"] is None else 2 * half > policy["max_width"]
+        decision = ["abstain_ood" if o else "abstain_uncertain" if u else "accept"
+                    for o, u in zip(p_value <= policy["alpha"], uncertain, strict=True)]  # fmt: skip
+        interval = np.stack([mean - half, mean + half], axis=1)
+        return ValueAnswer(log_density, p_value, mean, aleatoric, epistemic, interval, decision)
 
     def answer(self, features: list[Array], logits: Array | None = None) -> Answer:
         """Outputs and decisions from the features of each candidate layer, and from the logits for base predictions."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,7 +17,10 @@ from psc_core.errors import UsageError
 from psc_core.evaluation import evaluate as measure
 from psc_core.evaluation.baselines import Baselines, fit_baselines
 from psc_core.evaluation.tables import to_json, to_markdown, to_text
+from psc_core.evaluation.values import evaluate_values
+from psc_core.model.load import load_model
 from psc_core.model.predictor import PSC
+from psc_core.model.regressor import PSCRegressor
 from psc_core.network.backbone import example_input
 from psc_core.network.layers import list_layers
 from psc_core.network.load import bounded_size, load_network
@@ -34,10 +37,12 @@ _EXAMPLE = """example:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of ``psc-eval``."""
-    description = "Accuracy, calibration, OOD detection and nominal rates of a bundle."
+    description = "Accuracy or error, calibration, OOD detection and nominal rates of a bundle."
     cli = flags.command("psc-eval", description, _EXAMPLE)
     cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="from psc-fit")
-    cli.add_argument("--id", required=True, metavar="DIR", help="labelled in-distribution test images")
+    cli.add_argument(
+        "--id", required=True, metavar="DIR", help="in-distribution test images, labelled, or with numbers"
+    )
     text = "out-of-distribution images; repeat for more"
     cli.add_argument("--ood", action="append", default=[], metavar="NAME=DIR", help=text)
     beside = cli.add_argument_group("baselines (all three or none)")
@@ -60,8 +65,12 @@ def evaluate(args: argparse.Namespace) -> None:
     given = [value is not None for value in (args.weights, args.train, args.val)]
     if any(given) and not all(given):
         raise UsageError("expected --weights, --train and --val together, or none of them")
-    psc = PSC.load(args.bundle, device=args.device, allow_factories=args.allow_factories)
-    id_data = open_dataset(args.id, split="test", preprocess=psc.preprocess)
+    psc = load_model(args.bundle, device=args.device, allow_factories=args.allow_factories)
+    if isinstance(psc, PSCRegressor):
+        target, unit = psc.target.name, psc.target.unit
+        id_data = open_dataset(args.id, split="test", preprocess=psc.preprocess, target=target, unit=unit)
+    else:
+        id_data = open_dataset(args.id, split="test", preprocess=psc.preprocess)
     ood: dict[str, ImageDataset] = {}
     for text in args.ood:
         name, _, spec = text.partition("=")
@@ -72,6 +81,11 @@ def evaluate(args: argparse.Namespace) -> None:
         ood[name] = open_dataset(spec, split="test", preprocess=psc.preprocess, labelled_images=False)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
+    if isinstance(psc, PSCRegressor):
+        if all(given):
+            raise UsageError("a regression has no baselines; leave out --weights, --train and --val")
+        evaluate_numbers(psc, id_data, ood, args.batch_images, args.out)
+        return
     baselines = _baselines(args, psc) if all(given) else None
     measure.check_model_classes(psc, id_data)
     inside, *others = (
@@ -88,6 +102,17 @@ def evaluate(args: argparse.Namespace) -> None:
         content = Content.load(args.bundle) if (args.bundle / FILE).exists() else Content(psc.version)
         facts = facts_of(args.bundle, content.with_sets(sets, pictures_of(id_data, inside)))
         print(f"report: {page.write(facts, args.out)}")
+
+
+def evaluate_numbers(
+    model: PSCRegressor, id_data: ImageDataset, ood: Mapping[str, ImageDataset], batch_images: int, out: Path | None
+) -> None:
+    """Measure a regression and print."""
+    report = evaluate_values(model, id_data, ood, batch_images=batch_images)
+    print(report.to_text())
+    if out:
+        (out / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
+        (out / "report.md").write_text(report.to_text() + "\n")
 
 
 def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:

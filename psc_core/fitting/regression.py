@@ -63,6 +63,18 @@ def fit_regressor(
 ) -> PSCRegressor:
     """Density of bins and head on z of ``train``, calibration on the calibration split of ``val``.
 
+    Example:
+        >>> from functools import partial
+        >>> from psc_core import PRESETS, fit_projection, measure_collapse, open_dataset
+        >>> open_split = partial(open_dataset, "rotated-mnist:tests/data", preprocess=PRESETS["mnist"])
+        >>> train, val = open_split(split="train"), open_split(split="val")
+        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(1352, 1)).eval()
+        >>> candidate = measure_collapse(net, train, val).candidate("0")
+        >>> projection = fit_projection(net, candidate, train, val, c_proj=4, d_proj=4)
+        >>> model = fit_regressor(net, candidate, projection, train, val, coverage=0.9)
+        >>> model.target, model.predict(next(val.batches(3)).images).interval.shape
+        (Target(name='angle', unit='degrees'), torch.Size([3, 2]))
+
     Args:
         net: Trained network of one output, from :func:`psc_core.load_network`.
         candidate: The layer(s) it is cut behind.

@@ -24,6 +24,10 @@ def load_model(
 ) -> Model:
     """Read, verify and build a bundle of a classifier or of a regression; see :meth:`psc_core.PSC.load`.
 
+    Example:
+        >>> load_model("artifacts/dirty-mnist-resnet18").target is None  # of a classifier
+        True
+
     Raises:
         BundleError: The bundle is missing, altered, damaged or inconsistent.
     """

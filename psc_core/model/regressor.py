@@ -22,7 +22,13 @@ from psc_core.target import Target
 class PSCRegressor(FittedModel):
     """A regression that says how sure it is of a number, and recognises images unlike any seen, in one forward pass.
 
-    Its :attr:`classes` are the bins of the target that density and gates work on.
+    Its :attr:`classes` are the bins of the target that density and gates work on.  :func:`psc_core.fit_regressor` and
+    ``psc-fit --task regression`` make one.
+
+    Example:
+        >>> PSCRegressor.load("artifacts/dirty-mnist-resnet18")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        psc_core.errors.BundleError: expected the bundle of a regression, ... is of a classifier; ...
     """
 
     is_regression: ClassVar[bool] = True

@@ -16,11 +16,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from psc_core import PRESETS, PSC, open_dataset
+from psc_core import PRESETS, PSC, PSCRegressor, open_dataset
 from psc_core.bundle.io import MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES
 from psc_core.bundle.manifest import MAX_ARGUMENT, PARTS, Manifest
 from psc_core.density import DENSITIES
-from psc_core.heads import HEADS
+from psc_core.heads import HEADS, VALUE_HEADS
 from psc_core.heads.fit import sngp
 from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE
 from psc_core.model.outputs import Outputs
@@ -133,6 +133,45 @@ def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, na
     assert {"accept", "abstain_ood"} <= set(theirs.decision)
 
 
+@pytest.mark.parametrize("predictions", ["psc", "base"])
+def test_second_reader_agrees_on_a_regression(
+    angle_job: TinyJob, angle_bundle: Path, images: torch.Tensor, tmp_path: Path, predictions: str
+) -> None:
+    from psc_core.cli.fit import main
+
+    path = angle_bundle
+    if predictions == "base":
+        path = tmp_path / "base"
+        flags = ("--predictions", "base", "--ood-score", "density", "--max-width", "60")
+        assert main([*angle_job.args, *flags, "--out", str(path)]) == 0
+    model, reader = PSCRegressor.load(path, device="cpu", allow_factories=ALLOW), SecondReader(path)
+    with torch.inference_mode():
+        features, output = model.pipeline.scorer.backbone(model.pipeline.scorer.standardise(images))
+    theirs = reader.answer_values([f.numpy() for f in features], None if output is None else output.double().numpy())
+    ours = model.predict(images)
+    np.testing.assert_allclose(theirs.log_density, ours.log_density.numpy(), rtol=1e-4, atol=1e-3)
+    for name in ("mean", "aleatoric", "epistemic"):
+        np.testing.assert_allclose(getattr(theirs, name), ours.outputs[name].numpy(), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(theirs.interval, ours.interval.numpy(), rtol=1e-3, atol=1e-2)
+    rank = 1.01 / (len(model.calibration) + 1)
+    assert np.abs(theirs.p_value - ours.ood_p_value.numpy()).max() <= rank
+    limit = model.policy.max_width or np.inf
+    far = np.abs(theirs.interval[:, 1] - theirs.interval[:, 0] - limit) > 0.1
+    assert (np.array(theirs.decision) == np.array(ours.decision))[far].all()
+    assert {"accept", "abstain_ood"} <= set(theirs.decision)
+
+
+def test_regressions_fields_and_tensors_are_documented(angle_bundle: Path) -> None:
+    body = json.loads((angle_bundle / "manifest.json").read_text())
+    assert [name for name in fields(body) if name not in WORDS] == []
+    body["provenance"].pop("settings"), body["provenance"].pop("model_args")
+    assert [f for part in ("metrics", "provenance") for f in deep_names(body[part]) if f not in WORDS] == []
+    section = TEXT.split("\n### Regression\n")[1].split("\n### ")[0]
+    said = set(re.findall(r"`([a-z_]+)`", " ".join(re.findall(r"^\| (`.*?) \|", section, re.M))))
+    assert {*VALUE_HEADS["blr"].layout, "ood_scores", "residuals"} <= said
+    assert {*body["head"]["sizes"]} <= {"dim", "two"}
+
+
 def test_fits_cover_every_kind(bundles: dict[str, Path]) -> None:
     manifests = [json.loads((path / "manifest.json").read_text()) for path in bundles.values()]
     assert {m["density"]["kind"] for m in manifests} == set(DENSITIES)
@@ -212,8 +251,8 @@ def test_fields_are_documented(bundles: dict[str, Path]) -> None:
 def test_documented_fields_exist(bundles: dict[str, Path]) -> None:
     real = {name for path in bundles.values() for name in fields(json.loads((path / "manifest.json").read_text()))}
     real |= {"collapse.layers", *(f"collapse.{n}" for n in ("epsilon", "granularity", "pattern", "train_rows",
-                                                            "val_rows", "notes", "seed"))}  # fmt: skip
-    real |= {"backbone.hooks.stop", "backbone.hooks.dropped"}
+                                                            "val_rows", "notes", "seed", "measure"))}  # fmt: skip
+    real |= {"backbone.hooks.stop", "backbone.hooks.dropped", "target.name", "target.unit", "policy.max_width"}
     sections = "|".join(Manifest.model_fields)
     dotted = {word for word in WORDS if re.fullmatch(rf"({sections})\.[a-z_.]+", word) and not word.endswith(".json")}
     assert dotted - real == {"collapse.csv", *(f"{part}.safetensors" for part in PARTS)}
