@@ -1,4 +1,4 @@
-"""Write the results into ``benchmarks/results/paper.md`` and ``ood.md``, one section for each script.
+"""Write the results into the pages of ``benchmarks/results``, one section for each script.
 
     python -m benchmarks.paper.report
 
@@ -25,10 +25,11 @@ SECTIONS: Mapping[str, str] = {
     "sign_example": "benchmarks.paper.sign_example",
     "methods_table": "benchmarks.paper.methods_table",
     "ood": "benchmarks.ood.run",
+    "regression": "benchmarks.regression.run",
 }
 """Sections in order, and their scripts."""
 
-PAGES = {"ood": "ood.md"}
+PAGES = {"ood": "ood.md", "regression": "regression.md"}
 """Pages of the sections that are not in ``paper.md``."""
 
 FRAGMENTS = {"benchmarks.ood.run": "benchmarks.ood.tables"}

@@ -1,0 +1,1 @@
+"""Regressions: PSC beside a deep ensemble and MC dropout."""
