@@ -55,7 +55,7 @@ def apply(edits: Edits, folder: Path) -> set[str]:
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     for name in COPIED:
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=LEFT_OUT)
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=LEFT_OUT if name == "tests" else None)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 

@@ -3,16 +3,18 @@
 EDITS = {
     "psc_core/prediction.py": [
         (
-            "    is_ood: bool = ",
+            "    is_ood: IsOod\n",
             """    max_probability_gap: Score = Field(description="Confidence minus the probability of the next class.")
-    is_ood: bool = """,
+    is_ood: IsOod
+""",
         )
     ],
     "psc_core/model/pipeline.py": [
         (
-            "        return pack({**scored.scores, ",
+            "        return pack(scores, ",
             """        first, second = scored.probabilities.topk(2, dim=1).values.unbind(1)
-        return pack({**scored.scores, "max_probability_gap": first - second, """,
+        scores["max_probability_gap"] = first - second
+        return pack(scores, """,
         )
     ],
     "docs/service.md": [
