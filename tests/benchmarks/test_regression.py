@@ -1,0 +1,50 @@
+"""The networks and the methods of the regression benchmark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.regression.networks import gaussian_nll, trained
+from benchmarks.regression.run import ensemble, mc_dropout, measured, normal, outputs_of
+from psc_core import PRESETS, open_dataset
+from psc_core.data.dataset import ImageDataset
+
+
+@pytest.fixture(scope="module")
+def digits(data_root: Path) -> ImageDataset:
+    data = open_dataset(f"rotated-mnist:{data_root}", split="train", preprocess=PRESETS["mnist"])
+    return data.subset(torch.arange(200))
+
+
+def test_nll_is_torchs() -> None:
+    outputs, y = torch.randn(9, 2), torch.randn(9)
+    expected = torch.nn.GaussianNLLLoss()(outputs[:, 0], y, outputs[:, 1].exp())
+    torch.testing.assert_close(gaussian_nll(outputs, y), expected)
+
+
+def test_outputs_are_in_the_targets_unit(digits: ImageDataset, tmp_path: Path) -> None:
+    net = trained(digits, tmp_path / "net.safetensors", epochs=3, seed=0, outputs=2)
+    outputs = outputs_of(net, digits)
+    assert digits.values is not None
+    error, spread = (outputs[:, 0] - digits.values).square().mean().sqrt(), digits.values.std()
+    assert float(error) < float(spread) and float(outputs[:, 1].exp().mean().sqrt()) > 0.2 * float(error)
+    again = trained(digits, tmp_path / "net.safetensors", epochs=3, seed=5, outputs=2)
+    torch.testing.assert_close(outputs_of(again, digits), outputs)
+    forecast = ensemble([net, again])(digits)
+    torch.testing.assert_close(forecast.mean, outputs[:, 0])
+    torch.testing.assert_close(forecast.deviation, (outputs[:, 1] / 2).exp())
+    assert float(forecast.strangeness.abs().max()) == 0.0
+
+
+def test_dropout_disagrees_and_a_normal_interval_covers(digits: ImageDataset, tmp_path: Path) -> None:
+    net = trained(digits, tmp_path / "drop.safetensors", epochs=1, seed=0, dropout=0.5)
+    forecast = mc_dropout(net, digits)(digits)
+    assert float(forecast.strangeness.min()) > 0 and not net.dropout.training
+    values = digits.values
+    assert values is not None
+    found = measured(normal(values + 1.0, torch.ones_like(values), values), digits)
+    assert found["rmse"] == pytest.approx(1.0) and found["coverage"] == 1.0
+    assert found["width"] == pytest.approx(2 * 1.95996, rel=1e-4)
