@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,7 @@ from app.observability.metrics import PROCESS_FILES, forget_dead_processes
 from app.service import Service
 from app.settings import Settings
 from psc_core.compute.allocator import keep_freed_memory
+from psc_core.images.decode import mute_codecs
 
 LINGER_SECONDS: Final = 1.0
 """After SIGTERM requests are still accepted for so long, each answered with ``Connection: close``."""
@@ -58,9 +60,11 @@ class Runtime:
 
 
 def prepare_process(settings: Settings) -> None:
-    """Set what belongs to the process and not to the application: import path, heap, threads, compiler, metrics."""
+    """Set what belongs to the process, not to the application: import path, log, heap, threads, compiler, metrics."""
     if settings.allow_factories:
         sys.path.append(str(Path.cwd()))  # Where they are looked up last.
+    logging.captureWarnings(True)
+    mute_codecs()
     keep_freed_memory()
     sys.setswitchinterval(_SWITCH_SECONDS)
     torch.set_num_threads(network_threads(settings, torch.get_num_threads()))

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from app.auth import ApiKeys
 from app.models.registry import Registry
 from app.models.served import ModelStarter
+from app.observability.descriptors import DescriptorWatch
 from app.observability.gpu import gpu_usage
 from app.observability.metrics import Metrics
 from app.settings import Settings
@@ -22,7 +23,7 @@ from psc_core.model.predictor import PSC
 logger = logging.getLogger("psc.service")
 
 SWEEP_SECONDS: Final = 0.05
-"""How often deadlines, departed clients and recorded predictions are looked after."""
+"""How often deadlines, departed clients, recorded predictions and file descriptors are looked after."""
 
 
 class Service:
@@ -76,6 +77,7 @@ class Service:
         self._on_reloaded = on_reloaded
         self._drained_by = 0.0
         self._tasks: list[asyncio.Task[None]] = []
+        self._descriptors = DescriptorWatch()
 
     async def start(self, *, wait_until_ready: bool) -> None:
         """Begin to load; readiness tells when it is done.
@@ -172,6 +174,7 @@ class Service:
             try:
                 self.registry.sweep()
                 self.refresh_metrics()
+                self._descriptors.check()
             except Exception as error:
                 logger.error("sweep failed", exc_info=error)
 

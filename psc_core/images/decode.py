@@ -7,6 +7,9 @@ is rejected by its header, so a decompression bomb costs no more than that.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import warnings
 from typing import Final
 
 import numpy as np
@@ -105,3 +108,14 @@ def to_grey_or_rgb(image: Image.Image) -> Image.Image:
         black.paste(image, mask=image.getchannel("A"))
         return black
     return image.convert("RGB")
+
+
+def mute_codecs() -> None:
+    """Keep libtiff and Pillow from writing to standard error what they find in damaged files, in the whole process.
+
+    The caller is told by :class:`UndecodableImage`.  Python would also remember each warning of a new text, and a file
+    decides the text.
+    """
+    warnings.filterwarnings("ignore", module=r"PIL\.")
+    with contextlib.suppress(AttributeError):  # Pillow was built without libtiff.
+        ctypes.CDLL(Image.core.__file__).TIFFSetErrorHandler(None)  # type: ignore[attr-defined]

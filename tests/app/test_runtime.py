@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import signal
+import struct
 
 import httpx
 import pytest
 from fastapi import FastAPI
+from PIL import Image
 
 from app.runtime import linger_seconds, network_threads
 from app.server import uvicorn_config
@@ -42,3 +45,21 @@ def test_workers_share_the_threads_unless_told() -> None:
         for flags in ((), (("workers", 2),), (("workers", 3),), (("workers", 16),), (("workers", 2), ("threads", 8)))
     }
     assert list(chosen.values()) == [8, 4, 2, 1, 8]
+
+
+def tiff(compression: str, mode: str = "L") -> bytes:
+    buffer = io.BytesIO()
+    Image.linear_gradient("L").convert(mode).save(buffer, "TIFF", compression=compression)
+    return buffer.getvalue()
+
+
+def test_damaged_images_write_nothing_between_the_lines_of_the_log() -> None:
+    whole = [tiff("tiff_lzw"), tiff("tiff_adobe_deflate"), tiff("packbits"), tiff("group4", "1"), tiff("jpeg")]
+    damaged = [data[:100] + b"\xa5" * 40 + data[140:] for data in whole]
+    beyond_its_end = tiff("raw").replace(struct.pack("<HHL", 258, 3, 1), struct.pack("<HHL", 258, 3, 40_000))
+    with serve_fake() as server:
+        for image in (*damaged, beyond_its_end):
+            answer = httpx.post(server.url + "/predict", content=image, headers=PNG, timeout=GUARD_SECONDS)
+            assert answer.status_code in (200, 422)  # libtiff goes on after some errors.
+        assert server.terminate() == 0
+    assert len(server.log) == sum(line.startswith('{"time":') for line in server.log), "".join(server.log)

@@ -46,11 +46,12 @@ class Case(NamedTuple):
 
 
 @contextmanager
-def service(*flags: str, stderr: str = os.devnull) -> Iterator[str]:
-    """The shipped bundle, ready to answer."""
+def service(*flags: str, stderr: str = os.devnull, shell: str = "") -> Iterator[str]:
+    """The shipped bundle, ready to answer, after a command of the shell that starts it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = [sys.executable, "-m", "app.cli", "--bundle", str(SHIPPED_BUNDLE), "--port", str(port), *flags]
+    words = ["bash", "-c", f'{shell}; exec "$@"', "psc-serve", *words] if shell else words
     with Path(stderr).open("w") as log, subprocess.Popen(words, cwd=ROOT, stderr=log) as process:
         url = f"http://127.0.0.1:{port}"
         try:
@@ -177,6 +178,39 @@ def full_stderr(_url: str) -> Seen:
     return Seen(f"serves, {status}", status == 200)
 
 
+def damaged_tiffs(_url: str) -> Seen:
+    import io
+
+    from PIL import Image
+
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with service(stderr=str(log)) as url:
+            for compression in ("tiff_lzw", "tiff_adobe_deflate", "packbits", "zstd"):
+                buffer = io.BytesIO()
+                Image.linear_gradient("L").save(buffer, "TIFF", compression=compression)
+                data = bytearray(buffer.getvalue())
+                data[100:140] = b"\xa5" * 40
+                httpx.post(f"{url}/predict", content=bytes(data), headers={"content-type": "image/tiff"}, timeout=30)
+        others = sum(not line.startswith("{") for line in log.read_text().splitlines())
+    return Seen(f"{others} other lines", others == 0)
+
+
+def no_descriptors(_url: str) -> Seen:
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with service(stderr=str(log), shell="ulimit -n 96") as url:
+            port = int(url.rsplit(":", 1)[1])
+            clients = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(200)]
+            time.sleep(1)
+            for client in clients:
+                client.close()
+            while not is_ready(url):
+                time.sleep(0.1)
+        lines = sum("file descriptors are in use" in line for line in log.read_text().splitlines())
+    return Seen(f"{lines} line in the log", lines == 1)
+
+
 def large_input(_url: str) -> Seen:
     import shutil
 
@@ -208,6 +242,8 @@ CASES = (
     Case("900 field names of control characters", "answer of 20 MB", control_characters),
     Case("two Hosts, HTTP/2.0, Expect: 200-ok", "accepted", heads),
     Case("standard error that cannot be written", "the process ended", full_stderr),
+    Case("damaged TIFFs", "libtiff's lines between those of the log", damaged_tiffs),
+    Case("200 connections with 96 file descriptors", "nothing in the log", no_descriptors),
     Case("a bundle edited to a 2048² input", "warm-up without end", large_input),
     Case("the example, after all of these", "", still_answers),
 )

@@ -1,0 +1,55 @@
+"""A line in the log when file descriptors run out: without any, libuv closes new connections and tells nobody."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import time
+from collections.abc import Callable
+from typing import Final
+
+SPARE: Final = 8
+"""Descriptors that are left when it is said."""
+
+_QUIET_SECONDS: Final = 60.0
+
+logger = logging.getLogger("psc.server")
+
+
+class DescriptorWatch:
+    """Looks for the lowest free descriptor: all below it are in use.
+
+    Args:
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._quiet_until = clock()
+
+    def check(self) -> None:
+        """Log, at most once a minute, that at most :data:`SPARE` descriptors are left; takes a few microseconds."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = _lowest_free(limit)
+        if limit == resource.RLIM_INFINITY or lowest < limit - SPARE or self._clock() < self._quiet_until:
+            return
+        self._quiet_until = self._clock() + _QUIET_SECONDS
+        logger.error(
+            "%d of %d file descriptors are in use; without a free one, new connections are closed unanswered and "
+            "reloads fail; raise the limit (ulimit -n)",
+            lowest,
+            limit,
+        )
+
+
+def _lowest_free(limit: int) -> int:
+    try:
+        free = os.open("/", os.O_RDONLY)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        return limit
+    os.close(free)
+    return free
