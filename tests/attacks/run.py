@@ -211,6 +211,16 @@ def no_descriptors(_url: str) -> Seen:
     return Seen(f"{lines} line in the log", lines == 1)
 
 
+def killed_worker(_url: str) -> Seen:
+    from tests.attacks.kill import CLIENTS, kill
+    from tests.served import serve
+
+    with serve(f"--bundle={SHIPPED_BUNDLE}", "--workers=2") as server:
+        seen = kill(server)
+    now = f"{seen.lost} requests lost, {seen.meanwhile} answered meanwhile, none for {seen.longest_gap_s:.2f} s at most"
+    return Seen(now, seen.lost <= CLIENTS and not seen.wrong)
+
+
 def large_input(_url: str) -> Seen:
     import shutil
 
@@ -244,6 +254,7 @@ CASES = (
     Case("standard error that cannot be written", "the process ended", full_stderr),
     Case("damaged TIFFs", "libtiff's lines between those of the log", damaged_tiffs),
     Case("200 connections with 96 file descriptors", "nothing in the log", no_descriptors),
+    Case("SIGKILL of one of two workers, 8 clients", "not tried", killed_worker),
     Case("a bundle edited to a 2048² input", "warm-up without end", large_input),
     Case("the example, after all of these", "", still_answers),
 )

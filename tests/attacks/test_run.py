@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from tests.attacks import run
+from tests.attacks import kill, run
 from tests.conftest import ROOT
 
 
@@ -30,6 +30,11 @@ def test_the_document_has_what_was_found() -> None:
     page = (ROOT / "docs" / "reliability.md").read_text()
     for case in run.CASES:
         assert not case.found or case.found == "not tried" or case.found.split(",")[0] in page, case.name
+
+
+@pytest.mark.slow
+def test_kill() -> None:
+    assert kill.main() == 0
 
 
 @pytest.mark.slow
