@@ -9,7 +9,7 @@ CPU    ?=
 PIP    := $(BIN)/pip install --disable-pip-version-check --constraint requirements.lock \
           $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 
-.PHONY: serve test test-quick check lint types layers docs nightly attack gpu bench bench-more paper clean
+.PHONY: serve test test-quick check lint types layers docs nightly attack soak gpu bench bench-more paper clean
 
 serve: $(VENV)/.serve           ## set up everything and serve the shipped bundle on http://127.0.0.1:8000
 	$(BIN)/psc-serve --bundle $(BUNDLE) --port $(PORT)
@@ -43,6 +43,11 @@ nightly: $(VENV)/.dev           ## the slow tests too, with random examples
 
 attack: $(VENV)/.dev            ## what an attack found once, against a service that runs now: a table
 	PSC_BACKEND=folded $(BIN)/python -m tests.attacks.run
+
+MINUTES ?= 30
+
+soak: $(VENV)/.dev              ## mixed requests, clients that leave and reloads for MINUTES: what is lost, what grows
+	$(BIN)/python -m tests.attacks.soak --minutes $(MINUTES)
 
 PAPER := ddu_case_study collapse_figure projection_table cifar10_uq sign_example methods_table
 
