@@ -18,6 +18,8 @@ from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.model.outputs import Outputs
 from psc_core.model.predictor import PSC
 from psc_core.network.load import load_network
+from psc_core.precision import PRECISIONS
+from tests.fake_gpu import assert_steps_on_gpu
 
 CLASSES = 10
 PER_CLASS = {"train": 6, "val": 5, "test": 2}
@@ -211,12 +213,16 @@ def check(setup: Setup, monkeypatch: pytest.MonkeyPatch, where: Path) -> None:
     assert loaded.backbone.is_traced == setup.case.is_traced
     assert loaded.version and len(loaded.classes) == CLASSES
     assert_loaded_is_fitted(fitted, loaded, images)
+    for precision in PRECISIONS:
+        assert_steps_on_gpu(loaded, precision)
     monkeypatch.undo()
 
     pattern = "^(" + "|".join(name.replace(".", r"\.") for name in loaded.layers) + ")$"
     fitted, loaded = setup.run(monkeypatch, where / "base", "--predictions", "base", "--layers", pattern)
     assert_loaded_is_fitted(fitted, loaded, images)
     assert_base_is_the_network(setup, loaded, images)
+    for precision in PRECISIONS:
+        assert_steps_on_gpu(loaded, precision)
 
 
 @pytest.fixture
