@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from psc_core.bundle.io import read_bundle
@@ -58,10 +57,11 @@ def parser() -> argparse.ArgumentParser:
 
 def score(args: argparse.Namespace) -> None:
     """Score the parts of this process."""
-    rank, world, local_rank = Process.from_environment()
+    process = Process.from_environment()
+    rank, world = process.rank, process.world
     device = args.device
-    if world > 1 and device == "auto" and torch.cuda.is_available():
-        device = f"cuda:{local_rank}"
+    if world > 1 and device == "auto" and process.gpu is not None:
+        device = f"cuda:{process.gpu}"
     args.out.mkdir(parents=True, exist_ok=True)
     source, out = args.input.absolute(), args.out.absolute()
     check_version(out / VERSION_FILE, read_bundle(args.bundle).manifest.version)

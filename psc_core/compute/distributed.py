@@ -26,12 +26,24 @@ class Process(NamedTuple):
     rank: int = 0  # from 0
     world: int = 1  # how many there are
     local_rank: int = 0  # on this machine, from 0
+    local_world: int = 1  # how many there are on this machine
 
     @classmethod
     def from_environment(cls) -> Process:
-        """What ``torchrun`` says in ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``."""
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        """What ``torchrun`` says in ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return cls(*(int(os.environ.get(name, alone)) for name, alone in zip(names, cls(), strict=True)))
+
+    @property
+    def gpu(self) -> int | None:
+        """Its GPU, None without any; processes that outnumber the GPUs share them in turn."""
+        gpus = torch.cuda.device_count()
+        return self.local_rank % gpus if gpus else None
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether two processes of this machine have the same GPU, which NCCL refuses."""
+        return 0 < torch.cuda.device_count() < self.local_world
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,7 @@ class Reducer:
     def start(cls) -> Reducer:
         """Join the processes that ``torchrun`` started, with Gloo for CPU tensors and NCCL for CUDA tensors.
 
-        Each process uses the GPU of its local rank and leaves the group when the program ends.
+        Where processes share a GPU, Gloo sums CUDA tensors too.  Each leaves the group when the program ends.
 
         Raises:
             UsageError: Not started by ``torchrun``.
@@ -55,9 +67,10 @@ class Reducer:
                 "--distributed needs torchrun, WORLD_SIZE is not set; run "
                 "torchrun --nproc-per-node N -m psc_core.cli … --distributed"
             )
-        if torch.cuda.is_available():
-            torch.cuda.set_device(Process.from_environment().local_rank)
-        dist.init_process_group()
+        process = Process.from_environment()
+        if process.gpu is not None:
+            torch.cuda.set_device(process.gpu)
+        dist.init_process_group("gloo" if process.shares_gpus else None)
         atexit.register(dist.destroy_process_group)
         return cls(dist.get_rank(), dist.get_world_size())
 

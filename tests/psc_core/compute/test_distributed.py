@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from psc_core.collapse.measure import measure_layers
-from psc_core.compute.distributed import Reducer
+from psc_core.compute import distributed
+from psc_core.compute.distributed import Process, Reducer
 from psc_core.errors import UsageError
 from psc_core.fitting import stages as fit
 from tests.psc_core.collapse.test_measure import Net, images, on_cpu
@@ -115,3 +116,26 @@ def test_start_requires_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UsageError, match="torchrun"):
         Reducer.start()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend", "used"),
+    [(0, None, []), (1, "gloo", [0, 0, 0]), (2, "gloo", [0, 1, 0]), (3, None, [0, 1, 2]), (4, None, [0, 1, 2])],
+)
+def test_processes_share_gpus(gpus: int, backend: str | None, used: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three processes: NCCL, which is the default's for CUDA tensors, only where each has a GPU of its own."""
+    chosen: list[int] = []
+    backends: list[str | None] = []
+    group = distributed.dist
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(group, "init_process_group", backends.append)
+    monkeypatch.setattr(group, "get_world_size", lambda: 3)
+    monkeypatch.setattr(distributed.atexit, "register", lambda leave: leave)
+    for rank in range(3):
+        for name, value in {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 3}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr(group, "get_rank", lambda rank=rank: rank)
+        assert Reducer.start() == Reducer(rank, 3)
+        assert Process.from_environment().gpu == (chosen[-1] if gpus else None)
+    assert (chosen, backends) == (used, [backend] * 3)
