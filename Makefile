@@ -56,21 +56,14 @@ paper: $(VENV)/.bench           ## the paper's tables and the OOD comparison, CP
 	$(BIN)/python -m benchmarks.ood.run --scale cpu --data $(PSC_DATA)
 	$(BIN)/python -m benchmarks.paper.report
 
-# The GPU checks in parts of at most ten minutes each: make gpu, then make gpu PART=device, PART=resnet18, …
-# RUN=python3 uses an environment that is there already instead of setting one up.
-PART ?= tests
-RUN  ?= $(BIN)/python
+# In parts of at most eight minutes each, listed by benchmarks/gpu/run.py --list; PART= runs all of them.
+# RUN=python3 uses an environment that is there already; DEVICE=cpu is a rehearsal without a GPU.
+PART   ?= smoke
+DEVICE ?= cuda
+RUN    ?= $(BIN)/python
 
-gpu: $(if $(filter $(BIN)/python,$(RUN)),$(VENV)/.bench)  ## on a CUDA machine: the gpu tests, or PART=device|serving|resnet18|sn|vgg16
-ifeq ($(PART),tests)
-	$(RUN) -m pytest tests/gpu -m gpu
-else ifeq ($(PART),device)
-	$(RUN) -m benchmarks.device.run --device cuda
-else ifeq ($(PART),serving)
-	$(RUN) -m benchmarks.serving.peers --only psc psc-workers fastapi --device cuda --rounds 3
-else
-	$(RUN) -m benchmarks.paper.ddu_case_study --scale full --epochs 40 --data $(PSC_DATA) --only $(PART)
-endif
+gpu: $(if $(filter $(BIN)/python,$(RUN)),$(VENV)/.bench)  ## on a CUDA machine: every path once, or PART="device-small fit …"
+	$(RUN) -m benchmarks.gpu.run $(PART) --device $(DEVICE) $(if $(PSC_DATA),--data $(PSC_DATA))
 
 QUICK_PEERS := --only psc mosec litserve bentoml fastapi --best-instructions --seconds 0.5 --rounds 2 --sweeps 1
 

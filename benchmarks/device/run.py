@@ -18,8 +18,10 @@ import gc
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -54,7 +56,7 @@ from psc_core.model.pipeline import Pipeline, Scored
 
 PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16")}
 MODES = {"cpu": ("eager",), "cuda": ("graph", "eager")}
-CUDA_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+CUDA_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @contextmanager
@@ -137,16 +139,20 @@ class Measurement:
         device: Compute device.
         limits: Peaks of the device: operations/s by precision, bytes/s.
         full: More batches, rounds and modes.
+        quick: Batches of one image, three rounds, nothing compiled.
     """
 
-    def __init__(self, subject: Subject, device: torch.device, limits: Json, *, full: bool) -> None:
+    def __init__(
+        self, subject: Subject, device: torch.device, limits: Json, *, full: bool, quick: bool = False
+    ) -> None:
         self.subject = subject
         self.device = device
         self.limits = limits
         self.full = full
+        self.quick = quick
         self.net = subject.network()
         self.shape = (subject.preprocess.channels, subject.size, subject.size)
-        self.seconds = 3.0 if full else 0.5 if device.type == "cpu" else 0.4
+        self.seconds = 0.0 if quick else 3.0 if full else 0.5 if device.type == "cpu" else 0.4
 
     def images(self, count: int) -> Tensor:
         """Random images on the host."""
@@ -184,11 +190,14 @@ class Measurement:
 
     def modes(self, precision: str) -> tuple[str, ...]:
         """Compiling takes a minute for each network, so only the shipped one is compiled unless ``--full``."""
-        compiled = self.full or (self.subject.shipped and precision == PRECISIONS[self.device.type][-1])
+        last = precision == PRECISIONS[self.device.type][-1]
+        compiled = not self.quick and (self.full or (self.subject.shipped and last))
         return MODES[self.device.type] + (("compiled",) if compiled else ())
 
     def buckets(self, mode: str) -> tuple[int, ...]:
         """Batch sizes; fewer where a mode is slow to set up or the default run would take too long."""
+        if self.quick:
+            return (1,)
         if mode == "compiled":
             return (64,) if self.device.type == "cuda" else (8,)
         if self.device.type == "cuda":
@@ -248,7 +257,7 @@ class Measurement:
     def alternatives(self) -> list[Json]:
         """Times of an ensemble, unfused and fused, and of fused Monte-Carlo dropout, relative to the PSC's step."""
         s, device = self.subject, self.device
-        bucket = 64 if device.type == "cuda" else 8 if 32 in s.buckets else 1
+        bucket = 1 if self.quick else 64 if device.type == "cuda" else 8 if 32 in s.buckets else 1
         mode = MODES[device.type][0]
         rows = []
         for precision in PRECISIONS[device.type] if device.type == "cuda" else ("fp32",):
@@ -331,6 +340,9 @@ def main() -> None:
     cli.add_argument("--device", default="auto")
     cli.add_argument("--only", nargs="+", choices=parts, metavar="NAME", help=", ".join(parts))
     cli.add_argument("--full", action="store_true", help="all batches and modes, more rounds")
+    cli.add_argument("--quick", action="store_true", help="three rounds of batches of one image, to try the script")
+    cli.add_argument("--missing", action="store_true", help="only what the results do not have yet")
+    cli.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="results (default: benchmarks/results)")
     cli.add_argument("--report", action="store_true", help="only rewrite the section of device.md")
     args = cli.parse_args()
     if args.report:
@@ -338,12 +350,15 @@ def main() -> None:
         return
     keep_freed_memory()  # as the service does
     device = resolve_device(args.device)
-    file = RESULTS / f"device-{device.type}.json"
+    file = args.out / f"device-{device.type}.json"
     report: Json = json.loads(file.read_text()) if file.exists() else {"subjects": {}}
+    have = {*report["subjects"], *(["tail"] if "large_tail" in report else [])} if args.missing else set()
     limits = limits_of(device)
     command = f"python -m benchmarks.device.run --device {device.type}"
     report |= {"command": command, "environment": environment(device)}
     for name in args.only or (parts if device.type == "cpu" else parts[:-1]):
+        if name in have:
+            continue
         print(f"{datetime.now(UTC):%H:%M:%S} {name}", flush=True)
         if name == "tail":
             report["large_tail"] = large_tail(device)
@@ -354,8 +369,8 @@ def main() -> None:
                 with held_to(instructions):
                     report["backends"][instructions] = in_fresh_process(backends.measure, shipped, 2.0)
         else:
-            measurement = Measurement(names[name], device, limits, full=args.full)
-            subject = names[name]
+            subject = replace(names[name], buckets=(1,)) if args.quick else names[name]
+            measurement = Measurement(subject, device, limits, full=args.full, quick=args.quick)
             report["subjects"][name] = {
                 "layer": subject.layer,
                 "classes": subject.classes,
@@ -367,7 +382,7 @@ def main() -> None:
             }
             del measurement
             gc.collect()
-        RESULTS.mkdir(exist_ok=True)
+        args.out.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(report, indent=1) + "\n")
 
 

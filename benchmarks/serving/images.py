@@ -23,8 +23,10 @@ def digits(count: int) -> list[bytes]:
     return [_encoded(image, format="PNG") for image in images]
 
 
-def photographs(count: int) -> list[bytes]:
+def photographs(count: int, size: tuple[int, int] = (WIDTH, HEIGHT)) -> list[bytes]:
     """JPEG files of 640 × 480, 4:2:0 and about 100 kB: each a mosaic of 300 real CIFAR-10 images in random order.
+
+    ``size`` is another width and height, multiples of :data:`SIDE`.
 
     No photograph of that size with a licence to ship it is at hand; a decoder's time depends on the numbers of pixels
     and of bytes, which are those of a photograph.
@@ -32,11 +34,11 @@ def photographs(count: int) -> list[bytes]:
     with tarfile.open(DATA / "cifar10-jpeg.tar.gz") as archive:
         files = [archive.extractfile(member) for member in archive.getmembers()]
         tiles = [Image.open(io.BytesIO(file.read())).convert("RGB") for file in files if file is not None]
-    places = [(left, top) for top in range(0, HEIGHT, SIDE) for left in range(0, WIDTH, SIDE)]
+    places = [(left, top) for top in range(0, size[1], SIDE) for left in range(0, size[0], SIDE)]
     order = random.Random(0)
     photos = []
     for _ in range(count):
-        mosaic = Image.new("RGB", (WIDTH, HEIGHT))
+        mosaic = Image.new("RGB", size)
         for place, tile in zip(places, order.sample(tiles, len(places)), strict=True):
             mosaic.paste(tile, place)
         photos.append(_encoded(mosaic, format="JPEG", quality=QUALITY, subsampling="4:2:0"))

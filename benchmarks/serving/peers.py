@@ -2,16 +2,18 @@
 
     python -m benchmarks.serving.peers --seconds 2 --rounds 5 --sweeps 3
     python -m benchmarks.serving.peers --only psc fastapi --device cuda
+    python -m benchmarks.serving.peers --installed --photographs BUNDLE --side 224 --device cuda
     python -m benchmarks.serving.peers --report             # the plot and the section of serving.md, from the JSON
 
-Each peer is installed into ``out/peers/NAME`` if it is not there.  A table is one case on one instruction set, the
-same for all its servers; only the compute-bound case has one for each set of the CPU.  All servers of a table run at
-once, suspended (SIGSTOP) except the one whose turn it is.  Rounds come first: 64 clients that send single images in a
-closed loop; one such client (the unloaded latency); and, where a request may carry several images, four clients that
-send 32 each.  Every round also has a turn of the bare device step.  A machine's speed changes within minutes, so ratios
-are taken within a round; the report has their medians.  Then sweeps: Poisson arrivals at rates that are the same for
-all servers (:mod:`benchmarks.serving.curve`).  One load generator sends the requests from a process of its own.
-Writes ``serving-peers.json``.
+Each peer is installed into ``out/peers/NAME`` if it is not there; with ``--installed``, where nothing can be, those run
+that this interpreter has.  ``--photographs`` serves another bundle to photographs.  A table is one case on one
+instruction set, the same for all its servers; only the compute-bound case has one for each set of the CPU.  All servers
+of a table run at once, suspended (SIGSTOP) except the one whose turn it is.  Rounds come first: 64 clients that send
+single images in a closed loop; one such client (the unloaded latency); and, where a request may carry several images,
+four clients that send 32 each.  Every round also has a turn of the bare device step.  A machine's speed changes within
+minutes, so ratios are taken within a round; the report has their medians.  Then sweeps: Poisson arrivals at rates that
+are the same for all servers (:mod:`benchmarks.serving.curve`).  One load generator sends the requests from a process of
+its own.  Writes ``serving-peers.json``.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import argparse
 import json
 import signal
 import sys
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -61,6 +65,9 @@ def command(args: argparse.Namespace) -> str:
     words += [f"--cases {' '.join(args.cases)}"] if args.cases else []
     words += [f"--only {' '.join(args.only)}"] if args.only else []
     words += ["--best-instructions"] if args.best_instructions else []
+    words += ["--installed"] if args.installed else []
+    words += [f"--photographs {args.photographs.name}"] if args.photographs else []
+    words += [f"--side {args.side}"] if args.side else []
     words += [f"--device {args.device}"] if args.device != "cpu" else []
     return " ".join(words)
 
@@ -85,6 +92,15 @@ def new_table(case: str, instructions: str) -> Json:
     }
 
 
+def installed(servers: list[Server]) -> list[Server]:
+    """Those that this interpreter has, to be run by it."""
+    there = [server for server in servers if server.requirement is None or find_spec(server.packages[0])]
+    for server in servers:
+        if server not in there:
+            log(f"{server.label}: not installed, left out")
+    return [replace(server, requirement=None) for server in there]
+
+
 def bundle_of(case: str) -> Path:
     """The bundle that a case serves; made if it is not there."""
     if case == COMPUTE:
@@ -106,6 +122,9 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--sweeps", type=int, default=3, help="curves of every server")
     cli.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of every server")
     cli.add_argument("--out", type=Path, default=RESULTS)
+    cli.add_argument("--installed", action="store_true", help="install nothing, leave out what is not there")
+    cli.add_argument("--photographs", type=Path, metavar="BUNDLE", help="serve this in the case of photographs")
+    cli.add_argument("--side", type=int, metavar="PIXELS", help="photographs are squares of this side, not 640 × 480")
     cli.add_argument("--build", action="store_true", help="only install the peers")
     cli.add_argument("--report", action="store_true", help="only write the plot and the section of serving.md")
     cli.add_argument("--note", default="", help="a sentence on the circumstances, kept with the results")
@@ -120,14 +139,18 @@ def main() -> int:
         write_report(json.loads(file.read_text()), args.out)
         return 0
     servers = [server for server in SERVERS if not args.only or server.name in args.only]
+    if args.installed:
+        servers = installed(servers)
     for server in servers:
         log(f"{server.label}: {server.python()}")
     if args.build:
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # So that no server is left behind.
-    images = {PHOTOGRAPHS: photographs(32)}
+    images = {PHOTOGRAPHS: photographs(32, (args.side, args.side)) if args.side else photographs(32)}
     inputs = {case: (bundle_of(case), images.get(case) or digits(256)) for case in CASES}
+    if args.photographs:
+        inputs[PHOTOGRAPHS] = args.photographs, images[PHOTOGRAPHS]
     with Client() as client:
         run = Run(file, new_record(args, servers), servers, args.device, args.seconds, args.rounds, args.sweeps, client)
         for table in run.record["tables"]:

@@ -60,7 +60,7 @@ def test_bundles(psc: PSC, shipped_bundle: Path, precision: Precision) -> None:
 NETWORKS = {
     "torchvision:mobilenet_v3_small": "features.6",
     "torchvision:shufflenet_v2_x0_5": "stage3",
-    "benchmarks.networks:wide_resnet10_1": "layer2",
+    "torchvision:regnet_x_400mf": "trunk_output.block2",
     "tests.tiny:network": "4",
 }
 
