@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -38,12 +39,17 @@ def test_connections_without_end_leave_one_line() -> None:
 
 @pytest.fixture
 def descriptors() -> Iterator[list[int]]:
-    """Descriptors of this process that a test opened, under a limit with a few free."""
+    """Descriptors of this process that a test opened, under a limit with a few free; none is free below the first."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    others = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
     opened = [os.open("/", os.O_RDONLY)]
+    gaps = []
+    while opened[-1] <= others:
+        gaps.append(opened.pop())
+        opened.append(os.open("/", os.O_RDONLY))
     resource.setrlimit(resource.RLIMIT_NOFILE, (opened[0] + 1 + 2 * SPARE, hard))
     yield opened
-    for descriptor in opened:
+    for descriptor in (*opened, *gaps):
         os.close(descriptor)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
