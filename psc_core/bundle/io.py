@@ -33,10 +33,10 @@ from psc_core.bundle.manifest import (
     check_text,
     inside,
     manifest_digest,
+    manifest_fault,
     short,
 )
 from psc_core.errors import BundleError, UsageError
-from psc_core.faults import fault
 
 MAX_MANIFEST_BYTES: Final = 16 << 20
 """Maximum size of a manifest; one of 100,000 classes and 1,000 layers has about 4 MiB."""
@@ -176,7 +176,7 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
     try:
         return Manifest.model_validate_json(json.dumps(body)), manifest_digest(body)
     except ValidationError as error:
-        raise BundleError(f"{file}: {fault(error.errors()[0], 'field')}; fit the bundle again") from error
+        raise BundleError(f"{file}: {manifest_fault(error)}; fit the bundle again") from error
     except UsageError as error:
         raise BundleError(f"{file}: field preprocess: {error}; fit the bundle again") from error
 

@@ -120,14 +120,17 @@ def check_network(network: Mapping[str, Any]) -> None:
         raise UsageError(f"expected numbers and text that JSON can hold: {error}") from error
 
 
+_CLASSIFIER, _REGRESSION = "classifier", "regression"
+
+
 def _kind_of_policy(policy: Any) -> str:
     """Which kind a policy claims to be, so that errors are of this kind alone."""
     fields = policy if isinstance(policy, dict) else getattr(policy, "__dict__", ())
-    return "regression" if "max_width" in fields else "classifier"
+    return _REGRESSION if "max_width" in fields else _CLASSIFIER
 
 
 AnyPolicy = Annotated[
-    Annotated[Policy, Tag("classifier")] | Annotated[ValuePolicy, Tag("regression")], Discriminator(_kind_of_policy)
+    Annotated[Policy, Tag(_CLASSIFIER)] | Annotated[ValuePolicy, Tag(_REGRESSION)], Discriminator(_kind_of_policy)
 ]
 
 
@@ -167,11 +170,12 @@ class Manifest(_Strict):
         is_regression = self.target is not None
         outputs = 1 if is_regression else classes
         oldest = VALUE_SCHEMA if is_regression else SCHEMA if self.gates else min(self.schema_version, SCHEMA)
-        of_head = {} if head is None else head.sizes
+        of_head, by_head = ({}, "base") if head is None else (head.sizes, "psc")
         agreements: tuple[tuple[str, Any, Any], ...] = (
             ("files", sorted(needed), sorted(self.files)),
-            ("policy", "regression" if is_regression else "classifier", _kind_of_policy(self.policy)),
-            ("head (there is one)", is_regression or self.predictions == "psc", head is not None),
+            ("policy", _REGRESSION if is_regression else _CLASSIFIER, _kind_of_policy(self.policy)),
+            ("head (there is one)", True, head is not None or not is_regression),
+            ("predictions", self.predictions if is_regression else by_head, self.predictions),
             ("backbone.keep_output", self.predictions == "base", self.backbone.keep_output),
             ("backbone.layers", [*self.layers, *([texture.layer] if texture else [])], self.backbone.layers),
             ("backbone.network.num_classes", outputs, self.backbone.network.num_classes),
@@ -190,6 +194,13 @@ class Manifest(_Strict):
         if len(set(self.classes)) != classes:
             raise ValueError("expected class names that differ from each other")
         return self
+
+
+def manifest_fault(error: ValidationError) -> str:
+    """The first thing wrong with a manifest, by its place in the JSON: the kind of a policy is no part of that."""
+    first = error.errors()[0]
+    kinds = (_CLASSIFIER, _REGRESSION) if first["loc"][:1] == ("policy",) else ()
+    return fault({**first, "loc": [step for step in first["loc"] if step not in kinds]}, "field")
 
 
 def check_text(body: object) -> None:
