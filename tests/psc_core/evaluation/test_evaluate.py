@@ -197,7 +197,8 @@ def test_with_baselines(psc: PSC) -> None:
 def test_base_predictions_have_no_epistemic_score(psc: PSC) -> None:
     scorer = FormulaScorer()
     scorer.head = None
-    base = dataclasses.replace(psc, pipeline=Pipeline(scorer, psc.calibration.ood_scores))
+    backbone = truncate(nn.Sequential(nn.Conv2d(1, 1, 1)), ["0"], keep_output=True)
+    base = dataclasses.replace(psc, pipeline=Pipeline(scorer, psc.calibration.ood_scores), backbone=backbone)
     assert set(score_images(base, inside(5, 1)).ood) == {"psc", "psc-entropy"}
 
 

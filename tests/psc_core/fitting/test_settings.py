@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import asdict
 
+import pytest
 import torch
 
 from psc_core.cli.fit import parser
 from psc_core.compute.distributed import Reducer
 from psc_core.fitting.options import FitOptions
+from psc_core.fitting.regression import fit_regressor
 from psc_core.fitting.settings import LATE, FitSettings
 from psc_core.fitting.stages import fit_psc
 
@@ -18,13 +21,20 @@ NEEDED = ["--model", "torchvision:resnet18", "--weights", "w", "--train", "a", "
 
 def test_flags_have_the_defaults() -> None:
     flags = vars(parser().parse_args(NEEDED))
-    assert flags.items() >= asdict(FitSettings()).items()
+    assert flags["head"] is None  # the first of the task's heads
+    assert {**flags, "head": FitSettings.head}.items() >= asdict(FitSettings()).items()
 
 
-def test_late_settings_are_arguments_of_fit_psc_with_the_same_defaults() -> None:
-    arguments = {name: each.default for name, each in inspect.signature(fit_psc).parameters.items()}
-    late = FitSettings().late()
-    assert set(late) == set(LATE) and arguments.items() >= late.items()
+@pytest.mark.parametrize(
+    ("task", "fit", "of_the_other_task"),
+    [("classification", fit_psc, "max_width"), ("regression", fit_regressor, "risk")],
+)
+def test_late_settings_are_arguments_of_the_last_stage_with_the_same_defaults(
+    task: str, fit: Callable[..., object], of_the_other_task: str
+) -> None:
+    arguments = {name: each.default for name, each in inspect.signature(fit).parameters.items()}
+    late = FitSettings(task=task, head=arguments["head"]).late()
+    assert set(late) == set(LATE) - {of_the_other_task} and arguments.items() >= late.items()
 
 
 def test_options_have_the_defaults() -> None:

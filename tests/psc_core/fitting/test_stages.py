@@ -28,7 +28,7 @@ def test_fit_that_cannot_be_probed_is_an_error_of_the_fit(
     projection: FittedProjection,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("psc_core.model.predictor.FUSION_TOLERANCE", {"fp32": -1.0})
+    monkeypatch.setattr("psc_core.model.base.FUSION_TOLERANCE", {"fp32": -1.0})
     with pytest.raises(FitError, match="same features"):
         fit_psc(net, Candidate(("4",), ""), projection, train, val, head="duq", options=OPTIONS)
 
