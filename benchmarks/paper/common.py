@@ -57,7 +57,7 @@ SCALES: Mapping[str, Scale] = {
         },
         2,
         8,
-        2,
+        1,
         128,
         10_000,
         None,
