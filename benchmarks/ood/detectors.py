@@ -22,10 +22,13 @@ from benchmarks import fitting
 from benchmarks.checkpoints import Trained
 from benchmarks.fitting import Penultimate
 from benchmarks.runs import Run
-from psc_core.data.dataset import ImageDataset
+from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.evaluation.baselines import full_density
-from psc_core.fitting.calibrate import upper_spread
+from psc_core.fitting.calibrate import calibrate, upper_spread
+from psc_core.fitting.settings import FitSettings
 from psc_core.heads import entropy
+from psc_core.model.outputs import Outputs
+from psc_core.model.pipeline import Pipeline
 from psc_core.model.predictor import PSC
 
 DEFAULT = "PSC"
@@ -76,25 +79,55 @@ def scored(detector: Detector, images: Images) -> Float[Tensor, " n"]:
     return torch.nan_to_num(detector.score(images).double().cpu(), nan=torch.inf)
 
 
-def fit_pscs(run: Run, trained: Trained, fit_images: int | None) -> dict[str, PSC]:
-    """A PSC for each of :data:`PSC_OPTIONS`."""
-    found = {}
+@dataclass(frozen=True)
+class Pscs:
+    """What ``psc-fit`` makes with each of :data:`PSC_OPTIONS`; those of one density share what is fitted for it.
+
+    Attributes:
+        default: With the options of :data:`DEFAULT`.
+        pipelines: By the name of the options.
+    """
+
+    default: PSC
+    pipelines: Mapping[str, Pipeline]
+
+    @torch.inference_mode()
+    def scores(self, data: ImageDataset) -> dict[str, Float[Tensor, " n"]]:
+        """OOD scores of all images, by the name of the options."""
+        parts: dict[str, list[Tensor]] = {name: [] for name in self.pipelines}
+        for batch in data.batches(BATCH_IMAGES):
+            images = batch.images.to(self.default.device)
+            scored = {scorer: scorer(images) for scorer in {each.scorer for each in self.pipelines.values()}}
+            for name, pipeline in self.pipelines.items():
+                outputs = pipeline.outputs(scored[pipeline.scorer])
+                parts[name].append(Outputs(outputs, pipeline.gate_names)["ood_score"].cpu())
+        return {name: torch.cat(values) for name, values in parts.items()}
+
+
+def fit_pscs(run: Run, trained: Trained, fit_images: int | None) -> Pscs:
+    """Fit once for each density, and calibrate once for each OOD score."""
+    of_density: dict[str, PSC] = {}
+    pipelines = {}
+    splits = split_validation(trained.val, run.seed)
     for name, options in PSC_OPTIONS.items():
-        parts = fitting.stages(run, trained, fit_images=fit_images, density=options["density"])
-        found[name] = fitting.psc_of(run, trained, parts, fit_images=fit_images, **options)
-    return found
+        density = options["density"]
+        if density not in of_density:
+            parts = fitting.stages(run, trained, fit_images=fit_images, density=density)
+            of_density[density] = fitting.psc_of(run, trained, parts, fit_images=fit_images, **options)
+            pipelines[name] = of_density[density].pipeline
+        else:
+            scorer = of_density[density].pipeline.scorer
+            calibrated = calibrate(
+                scorer, *splits, fitting.compute_of(run), ood_score=options["ood_score"], risk=FitSettings.risk
+            )
+            pipelines[name] = calibrated.pipeline
+    return Pscs(of_density[PSC_OPTIONS[DEFAULT]["density"]], pipelines)
 
 
-def score_by_psc(psc: PSC, data: ImageDataset) -> Float[Tensor, " n"]:
-    """OOD scores of all images."""
-    return torch.cat([torch.as_tensor(psc.predict(batch.images).ood_score) for batch in data.batches(BATCH_IMAGES)])
-
-
-def read(run: Run, trained: Trained, pscs: Mapping[str, PSC], data: ImageDataset) -> Images:
+def read(run: Run, trained: Trained, pscs: Pscs, data: ImageDataset) -> Images:
     """What detectors read, of test images."""
     found = fitting.penultimate_features(run, trained, data, per_example=False)
-    scores = {name: score_by_psc(psc, data) for name, psc in pscs.items()}
-    return Images(found.features, found.logits, found.labels, scores)
+    return Images(found.features, found.logits, found.labels, pscs.scores(data))
 
 
 def of_psc(names: Sequence[str]) -> list[Detector]:

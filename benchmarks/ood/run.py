@@ -28,6 +28,9 @@ from psc_core.model.predictor import PSC
 
 NAME = "ood"
 
+SHIFTED_IMAGES = 2000
+"""Test images that are shifted."""
+
 
 def main(argv: list[str] | None = None) -> Json:
     """Run the given settings and write the report of all settings run so far."""
@@ -54,7 +57,7 @@ def one_setting(run: Run, setting: Setting) -> Json:
         parts = fitting.stages(run, trained, fit_images=fit_images, density=PSC_OPTIONS[DEFAULT]["density"])
         pscs = detectors.fit_pscs(run, trained, fit_images)
         fitted, failed = fit_all(run, trained, fit_images)
-        fitted = [*detectors.of_psc(list(pscs)), *fitted]
+        fitted = [*detectors.of_psc(list(pscs.pipelines)), *fitted]
         pair = test_pair(run, setting, trained, limit)
         inside = detectors.read(run, trained, pscs, pair.inside)
         outside = {name: detectors.read(run, trained, pscs, data) for name, data in pair.outside.items()}
@@ -68,14 +71,14 @@ def one_setting(run: Run, setting: Setting) -> Json:
             "accuracy": float(_correct(inside).mean()),
             "peers": peers.version(),
             "failed": failed,
-            "gates": pscs[DEFAULT].gates,
-            "texture": pscs[DEFAULT].report["metrics"]["gates"]["chosen"],
+            "gates": pscs.default.gates,
+            "texture": pscs.default.report["metrics"]["gates"]["chosen"],
             "candidate": _collapse(parts, list(parts.candidate.layers)),
             "size": [projection.c_proj, projection.d_proj],
             "penultimate": _collapse(parts, [fitting.penultimate_layer(trained)]),
             "families": {detector.name: detector.family for detector in fitted},
             "outside": {name: compare(fitted, inside, images) for name, images in outside.items()},
-            "shifts": shifted(run, trained, pscs[DEFAULT], pair.inside),
+            "shifts": shifted(run, trained, pscs.default, random_images(pair.inside, SHIFTED_IMAGES, run.seed)),
         }
 
     return run.part(f"{setting.name}-s{run.seed}", settings, compute)
