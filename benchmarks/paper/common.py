@@ -24,7 +24,6 @@ class Scale:
         networks: Network used for each of the paper's, and the ``"small"`` one of the comparison of OOD detectors.
         mnist_epochs: Epochs on digits.
         cifar_epochs: Epochs on CIFAR-10.
-        small_epochs: Epochs of the small network, in those.
         batch: Labelled examples in a training step.
         fit_images: Training images that PSC and the baselines are fitted on; None for all.
         test_images: Test images of each data set; None for all.
@@ -35,7 +34,6 @@ class Scale:
     networks: Mapping[str, str]
     mnist_epochs: int
     cifar_epochs: int
-    small_epochs: int
     batch: int
     fit_images: int | None
     test_images: int | None
@@ -46,7 +44,7 @@ class Scale:
 _PAPER = ("resnet18", "resnet50", "vgg16", "wide_resnet28_10")
 
 SCALES: Mapping[str, Scale] = {
-    "smoke": Scale(dict.fromkeys((*_PAPER, "small"), "wide_resnet10_1"), 1, 2, 1, 64, 400, 120, (0, 1)),
+    "smoke": Scale(dict.fromkeys((*_PAPER, "small"), "wide_resnet10_1"), 1, 2, 64, 400, 120, (0, 1)),
     "cpu": Scale(
         {
             "resnet18": "resnet18",
@@ -57,14 +55,13 @@ SCALES: Mapping[str, Scale] = {
         },
         2,
         8,
-        1,
         128,
         10_000,
         None,
         (0, 1, 2),
     ),
     "full": Scale(
-        {**{name: name for name in _PAPER}, "small": "resnet18"}, 350, 350, 1, 128, None, None, (0, 1, 2), "ddu"
+        {**{name: name for name in _PAPER}, "small": "resnet18"}, 350, 350, 128, None, None, (0, 1, 2), "ddu"
     ),
 }
 
@@ -80,8 +77,7 @@ def scale_of(run: Run) -> Scale:
 def job(run: Run, network: str, data: str, *, spectral_norm: bool = False, seed: int | None = None) -> Job:
     """The job that trains one of the paper's networks at the run's scale."""
     scale = scale_of(run)
-    times = scale.small_epochs if network == "small" else 1
-    epochs = run.epochs or times * (scale.cifar_epochs if "cifar10" in data else scale.mnist_epochs)
+    epochs = run.epochs or (scale.cifar_epochs if "cifar10" in data else scale.mnist_epochs)
     return Job(
         scale.networks[network],
         data,
