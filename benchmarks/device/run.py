@@ -52,7 +52,7 @@ from benchmarks.runs import RESULTS, Json, environment
 from psc_core.compute.allocator import keep_freed_memory
 from psc_core.compute.device import resolve_device
 from psc_core.heads import entropy
-from psc_core.model.pipeline import Pipeline, Scored
+from psc_core.model.pipeline import Pipeline, Scored, average_positions
 
 PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16")}
 MODES = {"cpu": ("eager",), "cuda": ("graph", "eager")}
@@ -98,20 +98,24 @@ def parts(pipeline: Pipeline, images: Tensor, device: torch.device) -> dict[str,
                 return p.backbone(inputs)[0]
 
         given = features()
-        z = p.projection(given)
-        log_density = p.density(z).log_density
-        probabilities, epistemic = p.head(z)  # type: ignore[misc]
+        layers, early = (given, []) if p.texture is None else (given[:-1], given[-1:])
+        z = p.projection(layers)
+        scored = p.score(p.embed(images))
+
+    def densities() -> None:
+        p.density(average_positions(layers) if p.density.input_kind == "pooled" else z)
+        if p.texture is not None:
+            p.texture(average_positions(early))
 
     def packed() -> Tensor:
-        uncertainty = entropy(probabilities)
-        scores = {"predictive_entropy": uncertainty, "log_density": log_density, "epistemic": epistemic}
-        return pipeline.outputs(Scored(scores, probabilities))
+        scores = {**scored.scores, "predictive_entropy": entropy(scored.probabilities)}
+        return pipeline.outputs(Scored(scores, scored.probabilities))
 
     return {
         "standardise": lambda: p.standardise(images),
         "backbone": features,
-        "projection": lambda: p.projection(given),
-        "density": lambda: p.density(z),
+        "projection": lambda: p.projection(layers),
+        "density": densities,
         "head": lambda: p.head(z),  # type: ignore[misc]
         "pack": packed,
     }

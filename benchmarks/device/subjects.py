@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from psc_core.heads.laplace import LaplaceHead
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.model.pipeline import Pipeline, Scorer
 from psc_core.model.predictor import PSC
-from psc_core.network.backbone import Backbone, truncate
+from psc_core.network.backbone import truncate
 from psc_core.network.cut import cut_graph
 from psc_core.network.fuse import fuse
 from psc_core.network.layers import list_layers
@@ -83,16 +82,9 @@ class Subject:
 
     def pipeline(self, net: nn.Module, precision: str, device: torch.device, *, density: str = "gda") -> Pipeline:
         """The PSC of ``net``, or the shipped one, on the device."""
-        backbone, parts, calibration_scores = self._parts(net, device, density)
-        scorer = Scorer(self.preprocess, backbone.fused(precision), *parts, precision)
-        return Pipeline(scorer, calibration_scores)
-
-    def _parts(self, net: nn.Module, device: torch.device, density: str) -> tuple[Backbone, Any, Tensor]:
-        """Backbone; projection, density and head; calibration scores."""
         if self.shipped:
             psc = PSC.load(BUNDLE, device=device)
-            scorer = psc.pipeline.scorer
-            return psc.backbone, (scorer.projection, scorer.density, scorer.head), psc.calibration.ood_scores
+            return psc.pipeline.with_backbone(psc.backbone.fused(precision), precision)
         example = self.preprocess.standardise(torch.zeros(1, 3, self.size, self.size, dtype=torch.uint8))
         channels, positions = next(
             layer.shape for layer in list_layers(net, example, granularity="all") if layer.name == self.layer
@@ -104,8 +96,9 @@ class Subject:
             random_density(dim, kept, self.classes, kind=density),
             random_head(dim, self.classes),
         )
-        backbone = truncate(net, [self.layer], keep_output=False).to(device)
-        return backbone, tuple(part.to(device) for part in parts), torch.randn(4000).sort().values
+        backbone = truncate(net, [self.layer], keep_output=False).to(device).fused(precision)
+        scorer = Scorer(self.preprocess, backbone, *(part.to(device) for part in parts), precision)
+        return Pipeline(scorer, torch.randn(4000).sort().values)
 
 
 _RESNET = ("layer1", "layer2", "layer3", "layer4")

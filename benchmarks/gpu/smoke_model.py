@@ -25,7 +25,7 @@ from psc_core.compute.device import resolve_device
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
 from psc_core.model.outputs import Outputs
-from psc_core.model.pipeline import Pipeline, Scorer
+from psc_core.model.pipeline import Pipeline
 from psc_core.model.predictor import PSC
 
 DATA = BUNDLE.parents[1] / "tests" / "data"
@@ -221,7 +221,4 @@ def same_as_eager(step: Step, network: Pipeline, images: Tensor, atol: float, *,
 
 def in_bf16(psc: PSC) -> Pipeline:
     """The model's pipeline with a network in bfloat16."""
-    own, pipeline = psc.pipeline.scorer, psc.pipeline
-    parts = (own.projection, own.density, own.head, "bf16", own.texture)
-    scorer = Scorer(own.preprocess, psc.backbone.fused("bf16"), *parts)
-    return Pipeline(scorer, pipeline.calibration_scores, pipeline.entropy_weight, pipeline.gates)
+    return psc.pipeline.with_backbone(psc.backbone.fused("bf16"), "bf16")

@@ -217,10 +217,11 @@ class Pipeline(nn.Module):
         """Whether its network runs as a graph, see :attr:`psc_core.network.backbone.Backbone.is_traced`."""
         return self.scorer.backbone.is_traced
 
-    def with_backbone(self, backbone: Backbone | OnnxBackbone) -> Pipeline:
-        """A pipeline that shares everything else with this one."""
+    def with_backbone(self, backbone: Backbone | OnnxBackbone, precision: Precision | None = None) -> Pipeline:
+        """A pipeline that shares everything else with this one; by default the precision too."""
         own = self.scorer
-        scorer = Scorer(own.preprocess, backbone, own.projection, own.density, own.head, own.precision, own.texture)
+        precision = precision or own.precision
+        scorer = Scorer(own.preprocess, backbone, own.projection, own.density, own.head, precision, own.texture)
         return Pipeline(scorer, self.calibration_scores, self.entropy_weight, self.gates)
 
     def forward(self, images: Pixels) -> Float[Tensor, "batch columns"]:

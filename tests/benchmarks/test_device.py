@@ -95,6 +95,17 @@ def test_random_parts_make_a_valid_psc(density: str) -> None:
     torch.testing.assert_close(named["pack"](), pipeline(images(2)))
 
 
+@torch.inference_mode()
+def test_the_shipped_bundle_is_measured_with_its_gates() -> None:
+    shipped = next(subject for subject in SUBJECTS if subject.shipped)
+    pipeline = shipped.pipeline(shipped.network(), "bf16", CPU)
+    assert pipeline.scorer.precision == "bf16" and pipeline.gate_names
+    pixels = torch.randint(0, 256, (2, 1, 28, 28), dtype=torch.uint8)
+    named = run.parts(pipeline, pixels, CPU)
+    torch.testing.assert_close(named["pack"](), pipeline(pixels))
+    named["density"]()
+
+
 def test_subjects_are_cut_in_the_last_stage() -> None:
     """Every layer exists and lies in or behind the last stage."""
     with torch.device("meta"):
