@@ -66,8 +66,8 @@ class Projection(Fitted):
         std: Float[Tensor, "channels positions"],
         channel_factor: Float[Tensor, "channels c_proj"],
         spatial_factor: Float[Tensor, "positions d_proj"],
-        z_mean: Float[Tensor, "dim"],
-        z_std: Float[Tensor, "dim"],
+        z_mean: Float[Tensor, " dim"],
+        z_std: Float[Tensor, " dim"],
     ) -> Projection:
         """From μ, σ, A, B, μ_Z and σ_Z; both σ are positive."""
         scales = {"mean": mean, "inverse_std": 1.0 / std, "z_mean": z_mean, "z_inverse_std": 1.0 / z_std}

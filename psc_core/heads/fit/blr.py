@@ -58,7 +58,7 @@ class Noise(NamedTuple):
 
     weight: Float[Tensor, " dim"]
     bias: Float[Tensor, ""]
-    range: Float[Tensor, "two"]
+    range: Float[Tensor, " two"]
     penalty: float
 
     def variance(self, phi: Float[Tensor, "n dim"]) -> Float[Tensor, " n"]:

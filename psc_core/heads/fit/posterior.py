@@ -50,7 +50,7 @@ def nll(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[
 
 
 def tempered(
-    mean: Float[Tensor, "n classes"], variance: Float[Tensor, "n #classes"], temperature: float
+    mean: Float[Tensor, "n classes"], variance: Float[Tensor, " n #classes"], temperature: float
 ) -> Float[Tensor, "n classes"]:
     """Probit logits ``μ / √(T² + π s² / 8)``."""
     return mean * (temperature**2 + (math.pi / 8.0) * variance).rsqrt()
@@ -58,7 +58,7 @@ def tempered(
 
 def choose_posterior(
     mean: Float[Tensor, "m classes"],
-    variance_with: Callable[[float], Float[Tensor, "m #classes"]],
+    variance_with: Callable[[float], Float[Tensor, " m #classes"]],
     labels: Int[Tensor, " m"],
     *,
     prior_precision: float,
@@ -82,7 +82,7 @@ def choose_posterior(
 
 
 def choose_temperature(
-    mean: Float[Tensor, "m classes"], variance: Float[Tensor, "m #classes"], labels: Int[Tensor, " m"]
+    mean: Float[Tensor, "m classes"], variance: Float[Tensor, " m #classes"], labels: Int[Tensor, " m"]
 ) -> float:
     """T of the least NLL plus prior within :data:`.temperature.TEMPERATURES`, or 1.
 
