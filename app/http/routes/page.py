@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
 SECURITY_HEADERS: Final = {
@@ -57,6 +57,10 @@ def add_to(app: FastAPI, *, index: bool) -> None:
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
         return await own.get_response("docs.html", request.scope)
+
+    @app.get("/redoc", include_in_schema=False)
+    async def redoc() -> Response:
+        return RedirectResponse("docs")  # ReDoc needs styles that the policy forbids.
 
     if index:
 

@@ -29,6 +29,8 @@ async def test_headers_and_caching() -> None:
             again = await app.client.get(path, headers={"If-None-Match": response.headers["etag"]})
             assert (again.status_code, again.content) == (304, b"")
         assert (await app.client.get("/page/page.py")).status_code == 404
+        redoc = await app.client.get("/redoc")
+        assert (redoc.status_code, redoc.headers["location"]) == (307, "docs")
     assert "unsafe" not in SECURITY_HEADERS["Content-Security-Policy"]
 
 
