@@ -45,7 +45,7 @@ Driver = Any
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     if CHROMIUM is None or CHROMEDRIVER is None:
         pytest.skip("chromium is not installed (apt-get install chromium chromium-driver)")
@@ -60,6 +60,13 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     browser.quit()
 
 
+@pytest.fixture
+def driver(chromium: Driver) -> Driver:
+    """Chromium with an empty log."""
+    chromium.get_log("browser")
+    return chromium
+
+
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     with live_server() as url:
@@ -69,7 +76,6 @@ def url() -> Iterator[str]:
 @pytest.fixture
 def page(driver: Driver, url: str) -> Driver:
     driver.get(url)
-    driver.get_log("browser")
     until(lambda: "3 classes" in text(driver, "#model"))
     return driver
 
@@ -139,7 +145,7 @@ def test_classifies_chosen_images(page: Driver, files: dict[str, Path]) -> None:
     assert text_in(clear, ".label") == "bright"
     assert text_in(clear, ".confidence") == "100.0 %"
     assert text_in(clear, ".p-value") == "1"
-    assert text_in(clear, ".p-limit") == "unlike the known up to 0.2"
+    assert text_in(clear, ".p-limit") == "out of distribution up to 0.2"
     assert text_in(between, ".entropy") == "0.693 nats"
     assert "ambiguous above 0.5" in between.text
     assert text_in(strange, ".answer").startswith("if it were one of the classes: ")
@@ -192,7 +198,7 @@ def test_classifies_and_clears_dropped_images(page: Driver, files: dict[str, Pat
     assert "dropped.png" in text(page, "figcaption")
     assert "over" not in find(page, "#upload")[0].get_attribute("class")
     page.execute_script(DROP, "notes.txt", [65], "text/plain")
-    assert text(page, "#status") == "2 of 2 images classified."
+    assert text(page, "#status") == "1 of 2 images classified, 1 failed."
     assert "Not an image (text/plain); it was not sent." in card(page, "notes.txt").text
     find(page, "#clear")[0].click()
     assert find(page, ".card") == []
@@ -227,7 +233,7 @@ def test_changed_thresholds_decide_as_the_service_does(page: Driver, files: dict
 def test_every_image_is_a_dot_that_leads_to_its_card(page: Driver, files: dict[str, Path]) -> None:
     assert not find(page, "#map-section")[0].is_displayed()
     choose(page, files["clear"], files["between"], files["strange"], files["broken"])
-    until(lambda: text(page, "#status") == "4 of 4 images classified.")
+    until(lambda: text(page, "#status") == "3 of 4 images classified, 1 failed.")
     links = find(page, "#map a")
     decisions = {link.get_attribute("aria-label") for link in links}
     assert decisions == {"clear.png: accept", "between.png: abstain_ambiguous", "strange.png: abstain_ood"}
@@ -251,14 +257,18 @@ def test_every_image_is_a_dot_that_leads_to_its_card(page: Driver, files: dict[s
     assert "strange.png" in text(page, ".card:target")
 
 
-def test_why_shows_the_explanation(page: Driver, files: dict[str, Path]) -> None:
-    choose(page, files["clear"])
-    until(lambda: text(page, "#status") == "1 of 1 image classified.")
-    assert not find(page, ".why")[0].is_displayed()
-    find(page, ".explain")[0].click()
-    until(lambda: find(page, ".why")[0].is_displayed())
-    assert "Nearest classes: " in text(page, ".why") and "Most unusual components: " in text(page, ".why")
-    assert errors(page) == []
+def test_why_shows_the_explanation_and_asks_once(driver: Driver, files: dict[str, Path]) -> None:
+    with live_server({"m": FakeModel()}) as url:
+        driver.get(url)
+        choose(driver, files["clear"])
+        until(lambda: text(driver, "#status") == "1 of 1 image classified.")
+        assert not find(driver, ".why ul")[0].is_displayed()
+        driver.execute_script("document.querySelector('summary').focus()")
+        driver.switch_to.active_element.send_keys("\ue007")
+        until(lambda: find(driver, ".why ul")[0].is_displayed())
+        assert "Nearest classes: " in text(driver, ".why") and "Most unusual components: " in text(driver, ".why")
+        assert httpx.get(f"{url}/models/m/live").json()["images"] == 1
+        assert errors(driver) == []
 
 
 def test_examples_models_and_the_last_images(driver: Driver, files: dict[str, Path], tmp_path: Path) -> None:
@@ -286,7 +296,7 @@ def test_examples_models_and_the_last_images(driver: Driver, files: dict[str, Pa
 
 def test_a_refused_image_says_why_and_spoils_no_other(page: Driver, files: dict[str, Path]) -> None:
     choose(page, files["broken"], files["clear"])
-    until(lambda: text(page, "#status") == "2 of 2 images classified.")
+    until(lambda: text(page, "#status") == "1 of 2 images classified, 1 failed.")
     broken = card(page, "broken.png")
     assert "expected one of JPEG, PNG" in broken.text
     assert "No preview" in broken.text
@@ -382,7 +392,7 @@ def test_text_is_readable_in_both_schemes(page: Driver, files: dict[str, Path], 
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
     try:
         choose(page, files["clear"], files["between"], files["strange"], files["broken"])
-        until(lambda: text(page, "#status") == "4 of 4 images classified.")
+        until(lambda: text(page, "#status") == "3 of 4 images classified, 1 failed.")
         colours = page.execute_script(
             """
             const solid = (node) => {

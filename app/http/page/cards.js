@@ -45,18 +45,17 @@ export function show(card, { said, decision }, policy, model) {
   find("entropy-limit").textContent =
     policy.ambiguity_threshold < highest ? `ambiguous above ${number(policy.ambiguity_threshold)}` : "none is ambiguous";
   find("p-value").textContent = number(said.ood_p_value);
-  find("p-limit").textContent = `unlike the known up to ${number(policy.alpha)}`;
+  find("p-limit").textContent = `out of distribution up to ${number(policy.alpha)}`;
   find("gates").textContent = gateList(said, number);
   find("gates").parentElement.hidden = !said.gates;
   find("ood-score").textContent = nats(said.ood_score);
   find("set").textContent = said.prediction_set.join(", ") || "none of the classes";
   find("details").hidden = false;
+  find("why").querySelector("ul").replaceChildren(...reasons(said.explanation, model));
   drawHistogram(find("histogram"), model, policy.alpha, said.ood_score);
 }
 
-export function explain(card, said, model) {
-  const { explanation } = said;
-  const list = card.querySelector(".why");
+function reasons(explanation, model) {
   const nearest = explanation.class_distances
     .map((distance, index) => ({ distance, name: model.classes[index] }))
     .sort((a, b) => a.distance - b.distance)
@@ -70,8 +69,7 @@ export function explain(card, said, model) {
   if (explanation.aleatoric !== null) {
     lines.push(`Of the entropy, ${nats(explanation.aleatoric)} are the image's, ${nats(explanation.epistemic)} the model's`);
   }
-  list.replaceChildren(...lines.map((text) => Object.assign(document.createElement("li"), { textContent: text })));
-  list.hidden = false;
+  return lines.map((text) => Object.assign(document.createElement("li"), { textContent: text }));
 }
 
 function classBars(said, model) {

@@ -1,7 +1,7 @@
 // The page at "/": sends each image to the service, shows what it says, and decides again when thresholds change.
 
 import { getExample, getExamples, getLive, getModel, predict, Problem, useKey } from "./api.js";
-import { explain, mark, newCard, show } from "./cards.js";
+import { mark, newCard, show } from "./cards.js";
 import { decide } from "./decide.js";
 import { number, percent } from "./format.js";
 import { drawMap } from "./plots.js";
@@ -104,9 +104,7 @@ function add(files) {
   const entries = [...files].map((file) => {
     added += 1;
     const id = `image-${added}`;
-    const image = { id, file, card: newCard(file, id), state: "waiting" };
-    image.card.querySelector(".explain").addEventListener("click", () => ask(image, true));
-    return image;
+    return { id, file, card: newCard(file, id), state: "waiting" };
   });
   results.prepend(...entries.map(({ card }) => card));
   images.push(...entries);
@@ -129,18 +127,17 @@ function work() {
   }
 }
 
-async function ask(image, explained = false) {
-  if (!explained) mark(image.card, "waiting", "Judging…");
+async function ask(image) {
+  mark(image.card, "waiting", "Classifying…");
   try {
     await modelLoading;
     if (model === null) throw new Problem(401, element("model").textContent);
     const name = model.name;
-    const answer = await predict(name, image.file, explained);
+    const answer = await predict(name, image.file);
     if (name !== model.name) return; // Another model was chosen meanwhile; the image waits for it.
     if (answer.model.version !== model.version) await (modelLoading = loadModel(name)); // It was reloaded.
     [image.said] = answer.predictions;
     image.state = "done";
-    if (explained) explain(image.card, image.said, model);
     decideAgain();
   } catch (problem) {
     fail(image, problem);
@@ -164,9 +161,10 @@ function again(state) {
 }
 
 function progress() {
-  const finished = images.filter(({ state }) => state === "done" || state === "failed" || state === "locked").length;
+  const [done, failed] = ["done", "failed"].map((state) => images.filter((image) => image.state === state).length);
+  const said = `${done} of ${images.length} ${images.length === 1 ? "image" : "images"} classified`;
   element("clear").hidden = images.length === 0;
-  say(images.length === 0 ? "" : `${finished} of ${images.length} ${images.length === 1 ? "image" : "images"} classified.`);
+  say(images.length === 0 ? "" : failed === 0 ? `${said}.` : `${said}, ${failed} failed.`);
 }
 
 function say(text) {

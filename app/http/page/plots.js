@@ -3,7 +3,7 @@
 import { isOod } from "./decide.js";
 import { number } from "./format.js";
 
-const MAP = { width: 480, height: 250, left: 46, right: 12, top: 12, bottom: 38 };
+const MAP = { width: 480, height: 250, left: 40, right: 12, top: 26, bottom: 38 };
 const SVG = "http://www.w3.org/2000/svg";
 
 function shape(kind, name, attributes, text = null) {
@@ -32,14 +32,15 @@ export function drawMap(svg, images, policy, model) {
   for (const entropy of [0, highest / 2, highest]) {
     parts.push(shape("text", "tick end", { x: left - 5, y: y(entropy) + 4 }, number(entropy)));
   }
-  parts.push(shape("text", "title middle", { x: (left + width) / 2, y: height - 6 }, "stranger → (p-value)"));
-  const turned = { x: 12, y: (height - bottom) / 2, transform: `rotate(-90 12 ${(height - bottom) / 2})` };
-  parts.push(shape("text", "title middle", turned, "more ambiguous → (nats)"));
-  parts.push(line("threshold", x(policy.alpha), top, x(policy.alpha), height - bottom));
-  parts.push(shape("text", "tick", { x: x(policy.alpha) + 4, y: top + 8 }, `α = ${number(policy.alpha)}`));
+  parts.push(shape("text", "title middle", { x: (left + width) / 2, y: height - 6 }, "stranger (p-value) →"));
+  parts.push(shape("text", "title", { x: 0, y: 13 }, "↑ more ambiguous (nats)"));
+  const limit = x(policy.alpha);
+  const [anchor, gap] = limit > width - 100 ? ["tick end", -4] : ["tick", 4];
+  parts.push(line("threshold", limit, top, limit, height - bottom));
+  parts.push(shape("text", anchor, { x: limit + gap, y: top + 8 }, `α = ${number(policy.alpha)}`));
   if (policy.ambiguity_threshold < highest) {
     const level = y(policy.ambiguity_threshold);
-    parts.push(line("threshold", left, level, x(policy.alpha), level));
+    parts.push(line("threshold", left, level, limit, level));
     parts.push(shape("text", "tick", { x: left + 4, y: level - 4 }, "ambiguous above"));
   }
   for (const { said, decision, name, id } of images) {
