@@ -205,7 +205,7 @@ def fit(args: argparse.Namespace) -> None:
     if isinstance(psc, PSCRegressor):
         value_card.write_card(out, manifest)
         print(value_card.to_text(manifest))
-        print(f"next: {page.serve_command(out)}")
+        print(f"next: {page.serve_command(out, manifest)}")
         return
     content = Content(manifest.version)
     if not args.no_report:
@@ -217,7 +217,7 @@ def fit(args: argparse.Namespace) -> None:
     print(facts.to_text())
     if not args.no_report:
         print(f"report: {page.write(facts, out)}")
-    print(f"next: {page.serve_command(out)}")
+    print(f"next: {page.serve_command(out, manifest)}")
 
 
 def check_task(data: ImageDataset, task: str) -> None:

@@ -43,7 +43,7 @@ def collapse(report: CollapseReport, chosen: Sequence[str]) -> Figure:
     axis.axhline(report.epsilon, ls="--", lw=0.8, color=LIMIT, label=f"ε = {report.epsilon:g}")
     for position, layer in enumerate(report.layers):
         if layer.name in chosen:
-            axis.axvspan(position - 0.4, position + 0.4, color="#f0d9b5", label=layer.name)
+            axis.axvspan(position - 0.4, position + 0.4, color="#f0d9b5", label=f"PSC reads {layer.name}")
     step = max(1, len(report.layers) // 25)
     axis.set_xticks(depth[::step], [layer.name for layer in report.layers[::step]], rotation=60, ha="right", fontsize=6)
     axis.set(ylim=(-0.02, 1.02), xlabel="layer, in order of execution")
@@ -52,7 +52,9 @@ def collapse(report: CollapseReport, chosen: Sequence[str]) -> Figure:
 
 
 def sizes(nc1: Tensor, nc4: Tensor, chosen: tuple[int, int]) -> Figure:
-    """NC1 and NC4 of every size of the projection, the chosen one marked."""
+    """NC1 and NC4 of every size of the projection, the chosen one marked; lines where only one of the two can vary."""
+    if 1 in nc1.shape:
+        return _sizes_of_one(nc1.flatten(), nc4.flatten(), max(chosen))
     figure, axes = _axes(7.5, 3.2, 2)
     for axis, values, title in zip(axes, (nc1, nc4), ("NC1 (higher is better)", "NC4 (higher is better)"), strict=True):
         extent = (0.5, values.shape[1] + 0.5, 0.5, values.shape[0] + 0.5)
@@ -62,6 +64,17 @@ def sizes(nc1: Tensor, nc4: Tensor, chosen: tuple[int, int]) -> Figure:
         figure.colorbar(shown, ax=axis)
         axis.plot(chosen[1], chosen[0], "s", ms=9, mfc="none", mec="white", mew=1.6)
         axis.set(title=title, xlabel="spatial components d", ylabel="channel components c")
+    return figure
+
+
+def _sizes_of_one(nc1: Tensor, nc4: Tensor, chosen: int) -> Figure:
+    figure, axis = _axes(7.5, 3.2)
+    components = range(1, len(nc1) + 1)
+    axis.plot(components, nc1.numpy(), color=UNKNOWN, label="NC1 (higher is better)")
+    axis.plot(components, nc4.numpy(), color=KNOWN, label="NC4 (higher is better)")
+    axis.plot([chosen] * 2, [float(nc1[chosen - 1]), float(nc4[chosen - 1])], "s", ms=9, mfc="none", mec=LIMIT, mew=1.6)
+    axis.set(ylim=(-0.02, 1.02), xlabel="components")
+    axis.legend(fontsize=7)
     return figure
 
 

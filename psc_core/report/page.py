@@ -14,6 +14,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
+from psc_core.bundle.manifest import Manifest
+from psc_core.network.load import Recipe
 from psc_core.report import figures
 from psc_core.report.content import Role
 from psc_core.report.facts import COLUMNS, Facts
@@ -29,7 +31,7 @@ TEXTS: Final[Mapping[str, tuple[str, str]]] = {
         "Deep layers forget how images of a class differ (NC1 falls). PSC reads the shaded layer: it still varies, "
         "NC1 > ε, and tells the classes apart, high NC4.",
     ),
-    "sizes": ("Size of the projection", "The square marks the chosen number of components: the fewest that keep both."),
+    "sizes": ("Size of the projection", "Squares mark the chosen number of components: the fewest that keep both."),
     "ood-scores": (
         "How unusual images are",
         "Right of the dashed line an image counts as out of distribution. Blue images belong left of it, orange ones "
@@ -108,9 +110,15 @@ def write_card(facts: Facts) -> None:
     (facts.folder / CARD).write_text(_TEMPLATES.get_template(f"{CARD}.jinja").render(**_values(facts)))
 
 
-def serve_command(folder: Path) -> str:
+def serve_command(folder: Path, manifest: Manifest) -> str:
     """What starts the service with a bundle."""
-    return f"psc-serve --bundle {shlex.quote(str(folder))}"
+    return f"psc-serve --bundle {shlex.quote(str(folder))}{_permission(manifest)}"
+
+
+def _permission(manifest: Manifest) -> str:
+    """The flag without which a network of one's own is not imported."""
+    recipe = Recipe(**dict(manifest.backbone.network))
+    return f" --allow-factories {shlex.quote(recipe.spec)}" if recipe.is_factory else ""
 
 
 def _values(facts: Facts) -> dict[str, Any]:
@@ -119,8 +127,9 @@ def _values(facts: Facts) -> dict[str, Any]:
         "manifest": facts.manifest,
         "columns": COLUMNS,
         "roles": Role,
-        "serve": serve_command(_HERE),
-        "evaluate": f"psc-eval --bundle {_HERE} --id images/test --ood NAME=images/others --out report",
+        "serve": serve_command(_HERE, facts.manifest),
+        "evaluate": f"psc-eval --bundle {_HERE} --id images/test --ood NAME=images/others --out report"
+        + _permission(facts.manifest),
     }
 
 

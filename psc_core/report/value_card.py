@@ -7,7 +7,7 @@ from pathlib import Path
 from psc_core.bundle.io import write_file
 from psc_core.bundle.manifest import Manifest
 from psc_core.policy import ValuePolicy
-from psc_core.report.page import CARD
+from psc_core.report.page import CARD, serve_command
 
 
 def to_text(manifest: Manifest) -> str:
@@ -23,7 +23,7 @@ def write_card(folder: Path, manifest: Manifest) -> None:
     """Write the model card into the bundle."""
     text = [f"# {manifest.name}", "", f"A regression of {manifest.target} with uncertainty, by PSC.", ""]
     text += [f"* {line}" for line in _lines(manifest)]
-    text += ["", "In this folder: `psc-serve --bundle .`", ""]
+    text += ["", f"In this folder: `{serve_command(Path(), manifest)}`", ""]
     write_file(folder / CARD, "\n".join(text).encode())
 
 

@@ -28,7 +28,8 @@ def test_fit_prints_table_and_reason(tiny_job, tmp_path: Path, capsys: pytest.Ca
         "report: ",
     ]
     assert sorted(said, key=out.index) == said
-    assert out.splitlines()[-1] == f"next: psc-serve --bundle {tmp_path / 'b'}"
+    permitted = f"psc-serve --bundle {tmp_path / 'b'} --allow-factories tests.tiny:network"
+    assert out.splitlines()[-1] == f"next: {permitted}"
     assert (tmp_path / "b" / "report.html").exists() and (tmp_path / "b" / "README.md").exists()
 
 

@@ -11,6 +11,14 @@ from psc_core.report.content import ImageSet, Role
 from tests.psc_core.report.support import NONE, image_set
 
 
+def test_sizes_of_which_one_is_fixed_are_lines() -> None:
+    nc1, nc4 = torch.rand(2, 1, 6, dtype=torch.float64)
+    lines = figures.sizes(nc1, nc4, (1, 4)).axes[0].lines
+    assert [line.get_ydata().tolist() for line in lines[:2]] == [nc1.flatten().tolist(), nc4.flatten().tolist()]  # type: ignore[union-attr]
+    assert lines[2].get_xydata().tolist() == [[4, float(nc1[0, 3])], [4, float(nc4[0, 3])]]  # type: ignore[union-attr]
+    assert len(figures.sizes(torch.rand(2, 6), torch.rand(2, 6), (1, 4)).axes) == 4  # Two maps and their scales.
+
+
 def test_roc_is_the_curve_of_the_auroc() -> None:
     inside = image_set("validation", Role.VALIDATION, [0.0, 1.0, 1.0, 3.0])
     outside = image_set("clothes", Role.OOD, [1.0, 2.0, 4.0])
