@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import resource
 import tempfile
 import time
@@ -48,12 +49,12 @@ class Estimate:
 
     def __str__(self) -> str:
         hours, minutes = divmod(round(self.seconds / 60), 60)
-        took = f"{hours} h {minutes:02d} min" if hours else f"{minutes} min" if minutes else f"{self.seconds:.0f} s"
+        took = f"{hours} h {minutes:02d} min" if hours else f"{minutes} min" if minutes > 1 else f"{self.seconds:.0f} s"
         parts = [f"about {took}", f"{self.memory / (1 << 30):.1f} GiB of memory"]
         if self.device_memory:
             parts.append(f"{self.device_memory / (1 << 30):.1f} GiB on the GPU")
         if self.scratch:
-            parts.append(f"{self.scratch / (1 << 30):.1f} GiB of disk for decoded images")
+            parts.append(f"{math.ceil(self.scratch / (1 << 20)):,} MiB of disk for decoded images")
         return (
             f"a fit on all images takes {', '.join(parts)} (from fits on up to {self.images} images; nothing written)"
         )

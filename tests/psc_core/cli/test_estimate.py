@@ -54,9 +54,10 @@ def test_scratch_is_what_decoded_images_take(data_root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(7.4, "about 7 s"), (200.0, "about 3 min"), (11100.0, "about 3 h 05 min")]
+    ("seconds", "said"),
+    [(7.4, "about 7 s"), (80.0, "about 80 s"), (200.0, "about 3 min"), (11100.0, "about 3 h 05 min")],
 )
 def test_estimates_read_well(seconds: float, said: str) -> None:
     text = str(estimate.Estimate(300, seconds, 3 << 29, 0, 1 << 30))
-    assert said in text and "1.5 GiB of memory" in text and "1.0 GiB of disk" in text and "GPU" not in text
+    assert said in text and "1.5 GiB of memory" in text and "1,024 MiB of disk" in text and "GPU" not in text
     assert "2.0 GiB on the GPU" in str(estimate.Estimate(300, seconds, 3 << 29, 1 << 31, 0))
