@@ -21,7 +21,7 @@ RUN /opt/psc/bin/pip install --no-cache-dir --disable-pip-version-check --constr
     ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} --requirement direct.txt
 
 FROM dependencies AS code
-COPY pyproject.toml README.md ./
+COPY pyproject.toml LICENSE ./
 COPY psc_core psc_core
 COPY app app
 RUN /opt/psc/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --prefix /code .

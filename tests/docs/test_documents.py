@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,15 @@ def test_command_lines_parse(document: Path) -> None:
 def test_flags_can_be_completed(command: str, shell: str) -> None:
     script = shtab.complete(PARSERS[command](), shell)
     assert "--help" in script and command in script.replace("_", "-")
+
+
+def test_index_page_stands_alone() -> None:
+    """Where a package index shows it, there are no other files to link to."""
+    text = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["readme"]["text"]
+    assert "](" not in text
+    assert [words[0] for words in command_lines(text)] == ["psc-serve", "psc-fit", "psc-serve"]
+    for words in command_lines(text):
+        PARSERS[words[0]]().parse_args(words[1:])
 
 
 def test_readme_starts_with_two_make_targets() -> None:
