@@ -14,6 +14,7 @@ import uvicorn
 from app.main import create_app
 from app.settings import load_settings
 from tests.app.fakes import FakeModel
+from tests.served import GUARD_SECONDS
 
 
 @contextmanager
@@ -33,7 +34,7 @@ def live_server(models: Mapping[str, Any] | None = None, **settings: Any) -> Ite
         listener.close()
 
 
-def _wait(condition: Any, seconds: float = 20.0) -> None:
+def _wait(condition: Any, seconds: float = GUARD_SECONDS) -> None:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

@@ -17,6 +17,7 @@ from PIL import Image
 
 from tests.app.fakes import FakeModel, FakePipelineWithGates, pixels, png
 from tests.app.live import live_server
+from tests.served import GUARD_SECONDS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 CHROMEDRIVER = shutil.which("chromedriver")
@@ -98,7 +99,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
     return {name.removesuffix(".png"): tmp_path / name for name in contents}
 
 
-def until(condition: Callable[[], Any], seconds: float = 15.0) -> None:
+def until(condition: Callable[[], Any], seconds: float = GUARD_SECONDS) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "what was waited for did not happen"

@@ -26,6 +26,7 @@ from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
 from tests.deploy.test_files import dashboard_expressions, expressions, rules
 from tests.deploy.tools import DEPLOY, ROOT, program
+from tests.served import GUARD_SECONDS
 
 DIGITS, SHIRTS = 30, 20
 SHIRT = "Shirt"
@@ -50,7 +51,7 @@ class Watched:
         return rows[0][1] if len(rows) == 1 else float("nan")
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+def until(condition: Callable[[], bool], what: str, seconds: float = GUARD_SECONDS) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"waited {seconds} s for {what}"
