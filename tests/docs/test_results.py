@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 
 from benchmarks.device import report as device_report
-from benchmarks.fit import memory, scaling
+from benchmarks.fit import decoding, memory, scaling
 from benchmarks.paper import report
 from benchmarks.runs import RESULTS, Json, updated
 from benchmarks.serving import peers_report
@@ -19,6 +19,7 @@ from tests.conftest import ROOT
 MADE_FROM: Mapping[tuple[str, str], tuple[str, Callable[[Json], str]]] = {
     ("fitting.md", "fit-scaling"): ("fit-scaling.json", scaling.table),
     ("fitting.md", "fit-memory"): ("fit-memory.json", memory.table),
+    ("fitting.md", "fit-decoding"): ("fit-decoding.json", decoding.table),
     ("serving.md", "serving-peers"): ("serving-peers.json", peers_report.section),
     ("serving.md", "serving-load"): ("serving-load.json", load_report.section),
 }
