@@ -57,6 +57,9 @@ class LimitedProtocol(HttpToolsProtocol):
     body that nobody waits for any more), the application ends (it has the request), or the connection is idle for too
     long.  Line ends between requests are no use of a connection.
 
+    A client may close its side once it has sent its requests whole, and wait for the answers.  One that has left closes
+    its side too, and looks the same until something is written to it; one that resets the connection has left.
+
     Args:
         upload_seconds: How long a client may keep us waiting.
     """
@@ -92,8 +95,14 @@ class LimitedProtocol(HttpToolsProtocol):
     def timeout_keep_alive_handler(self) -> None:
         self._close()
 
-    def eof_received(self) -> None:
-        self._close()  # Or the loop closes it, past our limits.
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the transport stays open: for the answers to requests that came whole."""
+        if self.scheme == "https" or not self._answering() or self.cycle.more_body:  # TLS cannot half-close in Python.
+            self._close()  # Or the loop closes it, past our limits.
+            return False
+        if self._refused is None:  # Which ends the connection after the answers.
+            self.cycle.keep_alive = False
+        return True
 
     def data_received(self, data: bytes) -> None:
         if self._refused is not None:

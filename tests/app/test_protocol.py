@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 import time
 import tomllib
 from collections.abc import AsyncIterator
@@ -314,6 +315,91 @@ async def test_a_connection_that_closes_waits_for_a_client_that_reads_slowly() -
             await asyncio.sleep(0.1)
         assert len(received.partition(b"\r\n\r\n")[2]) == 60000
         assert time.monotonic() - begun > 1.0  # Or it was not slow.
+
+
+LOOPS = pytest.mark.parametrize(
+    "anyio_backend", ["asyncio", ("asyncio", {"use_uvloop": True})], ids=["asyncio", "uvloop"]
+)
+"""The service runs on uvloop, which has transports of its own."""
+
+HALF_CLOSED = {
+    "one": (REQUEST.replace(b"/", b"/slow", 1), [b"GET "]),
+    "HTTP/1.0": (b"POST /slow HTTP/1.0\r\ncontent-length: 3\r\n\r\nxyz", [b"POST xyz"]),
+    "chunked": (b"PUT /slow HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n", [b"PUT ab"]),
+    "several": (REQUEST.replace(b"/", b"/slow", 1) + REQUEST, [b"GET ", b"GET "]),
+    "half a head behind it": (REQUEST.replace(b"/", b"/slow", 1) + REQUEST[:20], [b"GET "]),
+}
+
+
+@LOOPS
+@pytest.mark.parametrize("kind", HALF_CLOSED)
+async def test_a_client_that_closes_its_side_behind_a_whole_request_is_answered(kind: str) -> None:
+    sent, bodies = HALF_CLOSED[kind]
+    async with serving(GUARD_SECONDS, echo, idle_s=GUARD_SECONDS) as (reader, writer, state):
+        writer.write(sent)
+        writer.write_eof()
+        for body in bodies:
+            assert await response(reader) == b"HTTP/1.1 200 OK " + body
+        assert await reader.read() == b""
+        while state.connections:
+            await asyncio.sleep(0.001)
+
+
+@LOOPS
+async def test_an_answer_in_pieces_goes_on_when_the_client_closes_its_side() -> None:
+    seen_eof = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"ab", "more_body": True})
+        await seen_eof.wait()
+        await send({"type": "http.response.body", "body": b"cd"})
+
+    async with serving(GUARD_SECONDS, app, idle_s=GUARD_SECONDS) as (reader, writer, state):
+        writer.write(REQUEST)
+        await reader.readuntil(b"ab")
+        (connection,) = state.connections
+        writer.write_eof()
+        while connection.cycle.keep_alive:  # type: ignore[union-attr]
+            await asyncio.sleep(0.001)
+        seen_eof.set()
+        assert await reader.read() == b"cd"
+
+
+async def test_the_refusal_of_a_head_comes_when_the_client_closes_its_side() -> None:
+    async with serving(GUARD_SECONDS, echo, idle_s=GUARD_SECONDS) as (reader, writer, _):
+        writer.write(b"POST /slow HTTP/1.1\r\ncontent-length: 5\r\n\r\n12345" + b"???\r\n\r\n")
+        writer.write_eof()
+        assert await response(reader) == b"HTTP/1.1 200 OK POST 12345"
+        assert (await response(reader)).startswith(b"HTTP/1.1 400 ")
+        assert await reader.read() == b""
+
+
+@LOOPS
+@pytest.mark.parametrize("end", ["half a body", "reset"])
+async def test_a_client_that_leaves_is_seen(end: str) -> None:
+    messages: asyncio.Queue[str] = asyncio.Queue()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while True:
+            message = await receive()
+            messages.put_nowait(message["type"])
+            if message["type"] == "http.disconnect":
+                return
+
+    async with serving(GUARD_SECONDS, app, idle_s=GUARD_SECONDS) as (_, writer, _):
+        size = 6 if end == "half a body" else 3
+        writer.write(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\nabc" % size)
+        assert await messages.get() == "http.request"
+        if end == "reset":
+            sock = writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+        else:
+            writer.write_eof()
+        while await messages.get() != "http.disconnect":
+            pass
 
 
 async def write_until_closed(

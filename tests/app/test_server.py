@@ -7,6 +7,7 @@ import json
 import shutil
 import signal
 import socket
+import struct
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,9 +155,22 @@ def test_requests_of_clients_that_left_leave_the_queue(tmp_path: Path) -> None:
         for client in clients[1:]:
             client.sendall(whole())
         server.until(lambda: 'psc_queue_depth{model="m"} 5.0' in server.metrics())
-        for client in clients:
+        for client in clients:  # With a reset: one that only closes its side may still want its answer.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.close()
         server.until(lambda: 'psc_queue_depth{model="m"} 0.0' in server.metrics())
+
+
+def test_clients_that_close_their_side_are_answered() -> None:
+    with serve_fake("step=0.01") as server:
+        clients = [connect(server) for _ in range(20)]
+        for client in clients:
+            client.sendall(whole())
+            client.shutdown(socket.SHUT_WR)
+        for client in clients:
+            with client, client.makefile("rb") as answer:
+                assert answer.read().startswith(b"HTTP/1.1 200")
+        assert server.terminate() == 0
 
 
 def test_an_idle_connection_is_closed() -> None:

@@ -172,6 +172,20 @@ def heads(url: str) -> Seen:
     return Seen(", ".join(seen), seen == ["400", "505", "417"])
 
 
+def half_closed(url: str) -> Seen:
+    head = f"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-type: image/png\r\ncontent-length: {len(EXAMPLE)}\r\n\r\n"
+    answered = 0
+    for _ in range(20):
+        clients = [socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), 60) for _ in range(10)]
+        for client in clients:
+            client.sendall(head.encode() + EXAMPLE)
+            client.shutdown(socket.SHUT_WR)
+        for client in clients:
+            with client, client.makefile("rb") as answer:
+                answered += answer.read().startswith(b"HTTP/1.1 200")
+    return Seen(f"{answered} of 200 answered", answered == 200)
+
+
 def full_stderr(_url: str) -> Seen:
     with service("--workers", "2", stderr="/dev/full") as url:
         status = httpx.post(f"{url}/predict", content=EXAMPLE, headers={"content-type": "image/png"}).status_code
@@ -251,6 +265,7 @@ CASES = (
     Case("900 part headers of 4,000 semicolons", "1.8 s of the event loop", semicolons),
     Case("900 field names of control characters", "answer of 20 MB", control_characters),
     Case("two Hosts, HTTP/2.0, Expect: 200-ok", "accepted", heads),
+    Case("200 clients that close their side", "no answer", half_closed),
     Case("standard error that cannot be written", "the process ended", full_stderr),
     Case("damaged TIFFs", "libtiff's lines between those of the log", damaged_tiffs),
     Case("200 connections with 96 file descriptors", "nothing in the log", no_descriptors),
