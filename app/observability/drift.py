@@ -20,10 +20,11 @@ than the smoothed one and every bet below decreases in it, so the value computed
 below a true test martingale: conservative, reproducible, and valid.
 
 **Bets.**  Power bets ``f_ε(q) = ε·q^(ε-1)`` for a few ε (each integrates to one), mixed over ε *and* over
-the moment the bet begins: the capital starts asleep, and before the k-th image of a run (k = 1, 2, …) the
-fraction ``1/(k + 1)`` of the sleeping capital wakes, shared equally among the ε.  The value is sleeping plus
-awake capital.
-A long quiet stretch costs at most ``ln(k + 1)`` nats, so late drift is found about as fast as early drift.
+the moment the bet begins: the capital starts asleep, and after k images of a run ``s_k = ln c / ln(k + c)`` of
+it sleeps; what wakes before the k-th image, ``w_k = s_{k-1} - s_k``, is shared equally among the ε.  The value
+is sleeping plus awake capital.
+``w_k ≈ ln c/(k ln² k)`` falls almost as slowly as the terms of a finite sum can, so after k quiet images drift finds
+``m ln c/(k ln² k)`` of the capital waking in its first m images, and is found about as fast as early drift.
 
 **Bound.**  An alarm is raised when the value reaches ``1/δ``; then a new run begins at value one, without any
 memory of images before it, so images that raised alarms never become usual.  By Ville's inequality the
@@ -50,6 +51,9 @@ from psc_core.rates import ood_rank
 
 EXPONENTS: Final = (0.1, 0.25, 0.5, 0.75, 0.9)
 """The ε of the power bets: small for a few very strange images, large for a mild shift of many."""
+
+_ONSET: Final = 10.0
+"""c, how late bets begin: a larger one finds late drift sooner and early drift later."""
 
 _BLOCK: Final = 128
 _EPSILONS: Final = np.array(EXPONENTS)[:, None]
@@ -175,13 +179,13 @@ class DriftMonitor:
         F_k (S_0 + Σ_{j≤k} w_j / F_{j-1}): cumulative sums, of logarithms.
         """
         k = self._run_length + 1.0 + np.arange(cells.size)
-        # Asleep before image k: Π_{j<k} (1 - 1/(j+1)) = 1/k; of it 1/(k+1) wakes, leaving 1/(k+1) asleep.
-        log_woken = -np.log(k) - np.log(k + 1.0) - math.log(len(EXPONENTS))
+        before, asleep = math.log(_ONSET) / np.log(k - 1.0 + _ONSET), math.log(_ONSET) / np.log(k + _ONSET)
+        log_woken = np.log((before * np.log1p(1.0 / (k - 1.0 + _ONSET)) / np.log(k + _ONSET)) / len(EXPONENTS))
         log_bets = np.log(_EPSILONS) + (_EPSILONS - 1.0) * np.log(self._online_p_values(cells))
         log_product = log_bets.cumsum(axis=1)
         stakes = np.concatenate([self._log_awake, log_woken - log_product + log_bets], axis=1)
         log_awake = log_product + np.logaddexp.accumulate(stakes, axis=1)[:, 1:]
-        log_values = np.logaddexp(np.logaddexp.reduce(log_awake, axis=0), -np.log(k + 1.0))
+        log_values = np.logaddexp(np.logaddexp.reduce(log_awake, axis=0), np.log(asleep))
         alarms = np.flatnonzero(log_values >= self._log_threshold)
         if alarms.size:
             self._alarms += 1

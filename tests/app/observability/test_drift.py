@@ -24,6 +24,11 @@ def served_p_values(calibration: npt.NDArray[np.float64], scores: npt.NDArray[np
     return [float(value) for value in ((1.0 + below) / (1.0 + len(calibration))).astype(np.float32)]
 
 
+def asleep(k: int) -> float:
+    """The capital that has not begun to bet after k images."""
+    return math.log(10) / math.log(k + 10)
+
+
 def naive_log_values(n: int, p_values: Iterable[float]) -> list[float]:
     """The martingale from its definition: every start, every ε, one product each; no restart."""
     earlier: list[int] = []
@@ -35,9 +40,9 @@ def naive_log_values(n: int, p_values: Iterable[float]) -> list[float]:
         online.append(max(q, (1 + cell) / (n + 1)))
         earlier.append(cell)
         t = len(online)
-        value = 1 / (t + 1)
+        value = asleep(t)
         for start in range(1, t + 1):
-            weight = 1 / (start * (start + 1))
+            weight = asleep(start - 1) - asleep(start)
             for epsilon in EXPONENTS:
                 bets = [epsilon * q ** (epsilon - 1) for q in online[start - 1 :]]
                 value += weight / len(EXPONENTS) * math.prod(bets)
@@ -156,7 +161,25 @@ def test_alarms_repeat_under_lasting_drift() -> None:
 def test_a_quiet_stream_costs_at_most_the_sleeping_capital() -> None:
     monitor = DriftMonitor(100, 0.05)
     monitor.update([1.0] * 5000)
-    assert -math.log(5001) - 1e-9 <= monitor.state.log_martingale < 0.0
+    assert math.log(asleep(5000)) - 1e-9 <= monitor.state.log_martingale < 0.0
+
+
+def test_a_long_history_delays_an_alarm_by_no_more_than_the_delay_without_one() -> None:
+    """One image in twenty is far away, after as many far ones as ordinary ones, or after none."""
+    n, n_images = 2000, 6000
+    found: dict[int, list[int]] = {0: [], 20_000: []}
+    for seed in range(15):
+        for history, delays in found.items():
+            generator = np.random.default_rng(seed)
+            calibration = generator.normal(size=n)
+            monitor = DriftMonitor(n, 0.05)
+            for mean in (-8, 0):
+                monitor.update(served_p_values(calibration, generator.normal(loc=mean, size=history)))
+            scores = generator.normal(size=n_images) - 8.0 * (generator.random(n_images) < 0.05)
+            pieces = np.split(np.array(served_p_values(calibration, scores)), n_images // 20)
+            delays.append(next((20 * i for i, piece in enumerate(pieces, 1) if monitor.update(piece)), n_images))
+    late, early = np.median(found[20_000]), np.median(found[0])
+    assert late <= 2 * early, (late, early)
 
 
 def test_the_window_counts_only_its_images() -> None:
