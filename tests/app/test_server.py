@@ -138,12 +138,13 @@ def test_sigint_ends_the_process_with_0() -> None:
 
 def test_the_access_log_has_the_client_that_a_proxy_names() -> None:
     with serve_fake("--access-log") as server:
-        for headers in ({}, {"x-forwarded-for": "203.0.113.9"}):
+        for headers in ({}, {"x-forwarded-for": "203.0.113.9"}, {"x-forwarded-for": "9" * 60_000}):
             assert httpx.get(server.url + "/healthz", headers=headers, timeout=GUARD_SECONDS).status_code == 200
         assert server.terminate() == 0
     lines = [json.loads(line) for line in server.log if line.startswith("{")]
     logged = [line["client"] for line in lines if line["message"] == "request" and line["path"] == "/healthz"]
-    assert logged == ["127.0.0.1", "203.0.113.9"]
+    assert logged[:2] == ["127.0.0.1", "203.0.113.9"]
+    assert len(logged[2]) < 1100  # Whatever it names.
 
 
 def test_requests_of_clients_that_left_leave_the_queue(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.http.problems import shorten
 from app.observability.tracing import begin_trace, current_trace, traceparent_of
 from app.service import Service
 
@@ -57,9 +58,9 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
     client = scope.get("client")
     extra = {
         "method": scope["method"],
-        "path": scope["path"],
+        "path": shorten(scope["path"]),
         "status": status,
         "seconds": round(seconds, 6),
-        "client": client[0] if client else None,
+        "client": shorten(client[0]) if client else None,
     }
     logger.info("request", extra=extra)
