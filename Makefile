@@ -38,8 +38,11 @@ layers: $(VENV)/.dev
 docs: $(VENV)/.dev              ## the documentation site, in site/
 	$(BIN)/mkdocs build
 
-nightly: $(VENV)/.dev           ## the slow tests too, with random examples
+FUZZED := decode multipart v2
+
+nightly: $(VENV)/.dev           ## the slow tests too, with random examples; ten minutes of fuzzing each where atheris is installed
 	$(BIN)/pytest -m "not gpu" --hypothesis-profile nightly
+	for target in $(FUZZED); do $(BIN)/python -m tests.attacks.fuzz $$target --seconds 600 || exit 1; done
 
 attack: $(VENV)/.dev            ## what an attack found once, against a service that runs now: a table
 	PSC_BACKEND=folded $(BIN)/python -m tests.attacks.run
