@@ -82,6 +82,7 @@ bench-more: $(VENV)/.bench      ## all peers, instruction sets and networks, ove
 	$(BIN)/python -m benchmarks.serving.load
 	$(BIN)/python -m benchmarks.fit.scaling
 	$(BIN)/python -m benchmarks.fit.memory --data $(PSC_DATA) --images 5000
+	$(BIN)/python -m benchmarks.fit.decoding --data $(PSC_DATA)
 
 $(VENV)/.serve: pyproject.toml requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
