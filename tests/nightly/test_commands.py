@@ -1,0 +1,172 @@
+"""Every command and every Python block of the README and of ``docs`` runs, on a few images, or says what it needs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from psc_core.bundle.io import read_bundle
+from psc_core.network.load import load_network
+from tests.conftest import ROOT, SHIPPED_BUNDLE
+from tests.docs.test_documents import PARSERS
+from tests.psc_core.report.support import content
+from tests.served import serve, serve_shipped
+
+DOCUMENTS: Final = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+
+ELSEWHERE: Final = {
+    "make": "sets up an environment of its own; CI runs it",
+    "docker": "needs Docker; tests/deploy reads its files",
+    "kubectl": "needs a cluster; tests/deploy validates its files",
+    "serve": "needs a Ray cluster; tests/app/test_ray_serve.py runs the same application",
+    "pip": "installs from an index",
+    "debootstrap": "needs root and a mirror",
+    "container=$(buildah": "needs root",
+    "buildah": "needs root",
+}
+"""First words of commands that this machine does not run, and why."""
+
+DOCTESTED: Final = "docs/method.md"
+"""Its Python runs in tests/docs/test_method.py."""
+
+SMALLER: Final = {"torchvision:resnet50": "torchvision:mobilenet_v3_small"}
+"""Networks of the documents, and what stands in for them."""
+
+PER_CLASS: Final = {"train": 4, "val": 14, "test": 2}
+CLASSES: Final = ("cat", "dog", "ship")
+
+
+def blocks(document: str, *languages: str) -> list[str]:
+    """Fenced blocks of a document, continued lines joined."""
+    found = re.findall(rf"^```(?:{'|'.join(languages)})\n(.*?)^```", (ROOT / document).read_text(), re.DOTALL | re.M)
+    return [block.replace("\\\n", " ") for block in found]
+
+
+def commands(document: str) -> list[str]:
+    """Command lines of a document, without comments."""
+    lines = "\n".join(blocks(document, "sh", "bash")).splitlines()
+    return [shlex.join(words) if "$" not in line else line for line in lines if (words := shlex.split(line, True))]
+
+
+def is_run(command: str) -> bool:
+    """Whether this machine can run a command."""
+    return command.split()[0] not in ELSEWHERE and "--ray" not in command
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_are_known(document: str) -> None:
+    for command in filter(is_run, commands(document)):
+        assert command.split()[0] in {*PARSERS, "curl", "torchrun"}, command
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
+    """Folders of images as the documents name them, and lists of these."""
+    folder = tmp_path_factory.mktemp("images")
+    found: dict[str, list[bytes]] = {}
+    with tarfile.open(data_root / "cifar10-jpeg.tar.gz") as tar:
+        for member in tar.getmembers():
+            if member.isfile() and (handle := tar.extractfile(member)):
+                found.setdefault(member.name.split("/")[-2], []).append(handle.read())
+    for name in CLASSES:
+        for split, count in PER_CLASS.items():
+            (folder / "images" / split / name).mkdir(parents=True)
+            for number in range(count):
+                (folder / "images" / split / name / f"{number}.jpg").write_bytes(found[name].pop())
+    for other in ("other", "new"):
+        (folder / "images" / other).mkdir()
+        for number, frog in enumerate(found["frog"][:6]):
+            (folder / "images" / other / f"{number}.jpg").write_bytes(frog)
+    for name in ("cat.jpg", "dog.jpg", "image.jpg"):
+        (folder / name).write_bytes(found["cat"][0])
+    listed = sorted(map(str, (folder / "images" / "new").iterdir()))
+    (folder / "list.txt").write_text("\n".join(listed))
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"image": listed}), folder / "images.parquet")
+    return folder
+
+
+@pytest.fixture
+def workplace(images: Path, tmp_path: Path, data_root: Path) -> Path:
+    """A copy of these images, the data sets at ``ROOT``, and the shipped bundle, with a report as ``bundle``."""
+    shutil.copytree(images, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(SHIPPED_BUNDLE, tmp_path / SHIPPED_BUNDLE.relative_to(ROOT))
+    shutil.copytree(SHIPPED_BUNDLE, tmp_path / "bundle")
+    content(read_bundle(SHIPPED_BUNDLE).manifest.version).save(tmp_path / "bundle")
+    (tmp_path / "ROOT").symlink_to(data_root)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A service of the shipped bundle."""
+    with serve_shipped() as address:
+        yield address
+
+
+def weights_for(command: str, workplace: Path) -> None:
+    """Random weights of the network that a command names, or of the shipped one."""
+    torch.manual_seed(0)
+    small = {"stem": "small", "in_channels": 1}
+    if "resnet50" in command:
+        net = load_network(SMALLER["torchvision:resnet50"], num_classes=len(CLASSES))
+    elif "ROOT" in command:
+        net = load_network("torchvision:resnet18", num_classes=10, model_args=small)
+    else:
+        return
+    save_file(net.state_dict(), workplace / "net.safetensors")
+    torch.save(net.state_dict(), workplace / "net.pt")
+
+
+def run(words: list[str], workplace: Path, url: str) -> None:
+    """One program in the workplace; the service of the documents is at ``url``."""
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "PSC_CLIENT_URL": url,
+    }
+    said = [re.sub(r"http://(127\.0\.0\.1|localhost):8000", url, word) for word in words]
+    for network, smaller in SMALLER.items():
+        said = [word.replace(network, smaller) for word in said]
+    ended = subprocess.run(said, cwd=workplace, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, f"{words}: {ended.stdout[-1000:]}{ended.stderr[-3000:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if any(map(is_run, commands(name)))])
+def test_commands_run(document: str, workplace: Path, url: str) -> None:
+    for command in filter(is_run, commands(document)):
+        words = shlex.split(command)
+        weights_for(command, workplace)
+        if words[0] == "psc-serve":
+            at_home = [str(workplace / word) if (workplace / word).exists() else word for word in words[1:]]
+            with serve(*at_home) as server:
+                assert server.terminate() == 0
+            continue
+        if "--out" in words:
+            shutil.rmtree(workplace / words[words.index("--out") + 1], ignore_errors=True)
+        run(words, workplace, url)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "document", [name for name in DOCUMENTS if name != "docs/method.md" and blocks(name, "python")]
+)
+def test_python_runs(document: str, workplace: Path, url: str) -> None:
+    for block in blocks(document, "python"):
+        weights_for("resnet50", workplace)
+        code = block if torch.cuda.is_available() else block.replace('"cuda"', '"cpu"')
+        run([sys.executable, "-c", code], workplace, url)
