@@ -133,6 +133,19 @@ def angle_job(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Tiny
 
 
 @pytest.fixture(scope="session")
+def neighbours_bundle(angle_job: TinyJob) -> Path:
+    """The same with the head ``dve``, which is fitted in few steps."""
+    from psc_core.cli.fit import main
+    from psc_core.heads.fit import dve
+
+    out = angle_job.folder / "neighbours"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dve, "STEPS", 20)
+        assert main([*angle_job.args, "--head", "dve", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="session")
 def angle_bundle(angle_job: TinyJob) -> Path:
     """The bundle that ``psc-fit`` makes of :func:`angle_job`."""
     from psc_core.cli.fit import main

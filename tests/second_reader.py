@@ -184,18 +184,22 @@ class SecondReader:
 
     def answer_values(self, features: list[Array], output: Array | None = None) -> ValueAnswer:
         """The same for a regression; ``output`` (B, 1) is the network's own, for base predictions."""
-        policy, layers = self.manifest["policy"], len(self.manifest["layers"])
+        policy, layers, names = (
+            self.manifest["policy"],
+            len(self.manifest["layers"]),
+            self.manifest["backbone"]["layers"],
+        )
         features = [np.asarray(f, np.float64) for f in features]
-        features, early = features[:layers], features[layers] if len(features) > layers else None
+        features, early, read = features[:layers], features[-1], dict(zip(names, features, strict=True))
         z, t, calibration = self.project(features), self.tensors("head"), self.tensors("calibration")
         log_density = self.log_density(z, features)
         ood_score = -log_density
         if "gates" in self.manifest:
             ood_score, _ = self.gates(early, log_density, np.zeros(len(z)))
-        phi = (z - t["center"]) * t["inverse_scale"]
-        mean = phi @ t["weight"] + t["bias"] if output is None else output[:, 0]
-        epistemic = np.sqrt(((phi @ t["root"]) ** 2).sum(1) + t["bias_deviation"] ** 2)
-        aleatoric = np.exp(np.clip(phi @ t["noise_weight"] + t["noise_bias"], *t["log_noise_range"]) / 2)
+        others = [read[name].mean(2) for name in self.manifest["head"].get("layers", [])]
+        phi = (np.concatenate([z, *others], axis=1) - t["center"]) * t["inverse_scale"]
+        mean, aleatoric, epistemic = {"blr": _blr, "dve": _dve}[self.manifest["head"]["kind"]](t, phi)
+        mean = mean if output is None else output[:, 0]
         n = len(calibration["ood_scores"])
         p_value = (1 + (calibration["ood_scores"] >= ood_score[:, None]).sum(1)) / (n + 1)
         half = calibration["residuals"][math.ceil((n + 1) * policy["coverage"] - 1e-9) - 1] * np.hypot(
@@ -275,6 +279,35 @@ def _duq(t: dict[str, Array], phi: Array) -> tuple[Array, Array]:
     difference = (phi @ t["embedding"])[:, None] - t["centroids"]
     log_kernels = -(difference**2).sum(2) / (2 * phi.shape[1] * t["length_scale"] ** 2)
     return _softmax(t["exponent"] * log_kernels), -np.expm1(log_kernels.max(1))
+
+
+def _blr(t: dict[str, Array], phi: Array) -> tuple[Array, Array, Array]:
+    epistemic = np.sqrt(((phi @ t["root"]) ** 2).sum(1) + t["bias_deviation"] ** 2)
+    aleatoric = np.exp(np.clip(phi @ t["noise_weight"] + t["noise_bias"], *t["log_noise_range"]) / 2)
+    return phi @ t["weight"] + t["bias"], aleatoric, epistemic
+
+
+def _dve(t: dict[str, Array], phi: Array) -> tuple[Array, Array, Array]:
+    m, rows = int(t["neighbours"]), []
+    for image in phi:
+        layers = []
+        for basis, points, s, noise in zip(t["basis"], t["points"], t["signal"], t["noise"], strict=True):
+            x = image @ basis
+            near = np.argsort(((points - x) ** 2).sum(1), kind="stable")[:m]
+            chosen = np.concatenate([points[near], x[None]]).astype(np.float64)
+            r = math.sqrt(5) * np.sqrt(((chosen[:, None] - chosen) ** 2).sum(2))
+            k = s * (1 + r + r**2 / 3) * np.exp(-r)
+            weights = np.linalg.solve(k[:m, :m] + noise * np.eye(m), k[:m, m])
+            layers.append((weights @ t["values"][near], s - weights @ k[:m, m] + noise))
+        means, variances = np.array(layers).T
+        beta = np.maximum(0, np.log((t["signal"] + t["noise"]) / variances) / 2) + 1e-6
+        w = beta / beta.sum() / variances
+        variance = 1 / w.sum()
+        of_noise = variance * (w * t["noise"] / variances).sum() / w.sum()
+        rows.append((variance * (w * means).sum(), of_noise, variance - of_noise))
+    mean, of_noise, left = np.array(rows).T
+    unit = t["value_scale"] * t["deviation_factor"]
+    return t["value_center"] + t["value_scale"] * mean, unit * np.sqrt(of_noise), unit * np.sqrt(np.maximum(0, left))
 
 
 def _log_sum_exp(x: Array) -> Array:

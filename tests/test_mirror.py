@@ -17,7 +17,7 @@ UNTESTED = {
     # Tables of the documentation: tests/docs.
     "app/reference",
     # Tested with the head that they fit, in tests/psc_core/heads.
-    "psc_core/heads/fit/blr", "psc_core/heads/fit/duq", "psc_core/heads/fit/head",
+    "psc_core/heads/fit/blr", "psc_core/heads/fit/duq", "psc_core/heads/fit/dve", "psc_core/heads/fit/head",
     "psc_core/heads/fit/laplace", "psc_core/heads/fit/sngp", "psc_core/heads/fit/value",
 }  # fmt: skip
 """Sources without a test file of their own."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
@@ -89,6 +89,10 @@ class _Fitted(_Strict):
     record: dict[str, float | int]
 
 
+class _Head(_Fitted):
+    layers: list[str] = []
+
+
 class _Calibration(_Strict):
     images: _Size
     entropy_weight: float = Field(default=0.0, ge=0)
@@ -150,7 +154,7 @@ class Manifest(_Strict):
     backbone: _Backbone
     projection: _Projection
     density: _Fitted
-    head: _Fitted | None
+    head: _Head | None
     calibration: _Calibration
     gates: _Gates | None = None
     collapse: dict[str, Any] | None
@@ -164,12 +168,14 @@ class Manifest(_Strict):
         head, classes, entropy_weight = self.head, len(self.classes), self.calibration.entropy_weight
         dim = self.projection.c_proj * self.projection.d_proj
         texture = None if self.gates is None else self.gates.texture
+        last_layer = texture.layer if texture else None
         of_texture = texture.density.sizes if texture else {"classes": classes}
         missing = {part for part, owner in (("head", head), ("gates", self.gates)) if owner is None}
         needed = {f"{part}.safetensors" for part in PARTS if part not in missing}
         is_regression = self.target is not None
         outputs = 1 if is_regression else classes
         oldest = VALUE_SCHEMA if is_regression else SCHEMA if self.gates else min(self.schema_version, SCHEMA)
+        head_layers = [] if head is None else head.layers
         of_head, by_head = ({}, "base") if head is None else (head.sizes, "psc")
         agreements: tuple[tuple[str, Any, Any], ...] = (
             ("files", sorted(needed), sorted(self.files)),
@@ -177,7 +183,7 @@ class Manifest(_Strict):
             ("head (there is one)", True, head is not None or not is_regression),
             ("predictions", self.predictions if is_regression else by_head, self.predictions),
             ("backbone.keep_output", self.predictions == "base", self.backbone.keep_output),
-            ("backbone.layers", [*self.layers, *([texture.layer] if texture else [])], self.backbone.layers),
+            ("backbone.layers", layers_of(self.layers, head_layers, last_layer), self.backbone.layers),
             ("backbone.network.num_classes", outputs, self.backbone.network.num_classes),
             ("projection.positions (their number)", len(self.layers), len(self.projection.positions)),
             ("density.sizes.classes", classes, self.density.sizes.get("classes")),
@@ -186,7 +192,8 @@ class Manifest(_Strict):
             ("gates.texture.density.sizes.classes", classes, of_texture.get("classes", 0)),
             ("gates.names (texture)", texture is not None, "texture" in (self.gates.names if self.gates else ())),
             ("head.sizes.classes", classes, classes if head is None or is_regression else of_head.get("classes")),
-            ("head.sizes.dim", dim, dim if head is None else of_head.get("dim")),
+            ("head.sizes.dim", dim, dim if head is None or head_layers else of_head.get("dim")),
+            ("head.layers (of a classifier)", [], [] if is_regression else head_layers),
         )
         for where, expected, got in agreements:
             if expected != got:
@@ -194,6 +201,12 @@ class Manifest(_Strict):
         if len(set(self.classes)) != classes:
             raise ValueError("expected class names that differ from each other")
         return self
+
+
+def layers_of(candidates: Sequence[str], head_layers: Sequence[str], texture: str | None) -> list[str]:
+    """``backbone.layers``: the candidates, the other layers that the head reads, and last the one of the texture."""
+    last = [] if texture is None else [texture]
+    return [*candidates, *(name for name in head_layers if name not in last), *last]
 
 
 def manifest_fault(error: ValidationError) -> str:

@@ -108,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
     choice(method, "--density", tuple(DENSITIES), text)
     number(method, "--pca", "dimension the density works in")
     kinds = (*HEADS, *VALUE_HEADS)
-    text = "what gives the probabilities, laplace is the paper's; of a regression: blr (default: laplace, blr)"
+    text = "what gives the probabilities, laplace is the paper's; of a regression: blr or dve (default: laplace, blr)"
     method.add_argument("--head", choices=kinds, help=text)
     text = "psc: the head's; base: the network's own, unchanged, with the density beside them"
     choice(method, "--predictions", stages.PREDICTIONS, text)

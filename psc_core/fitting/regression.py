@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from psc_core.bundle.manifest import layers_of
 from psc_core.calibration.intervals import ValueCalibration, fit_value_calibration
 from psc_core.collapse.report import Candidate
 from psc_core.compute.passes import Compute
@@ -25,7 +26,7 @@ from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
 from psc_core.fitting.calibrate import score_dataset
 from psc_core.fitting.checks import check_attainable_rates, check_classes, check_own_output
-from psc_core.fitting.gates import choose_gates
+from psc_core.fitting.gates import choose_gates, early_layers
 from psc_core.fitting.options import FitOptions
 from psc_core.fitting.scorer import cut, fit_scorer
 from psc_core.fitting.settings import FitSettings
@@ -36,6 +37,7 @@ from psc_core.heads import VALUE_HEADS
 from psc_core.metrics import regression
 from psc_core.model.pipeline import Pipeline, Scorer, ood_score_of
 from psc_core.model.regressor import PSCRegressor
+from psc_core.network.backbone import example_input
 from psc_core.policy import ValuePolicy
 
 VALUE_OOD_SCORES = ("gates", "density")
@@ -117,7 +119,11 @@ def fit_regressor(
     check_attainable_rates(val, alpha=alpha, coverage=coverage, options=options)
     selection, calibration_split = split_validation(val, options.seed)
     base = predictions == "base"
-    backbone = cut(net, candidate.layers, train, compute, keep_output=base)
+    others: tuple[str, ...] = ()
+    if VALUE_HEADS[head].reads_layers:
+        example = example_input(train.preprocess).to(compute.device)
+        others = tuple(early_layers(net.to(compute.device), candidate.layers, example))
+    backbone = cut(net, (*candidate.layers, *others), train, compute, keep_output=base)
     if base:
         check_own_output(backbone, train, compute)
     scorer = fit_scorer(
@@ -127,8 +133,11 @@ def fit_regressor(
     if ood_score == "gates":
         gates = choose_gates(net, candidate.layers, scorer, train, val, selection, options)
         if gates.texture is not None:
-            backbone = cut(net, (*candidate.layers, gates.texture.layer), train, compute, keep_output=base)
-            scorer = scorer.with_texture(backbone.fused(compute.precision), gates.texture.density)
+            layers = layers_of(candidate.layers, others, gates.texture.layer)
+            backbone = cut(net, layers, train, compute, keep_output=base)
+            scorer = scorer.with_backbone(
+                backbone.fused(compute.precision), gates.texture.density, [layers.index(name) for name in others]
+            )
     calibrated = calibrate_values(
         scorer, selection, calibration_split, compute, gates=() if gates is None else gates.names
     )

@@ -20,7 +20,7 @@ from psc_core.fitting.options import FitOptions
 from psc_core.heads import Head, ValueHead
 from psc_core.heads.fit.head import fit_head
 from psc_core.heads.fit.value import fit_value_head
-from psc_core.model.pipeline import Scorer, average_positions
+from psc_core.model.pipeline import Scorer, average_positions, read_by_head
 from psc_core.network.backbone import Backbone, example_input, feature_step, truncate
 from psc_core.numerics.matrix import FeatureFile, FeatureMatrix, blocks
 from psc_core.projection.module import Projection
@@ -45,8 +45,9 @@ def fit_scorer(
 ) -> Scorer:
     """Density on ``train``; head on ``train``, what it chooses by validation on ``selection``.
 
-    ``pca`` is the dimension that the density works in, or None to choose it.  Without a ``head`` (base predictions of
-    a classifier) the backbone keeps the network's output.
+    The head also reads the layers of ``backbone`` behind those of ``projection``.  ``pca`` is the dimension that the
+    density works in, or None to choose it.  Without a ``head`` (base predictions of a classifier) the backbone keeps
+    the network's output.
 
     Raises:
         UsageError: An unknown density or head.
@@ -70,12 +71,11 @@ def fit_scorer(
         fitted_head: Head | ValueHead | None = None
         if head is not None:
             held_out = embed(backbone, projection, selection, compute, Path(scratch) / "val", options.reducer)
-            z_val = held_out.z[:]
             if train.values is None or selection.values is None:
                 fitted_head = fit_head(
                     embedded.z,
                     embedded.labels,
-                    z_val,
+                    held_out.z[:],
                     held_out.labels,
                     num_classes=len(classes),
                     kind=head,
@@ -87,17 +87,21 @@ def fit_scorer(
             else:
                 own = own_values(backbone, selection, compute) if backbone.keep_output else None
                 fitted_head = fit_value_head(
-                    embedded.z,
+                    embedded.head_input,
                     train.values[embedded.images],
-                    z_val,
+                    held_out.head_input[:],
                     selection.values[held_out.images],
                     kind=head,
                     seed=options.seed,
                     device=compute.device,
                     val_mean=None if own is None else own[held_out.images],
+                    widths=embedded.widths,
+                    images=embedded.images,
                 ).to(compute.device)
     fused = backbone.fused(compute.precision)
-    return Scorer(train.preprocess, fused, projection, fitted_density, fitted_head, compute.precision)
+    head_layers = range(len(projection.positions), len(backbone.layers))
+    parts = (projection, fitted_density, fitted_head, compute.precision)
+    return Scorer(train.preprocess, fused, *parts, head_layers=head_layers)
 
 
 def own_values(backbone: Backbone, data: ImageDataset, compute: Compute) -> Float[Tensor, " n"]:
@@ -111,10 +115,12 @@ def own_values(backbone: Backbone, data: ImageDataset, compute: Compute) -> Floa
 class Embedded(NamedTuple):
     """The features of n labelled examples, ordered by class."""
 
-    z: FeatureMatrix  # (n, D) projected features, which the head reads
+    z: FeatureMatrix  # (n, D) projected features
+    head_input: FeatureMatrix  # what the head reads: z, and behind it pooled features of layers behind the projection's
     density_input: FeatureMatrix  # what the density reads: z itself, or (n, C) pooled features
     labels: Int[Tensor, " n"]  # class indices, ascending
     images: Int[Tensor, " n"]  # which image of the data set each one shows
+    widths: tuple[int, ...]  # columns of z, and of each other layer in head_input
 
 
 def embed(
@@ -132,26 +138,27 @@ def embed(
     They are written class by class, because a density reads one class at a time; with ``pooled``, pooled features lie
     beside z for a density that reads them.
     """
-    dim = projection.c_proj * projection.d_proj
-    channels = 0
-    if pooled:
-        with torch.inference_mode():
-            channels = average_positions(backbone(example_input(dataset.preprocess).to(compute.device))[0]).shape[1]
+    candidates = len(projection.positions)
+    with torch.inference_mode():
+        features = backbone(example_input(dataset.preprocess).to(compute.device))[0]
+    widths = (projection.c_proj * projection.d_proj, *(layer.shape[1] for layer in features[candidates:]))
+    channels = average_positions(features[:candidates]).shape[1] if pooled else 0
     features_of = feature_step(backbone, compute.precision)
 
     def read(images: Tensor) -> Tensor:
         features = features_of(images)
-        return torch.cat([projection(features), *([average_positions(features)] if pooled else [])], dim=1)
+        candidate = features[:candidates]
+        head_input = read_by_head(projection(candidate), features[candidates:])
+        return torch.cat([head_input, *([average_positions(candidate)] if pooled else [])], dim=1)
 
-    kept, labels, images = store_features(read, dim + channels, dataset, compute, file, reducer)
-    if not pooled:
-        return Embedded(kept, kept, labels, images)
-    return Embedded(
-        kept.map(lambda part: part[:, :dim], dim, kept.dtype),
-        kept.map(lambda part: part[:, dim:], channels, kept.dtype),
-        labels,
-        images,
-    )
+    kept, labels, images = store_features(read, sum(widths) + channels, dataset, compute, file, reducer)
+
+    def columns(first: int, count: int) -> FeatureMatrix:
+        return kept.map(lambda part: part[:, first : first + count], count, kept.dtype)
+
+    z = columns(0, widths[0])
+    density_input = columns(sum(widths), channels) if pooled else z
+    return Embedded(z, columns(0, sum(widths)), density_input, labels, images, widths)
 
 
 def store_features(

@@ -298,7 +298,7 @@ def fit_psc(
         gates = choose_gates(net, candidate.layers, scorer, train, val, selection, options)
         if gates.texture is not None:
             backbone = cut(net, (*candidate.layers, gates.texture.layer), train, compute, keep_output=base)
-            scorer = scorer.with_texture(backbone.fused(compute.precision), gates.texture.density)
+            scorer = scorer.with_backbone(backbone.fused(compute.precision), gates.texture.density)
     calibrated = calibrate(
         scorer,
         selection,

@@ -17,6 +17,7 @@ from psc_core.fitted import restore
 from psc_core.heads.base import Head, HeadOutput, UncertaintyDecomposition, ValueHead, ValueOutput, entropy
 from psc_core.heads.blr import BayesianLinearHead
 from psc_core.heads.duq import DuqHead
+from psc_core.heads.dve import DeepVecchiaHead
 from psc_core.heads.laplace import LaplaceHead
 from psc_core.heads.sngp import SngpHead
 
@@ -37,7 +38,7 @@ __all__ = [
 HEADS: Final[Mapping[str, type[Head]]] = {head.kind: head for head in (LaplaceHead, SngpHead, DuqHead)}
 """Heads of classifiers by kind."""
 
-VALUE_HEADS: Final[Mapping[str, type[ValueHead]]] = {head.kind: head for head in (BayesianLinearHead,)}
+VALUE_HEADS: Final[Mapping[str, type[ValueHead]]] = {head.kind: head for head in (BayesianLinearHead, DeepVecchiaHead)}
 """Heads of regressions by kind."""
 
 

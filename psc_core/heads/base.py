@@ -52,9 +52,16 @@ class StandardisedHead(Fitted):
 class ValueHead(StandardisedHead):
     """Base of the heads of a regression; subclasses add their ``layout``."""
 
+    reads_layers: ClassVar[bool] = False
+    """Whether it reads features of earlier layers, averaged over positions, beside z."""
+
     def forward(self, z: Float[Tensor, "batch dim"]) -> ValueOutput:
         """Mean and standard deviations of a batch of feature vectors."""
         raise NotImplementedError
+
+    def explain(self, z: Float[Tensor, "batch dim"]) -> dict[str, Tensor]:
+        """What it can say of how it came to its mean, images first; nothing by default."""
+        return {}
 
 
 class Head(StandardisedHead):

@@ -73,6 +73,11 @@ class FittedModel:
         return "+".join(self.layers)
 
     @property
+    def head_layers(self) -> tuple[str, ...]:
+        """What the head tells apart: z, by the candidate layer(s), and the other layers that it reads."""
+        return (self.layer, *(self.backbone.layers[position] for position in self.pipeline.scorer.head_layers))
+
+    @property
     def predictions(self) -> str:
         """``"psc"`` (the head on z) or ``"base"`` (the network's own output)."""
         return "base" if self.backbone.keep_output else "psc"
@@ -138,7 +143,7 @@ class FittedModel:
             "backbone": self.backbone.spec(),
             "projection": scorer.projection.config(),
             "density": scorer.density.config(),
-            "head": None if scorer.head is None else scorer.head.config(),
+            "head": None if scorer.head is None else {**scorer.head.config(), **self._other_layers()},
             "calibration": {"images": len(self.calibration), **({"entropy_weight": weight} if weight else {})},
             **({} if gates is None else {"gates": self._gates_config(gates)}),
             "collapse": self.report.get("collapse"),
@@ -155,6 +160,11 @@ class FittedModel:
             "images": gates.ascending.shape[1],
             "texture": None if texture is None else {"layer": layer, "density": texture.config()},
         }
+
+    def _other_layers(self) -> dict[str, list[str]]:
+        """Names of the layers that the head reads beside z, where there are some."""
+        others = self.head_layers[1:]
+        return {"layers": list(others)} if others else {}
 
     @classmethod
     def load(
@@ -202,6 +212,7 @@ class FittedModel:
             parts.head,
             manifest.precision,
             parts.texture,
+            parts.head_layers,
         ).to(target)
         weight = manifest.calibration.entropy_weight
         model = cls(

@@ -8,6 +8,7 @@
                                                                     └▶ head ─▶ p ─▶ entropy ──┘
 
 For a regression the head gives a mean and two standard deviations in place of p, and no gate reads its uncertainty.
+It may read earlier layers too, averaged over positions, behind z.
 
 :class:`Scorer` is everything that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  The
 density reads one of the two, and only a model with the gate ``texture`` an early layer.  Shapes are fixed and nothing
@@ -41,7 +42,8 @@ from psc_core.value_prediction import VALUE_SCORES
 class Embedding(NamedTuple):
     """What density and head read."""
 
-    z: Float[Tensor, "batch dim"]  # projected features, which the head reads
+    z: Float[Tensor, "batch dim"]  # projected features
+    head_input: Float[Tensor, "batch _"]  # z, and pooled features of the other layers that the head reads
     density_input: Float[Tensor, "batch _"]  # z itself, or features from :func:`average_positions`
     logits: Float[Tensor, "batch classes"] | None  # of the network, for base predictions
     early: Float[Tensor, "batch _"] | None  # pooled features of the early layer, for the gate "texture"
@@ -57,6 +59,13 @@ class Scored(NamedTuple):
 def average_positions(features: Sequence[Float[Tensor, "batch _ _"]]) -> Float[Tensor, "batch channels"]:
     """Features averaged over positions, float32, the layers side by side."""
     return torch.cat([layer.float().mean(2) for layer in features], dim=1)
+
+
+def read_by_head(
+    z: Float[Tensor, "batch dim"], others: Sequence[Float[Tensor, "batch _ _"]]
+) -> Float[Tensor, "batch _"]:
+    """z and the features of ``others`` averaged over positions, side by side."""
+    return torch.cat([z, average_positions(others)], dim=1) if others else z
 
 
 def ood_score_of(
@@ -85,6 +94,7 @@ class Scorer(nn.Module):
             standard deviations then stand beside the network's own output.
         precision: ``"fp32"`` or ``"bf16"`` of the backbone; everything after it is float32.
         texture: Density of the pooled features of the backbone's last layer, which is then none of the projection's.
+        head_layers: Positions, among the backbone's layers, of those that the head reads beside z.
     """
 
     scale: Tensor
@@ -99,6 +109,7 @@ class Scorer(nn.Module):
         head: Head | ValueHead | None,
         precision: Precision = "fp32",
         texture: Density | None = None,
+        head_layers: Sequence[int] = (),
     ) -> None:
         super().__init__()
         for name, part in zip(("scale", "shift"), preprocess.scale_and_shift(), strict=True):
@@ -109,6 +120,7 @@ class Scorer(nn.Module):
         self.density = density
         self.head = head
         self.texture = texture
+        self.head_layers = tuple(head_layers)
         self.precision = precision
         self.eval().requires_grad_(False)
 
@@ -117,9 +129,12 @@ class Scorer(nn.Module):
         """Of the columns of the packed outputs."""
         return VALUE_SCORES if isinstance(self.head, ValueHead) else SCORES
 
-    def with_texture(self, backbone: Backbone, texture: Density) -> Scorer:
+    def with_backbone(
+        self, backbone: Backbone | OnnxBackbone, texture: Density | None, head_layers: Sequence[int] = ()
+    ) -> Scorer:
         """A scorer that shares everything else; the last layer of ``backbone`` is the one that ``texture`` reads."""
-        return Scorer(self.preprocess, backbone, self.projection, self.density, self.head, self.precision, texture)
+        own = (self.projection, self.density, self.head, self.precision)
+        return Scorer(self.preprocess, backbone, *own, texture, head_layers)
 
     def standardise(self, images: Pixels) -> Inputs:
         """The network's input, as :meth:`Preprocess.standardise` with scale and shift on the device already."""
@@ -134,10 +149,12 @@ class Scorer(nn.Module):
     def embed(self, images: Pixels) -> Embedding:
         """What density and head read."""
         features, logits = self.features(self.standardise(images))
-        early = None if self.texture is None else average_positions([features.pop()])
-        z = self.projection(features)
-        density_input = average_positions(features) if self.density.input_kind == "pooled" else z
-        return Embedding(z, density_input, None if logits is None else logits.float(), early)
+        early = None if self.texture is None else average_positions(features[-1:])
+        candidate = features[: len(self.projection.positions)]
+        z = self.projection(candidate)
+        head_input = read_by_head(z, [features[position] for position in self.head_layers])
+        density_input = average_positions(candidate) if self.density.input_kind == "pooled" else z
+        return Embedding(z, head_input, density_input, None if logits is None else logits.float(), early)
 
     def score(self, embedding: Embedding) -> Scored:
         """Probabilities and scores from what density and head read.
@@ -148,7 +165,7 @@ class Scorer(nn.Module):
         log_density = self.density(embedding.density_input).log_density
         scores: dict[str, Tensor]
         if isinstance(self.head, ValueHead):
-            mean, aleatoric, deviation = self.head(embedding.z)
+            mean, aleatoric, deviation = self.head(embedding.head_input)
             probabilities = mean.new_empty(len(mean), 0)
             mean = mean if embedding.logits is None else embedding.logits[:, 0]
             scores = {"mean": mean, "aleatoric": aleatoric, "log_density": log_density, "epistemic": deviation}
@@ -173,10 +190,12 @@ class Scorer(nn.Module):
         return self.score(self.embed(images))
 
     def explain(self, embedding: Embedding) -> dict[str, Tensor]:
-        """Distances to all classes, the nearest class, whitened deviations, and how the head splits the entropy."""
+        """Distances to all classes, the nearest class, whitened deviations, and what the head has to say."""
         explanation = dict(self.density.explain(embedding.density_input)._asdict())
         if isinstance(self.head, Head):
             explanation.update(self.head.decompose(embedding.z)._asdict())
+        if isinstance(self.head, ValueHead):
+            explanation.update(self.head.explain(embedding.head_input))
         return explanation
 
 
@@ -220,8 +239,8 @@ class Pipeline(nn.Module):
     def with_backbone(self, backbone: Backbone | OnnxBackbone, precision: Precision | None = None) -> Pipeline:
         """A pipeline that shares everything else with this one; by default the precision too."""
         own = self.scorer
-        precision = precision or own.precision
-        scorer = Scorer(own.preprocess, backbone, own.projection, own.density, own.head, precision, own.texture)
+        parts = (own.projection, own.density, own.head, precision or own.precision, own.texture, own.head_layers)
+        scorer = Scorer(own.preprocess, backbone, *parts)
         return Pipeline(scorer, self.calibration_scores, self.entropy_weight, self.gates)
 
     def forward(self, images: Pixels) -> Float[Tensor, "batch columns"]:

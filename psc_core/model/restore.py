@@ -33,6 +33,7 @@ class Parts(NamedTuple):
     calibration: Calibration | ValueCalibration
     texture: Density | None  # of the gate "texture"
     gates: Gates | None
+    head_layers: tuple[int, ...]  # positions of those that the head reads beside z
 
 
 def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
@@ -49,7 +50,8 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
         if density.input_kind == "z" and len(density.mean) != dim:
             raise BundleError(f"expected density.sizes.dim to be {dim}, got {len(density.mean)}; fit the bundle again")
         restored = restore_head if manifest.target is None else restore_value_head
-        head = None if manifest.head is None else restored(manifest.head.model_dump(), tensors["head"])
+        fitted = None if manifest.head is None else manifest.head.model_dump(exclude={"layers"})
+        head = None if fitted is None else restored(fitted, tensors["head"])
         calibration = _restore_calibration(manifest, tensors["calibration"])
         check_rates(len(calibration), alpha=manifest.policy.alpha, coverage=manifest.policy.coverage)
         texture, gates = _restore_gates(manifest, tensors["gates"]) if manifest.gates else (None, None)
@@ -58,7 +60,9 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
         raise BundleError(f"{bundle.path}: {error}") from error
     except Exception as error:  # A hostile file can make a network's constructor fail in any way.
         raise BundleError(f"{bundle.path}: the manifest and the tensors do not fit together: {error}") from error
-    return Parts(backbone, projection, density, head, calibration, texture, gates)
+    layers = manifest.backbone.layers
+    head_layers = () if manifest.head is None else tuple(layers.index(name) for name in manifest.head.layers)
+    return Parts(backbone, projection, density, head, calibration, texture, gates, head_layers)
 
 
 def _restore_calibration(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Calibration | ValueCalibration:

@@ -42,7 +42,7 @@ def test_name_can_be_imported(name: str) -> None:
 
 def test_every_step_names_a_function() -> None:
     steps = re.findall(r"^\| \[.+?\]\(#.+?\) \|.*\| (.+?) \|$", PAGE.read_text(), re.MULTILINE)
-    assert len(steps) == 11
+    assert len(steps) == 12
     for step in steps:
         assert callable(resolve_name(step.strip("`")))
 

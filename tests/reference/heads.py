@@ -178,3 +178,47 @@ def choose_posterior(mean: Tensor, variances: dict[float, Tensor], labels: Tenso
     least = min(loss for loss, _ in found.values())
     chosen = min(precision for precision, (loss, _) in found.items() if loss <= least + cost)
     return chosen, found[chosen][1]
+
+
+def matern_covariance(x: Tensor, other: Tensor, signal: float) -> Tensor:
+    """Matérn 5/2 of points in length-scales, one pair at a time."""
+    covariance = torch.zeros(len(x), len(other), dtype=torch.float64)
+    for i, one in enumerate(x.double()):
+        for j, two in enumerate(other.double()):
+            r = math.sqrt(5) * (one - two).norm().item()
+            covariance[i, j] = signal * (1 + r + r * r / 3) * math.exp(-r)
+    return covariance
+
+
+def exact_process_nll(x: Tensor, t: Tensor, signal: float, noise: float) -> float:
+    """−log N(t; 0, K + τ² I) of all points together."""
+    covariance = matern_covariance(x, x, signal) + noise * torch.eye(len(x), dtype=torch.float64)
+    quadratic = (t.double() @ torch.linalg.inv(covariance) @ t.double()).item()
+    return 0.5 * (quadratic + torch.logdet(covariance).item() + len(x) * math.log(2 * math.pi))
+
+
+def process_given(x: Tensor, neighbours: Tensor, values: Tensor, signal: float, noise: float) -> tuple[float, float]:
+    """Mean and variance of the process at one point given some others, by a dense inverse."""
+    known = matern_covariance(neighbours, neighbours, signal) + noise * torch.eye(len(neighbours), dtype=torch.float64)
+    across = matern_covariance(x[None], neighbours, signal)[0]
+    weights = torch.linalg.inv(known) @ across
+    return (weights @ values.double()).item(), signal - (weights @ across).item()
+
+
+def nearest(x: Tensor, points: Tensor, m: int) -> list[int]:
+    """Positions of the m nearest points, the nearest first."""
+    return sorted(range(len(points)), key=lambda j: (points[j].double() - x.double()).norm().item())[:m]
+
+
+def product_of_experts(
+    means: list[float], variances: list[float], signals: list[float], noises: list[float]
+) -> tuple[float, float, float, list[float]]:
+    """Mean, variance, the noise's part of it, and the weights; ``variances`` include the noise."""
+    learned = [max(0.0, 0.5 * math.log((s + n) / v)) + 1e-6 for s, n, v in zip(signals, noises, variances, strict=True)]
+    beta = [each / sum(learned) for each in learned]
+    precisions = [b / v for b, v in zip(beta, variances, strict=True)]
+    variance = 1 / sum(precisions)
+    mean = variance * sum(p * m for p, m in zip(precisions, means, strict=True))
+    fractions = [n / v for n, v in zip(noises, variances, strict=True)]
+    noise = variance * sum(p * f for p, f in zip(precisions, fractions, strict=True)) / sum(precisions)
+    return mean, variance, noise, beta

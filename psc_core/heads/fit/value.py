@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from psc_core.errors import FitError, UsageError
 from psc_core.heads.base import ValueHead
 from psc_core.heads.fit.blr import fit_blr
 from psc_core.heads.fit.data import ValueData, fit_standardisation
+from psc_core.heads.fit.dve import fit_dve
 from psc_core.numerics.matrix import FeatureMatrix, check_features
 
-VALUE_FITS: Final[Mapping[str, Callable[[ValueData], ValueHead]]] = {"blr": fit_blr}
+VALUE_FITS: Final[Mapping[str, Callable[[ValueData], ValueHead]]] = {"blr": fit_blr, "dve": fit_dve}
 """The fit of each kind in :data:`psc_core.heads.VALUE_HEADS`."""
 
 
@@ -29,18 +30,22 @@ def fit_value_head(
     seed: int = 0,
     device: torch.device | str = "cpu",
     val_mean: Float[Tensor, " m"] | None = None,
+    widths: Sequence[int] | None = None,
+    images: Int[Tensor, " n"] | None = None,
 ) -> ValueHead:
     """Fit a head to the features and numbers of training images.
 
     Args:
-        z_train: Features of every training image, any float type, read in blocks.
+        z_train: Features of every training image, any float type, read in blocks; of several layers side by side.
         y_train: Number of each, in the target's unit.
         z_val: Features of the selection split, which free numbers are chosen on.
         y_val: Number of each.
         kind: One of :data:`psc_core.heads.VALUE_HEADS`.
-        seed: Draws training images where not all are needed.
+        seed: Draws training images where not all are needed, and orders them.
         device: Where to fit, and where the head is returned.
         val_mean: The network's own predictions for the selection split, if these are served in place of the head's.
+        widths: Columns of each layer, for a head that tells layers apart; by default there is one.
+        images: Which image of the training data each one is, for explanations; by default they are in its order.
 
     Raises:
         UsageError: An unknown kind.
@@ -61,11 +66,13 @@ def fit_value_head(
     data = ValueData(
         train=standardisation(train),
         train_values=(values - center) / scale,
+        train_images=(torch.arange(len(values)) if images is None else images).to(device),
         val=standardisation(val)[:],
         val_values=(y_val.double().to(device) - center) / scale,
         val_mean=None if val_mean is None else (val_mean.double().to(device) - center) / scale,
         center=center,
         scale=scale,
+        widths=(train.shape[1],) if widths is None else tuple(widths),
         seed=seed,
         standardisation=standardisation,
     )

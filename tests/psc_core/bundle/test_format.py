@@ -21,7 +21,7 @@ from psc_core.bundle.io import MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES
 from psc_core.bundle.manifest import MAX_ARGUMENT, PARTS, Manifest
 from psc_core.density import DENSITIES
 from psc_core.heads import HEADS, VALUE_HEADS
-from psc_core.heads.fit import sngp
+from psc_core.heads.fit import dve, sngp
 from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE
 from psc_core.model.outputs import Outputs
 from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS
@@ -133,17 +133,21 @@ def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, na
     assert {"accept", "abstain_ood"} <= set(theirs.decision)
 
 
-@pytest.mark.parametrize("predictions", ["psc", "base"])
+@pytest.mark.parametrize("fit", ["blr", "base", "dve", "dve-density"])
 def test_second_reader_agrees_on_a_regression(
-    angle_job: TinyJob, angle_bundle: Path, images: torch.Tensor, tmp_path: Path, predictions: str
+    angle_job: TinyJob, angle_bundle: Path, neighbours_bundle: Path, images: torch.Tensor, tmp_path: Path, fit: str
 ) -> None:
     from psc_core.cli.fit import main
 
-    path = angle_bundle
-    if predictions == "base":
-        path = tmp_path / "base"
-        flags = ("--predictions", "base", "--ood-score", "density", "--max-width", "60")
-        assert main([*angle_job.args, *flags, "--out", str(path)]) == 0
+    path = {"blr": angle_bundle, "dve": neighbours_bundle}.get(fit, tmp_path / fit)
+    flags = {
+        "base": ("--predictions", "base", "--ood-score", "density", "--max-width", "60"),
+        "dve-density": ("--head", "dve", "--ood-score", "density"),
+    }
+    if fit in flags:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dve, "STEPS", 20)
+            assert main([*angle_job.args, *flags[fit], "--out", str(path)]) == 0
     model, reader = PSCRegressor.load(path, device="cpu", allow_factories=ALLOW), SecondReader(path)
     with torch.inference_mode():
         features, output = model.pipeline.scorer.backbone(model.pipeline.scorer.standardise(images))
@@ -161,15 +165,18 @@ def test_second_reader_agrees_on_a_regression(
     assert {"accept", "abstain_ood"} <= set(theirs.decision)
 
 
-def test_regressions_fields_and_tensors_are_documented(angle_bundle: Path) -> None:
-    body = json.loads((angle_bundle / "manifest.json").read_text())
+@pytest.mark.parametrize("kind", VALUE_HEADS)
+def test_regressions_fields_and_tensors_are_documented(angle_bundle: Path, neighbours_bundle: Path, kind: str) -> None:
+    path = {"blr": angle_bundle, "dve": neighbours_bundle}[kind]
+    body = json.loads((path / "manifest.json").read_text())
+    assert body["head"]["kind"] == kind
     assert [name for name in fields(body) if name not in WORDS] == []
     body["provenance"].pop("settings"), body["provenance"].pop("model_args")
     assert [f for part in ("metrics", "provenance") for f in deep_names(body[part]) if f not in WORDS] == []
     section = TEXT.split("\n### Regression\n")[1].split("\n### ")[0]
     said = set(re.findall(r"`([a-z_]+)`", " ".join(re.findall(r"^\| (`.*?) \|", section, re.M))))
-    assert {*VALUE_HEADS["blr"].layout, "ood_scores", "residuals"} <= said
-    assert {*body["head"]["sizes"]} <= {"dim", "two"}
+    assert {*VALUE_HEADS[kind].layout, "ood_scores", "residuals"} <= said
+    assert {*body["head"]["sizes"]} <= WORDS
 
 
 def test_fits_cover_every_kind(bundles: dict[str, Path]) -> None:
@@ -252,7 +259,8 @@ def test_documented_fields_exist(bundles: dict[str, Path]) -> None:
     real = {name for path in bundles.values() for name in fields(json.loads((path / "manifest.json").read_text()))}
     real |= {"collapse.layers", *(f"collapse.{n}" for n in ("epsilon", "granularity", "pattern", "train_rows",
                                                             "val_rows", "notes", "seed", "measure"))}  # fmt: skip
-    real |= {"backbone.hooks.stop", "backbone.hooks.dropped", "target.name", "target.unit", "policy.max_width"}
+    real |= {"backbone.hooks.stop", "backbone.hooks.dropped", "target.name", "target.unit", "policy.max_width",
+             "head.layers"}  # fmt: skip
     sections = "|".join(Manifest.model_fields)
     dotted = {word for word in WORDS if re.fullmatch(rf"({sections})\.[a-z_.]+", word) and not word.endswith(".json")}
     assert dotted - real == {"collapse.csv", *(f"{part}.safetensors" for part in PARTS)}

@@ -75,7 +75,7 @@ def test_a_bundle_records_its_task(angle_bundle: Path) -> None:
     ("flags", "said"),
     [
         (("--task", "classification"), "give --task regression"),
-        (("--head", "laplace"), "expected a --head of blr"),
+        (("--head", "laplace"), "expected a --head of blr, dve"),
         (("--ood-score", "density+entropy"), "ood_score of a regression"),
         (("--coverage", "0.999"), "expected coverage"),
     ],

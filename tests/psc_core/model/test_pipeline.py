@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from psc_core import PSC
+from psc_core import PSC, PSCRegressor
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 33, 64])
@@ -27,3 +29,21 @@ def test_explanation_takes_one_pass(psc: PSC, monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(packed, expected)
     assert passes == [5]
     assert explanation["class_distances"].shape == (5, 10)
+
+
+def test_a_head_reads_earlier_layers_one_of_which_is_the_textures(neighbours_bundle: Path) -> None:
+    model = PSCRegressor.load(neighbours_bundle, device="cpu", allow_factories=("tests.tiny:network",))
+    scorer, layers = model.pipeline.scorer, model.backbone.layers
+    images = torch.randint(0, 256, (5, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        features, _ = scorer.backbone(scorer.standardise(images))
+        embedding = scorer.embed(images)
+        packed, explanation = model.pipeline.explain(images)
+    read = dict(zip(layers, features, strict=True))
+    names = [layers[position] for position in scorer.head_layers]
+    expected = torch.cat([embedding.z, *(read[name].mean(2) for name in names)], dim=1)
+    torch.testing.assert_close(embedding.head_input, expected)
+    assert embedding.early is not None and layers[-1] in names
+    torch.testing.assert_close(embedding.early, read[layers[-1]].mean(2))
+    assert explanation["neighbour_image"].shape == (5, 1 + len(names), 3)
+    torch.testing.assert_close(packed, model.predict(images).outputs.packed)
