@@ -29,12 +29,12 @@ from app.models.affordable import check_affordable
 from app.runtime import Runtime
 from app.service import Service
 from app.settings import Settings
-from psc_core.model.predictor import PSC
+from psc_core.model.load import Model, load_model
 from psc_core.version import __version__
 
 
 def create_app(
-    settings: Settings, models: Mapping[str, PSC] | None = None, *, runtime: Runtime | None = None
+    settings: Settings, models: Mapping[str, Model] | None = None, *, runtime: Runtime | None = None
 ) -> FastAPI:
     """The application.
 
@@ -53,9 +53,9 @@ def create_app(
 
     bundles = dict(settings.named_bundles)
 
-    def load(name: str) -> PSC:
+    def load(name: str) -> Model:
         check = partial(check_affordable, max_batch=settings.max_batch_size, seconds=settings.warmup_seconds)
-        return PSC.load(bundles[name], device=settings.device, allow_factories=settings.allow_factories, check=check)
+        return load_model(bundles[name], device=settings.device, allow_factories=settings.allow_factories, check=check)
 
     service = Service(
         settings,
@@ -78,7 +78,7 @@ def create_app(
     app = Application(
         title="PSC",
         version=__version__,
-        description="Image classification with uncertainty from probabilistic skip connections.",
+        description="Image classification and regression with uncertainty from probabilistic skip connections.",
         lifespan=lifespan,
         redirect_slashes=False,
         docs_url=None,  # FastAPI's would ask other hosts for Swagger UI.

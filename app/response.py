@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from psc_core.policy import Policy
+from psc_core.policy import Policy, ValuePolicy
 from psc_core.prediction import ImagePrediction
+from psc_core.target import Target
+from psc_core.value_prediction import ValuePrediction
 
 
 class Document(BaseModel):
@@ -28,3 +30,12 @@ class PredictResponse(Document):
     model: ModelRef
     policy: Policy = Field(description="The thresholds that were used.")
     predictions: list[ImagePrediction]
+
+
+class ValueResponse(Document):
+    """Predictions of a regression in the order of the images."""
+
+    model: ModelRef
+    target: Target = Field(description="What the numbers are.")
+    policy: ValuePolicy = Field(description="The thresholds that were used.")
+    predictions: list[ValuePrediction]

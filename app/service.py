@@ -18,7 +18,7 @@ from app.observability.metrics import Metrics
 from app.settings import Settings
 from psc_core import exit_codes
 from psc_core.errors import DeviceError, PSCError
-from psc_core.model.predictor import PSC
+from psc_core.model.load import Model
 
 logger = logging.getLogger("psc.service")
 
@@ -52,7 +52,7 @@ class Service:
         settings: Settings,
         keys: ApiKeys,
         names: Iterable[str],
-        load: Callable[[str], PSC],
+        load: Callable[[str], Model],
         *,
         on_models_changed: Callable[[], None],
         on_failure: Callable[[], None],

@@ -18,7 +18,7 @@ from psc_core.errors import UsageError
 from psc_core.faults import fault
 from psc_core.images.limits import DEFAULT_MAX_PIXELS, PILLOW_MAX_PIXELS
 from psc_core.model.backend_names import Backend
-from psc_core.policy import Alpha, AmbiguityThreshold, Coverage, Policy
+from psc_core.policy import Alpha, AmbiguityThreshold, Coverage, MaxWidth, Policy, ValuePolicy
 
 BACKLOG: Final = 2048  # Connections that may wait to be accepted.
 
@@ -132,8 +132,13 @@ class Settings(BaseSettings):
     ambiguity_threshold: AmbiguityThreshold | None = Field(
         default=None, description="`abstain_ambiguous` above this predictive entropy, nats; unset: the bundle's own."
     )
+    max_width: MaxWidth | None = Field(
+        default=None,
+        description="`abstain_uncertain` where an interval is wider, in the target's unit, of regressions; unset: the "
+        "bundle's own.",
+    )
     coverage: Coverage | None = Field(
-        default=None, description="Coverage of `prediction_set`; unset: the bundle's own."
+        default=None, description="Coverage of `prediction_set`, or of intervals; unset: the bundle's own."
     )
 
     api_keys: Keys = Field(
@@ -220,9 +225,9 @@ class Settings(BaseSettings):
         pairs = [entry.split("=", 1) if "=" in entry else ["", entry] for entry in self.bundle]
         return tuple((name or Path(path).resolve().name, Path(path)) for name, path in pairs)
 
-    def policy(self, default: Policy) -> Policy:
-        """The thresholds set here, over those of a bundle."""
-        own = {name: getattr(self, name) for name in Policy.model_fields}
+    def policy(self, default: Policy | ValuePolicy) -> Policy | ValuePolicy:
+        """The thresholds set here, over those of a bundle; of those only that it has."""
+        own = {name: getattr(self, name) for name in type(default).model_fields}
         return default.model_copy(update={name: value for name, value in own.items() if value is not None})
 
     @classmethod

@@ -14,6 +14,22 @@ VALUE_DECISIONS: Final[tuple[str, ...]] = get_args(ValueDecision)
 """Names of the decisions; :mod:`psc_core.model.decision` uses their positions as codes."""
 
 
+class NearExample(Document):
+    """A training image that the head went by."""
+
+    image: int = Field(ge=0, description="Its position in the training data, from 0.")
+    value: float = Field(description="Its number.")
+    distance: float = Field(ge=0, description="In length-scales of the layer.")
+
+
+class LayerNeighbours(Document):
+    """The nearest training images of one layer."""
+
+    layer: str
+    weight: float = Field(ge=0, le=1, description="What the layer counts for; those of all layers sum to 1.")
+    examples: list[NearExample] = Field(description="The nearest first.")
+
+
 class ValueExplanation(Document):
     """Why the image was decided as it was."""
 
@@ -21,6 +37,9 @@ class ValueExplanation(Document):
     bin_distances: list[float] = Field(description="Mahalanobis distance to each bin, in their order.")
     unusual_components: list[UnusualComponent] = Field(description="The most deviating ones, largest first.")
     calibration_rank: float = Field(description="The same number as `ood_p_value`.")
+    nearest_examples: list[LayerNeighbours] | None = Field(
+        default=None, description="Of each layer that the head `dve` reads; left out for other heads."
+    )
 
 
 class ValuePrediction(Document):

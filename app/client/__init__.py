@@ -1,6 +1,6 @@
 """A typed client of the service and its command line; imports nothing that needs torch."""
 
-from app.client.client import DEFAULT_URL, AsyncClient, Client, Retry
+from app.client.client import DEFAULT_URL, Answer, AsyncClient, Client, Retry
 from app.client.errors import (
     BadAnswer,
     ClientError,
@@ -13,12 +13,15 @@ from app.client.errors import (
     ServerFailed,
     Unavailable,
 )
-from app.response import ModelRef, PredictResponse
-from psc_core.policy import Policy
+from app.response import ModelRef, PredictResponse, ValueResponse
+from psc_core.policy import Policy, ValuePolicy
 from psc_core.prediction import ImagePrediction
+from psc_core.target import Target
+from psc_core.value_prediction import ValuePrediction
 
 __all__ = [
     "DEFAULT_URL",
+    "Answer",
     "AsyncClient",
     "BadAnswer",
     "Client",
@@ -35,5 +38,9 @@ __all__ = [
     "Refused",
     "Retry",
     "ServerFailed",
+    "Target",
     "Unavailable",
+    "ValuePolicy",
+    "ValuePrediction",
+    "ValueResponse",
 ]

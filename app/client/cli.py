@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from app.client import (
     ModelRef,
     Refused,
     ServerFailed,
+    ValuePrediction,
 )
 from psc_core import exit_codes
 from psc_core.images.formats import SUFFIXES
@@ -35,6 +37,7 @@ from psc_core.version import __version__
 URL_VARIABLE = "PSC_CLIENT_URL"
 KEY_VARIABLE = "PSC_CLIENT_API_KEY"
 _COLUMNS = ("image", "label", "confidence", "entropy", "log density", "p-value", "decision")
+_VALUE_COLUMNS = ("image", "mean", "deviation", "interval", "log density", "p-value", "decision")
 
 
 def main(
@@ -75,7 +78,7 @@ def parser(environment: Mapping[str, str] | None = None) -> argparse.ArgumentPar
     """The command line of ``psc-predict``; the default URL may come from ``environment``."""
     cli = argparse.ArgumentParser(
         prog="psc-predict",
-        description="Classify images with a running PSC service and show how far to trust each answer.",
+        description="Ask a running PSC service about images and show how far to trust each answer.",
         epilog=f"The API key, where the service wants one, is read from {KEY_VARIABLE}. Exit codes: 0 "
         "all images answered, 2 something you can change (file, flag, URL, key, busy service), 1 the service "
         "failed.",
@@ -110,18 +113,20 @@ def predict(client: Client, options: argparse.Namespace) -> int:
         ClientError: No image can be answered: the service cannot be reached, refuses the key, or failed.
     """
     rows: list[tuple[str, ...]] = []
-    failed = 0
+    failed, columns = 0, _COLUMNS
     try:
         for image, outcome in outcomes(client, list(files(options.images, options.recursive)), options):
             if isinstance(outcome, ClientError):
                 failed += 1
+            elif isinstance(outcome.prediction, ValuePrediction):
+                columns = _VALUE_COLUMNS
             if options.json:
                 print(json.dumps({"image": image, **_document(outcome)}, ensure_ascii=False), flush=True)
             else:
                 rows.append((image, f"error: {outcome}") if isinstance(outcome, ClientError) else _row(image, outcome))
     finally:
         if rows:
-            _print_table(rows)
+            _print_table(columns, rows)
     return failed
 
 
@@ -153,7 +158,7 @@ def _batch(client: Client, images: Sequence[str], model: str | None) -> list[Out
     if not images:
         return []
     try:
-        answer = client.predict(images, model=model)
+        answer = client.answer(images, model=model)
         return [Answered(answer.model, prediction) for prediction in answer.predictions]
     except ClientError as error:
         at = error.index
@@ -169,7 +174,7 @@ class Answered(NamedTuple):
     """An image's prediction and the model that made it."""
 
     model: ModelRef
-    prediction: ImagePrediction
+    prediction: ImagePrediction | ValuePrediction
 
 
 Outcome = Answered | ClientError
@@ -183,6 +188,16 @@ def _document(outcome: Outcome) -> dict[str, Any]:
 
 def _row(image: str, outcome: Answered) -> tuple[str, ...]:
     prediction = outcome.prediction
+    if isinstance(prediction, ValuePrediction):
+        return (
+            image,
+            f"{prediction.mean:.4g}",
+            f"{math.hypot(prediction.aleatoric, prediction.epistemic):.4g}",
+            f"{prediction.lower:.4g} … {prediction.upper:.4g}",
+            f"{prediction.log_density:.2f}",
+            f"{prediction.ood_p_value:.4f}",
+            prediction.decision,
+        )
     return (
         image,
         prediction.label,
@@ -194,12 +209,12 @@ def _row(image: str, outcome: Answered) -> tuple[str, ...]:
     )
 
 
-def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    whole = [_COLUMNS, *(row for row in rows if len(row) == len(_COLUMNS))]
+def _print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    whole = [columns, *(row for row in rows if len(row) == len(columns))]
     widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
-    widths[0] = max(len(row[0]) for row in (_COLUMNS, *rows))
-    text = {0, 1, len(_COLUMNS) - 1}
-    for row in (_COLUMNS, *rows):
+    widths[0] = max(len(row[0]) for row in (columns, *rows))
+    text = {0, 1, len(columns) - 1}
+    for row in (columns, *rows):
         cells = [
             cell.ljust(width) if number in text else cell.rjust(width)
             for number, (cell, width) in enumerate(zip(row, widths, strict=False))  # An error has two cells.

@@ -39,7 +39,7 @@ from app.client.errors import (
     Unavailable,
     retry_after_seconds,
 )
-from app.response import PredictResponse
+from app.response import PredictResponse, ValueResponse
 from psc_core.faults import fault
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
@@ -156,11 +156,28 @@ def _document(response: httpx.Response) -> dict[str, Any]:
     return document
 
 
-def _response(document: Mapping[str, Any]) -> PredictResponse:
+Answer = PredictResponse | ValueResponse
+"""Of a classifier, or of a regression."""
+
+
+def _response(document: Mapping[str, Any]) -> Answer:
+    kind: type[Answer] = ValueResponse if "target" in document else PredictResponse
     try:
-        return PredictResponse.model_validate(document, extra="ignore")  # A newer service may say more.
+        return kind.model_validate(document, extra="ignore")  # A newer service may say more.
     except ValidationError as error:
         raise BadAnswer(f"the answer is not a prediction ({fault(error.errors()[0])}); check the URL") from error
+
+
+def _of_classifier(answer: Answer) -> PredictResponse:
+    if isinstance(answer, ValueResponse):
+        raise BadAnswer(f"model {answer.model.name!r} predicts {answer.target}, not classes; use predict_values")
+    return answer
+
+
+def _of_regression(answer: Answer) -> ValueResponse:
+    if isinstance(answer, PredictResponse):
+        raise BadAnswer(f"model {answer.model.name!r} predicts classes, not a number; use predict")
+    return answer
 
 
 class _Base:
@@ -259,8 +276,43 @@ class Client(_Base):
             ClientError: See its subclasses.
         """
         params = {"top_k": top_k, "alpha": alpha, "ambiguity_threshold": ambiguity_threshold}
-        call = _predict_call(images, model, params, explain)
-        return _response(_document(self._send(call)))
+        return _of_classifier(self._ask(images, model, params, explain))
+
+    def predict_values(
+        self,
+        images: Sequence[ImageInput],
+        *,
+        model: str | None = None,
+        alpha: float | None = None,
+        max_width: float | None = None,
+        explain: bool = False,
+    ) -> ValueResponse:
+        """The number of each image, from a regression.
+
+        Args:
+            images: As of :meth:`predict`, and the others not named here.
+            model: Likewise.
+            alpha: Likewise.
+            max_width: Width of an interval, in the target's unit, above which a number is uncertain, in this request.
+            explain: Likewise.
+
+        Raises:
+            ClientError: See its subclasses.
+        """
+        return _of_regression(self._ask(images, model, {"alpha": alpha, "max_width": max_width}, explain))
+
+    def answer(self, images: Sequence[ImageInput], *, model: str | None = None) -> Answer:
+        """What a model of either kind says of images."""
+        return self._ask(images, model, {}, False)
+
+    def _ask(
+        self,
+        images: Sequence[ImageInput],
+        model: str | None,
+        params: Mapping[str, int | float | None],
+        explain: bool,
+    ) -> Answer:
+        return _response(_document(self._send(_predict_call(images, model, params, explain))))
 
     def model(self, name: str | None = None) -> dict[str, Any]:
         """Summary of a served model (the default one when ``None``), as ``GET /model`` gives it."""
@@ -319,6 +371,31 @@ class AsyncClient(_Base):
     ) -> PredictResponse:
         """As :meth:`Client.predict`; files are read on a thread."""
         params = {"top_k": top_k, "alpha": alpha, "ambiguity_threshold": ambiguity_threshold}
+        return _of_classifier(await self._ask(images, model, params, explain))
+
+    async def predict_values(
+        self,
+        images: Sequence[ImageInput],
+        *,
+        model: str | None = None,
+        alpha: float | None = None,
+        max_width: float | None = None,
+        explain: bool = False,
+    ) -> ValueResponse:
+        """As :meth:`Client.predict_values`."""
+        return _of_regression(await self._ask(images, model, {"alpha": alpha, "max_width": max_width}, explain))
+
+    async def answer(self, images: Sequence[ImageInput], *, model: str | None = None) -> Answer:
+        """As :meth:`Client.answer`."""
+        return await self._ask(images, model, {}, False)
+
+    async def _ask(
+        self,
+        images: Sequence[ImageInput],
+        model: str | None,
+        params: Mapping[str, int | float | None],
+        explain: bool,
+    ) -> Answer:
         call = await asyncio.to_thread(_predict_call, images, model, params, explain)
         return _response(_document(await self._send(call)))
 

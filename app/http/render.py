@@ -13,17 +13,20 @@ import numpy.typing as npt
 import orjson
 
 from app.models.served import Predicted, ServedModel
-from psc_core.model.decision import Decisions
+from psc_core.model.decision import Decisions, ValueDecisions
 from psc_core.model.outputs import FloatArray, Outputs
-from psc_core.policy import Policy
+from psc_core.policy import Policy, ValuePolicy
 from psc_core.prediction import DECISIONS, SCORES
+from psc_core.value_prediction import VALUE_DECISIONS, VALUE_SCORES
 
 UNUSUAL_COMPONENTS: Final = 5
 """How many components an explanation names."""
 
 
-def predict_response(served: ServedModel, policy: Policy, predicted: Predicted, *, top_k: int | None = None) -> bytes:
-    """The JSON of a :class:`app.response.PredictResponse`.
+def predict_response(
+    served: ServedModel, policy: Policy | ValuePolicy, predicted: Predicted, *, top_k: int | None = None
+) -> bytes:
+    """The JSON of a :class:`app.response.PredictResponse`, or of a :class:`app.response.ValueResponse`.
 
     Args:
         served: The model that answered.
@@ -32,12 +35,20 @@ def predict_response(served: ServedModel, policy: Policy, predicted: Predicted, 
         top_k: Give the ``top`` most probable classes in order instead of all ``probabilities``.
     """
     model, (outputs, decisions, explanation) = served.model, predicted
-    predictions = prediction_documents(outputs, decisions, model.classes, top_k=top_k)
-    if explanation:
-        for document, more in zip(predictions, explanation_documents(explanation, outputs, model.classes), strict=True):
-            document["explanation"] = more
+    explained: list[dict[str, Any]] = []
+    if isinstance(decisions, Decisions):
+        predictions = prediction_documents(outputs, decisions, model.classes, top_k=top_k)
+        if explanation:
+            explained = explanation_documents(explanation, outputs, model.classes)
+    else:
+        predictions = value_documents(outputs, decisions)
+        if explanation:
+            explained = value_explanation_documents(explanation, outputs, model.classes, model.head_layers)
+    for document, more in zip(predictions, explained, strict=False):
+        document["explanation"] = more
     document = {
         "model": {"name": served.name, "version": model.version, "layer": model.layer},
+        **({} if model.target is None else {"target": model.target.model_dump()}),
         "policy": policy.model_dump(),
         "predictions": predictions,
     }
@@ -72,6 +83,22 @@ def prediction_documents(
     return documents
 
 
+def value_documents(outputs: Outputs[FloatArray], decisions: ValueDecisions) -> list[dict[str, Any]]:
+    """One :class:`psc_core.value_prediction.ValuePrediction` for each image."""
+    of_gates = outputs.gate_p_values
+    return [
+        {
+            **{name: outputs[name][image] for name in VALUE_SCORES},
+            "lower": decisions.lower[image],
+            "upper": decisions.upper[image],
+            **({"gates": dict(zip(outputs.gates, of_gates[image], strict=True))} if outputs.gates else {}),
+            "is_ood": bool(decisions.is_ood[image]),
+            "decision": VALUE_DECISIONS[decisions.decision[image]],
+        }
+        for image in range(len(outputs))
+    ]
+
+
 def explanation_documents(
     explanation: Mapping[str, npt.NDArray[Any]], outputs: Outputs[FloatArray], classes: Sequence[str]
 ) -> list[dict[str, Any]]:
@@ -81,16 +108,12 @@ def explanation_documents(
     """
     documents = []
     for image in range(len(outputs)):
-        deviation = explanation["component_deviation"][image]
-        unusual = np.argsort(-np.abs(deviation), kind="stable")[:UNUSUAL_COMPONENTS].tolist()
         split = {name: explanation[name][image] for name in ("aleatoric", "epistemic") if name in explanation}
         documents.append(
             {
                 "nearest_class": classes[int(explanation["nearest_class"][image])],
                 "class_distances": np.ascontiguousarray(explanation["class_distances"][image]),
-                "unusual_components": [
-                    {"component": component, "deviation": float(deviation[component])} for component in unusual
-                ],
+                "unusual_components": _unusual_components(explanation["component_deviation"][image]),
                 "calibration_rank": float(outputs["ood_p_value"][image]),
                 "aleatoric": None,
                 "epistemic": None,
@@ -98,6 +121,53 @@ def explanation_documents(
             }
         )
     return documents
+
+
+def value_explanation_documents(
+    explanation: Mapping[str, npt.NDArray[Any]],
+    outputs: Outputs[FloatArray],
+    bins: Sequence[str],
+    head_layers: Sequence[str],
+) -> list[dict[str, Any]]:
+    """One :class:`psc_core.value_prediction.ValueExplanation` for each image."""
+    return [
+        {
+            "nearest_bin": bins[int(explanation["nearest_class"][image])],
+            "bin_distances": np.ascontiguousarray(explanation["class_distances"][image]),
+            "unusual_components": _unusual_components(explanation["component_deviation"][image]),
+            "calibration_rank": float(outputs["ood_p_value"][image]),
+            **(
+                {"nearest_examples": _nearest_examples(explanation, image, head_layers)}
+                if "neighbour_image" in explanation
+                else {}
+            ),
+        }
+        for image in range(len(outputs))
+    ]
+
+
+def _nearest_examples(
+    explanation: Mapping[str, npt.NDArray[Any]], image: int, layers: Sequence[str]
+) -> list[dict[str, Any]]:
+    """One :class:`psc_core.value_prediction.LayerNeighbours` for each layer that the head reads."""
+    names = ("neighbour_image", "neighbour_value", "neighbour_distance")
+    found = zip(layers, explanation["layer_weight"][image], *(explanation[name][image] for name in names), strict=True)
+    return [
+        {
+            "layer": layer,
+            "weight": float(weight),
+            "examples": [
+                {"image": int(position), "value": float(value), "distance": float(distance)}
+                for position, value, distance in zip(positions, values, distances, strict=True)
+            ],
+        }
+        for layer, weight, positions, values, distances in found
+    ]
+
+
+def _unusual_components(deviation: FloatArray) -> list[dict[str, Any]]:
+    unusual = np.argsort(-np.abs(deviation), kind="stable")[:UNUSUAL_COMPONENTS].tolist()
+    return [{"component": component, "deviation": float(deviation[component])} for component in unusual]
 
 
 def _most_probable(probabilities: FloatArray, classes: Sequence[str], count: int) -> list[dict[str, Any]]:

@@ -7,7 +7,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from app.response import Document
-from psc_core.policy import Policy
+from psc_core.policy import Policy, ValuePolicy
+from psc_core.target import Target
 
 
 class ProblemDocument(BaseModel):
@@ -61,9 +62,10 @@ class ModelDocument(Document):
     gates: list[str] = Field(description="What the OOD score is made of; empty for a model without gates.")
     device: str
     backend: str
-    classes: list[str]
+    target: Target | None = Field(description="The number that a regression predicts; null for a classifier.")
+    classes: list[str] = Field(description="Of a regression the bins of its target.")
     input: dict[str, Any] = Field(description="Preprocessing.")
-    policy: Policy
+    policy: Policy | ValuePolicy
     calibration: CalibrationDocument
     report: dict[str, Any] = Field(description="What fitting measured: collapse, metrics, provenance.")
     models: list[str] = Field(description="Names of all served models, the default first.")

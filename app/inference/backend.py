@@ -16,8 +16,8 @@ from torch import Tensor
 from psc_core.errors import NetworkError
 from psc_core.model.backend_names import Backend
 from psc_core.model.backends import available_backends, pipeline_on
+from psc_core.model.load import Model
 from psc_core.model.pipeline import Pipeline
-from psc_core.model.predictor import PSC
 
 logger = logging.getLogger("psc.backend")
 
@@ -45,7 +45,7 @@ _LONG_SECONDS: Final = 0.25
 
 
 def choose_backend(
-    model: PSC, wanted: Backend | Literal["auto"], *, max_batch: int, threads: int
+    model: Model, wanted: Backend | Literal["auto"], *, max_batch: int, threads: int
 ) -> tuple[Backend, Pipeline]:
     """The name of the backend and the pipeline that runs on it.
 

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 from psc_core.errors import BundleError
-from psc_core.model.predictor import PSC
+from psc_core.model.load import Model
 
 logger = logging.getLogger("psc.models")
 
@@ -35,7 +35,7 @@ _MEMORY_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 _MEMORY_USED: Final = Path("/sys/fs/cgroup/memory.current")
 
 
-def check_affordable(model: PSC, *, max_batch: int, seconds: float) -> None:
+def check_affordable(model: Model, *, max_batch: int, seconds: float) -> None:
     """Refuse a model whose full batch has no room in the device's memory, or that warms up for longer than ``seconds``.
 
     Raises:
@@ -62,7 +62,7 @@ def check_affordable(model: PSC, *, max_batch: int, seconds: float) -> None:
 
 
 @torch.inference_mode()
-def cost_of_an_image(model: PSC) -> tuple[int, int]:
+def cost_of_an_image(model: Model) -> tuple[int, int]:
     """Bytes of the largest output of a module, and floating-point operations, for one image."""
     largest = 0
 

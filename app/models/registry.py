@@ -16,7 +16,7 @@ from app.inference.engine import Phase
 from app.models.served import ModelStarter, ServedModel
 from app.observability.metrics import Metrics
 from psc_core.errors import DeviceError, PSCError
-from psc_core.model.predictor import PSC
+from psc_core.model.load import Model
 
 logger = logging.getLogger("psc.registry")
 
@@ -37,7 +37,7 @@ class Registry:
         self,
         starter: ModelStarter,
         names: Iterable[str],
-        load: Callable[[str], PSC],
+        load: Callable[[str], Model],
         metrics: Metrics,
         *,
         retire_within_s: float,

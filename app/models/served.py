@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy.typing as npt
 import torch
 
-from app.errors import UnattainableAlpha
+from app.errors import MalformedRequest, UnattainableAlpha
 from app.inference.backend import choose_backend
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
@@ -24,19 +24,19 @@ from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
 from app.observability.recorder import ModelRecorder
 from app.settings import Settings
-from psc_core.calibration.conformal import Thresholds
 from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.model.backend_names import Backend
-from psc_core.model.decision import Decisions, decide
+from psc_core.model.decision import AnyDecisions, AnyThresholds, decide_either
+from psc_core.model.load import Model
 from psc_core.model.outputs import FloatArray, Outputs
-from psc_core.model.predictor import PSC
+from psc_core.policy import Policy, ValuePolicy
 
 
 class Predicted(NamedTuple):
     """What is known of the images of one request."""
 
     outputs: Outputs[FloatArray]
-    decisions: Decisions
+    decisions: AnyDecisions
     explanation: dict[str, npt.NDArray[Any]]
     """Arrays by name, images first; empty unless asked for."""
 
@@ -55,31 +55,36 @@ class ServedModel:
     """
 
     name: str
-    model: PSC
+    model: Model
     backend: str
     engine: Engine
-    thresholds: Thresholds
+    thresholds: AnyThresholds
     recorder: ModelRecorder
 
-    def thresholds_with(self, *, alpha: float | None = None, ambiguity_threshold: float | None = None) -> Thresholds:
-        """The thresholds with a request's own.
+    def thresholds_with(self, **own: float | None) -> AnyThresholds:
+        """The thresholds with those of a request in place of the policy's of the same name; None keeps them.
 
         Raises:
+            MalformedRequest: A threshold that models of this kind do not have.
             UnattainableAlpha: The calibration images are too few for this alpha.
         """
-        own = {"alpha": alpha, "ambiguity_threshold": ambiguity_threshold}
         changes = {name: value for name, value in own.items() if value is not None}
         if not changes:
             return self.thresholds
+        policy = self.thresholds.policy
+        strange = [name for name in changes if name not in type(policy).model_fields]
+        if strange:
+            kind = "regression" if self.model.is_regression else "classifier"
+            raise MalformedRequest(f"model {self.name!r} is a {kind}, which has no {strange[0]}; leave it out")
         try:
-            return self.model.calibration.thresholds(self.thresholds.policy.model_copy(update=changes))
+            return thresholds_of(self.model, policy.model_copy(update=changes))
         except UsageError as error:
             raise UnattainableAlpha(str(error)) from error
 
     async def predict(
         self,
         images: Sequence[EncodedImage] | Images,
-        thresholds: Thresholds,
+        thresholds: AnyThresholds,
         *,
         disconnected: Callable[[], bool],
         explain: bool = False,
@@ -93,10 +98,16 @@ class ServedModel:
             explain: Compute explanations too.
         """
         result = await self.engine.predict(images, disconnected=disconnected, explain=explain)
-        outputs = Outputs(result.packed, self.model.gates)
-        decisions = decide(outputs, thresholds)
+        outputs = self.model.outputs(result.packed)
+        decisions = decide_either(outputs, thresholds)
         self.recorder.predicted(outputs, decisions)
         return Predicted(outputs, decisions, result.explanation)
+
+
+def thresholds_of(model: Model, policy: Policy | ValuePolicy) -> AnyThresholds:
+    """What a policy of the model's kind means for it; raises :class:`UsageError`."""
+    thresholds: AnyThresholds = model.calibration.thresholds(policy)  # type: ignore[arg-type]
+    return thresholds
 
 
 class ModelStarter:
@@ -116,7 +127,7 @@ class ModelStarter:
         self._decode_threads = settings.decode_threads or min(16, len(os.sched_getaffinity(0)))
         self._pool = ThreadPoolExecutor(self._decode_threads, thread_name_prefix="psc-decode")
 
-    async def start(self, name: str, model: PSC) -> ServedModel:
+    async def start(self, name: str, model: Model) -> ServedModel:
         """Build the engine of a model and warm it up.
 
         Raises:
@@ -127,7 +138,7 @@ class ModelStarter:
         settings = self._settings
         policy = settings.policy(model.policy)
         try:
-            thresholds = model.calibration.thresholds(policy)
+            thresholds = thresholds_of(model, policy)
         except UsageError as error:
             raise BundleError(f"model {name!r}: {error}") from error
         drift = DriftMonitor(

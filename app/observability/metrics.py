@@ -61,10 +61,10 @@ class Metrics:
     psc_predictions_total = Metric(
         Counter,
         ("model", "label"),
-        "Images answered, by predicted label; beyond 1,000 classes `(other)`.",
+        "Images answered, by predicted label; beyond 1,000 classes `(other)`; of a regression by its target's name.",
     )
     psc_ood_total = Metric(Counter, ("model",), "Images answered with is_ood true.")
-    psc_abstained_total = Metric(Counter, ("model", "reason"), "Images not accepted: `ood` or `ambiguous`.")
+    psc_abstained_total = Metric(Counter, ("model", "reason"), "Images not accepted: `ood`, `ambiguous`, `uncertain`.")
     psc_ood_p_value = Metric(Histogram, ("model",), "OOD p-values; uniform while nothing drifts.", buckets=_FRACTIONS)
     psc_predictive_entropy_nats = Metric(Histogram, ("model",), "Predictive entropies, nats.", buckets=_NATS)
     psc_log_density_nats = Metric(Histogram, ("model",), "Log densities of the features, nats.", buckets=_LOG_DENSITY)

@@ -16,9 +16,9 @@ from prometheus_client import Gauge
 
 from app.observability.drift import DriftMonitor, DriftState
 from app.observability.metrics import Metrics
-from psc_core.model.decision import ABSTAIN_AMBIGUOUS, ABSTAIN_OOD, Decisions
+from psc_core.model.decision import ABSTAIN_AMBIGUOUS, ABSTAIN_OOD, AnyDecisions, Decisions
+from psc_core.model.load import Model
 from psc_core.model.outputs import FloatArray, Outputs
-from psc_core.model.predictor import PSC
 
 logger = logging.getLogger("psc.drift")
 
@@ -28,7 +28,13 @@ MAX_LABELS: Final = 1000
 OTHER: Final = "(other)"
 
 _FLUSH_AT: Final = 4096
-_ABSTENTIONS: Final = {"ood": ABSTAIN_OOD, "ambiguous": ABSTAIN_AMBIGUOUS}
+
+
+def labels_of(decisions: AnyDecisions) -> npt.NDArray[np.int64]:
+    """Position of each image's label; a regression has one label, its target."""
+    if isinstance(decisions, Decisions):
+        return decisions.class_index
+    return np.zeros(len(decisions.decision), np.int64)
 
 
 class ModelRecorder:
@@ -44,23 +50,33 @@ class ModelRecorder:
     """
 
     def __init__(
-        self, name: str, model: PSC, *, alpha: float, queue_limit: int, metrics: Metrics, drift: DriftMonitor
+        self, name: str, model: Model, *, alpha: float, queue_limit: int, metrics: Metrics, drift: DriftMonitor
     ) -> None:
         self._name = name
-        self._labels = (*model.classes[:MAX_LABELS], *[OTHER] * (len(model.classes) - MAX_LABELS))
+        labels = model.classes if model.target is None else (model.target.name,)
+        self._labels = (*labels[:MAX_LABELS], *[OTHER] * (len(labels) - MAX_LABELS))
+        self._abstentions = {
+            "ood": ABSTAIN_OOD,
+            "uncertain" if model.is_regression else "ambiguous": ABSTAIN_AMBIGUOUS,
+        }
+        self._outputs_of = model.outputs
         self._alpha = alpha
         self.queue_limit = queue_limit
         self._identity = {"version": model.version, "layer": model.layer, "device": str(model.device)}
         self._metrics = metrics
         self._drift = drift
         self._hidden = False
-        self._predictions: list[tuple[Outputs[FloatArray], Decisions]] = []
+        self._predictions: list[tuple[Outputs[FloatArray], AnyDecisions]] = []
         self._batch_size = metrics.psc_batch_size.labels(model=name)
         self._inference_seconds = metrics.psc_inference_seconds.labels(model=name)
         self._queue_seconds = metrics.psc_queue_seconds.labels(model=name)
         self._decode_seconds = metrics.psc_decode_seconds.labels(model=name)
         self._histograms = {
-            "predictive_entropy": metrics.psc_predictive_entropy_nats.labels(model=name),
+            **(
+                {}
+                if model.is_regression
+                else {"predictive_entropy": metrics.psc_predictive_entropy_nats.labels(model=name)}
+            ),
             "log_density": metrics.psc_log_density_nats.labels(model=name),
             "ood_p_value": metrics.psc_ood_p_value.labels(model=name),
         }
@@ -82,7 +98,7 @@ class ModelRecorder:
         """A request's images were decoded."""
         self._decode_seconds.observe(seconds)
 
-    def predicted(self, outputs: Outputs[FloatArray], decisions: Decisions) -> None:
+    def predicted(self, outputs: Outputs[FloatArray], decisions: AnyDecisions) -> None:
         """Images were answered; call it on the event loop."""
         self._predictions.append((outputs, decisions))
         if len(self._predictions) >= _FLUSH_AT:
@@ -93,18 +109,18 @@ class ModelRecorder:
         if not self._predictions:
             return
         predictions, self._predictions = self._predictions, []
-        outputs = Outputs(np.concatenate([each.packed for each, _ in predictions]), predictions[0][0].gates)
+        outputs = self._outputs_of(np.concatenate([each.packed for each, _ in predictions]))
         name, metrics = self._name, self._metrics
         for score, histogram in self._histograms.items():
             for value in outputs[score].tolist():
                 histogram.observe(value)
-        n_by_class = np.bincount(np.concatenate([each.class_index for _, each in predictions]))
+        n_by_class = np.bincount(np.concatenate([labels_of(each) for _, each in predictions]))
         for index in n_by_class.nonzero()[0].tolist():
             images = int(n_by_class[index])
             metrics.psc_predictions_total.labels(model=name, label=self._labels[index]).inc(images)
         metrics.psc_ood_total.labels(model=name).inc(sum(int(each.is_ood.sum()) for _, each in predictions))
         decisions = np.concatenate([each.decision for _, each in predictions])
-        for reason, code in _ABSTENTIONS.items():
+        for reason, code in self._abstentions.items():
             metrics.psc_abstained_total.labels(model=name, reason=reason).inc(int((decisions == code).sum()))
         if not self._hidden:
             self._watch_drift(outputs["ood_p_value"])
@@ -118,7 +134,7 @@ class ModelRecorder:
         metrics.psc_ood_total.labels(model=name)
         for result in ("ok", "failed"):
             metrics.psc_reloads_total.labels(model=name, result=result)
-        for reason in _ABSTENTIONS:
+        for reason in self._abstentions:
             metrics.psc_abstained_total.labels(model=name, reason=reason)
         for label in set(self._labels):
             metrics.psc_predictions_total.labels(model=name, label=label)

@@ -25,6 +25,8 @@ MODULES = {
     "app.response": "response",
     "psc_core.policy": "policy",
     "psc_core.prediction": "prediction",
+    "psc_core.target": "target",
+    "psc_core.value_prediction": "value_prediction",
     "psc_core.faults": "faults",
     "psc_core.exit_codes": "exit_codes",
     "psc_core.images.formats": "formats",
@@ -40,7 +42,7 @@ build-backend = "setuptools.build_meta"
 [project]
 name = "psc-client"
 version = "{version}"
-description = "Client of a PSC service: image classification with uncertainty"
+description = "Client of a PSC service: image classification and regression with uncertainty"
 license = {{text = "Apache-2.0"}}
 requires-python = ">=3.11"
 dependencies = ["httpx>=0.28", "pydantic>=2.12"]

@@ -75,9 +75,7 @@ class Calibration:
         Raises:
             UsageError: ``alpha`` is not in (0, 1) or below ``1 / (n + 1)``.
         """
-        check_rates(len(self), alpha=alpha)
-        rank = ood_rank(alpha, len(self))
-        return self.ood_scores[len(self) - min(rank, len(self))].item()  # alpha within rounding of 1 gives rank n + 1
+        return ood_score_threshold(self.ood_scores, alpha)
 
     def set_threshold(self, coverage: float) -> float:
         """The smallest probability with which a class is in a prediction set (:mod:`psc_core.model.decision`).
@@ -148,6 +146,13 @@ def conformal_p_values(
     """
     count = ascending.shape[-1] + 1
     return (count - torch.searchsorted(ascending, ood_score)) / count  # NaN sorts above everything
+
+
+def ood_score_threshold(ascending: Float[Tensor, " n"], alpha: float) -> float:
+    """The OOD score above which a p-value among ``ascending`` scores is at most α; raises :class:`UsageError`."""
+    check_rates(len(ascending), alpha=alpha)
+    rank = ood_rank(alpha, len(ascending))
+    return ascending[len(ascending) - min(rank, len(ascending))].item()  # alpha within rounding of 1 gives rank n + 1
 
 
 def decision_p_value(alpha: float, n: int) -> float:

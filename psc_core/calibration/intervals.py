@@ -19,7 +19,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.calibration.conformal import MAXIMUM_SCORE, check_rates, decision_p_value
+from psc_core.calibration.conformal import (
+    MAXIMUM_SCORE,
+    check_rates,
+    decision_p_value,
+    ood_score_threshold,
+)
 from psc_core.errors import BundleError, FitError
 from psc_core.policy import ValuePolicy
 from psc_core.rates import tolerant_ceil
@@ -51,6 +56,10 @@ class ValueCalibration:
             UsageError: n is too small for its alpha or its coverage.
         """
         return ValueThresholds(policy, decision_p_value(policy.alpha, len(self)), self.deviations(policy.coverage))
+
+    def ood_score_threshold(self, alpha: float) -> float:
+        """As :meth:`psc_core.calibration.conformal.Calibration.ood_score_threshold`."""
+        return ood_score_threshold(self.ood_scores, alpha)
 
     def deviations(self, coverage: float) -> float:
         """q of the module's text.

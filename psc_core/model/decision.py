@@ -55,6 +55,18 @@ class ValueDecisions(NamedTuple):
     decision: npt.NDArray[np.int8]  # (n,) positions in :data:`psc_core.value_prediction.VALUE_DECISIONS`
 
 
+AnyThresholds = Thresholds | ValueThresholds
+AnyDecisions = Decisions | ValueDecisions
+"""Of either kind of model."""
+
+
+def decide_either(outputs: Outputs[FloatArray], thresholds: AnyThresholds) -> AnyDecisions:
+    """Apply the thresholds of either kind."""
+    if isinstance(thresholds, ValueThresholds):
+        return decide_values(outputs, thresholds)
+    return decide(outputs, thresholds)
+
+
 def decide_values(outputs: Outputs[FloatArray], thresholds: ValueThresholds) -> ValueDecisions:
     """Apply thresholds to the outputs of n images of a regression."""
     mean, half = outputs["mean"], thresholds.deviations * np.hypot(outputs["aleatoric"], outputs["epistemic"])

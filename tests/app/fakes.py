@@ -15,10 +15,13 @@ from PIL import Image
 from torch import Tensor
 
 from psc_core.calibration.conformal import Calibration
+from psc_core.calibration.intervals import ValueCalibration
 from psc_core.images.preprocess import Preprocess
-from psc_core.model.outputs import pack
-from psc_core.policy import Policy
+from psc_core.model.outputs import Matrix, Outputs, pack
+from psc_core.policy import Policy, ValuePolicy
 from psc_core.prediction import SCORES
+from psc_core.target import Target
+from psc_core.value_prediction import VALUE_SCORES
 
 CLASSES = ("dark", "middle", "bright")
 PREPROCESS = Preprocess("L", 8, 8, None, (0.5,), (0.5,))
@@ -115,6 +118,9 @@ class FakeModel:
     policy: Policy = field(default_factory=lambda: Policy(alpha=0.2, ambiguity_threshold=0.5, coverage=0.9))
     preprocess: Preprocess = PREPROCESS
     classes: tuple[str, ...] = CLASSES
+    target: Target | None = None
+    is_regression: bool = False
+    head_layers: tuple[str, ...] = ("layer3",)
     layer: str = "layer3"
     predictions: str = "psc"
     epistemic_unit: str = "fraction"
@@ -130,6 +136,49 @@ class FakeModel:
             num_classes=3,
         )
     )
+
+    def outputs(self, packed: Matrix) -> Outputs[Matrix]:
+        """Packed outputs, read by name."""
+        return Outputs(packed, self.gates)
+
+
+class FakeValuePipeline(FakePipeline):
+    """Predicts the brightness in per cent; the p-value is that of the other one."""
+
+    def __call__(self, images: Tensor, /) -> Tensor:
+        of_classes = Outputs(super().__call__(images), ())
+        brightness = images.float().mean((1, 2, 3)) / 2.55
+        scores = {name: of_classes[name] for name in ("log_density", "ood_score", "ood_p_value")} | {
+            "mean": brightness,
+            "aleatoric": torch.full_like(brightness, 3.0),
+            "epistemic": 0.04 * brightness,
+        }
+        return pack(scores, brightness.new_empty(len(images), 0), names=VALUE_SCORES)
+
+    def explain(self, images: Tensor, /) -> tuple[Tensor, Mapping[str, Tensor]]:
+        _, told = super().explain(images)
+        near = torch.arange(3.0).expand(len(images), 2, 3)
+        neighbours = {"neighbour_image": near, "neighbour_value": 10 * near, "neighbour_distance": near}
+        return self(images), {**told, **neighbours, "layer_weight": torch.tensor([0.75, 0.25]).expand(len(images), 2)}
+
+
+@dataclass
+class FakeValueModel(FakeModel):
+    """The same of a regression."""
+
+    pipeline: FakePipeline = field(default_factory=FakeValuePipeline)
+    policy: Any = field(default_factory=lambda: ValuePolicy(alpha=0.2, max_width=14.0, coverage=0.9))
+    target: Target | None = field(default_factory=lambda: Target(name="brightness", unit="%"))
+    is_regression: bool = True
+    head_layers: tuple[str, ...] = ("layer3", "layer1")
+    calibration: Any = field(
+        default_factory=lambda: ValueCalibration(
+            ood_scores=torch.linspace(-5.0, 0.0, 99), residuals=torch.linspace(0.0, 2.2, 99)
+        )
+    )
+
+    def outputs(self, packed: Matrix) -> Outputs[Matrix]:
+        return Outputs(packed, self.gates, VALUE_SCORES)
 
 
 def pixels(value: int, *, first: int | None = None, size: int = 8) -> np.ndarray[Any, np.dtype[np.uint8]]:

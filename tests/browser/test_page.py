@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.app.fakes import FakeModel, FakePipelineWithGates, pixels, png
+from tests.app.fakes import FakeModel, FakePipelineWithGates, FakeValueModel, pixels, png
 from tests.app.live import live_server
 from tests.served import GUARD_SECONDS
 
@@ -190,6 +190,39 @@ def test_names_the_gate_that_alarmed(driver: Driver, files: dict[str, Path]) -> 
         assert text_in(clear, ".decision") == "✓ Accept"
         assert text_in(clear, ".gates") == "strange texture 0, unknown kind 1"
         assert text_in(strange, ".decision") == "! Abstain: strange texture, unknown kind"
+        assert errors(driver) == []
+
+
+def test_shows_numbers_and_decides_by_their_intervals(driver: Driver, files: dict[str, Path]) -> None:
+    with live_server({"m": FakeValueModel()}) as url:
+        driver.get(url)
+        until(lambda: "predicts brightness" in text(driver, "#model"))
+        assert text(driver, "#threshold-name") == ""  # Nothing is shown yet.
+        names = ("clear", "between", "strange")
+        choose(driver, *(files[name] for name in names))
+        until(lambda: text(driver, "#status") == "3 of 3 images classified.")
+        assert text(driver, "#threshold-name") == "Uncertain where wider than, %"
+        clear, between, strange = (card(driver, f"{name}.png") for name in names)
+        assert text_in(between, ".label") == "25.1 %" and text_in(between, ".confidence") == "± 3.16"
+        assert text_in(between, ".decision") == "✓ Accept"
+        assert text_in(clear, ".decision") == "? Abstain: the interval is too wide"
+        assert "Abstain: unlike the known images" in strange.text
+        assert text_in(clear, ".unsure-name") == "Deviation" and text_in(clear, ".entropy") == "noise 3, model 4"
+        assert text_in(clear, ".set") == "90 to 110 %"
+        clear.find_element("css selector", ".explain").click()
+        until(lambda: "Nearest training images after layer3" in card(driver, "clear.png").text)
+        assert "which counts for 75.0 %: 0 % (image 0), 10 % (image 1)" in card(driver, "clear.png").text
+        for max_width in (1, 16, 100):
+            driver.execute_script(
+                "const field = document.getElementById('threshold'); field.value = arguments[0];"
+                "field.dispatchEvent(new Event('input', {bubbles: true}));",
+                str(max_width),
+            )
+            for name in names:
+                sent = {"images": (f"{name}.png", files[name].read_bytes())}
+                answer = httpx.post(f"{url}/predict", files=sent, params={"max_width": max_width}).json()
+                badge = card(driver, f"{name}.png").find_element("css selector", ".decision")
+                assert badge.get_attribute("data-decision") == answer["predictions"][0]["decision"], (name, max_width)
         assert errors(driver) == []
 
 

@@ -2,6 +2,7 @@
 
 import { gateList, inWords } from "./decide.js";
 import { nats, number, percent } from "./format.js";
+import { measured } from "./kinds.js";
 import { drawHistogram } from "./plots.js";
 
 const SHOWN_CLASSES = 5;
@@ -35,38 +36,60 @@ export function show(card, { said, decision }, policy, model) {
   mark(card, decision, inWords(decision, said));
   const isKnown = decision !== "abstain_ood";
   find("answer").classList.toggle("unsure", !isKnown);
-  find("hint").textContent = isKnown ? "" : "if it were one of the classes: ";
-  find("label").textContent = said.label;
-  find("confidence").textContent = percent(said.confidence);
+  if (model.target) showNumber(find, said, policy, model, isKnown);
+  else showClass(find, said, policy, model, isKnown);
   find("answer").hidden = false;
-  find("classes").replaceChildren(...classBars(said, model));
-  find("entropy").textContent = nats(said.predictive_entropy);
-  const highest = Math.log(model.classes.length);
-  find("entropy-limit").textContent =
-    policy.ambiguity_threshold < highest ? `ambiguous above ${number(policy.ambiguity_threshold)}` : "none is ambiguous";
   find("p-value").textContent = number(said.ood_p_value);
   find("p-limit").textContent = `out of distribution up to ${number(policy.alpha)}`;
   find("gates").textContent = gateList(said, number);
   find("gates").parentElement.hidden = !said.gates;
   find("ood-score").textContent = nats(said.ood_score);
-  find("set").textContent = said.prediction_set.join(", ") || "none of the classes";
   find("details").hidden = false;
   find("why").querySelector("ul").replaceChildren(...reasons(said.explanation, model));
   drawHistogram(find("histogram"), model, policy.alpha, said.ood_score);
 }
 
+function showClass(find, said, policy, model, isKnown) {
+  find("hint").textContent = isKnown ? "" : "if it were one of the classes: ";
+  find("label").textContent = said.label;
+  find("confidence").textContent = percent(said.confidence);
+  find("classes").replaceChildren(...classBars(said, model));
+  find("unsure-name").textContent = "Entropy";
+  find("entropy").textContent = nats(said.predictive_entropy);
+  const highest = Math.log(model.classes.length);
+  find("entropy-limit").textContent =
+    policy.ambiguity_threshold < highest ? `ambiguous above ${number(policy.ambiguity_threshold)}` : "none is ambiguous";
+  find("set").textContent = said.prediction_set.join(", ") || "none of the classes";
+}
+
+function showNumber(find, said, policy, model, isKnown) {
+  find("hint").textContent = isKnown ? "" : "if it were like the known images: ";
+  find("label").textContent = measured(said.mean, model);
+  find("confidence").textContent = `± ${number(Math.hypot(said.aleatoric, said.epistemic))}`;
+  find("classes").replaceChildren();
+  find("unsure-name").textContent = "Deviation";
+  find("entropy").textContent = `noise ${number(said.aleatoric)}, model ${number(said.epistemic)}`;
+  find("entropy-limit").textContent =
+    policy.max_width === null ? "none is uncertain" : `uncertain where wider than ${measured(policy.max_width, model)}`;
+  find("set").textContent = `${number(said.lower)} to ${measured(said.upper, model)}`;
+}
+
 function reasons(explanation, model) {
-  const nearest = explanation.class_distances
+  const nearest = (explanation.class_distances ?? explanation.bin_distances)
     .map((distance, index) => ({ distance, name: model.classes[index] }))
     .sort((a, b) => a.distance - b.distance)
     .slice(0, NEAREST);
   const lines = [
-    `Nearest classes: ${nearest.map(({ name, distance }) => `${name} (${number(distance)})`).join(", ")}`,
+    `${model.target ? "Nearest bins" : "Nearest classes"}: ${nearest.map(({ name, distance }) => `${name} (${number(distance)})`).join(", ")}`,
     `Most unusual components: ${explanation.unusual_components
       .map(({ component, deviation }) => `${component} (${number(deviation)} σ)`)
       .join(", ")}`,
   ];
-  if (explanation.aleatoric !== null) {
+  for (const { layer, weight, examples } of explanation.nearest_examples ?? []) {
+    const shown = examples.map(({ image, value }) => `${measured(value, model)} (image ${image})`).join(", ");
+    lines.push(`Nearest training images after ${layer}, which counts for ${percent(weight)}: ${shown}`);
+  }
+  if (typeof explanation.aleatoric === "number") {
     lines.push(`Of the entropy, ${nats(explanation.aleatoric)} are the image's, ${nats(explanation.epistemic)} the model's`);
   }
   return lines.map((text) => Object.assign(document.createElement("li"), { textContent: text }));

@@ -1,8 +1,11 @@
 // What a prediction means under thresholds, as the service decides it.
 
+import { limitOf, uncertainty } from "./kinds.js";
+
 export const DECISIONS = {
   accept: "✓ Accept",
   abstain_ambiguous: "? Abstain: several classes fit",
+  abstain_uncertain: "? Abstain: the interval is too wide",
   abstain_ood: "! Abstain: unlike the known images",
 };
 
@@ -16,7 +19,8 @@ export function isOod(p, alpha, calibrationImages) {
 
 export function decide(said, policy, calibrationImages) {
   if (isOod(said.ood_p_value, policy.alpha, calibrationImages)) return "abstain_ood";
-  return said.predictive_entropy > policy.ambiguity_threshold ? "abstain_ambiguous" : "accept";
+  if (uncertainty(said) <= limitOf(policy)) return "accept";
+  return "mean" in said ? "abstain_uncertain" : "abstain_ambiguous";
 }
 
 // The decision in words; of an image out of distribution, the gate with the smallest p-value says why.

@@ -3,7 +3,8 @@
 import { getExample, getExamples, getLive, getModel, predict, Problem, useKey } from "./api.js";
 import { mark, newCard, show } from "./cards.js";
 import { decide } from "./decide.js";
-import { number, percent } from "./format.js";
+import { percent } from "./format.js";
+import { summary, thresholdName, thresholdOf, thresholdText } from "./kinds.js";
 import { drawMap } from "./plots.js";
 
 const PARALLEL = 4;
@@ -28,7 +29,7 @@ async function loadModel(name = null) {
   }
   const version = model.version ? ` · version ${model.version.slice(0, 12)}` : "";
   element("model").textContent =
-    `${model.name}${version} · ${model.classes.length} classes · layer ${model.layer} · α = ${model.policy.alpha}`;
+    `${model.name}${version} · ${summary(model)} · layer ${model.layer} · α = ${model.policy.alpha}`;
   element("expects").textContent = expects(model.input);
   element("models").replaceChildren(...model.models.map((each) => new Option(each, each, false, each === model.name)));
   element("models-field").hidden = model.models.length < 2;
@@ -47,14 +48,16 @@ function resetPolicy() {
   policy = { ...model.policy };
   element("alpha").min = 1 / (model.calibration.images + 1);
   element("alpha").value = policy.alpha;
-  element("threshold").value = Number(Math.min(policy.ambiguity_threshold, Math.log(model.classes.length)).toPrecision(4));
+  element("threshold-name").textContent = thresholdName(model);
+  element("threshold").value = thresholdText(policy, model);
   decideAgain();
 }
 
 function changePolicy() {
   const [alpha, threshold] = [element("alpha"), element("threshold")];
   if (alpha.checkValidity() && alpha.value !== "") policy.alpha = alpha.valueAsNumber;
-  if (threshold.checkValidity() && threshold.value !== "") policy.ambiguity_threshold = threshold.valueAsNumber;
+  if (threshold.checkValidity() && threshold.value !== "") policy[thresholdOf(model)] = threshold.valueAsNumber;
+  if (model.target && threshold.validity.valid && threshold.value === "") policy.max_width = null;
   decideAgain();
 }
 
@@ -64,7 +67,7 @@ function decideAgain() {
     image.decision = decide(image.said, policy, model.calibration.images);
     show(image.card, image, policy, model);
   }
-  const isOwn = policy.alpha === model.policy.alpha && policy.ambiguity_threshold === model.policy.ambiguity_threshold;
+  const isOwn = Object.keys(policy).every((name) => policy[name] === model.policy[name]);
   element("policy-note").textContent = isOwn ? "" : "These thresholds are this page's; the service keeps its own.";
   element("map-section").hidden = done.length === 0;
   const dots = done.map(({ said, decision, file, id }) => ({ said, decision, name: file.name, id }));

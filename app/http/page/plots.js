@@ -2,6 +2,7 @@
 
 import { isOod } from "./decide.js";
 import { number } from "./format.js";
+import { axisOf, limitOf, uncertainty } from "./kinds.js";
 
 const MAP = { width: 480, height: 250, left: 40, right: 12, top: 26, bottom: 38 };
 const SVG = "http://www.w3.org/2000/svg";
@@ -22,7 +23,7 @@ const line = (name, x1, y1, x2, y2) => shape("line", name, { x1, y1, x2, y2 });
 export function drawMap(svg, images, policy, model) {
   const { width, height, left, right, top, bottom } = MAP;
   const smallest = 1 / (model.calibration.images + 1);
-  const highest = Math.log(model.classes.length);
+  const { highest, title } = axisOf(model, policy, images);
   const x = (p) => left + ((width - left - right) * Math.log(Math.max(p, smallest))) / Math.log(smallest);
   const y = (entropy) => height - bottom - ((height - top - bottom) * entropy) / highest;
   const parts = [line("axis", left, height - bottom, width - right, height - bottom), line("axis", left, top, left, height - bottom)];
@@ -33,19 +34,19 @@ export function drawMap(svg, images, policy, model) {
     parts.push(shape("text", "tick end", { x: left - 5, y: y(entropy) + 4 }, number(entropy)));
   }
   parts.push(shape("text", "title middle", { x: (left + width) / 2, y: height - 6 }, "stranger (p-value) →"));
-  parts.push(shape("text", "title", { x: 0, y: 13 }, "↑ more ambiguous (nats)"));
+  parts.push(shape("text", "title", { x: 0, y: 13 }, title));
   const limit = x(policy.alpha);
   const [anchor, gap] = limit > width - 100 ? ["tick end", -4] : ["tick", 4];
   parts.push(line("threshold", limit, top, limit, height - bottom));
   parts.push(shape("text", anchor, { x: limit + gap, y: top + 8 }, `α = ${number(policy.alpha)}`));
-  if (policy.ambiguity_threshold < highest) {
-    const level = y(policy.ambiguity_threshold);
+  if (limitOf(policy) < highest) {
+    const level = y(limitOf(policy));
     parts.push(line("threshold", left, level, limit, level));
-    parts.push(shape("text", "tick", { x: left + 4, y: level - 4 }, "ambiguous above"));
+    parts.push(shape("text", "tick", { x: left + 4, y: level - 4 }, model.target ? "uncertain above" : "ambiguous above"));
   }
   for (const { said, decision, name, id } of images) {
     const link = shape("a", "", { href: `#${id}`, "aria-label": `${name}: ${decision}` });
-    const dot = shape("circle", "dot", { cx: x(said.ood_p_value), cy: y(said.predictive_entropy), r: 5 });
+    const dot = shape("circle", "dot", { cx: x(said.ood_p_value), cy: y(uncertainty(said)), r: 5 });
     dot.dataset.decision = decision;
     dot.append(shape("title", "", {}, name));
     link.append(dot);

@@ -8,14 +8,15 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from app.errors import MalformedRequest
 from app.http.disconnect import has_disconnected
 from app.http.openapi import IMAGES_BODY, responses
 from app.http.query import parse_query, query_parameters
 from app.http.render import predict_response
 from app.http.uploads import UploadLimits, read_images
-from app.response import PredictResponse
+from app.response import PredictResponse, ValueResponse
 from app.service import service_to_predict
-from psc_core.policy import Alpha, AmbiguityThreshold
+from psc_core.policy import Alpha, AmbiguityThreshold, MaxWidth
 
 
 class PredictQuery(BaseModel):
@@ -35,12 +36,17 @@ class PredictQuery(BaseModel):
         description="`is_ood` when p ≤ alpha, for this request; at least 1/(n + 1) for n calibration images.",
     )
     ambiguity_threshold: AmbiguityThreshold | None = Field(
-        default=None, description="`abstain_ambiguous` above this predictive entropy (nats), for this request."
+        default=None,
+        description="`abstain_ambiguous` above this predictive entropy (nats), for this request; of classifiers.",
+    )
+    max_width: MaxWidth | None = Field(
+        default=None,
+        description="`abstain_uncertain` where the interval is wider, for this request; of regressions.",
     )
 
 
 _ROUTE: Final[dict[str, Any]] = {
-    "response_model": PredictResponse,
+    "response_model": PredictResponse | ValueResponse,
     "responses": responses(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504),
     "openapi_extra": {"requestBody": IMAGES_BODY, "parameters": query_parameters(PredictQuery)},
 }
@@ -48,13 +54,16 @@ _ROUTE: Final[dict[str, Any]] = {
 router = APIRouter(tags=["predict"])
 
 
-@router.post("/predict", summary="Classify images with the default model", **_ROUTE)
+@router.post("/predict", summary="Predict with the default model", **_ROUTE)
 async def predict(request: Request) -> Response:
-    """Label, probabilities, entropy, log density, OOD p-value, decision and prediction set of each image."""
+    """Label, probabilities, entropy, log density, OOD p-value, decision and prediction set of each image.
+
+    Of a regression the number, its deviations and interval in place of label, probabilities, entropy and set.
+    """
     return await _predict(request, None)
 
 
-@router.post("/models/{name}/predict", summary="Classify images with a model by name", **_ROUTE)
+@router.post("/models/{name}/predict", summary="Predict with a model by name", **_ROUTE)
 async def predict_with(request: Request, name: str) -> Response:
     """As `/predict`, with the named model."""
     return await _predict(request, name)
@@ -68,7 +77,11 @@ async def _predict(request: Request, name: str | None) -> Response:
     limits = UploadLimits(settings.max_images_per_request, settings.max_fields, settings.upload_seconds)
     images = await read_images(request, limits)
     served = registry.get(name)  # After the body: a reload may have swapped it meanwhile.
-    thresholds = served.thresholds_with(alpha=query.alpha, ambiguity_threshold=query.ambiguity_threshold)
+    if query.top_k is not None and served.model.is_regression:
+        raise MalformedRequest(f"model {served.name!r} is a regression, which has no top_k classes; leave it out")
+    thresholds = served.thresholds_with(
+        alpha=query.alpha, ambiguity_threshold=query.ambiguity_threshold, max_width=query.max_width
+    )
     disconnected = partial(has_disconnected, request.receive)
     predicted = await served.predict(images, thresholds, disconnected=disconnected, explain=query.explain)
     body = predict_response(served, thresholds.policy, predicted, top_k=query.top_k)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from starlette.types import Receive
 
-from app.errors import UnknownModel
+from app.errors import MalformedRequest, UnknownModel
 from app.http.disconnect import has_disconnected
 from app.http.uploads import parse
 from app.http.v2.schemas import GATES, InferRequest, outputs_of
@@ -19,7 +19,7 @@ from app.inference.decoder import EncodedImage
 from app.inference.request import Images
 from app.models.served import ServedModel
 from app.service import Service
-from psc_core.model.decision import Decisions
+from psc_core.model.decision import AnyDecisions, Decisions
 from psc_core.model.outputs import FloatArray, Outputs
 
 DATATYPES: Final[Mapping[str, Datatype]] = {"is_ood": "BOOL", "label": "BYTES", "class_index": "INT64"}
@@ -91,13 +91,26 @@ async def infer(
         thresholds,
         disconnected=partial(has_disconnected, receive),
     )
-    as_binary = wanted.binary_outputs(outputs_of(served.model.gates))
+    as_binary = wanted.binary_outputs(outputs_of(served.model.gates, is_regression=served.model.is_regression))
+    check_outputs(served, as_binary)
     tensors = [_output(output, outputs, decisions, served.model.classes) for output in as_binary]
     return Answer(served, thresholds.policy.alpha, tensors, as_binary)
 
 
-def _output(name: str, outputs: Outputs[FloatArray], decisions: Decisions, classes: tuple[str, ...]) -> OutputTensor:
-    if name == "label":
+def check_outputs(served: ServedModel, wanted: Iterable[str]) -> None:
+    """Refuse outputs of the other kind of model.
+
+    Raises:
+        MalformedRequest: There is one.
+    """
+    known = outputs_of((GATES,), is_regression=served.model.is_regression)
+    strange = [name for name in wanted if name not in known]
+    if strange:
+        raise MalformedRequest(f"model {served.name!r} has no output {strange[0]!r}; expected some of {known}")
+
+
+def _output(name: str, outputs: Outputs[FloatArray], decisions: AnyDecisions, classes: tuple[str, ...]) -> OutputTensor:
+    if name == "label" and isinstance(decisions, Decisions):
         labels = [classes[k] for k in decisions.class_index.tolist()]
         return OutputTensor(name, "BYTES", (len(labels),), labels)
     if name == GATES:

@@ -145,7 +145,7 @@ def metadata_of(served: ServedModel) -> ModelMetadata:
                 datatype=DATATYPES.get(name, "FP32"),
                 shape=[-1, *({"probabilities": [len(model.classes)], GATES: [len(model.gates)]}.get(name, []))],
             )
-            for name in outputs_of(model.gates)
+            for name in outputs_of(model.gates, is_regression=model.is_regression)
         ],
     )
 

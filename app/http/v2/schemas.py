@@ -10,17 +10,24 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from app.response import Document
 from psc_core.policy import Alpha
 from psc_core.prediction import SCORES
+from psc_core.value_prediction import VALUE_SCORES
 
 GATES: Final = "gates"
 """The output of the gates' p-values, in the order of ``gates`` in ``/model``."""
 
 OUTPUTS: Final = ("probabilities", *SCORES, GATES, "is_ood", "label", "class_index")
-"""Names of the output tensors."""
+"""Names of the output tensors of a classifier."""
+
+VALUE_OUTPUTS: Final = (*VALUE_SCORES, "lower", "upper", GATES, "is_ood")
+"""Names of those of a regression."""
+
+_NAMES: Final = tuple(dict.fromkeys((*OUTPUTS, *VALUE_OUTPUTS)))
 
 
-def outputs_of(gates: Sequence[str]) -> tuple[str, ...]:
-    """Names of the output tensors of a model with these gates."""
-    return OUTPUTS if gates else tuple(name for name in OUTPUTS if name != GATES)
+def outputs_of(gates: Sequence[str], *, is_regression: bool = False) -> tuple[str, ...]:
+    """Names of the output tensors of a model of a kind with these gates."""
+    names = VALUE_OUTPUTS if is_regression else OUTPUTS
+    return names if gates else tuple(name for name in names if name != GATES)
 
 
 class ErrorDocument(Document):
@@ -104,7 +111,7 @@ class InferResponse(Document):
     outputs: list[InferOutput]
 
 
-_OutputName = Literal[OUTPUTS]  # type: ignore[valid-type]
+_OutputName = Literal[_NAMES]  # type: ignore[valid-type]
 
 
 class RequestPart(BaseModel):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,9 +14,10 @@ from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
 from app.observability.recorder import MAX_LABELS, OTHER, ModelRecorder
 from psc_core.calibration.conformal import Thresholds
-from psc_core.model.decision import decide
+from psc_core.model.decision import decide, decide_values
 from psc_core.model.outputs import FloatArray, Outputs
 from psc_core.policy import Policy
+from tests.app.fakes import FakeModel, FakeValueModel
 
 POLICY = Policy(alpha=0.2, ambiguity_threshold=0.5, coverage=0.9)
 THRESHOLDS = Thresholds(POLICY, POLICY.alpha, 1.0)
@@ -24,7 +25,7 @@ CLASSES = ("a", "b")
 
 
 def recorder(metrics: Metrics, name: str = "m", classes: tuple[str, ...] = CLASSES, window: int = 10) -> ModelRecorder:
-    model: Any = SimpleNamespace(version="v1", layer="layer3", device="cpu", classes=classes)
+    model: Any = FakeModel(classes=classes)
     drift = DriftMonitor(99, POLICY.alpha, window=window)
     return ModelRecorder(name, model, alpha=POLICY.alpha, queue_limit=64, metrics=metrics, drift=drift)
 
@@ -87,6 +88,23 @@ def test_counts() -> None:
     assert values['psc_ood_p_value_bucket{le="0.05",model="m"}'] == 2
     assert values['psc_predictive_entropy_nats_bucket{le="0.6931",model="m"}'] == 2
     assert values['psc_log_density_nats_bucket{le="0.0",model="m"}'] == 3
+
+
+def test_a_regression_is_counted_by_its_target() -> None:
+    metrics, model = Metrics(), FakeValueModel()
+    of_values: Any = model
+    drift = DriftMonitor(99, POLICY.alpha, window=10)
+    target = ModelRecorder("m", of_values, alpha=0.2, queue_limit=64, metrics=metrics, drift=drift)
+    target.show()
+    packed = model.pipeline(torch.tensor([0, 64, 255], dtype=torch.uint8)[:, None, None, None].expand(3, 1, 8, 8))
+    outputs = model.outputs(packed.numpy())
+    target.predicted(outputs, decide_values(outputs, model.calibration.thresholds(model.policy)))
+    target.flush()
+    values = exposed(metrics)
+    assert values['psc_predictions_total{label="brightness",model="m"}'] == 3
+    assert values['psc_abstained_total{model="m",reason="uncertain"}'] == 1
+    assert values['psc_ood_p_value_bucket{le="1.0",model="m"}'] == 3
+    assert not any("ambiguous" in series or "entropy" in series for series in values)
 
 
 def test_counters_start_at_zero() -> None:
