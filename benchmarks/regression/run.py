@@ -1,4 +1,4 @@
-"""The angle of turned digits: the network alone, a deep ensemble of five, MC dropout, and PSC on one network.
+"""The angle of turned digits: the network alone, a deep ensemble of five, MC dropout, PSC and DVE on one network.
 
     python -m benchmarks.regression.run --scale cpu --data ROOT
 
@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> Json:
     epochs = run.epochs or EPOCHS[run.scale]
     settings = {"epochs": epochs, "seed": run.seed, "test_images": run.test_images, "fit_images": run.fit_images}
     run.part(f"rotated-mnist-s{run.seed}", settings, partial(compare, run, epochs))
+    run.part(f"dve-s{run.seed}", settings, partial(dve_alone, run, epochs))
     return run.write({"parts": run.finished()}, fragment)
 
 
@@ -107,7 +108,29 @@ def compare(run: Run, epochs: int) -> Json:
     }
 
 
-def fit(run: Run, net: nn.Module, train: ImageDataset, val: ImageDataset, predictions: str) -> PSCRegressor:
+def dve_alone(run: Run, epochs: int) -> Json:
+    """The head dve on the network of :func:`compare`, whose own error says whether it is the same."""
+    opened = partial(open_dataset, run.spec("rotated-mnist"), preprocess=PRESETS["mnist"])
+    train, val, test = (opened(split=split) for split in ("train", "val", "test"))
+    fashion = open_dataset(run.spec("fashion-mnist"), split="test", preprocess=PRESETS["mnist"])
+    test, fashion = (random_images(data, run.test_images, run.seed) for data in (test, fashion))
+    train = random_images(train, run.fit_images or TRAINING_IMAGES[run.scale], run.seed)
+    file = run.checkpoints / f"angle-plain-{len(train)}-e{epochs}-s{run.seed}.safetensors"
+    plain = trained(train, file, epochs=epochs, seed=run.seed)
+    model = fit(run, plain, train, val, "psc", head="dve")
+    method = of_psc(model)
+    inside, outside = method(test), {"fashion-mnist": method(fashion), "upside down": method(upside_down(test))}
+    assert test.values is not None
+    return {
+        "layers": list(model.head_layers),
+        "rmse_of_the_network": regression.rmse(outputs_of(plain, test)[:, 0], test.values),
+        "rows": {"PSC, head dve": {"passes": 1, **measured(inside, test), "auroc": separation(inside, outside)}},
+    }
+
+
+def fit(
+    run: Run, net: nn.Module, train: ImageDataset, val: ImageDataset, predictions: str, head: str = "blr"
+) -> PSCRegressor:
     """The three stages, on the network as ``psc-fit`` loads it."""
     options = FitOptions(device=run.device, seed=run.seed)
     weights = run.checkpoints / "angle-to-fit.safetensors"
@@ -118,7 +141,15 @@ def fit(run: Run, net: nn.Module, train: ImageDataset, val: ImageDataset, predic
     candidate = measure_collapse(loaded, train, val, options=options).candidate()
     projection = fit_projection(loaded, candidate, train, val, options=options)
     return fit_regressor(
-        loaded, candidate, projection, train, val, predictions=predictions, coverage=COVERAGE, options=options
+        loaded,
+        candidate,
+        projection,
+        train,
+        val,
+        head=head,
+        predictions=predictions,
+        coverage=COVERAGE,
+        options=options,
     )
 
 
@@ -225,12 +256,17 @@ def separation(inside: Forecast, outside: Mapping[str, Forecast]) -> dict[str, f
 
 def fragment(record: Json) -> str:
     """The table of all seeds run."""
-    parts = list(record["result"]["parts"].values())
+    of_dve = {name.removeprefix("dve-"): part for name, part in record["result"]["parts"].items() if "dve-" in name}
+    parts = [
+        {**part, "rows": {**part["rows"], **of_dve.get(name.rpartition("-")[2], {"rows": {}})["rows"]}}
+        for name, part in record["result"]["parts"].items()
+        if "dve-" not in name
+    ]
     first = parts[0]
     aurocs = list(next(iter(first["rows"].values()))["auroc"])
     header = ["method", "passes", "RMSE", "NLL", "CRPS", "coverage", "width", *(f"AUROC, {name}" for name in aurocs)]
     lines = []
-    for name in first["rows"]:
+    for name in sorted(first["rows"]):
         rows = [part["rows"][name] for part in parts]
 
         def mean(key: str, digits: int, rows: list[Json] = rows) -> str:
