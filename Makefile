@@ -9,7 +9,7 @@ CPU    ?=
 PIP    := $(BIN)/pip install --disable-pip-version-check --constraint requirements.lock \
           $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 
-.PHONY: serve test test-quick check lint types layers docs nightly attack soak gpu bench bench-more paper clean
+.PHONY: serve test test-quick check lint types layers docs nightly attack soak audit sbom gpu bench bench-more paper clean
 
 serve: $(VENV)/.serve           ## set up everything and serve the shipped bundle on http://127.0.0.1:8000
 	$(BIN)/psc-serve --bundle $(BUNDLE) --port $(PORT)
@@ -46,6 +46,16 @@ nightly: $(VENV)/.dev           ## the slow tests too, with random examples; ten
 
 attack: $(VENV)/.dev            ## what an attack found once, against a service that runs now: a table
 	PSC_BACKEND=folded $(BIN)/python -m tests.attacks.run
+
+# Of the versions in requirements.lock.  The tools have an environment of their own: they are no part of the project.
+audit: $(VENV)/.audit           ## known vulnerabilities, where PyPI answers
+	@if $(BIN)/python -c 'from urllib.request import urlopen; urlopen("https://pypi.org/pypi/pip/json", timeout=20)' 2>/dev/null; \
+	then $(VENV)/audit/bin/pip-audit --requirement requirements.lock --no-deps --disable-pip; \
+	else echo "audit skipped: pypi.org, which knows the vulnerabilities, does not answer here"; fi
+
+sbom: $(VENV)/.audit            ## a bill of materials in CycloneDX's format, out/sbom.json
+	mkdir -p out
+	$(VENV)/audit/bin/cyclonedx-py requirements requirements.lock --pyproject pyproject.toml --output-reproducible -o out/sbom.json
 
 MINUTES ?= 30
 
@@ -99,6 +109,11 @@ $(VENV)/.dev: $(VENV)/.serve
 $(VENV)/.bench: $(VENV)/.dev
 	@echo "Installing what the benchmarks need"
 	$(PIP) --quiet --editable '.[dev,bench]'
+	touch $@
+
+$(VENV)/.audit: $(VENV)/.serve
+	$(PYTHON) -m venv $(VENV)/audit
+	$(VENV)/audit/bin/pip install --quiet --disable-pip-version-check 'pip-audit>=2.10' 'cyclonedx-bom>=7.5'
 	touch $@
 
 clean:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tomllib
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -273,3 +274,16 @@ def test_alerts_name_the_defaults_they_follow() -> None:
     """Numbers copied from settings into rules are the settings' defaults."""
     thresholds = {rule["alert"]: rule["expr"] for rule in rules("alert")}
     assert thresholds["PscLatencyHigh"].endswith(f"> {DEFAULTS.deadline_seconds / 4}")
+
+
+def test_the_lock_pins_every_requirement() -> None:
+    """So the audit and the bill of materials, which read it, miss none."""
+    lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()[1:]
+    pinned = {canonical(re.fullmatch(r"([\w.-]+)==[\w.+]+", line)[1]) for line in lines}  # type: ignore[index]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = project["dependencies"] + [each for extra in project["optional-dependencies"].values() for each in extra]
+    assert {canonical(re.match(r"[\w.-]+", each)[0]) for each in wanted} <= pinned  # type: ignore[index]
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
