@@ -12,13 +12,15 @@ CIFAR-10 against Fashion-MNIST and MNIST with the networks of :mod:`.cifar10_uq`
   probabilities are the softmax;
 * DUQ: the radial-basis head on the plain network, trained without the gradient penalty, as the table notes;
 * PSC: the plain network, candidate layer, Laplace head, and the paper's Gaussians a class or the default density;
-* DVE is a method for regression and is not run.
+* DVE and PSC as regressions: the angle of turned digits, as :mod:`benchmarks.regression.run` measured it.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -52,6 +54,7 @@ METHODS: Mapping[str, tuple[str, str, str]] = {
     "DVE": ("skip connections", "no", "regression"),
     "PSC": ("skip connection", "no", "classification"),
     "PSC, pooled++": ("skip connection", "no", "classification"),
+    "PSC, blr": ("skip connection", "no", "regression"),
 }
 """Answer to feature collapse, whether it retrains, and its task: the paper's table."""
 
@@ -196,13 +199,29 @@ def _quality(run: Run, probabilities: Tensor, labels: Tensor, known: Tensor, unk
     }
 
 
+REGRESSIONS: Mapping[str, str] = {"DVE": "PSC, head dve", "PSC, blr": "PSC"}
+"""Methods for regression by their rows in :mod:`benchmarks.regression.run`."""
+
+
+def regression_rows(file: Path) -> dict[str, Json]:
+    """What :mod:`benchmarks.regression.run` found, by its rows; nothing where it was not run."""
+    if not file.exists():
+        return {}
+    parts = json.loads(file.read_text())["result"]["parts"].values()
+    return {method: row for part in parts for method, row in part["rows"].items()}
+
+
 def fragment(record: Json) -> str:
     """The paper's table, with what was measured."""
     rows, lines = record["result"]["rows"], []
+    numbers = regression_rows(runs.RESULTS / f"regression-{record['scale']}.json")
     for method, words in METHODS.items():
         found = rows.get(method)
-        if method == "DVE":
-            cells = ["regression: not applicable", "", "", "", ""]
+        of_number = numbers.get(REGRESSIONS.get(method, ""))
+        if of_number is not None:
+            cells = [f"RMSE {of_number['rmse']:.2f}°", common.number(of_number["nll"], 4), "–"]
+            cells += [common.number(of_number["auroc"][name], 4) if name in of_number["auroc"] else "–"
+                      for name in OUTSIDE]  # fmt: skip
         elif found is None:
             cells = ["not run", "", "", "", ""]
         else:
@@ -221,7 +240,9 @@ def fragment(record: Json) -> str:
                 f"without spectral norm ≤ {checkpoints.SPECTRAL_NORM:g}; fitted on {fitted} training images. The "
                 "random-feature GP and DDU run on the network trained with spectral normalisation (SN), without DDU's "
                 "modified shortcuts and LeakyReLU, DUQ and PSC on the plain one. DUQ "
-                "here is its output layer alone; the network was trained without the gradient penalty.",
+                "here is its output layer alone; the network was trained without the gradient penalty. The regressions "
+                "predict the angle of turned digits (benchmarks/results/regression.md): errors are in degrees, and "
+                "Fashion-MNIST is told from digits by the gates of both.",
                 runs.provenance(record),
             ]
         )

@@ -26,10 +26,11 @@ SECTIONS: Mapping[str, str] = {
     "methods_table": "benchmarks.paper.methods_table",
     "ood": "benchmarks.ood.run",
     "regression": "benchmarks.regression.run",
+    "regression_tables": "benchmarks.regression.tables",
 }
 """Sections in order, and their scripts."""
 
-PAGES = {"ood": "ood.md", "regression": "regression.md"}
+PAGES = {"ood": "ood.md", "regression": "regression.md", "regression_tables": "regression.md"}
 """Pages of the sections that are not in ``paper.md``."""
 
 FRAGMENTS = {"benchmarks.ood.run": "benchmarks.ood.tables"}

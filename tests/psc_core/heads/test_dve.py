@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from psc_core.errors import BundleError, FitError
 from psc_core.heads import ValueHead, restore_value_head
@@ -189,6 +191,35 @@ def test_blocks_and_batches_of_any_size_give_the_same(head: DeepVecchiaHead, mon
     monkeypatch.setattr(matrix, "CHUNK_ELEMENTS", 12)
     for got, expected in zip(head(z), whole, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation makes, in entries."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for part in out if isinstance(out, tuple | list) else [out]:
+            is_view = isinstance(part, torch.Tensor) and part._is_view()
+            if isinstance(part, torch.Tensor) and not is_view:
+                self.entries = max(self.entries, part.numel())
+        return out
+
+
+def test_memory_does_not_grow_with_the_stored_images() -> None:
+    largest = {}
+    for n in (20_000, 60_000):
+        state = {"center": torch.zeros(4), "inverse_scale": torch.ones(4), "basis": torch.randn(1, 4, 4),
+                 "points": torch.randn(1, n, 4), "values": torch.randn(n), "images": torch.arange(n).double(),
+                 "signal": torch.ones(1), "noise": torch.ones(1), "neighbours": torch.tensor(8.0),
+                 "value_center": torch.zeros(()), "value_scale": torch.ones(()),
+                 "deviation_factor": torch.ones(())}  # fmt: skip
+        big = DeepVecchiaHead(state, record={})
+        with torch.inference_mode(), Largest() as seen:
+            big(torch.randn(served.IMAGES + 3, 4))
+        largest[n] = seen.entries
+    assert largest[20_000] == largest[60_000] == served.IMAGES * served.BLOCK
 
 
 def test_stores_no_more_images_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
