@@ -172,6 +172,86 @@ def heads(url: str) -> Seen:
     return Seen(", ".join(seen), seen == ["400", "505", "417"])
 
 
+def refused_preflight(url: str) -> Seen:
+    headers = {"origin": "https://bad.example", "access-control-request-method": "POST"}
+    answer = httpx.options(f"{url}/predict", headers=headers, timeout=30)
+    kind = answer.headers["content-type"]
+    return Seen(f"{answer.status_code}, {kind}", kind == "application/problem+json")
+
+
+def full_metrics(_url: str) -> Seen:
+    from app.server import metrics_parent
+    from psc_core.errors import UsageError
+
+    try:
+        metrics_parent([Path("/proc")])  # Where nothing is free.
+    except UsageError as error:
+        return Seen(f"refused: {str(error)[:44]} …", True)
+    return Seen("taken", False)
+
+
+def blinded_drift(_url: str) -> Seen:
+    import numpy as np
+
+    from app.observability.drift import DriftMonitor
+
+    medians = []
+    for history in (0, 20_000):
+        found = []
+        for seed in range(11):
+            generator = np.random.default_rng(seed)
+            calibration = np.sort(generator.normal(size=2000))
+            strange = generator.random(6000) < 0.05
+            streams = (
+                generator.normal(-8, 1, history),
+                generator.normal(0, 1, history),
+                generator.normal(0, 1, 6000) - 8 * strange,
+            )
+            ranks = [(1 + np.searchsorted(calibration, scores, side="right")) / 2001 for scores in streams]
+            monitor = DriftMonitor(2000, 0.05)
+            monitor.update(np.concatenate(ranks[:2]))
+            found.append(next((at for at in range(0, 6000, 10) if monitor.update(ranks[2][at : at + 10])), 6000) + 10)
+        medians.append(float(np.median(found)))
+    return Seen(f"alarm after {medians[1]:.0f} images, {medians[0]:.0f} of a new one", medians[1] <= 2 * medians[0])
+
+
+def loose_manifests(_url: str) -> Seen:
+    import shutil
+
+    from psc_core.bundle.io import read_bundle
+    from psc_core.errors import BundleError
+    from tests.attacks import forge
+
+    refused = 0
+    for version in (True, 2.0):
+        with tempfile.TemporaryDirectory() as folder:
+            bundle = Path(shutil.copytree(SHIPPED_BUNDLE, Path(folder) / "bundle"))
+            forge.assign(bundle, "schema_version", version)
+            try:
+                read_bundle(bundle)
+            except BundleError as error:
+                refused += len(str(error)) < 1000
+    return Seen(f"{refused} of 2 refused", refused == 2)
+
+
+def full_disk(_url: str) -> Seen:
+    import errno
+    from unittest import mock
+
+    from psc_core import PSC
+    from psc_core.errors import BundleError
+
+    model = PSC.load(SHIPPED_BUNDLE, device="cpu")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(Path, "write_bytes", side_effect=full):
+        try:
+            model.save(Path(folder) / "bundle")
+        except BundleError as error:
+            is_named = folder in str(error) and "free space" in str(error)
+            return Seen("path and remedy" if is_named else str(error)[:60], is_named)
+    return Seen("written", False)
+
+
 def half_closed(url: str) -> Seen:
     head = f"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-type: image/png\r\ncontent-length: {len(EXAMPLE)}\r\n\r\n"
     answered = 0
@@ -266,6 +346,11 @@ CASES = (
     Case("900 field names of control characters", "answer of 20 MB", control_characters),
     Case("two Hosts, HTTP/2.0, Expect: 200-ok", "accepted", heads),
     Case("200 clients that close their side", "no answer", half_closed),
+    Case("CORS preflight of another origin", "refused in plain text", refused_preflight),
+    Case("workers' metrics where nothing is free", "every worker ended by SIGBUS", full_metrics),
+    Case("20,000 far images, then few", "no alarm", blinded_drift),
+    Case("schema_version true and 2.0", "accepted", loose_manifests),
+    Case("disk full while a bundle is written", "[Errno 28] without a path", full_disk),
     Case("standard error that cannot be written", "the process ended", full_stderr),
     Case("damaged TIFFs", "libtiff's lines between those of the log", damaged_tiffs),
     Case("200 connections with 96 file descriptors", "nothing in the log", no_descriptors),
@@ -279,7 +364,7 @@ def main() -> int:
     """Print the table; 1 when something is not as wanted."""
     failed = 0
     print("| attack | found | now | |\n| --- | --- | --- | --- |")
-    with service() as url:
+    with service("--cors-origins", "https://good.example") as url:
         for case in CASES:
             seen = case.attack(url)
             failed += not seen.is_wanted

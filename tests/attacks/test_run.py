@@ -17,7 +17,7 @@ def test_a_case_that_is_not_as_wanted_fails(
         run.Case("good", "bad", lambda _: run.Seen("1 s", True)),
         run.Case("poor", "", lambda _: run.Seen("9 s", False)),
     )
-    monkeypatch.setattr(run, "service", lambda: nullcontext("http://nowhere"))
+    monkeypatch.setattr(run, "service", lambda *_: nullcontext("http://nowhere"))
     monkeypatch.setattr(run, "CASES", cases)
     assert run.main() == 1
     lines = capsys.readouterr().out.splitlines()
