@@ -25,9 +25,6 @@ MADE_FROM: Mapping[tuple[str, str], tuple[str, Callable[[Json], str]]] = {
 }
 """By page and section: the results and what makes its text of them."""
 
-OLDER = {"ood", "OOD detection against peers"}
-"""Sections that an earlier version of their script made; they are measured again as a whole."""
-
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?!\w)")
 
 
@@ -38,7 +35,7 @@ def test_section_is_made_from_its_results(page: str, section: str) -> None:
     assert updated(committed, section, text(json.loads((RESULTS / file).read_text()))) == committed
 
 
-@pytest.mark.parametrize(("section", "module"), [each for each in report.SECTIONS.items() if each[0] not in OLDER])
+@pytest.mark.parametrize(("section", "module"), report.SECTIONS.items())
 def test_section_of_the_paper_is_made_from_its_results(section: str, module: str) -> None:
     committed = (RESULTS / report.PAGES.get(section, "paper.md")).read_text()
     assert updated(committed, section, report.section(RESULTS, section, module)) == committed
@@ -52,7 +49,7 @@ def test_device_section_is_made_from_its_results() -> None:
 def headlines() -> Mapping[str, str]:
     """Sections of the headline page that have a table, by title."""
     parts = re.split(r"\n## ", (RESULTS / "README.md").read_text())[1:]
-    return {title: part for part in parts if "\n|" in part and (title := part.splitlines()[0]) not in OLDER}
+    return {part.splitlines()[0]: part for part in parts if "\n|" in part}
 
 
 @pytest.mark.parametrize("title", headlines())
