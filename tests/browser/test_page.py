@@ -209,7 +209,7 @@ def test_shows_numbers_and_decides_by_their_intervals(driver: Driver, files: dic
         assert "Abstain: unlike the known images" in strange.text
         assert text_in(clear, ".unsure-name") == "Deviation" and text_in(clear, ".entropy") == "noise 3, model 4"
         assert text_in(clear, ".set") == "90 to 110 %"
-        clear.find_element("css selector", ".explain").click()
+        clear.find_element("css selector", ".why summary").click()
         until(lambda: "Nearest training images after layer3" in card(driver, "clear.png").text)
         assert "which counts for 75.0 %: 0 % (image 0), 10 % (image 1)" in card(driver, "clear.png").text
         for max_width in (1, 16, 100):
@@ -384,7 +384,7 @@ def test_everything_is_local_and_nothing_inline_runs(page: Driver, url: str) -> 
 
 def test_the_interface_is_shown_without_any_other_host(driver: Driver, url: str) -> None:
     driver.get(f"{url}/docs")
-    until(lambda: "Classify images with the default model" in text(driver, ".opblock-summary-description"))
+    until(lambda: "Predict with the default model" in text(driver, ".opblock-summary-description"))
     loaded = driver.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
     assert all(name.startswith((f"{url}/", "data:")) for name in loaded)
     assert errors(driver) == []
