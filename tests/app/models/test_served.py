@@ -35,7 +35,7 @@ async def test_thresholds_are_those_of_the_policy() -> None:
 
 
 async def test_monitors_share_the_bound_on_false_alarms() -> None:
-    outputs = Outputs(np.array([[0.0, -1.0, 1.0, 0.01, 0.0, 0.7, 0.2, 0.1]] * 3, np.float32), ())
+    outputs = Outputs(np.array([[0.0, -1.0, 1.0, 0.01, 0.0, 0.7, 0.2, 0.1]] * 5, np.float32), ())
     for monitors, alarms in ((1, 1.0), (1_000_000, 0.0)):
         async with running(drift_false_alarm=0.2, drift_monitors=monitors) as app:
             served = app.service.registry.get()
