@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
+import app.main
 import app.runtime
 from app.cli import main
 from psc_core.errors import BundleError
-from psc_core.model.predictor import PSC
 from tests.app.fakes import FakeModel, FakePipeline
 
 WORDS = [each for each in sys.argv[1:] if not each.startswith("--")]
@@ -38,7 +38,7 @@ class ControlledPipeline(FakePipeline):
 
 
 def load(*_: Any, **__: Any) -> FakeModel:
-    """In place of ``PSC.load``."""
+    """In place of ``load_model``."""
     if (STATE / "bad").exists():
         raise BundleError("the bundle is bad")
     model = FakeModel(pipeline=ControlledPipeline())
@@ -47,7 +47,7 @@ def load(*_: Any, **__: Any) -> FakeModel:
 
 
 if __name__ in ("__main__", "__mp_main__"):  # In the workers too, which import this module under the second name.
-    PSC.load = load  # type: ignore[assignment, method-assign]
+    app.main.load_model = load  # type: ignore[assignment]
     app.runtime.LINGER_SECONDS = float(OPTIONS.get("linger", 1.0))  # type: ignore[misc]
 if __name__ == "__main__":
     os.environ["SERVE_FAKE"] = " ".join(WORDS)  # For the workers.
