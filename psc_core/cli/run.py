@@ -14,9 +14,9 @@ from psc_core.fitting import stages
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.checks import OWN_IMAGES, own_accuracy, own_error
 from psc_core.fitting.options import FitOptions
+from psc_core.fitting.parts import FittedProjection
 from psc_core.fitting.regression import fit_regressor
 from psc_core.fitting.settings import FitSettings
-from psc_core.fitting.stages import FittedProjection
 from psc_core.gates.fit.choice import GateChoice
 from psc_core.model.load import Model
 

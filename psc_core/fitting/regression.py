@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from psc_core.bundle.manifest import layers_of
 from psc_core.calibration.intervals import ValueCalibration, fit_value_calibration
 from psc_core.collapse.report import Candidate
 from psc_core.compute.passes import Compute
@@ -25,12 +24,12 @@ from psc_core.data.targets import binned
 from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
 from psc_core.fitting.calibrate import score_dataset
-from psc_core.fitting.checks import check_attainable_rates, check_classes, check_own_output
-from psc_core.fitting.gates import choose_gates, early_layers
+from psc_core.fitting.checks import check_attainable_rates, check_classes
+from psc_core.fitting.gates import early_layers
 from psc_core.fitting.options import FitOptions
-from psc_core.fitting.scorer import cut, fit_scorer
+from psc_core.fitting.parts import FittedProjection, check_same_layers, fit_parts
 from psc_core.fitting.settings import FitSettings
-from psc_core.fitting.stages import PREDICTIONS, FittedProjection, check_same_layers, projection_metrics, rounded
+from psc_core.fitting.stages import PREDICTIONS
 from psc_core.gates.fit.gates import fit_gates
 from psc_core.gates.gates import readings_of
 from psc_core.heads import VALUE_HEADS
@@ -115,49 +114,36 @@ def fit_regressor(
         raise UsageError(f"expected images with a number each, {train.name} has classes; fit_psc fits a classifier")
     check_classes(train, val)
     options.reducer.require(train)
-    compute = options.compute()
     check_attainable_rates(val, alpha=alpha, coverage=coverage, options=options)
-    selection, calibration_split = split_validation(val, options.seed)
-    base = predictions == "base"
-    others: tuple[str, ...] = ()
+    compute = options.compute()
+    head_layers: Sequence[str] = ()
     if VALUE_HEADS[head].reads_layers:
         example = example_input(train.preprocess).to(compute.device)
-        others = tuple(early_layers(net.to(compute.device), candidate.layers, example))
-    backbone = cut(net, (*candidate.layers, *others), train, compute, keep_output=base)
-    if base:
-        check_own_output(backbone, train, compute)
-    scorer = fit_scorer(
-        backbone, projection.projection, train, selection, density=density, pca=pca, head=head, options=options
+        head_layers = early_layers(net.to(compute.device), candidate.layers, example)
+    parts = fit_parts(
+        net,
+        candidate,
+        projection,
+        train,
+        val,
+        head=head,
+        density=density,
+        pca=pca,
+        keep_output=predictions == "base",
+        with_gates=ood_score == "gates",
+        options=options,
+        head_layers=head_layers,
     )
-    gates = None
-    if ood_score == "gates":
-        gates = choose_gates(net, candidate.layers, scorer, train, val, selection, options)
-        if gates.texture is not None:
-            layers = layers_of(candidate.layers, others, gates.texture.layer)
-            backbone = cut(net, layers, train, compute, keep_output=base)
-            scorer = scorer.with_backbone(
-                backbone.fused(compute.precision), gates.texture.density, [layers.index(name) for name in others]
-            )
-    calibrated = calibrate_values(
-        scorer, selection, calibration_split, compute, gates=() if gates is None else gates.names
-    )
-    metrics = {**calibrated.metrics, "projection": projection_metrics(projection.report)}
-    if gates is not None:
-        metrics["gates"] = gates.choice.to_json()
-    report = {
-        "collapse": candidate.report and {**candidate.report.to_json(), "notes": list(candidate.notes)},
-        "metrics": metrics,
-        "provenance": dict(provenance or {}),
-    }
+    calibrated = calibrate_values(parts.scorer, *split_validation(val, options.seed), compute, gates=parts.gate_names)
     model = PSCRegressor(
         pipeline=calibrated.pipeline,
-        backbone=backbone,
+        backbone=parts.backbone,
         classes=train.classes,
         calibration=calibrated.calibration,
         policy=ValuePolicy(alpha=alpha, max_width=max_width, coverage=coverage),
         layers=tuple(candidate.layers),
         name=name,
-        report=rounded(report),
+        report=parts.report(candidate, projection, calibrated.metrics, provenance),
         target=train.target,
     )
     model.probe()  # As in loading: a model that cannot be loaded is not saved.

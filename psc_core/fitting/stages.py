@@ -12,7 +12,6 @@ chooses the layer, the sizes, the prior precision and the temperature, the calib
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -24,11 +23,11 @@ from psc_core.data.targets import binned
 from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
 from psc_core.fitting.calibrate import OOD_SCORES, calibrate
-from psc_core.fitting.checks import check_attainable_rates, check_classes, check_own_output
-from psc_core.fitting.gates import choose_gates
+from psc_core.fitting.checks import check_attainable_rates, check_classes
 from psc_core.fitting.options import FitOptions
+from psc_core.fitting.parts import FittedProjection, check_same_layers, fit_parts
 from psc_core.fitting.positions import compare_positions, fewest_positions
-from psc_core.fitting.scorer import cut, fit_scorer
+from psc_core.fitting.scorer import cut
 from psc_core.fitting.settings import FitSettings
 from psc_core.gates.fit.made_up import is_ambiguous
 from psc_core.heads import HEADS
@@ -37,7 +36,6 @@ from psc_core.policy import Policy
 from psc_core.projection.fit.projection import fit_tucker
 from psc_core.projection.fit.ranks import choose_ranks
 from psc_core.projection.fit.report import ProjectionReport
-from psc_core.projection.module import Projection
 from psc_core.rates import check_fraction
 
 PREDICTIONS = ("psc", "base")
@@ -193,15 +191,6 @@ def fit_projection(
     return FittedProjection(projection, ProjectionReport.of(choice, sized, compared), candidate.layers)
 
 
-@dataclass(frozen=True)
-class FittedProjection:
-    """A projection, what choosing it measured, and the layers that it reads."""
-
-    projection: Projection
-    report: ProjectionReport
-    layers: tuple[str, ...]
-
-
 def fit_psc(
     net: nn.Module,
     candidate: Candidate,
@@ -276,87 +265,38 @@ def fit_psc(
         raise UsageError(f"expected images with classes, {train.name} has numbers of {train.target}; use fit_regressor")
     check_classes(train, val)
     options.reducer.require(train)
-    compute = options.compute()
     check_attainable_rates(val, alpha=alpha, coverage=coverage, options=options)
-    selection, calibration_split = split_validation(val, options.seed)
     base = predictions == "base"
-    backbone = cut(net, candidate.layers, train, compute, keep_output=base)
-    if base:
-        check_own_output(backbone, train, compute)
-    scorer = fit_scorer(
-        backbone,
-        projection.projection,
+    parts = fit_parts(
+        net,
+        candidate,
+        projection,
         train,
-        selection,
+        val,
+        head=None if base else head,
         density=density,
         pca=pca,
-        head=None if base else head,
+        keep_output=base,
+        with_gates=ood_score == "gates",
         options=options,
     )
-    gates = None
-    if ood_score == "gates":
-        gates = choose_gates(net, candidate.layers, scorer, train, val, selection, options)
-        if gates.texture is not None:
-            backbone = cut(net, (*candidate.layers, gates.texture.layer), train, compute, keep_output=base)
-            scorer = scorer.with_backbone(backbone.fused(compute.precision), gates.texture.density)
     calibrated = calibrate(
-        scorer,
-        selection,
-        calibration_split,
-        compute,
+        parts.scorer,
+        *split_validation(val, options.seed),
+        options.compute(),
         ood_score=ood_score,
         risk=risk,
-        gates=() if gates is None else gates.names,
+        gates=parts.gate_names,
     )
-    metrics = {**calibrated.metrics, "projection": projection_metrics(projection.report)}
-    if gates is not None:
-        metrics["gates"] = gates.choice.to_json()
-    report = {
-        "collapse": candidate.report and {**candidate.report.to_json(), "notes": list(candidate.notes)},
-        "metrics": metrics,
-        "provenance": dict(provenance or {}),
-    }
     psc = PSC(
         pipeline=calibrated.pipeline,
-        backbone=backbone,
+        backbone=parts.backbone,
         classes=train.classes,
         calibration=calibrated.calibration,
         policy=Policy(alpha=alpha, ambiguity_threshold=calibrated.ambiguity_threshold, coverage=coverage),
         layers=tuple(candidate.layers),
         name=name,
-        report=rounded(report),
+        report=parts.report(candidate, projection, calibrated.metrics, provenance),
     )
     psc.probe()  # As in loading: a model that cannot be loaded is not saved.
     return psc
-
-
-def check_same_layers(candidate: Candidate, projection: FittedProjection) -> None:
-    """Reject a projection of other layers than the candidate's, by :class:`UsageError`."""
-    if projection.layers != candidate.layers:
-        raise UsageError(
-            f"expected a projection of the candidate {'+'.join(candidate.layers)}, got one of "
-            f"{'+'.join(projection.layers)}; fit the projection for this candidate"
-        )
-
-
-def projection_metrics(report: ProjectionReport) -> dict[str, Any]:
-    """What a bundle records of its projection."""
-    choice = report.choice
-    return {
-        "nc1": choice.nc1,
-        "nc4": choice.nc4,
-        "scaled_nc1": report.scaled_nc1,
-        "scaled_nc4": report.scaled_nc4,
-        "warning": choice.warning,
-        "pooled": report.note,
-        "positions": [{"d_proj": d, "made_up_auroc": value} for d, value in report.positions],
-    }
-
-
-def rounded(value: Any) -> Any:
-    """Numbers of a report to 9 digits: the version hashes them, and the last ones depend on how sums were split."""
-    if isinstance(value, float):
-        return float(f"{value:.9g}")
-    if isinstance(value, Mapping):
-        return {key: rounded(each) for key, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -130,10 +130,14 @@ class Scorer(nn.Module):
         return VALUE_SCORES if isinstance(self.head, ValueHead) else SCORES
 
     def with_backbone(
-        self, backbone: Backbone | OnnxBackbone, texture: Density | None, head_layers: Sequence[int] = ()
+        self,
+        backbone: Backbone | OnnxBackbone,
+        texture: Density | None,
+        head_layers: Sequence[int] = (),
+        precision: Precision | None = None,
     ) -> Scorer:
         """A scorer that shares everything else; the last layer of ``backbone`` is the one that ``texture`` reads."""
-        own = (self.projection, self.density, self.head, self.precision)
+        own = (self.projection, self.density, self.head, precision or self.precision)
         return Scorer(self.preprocess, backbone, *own, texture, head_layers)
 
     def standardise(self, images: Pixels) -> Inputs:
@@ -238,9 +242,7 @@ class Pipeline(nn.Module):
 
     def with_backbone(self, backbone: Backbone | OnnxBackbone, precision: Precision | None = None) -> Pipeline:
         """A pipeline that shares everything else with this one; by default the precision too."""
-        own = self.scorer
-        parts = (own.projection, own.density, own.head, precision or own.precision, own.texture, own.head_layers)
-        scorer = Scorer(own.preprocess, backbone, *parts)
+        scorer = self.scorer.with_backbone(backbone, self.scorer.texture, self.scorer.head_layers, precision)
         return Pipeline(scorer, self.calibration_scores, self.entropy_weight, self.gates)
 
     def forward(self, images: Pixels) -> Float[Tensor, "batch columns"]:

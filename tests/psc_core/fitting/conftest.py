@@ -9,7 +9,7 @@ import torch
 
 from psc_core import FitOptions, fit_projection, load_network, measure_collapse, open_dataset
 from psc_core.data.dataset import ImageDataset
-from psc_core.fitting.stages import FittedProjection
+from psc_core.fitting.parts import FittedProjection
 from psc_core.images.preprocess import PRESETS
 from tests.conftest import TinyJob
 

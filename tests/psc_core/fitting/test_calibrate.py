@@ -14,7 +14,7 @@ from psc_core import FitOptions, fit_projection, fit_psc, measure_collapse
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.fitting.calibrate import entropy_weight, upper_spread
-from psc_core.fitting.stages import FittedProjection
+from psc_core.fitting.parts import FittedProjection
 from tests.reference import calibration as reference
 
 OPTIONS = FitOptions(device="cpu")

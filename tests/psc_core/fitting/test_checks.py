@@ -13,7 +13,7 @@ from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import DataError, FitError, UsageError
 from psc_core.fitting.checks import own_accuracy
-from psc_core.fitting.stages import FittedProjection
+from psc_core.fitting.parts import FittedProjection
 
 OPTIONS = FitOptions(device="cpu")
 

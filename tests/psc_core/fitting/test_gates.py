@@ -15,7 +15,7 @@ from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.fitting.calibrate import score_dataset
 from psc_core.fitting.gates import early_layers, is_ambiguous
-from psc_core.fitting.stages import FittedProjection
+from psc_core.fitting.parts import FittedProjection
 from psc_core.gates.gates import readings_of
 from psc_core.images.preprocess import PRESETS
 

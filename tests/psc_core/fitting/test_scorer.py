@@ -12,8 +12,8 @@ from psc_core import FitOptions, fit_psc
 from psc_core.collapse.report import Candidate
 from psc_core.compute.distributed import Reducer
 from psc_core.data.dataset import ImageDataset
+from psc_core.fitting.parts import FittedProjection
 from psc_core.fitting.scorer import cut, embed
-from psc_core.fitting.stages import FittedProjection
 from psc_core.heads.fit import sngp, softmax
 
 OPTIONS = FitOptions(device="cpu")

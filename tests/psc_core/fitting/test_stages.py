@@ -9,7 +9,7 @@ from psc_core import FitOptions, fit_projection, fit_psc, measure_collapse
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import FitError, UsageError
-from psc_core.fitting.stages import FittedProjection
+from psc_core.fitting.parts import FittedProjection
 
 FACTORY = "tests.tiny:network"
 OPTIONS = FitOptions(device="cpu")

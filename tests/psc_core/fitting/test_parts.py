@@ -1,0 +1,49 @@
+"""The parts that the last stage of either task fits before it calibrates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from psc_core.collapse.report import Candidate
+from psc_core.data.dataset import ImageDataset
+from psc_core.errors import UsageError
+from psc_core.fitting.options import FitOptions
+from psc_core.fitting.parts import FittedProjection, check_same_layers, fit_parts, rounded
+
+OPTIONS = FitOptions(device="cpu")
+CANDIDATE = Candidate(("4",), "")
+
+
+@pytest.mark.parametrize("with_gates", [False, True])
+def test_gates_add_the_layer_of_the_texture(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection, with_gates: bool
+) -> None:
+    parts = fit_parts(
+        net,
+        CANDIDATE,
+        projection,
+        train,
+        val,
+        head="duq",
+        density="gda",
+        pca=None,
+        keep_output=False,
+        with_gates=with_gates,
+        options=OPTIONS,
+    )
+    assert (parts.gates is not None) == with_gates == ("texture" in parts.gate_names)
+    assert (parts.scorer.texture is not None) == with_gates
+    assert len(parts.backbone.layers) == 1 + with_gates and parts.backbone.layers[0] == "4"
+    report = parts.report(CANDIDATE, projection, {"accuracy": 1 / 3}, None)
+    assert report["metrics"]["accuracy"] == 0.333333333
+    assert ("gates" in report["metrics"]) == with_gates
+
+
+def test_rejects_a_projection_of_other_layers(projection: FittedProjection) -> None:
+    with pytest.raises(UsageError, match="expected a projection of the candidate 2, got one of 4"):
+        check_same_layers(Candidate(("2",), ""), projection)
+
+
+def test_numbers_of_a_report_have_nine_digits() -> None:
+    assert rounded({"a": [1 / 3, (2, "x")]}) == {"a": [0.333333333, [2, "x"]]}
