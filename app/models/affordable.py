@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final
@@ -31,8 +32,11 @@ EFFICIENCY: Final = 0.3
 """Speed of a network as a fraction of that of a matrix product."""
 
 _SIDE: Final = 1024
-_MEMORY_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
-_MEMORY_USED: Final = Path("/sys/fs/cgroup/memory.current")
+CGROUPS: Final = Path("/sys/fs/cgroup")
+_LIMIT_AND_USE: Final = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # Of cgroups version 1.
+)
 
 
 def check_affordable(model: Model, *, max_batch: int, seconds: float) -> None:
@@ -99,7 +103,7 @@ def free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    try:
-        return min(free, int(_MEMORY_LIMIT.read_text()) - int(_MEMORY_USED.read_text()))
-    except (OSError, ValueError):  # No control group, or "max".
-        return free
+    for limit, used in _LIMIT_AND_USE:
+        with suppress(OSError, ValueError):  # No such control group, or "max".
+            free = min(free, int((CGROUPS / limit).read_text()) - int((CGROUPS / used).read_text()))
+    return free

@@ -58,14 +58,20 @@ def test_the_speed_of_the_device_is_measured() -> None:
     assert affordable.operations_per_second(torch.device("cpu")) > 1e6
 
 
-def test_a_control_group_bounds_the_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit, used = tmp_path / "max", tmp_path / "current"
-    monkeypatch.setattr(affordable, "_MEMORY_LIMIT", limit)
-    monkeypatch.setattr(affordable, "_MEMORY_USED", used)
-    whole = affordable.free_bytes(torch.device("cpu"))
-    assert whole > 1 << 20
-    limit.write_text("5000\n")
-    used.write_text("2000\n")
-    assert affordable.free_bytes(torch.device("cpu")) == 3000
-    limit.write_text("max\n")
+@pytest.mark.parametrize(
+    ("limit", "used"),
+    [("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")],
+    ids=["version 2", "version 1"],
+)
+def test_a_control_group_bounds_the_free_memory(
+    limit: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(affordable, "CGROUPS", tmp_path)
+    (tmp_path / limit).parent.mkdir(exist_ok=True)
     assert affordable.free_bytes(torch.device("cpu")) > 1 << 20
+    (tmp_path / limit).write_text("5000\n")
+    (tmp_path / used).write_text("2000\n")
+    assert affordable.free_bytes(torch.device("cpu")) == 3000
+    for unlimited in ("max", str((1 << 63) - 4096)):
+        (tmp_path / limit).write_text(f"{unlimited}\n")
+        assert affordable.free_bytes(torch.device("cpu")) > 1 << 20
