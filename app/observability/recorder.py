@@ -71,14 +71,13 @@ class ModelRecorder:
         self._inference_seconds = metrics.psc_inference_seconds.labels(model=name)
         self._queue_seconds = metrics.psc_queue_seconds.labels(model=name)
         self._decode_seconds = metrics.psc_decode_seconds.labels(model=name)
+        histograms = {
+            "predictive_entropy": metrics.psc_predictive_entropy_nats,
+            "log_density": metrics.psc_log_density_nats,
+            "ood_p_value": metrics.psc_ood_p_value,
+        }
         self._histograms = {
-            **(
-                {}
-                if model.is_regression
-                else {"predictive_entropy": metrics.psc_predictive_entropy_nats.labels(model=name)}
-            ),
-            "log_density": metrics.psc_log_density_nats.labels(model=name),
-            "ood_p_value": metrics.psc_ood_p_value.labels(model=name),
+            score: histogram.labels(model=name) for score, histogram in histograms.items() if score in model.score_names
         }
 
     @property

@@ -96,20 +96,25 @@ class FittedModel:
         return self.pipeline.gate_names
 
     @property
+    def score_names(self) -> tuple[str, ...]:
+        """Names of the scores in its outputs."""
+        return self.pipeline.scorer.score_names
+
+    @property
     def num_probabilities(self) -> int:
         """Columns of class probabilities in its outputs: none of a regression."""
         return 0 if self.is_regression else len(self.classes)
 
     def outputs(self, packed: Matrix) -> Outputs[Matrix]:
         """Packed outputs of this model, read by name."""
-        return Outputs(packed, self.gates, self.pipeline.scorer.score_names)
+        return Outputs(packed, self.gates, self.score_names)
 
     def compute(self, images: Sequence[ImageLike] | Tensor) -> Outputs[Tensor]:
         """Outputs for images in any form, on the CPU; see :meth:`psc_core.PSC.predict`."""
         batch = as_batch(images, self.preprocess)
         with torch.inference_mode():
             packed = [self.pipeline(part.to(self.device)).cpu() for part in torch.split(batch, MAX_BATCH)]
-        columns = len(self.pipeline.scorer.score_names) + self.num_probabilities + len(self.gates)
+        columns = len(self.score_names) + self.num_probabilities + len(self.gates)
         return self.outputs(torch.cat(packed) if len(batch) else torch.empty(0, columns))
 
     def save(self, path: str | Path) -> Manifest:
@@ -257,7 +262,7 @@ class FittedModel:
             raise FitError(f"the parts of {self.name!r} do not fit together: {error}") from error
         # The features too: a ReLU inside a convolution turns NaN into zeros.
         finite = all(bool(part.isfinite().all()) for part in (packed, *stored))
-        others, expected = len(self.pipeline.scorer.score_names) + len(self.gates), self.num_probabilities
+        others, expected = len(self.score_names) + len(self.gates), self.num_probabilities
         if packed.shape[1] != others + expected or not finite:
             raise FitError(
                 f"expected {expected} finite probabilities from {self.name!r}, got "

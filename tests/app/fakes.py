@@ -125,6 +125,7 @@ class FakeModel:
     predictions: str = "psc"
     epistemic_unit: str = "fraction"
     gates: tuple[str, ...] = ()
+    score_names: tuple[str, ...] = SCORES
     report: dict[str, Any] = field(default_factory=lambda: {"metrics": {"accuracy": 0.99}})
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     calibration: Calibration = field(
@@ -139,7 +140,7 @@ class FakeModel:
 
     def outputs(self, packed: Matrix) -> Outputs[Matrix]:
         """Packed outputs, read by name."""
-        return Outputs(packed, self.gates)
+        return Outputs(packed, self.gates, self.score_names)
 
 
 class FakeValuePipeline(FakePipeline):
@@ -171,14 +172,12 @@ class FakeValueModel(FakeModel):
     target: Target | None = field(default_factory=lambda: Target(name="brightness", unit="%"))
     is_regression: bool = True
     head_layers: tuple[str, ...] = ("layer3", "layer1")
+    score_names: tuple[str, ...] = VALUE_SCORES
     calibration: Any = field(
         default_factory=lambda: ValueCalibration(
             ood_scores=torch.linspace(-5.0, 0.0, 99), residuals=torch.linspace(0.0, 2.2, 99)
         )
     )
-
-    def outputs(self, packed: Matrix) -> Outputs[Matrix]:
-        return Outputs(packed, self.gates, VALUE_SCORES)
 
 
 def pixels(value: int, *, first: int | None = None, size: int = 8) -> np.ndarray[Any, np.dtype[np.uint8]]:
