@@ -167,7 +167,7 @@ def report(run: Soak) -> list[str]:
         f"| lost, wrong, or an error in the log | {len(run.lost)} |",
         f"| memory at the start, in the middle, at the end | "
         f"{', '.join(f'{each.rss / 2**20:.0f} MiB' for each in (run.readings[0], half[0], half[-1]))} |",
-        f"| its growth in the last half | {growth:+.1f} ± {error:.1f} MiB an hour |",
+        f"| its growth in the last half | {growth:+.2f} ± {error:.2f} MiB an hour |",
         *(f"| {name} in the last half | {min(values)} to {max(values)} |" for name, values in ends.items()),
     ]
 
