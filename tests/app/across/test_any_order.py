@@ -47,15 +47,22 @@ class Sent:
         since: How many versions had been served when it was sent.
         left: Set when its client leaves.
         must: The statuses that it may have.
+        was_held: Whether it came while the device was held up, which then has computed none of its images.
     """
 
     labels: tuple[str, ...]
     since: int
     left: asyncio.Event
     must: set[int]
+    was_held: bool = False
     status: int = 0
     body: bytes = b""
     task: asyncio.Task[None] | None = None
+
+
+def images_of(requests: list[Sent]) -> int:
+    """How many images they have together."""
+    return sum(len(each.labels) for each in requests)
 
 
 class Models(dict[str, Any]):
@@ -103,20 +110,24 @@ class AnyOrder(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "runner"):
-            self.runner.run(self._stop())
-            self.runner.close()
+            try:
+                self.runner.run(self._stop())
+            finally:
+                self.runner.close()
 
     @rule(values=st.lists(st.sampled_from(VALUES), min_size=1, max_size=4))
     def predict(self, values: list[int]) -> None:
-        outstanding = sum(len(each.labels) for each in self.waiting if each.since == len(self.models.versions))
-        total = outstanding + len(values)
-        must = {200} if total <= QUEUE else {200, 429}
-        if self.is_held and total > QUEUE + ON_DEVICE:
+        outstanding = [each for each in self.unanswered(self.waiting) if each.since == len(self.models.versions)]
+        must = {200} if images_of(outstanding) + len(values) <= QUEUE else {200, 429}
+        held = [each for each in outstanding if each.was_held]  # Earlier ones may be computed and not handed out yet.
+        if self.is_held and images_of(held) + len(values) > QUEUE + ON_DEVICE:
             must = {429}
         images = [{"b64": base64.b64encode(png(value)).decode()} for value in values]
         labels = tuple(CLASSES[VALUES.index(value)] for value in values)
         body = json.dumps({"images": images}).encode()
-        self.waiting.append(self.runner.run(self._send("/predict", labels, must, body)))
+        sent = self.runner.run(self._send("/predict", labels, must, body))
+        sent.was_held = self.is_held
+        self.waiting.append(sent)
 
     @rule()
     def overload(self) -> None:
@@ -189,12 +200,17 @@ class AnyOrder(RuleBasedStateMachine):
         ready = self.runner.run(self._send("/readyz", (), {503 if self.service.draining else 200}, method="GET"))
         self.runner.run(self._answered([health, ready]))
         assert all(served.engine.pending <= QUEUE for served in self.service.registry.served)
-        unanswered = [each for each in (*self.waiting, self.reloading) if each and each.task and not each.task.done()]
+        unanswered = self.unanswered([*self.waiting, *([self.reloading] if self.reloading else [])])
         assert self.service.inflight == len(unanswered)
         for sent in self.waiting:
             if sent not in unanswered:
                 self._check(sent)
         self.waiting = [each for each in self.waiting if each in unanswered]
+
+    @staticmethod
+    def unanswered(requests: list[Sent]) -> list[Sent]:
+        """Those that the service still has; it answers a refusal at once."""
+        return [each for each in requests if each.task is not None and not each.task.done()]
 
     @property
     def is_held(self) -> bool:
