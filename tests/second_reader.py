@@ -78,7 +78,7 @@ class SecondReader:
 
     def __init__(self, folder: Path) -> None:
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text("utf-8"))
-        if self.manifest["schema_version"] not in (1, 2, 3) or self.manifest["version"] != version_of(self.manifest):
+        if self.manifest["schema_version"] not in (1, 2, 3, 4) or self.manifest["version"] != version_of(self.manifest):
             raise Rejected("schema or version")
         self.parts: dict[str, dict[str, Array]] = {}
         for name, entry in self.manifest["files"].items():
@@ -165,7 +165,9 @@ class SecondReader:
             known, at = np.unique(a[::-1], return_index=True)  # of equal ones the last
             log_p = np.log((at + 1) / (len(a) + 1))
             inside = np.interp(r, known, log_p, left=math.log(len(a) / (len(a) + 1)))
-            score -= np.where(r < a[-1], inside, -math.log(len(a) + 1) - (r - a[-1]) / t["scales"][g])
+            log_p = np.where(r < a[-1], inside, -math.log(len(a) + 1) - (r - a[-1]) / t["scales"][g])
+            below = section["texture"].get("counts_below", 1) if name == "texture" else 1
+            score -= np.minimum(0, log_p - math.log(below))
             p_values.append((1 + (t["calibration"][g] >= r[:, None]).sum(1)) / (t["calibration"].shape[1] + 1))
         return score, np.stack(p_values, axis=1)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from psc_core.bundle.manifest import (
     PARTS,
-    VALUE_SCHEMA,
+    TEXTURE_SCHEMA,
     FileEntry,
     Manifest,
     check_text,
@@ -167,10 +167,10 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
         raise BundleError(f"{file}: expected at most {MAX_DEPTH} levels of nesting; fit the bundle again") from error
     except ValueError as error:
         raise BundleError(f"{file}: expected JSON, {error}; fit the bundle again or restore it") from error
-    versions = {str(version) for version in range(1, VALUE_SCHEMA + 1)}  # As they are written: neither true nor 1.0
+    versions = {str(version) for version in range(1, TEXTURE_SCHEMA + 1)}  # As they are written: neither true nor 1.0
     if isinstance(body, dict) and repr(body.get("schema_version")) not in versions:
         raise BundleError(
-            f"{file}: expected schema_version 1 to {VALUE_SCHEMA}, got {short(body.get('schema_version'))}; use "
+            f"{file}: expected schema_version 1 to {TEXTURE_SCHEMA}, got {short(body.get('schema_version'))}; use "
             "the release that wrote it or fit again"
         )
     try:

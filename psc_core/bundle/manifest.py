@@ -25,6 +25,9 @@ SCHEMA: Final = 2
 VALUE_SCHEMA: Final = 3
 """That of a regression."""
 
+TEXTURE_SCHEMA: Final = 4
+"""That of either with ``gates.texture.counts_below``."""
+
 PARTS = ("backbone", "projection", "density", "head", "calibration", "gates")
 """Tensor files of a bundle; ``head`` is absent for base predictions, ``gates`` from a model without."""
 
@@ -101,6 +104,7 @@ class _Calibration(_Strict):
 class _Texture(_Strict):
     layer: str
     density: _Fitted
+    counts_below: float = Field(default=1.0, gt=0, lt=1)
 
 
 class _Gates(_Strict):
@@ -141,7 +145,7 @@ AnyPolicy = Annotated[
 class Manifest(_Strict):
     """``manifest.json``; every field is described in ``docs/bundle-format.md``."""
 
-    schema_version: Literal[1, 2, 3]
+    schema_version: Literal[1, 2, 3, 4]
     name: str = Field(min_length=1, max_length=MAX_NAME)
     version: str = Field(pattern="^[0-9a-f]{12}$")
     target: Target | None = None
@@ -175,6 +179,7 @@ class Manifest(_Strict):
         is_regression = self.target is not None
         outputs = 1 if is_regression else classes
         oldest = VALUE_SCHEMA if is_regression else SCHEMA if self.gates else min(self.schema_version, SCHEMA)
+        schema = TEXTURE_SCHEMA if texture and texture.counts_below < 1 else oldest
         head_layers = [] if head is None else head.layers
         of_head, by_head = ({}, "base") if head is None else (head.sizes, "psc")
         agreements: tuple[tuple[str, Any, Any], ...] = (
@@ -188,7 +193,7 @@ class Manifest(_Strict):
             ("projection.positions (their number)", len(self.layers), len(self.projection.positions)),
             ("density.sizes.classes", classes, self.density.sizes.get("classes")),
             ("calibration.entropy_weight", 0.0 if self.gates else entropy_weight, entropy_weight),
-            ("schema_version", oldest, self.schema_version),
+            ("schema_version", schema, self.schema_version),
             ("gates.texture.density.sizes.classes", classes, of_texture.get("classes", 0)),
             ("gates.names (texture)", texture is not None, "texture" in (self.gates.names if self.gates else ())),
             ("head.sizes.classes", classes, classes if head is None or is_regression else of_head.get("classes")),

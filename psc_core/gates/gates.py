@@ -11,9 +11,13 @@ gate           its reading, higher is more unusual                 an alarm mean
 
 With ``p_g`` of :mod:`.tail` the OOD score is
 
-    ``−Σ_g log p_g``     nats (half of the statistic of Fisher 1932)
+    ``−Σ_g log min(1, p_g / τ_g)``     nats
 
-and as the readings of one image depend on each other, its p-value is not χ²'s but conformal, on images that neither
+with ``τ_g = 1`` but for ``texture`` (a soft form of the truncated product of Zaykin et al. 2002; all τ = 1 gives half
+of the statistic of Fisher 1932).  The textures of near images are ordinary: how ordinary would only be noise in the
+sum.
+
+As the readings of one image depend on each other, the score's p-value is not χ²'s but conformal, on images that neither
 chose the gates nor gave ``p_g`` (:mod:`psc_core.calibration.conformal`; Bates et al. 2023).  The p-value of a single
 gate is conformal on the same images.
 
@@ -59,6 +63,7 @@ class Gates(nn.Module):
         ascending: ``float32 (G, m)`` readings that give ``p_g``, sorted.
         scales: ``float32 (G,)`` scales of the tails, positive.
         calibration: ``float32 (G, n)`` readings of the calibration images, sorted.
+        texture_counts_below: τ of ``texture``, in (0, 1].
 
     Raises:
         BundleError: Other names or shapes, or readings that do not ascend.
@@ -67,9 +72,17 @@ class Gates(nn.Module):
     ascending: Tensor
     scales: Tensor
     calibration: Tensor
+    log_below: Tensor
     pieces: Tensor
 
-    def __init__(self, names: Sequence[str], ascending: Tensor, scales: Tensor, calibration: Tensor) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        ascending: Tensor,
+        scales: Tensor,
+        calibration: Tensor,
+        texture_counts_below: float = 1.0,
+    ) -> None:
         super().__init__()
         self.names = tuple(names)
         if self.names != tuple(name for name in GATES if name in self.names) or not self.names:
@@ -89,11 +102,16 @@ class Gates(nn.Module):
         if not (scales > 0).all():
             raise BundleError("expected positive scales of the gates; fit the bundle again")
 
+        self.texture_counts_below = texture_counts_below
+        below = [texture_counts_below if name == TEXTURE else 1.0 for name in self.names]
+        log_below = torch.tensor(below, dtype=torch.float64).log()[:, None].to(ascending.device)
+        self.register_buffer("log_below", log_below, persistent=False)
         self.register_buffer("pieces", log_p_pieces(self.ascending, self.scales), persistent=False)
 
     def score(self, readings: Float[Tensor, "batch gates"]) -> Float[Tensor, " batch"]:
-        """``−Σ_g log p_g``, nats; higher is more unusual."""
-        return -log_p_values(self.ascending, self.pieces, readings.T.contiguous()).sum(dim=0).float()
+        """``−Σ_g log min(1, p_g / τ_g)``, nats; higher is more unusual."""
+        log_p = log_p_values(self.ascending, self.pieces, readings.T.contiguous())
+        return -(log_p - self.log_below).clamp(max=0).sum(dim=0).float()
 
     def p_values(self, readings: Float[Tensor, "batch gates"]) -> Float[Tensor, "batch gates"]:
         """The conformal p-value of each gate, ``(1 + #{calibration ≥ this}) / (n + 1)``."""

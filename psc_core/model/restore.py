@@ -87,7 +87,8 @@ def _restore_gates(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[D
     wanted = {"ascending", "scales", "calibration"}
     if set(own) != wanted or (texture is None and len(own) != len(tensors)):
         raise BundleError(f"expected gates tensors {sorted(wanted)}, got {short(sorted(tensors))}; fit it again")
-    gates = Gates(manifest.gates.names, **own)
+    below = 1.0 if manifest.gates.texture is None else manifest.gates.texture.counts_below
+    gates = Gates(manifest.gates.names, **own, texture_counts_below=below)
     expected = manifest.gates.images, manifest.calibration.images
     got = gates.ascending.shape[1], gates.calibration.shape[1]
     if expected != got:

@@ -25,3 +25,8 @@ def tail_scale(in_distribution: Sequence[float], fraction: float, minimum: int) 
     threshold = ordered[-k - 1] if n > k else ordered[0]
     excess = math.fsum(reading - threshold for reading in ordered[-k:]) / k
     return max(excess, (ordered[-1] - ordered[0]) / 1000)
+
+
+def score(log_p: Sequence[float], below: Sequence[float]) -> float:
+    """Minus the log p-values of one image, of each gate only what lies below its limit."""
+    return -math.fsum(min(0.0, value - math.log(limit)) for value, limit in zip(log_p, below, strict=True))

@@ -10,10 +10,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from psc_core.errors import FitError
-from psc_core.gates.gates import Gates
+from psc_core.gates.gates import TEXTURE, Gates
 
 TAIL_FRACTION: Final = 0.05
 """Of the readings, how many give the scale of the tail."""
+
+TEXTURE_COUNTS_BELOW: Final = 0.2
+"""The p-value from which on a strange texture counts beside other gates."""
 
 MINIMUM_TAIL: Final = 5
 """Fewest readings that give the scale, where there are so many."""
@@ -40,7 +43,8 @@ def fit_gates(
     if not (ascending[-1] > ascending[0]).all():
         constant = [name for name, low, high in zip(names, ascending[0], ascending[-1], strict=True) if low == high]
         raise FitError(f"expected readings that differ between images, those of {', '.join(constant)} are all equal")
-    return Gates(names, ascending.T, scales, calibration.float().sort(dim=0).values.T)
+    below = TEXTURE_COUNTS_BELOW if TEXTURE in names and len(names) > 1 else 1.0
+    return Gates(names, ascending.T, scales, calibration.float().sort(dim=0).values.T, below)
 
 
 def tail_scales(ascending: Float[Tensor, "m gates"]) -> Float[Tensor, " gates"]:

@@ -188,7 +188,8 @@ def test_fits_cover_every_kind(bundles: dict[str, Path]) -> None:
     assert {tuple(m["gates"]["names"]) if "gates" in m else () for m in manifests} == {
         (), ("kind",), ("texture", "kind"), ("texture", "kind", "confidence"),
     }  # fmt: skip
-    assert [m["schema_version"] for m in manifests] == [2] * len(JOBS) + [2, 1]
+    assert [m["schema_version"] for m in manifests[-2:]] == [2, 1]
+    assert all(m["schema_version"] == (4 if m.get("gates", {}).get("texture") else 2) for m in manifests[:-1])
 
 
 def test_second_reader_is_independent() -> None:

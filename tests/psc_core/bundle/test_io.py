@@ -67,12 +67,12 @@ def test_missing_bundle(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema_version": 4}, "expected schema_version 1 to 3, got 4"),
-        ({"schema_version": 1}, "expected schema_version to be 2, got 1"),
-        ({"schema_version": None}, "expected schema_version 1 to 3"),
-        ({"schema_version": True}, "expected schema_version 1 to 3, got True"),
-        ({"schema_version": 2.0}, "expected schema_version 1 to 3, got 2.0"),
-        ({"schema_version": 3}, "expected schema_version to be 2, got 3"),
+        ({"schema_version": 5}, "expected schema_version 1 to 4, got 5"),
+        ({"schema_version": 1}, "expected schema_version to be 4, got 1"),
+        ({"schema_version": None}, "expected schema_version 1 to 4"),
+        ({"schema_version": True}, "expected schema_version 1 to 4, got True"),
+        ({"schema_version": 2.0}, "expected schema_version 1 to 4, got 2.0"),
+        ({"schema_version": 3}, "expected schema_version to be 4, got 3"),
         ({"target": {"name": "age", "unit": "years"}}, "expected policy to be 'regression', got 'classifier'"),
         ({"policy": 3}, r"field policy:"),
         ({"classes": ["one"]}, "field classes:"),

@@ -10,7 +10,7 @@ from scipy import stats
 
 from psc_core.calibration.conformal import conformal_p_values
 from psc_core.errors import BundleError
-from psc_core.gates.fit.gates import fit_gates
+from psc_core.gates.fit.gates import TEXTURE_COUNTS_BELOW, fit_gates
 from psc_core.gates.gates import GATES, Gates, readings_of
 from tests.reference import gates as naive
 
@@ -23,7 +23,7 @@ def dependent_readings(images: int, generator: torch.Generator) -> torch.Tensor:
     return torch.stack([mixed[:, 0], mixed[:, 1].exp(), mixed[:, 2] ** 3], dim=1)
 
 
-def test_score_is_fishers() -> None:
+def test_score_matches_the_twin() -> None:
     generator = torch.Generator().manual_seed(0)
     selection, calibration, tested = (dependent_readings(n, generator) for n in (50, 40, 30))
     gates = fit_gates(GATES, selection, calibration)
@@ -31,7 +31,10 @@ def test_score_is_fishers() -> None:
         [naive.log_p_value(selection[:, g].tolist(), float(gates.scales[g]), float(row[g])) for g in range(3)]
         for row in tested
     ]
-    torch.testing.assert_close(gates.score(tested), -torch.tensor(log_p).sum(dim=1), rtol=1e-5, atol=1e-5)
+    expected = [naive.score(row, [TEXTURE_COUNTS_BELOW, 1, 1]) for row in log_p]
+    torch.testing.assert_close(gates.score(tested), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    everything = Gates(GATES, gates.ascending, gates.scales, gates.calibration)
+    torch.testing.assert_close(everything.score(tested), -torch.tensor(log_p).sum(dim=1), rtol=1e-5, atol=1e-5)
     for g in range(3):
         expected = [(1 + int((calibration[:, g] >= row[g]).sum())) / 41 for row in tested]
         torch.testing.assert_close(gates.p_values(tested)[:, g], torch.tensor(expected))
@@ -52,6 +55,16 @@ def test_alpha_keeps_its_meaning(alpha: float) -> None:
     # Images of one calibration alarm together: the spread is that of a Beta rate over trials, and binomial on top.
     spread = math.sqrt(stats.beta(200 * alpha, 200 * (1 - alpha)).var() / trials + alpha / (trials * tested))
     assert (rates <= alpha + 4 * spread).all() and (rates >= alpha - 1 / 200 - 4 * spread).all()
+
+
+def test_only_a_strange_texture_counts() -> None:
+    readings = torch.arange(1.0, 100.0)[:, None].expand(-1, 2)
+    gates = fit_gates(["texture", "kind"], readings, readings)
+    kind, texture = 50.0, torch.tensor([1.0, 50.0, 79.0, 90.0, 99.0])
+    score = gates.score(torch.stack([texture, torch.full_like(texture, kind)], dim=1))
+    assert (score[:3] == score[0]).all() and (score[3:].diff() > 0).all() and score[3] > score[2]
+    alone = fit_gates(["texture"], readings[:, :1], readings[:, :1])
+    assert (alone.score(texture[:, None]).diff() > 0).all()
 
 
 def test_readings_are_higher_for_unusual_images() -> None:

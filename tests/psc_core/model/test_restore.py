@@ -69,6 +69,8 @@ def test_rejects_wrong_shapes(bundle: Path, part: str) -> None:
         ("gates.images", 7, r"expected \(7, 150\) readings of the gates, got \(150, 150\)"),
         ("gates.names", ["texture", "colour"], "expected gates of texture"),
         ("gates.names", ["kind"], r"gates.names \(texture\) to be True, got False"),
+        ("gates.texture.counts_below", 0.0, "field gates.texture.counts_below: .*greater than 0"),
+        ("gates.texture.counts_below", 1.0, "field gates.texture.counts_below: .*less than 1"),
     ],
 )
 def test_rejects_other_gates(bundle: Path, where: str, value: Any, message: str) -> None:
@@ -80,6 +82,7 @@ def test_rejects_other_gates(bundle: Path, where: str, value: Any, message: str)
 def test_rejects_tensors_of_no_texture(bundle: Path) -> None:
     assign(bundle, "backbone.layers", json.loads((bundle / "manifest.json").read_text())["layers"])
     assign(bundle, "gates", {"names": ["kind", "confidence"], "images": 150, "texture": None})
+    assign(bundle, "schema_version", 2)
     with pytest.raises(BundleError, match=r"expected gates tensors .* got .*texture\."):
         PSC.load(bundle, device="cpu", allow_factories=ALLOW)
 
