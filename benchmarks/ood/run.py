@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks import checkpoints, fitting, runs
 from benchmarks.checkpoints import Trained
 from benchmarks.data import random_images
+from benchmarks.fitting import Penultimate
 from benchmarks.ood import detectors, peers, tables
 from benchmarks.ood.detectors import DEFAULT, PSC_OPTIONS, Detector, Images, scored
 from benchmarks.ood.settings import AT_SCALE, SETTINGS, Setting, test_pair
@@ -23,7 +24,8 @@ from benchmarks.ood.shifts import SHIFTS
 from benchmarks.paper import common
 from benchmarks.runs import Json, Run
 from psc_core.data.dataset import ImageDataset, split_validation
-from psc_core.metrics import ranking
+from psc_core.heads.fit.temperature import fit_temperature
+from psc_core.metrics import classification, ranking
 from psc_core.model.predictor import PSC
 
 NAME = "ood"
@@ -56,7 +58,9 @@ def one_setting(run: Run, setting: Setting) -> Json:
         trained = checkpoints.obtain(run, job)
         parts = fitting.stages(run, trained, fit_images=fit_images, density=PSC_OPTIONS[DEFAULT]["density"])
         pscs = detectors.fit_pscs(run, trained, fit_images)
-        fitted, failed = fit_all(run, trained, fit_images)
+        selection = split_validation(trained.val, run.seed)[0]
+        val = fitting.penultimate_features(run, trained, selection, per_example=False)
+        fitted, failed = fit_all(run, trained, val, fit_images)
         fitted = [*detectors.of_psc(list(pscs.pipelines)), *fitted]
         pair = test_pair(run, setting, trained, limit)
         inside = detectors.read(run, trained, pscs, pair.inside)
@@ -77,6 +81,7 @@ def one_setting(run: Run, setting: Setting) -> Json:
             "size": [projection.c_proj, projection.d_proj],
             "penultimate": _collapse(parts, [fitting.penultimate_layer(trained)]),
             "families": {detector.name: detector.family for detector in fitted},
+            "calibration": calibration(inside, fit_temperature(val.logits, val.labels)),
             "outside": {name: compare(fitted, inside, images) for name, images in outside.items()},
             "shifts": shifted(run, trained, pscs.default, random_images(pair.inside, SHIFTED_IMAGES, run.seed)),
         }
@@ -93,12 +98,30 @@ def _correct(images: Images) -> Tensor:
     return (images.logits.argmax(1) == images.labels).double()
 
 
-def fit_all(run: Run, trained: Trained, fit_images: int | None) -> tuple[list[Detector], dict[str, str]]:
+def calibration(inside: Images, temperature: float) -> Json:
+    """How good the probabilities are: of PSC, of the network, and of the network divided by ``temperature``."""
+    assert inside.probabilities is not None
+    found = {}
+    for name, probabilities in {
+        DEFAULT: inside.probabilities.double(),
+        "the network": inside.logits.double().softmax(1),
+        "temperature": (inside.logits.double() / temperature).softmax(1),
+    }.items():
+        confidence, predicted = probabilities.max(1)
+        found[name] = {
+            "ece": classification.ece(confidence, predicted == inside.labels),
+            "nll": classification.nll(probabilities, inside.labels),
+            "accuracy": classification.accuracy(probabilities, inside.labels),
+        }
+    return found
+
+
+def fit_all(
+    run: Run, trained: Trained, val: Penultimate, fit_images: int | None
+) -> tuple[list[Detector], dict[str, str]]:
     """The fitted detectors that are not PSC's, and the reason for each that failed."""
     chosen = random_images(trained.train, fit_images, run.seed)
     train = fitting.penultimate_features(run, trained, chosen, per_example=True)
-    selection = split_validation(trained.val, run.seed)[0]
-    val = fitting.penultimate_features(run, trained, selection, per_example=False)
     output = fitting.linear_output(trained.net)
     theirs, failed = peers.fit_peers(train, output, run.seed)
     return [*detectors.fit_penultimate(train, val, len(trained.train.classes), output), *theirs], failed

@@ -27,6 +27,10 @@ def fragment(record: Json) -> str:
                 detector_table(parts),
                 "## The default beside the best detector of each setting",
                 default_table(parts),
+                "## Probabilities",
+                "Of the test images in distribution, mean ± standard error over seeds: expected calibration error and "
+                "NLL (nats) of PSC, of the network divided by a temperature (Guo et al. 2017), and of it alone.",
+                calibration_table(parts),
                 "## Covariate shift",
                 "Known classes, taken otherwise: accuracy of the network / fraction that PSC flags at α = 0.05.",
                 shift_table(parts),
@@ -101,6 +105,18 @@ def default_table(parts: Sequence[Json]) -> str:
         verdict = "first" if best == DEFAULT else "tie" if not math.isnan(error) and gap <= error else "behind"
         lines.append([_title(column), _plus_minus(own), best, _plus_minus(values[best]), f"{gap:.4f}", verdict])
     return runs.markdown_table(["setting", DEFAULT, "best", "its AUROC", "gap", "PSC is"], lines)
+
+
+def calibration_table(parts: Sequence[Json]) -> str:
+    """ECE and NLL of each classifier, a line for each setting."""
+    names = list(parts[0]["calibration"])
+    lines = []
+    for setting in SETTINGS:
+        found = [part["calibration"] for part in parts if part["setting"] == setting]
+        if found:
+            cells = [_plus_minus([each[name][what] for each in found]) for what in ("ece", "nll") for name in names]
+            lines.append([setting, *cells])
+    return runs.markdown_table(["setting", *(f"{what}, {name}" for what in ("ECE", "NLL") for name in names)], lines)
 
 
 def shift_table(parts: Sequence[Json]) -> str:
