@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.regression import networks
 from psc_core.bundle.io import read_bundle
 from psc_core.network.load import load_network
 from tests.conftest import ROOT, SHIPPED_BUNDLE
@@ -119,6 +120,9 @@ def url() -> Iterator[str]:
 def weights_for(command: str, workplace: Path) -> None:
     """Random weights of the network that a command names, or of the shipped one."""
     torch.manual_seed(0)
+    if "angle.safetensors" in command:
+        save_file(networks.network(1).state_dict(), workplace / "angle.safetensors")
+        return
     small = {"stem": "small", "in_channels": 1}
     if "resnet50" in command:
         net = load_network(SMALLER["torchvision:resnet50"], num_classes=len(CLASSES))
