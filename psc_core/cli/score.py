@@ -14,7 +14,7 @@ from psc_core.bundle.io import read_bundle
 from psc_core.cli import flags
 from psc_core.compute.distributed import Process
 from psc_core.errors import UsageError
-from psc_core.model.predictor import PSC
+from psc_core.model.load import load_model
 from psc_core.scoring.inputs import Item, open_items, parts
 from psc_core.scoring.on_ray import score_on_ray
 from psc_core.scoring.outputs import FORMATS
@@ -94,7 +94,7 @@ def load_scorer(
     bundle: Path, out: Path, file_format: str, threads: int | None, device: str, allow_factories: Sequence[str]
 ) -> PartScorer:
     """A scorer with the model of a bundle."""
-    return PartScorer(PSC.load(bundle, device=device, allow_factories=allow_factories), out, file_format, threads)
+    return PartScorer(load_model(bundle, device=device, allow_factories=allow_factories), out, file_format, threads)
 
 
 def check_version(file: Path, version: str) -> None:

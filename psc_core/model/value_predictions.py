@@ -36,9 +36,19 @@ class ValuePredictions:
         return [*super().__dir__(), *VALUE_SCORES]
 
     @property
+    def lower(self) -> Tensor:
+        """``float32 (n,)`` lower end of what holds the true number with the bundle's coverage."""
+        return torch.from_numpy(self.decisions.lower)
+
+    @property
+    def upper(self) -> Tensor:
+        """``float32 (n,)`` upper end."""
+        return torch.from_numpy(self.decisions.upper)
+
+    @property
     def interval(self) -> Tensor:
-        """``float32 (n, 2)``, lower and upper ends of what holds the true number with the bundle's coverage."""
-        return torch.stack([torch.from_numpy(self.decisions.lower), torch.from_numpy(self.decisions.upper)], dim=1)
+        """``float32 (n, 2)``, both ends."""
+        return torch.stack([self.lower, self.upper], dim=1)
 
     @property
     def gates(self) -> dict[str, Tensor]:

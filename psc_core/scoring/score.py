@@ -20,9 +20,9 @@ import torch
 from psc_core.errors import ImageError, UsageError
 from psc_core.model.base import MAX_BATCH
 from psc_core.model.inputs import read_image
-from psc_core.model.predictor import PSC
+from psc_core.model.load import Model
 from psc_core.scoring.inputs import Item
-from psc_core.scoring.outputs import FIELDS, Table, as_table, items_of, merge, write
+from psc_core.scoring.outputs import FIELDS, VALUE_FIELDS, Table, as_table, items_of, merge, write
 
 BATCHES_AHEAD = 2
 """Batches that are decoded while the network computes one."""
@@ -44,14 +44,14 @@ class PartScorer:
     """Scores parts with one model.
 
     Args:
-        psc: The model.
+        model: Of a bundle.
         out: Folder of the parts' files.
         file_format: ``"parquet"`` or ``"jsonl"``.
         threads: Decode images.
     """
 
-    def __init__(self, psc: PSC, out: Path, file_format: str, threads: int | None = None) -> None:
-        self.psc, self.out, self.file_format = psc, out, file_format
+    def __init__(self, model: Model, out: Path, file_format: str, threads: int | None = None) -> None:
+        self.model, self.out, self.file_format = model, out, file_format
         self.threads = threads or os.cpu_count() or 1
 
     def __call__(self, number: int, items: Sequence[Item]) -> Count:
@@ -73,12 +73,12 @@ class PartScorer:
     def score(self, items: Sequence[Item]) -> Table:
         """The table of the items."""
         errors: list[str | None] = []
-        scored: Table = {name: [] for name in FIELDS}
+        scored: Table = {name: [] for name in (VALUE_FIELDS if self.model.is_regression else FIELDS)}
         for decoded in self._decode(items):
             errors += [each if isinstance(each, str) else None for each in decoded]
             pixels = [each for each in decoded if not isinstance(each, str)]
             if pixels:
-                for name, column in as_table(self.psc.predict(torch.from_numpy(np.stack(pixels)))).items():
+                for name, column in as_table(self.model.predict(torch.from_numpy(np.stack(pixels)))).items():
                     scored[name] += column
         return merge([item.name for item in items], errors, scored)
 
@@ -95,7 +95,7 @@ class PartScorer:
 
     def _read(self, image: str | bytes) -> Decoded:
         try:
-            return read_image(image, self.psc.preprocess)
+            return read_image(image, self.model.preprocess)
         except (ImageError, UsageError) as error:
             return str(error)
 

@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from psc_core import PSC
+from psc_core import PSC, PSCRegressor
 from psc_core.cli import score as cli
 from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
 from psc_core.images.preprocess import PRESETS
 from psc_core.scoring.inputs import Item, open_items
-from psc_core.scoring.outputs import FIELDS, as_table, merge, write
+from psc_core.scoring.outputs import FIELDS, VALUE_FIELDS, as_table, merge, write
 from psc_core.scoring.score import PartScorer
+from psc_core.value_prediction import ValuePrediction
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 from tests.psc_core.scoring.support import COUNT, PART, bytes_of, rows_of, run
 
@@ -54,6 +55,40 @@ def test_rows_are_the_predictions_of_the_images_in_order(folder: Path, scored: P
     assert [row["prediction_set"] for row in good] == [list(each) for each in prediction.prediction_set]
     for name in ("log_density", "ood_p_value", "probabilities", "is_ood"):
         assert [row[name] for row in good] == pytest.approx(getattr(prediction, name).numpy(), abs=1e-4)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_regression_gives_its_numbers(angle_bundle: Path, folder: Path, tmp_path: Path, form: str) -> None:
+    allow = "tests.tiny:network"
+    run(folder, tmp_path, "--bundle", str(angle_bundle), "--allow-factories", allow, "--format", form)
+    if form == "parquet":
+        read = pytest.importorskip("pyarrow.parquet").read_table
+        files = sorted(tmp_path.glob("part-*"))
+        rows = [row for file in files for row in read(file).to_pylist(maps_as_pydicts="strict")]
+    else:
+        rows = rows_of(tmp_path)
+    (bad,) = (row for row in rows if row["error"] is not None)
+    assert {value for name, value in bad.items() if name not in ("item", "error")} == {None}
+    good = [row for row in rows if row["error"] is None]
+    assert len(good) == COUNT
+    model = PSCRegressor.load(angle_bundle, device="cpu", allow_factories=[allow])
+    prediction = model.predict([folder / row["item"] for row in good])
+    for image, row in enumerate(good):
+        assert row.pop("target") == {"name": "angle", "unit": "degrees"}
+        fields = {name: value for name, value in row.items() if name not in ("item", "error")}
+        assert list(fields) == [name for name in ValuePrediction.model_fields if name != "explanation"]
+        answer = ValuePrediction.model_validate(fields)
+        assert answer.decision == prediction.decision[image] and answer.is_ood == bool(prediction.is_ood[image])
+        assert [answer.lower, answer.upper] == pytest.approx(prediction.interval[image].tolist(), rel=1e-4, abs=1e-3)
+        for name in ("mean", "aleatoric", "epistemic", "log_density", "ood_score", "ood_p_value"):
+            assert getattr(answer, name) == pytest.approx(float(getattr(prediction, name)[image]), rel=1e-4, abs=1e-3)
+        assert answer.gates == pytest.approx({name: float(each[image]) for name, each in prediction.gates.items()})
+
+
+def test_a_part_of_a_regression_without_any_image(angle_bundle: Path, tmp_path: Path) -> None:
+    model = PSCRegressor.load(angle_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    assert PartScorer(model, tmp_path, "jsonl")(0, [Item("a", b"")]).errors == 1
+    assert list(rows_of(tmp_path)[0]) == ["item", *VALUE_FIELDS, "error"]
 
 
 def test_an_image_that_cannot_be_read_is_a_row_with_its_error(scored: Path) -> None:
