@@ -99,23 +99,39 @@ def evaluate_values(
     Raises:
         UsageError: Data of another target than the model's, or read through another preprocessing.
     """
-    if id_data.values is None or id_data.target is None or id_data.target.name != model.target.name:
-        raise UsageError(f"expected numbers of {model.target} in {id_data.name}, got {id_data.target or 'classes'}")
+    numbers_in(id_data, model)
     inside = score_numbers(model, id_data, batch_images=batch_images)
     outside = {name: score_numbers(model, data, batch_images=batch_images) for name, data in ood.items()}
-    y, calibrated = id_data.values, len(model.calibration)
+    return compare_values(model, id_data, inside, outside)
+
+
+def numbers_in(data: ImageDataset, model: PSCRegressor) -> Float[Tensor, " n"]:
+    """The true numbers of the images.
+
+    Raises:
+        UsageError: Data of another target than the model's.
+    """
+    if data.values is None or data.target is None or data.target.name != model.target.name:
+        raise UsageError(f"expected numbers of {model.target} in {data.name}, got {data.target or 'classes'}")
+    return data.values
+
+
+def compare_values(
+    model: PSCRegressor, id_data: ImageDataset, inside: ScoredNumbers, outside: Mapping[str, ScoredNumbers]
+) -> ValueReport:
+    """The report of scored images: ``inside`` those of ``id_data``, ``outside`` out-of-distribution ones by name.
+
+    Raises:
+        UsageError: Data of another target than the model's.
+    """
+    y, calibrated = numbers_in(id_data, model), len(model.calibration)
     missed = (y < inside.interval[:, 0]) | (y > inside.interval[:, 1])
     accepted = ~inside.is_ood
     return ValueReport(
         model={"name": model.name, "version": model.version, "layer": model.layer, "target": str(model.target)},
         id_name=id_data.name,
         images=len(id_data),
-        errors={
-            "rmse": regression.rmse(inside.mean, y),
-            "r2": regression.r2(inside.mean, y),
-            "nll": regression.nll(inside.mean, inside.deviation, y),
-            "crps": regression.crps(inside.mean, inside.deviation, y),
-        },
+        errors=errors_of(inside, y),
         width=float(inside.interval.diff(dim=1).mean()),
         misses=observed_rate(missed, 1 - model.policy.coverage, calibrated),
         false_alarms=observed_rate(inside.is_ood, model.policy.alpha, calibrated),
@@ -123,6 +139,16 @@ def evaluate_values(
         auroc={name: ranking.auroc(inside.ood_score, scored.ood_score) for name, scored in outside.items()},
         flagged={name: float(scored.is_ood.double().mean()) for name, scored in outside.items()},
     )
+
+
+def errors_of(scored: ScoredNumbers, values: Float[Tensor, " n"]) -> dict[str, float]:
+    """``rmse`` and ``crps`` in the target's unit, ``r2``, ``nll`` in nats, for the true ``values``."""
+    return {
+        "rmse": regression.rmse(scored.mean, values),
+        "r2": regression.r2(scored.mean, values),
+        "nll": regression.nll(scored.mean, scored.deviation, values),
+        "crps": regression.crps(scored.mean, scored.deviation, values),
+    }
 
 
 @torch.inference_mode()
@@ -137,11 +163,13 @@ def score_numbers(model: PSCRegressor, data: ImageDataset, *, batch_images: int 
             f"expected {data.name} to be read through the model's preprocessing {model.preprocess}, got "
             f"{data.preprocess}; open it with preprocess=model.preprocess"
         )
-    kept: list[tuple[Tensor, ...]] = []
-    for batch in track_images(data, Compute(model.device, batch_images=batch_images), f"evaluating {data.name}"):
-        packed = model.pipeline(batch.images.to(model.device)).cpu()
-        outputs, decisions = model.outputs(packed), model.decide(model.outputs(packed.numpy()))
-        deviation = torch.hypot(outputs["aleatoric"], outputs["epistemic"])
-        ends = torch.stack([torch.from_numpy(decisions.lower), torch.from_numpy(decisions.upper)], dim=1)
-        kept.append((outputs["mean"], deviation, ends, outputs["ood_score"], torch.from_numpy(decisions.is_ood)))
-    return ScoredNumbers(*(torch.cat(parts) for parts in zip(*kept, strict=True)))
+    batches = track_images(data, Compute(model.device, batch_images=batch_images), f"evaluating {data.name}")
+    return numbers_of(model, torch.cat([model.pipeline(batch.images.to(model.device)).cpu() for batch in batches]))
+
+
+def numbers_of(model: PSCRegressor, packed: Float[Tensor, "n columns"]) -> ScoredNumbers:
+    """What is kept of the pipeline's packed outputs for n images."""
+    outputs, decisions = model.outputs(packed), model.decide(model.outputs(packed.numpy()))
+    deviation = torch.hypot(outputs["aleatoric"], outputs["epistemic"])
+    ends = torch.stack([torch.from_numpy(decisions.lower), torch.from_numpy(decisions.upper)], dim=1)
+    return ScoredNumbers(outputs["mean"], deviation, ends, outputs["ood_score"], torch.from_numpy(decisions.is_ood))
