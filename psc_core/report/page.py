@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from psc_core.bundle.manifest import Manifest
 from psc_core.network.load import Recipe
-from psc_core.report import figures
+from psc_core.report import figures, words
 from psc_core.report.content import Role
 from psc_core.report.facts import COLUMNS, Facts
 
@@ -24,50 +23,6 @@ PAGE: Final = "report.html"
 CARD: Final = "README.md"
 FIGURES: Final = "report"
 """Folder of the figures."""
-
-TEXTS: Final[Mapping[str, tuple[str, str]]] = {
-    "collapse": (
-        "Where the network collapses",
-        "Deep layers forget how images of a class differ (NC1 falls). PSC reads the shaded layer: it still varies, "
-        "NC1 > ε, and tells the classes apart, high NC4.",
-    ),
-    "sizes": ("Size of the projection", "Squares mark the chosen number of components: the fewest that keep both."),
-    "ood-scores": (
-        "How unusual images are",
-        "Right of the dashed line an image counts as out of distribution. Blue images belong left of it, orange ones "
-        "right.",
-    ),
-    "entropies": (
-        "How ambiguous images are",
-        "Right of the dashed line an image that is not out of distribution counts as ambiguous.",
-    ),
-    "roc": ("Detection against false alarms", "How much is found at each rate of false alarms; up and left is better."),
-    "reliability": (
-        "Is the confidence honest?",
-        "On the diagonal, of the images with confidence 80 %, 80 % are right.",
-    ),
-    "risk-coverage": (
-        "What abstaining gains",
-        "Error rate when the least confident images are left to a person; lower is better.",
-    ),
-    "confusion": ("What is taken for what", "A row is a class, a column what was predicted for it."),
-}
-"""Title and explanation of each figure."""
-
-GLOSSARY: Final[Mapping[str, str]] = {
-    "NC1": "Variability within classes as a fraction of all variability: 1 without classes, 0 when a class is a point.",
-    "NC4": "How often the nearest class mean is that of the label, on validation images.",
-    "ε": "NC1 from which down a layer counts as collapsed.",
-    "OOD score": "How unlike the training images an image is; higher is more unusual. Nats.",
-    "alpha": "The rate of false alarms that the OOD threshold keeps on images like the validation images.",
-    "predictive entropy": "How undecided the probabilities are: 0 when sure, log(classes) when all are equal.",
-    "ambiguous": "In distribution, but with a predictive entropy above the threshold.",
-    "NLL": "Mean of −log(probability of the label); lower is better. Nats.",
-    "ECE": "Mean gap between confidence and accuracy; 0 is honest.",
-    "made-up images": "Validation images turned, binarised, framed …, to see what happens without OOD images.",
-    "gate": "A reading with its own p-value: texture (early layer), kind (candidate layer), confidence (entropy).",
-}
-"""Words of the page."""
 
 _HERE: Final = Path()
 """The bundle in commands of its files, which are the same wherever it lies."""
@@ -91,7 +46,7 @@ def write(facts: Facts, folder: Path) -> Path:
     (folder / FIGURES).mkdir(exist_ok=True)
     for name, png in drawn.items():
         (folder / FIGURES / f"{name}.png").write_bytes(png)
-    texts = dict(TEXTS)
+    texts = dict(words.TEXTS)
     if facts.ambiguity_threshold is None:
         texts["entropies"] = (texts["entropies"][0], "No threshold keeps the error rate, so no image is ambiguous.")
     shown = [{"name": name, "title": texts[name][0], "text": texts[name][1], "png": _base64(png)}
@@ -99,7 +54,7 @@ def write(facts: Facts, folder: Path) -> Path:
     page = folder / PAGE
     page.write_text(
         _TEMPLATES.get_template(f"{PAGE}.jinja").render(
-            **_values(facts), figures=shown, gallery=_gallery(facts), glossary=GLOSSARY
+            **_values(facts), figures=shown, gallery=_gallery(facts), glossary=words.GLOSSARY
         )
     )
     return page

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from psc_core.bundle.io import read_bundle
-from psc_core.report import page
+from psc_core.report import page, words
 from psc_core.report.content import Content
 from psc_core.report.facts import Facts, facts_of
 from tests.psc_core.report.support import content
@@ -44,8 +44,8 @@ def test_page_is_self_contained(shipped: Facts, tmp_path: Path) -> None:
     assert len(images) == 8 + 1  # Every figure and one picture.
     assert all(str(image["src"]).startswith("data:image/png;base64,") and image["alt"] for image in images)
     assert not {"script", "link", "iframe"} & {tag for tag, _ in written.tags}
-    assert {path.stem for path in (tmp_path / page.FIGURES).iterdir()} == set(page.TEXTS)
-    for expected in ("clothes", "turned", "called out of distribution", "psc-serve --bundle", *page.GLOSSARY):
+    assert {path.stem for path in (tmp_path / page.FIGURES).iterdir()} == set(words.TEXTS)
+    for expected in ("clothes", "turned", "called out of distribution", "psc-serve --bundle", *words.GLOSSARY):
         assert expected in written.text
     assert re.search(r"clothes\s*out-of-distribution images\s*3\s*\d+\.\d %", written.text)
 
@@ -61,7 +61,7 @@ def test_page_without_images(shipped: Facts, tmp_path: Path) -> None:
     written = Page(page.write(bare, tmp_path).read_text())
     assert "No image is called ambiguous" in written.text
     assert [attributes["alt"] for tag, attributes in written.tags if tag == "img"] == [
-        "{}. {}".format(*page.TEXTS["collapse"])
+        "{}. {}".format(*words.TEXTS["collapse"])
     ]
 
 
