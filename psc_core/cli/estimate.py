@@ -28,7 +28,6 @@ from psc_core.data.dataset import ImageDataset, balanced
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.options import FitOptions
 from psc_core.fitting.settings import FitSettings
-from psc_core.model.predictor import PSC
 from psc_core.report.collect import collect_fit
 
 SECONDS: Final = 60.0
@@ -96,8 +95,7 @@ def timed_fit(
         checkpoint = Checkpoint.open(Path(scratch) / "stages", {})
         few = [cached(balanced(data, count, settings.seed)) for data, count in ((train, size), (val, few_val))]
         _, projection, model = run_stages(lenient, net, few[0], few[1], "dry-run", {}, checkpoint, options)
-        if isinstance(model, PSC):
-            collect_fit(model, net, few[0], few[1], projection.report, options)
+        collect_fit(model, net, few[0], few[1], projection.report, options)
     return time.perf_counter() - began
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from psc_core.errors import UsageError
 from psc_core.evaluation import evaluate as measure
 from psc_core.evaluation.baselines import Baselines, fit_baselines
 from psc_core.evaluation.tables import to_json, to_markdown, to_text
-from psc_core.evaluation.values import evaluate_values
+from psc_core.evaluation.values import compare_values, numbers_in, score_numbers
 from psc_core.model.load import load_model
 from psc_core.model.predictor import PSC
 from psc_core.model.regressor import PSCRegressor
@@ -25,8 +25,8 @@ from psc_core.network.backbone import example_input
 from psc_core.network.layers import list_layers
 from psc_core.network.load import bounded_size, load_network
 from psc_core.report import page
-from psc_core.report.collect import image_set, pictures_of
-from psc_core.report.content import FILE, Content, Role
+from psc_core.report.collect import image_set, pictures_of, value_set
+from psc_core.report.content import FILE, Content, Picture, Role, ScoredSet
 from psc_core.report.facts import facts_of
 
 _EXAMPLE = """example:
@@ -84,7 +84,7 @@ def evaluate(args: argparse.Namespace) -> None:
     if isinstance(psc, PSCRegressor):
         if all(given):
             raise UsageError("a regression has no baselines; leave out --weights, --train and --val")
-        evaluate_numbers(psc, id_data, ood, args.batch_images, args.out)
+        evaluate_numbers(args, psc, id_data, ood)
         return
     baselines = _baselines(args, psc) if all(given) else None
     measure.check_model_classes(psc, id_data)
@@ -99,20 +99,32 @@ def evaluate(args: argparse.Namespace) -> None:
         (args.out / "report.md").write_text(to_markdown(report))
         sets = [image_set("test", Role.TEST, id_data, inside)]
         sets += [image_set(name, Role.OOD, ood[name], scored) for name, scored in outside.items()]
-        content = Content.load(args.bundle) if (args.bundle / FILE).exists() else Content(psc.version)
-        facts = facts_of(args.bundle, content.with_sets(sets, pictures_of(id_data, inside)))
-        print(f"report: {page.write(facts, args.out)}")
+        write_page(args.bundle, psc.version, sets, args.out, pictures_of(id_data, inside))
 
 
 def evaluate_numbers(
-    model: PSCRegressor, id_data: ImageDataset, ood: Mapping[str, ImageDataset], batch_images: int, out: Path | None
+    args: argparse.Namespace, model: PSCRegressor, id_data: ImageDataset, ood: Mapping[str, ImageDataset]
 ) -> None:
     """Measure a regression and print."""
-    report = evaluate_values(model, id_data, ood, batch_images=batch_images)
+    numbers_in(id_data, model)  # Before the passes.
+    inside, *others = (score_numbers(model, data, batch_images=args.batch_images) for data in (id_data, *ood.values()))
+    outside = dict(zip(ood, others, strict=True))
+    report = compare_values(model, id_data, inside, outside)
     print(report.to_text())
-    if out:
-        (out / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
-        (out / "report.md").write_text(report.to_text() + "\n")
+    if args.out:
+        (args.out / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
+        (args.out / "report.md").write_text(report.to_text() + "\n")
+        sets = [value_set("test", Role.TEST, inside, id_data)]
+        sets += [value_set(name, Role.OOD, scored, ood[name]) for name, scored in outside.items()]
+        write_page(args.bundle, model.version, sets, args.out)
+
+
+def write_page(
+    bundle: Path, version: str, sets: Iterable[ScoredSet], out: Path, pictures: tuple[Picture, ...] = ()
+) -> None:
+    """Write the report of the bundle's fit, where it has one, with further sets into ``out``, and say where it is."""
+    content = Content.load(bundle) if (bundle / FILE).exists() else Content(version)
+    print(f"report: {page.write(facts_of(bundle, content.with_sets(sets, pictures)), out)}")
 
 
 def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:

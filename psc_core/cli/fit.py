@@ -32,11 +32,10 @@ from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.checks import check_attainable_rates
 from psc_core.fitting.settings import TASKS, FitSettings
 from psc_core.heads import HEADS, VALUE_HEADS
-from psc_core.model.regressor import PSCRegressor
 from psc_core.network.layers import GRANULARITIES
 from psc_core.network.load import Recipe, load_network
 from psc_core.precision import PRECISIONS
-from psc_core.report import page, value_card
+from psc_core.report import page
 from psc_core.report.collect import collect_fit
 from psc_core.report.content import Content
 from psc_core.report.facts import facts_of
@@ -136,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
     text = "where decoded images are kept until the end, or off to decode them in every pass (default: the system's)"
     run.add_argument("--cache", metavar="DIR|off", help=text)
     run.add_argument("--distributed", action="store_true", help="be one of the processes that torchrun started")
-    text = "write no report; it holds pictures of training and validation images"
+    text = "write no report; it holds pictures of training and validation images, or their numbers"
     run.add_argument("--no-report", action="store_true", help=text)
     text = "fit on a few images only, write nothing, and say how long and how much memory a fit on all of them takes"
     run.add_argument("--dry-run", action="store_true", help=text)
@@ -202,11 +201,6 @@ def fit(args: argparse.Namespace) -> None:
     (out / "collapse.csv").write_text(to_csv(report))
     checkpoint.clear()
     print(f"wrote {out} (version {manifest.version})", flush=True)
-    if isinstance(psc, PSCRegressor):
-        value_card.write_card(out, manifest)
-        print(value_card.to_text(manifest))
-        print(f"next: {page.serve_command(out, manifest)}")
-        return
     content = Content(manifest.version)
     if not args.no_report:
         saved = replace(psc, version=manifest.version)

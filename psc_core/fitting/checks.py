@@ -16,7 +16,7 @@ from psc_core.fitting.options import FitOptions
 from psc_core.network.backbone import Backbone, example_input
 
 OWN_IMAGES: Final = 1000
-"""Maximum number of images of :func:`own_accuracy`."""
+"""Maximum number of images of :func:`own_accuracy` and, unless it is told, of :func:`own_error`."""
 
 
 def check_classes(train: ImageDataset, val: ImageDataset) -> None:
@@ -70,9 +70,11 @@ def check_own_output(backbone: Backbone, train: ImageDataset, compute: Compute) 
         )
 
 
-def own_error(net: nn.Module, data: ImageDataset, compute: Compute, seed: int) -> float | None:
+def own_error(
+    net: nn.Module, data: ImageDataset, compute: Compute, seed: int, images: int = OWN_IMAGES
+) -> float | None:
     """RMSE of the network itself on random images of a regression; None if it does not have one output."""
-    chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:OWN_IMAGES]
+    chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:images]
     squares = 0.0
     for output, batch in passes(data.subset(chosen), compute, f"the network on {data.name}", net.to(compute.device)):
         if output.ndim != 2 or output.shape[1] != 1 or batch.values is None:

@@ -16,12 +16,14 @@ from psc_core.data.dataset import ImageDataset, balanced, split_validation
 from psc_core.evaluation.evaluate import ScoredImages, classification_of, score_images
 from psc_core.evaluation.own import OwnNetwork
 from psc_core.evaluation.report import PRIMARY
+from psc_core.evaluation.values import ScoredNumbers, errors_of, numbers_of, score_numbers
+from psc_core.fitting.checks import own_error
 from psc_core.fitting.options import FitOptions
 from psc_core.gates.fit.made_up import REAL, is_ambiguous, made_up_batches
-from psc_core.model.outputs import Outputs
-from psc_core.model.predictor import PSC
+from psc_core.model.load import Model
+from psc_core.model.regressor import PSCRegressor
 from psc_core.projection.fit.report import ProjectionReport
-from psc_core.report.content import Content, ImageSet, Picture, Role
+from psc_core.report.content import Content, ImageSet, Picture, Role, ScoredSet, ValueSet
 
 IMAGES: Final = 2000
 """Maximum number of images of a set, for a report of a fit."""
@@ -37,30 +39,41 @@ SIDE: Final = 96
 
 
 def collect_fit(
-    psc: PSC,
+    model: Model,
     net: nn.Module,
     train: ImageDataset,
     val: ImageDataset,
     projection: ProjectionReport,
     options: FitOptions,
 ) -> Content:
-    """Training images, images of the calibration split beside the network's own output, and made-up images."""
+    """Training images, images of the calibration split beside the network's own output, and made-up images.
+
+    A regression has no pictures.
+    """
     selection, calibration_split = split_validation(val, options.seed)
     trained = balanced(train, IMAGES, options.seed)
     validation = balanced(calibration_split, IMAGES, options.seed)
-    own = OwnNetwork.of(net, val, options.compute())
     size = options.batch_images
-    scored = score_images(psc, validation, own, batch_images=size)
-    return Content(
-        psc.version,
-        (
-            image_set("training", Role.TRAINING, trained, score_images(psc, trained, batch_images=size)),
+    known: tuple[ScoredSet, ...]
+    pictures: tuple[Picture, ...] = ()
+    if isinstance(model, PSCRegressor):
+        own_rmse = own_error(net, validation, options.compute(), options.seed, IMAGES)
+        numbers = score_numbers(model, validation, batch_images=size)
+        known = (
+            value_set("training", Role.TRAINING, score_numbers(model, trained, batch_images=size), trained),
+            value_set("validation", Role.VALIDATION, numbers, validation, own_rmse=own_rmse),
+        )
+    else:
+        own = OwnNetwork.of(net, val, options.compute())
+        scored = score_images(model, validation, own, batch_images=size)
+        known = (
+            image_set("training", Role.TRAINING, trained, score_images(model, trained, batch_images=size)),
             image_set("validation", Role.VALIDATION, validation, scored),
-            *made_up_sets(psc, selection, is_ambiguous(train) or is_ambiguous(val), options),
-        ),
-        pictures_of(validation, scored),
-        {"nc1": projection.nc1.cpu(), "nc4": projection.nc4.cpu()},
-    )
+        )
+        pictures = pictures_of(validation, scored)
+    made_up = made_up_sets(model, selection, is_ambiguous(train) or is_ambiguous(val), options)
+    sizes = {"nc1": projection.nc1.cpu(), "nc4": projection.nc4.cpu()}
+    return Content(model.version, (*known, *made_up), pictures, sizes)
 
 
 def image_set(name: str, role: Role, data: ImageDataset, scored: ScoredImages) -> ImageSet:
@@ -74,12 +87,43 @@ def image_set(name: str, role: Role, data: ImageDataset, scored: ScoredImages) -
         data.first_labels() if scored.losses else torch.empty(0, dtype=torch.int64),
         {classifier: losses.confidence.float() for classifier, losses in scored.losses.items()},
         {classifier: losses.correct for classifier, losses in scored.losses.items()},
-        classification_of(scored.losses),
-        data.groups if len(data.groups) > 1 else {},
+        quality=classification_of(scored.losses),
+        groups=_groups(data),
     )
 
 
-def made_up_sets(psc: PSC, selection: ImageDataset, ambiguous: bool, options: FitOptions) -> list[ImageSet]:
+def value_set(
+    name: str, role: Role, scored: ScoredNumbers, data: ImageDataset | None = None, *, own_rmse: float | None = None
+) -> ValueSet:
+    """The part of a regression's ``scored`` numbers that reports show.
+
+    Args:
+        name: Of the set.
+        role: Of the set.
+        scored: What the regression gives for the images.
+        data: The images; None for made-up ones.
+        own_rmse: RMSE of the network itself, the target's unit, where it is known.
+    """
+    values = None if data is None or not role.is_known else data.values
+    quality = {} if own_rmse is None else {"base": {"rmse": own_rmse}}
+    return ValueSet(
+        name,
+        role,
+        scored.ood_score,
+        scored.mean,
+        scored.deviation,
+        torch.empty(0, dtype=torch.float64) if values is None else values,
+        quality=quality if values is None else {**quality, PRIMARY: errors_of(scored, values)},
+        groups={} if data is None else _groups(data),
+    )
+
+
+def _groups(data: ImageDataset) -> Mapping[str, Tensor]:
+    """The parts of a data set; none where it is one part."""
+    return data.groups if len(data.groups) > 1 else {}
+
+
+def made_up_sets(model: Model, selection: ImageDataset, ambiguous: bool, options: FitOptions) -> list[ScoredSet]:
     """Images made from those of the selection split, by kind."""
     packed: dict[str, list[Tensor]] = {}
     batches = made_up_batches(
@@ -88,11 +132,14 @@ def made_up_sets(psc: PSC, selection: ImageDataset, ambiguous: bool, options: Fi
     with torch.inference_mode():
         for made in batches:
             for kind in made.keys() - {REAL}:
-                packed.setdefault(kind, []).append(psc.pipeline(made[kind]).cpu())
+                packed.setdefault(kind, []).append(model.pipeline(made[kind]).cpu())
     none = torch.empty(0, dtype=torch.int64)
-    sets = []
+    sets: list[ScoredSet] = []
     for kind, parts in sorted(packed.items()):
-        outputs = Outputs(torch.cat(parts), psc.gates)
+        if isinstance(model, PSCRegressor):
+            sets.append(value_set(kind, Role.MADE_UP, numbers_of(model, torch.cat(parts))))
+            continue
+        outputs = model.outputs(torch.cat(parts))
         scores, predicted = outputs["ood_score"].float(), outputs.probabilities.argmax(1)
         sets.append(ImageSet(kind, Role.MADE_UP, scores, outputs["predictive_entropy"].float(), predicted, none))
     return sets

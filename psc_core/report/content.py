@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +23,8 @@ from psc_core.errors import BundleError
 
 FILE: Final = "report.safetensors"
 _METADATA: Final = "report"
+_BY_NAME: Final = ("confidence", "correct", "groups")
+"""Fields of a set that hold a tensor for each name."""
 
 
 class Role(StrEnum):
@@ -36,24 +38,39 @@ class Role(StrEnum):
 
     @property
     def is_known(self) -> bool:
-        """Whether the images are of the model's classes."""
+        """Whether the images are like those that the model was fitted on."""
         return self in (Role.TRAINING, Role.VALIDATION, Role.TEST)
 
 
 @dataclass(frozen=True)
-class ImageSet:
-    """Scores of n images that belong together, on the CPU."""
+class ScoredSet:
+    """What reports of either kind of model show of n images that belong together, on the CPU."""
 
     name: str
     role: Role
     ood_score: Float[Tensor, " n"]  # nats
+    quality: Mapping[str, Mapping[str, float]] = field(default_factory=dict, kw_only=True)  # by predictor and metric
+    groups: Mapping[str, Int[Tensor, " _"]] = field(default_factory=dict, kw_only=True)  # positions of parts, by name
+
+
+@dataclass(frozen=True)
+class ImageSet(ScoredSet):
+    """Scores of a classifier for n images."""
+
     entropy: Float[Tensor, " n"]  # predictive entropy, nats
     predicted: Int[Tensor, " n"]  # class index
     labels: Int[Tensor, " m"]  # first label of each image; empty for images of other classes
     confidence: Mapping[str, Float[Tensor, " examples"]] = field(default_factory=dict)  # by classifier
     correct: Mapping[str, Bool[Tensor, " examples"]] = field(default_factory=dict)  # by classifier
-    quality: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by classifier and metric
-    groups: Mapping[str, Int[Tensor, " _"]] = field(default_factory=dict)  # positions of parts, by name
+
+
+@dataclass(frozen=True)
+class ValueSet(ScoredSet):
+    """Numbers that a regression predicts for n images, in the target's unit."""
+
+    mean: Float[Tensor, " n"]
+    deviation: Float[Tensor, " n"]  # predicted standard deviation
+    values: Float[Tensor, " m"]  # the true numbers; empty for images without
 
 
 @dataclass(frozen=True)
@@ -73,11 +90,11 @@ class Content:
     """What was collected for a report; empty parts are not shown."""
 
     version: str  # of the bundle
-    sets: tuple[ImageSet, ...] = ()
+    sets: tuple[ScoredSet, ...] = ()
     pictures: tuple[Picture, ...] = ()
     sizes: Mapping[str, Float[Tensor, "c_max d_max"]] = field(default_factory=dict)  # "nc1" and "nc4" of every size
 
-    def with_sets(self, sets: Iterable[ImageSet], pictures: tuple[Picture, ...]) -> Content:
+    def with_sets(self, sets: Iterable[ScoredSet], pictures: tuple[Picture, ...]) -> Content:
         """Further sets, and other pictures where there are any."""
         return replace(self, sets=(*self.sets, *sets), pictures=pictures or self.pictures)
 
@@ -86,9 +103,12 @@ class Content:
         tensors: dict[str, Tensor] = {f"sizes.{name}": values for name, values in self.sizes.items()}
         sets: list[dict[str, Any]] = []
         for number, images in enumerate(self.sets):
-            mine = {name: getattr(images, name) for name in ("ood_score", "entropy", "predicted", "labels")}
-            for kind in ("confidence", "correct", "groups"):
-                mine |= {f"{kind}.{name}": values for name, values in getattr(images, kind).items()}
+            mine: dict[str, Tensor] = {}
+            for kind, value in vars(images).items():
+                if isinstance(value, Tensor):
+                    mine[kind] = value
+                elif kind in _BY_NAME:
+                    mine |= {f"{kind}.{name}": values for name, values in value.items()}
             tensors |= {f"sets.{number}.{name}": values.contiguous() for name, values in mine.items()}
             sets.append({"name": images.name, "role": images.role.value, "quality": images.quality})
         pictures: list[dict[str, Any]] = []
@@ -114,7 +134,7 @@ class Content:
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
             return cls(
                 document["version"],
-                tuple(_image_set(entry, _below(f"sets.{i}.", tensors)) for i, entry in enumerate(document["sets"])),
+                tuple(_scored_set(entry, _below(f"sets.{i}.", tensors)) for i, entry in enumerate(document["sets"])),
                 tuple(
                     Picture(**entry, pixels=tensors[f"pictures.{i}"]) for i, entry in enumerate(document["pictures"])
                 ),
@@ -124,19 +144,12 @@ class Content:
             raise BundleError(f"{file} is damaged ({error}); fit the bundle again") from error
 
 
-def _image_set(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ImageSet:
-    return ImageSet(
-        entry["name"],
-        Role(entry["role"]),
-        tensors["ood_score"],
-        tensors["entropy"],
-        tensors["predicted"],
-        tensors["labels"],
-        _below("confidence.", tensors),
-        _below("correct.", tensors),
-        entry["quality"],
-        _below("groups.", tensors),
-    )
+def _scored_set(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ScoredSet:
+    kind = ValueSet if "mean" in tensors else ImageSet
+    names = {part.name for part in fields(kind)}
+    parts: dict[str, Any] = {name: _below(f"{name}.", tensors) for name in names.intersection(_BY_NAME)}
+    parts |= {name: tensor for name, tensor in tensors.items() if name in names}
+    return kind(**{**entry, "role": Role(entry["role"])}, **parts)
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

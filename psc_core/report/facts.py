@@ -10,19 +10,26 @@ from typing import Any, Final
 from psc_core.bundle.io import read_bundle
 from psc_core.bundle.manifest import Manifest
 from psc_core.calibration.conformal import Calibration
+from psc_core.calibration.intervals import ValueCalibration
 from psc_core.collapse.report import Candidate, CollapseReport
 from psc_core.errors import BundleError
-from psc_core.policy import Policy
+from psc_core.policy import Policy, ValuePolicy
 from psc_core.report.content import Content, Role
 
 WHO: Final = {"base": "the network itself", "psc": "with PSC"}
-"""Titles of classifiers; others, from ``psc-eval``, go by their own name."""
+"""Titles of predictors; others, from ``psc-eval``, go by their own name."""
 
 COLUMNS: Final = {"accuracy": "accuracy", "nll": "NLL, nats", "ece": "ECE"}
 """Metrics of a classifier and their titles."""
 
+VALUE_COLUMNS: Final = {"rmse": "RMSE", "r2": "R²", "nll": "NLL, nats", "crps": "CRPS"}
+"""Metrics of a regression and their titles; RMSE and CRPS are in the target's unit."""
+
 LOSS: Final = 0.01
 """Accuracy lost beside the network's own, from which on a person is warned."""
+
+RMSE_LOSS: Final = 0.05
+"""The same of a regression: how much larger its RMSE is, relative to the network's own."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +39,29 @@ class Facts:
     folder: Path
     manifest: Manifest
     content: Content
-    ood_threshold: float  # OOD score above which the alarm is raised, nats
+    calibration: Calibration | ValueCalibration
     ambiguity_threshold: float | None  # predictive entropy, nats; None where nothing is called ambiguous
     collapse: CollapseReport | None
     candidate: Candidate | None
     warnings: tuple[str, ...]
+
+    @property
+    def ood_threshold(self) -> float:
+        """OOD score above which the alarm is raised, nats."""
+        return self.calibration.ood_score_threshold(self.manifest.policy.alpha)
+
+    @property
+    def deviation_threshold(self) -> float | None:
+        """Predicted deviation above which an interval is too wide, target's unit; None where none is."""
+        policy, calibration = self.manifest.policy, self.calibration
+        if not isinstance(policy, ValuePolicy) or not isinstance(calibration, ValueCalibration):
+            return None
+        return None if policy.max_width is None else policy.max_width / 2 / calibration.deviations(policy.coverage)
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """Metrics of this kind of model and their titles."""
+        return COLUMNS if self.manifest.target is None else VALUE_COLUMNS
 
     @property
     def flagged(self) -> dict[str, float]:
@@ -46,11 +71,46 @@ class Facts:
         }
 
     @property
-    def classifiers(self) -> dict[str, Mapping[str, float]]:
-        """Quality on the test images where there are some, else on validation images, the network itself first."""
+    def quality(self) -> dict[str, Mapping[str, float]]:
+        """Metrics by predictor, the network itself first: on test images where there are some, else on validation
+        images; without either those of the calibration split, which the bundle of a regression has."""
         known = [images for images in self.content.sets if images.role in (Role.VALIDATION, Role.TEST)]
-        quality = known[-1].quality if known else {}
+        quality = known[-1].quality if known else self._recorded
         return {WHO.get(name, name): quality[name] for name in sorted(quality, key=lambda name: name != "base")}
+
+    @property
+    def _recorded(self) -> Mapping[str, Mapping[str, float]]:
+        keys = {name: "nll_nats" if name == "nll" else name for name in VALUE_COLUMNS}
+        found = {name: self.manifest.metrics[key] for name, key in keys.items() if key in self.manifest.metrics}
+        return {"psc": found} if found and self.manifest.target is not None else {}
+
+    @property
+    def quality_images(self) -> int:
+        """Number of images that :attr:`quality` is of."""
+        return self.images_of(Role.VALIDATION, Role.TEST) or int(self.manifest.metrics.get("validation_images", 0))
+
+    def cells(self, quality: Mapping[str, float]) -> list[str]:
+        """The metrics of a predictor as text, in the order of :attr:`columns`; a dash for one that it lacks."""
+        digits = ".4f" if self.manifest.target is None else ".4g"
+        return [f"{quality[metric]:{digits}}" if metric in quality else "–" for metric in self.columns]
+
+    @property
+    def policy_lines(self) -> list[str]:
+        """What the policy means for this bundle, a line each."""
+        policy, target = self.manifest.policy, self.manifest.target
+        said = [
+            f"out of distribution: OOD score above {self.ood_threshold:.4g} nats (alpha {policy.alpha:g}: at most "
+            f"{policy.alpha:.1%} of images like the validation images)"
+        ]
+        if self.ambiguity_threshold is not None:
+            said.append(f"ambiguous: predictive entropy above {self.ambiguity_threshold:.4g} nats")
+        if isinstance(policy, ValuePolicy) and target is not None:
+            said.append(
+                f"intervals hold the true number of at least {policy.coverage:.1%} of images like the validation images"
+            )
+            width = "" if policy.max_width is None else f"{policy.max_width:g} {target.unit}".rstrip()
+            said.append(f"uncertain: an interval wider than {width}" if width else "no interval is too wide")
+        return said
 
     def flagged_as(self, role: Role) -> dict[str, float]:
         """:attr:`flagged` of the sets of one role."""
@@ -62,20 +122,14 @@ class Facts:
 
     def to_text(self) -> str:
         """The last lines of a fit on the terminal."""
-        policy = self.manifest.policy
         lines = []
-        if self.classifiers:
-            width = max(map(len, self.classifiers))
-            lines.append(f"{'':{width}}  " + "  ".join(f"{title:>9}" for title in COLUMNS.values()))
-            for name, quality in self.classifiers.items():
-                lines.append(f"{name:{width}}  " + "  ".join(f"{quality[metric]:9.4f}" for metric in COLUMNS))
-            lines.append(f"on {self.images_of(Role.VALIDATION)} validation images that nothing was chosen on")
-        lines.append(
-            f"out of distribution: OOD score above {self.ood_threshold:.4g} nats (alpha {policy.alpha:g}: at most "
-            f"{policy.alpha:.1%} of images like the validation images)"
-        )
-        if self.ambiguity_threshold is not None:
-            lines.append(f"ambiguous: predictive entropy above {self.ambiguity_threshold:.4g} nats")
+        if self.quality:
+            width = max(map(len, self.quality))
+            lines.append(f"{'':{width}}  " + "  ".join(f"{title:>9}" for title in self.columns.values()))
+            for name, quality in self.quality.items():
+                lines.append(f"{name:{width}}  " + "  ".join(f"{cell:>9}" for cell in self.cells(quality)))
+            lines.append(f"on {self.quality_images} validation images that nothing was chosen on")
+        lines += self.policy_lines
         if made_up := self.flagged_as(Role.MADE_UP):
             found = ", ".join(f"{name} {fraction:.0%}" for name, fraction in made_up.items())
             lines.append(f"made-up images found out of distribution: {found}")
@@ -95,9 +149,7 @@ def facts_of(folder: Path, content: Content) -> Facts:
             f"{folder} is version {manifest.version}, its report is of {content.version}; fit again, or write a report "
             "of test images with psc-eval --out"
         )
-    if not isinstance(manifest.policy, Policy):
-        raise BundleError(f"{folder} is of a regression, which has no report yet; psc-eval measures it")
-    calibration = Calibration.from_tensors(bundle.parts["calibration"])
+    kind = Calibration if manifest.target is None else ValueCalibration
     collapse, candidate = _collapse_of(manifest)
     metrics: Mapping[str, Any] = manifest.metrics
     is_reachable = metrics.get("risk", {"threshold": 0})["threshold"] is not None
@@ -105,8 +157,8 @@ def facts_of(folder: Path, content: Content) -> Facts:
         folder,
         manifest,
         content,
-        calibration.ood_score_threshold(manifest.policy.alpha),
-        manifest.policy.ambiguity_threshold if is_reachable else None,
+        kind.from_tensors(bundle.parts["calibration"]),
+        manifest.policy.ambiguity_threshold if isinstance(manifest.policy, Policy) and is_reachable else None,
         collapse,
         candidate,
         tuple(_warnings(metrics, candidate, content)),
@@ -136,10 +188,13 @@ def _warnings(metrics: Mapping[str, Any], candidate: Candidate | None, content: 
         )
     for images in content.sets:
         if images.role is Role.VALIDATION and {"base", "psc"} <= images.quality.keys():
-            lost = images.quality["base"]["accuracy"] - images.quality["psc"]["accuracy"]
-            if lost > LOSS:
+            base, psc = images.quality["base"], images.quality["psc"]
+            lost = base.get("accuracy", 0) - psc.get("accuracy", 0)
+            grown = psc["rmse"] / base["rmse"] - 1 if base.get("rmse") else 0
+            if lost > LOSS or grown > RMSE_LOSS:
+                by = f"{lost:.3f}" if lost > LOSS else f"{grown:.0%} of its RMSE"
                 found.append(
-                    f"predictions with PSC are less accurate than the network's own by {lost:.3f}; "
-                    "--predictions base keeps those"
+                    f"predictions with PSC are less accurate than the network's own by {by}; --predictions base keeps "
+                    "those"
                 )
     return found

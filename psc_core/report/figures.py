@@ -1,4 +1,4 @@
-"""The figures of a report, drawn with Matplotlib.
+"""The figures of a report that either kind of model has, and those of a classifier, drawn with Matplotlib.
 
 Each function gives one figure or, where there is nothing to draw, None.  Colours mean the same in all of them: blue for
 images of known classes, orange for made-up and out-of-distribution ones, grey for limits.
@@ -6,6 +6,7 @@ images of known classes, orange for made-up and out-of-distribution ones, grey f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -15,9 +16,9 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from psc_core.collapse.report import CollapseReport
+from psc_core.collapse.report import NC4, CollapseReport
 from psc_core.metrics.classification import ECE_BINS
-from psc_core.report.content import ImageSet, Role
+from psc_core.report.content import ImageSet, Role, ScoredSet
 
 KNOWN: Final = "#2b6cb0"
 UNKNOWN: Final = "#c05621"
@@ -28,18 +29,20 @@ MAX_CONFUSED: Final = 20
 """Classes in the confusion matrix, those with the most errors."""
 
 
-def _axes(width: float, height: float, columns: int = 1) -> tuple[Figure, Any]:
+def axes_of(width: float, height: float, columns: int = 1) -> tuple[Figure, Any]:
+    """A figure of this size, inches, and its axes: one, or an array of ``columns``."""
     with rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained", dpi=110)
         return figure, figure.subplots(1, columns)
 
 
 def collapse(report: CollapseReport, chosen: Sequence[str]) -> Figure:
-    """NC1 and NC4 after every layer, the cutoff ε, and the layers that PSC reads."""
-    figure, axis = _axes(7.5, 3.2)
+    """NC1 and NC4 (R² of a regression) after every layer, the cutoff ε, and the layers that PSC reads."""
+    measured = "NC4 (nearest class mean right)" if report.measure == NC4 else f"{report.measure} (of a linear fit)"
+    figure, axis = axes_of(7.5, 3.2)
     depth = range(len(report.layers))
     axis.plot(depth, [layer.nc1 for layer in report.layers], ".-", color=UNKNOWN, label="NC1 (variability left)")
-    axis.plot(depth, [layer.nc4 for layer in report.layers], ".-", color=KNOWN, label="NC4 (nearest class mean right)")
+    axis.plot(depth, [layer.nc4 for layer in report.layers], ".-", color=KNOWN, label=measured)
     axis.axhline(report.epsilon, ls="--", lw=0.8, color=LIMIT, label=f"ε = {report.epsilon:g}")
     for position, layer in enumerate(report.layers):
         if layer.name in chosen:
@@ -55,7 +58,7 @@ def sizes(nc1: Tensor, nc4: Tensor, chosen: tuple[int, int]) -> Figure:
     """NC1 and NC4 of every size of the projection, the chosen one marked; lines where only one of the two can vary."""
     if 1 in nc1.shape:
         return _sizes_of_one(nc1.flatten(), nc4.flatten(), max(chosen))
-    figure, axes = _axes(7.5, 3.2, 2)
+    figure, axes = axes_of(7.5, 3.2, 2)
     for axis, values, title in zip(axes, (nc1, nc4), ("NC1 (higher is better)", "NC4 (higher is better)"), strict=True):
         extent = (0.5, values.shape[1] + 0.5, 0.5, values.shape[0] + 0.5)
         shown = axis.imshow(
@@ -68,7 +71,7 @@ def sizes(nc1: Tensor, nc4: Tensor, chosen: tuple[int, int]) -> Figure:
 
 
 def _sizes_of_one(nc1: Tensor, nc4: Tensor, chosen: int) -> Figure:
-    figure, axis = _axes(7.5, 3.2)
+    figure, axis = axes_of(7.5, 3.2)
     components = range(1, len(nc1) + 1)
     axis.plot(components, nc1.numpy(), color=UNKNOWN, label="NC1 (higher is better)")
     axis.plot(components, nc4.numpy(), color=KNOWN, label="NC4 (higher is better)")
@@ -78,17 +81,17 @@ def _sizes_of_one(nc1: Tensor, nc4: Tensor, chosen: int) -> Figure:
     return figure
 
 
-def scores(sets: Sequence[ImageSet], which: str, title: str, limit: float | None) -> Figure | None:
+def scores(sets: Sequence[ScoredSet], which: str, title: str, limit: float | None) -> Figure | None:
     """A histogram for each set of images over one axis, groups of a set apart, and the limit of the decision."""
     rows = [(name, values, images.role) for images in sets for name, values in _groups(images, which)]
     if not rows:
         return None
     known = torch.cat([values for _, values, role in rows if role.is_known] or [rows[0][1]])
-    low = min(float(values.quantile(0.005)) for _, values, _ in rows)
+    low = min(*(float(values.quantile(0.005)) for _, values, _ in rows), math.inf if limit is None else limit)
     high = max(float(values.quantile(0.9)) for _, values, _ in rows)
     high = max(high, float(known.quantile(0.995)), low + 1e-6 if limit is None else limit + (limit - low) / 4)
     edges = np.linspace(low, high, 80)
-    figure, axis = _axes(7.5, 0.8 + 0.42 * len(rows))
+    figure, axis = axes_of(7.5, 0.8 + 0.42 * len(rows))
     for row, (_, values, role) in enumerate(rows):
         counts, _ = np.histogram(values.clamp(low, high).numpy(), edges)
         base = len(rows) - 1 - row
@@ -107,7 +110,7 @@ def scores(sets: Sequence[ImageSet], which: str, title: str, limit: float | None
     return figure
 
 
-def _groups(images: ImageSet, which: str) -> list[tuple[str, Tensor]]:
+def _groups(images: ScoredSet, which: str) -> list[tuple[str, Tensor]]:
     values: Tensor = getattr(images, which)
     parts = {name: values[positions] for name, positions in sorted(images.groups.items()) if len(positions)}
     return [(f"{images.name}: {name}", part) for name, part in parts.items()] or [(images.name, values)]
@@ -117,7 +120,7 @@ def reliability(images: ImageSet) -> Figure | None:
     """Accuracy against confidence of each classifier, in the bins of the ECE."""
     if not images.confidence:
         return None
-    figure, axis = _axes(3.8, 3.4)
+    figure, axis = axes_of(3.8, 3.4)
     axis.plot([0, 1], [0, 1], "--", lw=0.8, color=LIMIT)
     for name, confidence in sorted(images.confidence.items()):
         index = (confidence * ECE_BINS).ceil().clamp(1, ECE_BINS).long() - 1
@@ -134,7 +137,7 @@ def risk_coverage(images: ImageSet) -> Figure | None:
     """Error rate of what is accepted, against how much is accepted, most confident first."""
     if not images.confidence:
         return None
-    figure, axis = _axes(3.8, 3.4)
+    figure, axis = axes_of(3.8, 3.4)
     for name, confidence in sorted(images.confidence.items()):
         wrong = ~images.correct[name][confidence.argsort(descending=True, stable=True)]
         accepted = torch.arange(1, len(wrong) + 1)
@@ -145,11 +148,11 @@ def risk_coverage(images: ImageSet) -> Figure | None:
     return figure
 
 
-def roc(inside: ImageSet, outside: Sequence[ImageSet]) -> Figure | None:
+def roc(inside: ScoredSet, outside: Sequence[ScoredSet]) -> Figure | None:
     """False-alarm rate against detection rate of the OOD score, for each set of OOD images."""
     if not outside:
         return None
-    figure, axis = _axes(3.8, 3.4)
+    figure, axis = axes_of(3.8, 3.4)
     for number, images in enumerate(outside):
         both = torch.cat([inside.ood_score, images.ood_score])
         order = both.argsort(descending=True, stable=True)
@@ -173,7 +176,7 @@ def confusion(images: ImageSet, classes: Sequence[str]) -> Figure | None:
     kept = wrong.argsort(descending=True, stable=True)[:MAX_CONFUSED].sort().values
     shown = matrix[kept][:, kept].float() / matrix[kept].sum(1, keepdim=True).clamp_min(1)
     names = [classes[index] for index in kept.tolist()]
-    figure, axis = _axes(4.6, 4.2)
+    figure, axis = axes_of(4.6, 4.2)
     mapped = axis.imshow(shown.numpy(), cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(mapped, ax=axis, shrink=0.8)
     axis.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=7)
@@ -185,34 +188,47 @@ def confusion(images: ImageSet, classes: Sequence[str]) -> Figure | None:
     return figure
 
 
-def all_of(
-    sets: Sequence[ImageSet],
-    classes: Sequence[str],
+Figures = dict[str, Figure | None]
+"""By name; None where there is nothing to draw."""
+
+
+def of_either(
+    sets: Sequence[ScoredSet],
     collapse_report: CollapseReport | None,
     layers: Sequence[str],
     sized: Mapping[str, Tensor],
     size: tuple[int, int],
-    limits: tuple[float, float | None],
-) -> dict[str, Figure]:
-    """Every figure that there is something to draw for, by name, in the order of the page."""
-    known = [images for images in sets if images.role in (Role.VALIDATION, Role.TEST)]
-    found: dict[str, Figure | None] = {
+    ood_threshold: float,
+) -> Figures:
+    """The figures that either kind of model has."""
+    last = last_measured(sets)
+    unknown = [images for images in sets if images.role is Role.OOD]
+    unknown = unknown or [images for images in sets if images.role is Role.MADE_UP]
+    return {
         "collapse": None if collapse_report is None else collapse(collapse_report, layers),
         "sizes": sizes(sized["nc1"], sized["nc4"], size) if sized else None,
-        "ood-scores": scores(sets, "ood_score", "OOD score, nats", limits[0]),
-        "entropies": scores(sets, "entropy", "predictive entropy, nats", limits[1]),
+        "ood-scores": scores(sets, "ood_score", "OOD score, nats", ood_threshold),
+        "roc": None if last is None else roc(last, unknown),
     }
-    if known:
-        last = known[-1]
-        unknown = [images for images in sets if images.role is Role.OOD]
-        unknown = unknown or [images for images in sets if images.role is Role.MADE_UP]
+
+
+def of_classifier(sets: Sequence[ScoredSet], classes: Sequence[str], ambiguity_threshold: float | None) -> Figures:
+    """The figures of a classifier."""
+    last = last_measured(sets)
+    found: Figures = {"entropies": scores(sets, "entropy", "predictive entropy, nats", ambiguity_threshold)}
+    if isinstance(last, ImageSet):
         found |= {
-            "roc": roc(last, unknown),
             "reliability": reliability(last),
             "risk-coverage": risk_coverage(last),
             "confusion": confusion(last, classes),
         }
-    return {name: figure for name, figure in found.items() if figure is not None}
+    return found
+
+
+def last_measured(sets: Sequence[ScoredSet]) -> ScoredSet | None:
+    """Test images where there are some, else validation images: nothing was chosen on either."""
+    known = [images for images in sets if images.role in (Role.VALIDATION, Role.TEST)]
+    return known[-1] if known else None
 
 
 def _who(classifier: str) -> str:

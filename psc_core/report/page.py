@@ -14,10 +14,11 @@ from PIL import Image
 from torch import Tensor
 
 from psc_core.bundle.manifest import Manifest
+from psc_core.calibration.intervals import ValueCalibration
 from psc_core.network.load import Recipe
-from psc_core.report import figures, words
+from psc_core.report import figures, value_figures, words
 from psc_core.report.content import Role
-from psc_core.report.facts import COLUMNS, Facts
+from psc_core.report.facts import Facts
 
 PAGE: Final = "report.html"
 CARD: Final = "README.md"
@@ -46,15 +47,25 @@ def write(facts: Facts, folder: Path) -> Path:
     (folder / FIGURES).mkdir(exist_ok=True)
     for name, png in drawn.items():
         (folder / FIGURES / f"{name}.png").write_bytes(png)
-    texts = dict(words.TEXTS)
-    if facts.ambiguity_threshold is None:
-        texts["entropies"] = (texts["entropies"][0], "No threshold keeps the error rate, so no image is ambiguous.")
-    shown = [{"name": name, "title": texts[name][0], "text": texts[name][1], "png": _base64(png)}
-             for name, png in drawn.items()]  # fmt: skip
+    is_regression = facts.manifest.target is not None
+    limits = {"entropies": facts.ambiguity_threshold, "deviations": facts.deviation_threshold}
+    shown = [
+        {
+            "name": name,
+            "title": title,
+            "text": words.NO_LIMIT[name] if limits.get(name, 0) is None else text,
+            "png": _base64(drawn[name]),
+        }
+        for name, (title, text) in (words.VALUE_TEXTS if is_regression else words.TEXTS).items()
+        if name in drawn
+    ]
     page = folder / PAGE
     page.write_text(
         _TEMPLATES.get_template(f"{PAGE}.jinja").render(
-            **_values(facts), figures=shown, gallery=_gallery(facts), glossary=words.GLOSSARY
+            **_values(facts),
+            figures=shown,
+            gallery=_gallery(facts),
+            glossary=words.VALUE_GLOSSARY if is_regression else words.GLOSSARY,
         )
     )
     return page
@@ -77,28 +88,29 @@ def _permission(manifest: Manifest) -> str:
 
 
 def _values(facts: Facts) -> dict[str, Any]:
+    images = "images/test" if facts.manifest.target is None else "images/test.csv"
     return {
         "facts": facts,
         "manifest": facts.manifest,
-        "columns": COLUMNS,
         "roles": Role,
         "serve": serve_command(_HERE, facts.manifest),
-        "evaluate": f"psc-eval --bundle {_HERE} --id images/test --ood NAME=images/others --out report"
+        "evaluate": f"psc-eval --bundle {_HERE} --id {images} --ood NAME=images/others --out report"
         + _permission(facts.manifest),
     }
 
 
 def _figures(facts: Facts) -> dict[str, Figure]:
-    projection = facts.manifest.projection
-    return figures.all_of(
-        facts.content.sets,
-        facts.manifest.classes,
-        facts.collapse,
-        facts.manifest.layers,
-        facts.content.sizes,
-        (projection.c_proj, projection.d_proj),
-        (facts.ood_threshold, facts.ambiguity_threshold),
-    )
+    """Every figure that there is something to draw for, by name."""
+    manifest, content = facts.manifest, facts.content
+    size = (manifest.projection.c_proj, manifest.projection.d_proj)
+    found = figures.of_either(content.sets, facts.collapse, manifest.layers, content.sizes, size, facts.ood_threshold)
+    if manifest.target is not None and isinstance(facts.calibration, ValueCalibration):
+        found |= value_figures.of_regression(
+            content.sets, manifest.target, facts.calibration, facts.deviation_threshold
+        )
+    else:
+        found |= figures.of_classifier(content.sets, manifest.classes, facts.ambiguity_threshold)
+    return {name: figure for name, figure in found.items() if figure is not None}
 
 
 def _gallery(facts: Facts) -> list[dict[str, Any]]:

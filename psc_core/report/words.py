@@ -50,3 +50,51 @@ GLOSSARY: Final[Mapping[str, str]] = {
     "gate": "A reading with its own p-value: texture (early layer), kind (candidate layer), confidence (entropy).",
 }
 """Of a classifier's page."""
+
+VALUE_TEXTS: Final[Texts] = {
+    "collapse": (
+        "Where the network collapses",
+        "Deep layers forget how images with about the same number differ (NC1 falls). PSC reads the shaded layer: it "
+        "still varies, NC1 > ε, and tells the number, high R².",
+    ),
+    "sizes": TEXTS["sizes"],
+    "ood-scores": TEXTS["ood-scores"],
+    "deviations": (
+        "How uncertain numbers are",
+        "Right of the dashed line an interval is too wide, and a number that is not out of distribution is uncertain.",
+    ),
+    "roc": TEXTS["roc"],
+    "predictions": ("Predicted and true numbers", "A point is an image; on the diagonal its number is right."),
+    "coverage": (
+        "Do intervals hold?",
+        "On the diagonal, 80 % of the intervals with coverage 80 % hold the true number; below it intervals are too "
+        "narrow. On validation images the stated ones lie there by construction; test images show whether they hold.",
+    ),
+    "error-coverage": (
+        "Does the uncertainty know?",
+        "RMSE when the numbers with the largest predicted deviation are left to a person; it should rise to the right.",
+    ),
+}
+"""Of a regression's figures."""
+
+NO_LIMIT: Final = {
+    "entropies": "No threshold keeps the error rate, so no image is ambiguous.",
+    "deviations": "No width is too wide for an interval, so no number is uncertain.",
+}
+"""Explanations of figures whose limit does not exist."""
+
+_SHARED: Final = ("NC1", "ε", "OOD score", "alpha", "made-up images")
+
+VALUE_GLOSSARY: Final[Mapping[str, str]] = {
+    "bin": "Numbers between two quantiles of the training images; bins take the place of classes.",
+    **{word: GLOSSARY[word] for word in _SHARED},
+    "gate": "A reading with its own p-value: texture (early layer), kind (candidate layer).",
+    "R²": "Fraction of the variance of the numbers that is explained: 1 is perfect, 0 no better than their mean.",
+    "NC4": "How often the nearest bin mean is that of the number's bin, on validation images.",
+    "interval": "Holds the true number with the nominal coverage, on images like the validation images.",
+    "predicted deviation": "Standard deviation that a prediction gives itself: noise, and what more data would remove.",
+    "RMSE": "Root mean squared error, in the unit of the number.",
+    "NLL": "Mean of −log(predicted density of the true number); lower is better. Nats.",
+    "CRPS": "Mean distance of the predicted distribution from the true number, in its unit; lower is better.",
+}
+"""Of a regression's page."""

@@ -25,6 +25,16 @@ def test_dry_run_writes_nothing(tiny_job, tmp_path: Path, capsys: pytest.Capture
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dry_run_of_a_regression_counts_its_report(
+    angle_job, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    reported: list[str] = []
+    monkeypatch.setattr(estimate, "collect_fit", lambda model, *_: reported.append(type(model).__name__))
+    code, out, err = run(capsys, fit.main, [*angle_job.args, "--dry-run", "--out", str(tmp_path / "b")])
+    assert code == 0, err
+    assert "nothing written" in out and reported == ["PSCRegressor"] * 3
+
+
 @pytest.mark.parametrize(("images", "expected"), [(3000, 31.0), (300, 4.0), (100, 4.0)])
 def test_a_line_through_two_fits(images: int, expected: float) -> None:
     assert estimate.extrapolate((100, 300), (2.0, 4.0), images) == pytest.approx(expected)

@@ -56,6 +56,19 @@ def test_eval_writes_its_report(tiny_job, tiny_bundle: Path, data_root: Path, tm
     )
 
 
+def test_report_of_a_regression_has_the_sets_of_its_fit(
+    angle_bundle: Path, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--bundle", str(angle_bundle), "--id", f"rotated-mnist:{data_root}", "--device", "cpu"]
+    flags += ["--ood", f"shirts=fashion-mnist:{data_root}", "--allow-factories", "tests.tiny:network"]
+    code, out, err = run(capsys, cli_eval.main, [*flags, "--out", str(tmp_path)])
+    assert code == 0, err
+    assert f"report: {tmp_path}/report.html" in out
+    page, numbers = (tmp_path / "report.html").read_text(), json.loads((tmp_path / "report.json").read_text())
+    assert all(f'<th scope="row">{name}</th>' in page for name in ("validation", "turned", "test", "shirts"))
+    assert f"{numbers['images']} images" in page and f"<td>{numbers['errors']['rmse']:.4g}</td>" in page
+
+
 @pytest.mark.parametrize(
     "extra", [["--ood", "nameless"], ["--weights", "w"], ["--id", "nowhere"], ["--ood", "a=x", "--ood", "a=y"]]
 )

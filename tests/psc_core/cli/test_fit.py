@@ -40,6 +40,13 @@ def test_a_fit_without_a_report_keeps_no_pictures(tiny_job, tmp_path: Path, caps
     assert "alarms on images like" in (tmp_path / "b" / "README.md").read_text()
 
 
+def test_a_regression_without_a_report_says_its_error(angle_job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = run(capsys, cli.main, [*angle_job.args, "--no-report", "--out", str(tmp_path / "b")])
+    assert code == 0 and "report: " not in out and not list((tmp_path / "b").glob("report*"))
+    rmse = f"{read_bundle(tmp_path / 'b').manifest.metrics['rmse']:.4g}"
+    assert f"with PSC  {rmse:>9}" in out and f"| with PSC | {rmse} |" in (tmp_path / "b" / "README.md").read_text()
+
+
 def test_max_images_are_balanced_and_recorded(tiny_job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = run(capsys, cli.main, [*tiny_job.args, "--max-images", "300", "--out", str(tmp_path / "b")])
     assert code == 0 and "300 images, 10 classes" in out

@@ -23,6 +23,14 @@ def test_draws_the_page_of_the_fit_again(tiny_bundle: Path, tmp_path: Path, caps
     )
 
 
+def test_draws_the_page_of_a_regression_again(
+    angle_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text, _ = run(capsys, cli.main, ["--bundle", str(angle_bundle), "--out", str(tmp_path)])
+    assert code == 0 and "RMSE" in text
+    assert (tmp_path / "report.html").read_text() == (angle_bundle / "report.html").read_text()
+
+
 def test_a_bundle_without_a_report(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = tmp_path / "bundle"
     shutil.copytree(tiny_bundle, bundle)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from psc_core import FitOptions, fit_psc, measure_collapse
+from psc_core import PRESETS, FitOptions, fit_psc, measure_collapse, open_dataset
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import DataError, FitError, UsageError
-from psc_core.fitting.checks import own_accuracy
+from psc_core.fitting.checks import own_accuracy, own_error
 from psc_core.fitting.parts import FittedProjection
+from tests.conftest import TinyJob
 
 OPTIONS = FitOptions(device="cpu")
 
@@ -102,3 +105,15 @@ def test_own_accuracy_counts_the_fraction_of_labels_that_is_predicted(train: Ima
         assert own_accuracy(Remembers(), data, OPTIONS.compute(), seed=0) == pytest.approx(expected)
         more = torch.nn.Sequential(Remembers(), torch.nn.Linear(k, k + 1))
         assert own_accuracy(more, data, OPTIONS.compute(), seed=0) is None
+
+
+def test_own_error_is_that_of_as_many_images(angle_job: TinyJob, data_root: Path) -> None:
+    turned = open_dataset(f"rotated-mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
+    images = torch.cat([batch.images for batch in turned.batches(64)])
+    with torch.no_grad():
+        outputs = angle_job.net(turned.preprocess.standardise(images))[:, 0].tolist()
+    assert turned.values is not None
+    errors = [output - value for output, value in zip(outputs, turned.values.tolist(), strict=True)]
+    found = [own_error(angle_job.net, turned, OPTIONS.compute(), 0, count) for count in (len(turned), 1)]
+    assert found[0] == pytest.approx(math.sqrt(sum(error**2 for error in errors) / len(errors)), rel=1e-4)
+    assert min(abs(abs(error) - (found[1] or 0)) for error in errors) < 1e-3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from psc_core.report.content import Content, ImageSet, Picture, Role
+from psc_core.report.content import Content, ImageSet, Picture, Role, ValueSet
 
 NONE = torch.empty(0, dtype=torch.int64)
 
@@ -24,7 +24,37 @@ def image_set(name: str, role: Role, scores: list[float], *, classes: int = 10) 
         labels,
         {who: torch.full((n,), 0.9) for who in correct},
         correct,
-        {who: {"accuracy": float(hits.double().mean()), "nll": 0.5, "ece": 0.1} for who, hits in correct.items()},
+        quality={
+            who: {"accuracy": float(hits.double().mean()), "nll": 0.5, "ece": 0.1} for who, hits in correct.items()
+        },
+    )
+
+
+def value_set(name: str, role: Role, scores: list[float], *, own_rmse: float = 2.0) -> ValueSet:
+    """A set of which image i has the number i, the prediction i + 1 and the deviation 1 + i / 2."""
+    values = torch.arange(len(scores), dtype=torch.float64)
+    psc = {"rmse": 1.0, "r2": 0.5, "nll": 1.25, "crps": 0.75}
+    return ValueSet(
+        name,
+        role,
+        torch.tensor(scores),
+        values.float() + 1,
+        1 + values.float() / 2,
+        values if role.is_known else values[:0],
+        quality={"base": {"rmse": own_rmse}, "psc": psc} if role.is_known else {},
+    )
+
+
+def value_content(version: str = "0123456789ab") -> Content:
+    """:func:`content` of a regression."""
+    return Content(
+        version,
+        (
+            value_set("validation", Role.VALIDATION, [0.0, 1.0, 2.0, 3.0]),
+            value_set("turned", Role.MADE_UP, [0.0, 9.0]),
+            value_set("clothes", Role.OOD, [7.0, 8.0, 9.0]),
+        ),
+        sizes=content().sizes,
     )
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from psc_core.errors import BundleError
 from psc_core.report.content import FILE, Content
-from tests.psc_core.report.support import content
+from tests.psc_core.report.support import content, value_content
 
 
 def test_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -29,6 +29,20 @@ def test_comes_back_as_it_was(tmp_path: Path) -> None:
         }
     assert back.pictures[0].why == "most typical" and back.pictures[0].pixels.shape == (1, 4, 5)
     assert torch.equal(back.sizes["nc4"], kept.sizes["nc4"])
+
+
+def test_numbers_of_a_regression_come_back_as_they_were(tmp_path: Path) -> None:
+    kept = value_content()
+    groups = {"near": torch.tensor([0, 2]), "far": torch.tensor([1])}
+    kept = replace(kept, sets=(*kept.sets[:2], replace(kept.sets[2], groups=groups)))
+    kept.save(tmp_path)
+    back = Content.load(tmp_path).sets
+    for got, expected in zip(back, kept.sets, strict=True):
+        assert type(got) is type(expected) and (got.name, got.role) == (expected.name, expected.role)
+        assert got.quality == expected.quality
+        for name in ("ood_score", "mean", "deviation", "values"):
+            assert torch.equal(getattr(got, name), getattr(expected, name))
+    assert {name: positions.tolist() for name, positions in back[2].groups.items()} == {"near": [0, 2], "far": [1]}
 
 
 def test_an_image_may_be_shown_for_two_reasons(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from psc_core.collapse.report import CollapseReport, LayerCollapse
 from psc_core.report import figures
 from psc_core.report.content import ImageSet, Role
 from tests.psc_core.report.support import NONE, image_set
@@ -75,8 +76,22 @@ def test_nothing_to_draw_is_no_figure() -> None:
     unknown = image_set("clothes", Role.OOD, [1.0])
     assert figures.reliability(unknown) is figures.risk_coverage(unknown) is figures.confusion(unknown, ["a"]) is None
     assert figures.roc(unknown, []) is figures.scores([], "entropy", "", None) is None
-    assert figures.all_of([], ["a"], None, ["layer"], {}, (1, 1), (0.0, None)) == {}
+    drawn = figures.of_either([], None, ["layer"], {}, (1, 1), 0.0) | figures.of_classifier([], ["a"], None)
+    assert set(drawn.values()) == {None}
 
 
-def test_constant_scores_are_drawn() -> None:
-    assert figures.scores([image_set("validation", Role.VALIDATION, [2.0] * 5)], "ood_score", "", None) is not None
+def test_collapse_names_what_was_measured() -> None:
+    layer = LayerCollapse("2", 0, "map", (8, 196), (14, 14), "", 0.5, 0.25)
+    for measure in ("NC4", "R²"):
+        report = CollapseReport((layer,), 0.2, "modules", None, 10, 10, measure=measure)
+        lines = figures.collapse(report, ["2"]).axes[0].lines
+        assert [list(line.get_ydata()) for line in lines[:2]] == [[0.5], [0.25]]  # type: ignore[arg-type]
+        assert str(lines[1].get_label()).startswith(measure)
+
+
+@pytest.mark.parametrize("limit", [None, 1.0, 3.0])
+def test_constant_scores_are_drawn(limit: float | None) -> None:
+    drawn = figures.scores([image_set("validation", Role.VALIDATION, [2.0] * 5)], "ood_score", "", limit)
+    assert drawn is not None
+    edges = drawn.axes[0].patches[0].get_data().edges  # type: ignore[attr-defined]
+    assert edges[0] < edges[-1] and edges[0] <= 2 <= edges[-1]

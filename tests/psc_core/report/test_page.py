@@ -13,13 +13,19 @@ from psc_core.bundle.io import read_bundle
 from psc_core.report import page, words
 from psc_core.report.content import Content
 from psc_core.report.facts import Facts, facts_of
-from tests.psc_core.report.support import content
+from tests.psc_core.report.support import content, value_content
 
 
 @pytest.fixture
 def shipped(shipped_bundle: Path) -> Facts:
     """The shipped bundle with images of known scores."""
     return facts_of(shipped_bundle, content(read_bundle(shipped_bundle).manifest.version))
+
+
+@pytest.fixture
+def angles(angle_bundle: Path) -> Facts:
+    """A regression with images of known numbers."""
+    return facts_of(angle_bundle, value_content(read_bundle(angle_bundle).manifest.version))
 
 
 class Page(HTMLParser):
@@ -50,6 +56,27 @@ def test_page_is_self_contained(shipped: Facts, tmp_path: Path) -> None:
     assert re.search(r"clothes\s*out-of-distribution images\s*3\s*\d+\.\d %", written.text)
 
 
+def test_page_of_a_regression(angles: Facts, tmp_path: Path) -> None:
+    written = Page(page.write(angles, tmp_path).read_text())
+    images = [attributes for tag, attributes in written.tags if tag == "img"]
+    assert [str(image["alt"]).split(". ")[0] for image in images] == [title for title, _ in words.VALUE_TEXTS.values()]
+    assert all(str(image["src"]).startswith("data:image/png;base64,") for image in images)
+    assert {path.stem for path in (tmp_path / page.FIGURES).iterdir()} == set(words.VALUE_TEXTS)
+    for expected in ("predicts angle, degrees", words.NO_LIMIT["deviations"], *angles.policy_lines):
+        assert expected in written.text
+    assert all(word in written.text for word in words.VALUE_GLOSSARY) and "images/test.csv" in written.text
+    assert re.search(r"with PSC\s*1\s*0\.5\s*1\.25\s*0\.75", written.text)
+    assert "ambiguous" not in written.text and "Images to look at" not in written.text
+
+
+def test_card_of_a_regression(angles: Facts, tmp_path: Path) -> None:
+    page.write_card(replace(angles, folder=tmp_path))
+    card = (tmp_path / page.CARD).read_text()
+    assert card.startswith(f"# {angles.manifest.name}\n\nA regression of angle, degrees with uncertainty")
+    assert "| --- | ---: | ---: | ---: | ---: |\n| the network itself | 2 | – | – | – |\n| with PSC | 1 | 0.5 |" in card
+    assert all(f"* {line}\n" in card for line in angles.policy_lines) and "Classes" not in card
+
+
 def test_page_escapes_names(shipped: Facts, tmp_path: Path) -> None:
     sets = (replace(shipped.content.sets[0], name="<script>alert(1)</script>"),)
     written = page.write(replace(shipped, content=replace(shipped.content, sets=sets)), tmp_path).read_text()
@@ -68,7 +95,7 @@ def test_page_without_images(shipped: Facts, tmp_path: Path) -> None:
 def test_card_has_the_numbers_of_the_facts(shipped: Facts, tmp_path: Path) -> None:
     page.write_card(replace(shipped, folder=tmp_path))
     card = (tmp_path / page.CARD).read_text()
-    quality = shipped.classifiers["with PSC"]
+    quality = shipped.quality["with PSC"]
     assert "| with PSC | {accuracy:.4f} | {nll:.4f} | {ece:.4f} |".format(**quality) in card
     assert "| --- | ---: | ---: | ---: |\n| the network itself |" in card
     assert "psc-serve --bundle ." in card
