@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.regression.networks import gaussian_nll, trained
-from benchmarks.regression.run import ensemble, mc_dropout, measured, normal, outputs_of
+from benchmarks.regression.run import coverage_of_other_half, ensemble, mc_dropout, measured, normal, outputs_of
 from psc_core import PRESETS, open_dataset
 from psc_core.data.dataset import ImageDataset
 
@@ -48,3 +49,14 @@ def test_dropout_disagrees_and_a_normal_interval_covers(digits: ImageDataset, tm
     found = measured(normal(values + 1.0, torch.ones_like(values), values), digits)
     assert found["rmse"] == pytest.approx(1.0) and found["coverage"] == 1.0
     assert found["width"] == pytest.approx(2 * 1.95996, rel=1e-4)
+
+
+def test_one_half_of_the_test_images_calibrates_the_other(digits: ImageDataset) -> None:
+    generator = torch.Generator().manual_seed(0)
+    count = 20_000
+    many = replace(digits, values=torch.randn(count, generator=generator, dtype=torch.float64))
+    narrow = torch.full((count,), 0.25, dtype=torch.float64)  # The deviation is wrong, the ranks are not.
+    forecast = normal(torch.zeros(count, dtype=torch.float64), narrow, narrow)
+    covered = coverage_of_other_half(forecast, many, seed=1)
+    assert abs(covered - 0.95) < 4 * (2 * 0.95 * 0.05 / (count / 2)) ** 0.5
+    assert measured(forecast, many)["coverage"] < 0.5
