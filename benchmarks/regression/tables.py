@@ -38,7 +38,7 @@ WIDTHS: Final = (512, 128, 64, 32, 16)
 
 MEMBERS: Final = 5
 SETS: Final = {"smoke": ("diabetes",), "cpu": ("diabetes", "housing", "concrete")}
-SPLITS: Final = {"smoke": 1, "cpu": 2}
+SPLITS: Final = {"smoke": 1, "cpu": 5}
 EPOCHS: Final = {"smoke": 2, "cpu": 100}
 BATCH: Final = 32
 
