@@ -13,6 +13,7 @@ import torch
 from psc_core import PSC
 from psc_core.bundle.manifest import PARTS
 from psc_core.errors import BundleError
+from psc_core.gates.fit.gates import TEXTURE_COUNTS_BELOW
 from tests.attacks.forge import ALLOW, assign, edit_part
 
 
@@ -96,3 +97,16 @@ def test_rejects_other_number_of_classes(bundle: Path) -> None:
 def test_factories_need_permission(tiny_bundle: Path) -> None:
     with pytest.raises(BundleError, match=r"tests\.tiny:network"):
         PSC.load(tiny_bundle, device="cpu")
+
+
+def test_every_texture_counts_in_a_bundle_of_version_2(bundle: Path, tmp_path: Path) -> None:
+    texture = json.loads((bundle / "manifest.json").read_text())["gates"]["texture"]
+    assert texture.pop("counts_below") == TEXTURE_COUNTS_BELOW
+    assign(bundle, "gates.texture", texture)
+    assign(bundle, "schema_version", 2)
+    psc = PSC.load(bundle, device="cpu", allow_factories=ALLOW)
+    assert psc.pipeline.gates is not None and psc.pipeline.gates.texture_counts_below == 1
+    psc.save(tmp_path / "again")
+    body, again = (json.loads((path / "manifest.json").read_text()) for path in (bundle, tmp_path / "again"))
+    assert again == body
+    assert (tmp_path / "again" / "gates.safetensors").read_bytes() == (bundle / "gates.safetensors").read_bytes()
