@@ -4,7 +4,7 @@
 
 The paper's network is a ResNet-50 on CIFAR-10.  Candidate layers are boxed.  A network collapses once it has learnt its
 training images, which takes many epochs on CIFAR-10 and few on digits or on a subset: ``--on mnist``,
-``--on cifar10-few-5000 --network resnet18_narrow --schedule ddu --epochs 100`` and
+``--on cifar10-few-5000 --network resnet18_narrow --schedule ddu --epochs 60`` and
 ``--on cifar10-few-2000 --network resnet50 --batch 64 --epochs 45`` add them.  ``--only mod sn-mod`` has DDU's modified
 network (:mod:`benchmarks.mod`), in which no batch normalisation follows a shortcut to undo its bound.
 """
