@@ -205,9 +205,10 @@ class Registry:
         self.refresh_metrics()
 
     async def _start(self, name: str) -> ServedModel:
-        served = await self._starter.start(name, await asyncio.to_thread(self._load, name))
-        forget_sources()
-        return served
+        try:
+            return await self._starter.start(name, await asyncio.to_thread(self._load, name))
+        finally:
+            forget_sources()
 
     def _swap(self, served: ServedModel) -> None:
         old = self._served.get(served.name)

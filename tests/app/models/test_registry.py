@@ -170,11 +170,12 @@ async def test_old_model_is_freed_after_a_reload_even_from_a_frozen_heap() -> No
         gc.unfreeze()
 
 
-async def test_a_reload_keeps_no_source_of_a_graph() -> None:
+@pytest.mark.parametrize("following", [FakeModel("v2"), BundleError("damaged")])
+async def test_a_reload_keeps_no_source_of_a_graph(following: FakeModel | BundleError) -> None:
     async with running(admin_keys="root") as app:
         fx.symbolic_trace(nn.ReLU())
         assert _loader.eval_cache
-        serve_next(app, FakeModel("v2"))
+        serve_next(app, following)
         await app.client.post("/admin/reload", headers=ADMIN)
         assert not _loader.eval_cache
 
