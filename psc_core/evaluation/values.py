@@ -85,26 +85,6 @@ def _rate(rate: ObservedRate, *, inverted: bool = False) -> str:
     return f"{seen:.2%} ({low:.2%} to {high:.2%}), promised {promised:.2%}"
 
 
-def evaluate_values(
-    model: PSCRegressor, id_data: ImageDataset, ood: Mapping[str, ImageDataset], *, batch_images: int = 256
-) -> ValueReport:
-    """Measure everything.
-
-    Args:
-        model: The fitted regression, with its own alpha and coverage.
-        id_data: Test images with numbers, none of them used to fit or calibrate.
-        ood: Out-of-distribution images by name.
-        batch_images: Maximum number of images in a batch.
-
-    Raises:
-        UsageError: Data of another target than the model's, or read through another preprocessing.
-    """
-    numbers_in(id_data, model)
-    inside = score_numbers(model, id_data, batch_images=batch_images)
-    outside = {name: score_numbers(model, data, batch_images=batch_images) for name, data in ood.items()}
-    return compare_values(model, id_data, inside, outside)
-
-
 def numbers_in(data: ImageDataset, model: PSCRegressor) -> Float[Tensor, " n"]:
     """The true numbers of the images.
 

@@ -12,7 +12,7 @@ import torch
 from psc_core import PRESETS, PSCRegressor, open_dataset
 from psc_core.cli.evaluate import main
 from psc_core.errors import UsageError
-from psc_core.evaluation.values import evaluate_values
+from psc_core.evaluation.values import compare_values, score_numbers
 from psc_core.metrics import ranking, regression
 
 ALLOW = ("tests.tiny:network",)
@@ -28,7 +28,8 @@ def test_equals_the_predictions(model: PSCRegressor, data_root: Path) -> None:
         open_dataset(f"{name}:{data_root}", split="test", preprocess=model.preprocess).subset(torch.arange(300))
         for name in ("rotated-mnist", "fashion-mnist")
     )
-    report = evaluate_values(model, turned, {"shirts": shirts}, batch_images=70)
+    inside, outside = (score_numbers(model, data, batch_images=70) for data in (turned, shirts))
+    report = compare_values(model, turned, inside, {"shirts": outside})
     got, far = (model.predict(next(data.batches(300)).images) for data in (turned, shirts))
     y = turned.values
     assert y is not None
@@ -59,8 +60,8 @@ def test_command_line_writes_what_it_prints(
 def test_other_images_are_refused(model: PSCRegressor, data_root: Path) -> None:
     digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=model.preprocess)
     with pytest.raises(UsageError, match="expected numbers of angle, degrees in mnist, got classes"):
-        evaluate_values(model, digits, {})
+        compare_values(model, digits, score_numbers(model, digits), {})
     other = replace(PRESETS["mnist"], mean=(0.5,))
     turned = open_dataset(f"rotated-mnist:{data_root}", split="test", preprocess=other)
     with pytest.raises(UsageError, match="model's preprocessing"):
-        evaluate_values(model, turned, {})
+        score_numbers(model, turned)
