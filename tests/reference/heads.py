@@ -169,14 +169,16 @@ def choose_temperature(mean: Tensor, variance: Tensor, labels: Tensor) -> float:
     return tried[at] if loss(tried[at]) + math.log(len(labels)) / 2 < loss(1.0) else 1.0
 
 
-def choose_posterior(mean: Tensor, variances: dict[float, Tensor], labels: Tensor, cost: float) -> tuple[float, float]:
-    """The least precision, and its temperature, whose mean NLL is within ``cost`` of the least."""
+def choose_posterior(
+    mean: Tensor, variances: dict[float, Tensor], labels: Tensor, share: float, nats: float
+) -> tuple[float, float]:
+    """The least precision, and its temperature, whose mean NLL is above the least by no more than a share or nats."""
     found = {}
     for precision, variance in variances.items():
         temperature = choose_temperature(mean, variance, labels)
         found[precision] = (tempered_loss(mean, variance, temperature, labels), temperature)
     least = min(loss for loss, _ in found.values())
-    chosen = min(precision for precision, (loss, _) in found.items() if loss <= least + cost)
+    chosen = min(precision for precision, (loss, _) in found.items() if loss <= max((1 + share) * least, least + nats))
     return chosen, found[chosen][1]
 
 

@@ -10,7 +10,7 @@ T cannot undo what s² flattens, so the validation NLL tells when a posterior is
 where classes are separable.  It does not tell when one is too narrow: weights that are well calibrated alone gain
 nothing from a posterior, and the NLL hardly changes up to τ = ∞, where epistemic uncertainty vanishes.  So the prior is
 the one that the weights were fitted with, whose τ the validation NLL of the weights alone chose, or the least strong of
-the stronger ones that costs at most :data:`MAXIMUM_COST`.
+the stronger ones that costs at most :data:`COST`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ PRIOR_IMAGES: Final = 1.0
 STRONGER: Final = tuple(10.0 ** (k / 4) for k in range(29))
 """τ tried, times that of the weights: up to 10⁷, four to a decade."""
 
-MAXIMUM_COST: Final = 1e-3
-"""Mean validation NLL, nats, that a wider posterior may cost."""
+COST: Final = (2e-3, 1e-4)
+"""What a wider posterior may cost of the mean validation NLL: such a share of the least, or so many nats if more."""
 
 
 class Choice(NamedTuple):
@@ -77,7 +77,8 @@ def choose_posterior(
         temperature = choose_temperature(mean, variance, labels)
         val_nll = nll(tempered(mean, variance, temperature), labels).mean().item()
         found.append(Choice(factor * prior_precision, temperature, val_nll))
-    limit = min(choice.val_nll for choice in found) + MAXIMUM_COST
+    least = min(choice.val_nll for choice in found)
+    limit = least + max(COST[0] * least, COST[1])
     return next(choice for choice in found if choice.val_nll <= limit)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from psc_core.heads import LaplaceHead, entropy
 from psc_core.heads.fit import posterior, softmax
 from psc_core.heads.fit.head import fit_head
-from psc_core.heads.fit.posterior import MAXIMUM_COST, choose_posterior, choose_temperature
+from psc_core.heads.fit.posterior import COST, choose_posterior, choose_temperature
 from psc_core.heads.fit.temperature import fit_temperature
 from tests.psc_core.heads.support import SEEDS, fit, images
 from tests.reference import heads as naive
@@ -36,7 +36,7 @@ def test_keeps_the_prior_of_the_weights_unless_it_costs() -> None:
     assert stronger.prior_precision > 0.5
     narrow = choose_posterior(logits, lambda tau: 100 * unequal / tau, labels, prior_precision=1e7)
     assert narrow[:2] == (1e7, 1.0)
-    assert stronger.val_nll <= narrow.val_nll + 1.1 * MAXIMUM_COST
+    assert stronger.val_nll <= (1 + 1.1 * COST[0]) * narrow.val_nll
 
 
 def test_separable_classes_are_not_flattened() -> None:
@@ -47,7 +47,7 @@ def test_separable_classes_are_not_flattened() -> None:
     head = fit_head(z[:1000], labels[:1000], z[1000:], labels[1000:], num_classes=10)
     assert head.record["prior_precision"] > 10 * head.record["map_precision"]
     assert head(z).probabilities.amax(1).mean() > 0.99
-    assert head.record["val_nll"] < 2 * MAXIMUM_COST
+    assert head.record["val_nll"] < 2 * COST[1]
 
 
 def test_keeps_temperature_one_within_its_error() -> None:
@@ -104,7 +104,7 @@ def test_choice_matches_search(n: int, seed: int, spread: float, by_class: bool)
         patch.setattr(posterior, "STRONGER", (1.0, 10.0, 1000.0))
         choice = choose_posterior(mean, lambda tau: widths / tau, labels, prior_precision=0.02)
     variances = {0.02 * factor: widths / (0.02 * factor) for factor in (1.0, 10.0, 1000.0)}
-    precision, temperature = naive.choose_posterior(mean, variances, labels, MAXIMUM_COST)
+    precision, temperature = naive.choose_posterior(mean, variances, labels, *COST)
     assert choice.prior_precision == precision
     assert choice.temperature == pytest.approx(temperature, rel=1e-3)
     loss = naive.tempered_loss(mean, variances[precision], choice.temperature, labels)
