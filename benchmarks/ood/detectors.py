@@ -49,10 +49,9 @@ BATCH_IMAGES = 256
 
 @dataclass(frozen=True)
 class Images(Penultimate):
-    """Penultimate features, logits and labels of images, and what PSC says of them, on the CPU."""
+    """Penultimate features, logits and labels of images, and PSC's scores, on the CPU."""
 
     psc: Mapping[str, Float[Tensor, " n"]] = field(default_factory=dict)  # OOD scores, by the name of the options
-    probabilities: Float[Tensor, "n classes"] | None = None  # of the default
 
 
 Score = Callable[[Images], Tensor]
@@ -93,18 +92,16 @@ class Pscs:
     pipelines: Mapping[str, Pipeline]
 
     @torch.inference_mode()
-    def read(self, data: ImageDataset) -> tuple[dict[str, Float[Tensor, " n"]], Float[Tensor, "n classes"]]:
-        """OOD scores of all images, by the name of the options, and the probabilities of the default."""
+    def read(self, data: ImageDataset) -> dict[str, Float[Tensor, " n"]]:
+        """OOD scores of all images, by the name of the options."""
         parts: dict[str, list[Tensor]] = {name: [] for name in self.pipelines}
-        probabilities = []
         for batch in data.batches(BATCH_IMAGES):
             images = batch.images.to(self.default.device)
             scored = {scorer: scorer(images) for scorer in {each.scorer for each in self.pipelines.values()}}
-            probabilities.append(scored[self.default.pipeline.scorer].probabilities.cpu())
             for name, pipeline in self.pipelines.items():
                 outputs = pipeline.outputs(scored[pipeline.scorer])
                 parts[name].append(Outputs(outputs, pipeline.gate_names)["ood_score"].cpu())
-        return {name: torch.cat(values) for name, values in parts.items()}, torch.cat(probabilities)
+        return {name: torch.cat(values) for name, values in parts.items()}
 
 
 def fit_pscs(run: Run, trained: Trained, fit_images: int | None) -> Pscs:
@@ -130,7 +127,7 @@ def fit_pscs(run: Run, trained: Trained, fit_images: int | None) -> Pscs:
 def read(run: Run, trained: Trained, pscs: Pscs, data: ImageDataset) -> Images:
     """What detectors read, of test images."""
     found = fitting.penultimate_features(run, trained, data, per_example=False)
-    return Images(found.features, found.logits, found.labels, *pscs.read(data))
+    return Images(found.features, found.logits, found.labels, pscs.read(data))
 
 
 def of_psc(names: Sequence[str]) -> list[Detector]:

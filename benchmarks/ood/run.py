@@ -22,10 +22,10 @@ from benchmarks.ood.detectors import DEFAULT, PSC_OPTIONS, Detector, Images, sco
 from benchmarks.ood.settings import AT_SCALE, SETTINGS, Setting, test_pair
 from benchmarks.ood.shifts import SHIFTS
 from benchmarks.paper import common
+from benchmarks.probabilities import DIVISIONS, divide, examples_of, qualities
 from benchmarks.runs import Json, Run
 from psc_core.data.dataset import ImageDataset, split_validation
-from psc_core.heads.fit.temperature import fit_temperature
-from psc_core.metrics import classification, ranking
+from psc_core.metrics import ranking
 from psc_core.model.predictor import PSC
 
 NAME = "ood"
@@ -81,7 +81,7 @@ def one_setting(run: Run, setting: Setting) -> Json:
             "size": [projection.c_proj, projection.d_proj],
             "penultimate": _collapse(parts, [fitting.penultimate_layer(trained)]),
             "families": {detector.name: detector.family for detector in fitted},
-            "calibration": calibration(inside, fit_temperature(val.logits, val.labels)),
+            "calibration": calibration(run, trained, pscs.default),
             "outside": {name: compare(fitted, inside, images) for name, images in outside.items()},
             "shifts": shifted(run, trained, pscs.default, random_images(pair.inside, SHIFTED_IMAGES, run.seed)),
         }
@@ -98,22 +98,16 @@ def _correct(images: Images) -> Tensor:
     return (images.logits.argmax(1) == images.labels).double()
 
 
-def calibration(inside: Images, temperature: float) -> Json:
-    """How good the probabilities are: of PSC, of the network, and of the network divided by ``temperature``."""
-    assert inside.probabilities is not None
-    found = {}
-    for name, probabilities in {
-        DEFAULT: inside.probabilities.double(),
-        "the network": inside.logits.double().softmax(1),
-        "temperature": (inside.logits.double() / temperature).softmax(1),
-    }.items():
-        confidence, predicted = probabilities.max(1)
-        found[name] = {
-            "ece": classification.ece(confidence, predicted == inside.labels),
-            "nll": classification.nll(probabilities, inside.labels),
-            "accuracy": classification.accuracy(probabilities, inside.labels),
-        }
-    return found
+def calibration(run: Run, trained: Trained, psc: PSC) -> Json:
+    """How good the probabilities are of a head at PSC's layer that is fitted, as ``psc-fit`` does, on all images."""
+    train = examples_of(run, trained, psc, trained.train, logits=False)
+    selection = split_validation(trained.val, run.seed)[0]
+    val, test = (examples_of(run, trained, psc, data) for data in (selection, trained.test))
+    return {
+        "images": len(trained.train),
+        "rows": qualities(run, train, val, test),
+        "divided": [qualities(run, train, *divide(run, val, test, number)) for number in range(DIVISIONS)],
+    }
 
 
 def fit_all(

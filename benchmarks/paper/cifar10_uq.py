@@ -10,9 +10,8 @@ calibration (p-values, prediction sets), so PSC has two rows: as ``psc-fit`` mak
 same images as the temperature.  "Calibrated" is a perfectly calibrated classifier on as many images: the ECE of labels
 drawn from PSC's own probabilities.
 
-How well accuracy on the validation images happens to agree with that on the test images moves every ECE, alike for all
-seeds, so no number of seeds averages it out.  A second column divides validation and test images anew at random, in the
-same proportion, several times for every network.
+A second column divides validation and test images anew at random, in the same proportion, several times for every
+network (:mod:`benchmarks.probabilities` says why).
 """
 
 from __future__ import annotations
@@ -20,23 +19,24 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
+from dataclasses import replace
 
 from benchmarks import checkpoints, fitting, runs
-from benchmarks.checkpoints import Job, Trained
+from benchmarks.checkpoints import Job
 from benchmarks.data import random_images
 from benchmarks.paper import common
+from benchmarks.probabilities import (
+    DIVISIONS,
+    Examples,
+    divide,
+    examples_of,
+    head_of,
+    probabilities,
+    qualities,
+    quality,
+)
 from benchmarks.runs import Json, Run
-from psc_core.compute.passes import track_images
-from psc_core.data.dataset import ImageDataset
-from psc_core.heads import Head, HeadOutput
-from psc_core.heads.fit.head import fit_head
-from psc_core.heads.fit.temperature import fit_temperature
-from psc_core.metrics import classification
-from psc_core.model.predictor import PSC
+from psc_core.heads import Head
 
 NAME = "cifar10_uq"
 
@@ -49,9 +49,6 @@ ROWS: Mapping[str, str] = {
     "sn": "DNN-SN (retrained)",
 }
 """Measured rows, in the table's order."""
-
-DIVISIONS = 5
-"""Random divisions of validation and test images together."""
 
 PUBLISHED: Sequence[tuple[str, str, str, str]] = (
     ("paper, WRN-28-10, 10 seeds: DNN", "96.00 ± 0.01", "0.150 ± 0.001", "0.023 ± 0.001"),
@@ -94,8 +91,8 @@ def plain(run: Run) -> Json:
             "layer": psc.layer,
             "fit_images": images,
             "images": len(test),
-            "rows": qualities(run, train, val, tested, psc.pipeline.scorer.head),
-            "divided": [qualities(run, train, *divide(run, val, tested, number)) for number in range(DIVISIONS)],
+            "rows": qualities_of(run, train, val, tested, psc.pipeline.scorer.head),
+            "divided": [qualities_of(run, train, *divide(run, val, tested, number)) for number in range(DIVISIONS)],
         }
 
     settings = {
@@ -114,7 +111,7 @@ def spectral(run: Run) -> Json:
     def compute() -> Json:
         trained = checkpoints.obtain(run, job)
         test = fitting.penultimate_features(run, trained, common.test_images(run, trained.test), per_example=True)
-        return {"trained": job.describe(), "rows": {"sn": _quality(test.logits.softmax(1), test.labels)}}
+        return {"trained": job.describe(), "rows": {"sn": quality(test.logits.softmax(1), test.labels)}}
 
     return run.part(f"seed{run.seed}-sn", _settings(run, job), compute)
 
@@ -124,91 +121,11 @@ def _settings(run: Run, job: Job) -> Json:
     return {"job": job.name, "epochs": run.epochs, "fit_images": scale.fit_images, "test_images": scale.test_images}
 
 
-@dataclass(frozen=True)
-class Examples:
-    """Labelled examples of a data set, on the CPU.
-
-    Attributes:
-        z: ``float32 (n, D)``, of PSC's layer.
-        labels: ``int64 (n,)``.
-        logits: ``float64 (n, K)``, the network's own; empty where they are not needed.
-    """
-
-    z: Tensor
-    labels: Tensor
-    logits: Tensor
-
-    def take(self, indices: Tensor | slice) -> Examples:
-        """Those at ``indices``."""
-        return Examples(self.z[indices], self.labels[indices], self.logits[indices])
-
-
-@torch.inference_mode()
-def examples_of(run: Run, trained: Trained, psc: PSC, data: ImageDataset, *, logits: bool = True) -> Examples:
-    """What the classifiers of the table read of a data set."""
-    z, labels = [], []
-    for batch in track_images(data, fitting.compute_of(run), f"z of {data.name}"):
-        z.append(batch.per_example(psc.pipeline.scorer.embed(batch.images.to(run.device)).z).cpu())
-        labels.append(batch.labels)
-    own = fitting.penultimate_features(run, trained, data, per_example=True).logits if logits else torch.empty(0)
-    return Examples(torch.cat(z), torch.cat(labels), own)
-
-
-def divide(run: Run, val: Examples, test: Examples, number: int) -> tuple[Examples, Examples]:
-    """Both shuffled together and split into parts of the same sizes."""
-    both = Examples(*(torch.cat([getattr(part, name) for part in (val, test)]) for name in ("z", "labels", "logits")))
-    order = torch.randperm(len(both.labels), generator=torch.Generator().manual_seed(DIVISIONS * run.seed + number))
-    return both.take(order[: len(val.labels)]), both.take(order[len(val.labels) :])
-
-
-def qualities(run: Run, train: Examples, val: Examples, test: Examples, head: Head | None = None) -> Json:
-    """Softmax, temperature scaling and PSC on the test images.
-
-    Args:
-        run: Of the script.
-        train: Examples to fit PSC's heads on.
-        val: Examples to select temperature and head on.
-        test: Examples to test on.
-        head: Of ``psc-fit``; by default one selected on half of ``val``.
-    """
-
-    @torch.inference_mode()
-    def probabilities(head: Head) -> Tensor:
-        output: HeadOutput = head(test.z.to(run.device))
-        return output.probabilities.double().cpu()
-
-    alike = probabilities(head_of(run, train, val))
-    found = {
-        "psc": probabilities(head or head_of(run, train, val.take(slice(len(val.labels) // 2)))),
-        "psc_all": alike,
-        "dnn": test.logits.softmax(1),
-        "temperature": (test.logits / fit_temperature(val.logits, val.labels)).softmax(1),
-    }
-    rows = {name: _quality(each, test.labels) for name, each in found.items()}
-    return {**rows, "calibrated": {"ece": ece_when_calibrated(alike, run.seed)}}
-
-
-def head_of(run: Run, train: Examples, val: Examples) -> Head:
-    """The head fitted on ``train`` and selected on ``val``."""
-    classes = val.logits.shape[1]
-    return fit_head(train.z, train.labels, val.z, val.labels, num_classes=classes, seed=run.seed, device=run.device)
-
-
-def ece_when_calibrated(probabilities: Tensor, seed: int, draws: int = 100) -> float:
-    """Mean ECE of labels drawn from the probabilities themselves: that of perfect calibration on so few images."""
-    source = torch.Generator().manual_seed(seed)
-    confidence, predicted = probabilities.max(1)
-    drawn = [torch.multinomial(probabilities, 1, generator=source)[:, 0] for _ in range(draws)]
-    return statistics.mean(classification.ece(confidence, predicted == labels) for labels in drawn)
-
-
-def _quality(probabilities: Tensor, labels: Tensor) -> Json:
-    confidence, predicted = probabilities.max(1)
-    return {
-        "accuracy": classification.accuracy(probabilities, labels),
-        "nll": classification.nll(probabilities, labels),
-        "ece": classification.ece(confidence, predicted == labels),
-    }
+def qualities_of(run: Run, train: Examples, val: Examples, test: Examples, head: Head | None = None) -> Json:
+    """Both heads of PSC, the one of ``psc-fit`` by default selected on half of ``val``, beside the others."""
+    found = qualities(run, train, val, test)
+    half = head or head_of(run, train, val.take(slice(len(val.labels) // 2)))
+    return {**found, "psc_all": found["psc"], "psc": quality(probabilities(run, half, test), test.labels)}
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.fitting import Penultimate
-from benchmarks.ood import peers, run, tables
+from benchmarks.ood import peers, tables
 from benchmarks.ood.detectors import Images, fdbd, fit_penultimate, scored
 from benchmarks.ood.shifts import SHIFTS
 from psc_core.evaluation.baselines import full_density
@@ -29,19 +29,6 @@ def test_fdbd_equals_loops() -> None:
         terms = [(f[c] - f[k]) / np.linalg.norm(weight[c] - weight[k]) for k in range(3) if k != c]
         expected = -np.mean(terms) / np.linalg.norm(h - mean.double().numpy())
         assert scores[i].item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_calibration_of_psc_and_the_network() -> None:
-    found = features(200, 3, 0)
-    certain = torch.eye(3)[found.labels]
-    images = Images(found.features, found.logits, found.labels, {}, certain)
-    of = run.calibration(images, temperature=2.0)
-    assert of["PSC"] == {"ece": 0.0, "nll": 0.0, "accuracy": 1.0}
-    picked = found.labels[:, None]
-    for name, divisor in (("the network", 1.0), ("temperature", 2.0)):
-        log_p = (found.logits / divisor).log_softmax(1)
-        assert of[name]["nll"] == pytest.approx(-float(log_p.gather(1, picked).mean()), rel=1e-9)
-        assert 0 < of[name]["ece"] < 1
 
 
 def test_sum_is_in_upper_spreads_of_validation_images() -> None:

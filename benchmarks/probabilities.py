@@ -1,0 +1,104 @@
+"""How good the probabilities of PSC are beside those of its network, alone and divided by a temperature.
+
+All are selected on the same validation images.  How well accuracy there happens to agree with that on the test images
+moves every ECE, alike for all seeds, so no number of seeds averages it out: :func:`divide` divides both anew at random.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks import fitting
+from benchmarks.checkpoints import Trained
+from benchmarks.runs import Json, Run
+from psc_core.compute.passes import track_images
+from psc_core.data.dataset import ImageDataset
+from psc_core.heads import Head, HeadOutput
+from psc_core.heads.fit.head import fit_head
+from psc_core.heads.fit.temperature import fit_temperature
+from psc_core.metrics import classification
+from psc_core.model.predictor import PSC
+
+DIVISIONS = 5
+"""Random divisions of validation and test images together."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Labelled examples of a data set, on the CPU.
+
+    Attributes:
+        z: ``float32 (n, D)``, of PSC's layer.
+        labels: ``int64 (n,)``.
+        logits: ``float64 (n, K)``, the network's own; empty where they are not needed.
+    """
+
+    z: Tensor
+    labels: Tensor
+    logits: Tensor
+
+    def take(self, indices: Tensor | slice) -> Examples:
+        """Those at ``indices``."""
+        return Examples(self.z[indices], self.labels[indices], self.logits[indices])
+
+
+@torch.inference_mode()
+def examples_of(run: Run, trained: Trained, psc: PSC, data: ImageDataset, *, logits: bool = True) -> Examples:
+    """What the classifiers read of a data set."""
+    z, labels = [], []
+    for batch in track_images(data, fitting.compute_of(run), f"z of {data.name}"):
+        z.append(batch.per_example(psc.pipeline.scorer.embed(batch.images.to(run.device)).z).cpu())
+        labels.append(batch.labels)
+    own = fitting.penultimate_features(run, trained, data, per_example=True).logits if logits else torch.empty(0)
+    return Examples(torch.cat(z), torch.cat(labels), own)
+
+
+def divide(run: Run, val: Examples, test: Examples, number: int) -> tuple[Examples, Examples]:
+    """Both shuffled together and split into parts of the same sizes."""
+    both = Examples(*(torch.cat([getattr(part, name) for part in (val, test)]) for name in ("z", "labels", "logits")))
+    order = torch.randperm(len(both.labels), generator=torch.Generator().manual_seed(DIVISIONS * run.seed + number))
+    return both.take(order[: len(val.labels)]), both.take(order[len(val.labels) :])
+
+
+def qualities(run: Run, train: Examples, val: Examples, test: Examples) -> Json:
+    """On the test images: PSC's head fitted on ``train``, temperature scaling, both chosen on ``val``, and softmax."""
+    psc = probabilities(run, head_of(run, train, val), test)
+    temperature = fit_temperature(val.logits, val.labels)
+    found = {"psc": psc, "temperature": (test.logits / temperature).softmax(1), "dnn": test.logits.softmax(1)}
+    rows = {name: quality(each, test.labels) for name, each in found.items()}
+    return {**rows, "calibrated": {"ece": ece_when_calibrated(psc, run.seed)}}
+
+
+@torch.inference_mode()
+def probabilities(run: Run, head: Head, test: Examples) -> Tensor:
+    """What a head says of the test images, ``float64 (n, K)``."""
+    output: HeadOutput = head(test.z.to(run.device))
+    return output.probabilities.double().cpu()
+
+
+def head_of(run: Run, train: Examples, val: Examples) -> Head:
+    """The head fitted on ``train`` and selected on ``val``."""
+    classes = val.logits.shape[1]
+    return fit_head(train.z, train.labels, val.z, val.labels, num_classes=classes, seed=run.seed, device=run.device)
+
+
+def ece_when_calibrated(probabilities: Tensor, seed: int, draws: int = 100) -> float:
+    """Mean ECE of labels drawn from the probabilities themselves: that of perfect calibration on so few images."""
+    source = torch.Generator().manual_seed(seed)
+    confidence, predicted = probabilities.max(1)
+    drawn = [torch.multinomial(probabilities, 1, generator=source)[:, 0] for _ in range(draws)]
+    return statistics.mean(classification.ece(confidence, predicted == labels) for labels in drawn)
+
+
+def quality(probabilities: Tensor, labels: Tensor) -> Json:
+    """Accuracy, NLL (nats) and ECE."""
+    confidence, predicted = probabilities.max(1)
+    return {
+        "accuracy": classification.accuracy(probabilities, labels),
+        "nll": classification.nll(probabilities, labels),
+        "ece": classification.ece(confidence, predicted == labels),
+    }
