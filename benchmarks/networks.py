@@ -84,16 +84,27 @@ def resnet18_narrow(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     return NarrowResNet(num_classes, in_channels, 16)
 
 
-def vgg16(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """VGG-16 with batch normalisation and one linear layer behind a global average pool."""
-    net: nn.Module = models.vgg16_bn(weights=None, num_classes=num_classes)
-    features: Any = net.features
-    features[0] = nn.Conv2d(in_channels, 64, kernel_size=3, padding=1)
+def _small_vgg(share: int, num_classes: int, in_channels: int) -> nn.Module:
+    """VGG-16 for small images with a ``share``-th of its channels."""
+    channels: Any = [each if each == "M" else each // share for each in models.vgg.cfgs["D"]]
+    features = models.vgg.make_layers(channels, batch_norm=True)
+    features[0] = nn.Conv2d(in_channels, channels[0], kernel_size=3, padding=1)
     # 28 pixels survive four of the five halvings: 28 → 14 → 7 → 3 → 1.
     features[43] = nn.Identity()
+    net: nn.Module = models.VGG(features, num_classes=num_classes)
     net.avgpool = nn.AdaptiveAvgPool2d(1)
-    net.classifier = nn.Linear(512, num_classes)
+    net.classifier = nn.Linear(512 // share, num_classes)
     return net
+
+
+def vgg16(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
+    """VGG-16 with batch normalisation and one linear layer behind a global average pool."""
+    return _small_vgg(1, num_classes, in_channels)
+
+
+def vgg16_narrow(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
+    """VGG-16 of a quarter of its width (16 to 128 channels), trained on a CPU in minutes."""
+    return _small_vgg(4, num_classes, in_channels)
 
 
 BN_MOMENTUM = 0.01
@@ -199,6 +210,7 @@ NETWORKS: Mapping[str, Callable[[int, int], nn.Module]] = {
     "resnet18_narrow": resnet18_narrow,
     "resnet50": resnet50,
     "vgg16": vgg16,
+    "vgg16_narrow": vgg16_narrow,
     "wide_resnet28_10": wide_resnet28_10,
     "wide_resnet16_2": wide_resnet16_2,
     "wide_resnet10_1": wide_resnet10_1,

@@ -3,8 +3,8 @@
     python -m benchmarks.paper.projection_table --scale cpu --data ROOT
 
 Rows "MNIST" use the networks of the DDU case study (trained on Dirty-MNIST), measured and projected on MNIST.
-``--checkpoint FILE`` takes the ResNet-18 from a file; ``--only resnet50 --network resnet50 --epochs 5`` runs the
-paper's network where the scale uses a smaller one.
+``--checkpoint FILE`` takes the ResNet-18 from a file; ``--only resnet50 --network resnet50`` runs another network than
+the scale's.
 """
 
 from __future__ import annotations

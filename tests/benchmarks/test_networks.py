@@ -23,6 +23,7 @@ PARAMETERS = {
     "resnet50": 23_520_842,
     "wide_resnet28_10": 36_479_194,
     "vgg16": 14_728_266,
+    "vgg16_narrow": 924_186,
     # without the 1×1 convolutions of the shortcuts: 8,192 + 32,768 + 131,072 weights and 1,792 of batch normalisation
     "resnet18_mod": 11_173_962 - 173_824,
     "wide_resnet28_10_mod": 36_479_194 - 16 * 160 - 160 * 320 - 320 * 640,
