@@ -21,7 +21,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from app.observability.metrics import PROCESS_FILES, forget_dead_processes
 from app.service import Service
 from app.settings import Settings
-from psc_core.compute.allocator import keep_freed_memory
+from psc_core.compute.allocator import keep_freed_memory, release_freed_memory
 from psc_core.images.decode import mute_codecs
 
 LINGER_SECONDS: Final = 1.0
@@ -85,14 +85,14 @@ class ReplicaRuntime(Runtime):
     starts_ready = True
 
     def models_changed(self) -> None:
-        freeze_heap()
+        settle_heap()
 
 
 class UvicornRuntime(Runtime):
     """A process of our own, in which uvicorn runs."""
 
     def models_changed(self) -> None:
-        freeze_heap()
+        settle_heap()
 
     def failed(self) -> None:
         signal.raise_signal(signal.SIGTERM)
@@ -140,14 +140,16 @@ class UvicornRuntime(Runtime):
             gc.unfreeze()  # Or libraries report at exit that their objects have leaked.
 
 
-def freeze_heap() -> None:
-    """Take the objects of imports and models out of every garbage collection.
+def settle_heap() -> None:
+    """Take the objects of imports and models out of every garbage collection, and return what replaced models held.
 
     There are hundreds of thousands of them, and each full collection would walk them.  What is frozen is never
-    collected, hence again when models were replaced.
+    collected, hence again when models were replaced.  Their memory would stay with the process (:func:`prepare_process`
+    keeps it for the next batch) in holes that a large tensor of the next model may not fit.
     """
     gc.unfreeze()
     gc.collect()
+    release_freed_memory()
     gc.freeze()
 
 

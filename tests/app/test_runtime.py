@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import platform
 import signal
 import struct
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -63,3 +66,31 @@ def test_damaged_images_write_nothing_between_the_lines_of_the_log() -> None:
             assert answer.status_code in (200, 422)  # libtiff goes on after some errors.
         assert server.terminate() == 0
     assert len(server.log) == sum(line.startswith('{"time":') for line in server.log), "".join(server.log)
+
+
+REPLACE = """
+import re
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+from app.runtime import UvicornRuntime
+from psc_core.compute.allocator import keep_freed_memory
+
+def resident_mib():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
+
+keep_freed_memory()
+old, new = SimpleNamespace(weight=torch.ones(64 << 18)), torch.ones(1)
+old.itself = old
+del old
+print(resident_mib())
+UvicornRuntime().models_changed()
+print(resident_mib())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
+def test_memory_of_replaced_models_is_returned() -> None:
+    run = subprocess.run([sys.executable, "-c", REPLACE], capture_output=True, text=True, check=True)
+    before, after = map(int, run.stdout.split())
+    assert before - after > 56
