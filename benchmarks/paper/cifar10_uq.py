@@ -144,7 +144,7 @@ def fragment(record: Json) -> str:
         divided = [_mean(key, part["divided"]) for part in parts.values() if key in part.get("divided", [{}])[0]]
         cells = [_cell(rows, *column) for column in (("accuracy", 100, 2), ("nll", 1, 4), ("ece", 1, 4))]
         cells.append(_cell(divided, "ece", 1, 4) if divided else "—")
-        lines.append([f"{title} ({len(rows)} seeds)" if rows else title, *cells])
+        lines.append([f"{title} ({len(rows)} {'seed' if len(rows) == 1 else 'seeds'})" if rows else title, *cells])
     about = [part for part in parts.values() if "layer" in part]
     first = about[0] if about else None
     measured = (
