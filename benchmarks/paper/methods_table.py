@@ -31,6 +31,7 @@ from benchmarks.data import random_images
 from benchmarks.fitting import Penultimate
 from benchmarks.ood.settings import SETTINGS, Pair, test_pair
 from benchmarks.paper import common
+from benchmarks.probabilities import quality
 from benchmarks.runs import Json, Run
 from psc_core.data.dataset import split_validation
 from psc_core.density.fit.density import fit_density
@@ -189,12 +190,9 @@ def _density_row(run: Run, trained: Trained, test: Pair) -> Json:
 
 
 def _quality(run: Run, probabilities: Tensor, labels: Tensor, known: Tensor, unknown: Mapping[str, Tensor]) -> Json:
-    confidence, predicted = probabilities.double().max(1)
     return {
         "fit_images": common.scale_of(run).fit_images,
-        "accuracy": classification.accuracy(probabilities, labels),
-        "nll": classification.nll(probabilities, labels),
-        "ece": classification.ece(confidence, torch.eq(predicted, labels)),
+        **quality(probabilities.double(), labels),
         "auroc": {name: ranking.auroc(known, found) for name, found in unknown.items()},
     }
 
