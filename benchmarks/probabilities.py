@@ -7,7 +7,7 @@ moves every ECE, alike for all seeds, so no number of seeds averages it out: :fu
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -35,15 +35,17 @@ class Examples:
         z: ``float32 (n, D)``, of PSC's layer.
         labels: ``int64 (n,)``.
         logits: ``float64 (n, K)``, the network's own; empty where they are not needed.
+        images: ``int64 (n,)``, which image of the data set each one shows.
     """
 
     z: Tensor
     labels: Tensor
     logits: Tensor
+    images: Tensor
 
     def take(self, indices: Tensor | slice) -> Examples:
         """Those at ``indices``."""
-        return Examples(self.z[indices], self.labels[indices], self.logits[indices])
+        return Examples(self.z[indices], self.labels[indices], self.logits[indices], self.images[indices])
 
 
 @torch.inference_mode()
@@ -54,12 +56,14 @@ def examples_of(run: Run, trained: Trained, psc: PSC, data: ImageDataset, *, log
         z.append(batch.per_example(psc.pipeline.scorer.embed(batch.images.to(run.device)).z).cpu())
         labels.append(batch.labels)
     own = fitting.penultimate_features(run, trained, data, per_example=True).logits if logits else torch.empty(0)
-    return Examples(torch.cat(z), torch.cat(labels), own)
+    counts = data.offsets[1:] - data.offsets[:-1]
+    return Examples(torch.cat(z), torch.cat(labels), own, torch.arange(len(data)).repeat_interleave(counts))
 
 
 def divide(run: Run, val: Examples, test: Examples, number: int) -> tuple[Examples, Examples]:
     """Both shuffled together and split into parts of the same sizes."""
-    both = Examples(*(torch.cat([getattr(part, name) for part in (val, test)]) for name in ("z", "labels", "logits")))
+    names = [field.name for field in fields(Examples)]
+    both = Examples(*(torch.cat([getattr(part, name) for part in (val, test)]) for name in names))
     order = torch.randperm(len(both.labels), generator=torch.Generator().manual_seed(DIVISIONS * run.seed + number))
     return both.take(order[: len(val.labels)]), both.take(order[len(val.labels) :])
 
@@ -82,8 +86,16 @@ def probabilities(run: Run, head: Head, test: Examples) -> Tensor:
 
 def head_of(run: Run, train: Examples, val: Examples) -> Head:
     """The head fitted on ``train`` and selected on ``val``."""
-    classes = val.logits.shape[1]
-    return fit_head(train.z, train.labels, val.z, val.labels, num_classes=classes, seed=run.seed, device=run.device)
+    return fit_head(
+        train.z,
+        train.labels,
+        val.z,
+        val.labels,
+        num_classes=val.logits.shape[1],
+        seed=run.seed,
+        device=run.device,
+        images=train.images,
+    )
 
 
 def ece_when_calibrated(probabilities: Tensor, seed: int, draws: int = 100) -> float:

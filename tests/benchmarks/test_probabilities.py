@@ -22,7 +22,7 @@ def examples(count: int, seed: int) -> Examples:
     random = torch.Generator().manual_seed(seed)
     logits = torch.randn(count, 3, generator=random, dtype=torch.float64)
     labels = torch.multinomial(logits.softmax(1), 1, generator=random)[:, 0]
-    return Examples(logits.float(), labels, 3 * logits)
+    return Examples(logits.float(), labels, 3 * logits, torch.arange(count))
 
 
 def test_head_and_temperature_mend_an_overconfident_network(run: runs.Run) -> None:
