@@ -91,8 +91,8 @@ def plain(run: Run) -> Json:
             "layer": psc.layer,
             "fit_images": images,
             "images": len(test),
-            "rows": qualities_of(run, train, val, tested, psc.pipeline.scorer.head),
-            "divided": [qualities_of(run, train, *divide(run, val, tested, number)) for number in range(DIVISIONS)],
+            "rows": rows_of(run, train, val, tested, psc.pipeline.scorer.head),
+            "divided": [rows_of(run, train, *divide(run, val, tested, number)) for number in range(DIVISIONS)],
         }
 
     settings = {
@@ -121,7 +121,7 @@ def _settings(run: Run, job: Job) -> Json:
     return {"job": job.name, "epochs": run.epochs, "fit_images": scale.fit_images, "test_images": scale.test_images}
 
 
-def qualities_of(run: Run, train: Examples, val: Examples, test: Examples, head: Head | None = None) -> Json:
+def rows_of(run: Run, train: Examples, val: Examples, test: Examples, head: Head | None = None) -> Json:
     """Both heads of PSC, the one of ``psc-fit`` by default selected on half of ``val``, beside the others."""
     found = qualities(run, train, val, test)
     half = head or head_of(run, train, val.take(slice(len(val.labels) // 2)))
