@@ -85,14 +85,14 @@ async def infer(
         served = find_model(service, name, version)
         size, limit = served.model.preprocess.shape, service.settings.max_images_per_request
         images = await parse(body, partial(images_of, wanted.inputs[0], binary, size, max_images=limit))
+    as_binary = wanted.binary_outputs(outputs_of(served.model.gates, is_regression=served.model.is_regression))
+    check_outputs(served, as_binary)
     thresholds = served.thresholds_with(alpha=wanted.parameters.alpha)
     outputs, decisions, _ = await served.predict(
         images if isinstance(images, np.ndarray) else [EncodedImage(data) for data in images],
         thresholds,
         disconnected=partial(has_disconnected, receive),
     )
-    as_binary = wanted.binary_outputs(outputs_of(served.model.gates, is_regression=served.model.is_regression))
-    check_outputs(served, as_binary)
     tensors = [_output(output, outputs, decisions, served.model.classes) for output in as_binary]
     return Answer(served, thresholds.policy.alpha, tensors, as_binary)
 

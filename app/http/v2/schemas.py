@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 from app.response import Document
 from psc_core.policy import Alpha
@@ -20,6 +20,9 @@ OUTPUTS: Final = ("probabilities", *SCORES, GATES, "is_ood", "label", "class_ind
 
 VALUE_OUTPUTS: Final = (*VALUE_SCORES, "lower", "upper", GATES, "is_ood")
 """Names of those of a regression."""
+
+MAXIMUM_DIMENSIONS: Final = 8
+"""Of an input; a list is refused at its first fault, for a million of them would take longer to say than to find."""
 
 _NAMES: Final = tuple(dict.fromkeys((*OUTPUTS, *VALUE_OUTPUTS)))
 
@@ -147,7 +150,7 @@ class InputTensor(RequestPart):
 
     name: Literal["images", "encoded_images"]
     datatype: Literal["UINT8", "BYTES"]
-    shape: list[Annotated[int, Field(ge=0)]]
+    shape: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAXIMUM_DIMENSIONS), FailFast()]
     parameters: InputParameters = InputParameters()
     data: list[Any] | None = None
 
@@ -188,8 +191,8 @@ class InferRequest(RequestPart):
 
     id: str | None = None
     parameters: RequestParameters = RequestParameters()
-    inputs: list[InputTensor] = Field(min_length=1, max_length=1)
-    outputs: list[WantedOutput] = []
+    inputs: Annotated[list[InputTensor], Field(min_length=1, max_length=1), FailFast()]
+    outputs: Annotated[list[WantedOutput], Field(max_length=len(_NAMES)), FailFast()] = []
 
     @model_validator(mode="after")
     def _check(self) -> Self:

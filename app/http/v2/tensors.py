@@ -82,7 +82,7 @@ def request_of(document: Any) -> InferRequest:
     try:
         return InferRequest.model_validate(document)
     except ValidationError as error:
-        raise MalformedRequest(f"request: {fault(error.errors()[0])}") from error
+        raise MalformedRequest(f"request: {fault(error.errors(include_input=False, include_url=False)[0])}") from error
 
 
 def images_of(

@@ -18,14 +18,14 @@ from app.http.v2.tensors import parse_request
         b"[" + b"[]," * MAXIMUM_CONTAINERS + b"0]",
         b"[" + b"{}," * MAXIMUM_CONTAINERS + b"0]",
         b"[" + b"0," * MAXIMUM_VALUES + b"0]",
-        b"{" + b'"k":0,' * MAXIMUM_VALUES + b'"k":0}',
+        b"{" + b'"k":0,' * MAXIMUM_CONTAINERS + b'"k":0}',
     ],
     ids=["deep", "lists", "objects", "numbers", "keys"],
 )
 def test_too_many_values_are_refused_before_they_exist(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orjson, "loads", lambda _: pytest.fail("was parsed"))
     for parse in (load_json, lambda text: parse_request(text, None)):
-        with pytest.raises(MalformedRequest, match="at most 4194304 values and 262144 lists"):
+        with pytest.raises(MalformedRequest, match="at most 4194304 values and 262144 lists, objects and keys"):
             parse(body)
 
 

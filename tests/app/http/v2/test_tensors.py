@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from app.errors import MalformedRequest
 from app.http.v2.schemas import HEADER
-from app.http.v2.tensors import OutputTensor, build_response, images_of, parse_request
+from app.http.v2.tensors import OutputTensor, build_response, images_of, parse_request, request_of
 from psc_core.errors import PSCError
 
 FILE = {"name": "encoded_images", "shape": [1], "datatype": "BYTES"}
@@ -33,6 +34,17 @@ def test_layout_parameter_decides_where_both_fit() -> None:
 def test_rejects_header_lengths_that_are_no_number(length: str) -> None:
     with pytest.raises(MalformedRequest, match=HEADER):
         parse_request(b'{"inputs": []}', length)
+
+
+@pytest.mark.parametrize("part", ["shape", "outputs", "inputs"])
+def test_a_list_is_refused_at_its_first_fault(part: str) -> None:
+    many: list[object] = [""] * 100_000
+    document = {"inputs": many if part == "inputs" else [FILE | ({"shape": many} if part == "shape" else {})]}
+    document |= {"outputs": many} if part == "outputs" else {}
+    with pytest.raises(MalformedRequest) as caught:
+        request_of(document)
+    assert isinstance(caught.value.__cause__, ValidationError)
+    assert caught.value.__cause__.error_count() <= 2
 
 
 @given(body=st.binary(max_size=60) | st.text(alphabet='{}[]",:inputs0123', max_size=60).map(str.encode))
