@@ -101,6 +101,11 @@ class Settings(BaseSettings):
     )
 
     max_body_bytes: int = Field(default=64 << 20, ge=1, description="Largest request body, bytes.")
+    grpc_message_bytes: int = Field(
+        default=16 << 20,
+        ge=1,
+        description="Largest message by gRPC, bytes; unlike an HTTP body it is held whole before it is looked at.",
+    )
     max_buffered_bytes: int = Field(
         default=1 << 30, ge=1, description="Maximum size of all request bodies held at once, bytes."
     )

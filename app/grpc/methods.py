@@ -15,8 +15,9 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel
 
-from app.errors import MalformedRequest
+from app.errors import BodyTooLarge, MalformedRequest
 from app.grpc.messages import METHODS, PREFIX
+from app.grpc.wire import check_counts
 from app.http.uploads import parse, read_body
 from app.http.v2 import repository
 from app.http.v2 import routes as v2
@@ -28,21 +29,27 @@ from app.service import service_of, service_to_predict
 _PUBLIC: Final = frozenset({"ServerLive", "ServerReady", "ModelReady", "ServerMetadata"})
 """What REST answers without a key."""
 
+_ADMIN: Final = frozenset({"RepositoryModelLoad", "RepositoryModelUnload"})
 
-async def _read(request: Request, method: str) -> tuple[Any, bytes]:
-    """The message of a request, and its bytes."""
-    if method not in _PUBLIC:
-        service_to_predict(request)  # Before anything is read.
-    body = await read_body(request, service_of(request).settings.upload_seconds)
+_SMALL_SECONDS: Final = 5.0
+_SMALL_BYTES: Final = 64 * 1024
+"""Of messages without images: of a name, a version, a flag."""
+
+
+def _parsed(body: bytes, method: str) -> Any:
+    message_type = METHODS[method][0]
+    check_counts(body, message_type)
     try:
-        return await parse(body, METHODS[method][0].FromString, body), body
+        return message_type.FromString(body)
     except DecodeError as error:
-        raise MalformedRequest(f"the message is not a {METHODS[method][0].DESCRIPTOR.name}") from error
+        raise MalformedRequest(f"the message is not a {message_type.DESCRIPTOR.name}") from error
 
 
 async def _infer(request: Request) -> Response:
-    message, body = await _read(request, "ModelInfer")
-    service, name, version = service_of(request), message.model_name, message.model_version or None
+    service = service_to_predict(request)
+    body = await read_body(request, service.settings.upload_seconds)
+    message = await parse(body, _parsed, body, "ModelInfer")
+    name, version = message.model_name, message.model_version or None
     find_model(service, name, version).engine.check_room()
     wanted, binary = await parse(body, _tensor_of, message)
     answer = await infer(service, name, version, wanted, binary, body, request.receive)
@@ -109,9 +116,18 @@ _DOCUMENTS: Final[Mapping[str, Callable[[Request, Any], Any]]] = {
 
 
 async def _answer(request: Request) -> Response:
-    """Any method but ``ModelInfer``."""
+    """Any method but ``ModelInfer``; keys are looked at before anything is read."""
     method = request.scope["path"].removeprefix(PREFIX)
-    message, _ = await _read(request, method)
+    if method in _ADMIN:
+        service_of(request).keys.check_admin(request.headers)
+    elif method not in _PUBLIC:
+        service_to_predict(request)
+    message = METHODS[method][0]()
+    if message.DESCRIPTOR.fields:  # An empty message says nothing: it is not waited for.
+        body = await read_body(request, min(_SMALL_SECONDS, service_of(request).settings.upload_seconds))
+        if len(body) > _SMALL_BYTES:
+            raise BodyTooLarge(f"expected a message of at most {_SMALL_BYTES} bytes, got {len(body)}; send less")
+        message = _parsed(body, method)
     found = _DOCUMENTS[method](request, message)
     document = await found if inspect.isawaitable(found) else found
     members = document.model_dump() if isinstance(document, BaseModel) else document

@@ -18,12 +18,16 @@ import orjson
 from starlette.types import ASGIApp, Message
 
 from app.grpc.messages import METHODS, PREFIX
+from app.grpc.places import Places
 from app.http.problems import GRPC_CODES
 from app.service import Service
 from psc_core.errors import UsageError
 
 _PASSED_ON: Final = frozenset({"authorization", "x-api-key", "traceparent", "tracestate"})
 """Metadata of a call that are headers of its request."""
+
+_SMALL_AT_ONCE: Final = 16
+"""Messages without images that may arrive at once."""
 
 logger = logging.getLogger("psc.grpc")
 
@@ -36,10 +40,11 @@ async def serving(app: ASGIApp, service: Service) -> AsyncIterator[None]:
         UsageError: The port is taken.
     """
     settings = service.settings
+    largest = min(settings.grpc_message_bytes, settings.max_body_bytes)
     server = grpc.aio.server(
-        handlers=[_Calls(app, service)],
+        handlers=[_Calls(app, Places(settings.max_buffered_bytes // largest), Places(_SMALL_AT_ONCE))],
         options=[
-            ("grpc.max_receive_message_length", settings.max_body_bytes),
+            ("grpc.max_receive_message_length", largest),
             ("grpc.max_connection_idle_ms", 1000 * settings.keep_alive_seconds),
             ("grpc.so_reuseport", int(settings.workers > 1)),
         ],
@@ -67,12 +72,11 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
     """The methods of the protocol.
 
     A unary request is taken as a stream of one: its message is read only when the application asks for it, and no
-    more arrive at once than may be held in memory.
+    more arrive at once than may be held in memory.  Messages with images and others do not wait for one another.
     """
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, limits = app, service.settings
-        self._arriving = asyncio.Semaphore(max(1, limits.max_buffered_bytes // limits.max_body_bytes))
+    def __init__(self, app: ASGIApp, with_images: Places, without: Places) -> None:
+        self._app, self._with_images, self._without = app, with_images, without
         self._answers: set[asyncio.Task[None]] = set()
 
     def service(self, details: Any) -> Any:
@@ -82,6 +86,8 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _call(self, path: str, messages: AsyncIterator[bytes], context: Any) -> bytes:
         has_read, has_left = False, asyncio.Event()
+        places = self._with_images if path == PREFIX + "ModelInfer" else self._without
+        host = context.peer().rpartition(":")[0]  # Of all its connections.
         start, body = dict[str, Any](), bytearray()
         scope = {
             "type": "http",
@@ -101,7 +107,7 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
                 await has_left.wait()
             else:
                 has_read = True
-                async with self._arriving:
+                async with places.place(host):
                     async for message in messages:
                         return {"type": "http.request", "body": message}
             return {"type": "http.disconnect"}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import httpx
 
-from tests.attacks.run import EXAMPLE
+from tests.attacks.started import EXAMPLE
 from tests.conftest import SHIPPED_BUNDLE
 from tests.served import Server, serve
 

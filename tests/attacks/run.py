@@ -6,7 +6,6 @@ The same is asserted, piece by piece, in the tests that the table names.
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 import subprocess
@@ -14,27 +13,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 
+from tests.attacks import over_grpc
+from tests.attacks.started import EXAMPLE, STALL_SECONDS, Seen, is_ready, longest_stall, service
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 
-EXAMPLE = (SHIPPED_BUNDLE / "examples" / "clean.png").read_bytes()
-STALL_SECONDS = 1.0
-"""How long ``/healthz`` may wait at most."""
-
 JSON = {"content-type": "application/json"}
-
-
-class Seen(NamedTuple):
-    """What came of an attack."""
-
-    now: str
-    is_wanted: bool
 
 
 class Case(NamedTuple):
@@ -43,52 +32,6 @@ class Case(NamedTuple):
     name: str
     found: str  # before it was mended
     attack: Callable[[str], Seen]
-
-
-@contextmanager
-def service(*flags: str, stderr: str = os.devnull, shell: str = "") -> Iterator[str]:
-    """The shipped bundle, ready to answer, after a command of the shell that starts it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = [sys.executable, "-m", "app.cli", "--bundle", str(SHIPPED_BUNDLE), "--port", str(port), *flags]
-    words = ["bash", "-c", f'{shell}; exec "$@"', "psc-serve", *words] if shell else words
-    with Path(stderr).open("w") as log, subprocess.Popen(words, cwd=ROOT, stderr=log) as process:
-        url = f"http://127.0.0.1:{port}"
-        try:
-            while not is_ready(url):
-                if process.poll() is not None:
-                    raise RuntimeError(f"the service ended with {process.returncode}")
-                time.sleep(0.1)
-            yield url
-        finally:
-            process.terminate()
-
-
-def is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/readyz", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-@contextmanager
-def longest_stall(url: str) -> Iterator[list[float]]:
-    """Meanwhile, the longest time that ``/healthz`` took, seconds."""
-    ended, longest = threading.Event(), [0.0]
-
-    def ask() -> None:
-        with httpx.Client(timeout=120) as client:
-            while not ended.is_set():
-                began = time.perf_counter()
-                client.get(f"{url}/healthz")
-                longest[0] = max(longest[0], time.perf_counter() - began)
-                time.sleep(0.01)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    yield longest
-    ended.set()
-    thread.join()
 
 
 def costly_json(url: str, body: bytes, path: str = "/predict") -> Seen:
@@ -112,13 +55,26 @@ def empty_lists(url: str) -> Seen:
 
 
 def many_keys(url: str) -> Seen:
-    return costly_json(url, b"{" + b",".join(b'"k%d":0' % number for number in range(5_000_000)) + b"}")
+    return costly_json(url, b"{" + b",".join(b'"k%d":0' % number for number in range(4_100_000)) + b"}")
 
 
 def many_numbers(url: str) -> Seen:
     data = b"0," * ((1 << 22) - 100)
     head = b'{"inputs":[{"name":"images","datatype":"UINT8","shape":[1,28,28,1],"data":['
-    return costly_json(url, head + data + b"0]}]}", f"/v2/models/{SHIPPED_BUNDLE.name}/infer")
+    return costly_json(url, head + data + b"0]}]}", V2)
+
+
+V2 = f"/v2/models/{SHIPPED_BUNDLE.name}/infer"
+
+
+def empty_texts_as_shape(url: str) -> Seen:
+    head = b'{"inputs":[{"name":"images","datatype":"UINT8","data":[0],"shape":['
+    return costly_json(url, head + b'"",' * 2_000_000 + b'""]}]}', V2)
+
+
+def empty_v2_outputs(url: str) -> Seen:
+    head = b'{"inputs":[{"name":"images","datatype":"UINT8","shape":[1,28,28,1],"data":[0]}],"outputs":['
+    return costly_json(url, head + b"{}," * 260_000 + b"{}]}", V2)
 
 
 def one_image(url: str, image: bytes) -> Seen:
@@ -267,8 +223,10 @@ def half_closed(url: str) -> Seen:
 
 
 def full_stderr(_url: str) -> Seen:
-    with service("--workers", "2", stderr="/dev/full") as url:
-        status = httpx.post(f"{url}/predict", content=EXAMPLE, headers={"content-type": "image/png"}).status_code
+    with service("--workers", "2", stderr="/dev/full") as started:
+        status = httpx.post(
+            f"{started.url}/predict", content=EXAMPLE, headers={"content-type": "image/png"}
+        ).status_code
     return Seen(f"serves, {status}", status == 200)
 
 
@@ -279,13 +237,15 @@ def damaged_tiffs(_url: str) -> Seen:
 
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        with service(stderr=str(log)) as url:
+        with service(stderr=str(log)) as started:
             for compression in ("tiff_lzw", "tiff_adobe_deflate", "packbits", "zstd"):
                 buffer = io.BytesIO()
                 Image.linear_gradient("L").save(buffer, "TIFF", compression=compression)
                 data = bytearray(buffer.getvalue())
                 data[100:140] = b"\xa5" * 40
-                httpx.post(f"{url}/predict", content=bytes(data), headers={"content-type": "image/tiff"}, timeout=30)
+                httpx.post(
+                    f"{started.url}/predict", content=bytes(data), headers={"content-type": "image/tiff"}, timeout=30
+                )
         others = sum(not line.startswith("{") for line in log.read_text().splitlines())
     return Seen(f"{others} other lines", others == 0)
 
@@ -293,7 +253,7 @@ def damaged_tiffs(_url: str) -> Seen:
 def no_descriptors(_url: str) -> Seen:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        with service(stderr=str(log), shell="ulimit -n 96") as url:
+        with service(stderr=str(log), shell="ulimit -n 96") as (url, _):
             port = int(url.rsplit(":", 1)[1])
             clients = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(200)]
             time.sleep(1)
@@ -338,7 +298,9 @@ def still_answers(url: str) -> Seen:
 
 CASES = (
     Case("8 JSON bodies of 60 MiB of empty lists", "10 to 14 s of CPU each, /healthz waited 32 s", empty_lists),
-    Case("8 JSON bodies of 5 million keys", "11 s of CPU each", many_keys),
+    Case("8 JSON bodies of 4 million keys", "11 s of CPU each", many_keys),
+    Case("8 v2 shapes of 2 million empty texts", "/healthz waited 5.3 s for one, 2.4 GB", empty_texts_as_shape),
+    Case("8 times 260,000 empty v2 outputs", "/healthz waited 0.7 s for one", empty_v2_outputs),
     Case("8 v2 tensors of 4 million numbers in JSON", "not tried", many_numbers),
     Case("run-length BMP of 61 MB that moves by nothing", "26 s", still_bmp),
     Case("progressive JPEG of 49 megapixels", "4.5 s", progressive_jpeg),
@@ -356,6 +318,10 @@ CASES = (
     Case("200 connections with 96 file descriptors", "nothing in the log", no_descriptors),
     Case("SIGKILL of one of two workers, 8 clients", "not tried", killed_worker),
     Case("a bundle edited to a 2048² input", "warm-up without end", large_input),
+    Case("gRPC: 10 million empty outputs", "23.9 GB, then the kernel killed it", over_grpc.empty_outputs),
+    Case("gRPC: 400,000 empty outputs", "/healthz waited 2.5 s", over_grpc.few_empty_outputs),
+    Case("gRPC: 3 million parameters, 4 at once", "/healthz waited 3.9 s", over_grpc.parameters),
+    Case("gRPC: 16 calls of each method that send nothing", "no other call answered", over_grpc.silent_streams),
     Case("the example, after all of these", "", still_answers),
 )
 
@@ -364,7 +330,7 @@ def main() -> int:
     """Print the table; 1 when something is not as wanted."""
     failed = 0
     print("| attack | found | now | |\n| --- | --- | --- | --- |")
-    with service("--cors-origins", "https://good.example") as url:
+    with service("--cors-origins", "https://good.example") as (url, _):
         for case in CASES:
             seen = case.attack(url)
             failed += not seen.is_wanted

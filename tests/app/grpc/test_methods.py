@@ -143,6 +143,10 @@ GOOD = {"model_name": "m", "inputs": [IMAGES], "raw_input_contents": [bytes(64)]
         ),
         (GOOD | {"inputs": [IMAGES | {"datatype": "FP32"}]}, "INVALID_ARGUMENT", "inputs"),
         (GOOD | {"outputs": [{"name": "nothing"}]}, "INVALID_ARGUMENT", "outputs"),
+        (GOOD | {"outputs": [{"name": "label"}] * 2}, "INVALID_ARGUMENT", "name each output once"),
+        (GOOD | {"outputs": [{}] * 300}, "INVALID_ARGUMENT", "at most 256 outputs"),
+        (GOOD | {"inputs": [IMAGES] * 2, "raw_input_contents": [bytes(64)] * 2}, "INVALID_ARGUMENT", "inputs"),
+        (GOOD | {"inputs": [IMAGES | {"shape": [1] * 9}]}, "INVALID_ARGUMENT", "shape"),
         (GOOD | {"parameters": {"alpha": {"string_param": "x"}}}, "INVALID_ARGUMENT", "alpha"),
         (
             {

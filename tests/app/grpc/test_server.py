@@ -75,17 +75,59 @@ async def test_an_api_key_is_asked_for_before_the_message_is_read() -> None:
     async with calling(api_keys="secret") as (app, client):
         assert await client.is_server_ready()  # Probes need none.
 
-        async def nothing() -> AsyncIterator[bytes]:
-            await asyncio.Event().wait()
-            yield b""
-
         async with channel_to(app) as channel:
-            error = await error_of(channel.stream_unary(PREFIX + "ModelInfer")(nothing()))
+            error = await error_of(channel.stream_unary(PREFIX + "ModelInfer")(silence()))
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
         assert "X-API-Key" in error.details()
         for headers in ({"x-api-key": "secret"}, {"authorization": "Bearer secret"}):
             await client.infer("m", [raw(GREY)], headers=headers)
         assert await app.metric('psc_rejected_total{reason="unauthorized"}') == 1
+
+
+async def silence() -> AsyncIterator[bytes]:
+    """The messages of a call that sends none."""
+    await asyncio.Event().wait()
+    yield b""
+
+
+@pytest.mark.anyio
+async def test_keys_are_looked_at_before_any_message_of_the_repository() -> None:
+    async with calling(api_keys="secret", admin_keys="root") as (app, _), channel_to(app) as channel:
+        for method, key in (("RepositoryIndex", None), ("ModelMetadata", None), ("RepositoryModelLoad", "secret")):
+            metadata = [("x-api-key", key)] if key else None
+            error = await error_of(channel.stream_unary(PREFIX + method)(silence(), metadata=metadata))
+            assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.anyio
+async def test_an_empty_message_is_not_waited_for() -> None:
+    async with calling() as (app, _), channel_to(app) as channel:
+        for method in ("ServerLive", "ServerReady", "ServerMetadata"):
+            assert await channel.stream_unary(PREFIX + method)(silence()) is not None
+
+
+@pytest.mark.anyio
+async def test_calls_that_send_nothing_stop_no_others() -> None:
+    async with calling(max_body_bytes=1000, max_buffered_bytes=16_000) as (app, client), channel_to(app) as channel:
+        silent = [
+            channel.stream_unary(PREFIX + method)(silence())
+            for method in ("ServerLive", "ModelReady", "ModelMetadata", "ModelInfer")
+            for _ in range(16)
+        ]
+        await until(lambda: app.service.inflight >= 48)
+        async with asyncio.timeout(GUARD_SECONDS):
+            await client.infer("m", [raw(GREY)])
+            assert await client.is_model_ready("m")
+        for call in silent:
+            call.cancel()
+
+
+@pytest.mark.anyio
+async def test_a_message_without_images_is_small() -> None:
+    async with calling() as (app, _), channel_to(app) as channel:
+        message = METHODS["ModelReady"][0](name="m" * 100_000).SerializeToString()
+        error = await error_of(channel.unary_unary(PREFIX + "ModelReady")(message))
+        assert (error.code(), "at most 65536 bytes" in error.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
 
 
 @pytest.mark.anyio
@@ -100,13 +142,7 @@ async def test_rejects_a_message_that_is_too_large() -> None:
 @pytest.mark.anyio
 async def test_a_message_must_arrive_in_time() -> None:
     async with calling(upload_seconds=0.1) as (app, _), channel_to(app) as channel:
-        never = asyncio.Event()
-
-        async def nothing() -> AsyncIterator[bytes]:
-            await never.wait()
-            yield b""
-
-        error = await error_of(channel.stream_unary(PREFIX + "ModelInfer")(nothing()))
+        error = await error_of(channel.stream_unary(PREFIX + "ModelInfer")(silence()))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert await app.metric('psc_rejected_total{reason="slow-upload"}') == 1
 

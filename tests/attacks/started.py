@@ -1,0 +1,87 @@
+"""A service that an attack meets, and what came of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+
+from tests.conftest import ROOT, SHIPPED_BUNDLE
+
+EXAMPLE = (SHIPPED_BUNDLE / "examples" / "clean.png").read_bytes()
+STALL_SECONDS = 1.0
+"""How long ``/healthz`` may wait at most."""
+
+
+class Seen(NamedTuple):
+    """What came of an attack."""
+
+    now: str
+    is_wanted: bool
+
+
+class Started(NamedTuple):
+    """A service that answers."""
+
+    url: str
+    pid: int
+
+    def peak_bytes(self) -> int:
+        """The most memory that it ever had."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
+@contextmanager
+def service(*flags: str, stderr: str = os.devnull, shell: str = "") -> Iterator[Started]:
+    """The shipped bundle, ready to answer, after a command of the shell that starts it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "app.cli", "--bundle", str(SHIPPED_BUNDLE), "--port", str(port), *flags]
+    words = ["bash", "-c", f'{shell}; exec "$@"', "psc-serve", *words] if shell else words
+    with Path(stderr).open("w") as log, subprocess.Popen(words, cwd=ROOT, stderr=log) as process:
+        url = f"http://127.0.0.1:{port}"
+        try:
+            while not is_ready(url):
+                if process.poll() is not None:
+                    raise RuntimeError(f"the service ended with {process.returncode}")
+                time.sleep(0.1)
+            yield Started(url, process.pid)
+        finally:
+            process.terminate()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@contextmanager
+def longest_stall(url: str) -> Iterator[list[float]]:
+    """Meanwhile, the longest time that ``/healthz`` took, seconds."""
+    ended, longest = threading.Event(), [0.0]
+
+    def ask() -> None:
+        with httpx.Client(timeout=120) as client:
+            while not ended.is_set():
+                began = time.perf_counter()
+                client.get(f"{url}/healthz")
+                longest[0] = max(longest[0], time.perf_counter() - began)
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    yield longest
+    ended.set()
+    thread.join()
