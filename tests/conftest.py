@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,15 +58,6 @@ def full_data() -> Path:
 def shipped_bundle() -> Path:
     """The bundle that the repository ships."""
     return SHIPPED_BUNDLE
-
-
-@pytest.fixture(scope="session")
-def version_1_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundle that was shipped in version 1 of the format; its network is that of the one shipped now."""
-    folder = tmp_path_factory.mktemp("version1")
-    for file in (*(ROOT / "tests" / "data" / "version1").iterdir(), SHIPPED_BUNDLE / "backbone.safetensors"):
-        shutil.copy(file, folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

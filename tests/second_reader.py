@@ -23,7 +23,7 @@ _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4",
 
 
 class Rejected(Exception):
-    """The directory is no bundle of version 1 to 3."""
+    """The directory is no bundle of version 4."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class SecondReader:
 
     def __init__(self, folder: Path) -> None:
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text("utf-8"))
-        if self.manifest["schema_version"] not in (1, 2, 3, 4) or self.manifest["version"] != version_of(self.manifest):
+        if self.manifest["schema_version"] != 4 or self.manifest["version"] != version_of(self.manifest):
             raise Rejected("schema or version")
         self.parts: dict[str, dict[str, Array]] = {}
         for name, entry in self.manifest["files"].items():
@@ -125,10 +125,7 @@ class SecondReader:
             z = z / np.maximum(np.linalg.norm(z, axis=1, keepdims=True), 1e-12)
         w = (z - t["mean"]) @ t["basis"]
         if kind in ("gda", "gda++", "pooled++"):
-            if self.manifest["schema_version"] == 1:
-                difference = np.einsum("kpq,bq->bkp", t["whiteners"], w) + t["offsets"]
-            else:
-                difference = np.einsum("kpq,bkq->bkp", t["whiteners"], w[:, None] - t["centres"])
+            difference = np.einsum("kpq,bkq->bkp", t["whiteners"], w[:, None] - t["centres"])
         elif kind in ("tied", "mahalanobis++", "rmd"):
             difference = w[:, None] - t["centres"]
         else:
@@ -166,7 +163,7 @@ class SecondReader:
             log_p = np.log((at + 1) / (len(a) + 1))
             inside = np.interp(r, known, log_p, left=math.log(len(a) / (len(a) + 1)))
             log_p = np.where(r < a[-1], inside, -math.log(len(a) + 1) - (r - a[-1]) / t["scales"][g])
-            below = section["texture"].get("counts_below", 1) if name == "texture" else 1
+            below = section["texture"]["counts_below"] if name == "texture" else 1
             score -= np.minimum(0, log_p - math.log(below))
             p_values.append((1 + (t["calibration"][g] >= r[:, None]).sum(1)) / (t["calibration"].shape[1] + 1))
         return score, np.stack(p_values, axis=1)

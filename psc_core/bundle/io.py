@@ -27,10 +27,11 @@ from torch import Tensor
 
 from psc_core.bundle.manifest import (
     PARTS,
-    TEXTURE_SCHEMA,
+    SCHEMA,
     FileEntry,
     Manifest,
     check_text,
+    fit_command,
     inside,
     manifest_digest,
     manifest_fault,
@@ -167,11 +168,10 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
         raise BundleError(f"{file}: expected at most {MAX_DEPTH} levels of nesting; fit the bundle again") from error
     except ValueError as error:
         raise BundleError(f"{file}: expected JSON, {error}; fit the bundle again or restore it") from error
-    versions = {str(version) for version in range(1, TEXTURE_SCHEMA + 1)}  # As they are written: neither true nor 1.0
-    if isinstance(body, dict) and repr(body.get("schema_version")) not in versions:
+    if isinstance(body, dict) and repr(body.get("schema_version")) != str(SCHEMA):  # 4.0 is another one.
         raise BundleError(
-            f"{file}: expected schema_version 1 to {TEXTURE_SCHEMA}, got {short(body.get('schema_version'))}; use "
-            "the release that wrote it or fit again"
+            f"{file}: expected schema_version {SCHEMA}, got {short(body.get('schema_version'))}; fit the bundle again: "
+            f"{fit_command(body)}"
         )
     try:
         return Manifest.model_validate_json(json.dumps(body)), manifest_digest(body)

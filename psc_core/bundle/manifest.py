@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
@@ -19,14 +20,8 @@ from psc_core.policy import Policy, ValuePolicy
 from psc_core.precision import Precision
 from psc_core.target import Target
 
-SCHEMA: Final = 2
-"""Version of the bundle format that the fit of a classifier writes; :class:`Manifest` lists those that are read."""
-
-VALUE_SCHEMA: Final = 3
-"""That of a regression."""
-
-TEXTURE_SCHEMA: Final = 4
-"""That of either with ``gates.texture.counts_below``."""
+SCHEMA: Final = 4
+"""Version of the bundle format, the only one that is written and read."""
 
 PARTS = ("backbone", "projection", "density", "head", "calibration", "gates")
 """Tensor files of a bundle; ``head`` is absent for base predictions, ``gates`` from a model without."""
@@ -39,6 +34,19 @@ MAX_NAME: Final = 200
 
 MAX_ARGUMENT: Final = 1 << 16
 """Maximum magnitude of a number among the arguments of a network: sizes and counts."""
+
+_REPEATED: Final = (
+    "task", "layer", "layers", "granularity", "epsilon", "c_proj", "d_proj", "minimum_dim", "no_second_scaling",
+    "density", "pca", "head", "predictions", "alpha", "coverage", "risk", "max_width", "ood_score", "precision",
+    "max_images", "seed",
+)  # fmt: skip
+"""Settings of a fit that :func:`fit_command` repeats: all but how much of a machine it may take."""
+
+_MAX_REPEATED: Final = 1000
+"""Maximum length of what :func:`fit_command` repeats, characters."""
+
+_LIBRARY_NETWORK: Final = re.compile(r"(torchvision|timm):[A-Za-z0-9_.-]+")
+_PLAIN: Final = re.compile(r"[A-Za-z0-9_+.:][A-Za-z0-9_+.:-]*")
 
 _Size = Annotated[int, Field(ge=1, le=1 << 31)]
 
@@ -104,7 +112,7 @@ class _Calibration(_Strict):
 class _Texture(_Strict):
     layer: str
     density: _Fitted
-    counts_below: float = Field(default=1.0, gt=0, lt=1)
+    counts_below: float = Field(gt=0, le=1)
 
 
 class _Gates(_Strict):
@@ -145,7 +153,7 @@ AnyPolicy = Annotated[
 class Manifest(_Strict):
     """``manifest.json``; every field is described in ``docs/bundle-format.md``."""
 
-    schema_version: Literal[1, 2, 3, 4]
+    schema_version: Literal[4]
     name: str = Field(min_length=1, max_length=MAX_NAME)
     version: str = Field(pattern="^[0-9a-f]{12}$")
     target: Target | None = None
@@ -178,8 +186,6 @@ class Manifest(_Strict):
         needed = {f"{part}.safetensors" for part in PARTS if part not in missing}
         is_regression = self.target is not None
         outputs = 1 if is_regression else classes
-        oldest = VALUE_SCHEMA if is_regression else SCHEMA if self.gates else min(self.schema_version, SCHEMA)
-        schema = TEXTURE_SCHEMA if texture and texture.counts_below < 1 else oldest
         head_layers = [] if head is None else head.layers
         of_head, by_head = ({}, "base") if head is None else (head.sizes, "psc")
         agreements: tuple[tuple[str, Any, Any], ...] = (
@@ -193,7 +199,6 @@ class Manifest(_Strict):
             ("projection.positions (their number)", len(self.layers), len(self.projection.positions)),
             ("density.sizes.classes", classes, self.density.sizes.get("classes")),
             ("calibration.entropy_weight", 0.0 if self.gates else entropy_weight, entropy_weight),
-            ("schema_version", schema, self.schema_version),
             ("gates.texture.density.sizes.classes", classes, of_texture.get("classes", 0)),
             ("gates.names (texture)", texture is not None, "texture" in (self.gates.names if self.gates else ())),
             ("head.sizes.classes", classes, classes if head is None or is_regression else of_head.get("classes")),
@@ -219,6 +224,41 @@ def manifest_fault(error: ValidationError) -> str:
     first = error.errors()[0]
     kinds = (_CLASSIFIER, _REGRESSION) if first["loc"][:1] == ("policy",) else ()
     return fault({**first, "loc": [step for step in first["loc"] if step not in kinds]}, "field")
+
+
+def fit_command(body: Mapping[str, Any]) -> str:
+    """Return the ``psc-fit`` line that makes a bundle of this version like one that is refused.
+
+    It has the settings that the bundle records where all of them are plain words, none otherwise.  What a reader pastes
+    into a shell must not be the bundle's to choose, so paths and factories are left to the reader.
+    """
+    try:
+        flags = _repeated(body["provenance"])
+    except (AttributeError, KeyError, TypeError, ValueError):
+        flags = "--model SPEC"
+    return f"psc-fit {flags} --weights FILE --preprocess FILE --train DIR --val DIR --out DIR"
+
+
+def _repeated(provenance: Any) -> str:
+    words = ["--model", provenance["model"] if _LIBRARY_NETWORK.fullmatch(provenance["model"]) else "SPEC"]
+    for name, value in provenance["model_args"].items():
+        words += ["--model-arg", f"{_plain(name)}={_plain(value)}"]
+    for name in _REPEATED:
+        value = provenance["settings"].get(name)
+        if value is not None and value is not False:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [_plain(value)])]
+    line = " ".join(words)
+    if len(line) > _MAX_REPEATED:
+        raise ValueError(f"{len(line)} characters")
+    return line
+
+
+def _plain(value: Any) -> str:
+    """Return a JSON value as a word that a shell leaves as it is, or raise :class:`ValueError`."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    if not _PLAIN.fullmatch(text):
+        raise ValueError(short(text))
+    return text
 
 
 def check_text(body: object) -> None:

@@ -7,8 +7,6 @@ NC1 of either is within :data:`NEAR` of ε, and if both have the same number of 
 and after collapse.  The logits are measured but never selected.
 
 For a regression R² takes the place of NC4 (:mod:`psc_core.collapse.ridge`), and labels are bins of the target.
-
-Without standard errors (reports of older bundles) only equals of the highest NC4 count.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ class CollapseReport:
     pattern: str | None  # regular expression that the candidate's name must match; None for any
     train_examples: int  # labelled examples that NC1 was measured on
     val_examples: int  # labelled examples that NC4 was measured on
-    seed: int | None = None  # of the split of the validation images; None for reports of older bundles
+    seed: int | None = None  # of the split of the validation images; None where all of them were measured
     measure: str = NC4  # what the layers' nc4 is: NC4, or R² of a regression
 
     @property
@@ -189,5 +187,5 @@ class CollapseReport:
             LayerCollapse(**{**entry, "shape": tuple(entry["shape"]), "grid": tuple(entry["grid"])})
             for entry in data["layers"]
         )
-        stored = {"seed": None, "measure": NC4, **data}
+        stored = {"measure": NC4, **data}
         return cls(layers, *(stored[_JSON_NAMES.get(part.name, part.name)] for part in fields(cls)[1:]))

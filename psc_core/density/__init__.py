@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from psc_core.bundle.manifest import SCHEMA
 from psc_core.density.base import Density, DensityExplanation, DensityOutput
 from psc_core.density.gaussian import (
     ClasswiseDensity,
@@ -23,7 +22,6 @@ from psc_core.density.gaussian import (
     UnitLengthDensity,
     UnitLengthTiedDensity,
 )
-from psc_core.density.version1 import DENSITIES_OF_VERSION_1
 from psc_core.errors import UsageError
 from psc_core.fitted import restore
 
@@ -50,10 +48,10 @@ def kind_of(name: str) -> type[Density]:
     return DENSITIES[name]
 
 
-def restore_density(config: Mapping[str, Any], state: Mapping[str, Tensor], *, schema: int = SCHEMA) -> Density:
-    """Inverse of ``density.config()`` and ``density.state_dict()`` in a bundle of version ``schema``.
+def restore_density(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Density:
+    """Inverse of ``density.config()`` and ``density.state_dict()``.
 
     Raises:
         BundleError: An unknown kind, or tensors that do not fit it.
     """
-    return restore(DENSITIES_OF_VERSION_1 if schema == 1 else DENSITIES, config, state)
+    return restore(DENSITIES, config, state)

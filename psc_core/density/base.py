@@ -33,9 +33,6 @@ class DensityExplanation(NamedTuple):
 class Density(Fitted):
     """Base of the densities: ``mean`` (D,), ``basis`` (D, P), ``constants`` (K,) as in :mod:`.gaussian`."""
 
-    schema: ClassVar[int] = 2
-    """Version of the bundle format that holds it."""
-
     in_float64: ClassVar[frozenset[str]] = frozenset({"mean", "basis", "centres"})
 
     input_kind: ClassVar[Literal["z", "pooled"]] = "z"

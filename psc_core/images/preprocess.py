@@ -144,7 +144,7 @@ class Preprocess:
         return f"{self.mode}, {resized}, {self.interpolation}; mean {mean}; std {std}"
 
     def to_json(self) -> dict[str, Any]:
-        """The attributes as JSON types; bilinear is not named, as in manifests of before there was a choice."""
+        """The attributes as JSON types, without the interpolation where it is bilinear, the default."""
         return {name: value for name, value in asdict(self).items() if (name, value) != ("interpolation", "bilinear")}
 
 

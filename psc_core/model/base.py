@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from psc_core.bundle.io import Bundle, read_bundle, write_bundle
-from psc_core.bundle.manifest import TEXTURE_SCHEMA, VALUE_SCHEMA, Manifest
+from psc_core.bundle.manifest import SCHEMA, Manifest
 from psc_core.calibration.conformal import Calibration
 from psc_core.calibration.intervals import ValueCalibration
 from psc_core.compute.device import resolve_device
@@ -125,7 +125,6 @@ class FittedModel:
             BundleError: ``path`` is no place for a bundle.
         """
         scorer, weight, gates = self.pipeline.scorer, self.pipeline.entropy_weight, self.pipeline.gates
-        schema = scorer.density.schema if self.target is None else VALUE_SCHEMA
         parts = {
             "backbone": self.backbone.state_dict(),
             "projection": scorer.projection.state_dict(),
@@ -137,7 +136,7 @@ class FittedModel:
         if gates is not None:
             parts["gates"] = {**gates.state_dict(), **_prefixed("texture.", scorer.texture)}
         fields = {
-            "schema_version": TEXTURE_SCHEMA if gates is not None and gates.texture_counts_below < 1 else schema,
+            "schema_version": SCHEMA,
             "name": self.name,
             **({} if self.target is None else {"target": self.target.model_dump()}),
             "classes": self.classes,
@@ -162,9 +161,11 @@ class FittedModel:
         texture = self.pipeline.scorer.texture
         config: dict[str, Any] = {"names": gates.names, "images": gates.ascending.shape[1], "texture": None}
         if texture is not None:
-            config["texture"] = {"layer": self.backbone.layers[-1], "density": texture.config()}
-            if gates.texture_counts_below < 1:
-                config["texture"]["counts_below"] = gates.texture_counts_below
+            config["texture"] = {
+                "layer": self.backbone.layers[-1],
+                "density": texture.config(),
+                "counts_below": gates.texture_counts_below,
+            }
         return config
 
     def _other_layers(self) -> dict[str, list[str]]:

@@ -45,7 +45,7 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
     manifest, tensors = bundle.manifest, bundle.parts
     try:
         projection = Projection.restore(manifest.projection.model_dump(), tensors["projection"])
-        density = restore_density(manifest.density.model_dump(), tensors["density"], schema=manifest.schema_version)
+        density = restore_density(manifest.density.model_dump(), tensors["density"])
         dim = len(projection.z_mean)
         if density.input_kind == "z" and len(density.mean) != dim:
             raise BundleError(f"expected density.sizes.dim to be {dim}, got {len(density.mean)}; fit the bundle again")

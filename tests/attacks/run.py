@@ -179,7 +179,7 @@ def loose_manifests(_url: str) -> Seen:
     from tests.attacks import forge
 
     refused = 0
-    for version in (True, 2.0):
+    for version in (True, 4.0):
         with tempfile.TemporaryDirectory() as folder:
             bundle = Path(shutil.copytree(SHIPPED_BUNDLE, Path(folder) / "bundle"))
             forge.assign(bundle, "schema_version", version)
@@ -311,7 +311,7 @@ CASES = (
     Case("CORS preflight of another origin", "refused in plain text", refused_preflight),
     Case("workers' metrics where nothing is free", "every worker ended by SIGBUS", full_metrics),
     Case("20,000 far images, then few", "no alarm", blinded_drift),
-    Case("schema_version true and 2.0", "accepted", loose_manifests),
+    Case("schema_version true and 4.0", "accepted", loose_manifests),
     Case("disk full while a bundle is written", "[Errno 28] without a path", full_disk),
     Case("standard error that cannot be written", "the process ended", full_stderr),
     Case("damaged TIFFs", "libtiff's lines between those of the log", damaged_tiffs),

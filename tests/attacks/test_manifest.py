@@ -173,7 +173,7 @@ def test_rejects_missing_fields(bundle: Path, where: str) -> None:
 
     whole = forge.read(bundle)
     for key in section(whole):
-        if key in ("version", "interpolation"):  # The second is missing in older bundles.
+        if key in ("version", "interpolation"):  # Without the second, images are resized bilinearly.
             continue
         forge.write(bundle, json.loads(json.dumps(whole)))
         forge.edit(bundle, lambda body, key=key: section(body).pop(key))
@@ -220,10 +220,10 @@ def test_manifest_is_read_once(bundle: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     def swap(self: Path, strict: bool = False) -> Path:
         if self.suffix == ".safetensors":
-            manifest.write_text('{"schema_version": 1}')
+            manifest.write_text('{"schema_version": 4}')
         return original(self, strict)
 
     monkeypatch.setattr(Path, "resolve", swap)
     psc = PSC.load(bundle, device="cpu", allow_factories=forge.ALLOW)
-    assert manifest.read_text() == '{"schema_version": 1}'
+    assert manifest.read_text() == '{"schema_version": 4}'
     assert (psc.version, psc.policy) == (calm.version, calm.policy)

@@ -70,11 +70,7 @@ JOBS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(scope="module")
 def bundles(
-    tiny_job: TinyJob,
-    tiny_bundle: Path,
-    version_1_bundle: Path,
-    data_root: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    tiny_job: TinyJob, tiny_bundle: Path, data_root: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
     """Every density, head and kind of layer, in few fits; with 32 random features instead of 1,024."""
     from psc_core.cli.fit import main
@@ -86,7 +82,7 @@ def bundles(
         for name, job in JOBS.items():
             flags = [flag.replace("DATA", str(data_root)) for flag in job]
             assert main([*tiny_job.args, *flags, "--out", str(folder / name)]) == 0
-    return {"pooled++-laplace": tiny_bundle, **{name: folder / name for name in JOBS}, "version 1": version_1_bundle}
+    return {"pooled++-laplace": tiny_bundle, **{name: folder / name for name in JOBS}}
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +96,7 @@ def images(data_root: Path) -> torch.Tensor:
     return torch.cat([*parts, noise, torch.zeros_like(noise[:1])])
 
 
-@pytest.mark.parametrize("name", ["pooled++-laplace", *JOBS, "version 1"])
+@pytest.mark.parametrize("name", ["pooled++-laplace", *JOBS])
 def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, name: str) -> None:
     psc, reader = PSC.load(bundles[name], device="cpu", allow_factories=ALLOW), SecondReader(bundles[name])
     with torch.inference_mode():
@@ -188,8 +184,6 @@ def test_fits_cover_every_kind(bundles: dict[str, Path]) -> None:
     assert {tuple(m["gates"]["names"]) if "gates" in m else () for m in manifests} == {
         (), ("kind",), ("texture", "kind"), ("texture", "kind", "confidence"),
     }  # fmt: skip
-    assert [m["schema_version"] for m in manifests[-2:]] == [2, 1]
-    assert all(m["schema_version"] == (4 if m.get("gates", {}).get("texture") else 2) for m in manifests[:-1])
 
 
 def test_second_reader_is_independent() -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import shutil
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from psc_core.bundle.io import read_bundle, write_bundle
-from psc_core.bundle.manifest import MAX_ARGUMENT, check_network
+from psc_core.bundle.manifest import MAX_ARGUMENT, check_network, fit_command
+from psc_core.cli.fit import parser
 from psc_core.errors import BundleError, UsageError
+from psc_core.fitting.settings import FitSettings
 
 
 @pytest.fixture
@@ -18,7 +24,7 @@ def bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema_version": 1}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema_version": 4}'])
 def test_rejects_malformed_manifest(bundle: Path, content: bytes) -> None:
     (bundle / "manifest.json").write_bytes(content)
     with pytest.raises(BundleError, match="manifest"):
@@ -45,3 +51,56 @@ def test_rejects_arguments_beyond_their_limit() -> None:
     check_network(network)
     with pytest.raises(UsageError, match="numbers up to 65536"):
         check_network({**network, "model_args": {"sizes": [1, MAX_ARGUMENT + 1]}})
+
+
+def test_an_older_bundle_names_the_command_that_fits_it_again(shipped_bundle: Path) -> None:
+    """With every setting that decides about it, as psc-fit itself reads them."""
+    body = json.loads((shipped_bundle / "manifest.json").read_text())
+    changed = {"task": "regression", "layer": "layer4.0.downsample.0", "layers": "layer4", "granularity": "blocks",
+               "epsilon": 1e-05, "c_proj": 2, "d_proj": 3, "minimum_dim": 4, "no_second_scaling": True,
+               "density": "mahalanobis++", "pca": 5, "head": "dve", "predictions": "base", "alpha": 0.1,
+               "coverage": 0.9, "risk": 0.2, "max_width": 1.5, "ood_score": "density", "precision": "bf16",
+               "max_images": 6, "seed": 7}  # fmt: skip
+    assert {field.name for field in fields(FitSettings)} - {*changed} == {"batch_images", "max_memory"}
+    body["provenance"]["settings"] = {**changed, "batch_images": 8, "flag_of_before": 9, "out": "mine"}
+    program, *words = shlex.split(fit_command(body))
+    args = vars(parser().parse_args(words))
+    assert program == "psc-fit"
+    assert {name: args[name] for name in changed} == changed
+    assert args["batch_images"] == FitSettings.batch_images
+    assert (args["model"], args["model_arg"]) == ("torchvision:resnet18", ["stem=small", "in_channels=1"])
+    assert {str(args[name]) for name in ("weights", "preprocess", "train", "val", "out")} == {"FILE", "DIR"}
+
+
+GENERAL = "psc-fit --model SPEC --weights FILE --preprocess FILE --train DIR --val DIR --out DIR"
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("layers", "layer[34]"),
+        ("head", "$(reboot)"),
+        ("head", "a b"),
+        ("head", "\x1b[2J"),
+        ("head", "laplace\n"),
+        ("head", "--fresh"),
+        ("head", ""),
+        ("head", ["laplace"]),
+        ("head", "x" * 2000),
+    ],
+)
+def test_a_recorded_flag_that_is_no_plain_word_is_not_repeated(where: str, value: Any) -> None:
+    recorded = {"model": "timm:resnet50.a1_in1k", "model_args": {}, "settings": {"alpha": 0.1}}
+    assert fit_command({"provenance": recorded}).startswith("psc-fit --model timm:resnet50.a1_in1k --alpha 0.1 ")
+    recorded["settings"][where] = value  # type: ignore[index]
+    assert fit_command({"provenance": recorded}) == GENERAL
+
+
+@pytest.mark.parametrize("provenance", [None, [], {}, {"settings": 1}, {"settings": {}, "model": 1, "model_args": {}}])
+def test_a_manifest_without_provenance_names_a_general_command(provenance: Any) -> None:
+    assert fit_command({"provenance": provenance}) == fit_command({}) == GENERAL
+
+
+@pytest.mark.parametrize("model", ["os:system", "torchvision:resnet18;reboot", "timm:../x", "torchvision:"])
+def test_only_networks_of_a_library_are_named(model: str) -> None:
+    assert fit_command({"provenance": {"settings": {}, "model": model, "model_args": {}}}) == GENERAL

@@ -127,14 +127,6 @@ def test_notes_say_that_candidate_is_early() -> None:
     assert measured.candidate("b").notes == () == measured.candidate("l4").notes
 
 
-def test_reads_reports_without_errors() -> None:
-    measured = report(("a", 4, 0.9, 0.5), ("p", 8, 0.1, 0.99), output=False)
-    old = {**measured.to_json(), "notes": []}
-    for layer in old["layers"]:
-        del layer["nc4_error"]
-    assert CollapseReport.from_json(old) == measured
-
-
 def test_never_takes_output() -> None:
     assert report(("a", 4, 0.5, 0.3), ("p", 2, 0.21, 0.9), ("o", 2, 0.2, 1.0)).candidate().layers == ("p",)
 

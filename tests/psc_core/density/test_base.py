@@ -43,7 +43,7 @@ def test_rejects_unusable_config_and_tensors() -> None:
         restore_density(config, {**state, "centres": state["centres"][:2], "constants": state["constants"][:2]})
     with pytest.raises(BundleError, match=r"expected torch\.float64 for tied\.mean, got torch\.float32"):
         restore_density(config, {**state, "mean": state["mean"].float()})
-    with pytest.raises(BundleError, match=r"expected torch\.float32 for tied\.mean, got torch\.float64"):
-        restore_density(config, state, schema=1)
+    with pytest.raises(BundleError, match=r"expected torch\.float32 for tied\.constants, got torch\.float64"):
+        restore_density(config, {**state, "constants": state["constants"].double()})
     with pytest.raises(BundleError, match="finite"):
         restore_density(config, {**state, "mean": state["mean"] * math.nan})
