@@ -134,7 +134,7 @@ def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:
         measure.check_model_classes(psc, data)
     recipe = psc.backbone.recipe
     with bounded_size(recipe):
-        net = load_network(**asdict(recipe), weights=args.weights, allow_factories=args.allow_factories)
+        net = load_network(**asdict(recipe), weights=args.weights)
     layers = list_layers(net, example_input(psc.preprocess))
     penultimate = [layer.name for layer in layers if layer.role == "penultimate"]
     if not penultimate:

@@ -165,7 +165,7 @@ def fit(args: argparse.Namespace) -> None:
     outputs = 1 if is_regression else len(train.classes)
     recipe = Recipe(args.model, outputs, flags.key_values(args.model_arg))
     check_network(asdict(recipe))
-    net = load_network(**asdict(recipe), weights=args.weights, allow_factories=(args.model,))
+    net = load_network(**asdict(recipe), weights=args.weights)
     device = resolve_device(args.device)
     reducer = Reducer.start() if args.distributed else Reducer()
     options = settings.options(device, reducer)
