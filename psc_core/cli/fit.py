@@ -198,6 +198,7 @@ def fit(args: argparse.Namespace) -> None:
     if reducer.rank > 0:
         return
     manifest = psc.save(out)
+    page.remove(out)
     (out / "collapse.csv").write_text(to_csv(report))
     checkpoint.clear()
     print(f"wrote {out} (version {manifest.version})", flush=True)
