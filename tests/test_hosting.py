@@ -20,6 +20,7 @@ SCHEMAS = {
     "github-workflows": WORKFLOWS,
     "dependabot": [GITHUB / "dependabot.yml"],
     "github-issue-forms": FORMS,
+    "citation-file-format": [ROOT / "CITATION.cff"],
 }
 MADE = ("lint", "types", "layers", "workflows", "docs", "test")
 """What CI makes."""
