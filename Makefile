@@ -9,7 +9,7 @@ CPU    ?=
 PIP    := $(BIN)/pip install --disable-pip-version-check --constraint requirements.lock \
           $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 
-.PHONY: serve test test-quick check lint types layers docs nightly attack soak audit sbom gpu bench bench-more paper clean
+.PHONY: serve test test-quick check lint types layers docs workflows nightly attack soak audit sbom gpu bench bench-more paper clean
 
 serve: $(VENV)/.serve           ## set up everything and serve the shipped bundle on http://127.0.0.1:8000
 	$(BIN)/psc-serve --bundle $(BUNDLE) --port $(PORT)
@@ -37,6 +37,10 @@ layers: $(VENV)/.dev
 
 docs: $(VENV)/.dev              ## the documentation site, in site/
 	$(BIN)/mkdocs build
+
+workflows: $(VENV)/.dev         ## actionlint over the hosted CI; installing it asks GitHub
+	$(PIP) --quiet --editable '.[workflows]'
+	$(BIN)/actionlint
 
 FUZZED := decode multipart v2
 

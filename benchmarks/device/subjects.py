@@ -71,9 +71,7 @@ class Subject:
     def network(self) -> nn.Module:
         """The original network with random weights."""
         torch.manual_seed(0)
-        return load_network(
-            self.spec, num_classes=self.classes, model_args=dict(self.model_args), allow_factories=(self.spec,)
-        )
+        return load_network(self.spec, num_classes=self.classes, model_args=dict(self.model_args))
 
     @property
     def many_classes(self) -> bool:

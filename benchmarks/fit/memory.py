@@ -59,7 +59,7 @@ def forward(network: str, weights: Path, batch_images: int) -> float:
     """Seconds of one pass of the whole network over the training images."""
     train = images("train", PRESETS["cifar10"])
     spec = f"benchmarks.networks:{network}"
-    net = load_network(spec, weights=weights, num_classes=len(train.classes), allow_factories=(spec,))
+    net = load_network(spec, weights=weights, num_classes=len(train.classes))
     began = time.perf_counter()
     with torch.inference_mode():
         for batch in train.batches(_batch_size(batch_images)):

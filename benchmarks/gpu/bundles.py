@@ -59,7 +59,7 @@ def hooked() -> PSC:
     """A model whose network only hooks can cut, on the CPU."""
     torch.manual_seed(0)
     (spec,) = FACTORIES
-    net = load_network(spec, num_classes=10, allow_factories=FACTORIES).eval()
+    net = load_network(spec, num_classes=10).eval()
     preprocess = PRESETS["mnist"]
     backbone = truncate(net, ["body.3"], keep_output=False, example=example_input(preprocess))
     parts = random_projection(32, 49, 8, 4), random_density(32, 16, 10, kind="tied"), random_head(32, 10)

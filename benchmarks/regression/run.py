@@ -119,9 +119,7 @@ def fit(
     options = FitOptions(device=run.device, seed=run.seed)
     weights = run.checkpoints / "angle-to-fit.safetensors"
     save_file(net.state_dict(), weights)
-    loaded = load_network(
-        FACTORY, num_classes=1, model_args={"in_channels": 1}, weights=weights, allow_factories=(FACTORY,)
-    )
+    loaded = load_network(FACTORY, num_classes=1, model_args={"in_channels": 1}, weights=weights)
     candidate = measure_collapse(loaded, train, val, options=options).candidate()
     projection = fit_projection(loaded, candidate, train, val, options=options)
     return fit_regressor(

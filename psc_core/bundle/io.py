@@ -61,6 +61,11 @@ class Bundle:
     parts: Mapping[str, Mapping[str, Tensor]]  # tensors of each of PARTS, by name
 
 
+def is_bundle(path: Path) -> bool:
+    """Whether a folder has a bundle's files, be they damaged or of another version."""
+    return (path / "manifest.json").is_file() and (path / f"{PARTS[0]}.safetensors").is_file()
+
+
 def check_target(path: Path) -> None:
     """Check that a bundle can be written to ``path``, before hours are spent on it.
 
@@ -72,7 +77,7 @@ def check_target(path: Path) -> None:
         raise BundleError(f"cannot write a bundle to {path}, it is a file; choose another place")
     if path.is_mount():
         raise BundleError(f"cannot replace {path}, it is a mount point; choose a folder inside it")
-    if path.exists() and any(path.iterdir()) and not (path / "manifest.json").exists():
+    if path.exists() and any(path.iterdir()) and not is_bundle(path):
         raise BundleError(f"cannot write a bundle to {path}, it holds other files; choose another place")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

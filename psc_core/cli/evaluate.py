@@ -29,6 +29,9 @@ from psc_core.report.collect import image_set, pictures_of, value_set
 from psc_core.report.content import FILE, Content, Picture, Role, ScoredSet
 from psc_core.report.facts import facts_of
 
+WRITTEN = (page.PAGE, page.FIGURES, "report.json", "report.md")
+"""What ``--out`` gets."""
+
 _EXAMPLE = """example:
   psc-eval --bundle bundle --id images/test --ood textures=images/textures --out report
   psc-eval … --weights net.safetensors --train images/train --val images/val    (baselines beside PSC)
@@ -56,7 +59,8 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     text = "images sent through the network at once (default: 256)"
     cli.add_argument("--batch-images", type=flags.positive, default=256, help=text)
-    cli.add_argument("--out", type=Path, metavar="DIR", help="write report.html, report.json and report.md here")
+    cli.add_argument("--out", type=Path, metavar="DIR", help=f"write {', '.join(WRITTEN)} here")
+    cli.add_argument("--overwrite", action="store_true", help="replace those that --out holds")
     return cli
 
 
@@ -65,6 +69,8 @@ def evaluate(args: argparse.Namespace) -> None:
     given = [value is not None for value in (args.weights, args.train, args.val)]
     if any(given) and not all(given):
         raise UsageError("expected --weights, --train and --val together, or none of them")
+    if args.out and not args.overwrite:
+        flags.check_free(args.out, WRITTEN)
     psc = load_model(args.bundle, device=args.device, allow_factories=args.allow_factories)
     if isinstance(psc, PSCRegressor):
         target, unit = psc.target.name, psc.target.unit
@@ -134,7 +140,7 @@ def _baselines(args: argparse.Namespace, psc: PSC) -> Baselines:
         measure.check_model_classes(psc, data)
     recipe = psc.backbone.recipe
     with bounded_size(recipe):
-        net = load_network(**asdict(recipe), weights=args.weights, allow_factories=args.allow_factories)
+        net = load_network(**asdict(recipe), weights=args.weights)
     layers = list_layers(net, example_input(psc.preprocess))
     penultimate = [layer.name for layer in layers if layer.role == "penultimate"]
     if not penultimate:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from psc_core.bundle.io import check_target
+from psc_core.bundle.io import check_target, is_bundle
 from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
 from psc_core.calibration.fit import CONFIDENCE
 from psc_core.cli import flags, preprocessing
@@ -144,6 +144,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--seed", type=flags.seed, default=0, metavar="N", help=text)
     run.add_argument("--name", help="model name (default: the name of --out)")
     run.add_argument("--out", type=Path, required=True, metavar="DIR", help="bundle to write")
+    run.add_argument("--overwrite", action="store_true", help="replace the bundle that --out holds, and its report")
     return cli
 
 
@@ -165,7 +166,7 @@ def fit(args: argparse.Namespace) -> None:
     outputs = 1 if is_regression else len(train.classes)
     recipe = Recipe(args.model, outputs, flags.key_values(args.model_arg))
     check_network(asdict(recipe))
-    net = load_network(**asdict(recipe), weights=args.weights, allow_factories=(args.model,))
+    net = load_network(**asdict(recipe), weights=args.weights)
     device = resolve_device(args.device)
     reducer = Reducer.start() if args.distributed else Reducer()
     options = settings.options(device, reducer)
@@ -188,7 +189,12 @@ def fit(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise UsageError(f"expected names and flags in UTF-8, got {error}; change it") from error
     folder = out.with_name(f".{out.name}.stages")
-    checkpoint = Checkpoint.open(folder, job_of(provenance, train, device.type), reducer, fresh=args.fresh)
+    checkpoint = Checkpoint.of(folder, job_of(provenance, train, device.type), reducer)
+    resumed = checkpoint.is_resumed and not args.fresh
+    if is_bundle(out) and not args.overwrite and not resumed:
+        raise UsageError(f"{out} holds a bundle already; give --overwrite to replace it, or another --out")
+    if not resumed:
+        checkpoint.clear()
     if reducer.rank == 0:
         print(first_look(net, train, val, options), flush=True)
     if args.cache != "off":
@@ -198,8 +204,8 @@ def fit(args: argparse.Namespace) -> None:
     if reducer.rank > 0:
         return
     manifest = psc.save(out)
+    page.remove(out)
     (out / "collapse.csv").write_text(to_csv(report))
-    checkpoint.clear()
     print(f"wrote {out} (version {manifest.version})", flush=True)
     content = Content(manifest.version)
     if not args.no_report:
@@ -211,6 +217,7 @@ def fit(args: argparse.Namespace) -> None:
     print(facts.to_text())
     if not args.no_report:
         print(f"report: {page.write(facts, out)}")
+    checkpoint.clear()
     print(f"next: {page.serve_command(out, manifest)}")
 
 

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,18 @@ def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser
         print(f"{cli.prog}: interrupted", file=sys.stderr)
         return exit_codes.INTERRUPTED
     return exit_codes.OK
+
+
+def check_free(folder: Path, names: Iterable[str]) -> None:
+    """Check that a command writes over nothing, before it computes for hours.
+
+    Raises:
+        UsageError: The folder has an entry of one of these names.
+    """
+    if found := [name for name in names if (folder / name).exists()]:
+        raise UsageError(
+            f"{folder} holds {' and '.join(found)} already; give --overwrite to replace what it holds, or another --out"
+        )
 
 
 def by_commas(text: str) -> list[str]:

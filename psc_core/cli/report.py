@@ -22,12 +22,15 @@ def parser() -> argparse.ArgumentParser:
     cli = flags.command("psc-report", "Write the report of a bundle again; needs no images.", _EXAMPLE)
     cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="from psc-fit")
     cli.add_argument("--out", type=Path, metavar="DIR", help="folder of report.html (default: the bundle's)")
+    cli.add_argument("--overwrite", action="store_true", help="replace the report that another --out holds")
     return cli
 
 
 def report(args: argparse.Namespace) -> None:
     """Write the page and say where it is."""
     out = args.out or args.bundle
+    if out.resolve() != args.bundle.resolve() and not args.overwrite:
+        flags.check_free(out, (page.PAGE, page.FIGURES))
     out.mkdir(parents=True, exist_ok=True)
     facts = facts_of(args.bundle, Content.load(args.bundle))
     print(facts.to_text())

@@ -45,15 +45,23 @@ class Checkpoint:
         self._stamp = folder / "job.txt"
 
     @classmethod
-    def open(
-        cls, folder: Path, job: Mapping[str, Any], reducer: Reducer | None = None, *, fresh: bool = False
-    ) -> Checkpoint:
-        """That of ``job`` (JSON types) in ``folder``, which is emptied if another job left it, or with ``fresh``."""
+    def of(cls, folder: Path, job: Mapping[str, Any], reducer: Reducer | None = None) -> Checkpoint:
+        """That of ``job`` (JSON types) in ``folder``, which may hold stages of another job."""
         key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
-        kept = cls(folder, key, reducer or Reducer())
-        if fresh or (folder.exists() and (not kept._stamp.exists() or kept._stamp.read_text() != key)):
+        return cls(folder, key, reducer or Reducer())
+
+    @classmethod
+    def open(cls, folder: Path, job: Mapping[str, Any], reducer: Reducer | None = None) -> Checkpoint:
+        """That of ``job`` (JSON types) in ``folder``, which is emptied if another job left it."""
+        kept = cls.of(folder, job, reducer)
+        if not kept.is_resumed:
             kept.clear()
         return kept
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether an interrupted run of this job left the folder."""
+        return self._stamp.exists() and self._stamp.read_text() == self.key
 
     def load_collapse(self) -> CollapseReport | None:
         """The report, if it is finished."""

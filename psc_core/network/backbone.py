@@ -209,8 +209,13 @@ def rebuild_backbone(
             large, or the state does not fit it.
     """
     recipe = Recipe(**spec["network"])
+    if recipe.is_factory and recipe.spec not in allow_factories:
+        raise NetworkError(
+            f"the factory {recipe.spec} is not on the allow-list {sorted(allow_factories)}; importing it runs its "
+            f"code, so allow it only if you trust it: --allow-factories {recipe.spec}, or allow_factories in Python"
+        )
     with torch.random.fork_rng(devices=[]), torch.no_grad(), bounded_size(recipe):
-        net = load_network(**spec["network"], allow_factories=allow_factories)
+        net = load_network(**spec["network"])
     hooks = spec["hooks"] and HookPlan(spec["hooks"]["stop"], tuple(spec["hooks"]["dropped"]))
     backbone = cut_network(net, spec["layers"], keep_output=spec["keep_output"], hooks=hooks)
     for key, tensor in backbone.state_dict().items():

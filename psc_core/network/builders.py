@@ -1,4 +1,4 @@
-"""Build untrained networks: those of torchvision and timm by name, others by a factory that the caller allows.
+"""Build untrained networks: those of torchvision and timm by name, others by a factory.
 
 Each library is imported when one of its networks is built; torchvision alone takes as long to import as torch.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from torch import nn
@@ -93,17 +93,10 @@ def from_timm(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.
     return net
 
 
-def from_factory(
-    spec: str, num_classes: int, model_args: Mapping[str, Any], allow_factories: Collection[str]
-) -> nn.Module:
+def from_factory(spec: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
     module, _, name = spec.partition(":")
     if module.startswith(".") or module.endswith(".py") or "/" in module or "\\" in module:
         raise NetworkError(f"expected package.module:factory, not a path, got {spec!r}; give the module's import name")
-    if spec not in allow_factories:
-        raise NetworkError(
-            f"the factory {spec} is not on the allow-list {sorted(allow_factories)}; importing it runs its code, so "
-            f"allow it only if you trust it: --allow-factories {spec}, or allow_factories in Python"
-        )
     try:
         factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

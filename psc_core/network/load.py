@@ -2,8 +2,9 @@
 
 * ``torchvision:NAME``: a classification network of torchvision;
 * ``timm:NAME``: a network of timm (``pip install 'psc[timm]'``);
-* ``package.module:factory``: a function ``factory(num_classes=…, **model_args) -> nn.Module``.  It is imported only if
-  it is on the caller's allow-list, because importing runs its code.
+* ``package.module:factory``: a function ``factory(num_classes=…, **model_args) -> nn.Module``.  Importing it runs its
+  code: whoever writes the spec permits that, while one that a bundle names must be on an allow-list
+  (:func:`psc_core.network.backbone.rebuild_backbone`).
 
 For torchvision's networks there are two more model arguments: ``in_channels`` replaces the first convolution, and
 ``stem="small"`` gives ResNets (3×3 stride-1 first convolution, no max-pooling) and VGGs (no last max-pooling, global
@@ -12,7 +13,7 @@ average pooling, one linear layer) the form for 28- and 32-pixel images.  All ot
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import product
@@ -45,11 +46,21 @@ MAX_MODULES: Final = 1 << 15
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build a network again, without its weights; ``model_args`` of the builder are JSON types."""
+    """How to build a network again, without its weights; ``model_args`` of the builder are JSON types.
+
+    Raises:
+        NetworkError: The spec has no family, or no name.
+    """
 
     spec: str
     num_classes: int
     model_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        source, _, name = self.spec.partition(":")
+        if not source or not name:
+            families = ", ".join(f"{family}:NAME" for family in BUILDERS)
+            raise NetworkError(f"expected {families} or package.module:factory, got {self.spec!r}")
 
     @property
     def is_factory(self) -> bool:
@@ -63,7 +74,6 @@ def load_network(
     weights: str | Path | None = None,
     num_classes: int,
     model_args: Mapping[str, Any] | None = None,
-    allow_factories: Collection[str] = (),
 ) -> nn.Module:
     """Build a classifier, in evaluation mode.
 
@@ -73,10 +83,9 @@ def load_network(
             global generator.
         num_classes: Number of logits.
         model_args: Arguments of the builder.
-        allow_factories: Factory specs that may be imported.
 
     Raises:
-        NetworkError: Unknown spec, factory not allowed, invalid arguments, or weights that do not fit.
+        NetworkError: Unknown spec, factory that cannot be imported, invalid arguments, or weights that do not fit.
 
     Example:
         >>> args = {"stem": "small", "in_channels": 1}
@@ -85,14 +94,11 @@ def load_network(
         torch.Size([2, 10])
     """
     recipe = Recipe(spec, num_classes, dict(model_args or {}))
-    source, _, name = spec.partition(":")
-    if not source or not name:
-        families = ", ".join(f"{family}:NAME" for family in BUILDERS)
-        raise NetworkError(f"expected {families} or package.module:factory, got {spec!r}")
     if recipe.is_factory:
-        net = from_factory(spec, num_classes, recipe.model_args, allow_factories)
+        net = from_factory(spec, num_classes, recipe.model_args)
     else:
-        net = BUILDERS[source](name, num_classes, recipe.model_args)
+        family, _, name = spec.partition(":")
+        net = BUILDERS[family](name, num_classes, recipe.model_args)
     if weights is not None:
         load_weights(net, read_tensors(Path(weights)), num_classes=num_classes, origin=str(weights))
     setattr(net, RECIPE, recipe)

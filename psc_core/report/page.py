@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from psc_core.bundle.manifest import Manifest
 from psc_core.calibration.intervals import ValueCalibration
 from psc_core.network.load import Recipe
 from psc_core.report import figures, value_figures, words
-from psc_core.report.content import Role
+from psc_core.report.content import FILE, Role
 from psc_core.report.facts import Facts
 
 PAGE: Final = "report.html"
@@ -74,6 +75,14 @@ def write(facts: Facts, folder: Path) -> Path:
 def write_card(facts: Facts) -> None:
     """Write the model card into the bundle's folder."""
     (facts.folder / CARD).write_text(_TEMPLATES.get_template(f"{CARD}.jinja").render(**_values(facts)))
+
+
+def remove(folder: Path) -> None:
+    """Remove page, figures, content and card from a bundle's folder: after a new fit they describe another one."""
+    for file in (folder / PAGE, folder / FILE, folder / CARD, *(folder / FIGURES).glob("*.png")):
+        file.unlink(missing_ok=True)
+    with suppress(OSError):  # There is none, or it holds files of others, such as an evaluation.
+        (folder / FIGURES).rmdir()
 
 
 def serve_command(folder: Path, manifest: Manifest) -> str:

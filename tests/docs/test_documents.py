@@ -27,6 +27,7 @@ DOCUMENTS = sorted(
         *ROOT.glob("*.md"),
         *(ROOT / "docs").glob("*.md"),
         ROOT / "artifacts" / "README.md",
+        ROOT / "examples" / "README.md",
         *(ROOT / "benchmarks").rglob("*.md"),
     ]
 )

@@ -169,7 +169,6 @@ def set_up(case: Case, folders: Path, where: Path) -> Setup:
         case.spec,
         num_classes=CLASSES,
         model_args={k: int(v) for k, v in arguments.items()},
-        allow_factories=(case.spec,),
     )
     with torch.no_grad():
         for parameter in net.parameters():

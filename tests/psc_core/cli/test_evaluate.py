@@ -69,6 +69,21 @@ def test_report_of_a_regression_has_the_sets_of_its_fit(
     assert f"{numbers['images']} images" in page and f"<td>{numbers['errors']['rmse']:.4g}</td>" in page
 
 
+def test_eval_replaces_a_report_on_request_only(
+    tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report.json").write_text("mine")
+    words = ["--bundle", str(tiny_bundle), "--id", f"mnist:{data_root}", "--allow-factories", "tests.tiny:network"]
+    words += ["--device", "cpu", "--out", str(tmp_path)]
+    code, printed, err = run(capsys, cli_eval.main, words)
+    assert (code, printed) == (2, "") and "holds report.json already; give --overwrite" in err
+    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
+    assert (tmp_path / "report.json").read_text() == "mine"
+    assert run(capsys, cli_eval.main, [*words, "--overwrite"])[0] == 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(cli_eval.WRITTEN)
+    assert json.loads((tmp_path / "report.json").read_text())["images"] == 800
+
+
 @pytest.mark.parametrize(
     "extra", [["--ood", "nameless"], ["--weights", "w"], ["--id", "nowhere"], ["--ood", "a=x", "--ood", "a=y"]]
 )

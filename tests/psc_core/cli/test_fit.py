@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,33 @@ def test_a_fit_without_a_report_keeps_no_pictures(tiny_job, tmp_path: Path, caps
     assert code == 0 and "OOD score above" in out and "report: " not in out
     assert not list((tmp_path / "b").glob("report*"))
     assert "alarms on images like" in (tmp_path / "b" / "README.md").read_text()
+
+
+def test_a_bundle_is_replaced_on_request_only(tiny_job, tiny_bundle: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    out = Path(shutil.copytree(tiny_bundle, tmp_path / "b"))
+    (out / "report" / "evaluation.md").write_text("mine")
+    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    words = [*tiny_job.args, "--alpha", "0.1", "--no-report", "--out", str(out)]
+
+    code, printed, err = run(capsys, cli.main, words)
+    assert code == 2 and "holds a bundle already; give --overwrite" in err and "◀ candidate" not in printed
+    assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
+    assert not list(tmp_path.glob(".*.stages"))
+
+    code, _, err = run(capsys, cli.main, [*words, "--overwrite"])
+    assert code == 0, err
+    assert read_bundle(out).manifest.policy.alpha == 0.1
+    assert [file.relative_to(out) for file in out.rglob("*report*")] == [Path("report")]
+    assert [file.name for file in (out / "report").iterdir()] == ["evaluation.md"], "pictures of the other fit"
+    assert f"version `{read_bundle(out).manifest.version}`" in (out / "README.md").read_text()
+
+
+def test_a_manifest_alone_is_no_bundle(tiny_job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "manifest.json").write_text('{"name": "a web application"}')
+    code, _, err = run(capsys, cli.main, [*tiny_job.args, "--overwrite", "--out", str(tmp_path / "site")])
+    assert code == 2 and "holds other files" in err
+    assert (tmp_path / "site" / "manifest.json").read_text() == '{"name": "a web application"}'
 
 
 def test_a_regression_without_a_report_says_its_error(angle_job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]

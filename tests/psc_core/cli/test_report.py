@@ -17,6 +17,11 @@ def test_draws_the_page_of_the_fit_again(tiny_bundle: Path, tmp_path: Path, caps
     code, text, _ = run(capsys, cli.main, ["--bundle", str(tiny_bundle), "--out", str(out)])
     assert code == 0
     assert "with PSC" in text and f"report: {out}/report.html" in text
+    code, _, err = run(capsys, cli.main, ["--bundle", str(tiny_bundle), "--out", str(out)])
+    assert code == 2 and "holds report.html and report already; give --overwrite" in err
+    bundle = shutil.copytree(tiny_bundle, tmp_path / "bundle")
+    for words in (["--out", str(out), "--overwrite"], ["--out", str(bundle)], []):
+        assert run(capsys, cli.main, ["--bundle", str(bundle), *words])[0] == 0
     assert (out / "report.html").read_text() == (tiny_bundle / "report.html").read_text()
     assert sorted(path.name for path in (out / "report").iterdir()) == sorted(
         path.name for path in (tiny_bundle / "report").iterdir()

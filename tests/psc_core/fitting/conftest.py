@@ -20,7 +20,7 @@ OPTIONS = FitOptions(device="cpu")
 @pytest.fixture(scope="session")
 def net(tiny_job: TinyJob) -> torch.nn.Module:
     weights = tiny_job.args[tiny_job.args.index("--weights") + 1]
-    return load_network(FACTORY, weights=weights, num_classes=10, allow_factories=(FACTORY,))
+    return load_network(FACTORY, weights=weights, num_classes=10)
 
 
 @pytest.fixture(scope="session")

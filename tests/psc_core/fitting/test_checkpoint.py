@@ -57,14 +57,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
+def stopped(*_: Any, **__: Any) -> NoReturn:
+    raise KeyboardInterrupt
+
+
 def interrupt(job: TinyJob, out: Path, stage: str, more: Sequence[str] = ()) -> None:
     """Run the job until ``stage`` begins, and interrupt it there."""
-
-    def killed(*_: Any, **__: Any) -> NoReturn:
-        raise KeyboardInterrupt
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, stage, killed)
+        patch.setattr(fit, stage, stopped)
         assert cli.main(arguments(job, out, *more)) == exit_codes.INTERRUPTED
     assert not out.exists()
 
@@ -134,6 +134,26 @@ def test_resumed_fit_gives_the_same_bundle(
     assert cli.main(arguments(tiny_job, out)) == 0
     assert calls == left
     assert version(out) == uninterrupted
+    assert kept(out) == set()
+
+
+def test_fit_that_was_interrupted_in_its_report_goes_on(
+    tiny_job: TinyJob, tmp_path: Path, uninterrupted: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bundle is there by then: this job may replace it, another one not without ``--overwrite``."""
+    out = tmp_path / "bundle"
+    with monkeypatch.context() as patch:
+        patch.setattr(cli, "collect_fit", stopped)
+        assert cli.main(arguments(tiny_job, out)) == exit_codes.INTERRUPTED
+    assert version(out) == uninterrupted and not (out / "report.html").exists()
+    stages = kept(out)
+    calls.clear()
+    for other in (("--seed", "1"), ("--fresh",)):
+        assert cli.main(arguments(tiny_job, out, *other)) == exit_codes.BAD_INPUT
+    assert kept(out) == stages and calls == []
+    assert cli.main(arguments(tiny_job, out)) == 0
+    assert calls == ["fit_psc"]
+    assert version(out) == uninterrupted and (out / "report.html").exists()
     assert kept(out) == set()
 
 

@@ -114,7 +114,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
 def build(name: str) -> tuple[nn.Module, Tensor]:
     spec, model_args, shape = CASES[name]
     torch.manual_seed(0)
-    net = load_network(spec, num_classes=5, model_args=model_args, allow_factories=FACTORIES)
+    net = load_network(spec, num_classes=5, model_args=model_args)
     return net, torch.randn(3, *shape)
 
 

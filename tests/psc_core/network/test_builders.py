@@ -42,7 +42,7 @@ def test_in_channels_replaces_first_convolution(name: str) -> None:
 @pytest.mark.parametrize(("ours", "factory"), [("resnet18", "resnet18"), ("vgg16_bn", "vgg16")])
 def test_small_networks_equal_benchmark_networks(ours: str, factory: str) -> None:
     spec = f"benchmarks.networks:{factory}"
-    trained = load_network(spec, num_classes=4, model_args={"in_channels": 1}, allow_factories=(spec,))
+    trained = load_network(spec, num_classes=4, model_args={"in_channels": 1})
     net = load_network(f"torchvision:{ours}", num_classes=4, model_args={"stem": "small", "in_channels": 1})
     net.load_state_dict(trained.state_dict())
     x = torch.randn(2, 1, 28, 28)
@@ -60,13 +60,13 @@ def test_small_networks_equal_benchmark_networks(ours: str, factory: str) -> Non
 )
 def test_rejects_bad_factories(spec: str, model_args: dict[str, object], text: str) -> None:
     with pytest.raises(NetworkError, match=text):
-        load_network(spec, num_classes=3, model_args=model_args, allow_factories=(spec,))
+        load_network(spec, num_classes=3, model_args=model_args)
 
 
 @pytest.mark.parametrize("spec", ["./nets.py:build", "../nets:build", "nets.py:build", "/home/me/nets.py:build"])
 def test_rejects_paths(spec: str) -> None:
     with pytest.raises(NetworkError, match=r"expected package\.module:factory, not a path"):
-        load_network(spec, num_classes=3, allow_factories=(spec,))
+        load_network(spec, num_classes=3)
 
 
 def test_missing_timm_names_extra(monkeypatch: pytest.MonkeyPatch) -> None:

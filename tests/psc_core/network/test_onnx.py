@@ -21,7 +21,7 @@ SIZE = (1, 28, 28)
 
 def backbone(layers: list[str], *, keep_output: bool = False) -> Backbone:
     torch.manual_seed(0)
-    net = load_network("tests.tiny:network", num_classes=4, allow_factories=["tests.tiny:network"])
+    net = load_network("tests.tiny:network", num_classes=4)
     return truncate(net, layers, keep_output=keep_output)
 
 
@@ -44,7 +44,7 @@ def test_outputs_equal_pytorch_for_any_number_of_images_and_threads(keep_output:
 
 def test_names_what_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     net = backbone(["2"])
-    other = load_network(f"{__name__}:sorts", num_classes=4, allow_factories=[f"{__name__}:sorts"])
+    other = load_network(f"{__name__}:sorts", num_classes=4)
     net.cut = replace(net.cut, recipe=recipe_of(other))
     with pytest.raises(NetworkError, match="the network after 2 has no ONNX model: "):
         to_onnx(net, SIZE)

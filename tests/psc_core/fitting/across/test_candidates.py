@@ -34,7 +34,7 @@ def test_candidate(
     reduced: bool,
 ) -> None:
     weights = tiny_job.args[tiny_job.args.index("--weights") + 1]
-    net = load_network(FACTORY, weights=weights, num_classes=10, allow_factories=(FACTORY,))
+    net = load_network(FACTORY, weights=weights, num_classes=10)
     train, val, shirts = (
         open_dataset(f"{name}:{data_root}", split=split, preprocess=PRESETS["mnist"])
         for name, split in (("mnist", "train"), ("mnist", "val"), ("fashion-mnist", "test"))

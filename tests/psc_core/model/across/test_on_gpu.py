@@ -68,7 +68,7 @@ NETWORKS = {
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("spec", NETWORKS)
 def test_networks(spec: str, precision: Precision) -> None:
-    net = load_network(spec, num_classes=10, allow_factories=(spec,))
+    net = load_network(spec, num_classes=10)
     channels = next(module for module in net.modules() if isinstance(module, nn.Conv2d)).in_channels
     example = torch.rand(1, channels, 64, 64)
     backbone = truncate(net.eval(), [NETWORKS[spec]], keep_output=True, example=example)
