@@ -124,7 +124,7 @@ class FittedModel:
             NetworkError: The network did not come from :func:`psc_core.load_network`.
             BundleError: ``path`` is no place for a bundle.
         """
-        scorer, weight, gates = self.pipeline.scorer, self.pipeline.entropy_weight, self.pipeline.gates
+        scorer, gates = self.pipeline.scorer, self.pipeline.gates
         parts = {
             "backbone": self.backbone.state_dict(),
             "projection": scorer.projection.state_dict(),
@@ -149,7 +149,7 @@ class FittedModel:
             "projection": scorer.projection.config(),
             "density": scorer.density.config(),
             "head": None if scorer.head is None else {**scorer.head.config(), **self._other_layers()},
-            "calibration": {"images": len(self.calibration), **({"entropy_weight": weight} if weight else {})},
+            "calibration": {"images": len(self.calibration)},
             **({} if gates is None else {"gates": self._gates_config(gates)}),
             "collapse": self.report.get("collapse"),
             "metrics": self.report.get("metrics", {}),
@@ -221,9 +221,8 @@ class FittedModel:
             parts.texture,
             parts.head_layers,
         ).to(target)
-        weight = manifest.calibration.entropy_weight
         model = cls(
-            pipeline=Pipeline(scorer, parts.calibration.ood_scores, weight, parts.gates),
+            pipeline=Pipeline(scorer, parts.calibration.ood_scores, parts.gates),
             backbone=parts.backbone,
             classes=manifest.classes,
             calibration=parts.calibration,
