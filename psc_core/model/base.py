@@ -180,7 +180,6 @@ class FittedModel:
         *,
         device: str | torch.device = "auto",
         allow_factories: Collection[str] = (),
-        check: Callable[[AnyModel], None] | None = None,
     ) -> AnyModel:
         """Read, verify and build a bundle.
 
@@ -188,12 +187,11 @@ class FittedModel:
             path: Bundle directory.
             device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
             allow_factories: Network factories (``package.module:factory``) that may be imported.
-            check: Raises for a model that should not even be tried, before its first image.
 
         Raises:
             BundleError: The bundle is missing, altered, damaged, inconsistent, or of a model of the other kind.
         """
-        return cls.from_bundle(read_bundle(Path(path)), device=device, allow_factories=allow_factories, check=check)
+        return cls.from_bundle(read_bundle(Path(path)), device=device, allow_factories=allow_factories)
 
     @classmethod
     def from_bundle(
@@ -204,7 +202,7 @@ class FittedModel:
         allow_factories: Collection[str] = (),
         check: Callable[[AnyModel], None] | None = None,
     ) -> AnyModel:
-        """Build a verified bundle, see :meth:`load`."""
+        """Build a verified bundle, see :meth:`load`; ``check`` raises for a model that should not even be tried."""
         target = resolve_device(device)
         manifest = bundle.manifest
         if (manifest.target is not None) != cls.is_regression:
