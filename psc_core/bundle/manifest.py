@@ -13,8 +13,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
-from psc_core.errors import UsageError
-from psc_core.faults import fault
+from psc_core.errors import UsageError, fault
 from psc_core.images.preprocess import Preprocess
 from psc_core.policy import Policy, ValuePolicy
 from psc_core.precision import Precision

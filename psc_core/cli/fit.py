@@ -17,7 +17,7 @@ from psc_core.cli import flags, preprocessing
 from psc_core.cli.estimate import estimate
 from psc_core.cli.provenance import check_disjoint, job_of, provenance_of
 from psc_core.cli.run import first_look, run_stages
-from psc_core.collapse.tables import to_csv
+from psc_core.collapse.report import to_csv
 from psc_core.compute.device import resolve_device
 from psc_core.compute.distributed import Reducer
 from psc_core.data.cache import cached

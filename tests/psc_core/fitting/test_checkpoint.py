@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from psc_core import exit_codes
 from psc_core.bundle import io as bundle
 from psc_core.cli import fit as cli
 from psc_core.compute.distributed import Reducer
+from psc_core.errors import ExitCode
 from psc_core.fitting import stages as fit
 from psc_core.fitting.checkpoint import agreed
 from tests.conftest import ROOT, TinyJob
@@ -65,7 +65,7 @@ def interrupt(job: TinyJob, out: Path, stage: str, more: Sequence[str] = ()) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit, stage, killed)
-        assert cli.main(arguments(job, out, *more)) == exit_codes.INTERRUPTED
+        assert cli.main(arguments(job, out, *more)) == ExitCode.INTERRUPTED
     assert not out.exists()
 
 
