@@ -1,7 +1,7 @@
 """``psc-serve``: serve bundles over HTTP.
 
 Flags, then ``PSC_*`` environment, then the TOML file of ``--config``.  SIGTERM and Ctrl-C drain, SIGHUP reloads.
-It ends with one of :mod:`psc_core.exit_codes`.
+It ends with one of :class:`psc_core.errors.ExitCode`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any, Final
 
 from app.observability.logs import log_config
 from app.settings import BACKLOG, Settings, load_settings
-from psc_core import exit_codes
-from psc_core.errors import PSCError, UsageError
+from psc_core.errors import ExitCode, PSCError, UsageError
 from psc_core.version import __version__
 
 logger = logging.getLogger("psc.cli")
@@ -100,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
         UsageError: Settings, bundles or an address that cannot be used.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Until there is something to reload.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_codes.OK))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.OK))
     settings = settings_from(arguments)
     logging.config.dictConfig(log_config(settings.log_level))
     if not settings.bundle:
@@ -132,9 +131,9 @@ def main() -> None:
         code = run(sys.argv[1:])
     except PSCError as error:
         print(f"psc-serve: {error}", file=sys.stderr, flush=True)
-        code = exit_codes.BAD_INPUT
+        code = ExitCode.BAD_INPUT
     except KeyboardInterrupt:
-        code = exit_codes.OK
+        code = ExitCode.OK
     sys.exit(code)
 
 

@@ -14,14 +14,13 @@ from app.auth import ApiKeys
 from app.grpc import check_installed
 from app.http import problems
 from app.http.middleware import spans
-from app.http.middleware.cors import ProblemCORS
+from app.http.middleware.access import HostAllowList, ProblemCORS
 from app.http.middleware.draining import Draining
-from app.http.middleware.hosts import HostAllowList
 from app.http.middleware.limits import RequestLimits
 from app.http.middleware.problems import ProblemResponses
 from app.http.middleware.telemetry import Telemetry
 from app.http.openapi import Application
-from app.http.routes import admin, health, live, metrics, model, page, predict
+from app.http.routes import live, model, operations, page, predict
 from app.http.v2 import repository
 from app.http.v2 import routes as v2
 from app.http.v2.schemas import HEADER
@@ -87,7 +86,7 @@ def create_app(
     )
     app.root_path = settings.root_path.rstrip("/")  # Of a proxy that strips it, which uvicorn's root_path is not for.
     app.state.service = service
-    for routes in (predict, health, metrics, model, live, admin, v2, repository):
+    for routes in (predict, operations, model, live, v2, repository):
         app.include_router(routes.router)
     if settings.grpc_port is not None:
         check_installed()

@@ -25,8 +25,7 @@ from app.protocol import LimitedProtocol
 from app.runtime import UvicornRuntime, linger_seconds, prepare_process
 from app.service import Service
 from app.settings import BACKLOG, Settings
-from psc_core import exit_codes
-from psc_core.errors import UsageError
+from psc_core.errors import ExitCode, UsageError
 
 _WORKER_TIMEOUT_S = 120
 """How long a worker may take to start in place of another, and how long it may hang before it is replaced."""
@@ -100,7 +99,7 @@ def serve(settings: Settings, listener: socket.socket) -> tuple[int, str]:
         workers = Workers(config, [listener])
         workers.run()
     failed = any(worker.exitcode == STARTUP_FAILURE for worker in workers.processes)
-    return (exit_codes.BAD_INPUT, "a worker could not start; see the log") if failed else (exit_codes.OK, "")
+    return (ExitCode.BAD_INPUT, "a worker could not start; see the log") if failed else (ExitCode.OK, "")
 
 
 def metrics_parent(places: Sequence[Path] | None = None) -> Path:

@@ -16,8 +16,7 @@ from app.observability.descriptors import DescriptorWatch
 from app.observability.gpu import gpu_usage
 from app.observability.metrics import Metrics
 from app.settings import Settings
-from psc_core import exit_codes
-from psc_core.errors import DeviceError, PSCError
+from psc_core.errors import DeviceError, ExitCode, PSCError
 from psc_core.model.load import Model
 
 logger = logging.getLogger("psc.service")
@@ -69,7 +68,7 @@ class Service:
             retire_within_s=settings.deadline_seconds,
             on_models_changed=on_models_changed,
         )
-        self.exit_code: int = exit_codes.OK
+        self.exit_code: int = ExitCode.OK
         self.exit_message = ""
         self.inflight = 0
         self.draining = False
@@ -161,12 +160,12 @@ class Service:
         try:
             await self.registry.start()
         except DeviceError as error:
-            self._end_process(str(error), exit_codes.FAILURE)
+            self._end_process(str(error), ExitCode.FAILURE)
         except PSCError as error:
-            self._end_process(str(error), exit_codes.BAD_INPUT)
+            self._end_process(str(error), ExitCode.BAD_INPUT)
         except Exception as error:
             logger.critical("loading failed", exc_info=error)
-            self._end_process(f"loading failed: {type(error).__name__}; see the log", exit_codes.FAILURE)
+            self._end_process(f"loading failed: {type(error).__name__}; see the log", ExitCode.FAILURE)
 
     async def _sweep(self) -> None:
         while True:
@@ -179,11 +178,11 @@ class Service:
                 logger.error("sweep failed", exc_info=error)
 
     def _engine_failed(self, error: Exception) -> None:
-        self._end_process(f"the compute device failed: {error}", exit_codes.FAILURE)
+        self._end_process(f"the compute device failed: {error}", ExitCode.FAILURE)
 
     def _end_process(self, message: str, exit_code: int) -> None:
         """Have the process end, with ``exit_code`` once what was accepted is answered."""
-        if self.exit_code == exit_codes.OK:
+        if self.exit_code == ExitCode.OK:
             self.exit_code, self.exit_message = exit_code, message
         self._on_failure()
 

@@ -14,10 +14,9 @@ from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_va
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from app.settings_sources import ENV_PREFIX, Keys, Texts, check_environment, read_config
-from psc_core.errors import UsageError
-from psc_core.faults import fault
+from psc_core.errors import UsageError, fault
 from psc_core.images.limits import DEFAULT_MAX_PIXELS, PILLOW_MAX_PIXELS
-from psc_core.model.backend_names import Backend
+from psc_core.model import Backend
 from psc_core.policy import Alpha, AmbiguityThreshold, Coverage, MaxWidth, Policy, ValuePolicy
 
 BACKLOG: Final = 2048  # Connections that may wait to be accepted.

@@ -1,4 +1,4 @@
-"""All errors in one tree, each class for one arrow of the pipeline.
+"""All errors in one tree, each class for one arrow of the pipeline, and how they are told.
 
 ::
 
@@ -17,6 +17,19 @@ maps them to HTTP in one table (``app/http/problems.py``).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import Any
+
+
+class ExitCode(IntEnum):
+    """What the command lines end with."""
+
+    OK = 0
+    FAILURE = 1  # a bug or a failed device; Python itself ends a traceback with it
+    BAD_INPUT = 2  # bad usage or bad input, said in one line; argparse's own
+    INTERRUPTED = 130  # Ctrl-C, 128 + SIGINT; psc-serve ends with OK, for that is how it is told to stop
 
 
 class PSCError(Exception):
@@ -61,3 +74,19 @@ class UndecodableImage(ImageError):
 
 class DeviceError(PSCError):
     """The compute device failed; the process should be replaced."""
+
+
+def fault(item: Any, kind: str = "") -> str:
+    """``"kind where: message"``, of what pydantic found wrong: one item of ``ValidationError.errors()``.
+
+    Args:
+        item: Its ``loc`` is where, its ``msg`` the message; without a place there is only the message.
+        kind: What the values are called: setting, parameter, field.
+    """
+    where, message = ".".join(map(str, item["loc"])), item["msg"].removeprefix("Value error, ")
+    return f"{kind} {where}: {message}".lstrip() if where else message
+
+
+def all_faults(items: Iterable[Any], kind: str = "") -> str:
+    """Each :func:`fault`, in one line."""
+    return "; ".join(fault(item, kind) for item in items)

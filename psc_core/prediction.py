@@ -69,7 +69,6 @@ class Explanation(Document):
     nearest_class: str = Field(description="Class at the smallest Mahalanobis distance.")
     class_distances: list[float] = Field(description="Mahalanobis distance to each class, in class order.")
     unusual_components: list[UnusualComponent] = Field(description="The most deviating ones, largest first.")
-    calibration_rank: float = Field(description="The same number as `ood_p_value`.")
     aleatoric: float | None = Field(description="Nats; null for base predictions.")
     epistemic: float | None = Field(description="In `epistemic_unit` of `/model`; null for base predictions.")
 

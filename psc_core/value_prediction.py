@@ -36,7 +36,6 @@ class ValueExplanation(Document):
     nearest_bin: str = Field(description="Bin of the target at the smallest Mahalanobis distance.")
     bin_distances: list[float] = Field(description="Mahalanobis distance to each bin, in their order.")
     unusual_components: list[UnusualComponent] = Field(description="The most deviating ones, largest first.")
-    calibration_rank: float = Field(description="The same number as `ood_p_value`.")
     nearest_examples: list[LayerNeighbours] | None = Field(
         default=None, description="Of each layer that the head `dve` reads; left out for other heads."
     )

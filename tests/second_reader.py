@@ -220,7 +220,7 @@ class SecondReader:
         log_density = self.log_density(z, features)
         probabilities, epistemic = self.classify(z, logits)
         entropy = _entropy(probabilities)
-        ood_score = self.manifest["calibration"].get("entropy_weight", 0) * entropy - log_density
+        ood_score = -log_density
         gate_p_values = np.empty((len(z), 0))
         if "gates" in self.manifest:
             ood_score, gate_p_values = self.gates(early, log_density, entropy)

@@ -30,8 +30,8 @@ from app.client import (
     ServerFailed,
     ValuePrediction,
 )
-from psc_core import exit_codes
-from psc_core.images.formats import SUFFIXES
+from psc_core.errors import ExitCode
+from psc_core.images import SUFFIXES
 from psc_core.version import __version__
 
 URL_VARIABLE = "PSC_CLIENT_URL"
@@ -65,13 +65,13 @@ def main(
             failed = predict(client, options)
     except BrokenPipeError:
         sys.stderr.close()  # The reader has enough; Python would complain while closing standard output.
-        return exit_codes.OK
+        return ExitCode.OK
     except ClientError as error:
         print(f"psc-predict: {error}", file=sys.stderr)
-        return exit_codes.FAILURE if isinstance(error, ServerFailed) else exit_codes.BAD_INPUT
+        return ExitCode.FAILURE if isinstance(error, ServerFailed) else ExitCode.BAD_INPUT
     if failed:
         print(f"psc-predict: {failed} of the images could not be answered", file=sys.stderr)
-    return exit_codes.BAD_INPUT if failed else exit_codes.OK
+    return ExitCode.BAD_INPUT if failed else ExitCode.OK
 
 
 def parser(environment: Mapping[str, str] | None = None) -> argparse.ArgumentParser:

@@ -40,7 +40,7 @@ from app.client.errors import (
     retry_after_seconds,
 )
 from app.response import PredictResponse, ValueResponse
-from psc_core.faults import fault
+from psc_core.errors import fault
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 _RETRIED_STATUS: Final = frozenset({429, 503})

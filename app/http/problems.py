@@ -47,8 +47,8 @@ from psc_core.errors import (
     PSCError,
     UndecodableImage,
     UnsupportedImage,
+    all_faults,
 )
-from psc_core.faults import all_faults
 
 logger = logging.getLogger("psc.http")
 

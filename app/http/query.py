@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from app.errors import MalformedRequest
-from psc_core.faults import all_faults
+from psc_core.errors import all_faults
 
 Query = TypeVar("Query", bound=BaseModel)
 

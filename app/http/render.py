@@ -39,11 +39,11 @@ def predict_response(
     if isinstance(decisions, Decisions):
         predictions = prediction_documents(outputs, decisions, model.classes, top_k=top_k)
         if explanation:
-            explained = explanation_documents(explanation, outputs, model.classes)
+            explained = explanation_documents(explanation, model.classes)
     else:
         predictions = value_documents(outputs, decisions)
         if explanation:
-            explained = value_explanation_documents(explanation, outputs, model.classes, model.head_layers)
+            explained = value_explanation_documents(explanation, model.classes, model.head_layers)
     for document, more in zip(predictions, explained, strict=False):
         document["explanation"] = more
     document = {
@@ -99,22 +99,19 @@ def value_documents(outputs: Outputs[FloatArray], decisions: ValueDecisions) -> 
     ]
 
 
-def explanation_documents(
-    explanation: Mapping[str, npt.NDArray[Any]], outputs: Outputs[FloatArray], classes: Sequence[str]
-) -> list[dict[str, Any]]:
+def explanation_documents(explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str]) -> list[dict[str, Any]]:
     """One :class:`psc_core.prediction.Explanation` for each image.
 
     ``aleatoric`` and ``epistemic`` are ``None`` where the head does not split its uncertainty.
     """
     documents = []
-    for image in range(len(outputs)):
+    for image, nearest in enumerate(explanation["nearest_class"].tolist()):
         split = {name: explanation[name][image] for name in ("aleatoric", "epistemic") if name in explanation}
         documents.append(
             {
-                "nearest_class": classes[int(explanation["nearest_class"][image])],
+                "nearest_class": classes[nearest],
                 "class_distances": np.ascontiguousarray(explanation["class_distances"][image]),
                 "unusual_components": _unusual_components(explanation["component_deviation"][image]),
-                "calibration_rank": float(outputs["ood_p_value"][image]),
                 "aleatoric": None,
                 "epistemic": None,
                 **{name: float(value) for name, value in split.items()},
@@ -124,25 +121,21 @@ def explanation_documents(
 
 
 def value_explanation_documents(
-    explanation: Mapping[str, npt.NDArray[Any]],
-    outputs: Outputs[FloatArray],
-    bins: Sequence[str],
-    head_layers: Sequence[str],
+    explanation: Mapping[str, npt.NDArray[Any]], bins: Sequence[str], head_layers: Sequence[str]
 ) -> list[dict[str, Any]]:
     """One :class:`psc_core.value_prediction.ValueExplanation` for each image."""
     return [
         {
-            "nearest_bin": bins[int(explanation["nearest_class"][image])],
+            "nearest_bin": bins[nearest],
             "bin_distances": np.ascontiguousarray(explanation["class_distances"][image]),
             "unusual_components": _unusual_components(explanation["component_deviation"][image]),
-            "calibration_rank": float(outputs["ood_p_value"][image]),
             **(
                 {"nearest_examples": _nearest_examples(explanation, image, head_layers)}
                 if "neighbour_image" in explanation
                 else {}
             ),
         }
-        for image in range(len(outputs))
+        for image, nearest in enumerate(explanation["nearest_class"].tolist())
     ]
 
 

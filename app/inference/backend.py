@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from psc_core.errors import NetworkError
-from psc_core.model.backend_names import Backend
+from psc_core.model import Backend
 from psc_core.model.backends import available_backends, pipeline_on
 from psc_core.model.load import Model
 from psc_core.model.pipeline import Pipeline

@@ -57,7 +57,7 @@ class _Ring:
     n_images: int = 0
     n_begun: int = 0
 
-    def due_in(self, now: float, max_batch: int, max_delay: float, full: bool) -> float | None:
+    def due_in(self, now: float, max_batch: int, max_delay: float, *, full: bool) -> float | None:
         if not self.requests or (full and self.n_images < max_batch):
             return None
         if self.n_images >= max_batch or self.n_begun:
@@ -166,9 +166,9 @@ class Batcher:
         """Admit nothing more; what was admitted still runs."""
         self._closed = reason
 
-    def due_in(self, now: float, *, full: bool = False) -> float | None:
+    def due_in(self, now: float) -> float | None:
         """Seconds until :meth:`take` would give a batch: 0 now, ``None`` not before something is put."""
-        waits = [ring.due_in(now, self.max_batch, self.max_delay_s, full) for ring in self._rings.values()]
+        waits = [ring.due_in(now, self.max_batch, self.max_delay_s, full=False) for ring in self._rings.values()]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def take(self, now: float, *, full: bool = False) -> DeviceBatch | None:
@@ -179,7 +179,7 @@ class Batcher:
             full: Only a batch of ``max_batch_size``, whatever the delay.
         """
         for kind, ring in list(self._rings.items()):
-            while ring.due_in(now, self.max_batch, self.max_delay_s, full) == 0:
+            while ring.due_in(now, self.max_batch, self.max_delay_s, full=full) == 0:
                 batch = self._fill(kind, ring, now)
                 if batch is not None:
                     self._rings[kind] = self._rings.pop(kind)

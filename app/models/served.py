@@ -25,7 +25,7 @@ from app.observability.metrics import Metrics
 from app.observability.recorder import ModelRecorder
 from app.settings import Settings
 from psc_core.errors import BundleError, NetworkError, UsageError
-from psc_core.model.backend_names import Backend
+from psc_core.model import Backend
 from psc_core.model.decision import AnyDecisions, AnyThresholds, decide_either
 from psc_core.model.load import Model
 from psc_core.model.outputs import FloatArray, Outputs

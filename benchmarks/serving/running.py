@@ -19,7 +19,7 @@ from benchmarks.serving.gpu import GpuUse
 from benchmarks.serving.processes import Processes, ServerFailed, free_port
 from benchmarks.serving.report import scraped
 from benchmarks.serving.servers import COMPUTE, Server, answer_of
-from psc_core.model.backend_names import BACKENDS
+from psc_core.model import BACKENDS
 from psc_core.model.predictor import PSC
 
 CLIENTS, MANY, MANY_CLIENTS = 64, 32, 4

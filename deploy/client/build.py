@@ -27,9 +27,8 @@ MODULES = {
     "psc_core.prediction": "prediction",
     "psc_core.target": "target",
     "psc_core.value_prediction": "value_prediction",
-    "psc_core.faults": "faults",
-    "psc_core.exit_codes": "exit_codes",
-    "psc_core.images.formats": "formats",
+    "psc_core.errors": "core_errors",
+    "psc_core.images": "images",
     "psc_core.version": "version",
 }
 """Modules by their names here and in the wheel."""
@@ -63,7 +62,7 @@ def renamed(source: str) -> str:
     for old, new in MODULES.items():
         name = "psc_client" if new == "__init__" else f"psc_client.{new}"
         source = re.sub(rf"^from {re.escape(old)} import", f"from {name} import", source, flags=re.MULTILINE)
-    return source.replace("from psc_core import exit_codes", "from psc_client import exit_codes")
+    return source
 
 
 def build(out: Path) -> None:

@@ -13,8 +13,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
-from psc_core.errors import UsageError
-from psc_core.faults import fault
+from psc_core.errors import UsageError, fault
 from psc_core.images.preprocess import Preprocess
 from psc_core.policy import Policy, ValuePolicy
 from psc_core.precision import Precision
@@ -106,7 +105,6 @@ class _Head(_Fitted):
 
 class _Calibration(_Strict):
     images: _Size
-    entropy_weight: float = Field(default=0.0, ge=0)
 
 
 class _Texture(_Strict):
@@ -177,7 +175,7 @@ class Manifest(_Strict):
     @model_validator(mode="after")
     def _check_agreement(self) -> Manifest:
         """Fields that say the same thing must agree."""
-        head, classes, entropy_weight = self.head, len(self.classes), self.calibration.entropy_weight
+        head, classes = self.head, len(self.classes)
         dim = self.projection.c_proj * self.projection.d_proj
         texture = None if self.gates is None else self.gates.texture
         last_layer = texture.layer if texture else None
@@ -198,7 +196,6 @@ class Manifest(_Strict):
             ("backbone.network.num_classes", outputs, self.backbone.network.num_classes),
             ("projection.positions (their number)", len(self.layers), len(self.projection.positions)),
             ("density.sizes.classes", classes, self.density.sizes.get("classes")),
-            ("calibration.entropy_weight", 0.0 if self.gates else entropy_weight, entropy_weight),
             ("gates.texture.density.sizes.classes", classes, of_texture.get("classes", 0)),
             ("gates.names (texture)", texture is not None, "texture" in (self.gates.names if self.gates else ())),
             ("head.sizes.classes", classes, classes if head is None or is_regression else of_head.get("classes")),

@@ -17,7 +17,7 @@ from psc_core.cli import flags, preprocessing
 from psc_core.cli.estimate import estimate
 from psc_core.cli.provenance import check_disjoint, job_of, provenance_of
 from psc_core.cli.run import first_look, run_stages
-from psc_core.collapse.tables import to_csv
+from psc_core.collapse.report import to_csv
 from psc_core.compute.device import resolve_device
 from psc_core.compute.distributed import Reducer
 from psc_core.data.cache import cached
@@ -112,10 +112,7 @@ def parser() -> argparse.ArgumentParser:
     text = "psc: the head's; base: the network's own, unchanged, with the density beside them"
     choice(method, "--predictions", stages.PREDICTIONS, text)
     rate("--alpha", "false-alarm rate of the OOD decision")
-    text = (
-        "what the OOD decision ranks: texture, kind and confidence together; the density alone, as in the paper; or "
-        "the density and how ambiguous an image is"
-    )
+    text = "what the OOD decision ranks: texture, kind and confidence together, or the density alone, as in the paper"
     choice(method, "--ood-score", OOD_SCORES, text)
     rate("--coverage", "coverage of the prediction sets")
     text = f"error rate that images below the ambiguity threshold keep, with {100 * CONFIDENCE:g} %% confidence"

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from psc_core import exit_codes
 from psc_core.compute.allocator import keep_freed_memory
-from psc_core.errors import PSCError, UsageError
+from psc_core.errors import ExitCode, PSCError, UsageError
 from psc_core.rates import check_fraction
 from psc_core.version import __version__
 
@@ -37,7 +36,7 @@ def command(prog: str, description: str, example: str) -> argparse.ArgumentParse
 
 
 def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
-    """Parse, run, and turn errors into :mod:`psc_core.exit_codes`."""
+    """Parse, run, and turn errors into :class:`psc_core.errors.ExitCode`."""
     args = cli.parse_args(argv)
     keep_freed_memory()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -49,11 +48,11 @@ def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser
         is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename
         where = f"; free space in {tempfile.gettempdir()}, or set TMPDIR to a folder with more" if is_full else ""
         print(f"{cli.prog}: {error}{where}", file=sys.stderr)
-        return exit_codes.BAD_INPUT
+        return ExitCode.BAD_INPUT
     except KeyboardInterrupt:
         print(f"{cli.prog}: interrupted", file=sys.stderr)
-        return exit_codes.INTERRUPTED
-    return exit_codes.OK
+        return ExitCode.INTERRUPTED
+    return ExitCode.OK
 
 
 def check_free(folder: Path, names: Iterable[str]) -> None:

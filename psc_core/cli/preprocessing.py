@@ -16,8 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from psc_core.cli.flags import positive
-from psc_core.errors import UsageError
-from psc_core.faults import fault
+from psc_core.errors import UsageError, fault
 from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, Preprocess
 
 

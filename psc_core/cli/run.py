@@ -7,8 +7,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from psc_core.collapse.report import NC4, CollapseReport
-from psc_core.collapse.tables import to_text
+from psc_core.collapse.report import NC4, CollapseReport, to_text
 from psc_core.data.dataset import ImageDataset
 from psc_core.fitting import stages
 from psc_core.fitting.checkpoint import Checkpoint

@@ -1,4 +1,4 @@
-"""Neural collapse of every layer in one report, and the rule that selects the candidate layer(s) from it.
+"""Neural collapse of every layer in one report, the rule that selects the candidate layer(s) from it, and its tables.
 
 Paper, section 4.1: of the layers whose features still vary within classes, NC1 > ε, take the one with the highest NC4,
 where the nearest class mean is right most often.  Validation images decide this up to an error, so of the layers whose
@@ -11,6 +11,8 @@ For a regression R² takes the place of NC4 (:mod:`psc_core.collapse.ridge`), an
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -189,3 +191,33 @@ class CollapseReport:
         )
         stored = {"measure": NC4, **data}
         return cls(layers, *(stored[_JSON_NAMES.get(part.name, part.name)] for part in fields(cls)[1:]))
+
+
+def to_text(report: CollapseReport, candidate: Candidate) -> str:
+    """A table of all layers with the candidate marked and its reason below."""
+    width = max(len("layer"), *(len(entry.name) for entry in report.layers))
+    lines = [f"{'#':>4}  {'layer':<{width}}  {'kind':<8}  {'channels×spatial':>16}  {'NC1':>7}  {report.measure:>7}"]
+    for entry in report.layers:
+        marks = ["◀ candidate"] if entry.name in candidate.layers else []
+        marks += [entry.role] if entry.role != "hidden" else []
+        size = f"{entry.shape[0]}×{entry.shape[1]}"
+        numbers = f"{entry.nc1:7.4f}  {entry.nc4:7.4f}"
+        line = f"{entry.index:>4}  {entry.name:<{width}}  {entry.kind:<8}  {size:>16}  {numbers}"
+        lines.append("  ".join([line, *marks]))
+    lines.append(f"candidate: {candidate.reason}")
+    lines += [f"note: {note}" for note in candidate.notes]
+    if report.penultimate not in candidate.layers:
+        lines.append(f"penultimate: {report.named(report.layer(report.penultimate))}, for comparison (DDU)")
+    return "\n".join(lines)
+
+
+def to_csv(report: CollapseReport) -> str:
+    """One line per layer, with a header."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(
+        ["index", "layer", "kind", "channels", "spatial", "role", "nc1", "nc4" if report.measure == NC4 else "r2"]
+    )
+    for entry in report.layers:
+        writer.writerow([entry.index, entry.name, entry.kind, *entry.shape, entry.role, entry.nc1, entry.nc4])
+    return text.getvalue()

@@ -25,7 +25,7 @@ from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import FileSource
 from psc_core.data.targets import TABLES, open_table
 from psc_core.errors import DataError
-from psc_core.images.formats import SUFFIXES
+from psc_core.images import SUFFIXES
 from psc_core.images.preprocess import Preprocess
 
 SPLITS = ("train", "val", "test")

@@ -45,9 +45,6 @@ from psc_core.images.preprocess import Preprocess
 from psc_core.network.backbone import Backbone, example_input, truncate
 from psc_core.numerics import linalg
 
-DETECTORS: Final = ("max-softmax", "entropy", "energy", "temperature", "gda", "knn", "mahalanobis++")
-"""Scores of :meth:`Baselines.score`, in the order reports print them."""
-
 NEIGHBOURS: Final = 50
 """k of ``knn``, OpenOOD's choice for CIFAR-10."""
 
@@ -67,7 +64,7 @@ GAUSSIAN_ELEMENTS: Final = 1 << 28
 class BaselineOutputs(NamedTuple):
     """The baselines on a batch."""
 
-    scores: dict[str, Tensor]  # (B,) float64 for each of DETECTORS
+    scores: dict[str, Tensor]  # (B,) float64, by detector, in the order reports print them
     probabilities: dict[str, Tensor]  # (B, K) float64, by "base" and "temperature"
 
 

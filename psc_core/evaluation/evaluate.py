@@ -52,32 +52,6 @@ class ScoredImages:
     losses: Mapping[str, Losses]  # by classifier; empty for data of other classes
 
 
-def evaluate(
-    psc: PSC,
-    id_data: ImageDataset,
-    ood: Mapping[str, ImageDataset],
-    baselines: Baselines | None = None,
-    *,
-    batch_images: int = 256,
-) -> EvaluationReport:
-    """Measure everything; see :class:`psc_core.evaluation.report.EvaluationReport`.
-
-    Args:
-        psc: The fitted model, with its own α and coverage.
-        id_data: Labelled in-distribution test images, none of them used to fit or calibrate.
-        ood: Out-of-distribution images by name; labels are ignored.
-        baselines: Detectors on the same network, or None for PSC alone.
-        batch_images: Maximum number of images in a batch.
-
-    Raises:
-        UsageError: Data of other classes than the model's, or read through another preprocessing.
-    """
-    check_model_classes(psc, id_data)
-    inside = score_images(psc, id_data, baselines, batch_images=batch_images)
-    outside = {name: score_images(psc, data, baselines, batch_images=batch_images) for name, data in ood.items()}
-    return compare(psc, id_data, inside, outside)
-
-
 def compare(
     psc: PSC, id_data: ImageDataset, inside: ScoredImages, outside: Mapping[str, ScoredImages]
 ) -> EvaluationReport:

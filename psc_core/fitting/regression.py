@@ -23,7 +23,7 @@ from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.data.targets import binned
 from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
-from psc_core.fitting.calibrate import score_dataset
+from psc_core.fitting.calibrate import OOD_SCORES, score_dataset
 from psc_core.fitting.checks import check_attainable_rates, check_classes
 from psc_core.fitting.gates import early_layers
 from psc_core.fitting.options import FitOptions
@@ -39,7 +39,6 @@ from psc_core.model.regressor import PSCRegressor
 from psc_core.network.backbone import example_input
 from psc_core.policy import ValuePolicy
 
-VALUE_OOD_SCORES = ("gates", "density")
 """What the OOD score of a regression, and with it the p-value, is made of."""
 
 
@@ -89,7 +88,7 @@ def fit_regressor(
         alpha: Default false-alarm rate.
         coverage: Nominal coverage of the intervals.
         max_width: Width of an interval above which an image is uncertain, in the target's unit; None for no limit.
-        ood_score: One of :data:`VALUE_OOD_SCORES`.
+        ood_score: One of :data:`psc_core.fitting.calibrate.OOD_SCORES`.
         name: Model name.
         provenance: Recorded in the bundle.
         options: Shared options.
@@ -105,7 +104,7 @@ def fit_regressor(
     check_same_layers(candidate, projection)
     for option, value, allowed in (
         ("predictions", predictions, PREDICTIONS), ("head", head, VALUE_HEADS),
-        ("density", density, DENSITIES), ("ood_score", ood_score, VALUE_OOD_SCORES),
+        ("density", density, DENSITIES), ("ood_score", ood_score, OOD_SCORES),
     ):  # fmt: skip
         if value not in allowed:
             raise UsageError(f"expected {option} of a regression to be one of {', '.join(allowed)}, got {value!r}")
@@ -179,10 +178,10 @@ def calibrate_values(
         fitted_gates = fit_gates(gates, readings_of(gates, selected), readings_of(gates, scored))
     deviation = torch.hypot(scored["aleatoric"], scored["epistemic"])
     calibration = fit_value_calibration(
-        ood_score_of(scored, 0.0, fitted_gates), scored["mean"], deviation, calibration_split.values
+        ood_score_of(scored, fitted_gates), scored["mean"], deviation, calibration_split.values
     )
     metrics = calibration_metrics(scored["mean"], deviation, calibration_split.values)
-    return CalibratedValues(Pipeline(scorer, calibration.ood_scores, 0.0, fitted_gates), calibration, metrics)
+    return CalibratedValues(Pipeline(scorer, calibration.ood_scores, fitted_gates), calibration, metrics)
 
 
 def calibration_metrics(

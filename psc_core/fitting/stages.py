@@ -238,9 +238,7 @@ def fit_psc(
         alpha: Default false-alarm rate.
         coverage: Nominal coverage of the prediction sets.
         risk: Error rate that images below the ambiguity threshold keep, with 95 % confidence.
-        ood_score: One of :data:`OOD_SCORES`: ``"gates"`` (:mod:`psc_core.fitting.gates`), ``"density"`` (the paper's),
-            or ``"density+entropy"``, which adds the predictive entropy, each in its
-            :func:`psc_core.fitting.calibrate.upper_spread` over the selection split of ``val``.
+        ood_score: One of :data:`OOD_SCORES`: ``"gates"`` (:mod:`psc_core.fitting.gates`), or the paper's ``"density"``.
         name: Model name.
         provenance: Recorded in the bundle.
         options: Shared options.

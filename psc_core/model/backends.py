@@ -11,7 +11,7 @@ from torch import Tensor
 
 from psc_core.errors import NetworkError
 from psc_core.images.preprocess import Preprocess
-from psc_core.model.backend_names import BACKENDS, Backend
+from psc_core.model import BACKENDS, Backend
 from psc_core.model.load import Model
 from psc_core.model.outputs import Outputs
 from psc_core.model.pipeline import Pipeline

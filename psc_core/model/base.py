@@ -124,7 +124,7 @@ class FittedModel:
             NetworkError: The network did not come from :func:`psc_core.load_network`.
             BundleError: ``path`` is no place for a bundle.
         """
-        scorer, weight, gates = self.pipeline.scorer, self.pipeline.entropy_weight, self.pipeline.gates
+        scorer, gates = self.pipeline.scorer, self.pipeline.gates
         parts = {
             "backbone": self.backbone.state_dict(),
             "projection": scorer.projection.state_dict(),
@@ -149,7 +149,7 @@ class FittedModel:
             "projection": scorer.projection.config(),
             "density": scorer.density.config(),
             "head": None if scorer.head is None else {**scorer.head.config(), **self._other_layers()},
-            "calibration": {"images": len(self.calibration), **({"entropy_weight": weight} if weight else {})},
+            "calibration": {"images": len(self.calibration)},
             **({} if gates is None else {"gates": self._gates_config(gates)}),
             "collapse": self.report.get("collapse"),
             "metrics": self.report.get("metrics", {}),
@@ -180,7 +180,6 @@ class FittedModel:
         *,
         device: str | torch.device = "auto",
         allow_factories: Collection[str] = (),
-        check: Callable[[AnyModel], None] | None = None,
     ) -> AnyModel:
         """Read, verify and build a bundle.
 
@@ -188,12 +187,11 @@ class FittedModel:
             path: Bundle directory.
             device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
             allow_factories: Network factories (``package.module:factory``) that may be imported.
-            check: Raises for a model that should not even be tried, before its first image.
 
         Raises:
             BundleError: The bundle is missing, altered, damaged, inconsistent, or of a model of the other kind.
         """
-        return cls.from_bundle(read_bundle(Path(path)), device=device, allow_factories=allow_factories, check=check)
+        return cls.from_bundle(read_bundle(Path(path)), device=device, allow_factories=allow_factories)
 
     @classmethod
     def from_bundle(
@@ -204,7 +202,7 @@ class FittedModel:
         allow_factories: Collection[str] = (),
         check: Callable[[AnyModel], None] | None = None,
     ) -> AnyModel:
-        """Build a verified bundle, see :meth:`load`."""
+        """Build a verified bundle, see :meth:`load`; ``check`` raises for a model that should not even be tried."""
         target = resolve_device(device)
         manifest = bundle.manifest
         if (manifest.target is not None) != cls.is_regression:
@@ -221,9 +219,8 @@ class FittedModel:
             parts.texture,
             parts.head_layers,
         ).to(target)
-        weight = manifest.calibration.entropy_weight
         model = cls(
-            pipeline=Pipeline(scorer, parts.calibration.ood_scores, weight, parts.gates),
+            pipeline=Pipeline(scorer, parts.calibration.ood_scores, parts.gates),
             backbone=parts.backbone,
             classes=manifest.classes,
             calibration=parts.calibration,

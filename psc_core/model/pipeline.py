@@ -68,15 +68,9 @@ def read_by_head(
     return torch.cat([z, average_positions(others)], dim=1) if others else z
 
 
-def ood_score_of(
-    scores: Mapping[str, Tensor], entropy_weight: float, gates: Gates | None = None
-) -> Float[Tensor, " batch"]:
-    """−log density + ``entropy_weight`` × entropy, or the score of the gates, nats; higher is more unusual."""
-    if gates is not None:
-        return gates.score(readings_of(gates.names, scores))
-    if entropy_weight:
-        return entropy_weight * scores["predictive_entropy"] - scores["log_density"]
-    return -scores["log_density"]
+def ood_score_of(scores: Mapping[str, Tensor], gates: Gates | None) -> Float[Tensor, " batch"]:
+    """The score of the gates, or −log density without any, nats; higher is more unusual."""
+    return -scores["log_density"] if gates is None else gates.score(readings_of(gates.names, scores))
 
 
 class Scorer(nn.Module):
@@ -209,24 +203,16 @@ class Pipeline(nn.Module):
     Args:
         scorer: Everything that needs no calibration.
         calibration_scores: ``float32 (n,)`` ascending OOD scores of the calibration images.
-        entropy_weight: What a nat of predictive entropy adds to the OOD score; 0 is the density alone.
-        gates: They make the OOD score instead, if there are any.
+        gates: They make the OOD score; without any it is −log density.
     """
 
     calibration_scores: Tensor
 
-    def __init__(
-        self,
-        scorer: Scorer,
-        calibration_scores: Float[Tensor, " n"],
-        entropy_weight: float = 0.0,
-        gates: Gates | None = None,
-    ) -> None:
+    def __init__(self, scorer: Scorer, calibration_scores: Float[Tensor, " n"], gates: Gates | None = None) -> None:
         super().__init__()
         self.scorer = scorer
         scores = calibration_scores.float().to(scorer.scale.device)
         self.register_buffer("calibration_scores", scores, persistent=False)
-        self.entropy_weight = entropy_weight
         self.gates = None if gates is None else gates.to(scores.device)
         self.eval()
 
@@ -243,7 +229,7 @@ class Pipeline(nn.Module):
     def with_backbone(self, backbone: Backbone | OnnxBackbone, precision: Precision | None = None) -> Pipeline:
         """A pipeline that shares everything else with this one; by default the precision too."""
         scorer = self.scorer.with_backbone(backbone, self.scorer.texture, self.scorer.head_layers, precision)
-        return Pipeline(scorer, self.calibration_scores, self.entropy_weight, self.gates)
+        return Pipeline(scorer, self.calibration_scores, self.gates)
 
     def forward(self, images: Pixels) -> Float[Tensor, "batch columns"]:
         """Packed outputs of a batch, the same for an image in any batch."""
@@ -252,7 +238,7 @@ class Pipeline(nn.Module):
     def outputs(self, scored: Scored) -> Float[Tensor, "batch columns"]:
         """Packed outputs: the scores, the probabilities, the p-values of the gates."""
         if self.gates is None:
-            ood_score, of_gates = ood_score_of(scored.scores, self.entropy_weight), []
+            ood_score, of_gates = -scored.scores["log_density"], []
         else:
             readings = readings_of(self.gates.names, scored.scores)
             ood_score, of_gates = self.gates.score(readings), [self.gates.p_values(readings)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from psc_core.errors import UsageError
-from psc_core.images.formats import SUFFIXES
+from psc_core.images import SUFFIXES
 
 
 @dataclass(frozen=True)

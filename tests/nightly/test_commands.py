@@ -39,9 +39,6 @@ ELSEWHERE: Final = {
 }
 """First words of commands that this machine does not run, and why."""
 
-DOCTESTED: Final = "docs/method.md"
-"""Its Python runs in tests/docs/test_method.py."""
-
 SMALLER: Final = {"torchvision:resnet50": "torchvision:mobilenet_v3_small"}
 """Networks of the documents, and what stands in for them."""
 

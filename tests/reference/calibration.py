@@ -40,14 +40,3 @@ def ambiguity_threshold(
             return best
         best = threshold
     return best
-
-
-def upper_spread(score: list[float]) -> float:
-    """95 % quantile − median, between neighbours linearly."""
-
-    def quantile(q: float) -> float:
-        ranked, at = sorted(score), q * (len(score) - 1)
-        low = math.floor(at)
-        return ranked[low] + (at - low) * (ranked[min(low + 1, len(ranked) - 1)] - ranked[low])
-
-    return quantile(0.95) - quantile(0.5)

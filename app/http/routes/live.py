@@ -12,7 +12,7 @@ from starlette.responses import FileResponse
 from app.http.openapi import responses
 from app.http.schemas import ExamplesDocument, LiveDocument
 from app.service import Service, service_to_predict
-from psc_core.images.formats import SUFFIXES
+from psc_core.images import SUFFIXES
 
 FOLDER: Final = "examples"
 """Of a bundle, with images to try."""

@@ -31,7 +31,7 @@ from app.errors import MalformedRequest, TooManyImages
 from app.http.json_body import load_json
 from app.http.uploads import decode_base64
 from app.http.v2.schemas import HEADER, InferRequest, InputTensor
-from psc_core.faults import fault
+from psc_core.errors import fault
 
 _LENGTH: Final = 4
 _DTYPES: Final = {"FP32": "<f4", "INT64": "<i8", "BOOL": "|b1"}

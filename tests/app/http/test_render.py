@@ -134,19 +134,16 @@ def explanation(**more: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:
 
 
 def test_explanation_names_the_most_unusual_components() -> None:
-    outputs = Outputs(np.array([[0.1, -0.3, 0.4, 0.5, 0.2, 0.25, 0.05, 0.7]], np.float32), ())
     split = {"aleatoric": np.array([0.5], np.float32), "epistemic": np.array([0.25], np.float32)}
-    (document,) = explanation_documents(explanation(**split), outputs, CLASSES)
+    (document,) = explanation_documents(explanation(**split), CLASSES)
     document["class_distances"] = document["class_distances"].tolist()
     assert Explanation.model_validate(document).model_dump() == document
     assert document["nearest_class"] == "ä"
     assert [each["component"] for each in document["unusual_components"]] == [1, 6, 4, 2, 0]
     assert [each["deviation"] for each in document["unusual_components"]] == [-4.0, 3.0, 2.0, 1.0, 0.5]
-    assert document["calibration_rank"] == 0.5
     assert (document["aleatoric"], document["epistemic"]) == (0.5, 0.25)
 
 
 def test_explanation_of_base_predictions_does_not_split_the_uncertainty() -> None:
-    outputs = Outputs(np.array([[0.1, -0.3, 0.4, 0.5, 0.0, 0.25, 0.05, 0.7]], np.float32), ())
-    (document,) = explanation_documents(explanation(), outputs, CLASSES)
+    (document,) = explanation_documents(explanation(), CLASSES)
     assert (document["aleatoric"], document["epistemic"]) == (None, None)

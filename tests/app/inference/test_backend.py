@@ -15,7 +15,7 @@ from app.inference.backend import choose_backend, fastest, measure
 from app.settings import Settings
 from psc_core import PSC
 from psc_core.errors import NetworkError
-from psc_core.model.backend_names import BACKENDS
+from psc_core.model import BACKENDS
 
 
 @pytest.fixture(scope="module")

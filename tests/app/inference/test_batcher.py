@@ -59,7 +59,7 @@ class Simulation(RuleBasedStateMachine):
 
     @rule(full=st.booleans())
     def take(self, full: bool) -> None:
-        due = self.batcher.due_in(self.now, full=full)
+        due = self.batcher.due_in(self.now)
         batch = self.batcher.take(self.now, full=full)
         if batch is None:
             self.gather()

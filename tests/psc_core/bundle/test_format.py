@@ -38,7 +38,6 @@ JOBS: dict[str, tuple[str, ...]] = {
     "tied-sngp": ("--density", "tied", "--head", "sngp", "--ood-score", "density"),
     "gda++-duq": ("--density", "gda++", "--head", "duq", "--no-second-scaling"),
     "rmd-base": ("--density", "rmd", "--predictions", "base", "--interpolation", "bicubic"),
-    "gda-laplace": ("--density", "gda", "--ood-score", "density+entropy"),
     "vector": (
         "--layer",
         "6",
@@ -176,12 +175,12 @@ def test_regressions_fields_and_tensors_are_documented(angle_bundle: Path, neigh
 
 
 def test_fits_cover_every_kind(bundles: dict[str, Path]) -> None:
-    manifests = [json.loads((path / "manifest.json").read_text()) for path in bundles.values()]
-    assert {m["density"]["kind"] for m in manifests} == set(DENSITIES)
-    assert {m["head"]["kind"] for m in manifests if m["head"]} == set(HEADS)
-    assert manifests[5]["projection"]["channels"] == 1
-    assert manifests[6]["projection"]["positions"] < [196]
-    assert {tuple(m["gates"]["names"]) if "gates" in m else () for m in manifests} == {
+    manifests = {name: json.loads((path / "manifest.json").read_text()) for name, path in bundles.items()}
+    assert {m["density"]["kind"] for m in manifests.values()} == set(DENSITIES)
+    assert {m["head"]["kind"] for m in manifests.values() if m["head"]} == set(HEADS)
+    assert manifests["vector"]["projection"]["channels"] == 1
+    assert manifests["pooled"]["projection"]["positions"] < [196]
+    assert {tuple(m["gates"]["names"]) if "gates" in m else () for m in manifests.values()} == {
         (), ("kind",), ("texture", "kind"), ("texture", "kind", "confidence"),
     }  # fmt: skip
 

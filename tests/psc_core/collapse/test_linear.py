@@ -11,8 +11,7 @@ from torch import nn
 
 from psc_core.collapse import linear
 from psc_core.collapse.measure import measure_layers
-from psc_core.collapse.report import R2, CollapseReport
-from psc_core.collapse.tables import to_csv, to_text
+from psc_core.collapse.report import R2, CollapseReport, to_csv, to_text
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset

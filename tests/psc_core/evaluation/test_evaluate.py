@@ -14,8 +14,9 @@ from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import ArraySource
 from psc_core.errors import UsageError
-from psc_core.evaluation.baselines import fit_baselines
-from psc_core.evaluation.evaluate import ambiguity, evaluate, observed_rate, score_images
+from psc_core.evaluation.baselines import Baselines, fit_baselines
+from psc_core.evaluation.evaluate import ambiguity, check_model_classes, compare, observed_rate, score_images
+from psc_core.evaluation.report import EvaluationReport
 from psc_core.evaluation.summary import summarise
 from psc_core.heads import entropy
 from psc_core.images.preprocess import Preprocess
@@ -89,6 +90,21 @@ def psc() -> PSC:
 
 
 OUTSIDE = dataset("outside", pixels(60, 9, low=150, high=256), torch.arange(60) % 5, tuple("vwxyz"))
+
+
+def evaluate(
+    psc: PSC,
+    data: ImageDataset,
+    outside: dict[str, ImageDataset],
+    baselines: Baselines | None = None,
+    batch_images: int = 256,
+) -> EvaluationReport:
+    """The steps of ``psc-eval``."""
+    check_model_classes(psc, data)
+    scored, *others = (
+        score_images(psc, each, baselines, batch_images=batch_images) for each in (data, *outside.values())
+    )
+    return compare(psc, data, scored, dict(zip(outside, others, strict=True)))
 
 
 def test_equals_loops(psc: PSC) -> None:

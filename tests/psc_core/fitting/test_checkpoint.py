@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from psc_core import exit_codes
 from psc_core.bundle import io as bundle
 from psc_core.cli import fit as cli
 from psc_core.compute.distributed import Reducer
+from psc_core.errors import ExitCode
 from psc_core.fitting import stages as fit
 from psc_core.fitting.checkpoint import agreed
 from tests.conftest import ROOT, TinyJob
@@ -65,7 +65,7 @@ def interrupt(job: TinyJob, out: Path, stage: str, more: Sequence[str] = ()) -> 
     """Run the job until ``stage`` begins, and interrupt it there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit, stage, stopped)
-        assert cli.main(arguments(job, out, *more)) == exit_codes.INTERRUPTED
+        assert cli.main(arguments(job, out, *more)) == ExitCode.INTERRUPTED
     assert not out.exists()
 
 
@@ -144,12 +144,12 @@ def test_fit_that_was_interrupted_in_its_report_goes_on(
     out = tmp_path / "bundle"
     with monkeypatch.context() as patch:
         patch.setattr(cli, "collect_fit", stopped)
-        assert cli.main(arguments(tiny_job, out)) == exit_codes.INTERRUPTED
+        assert cli.main(arguments(tiny_job, out)) == ExitCode.INTERRUPTED
     assert version(out) == uninterrupted and not (out / "report.html").exists()
     stages = kept(out)
     calls.clear()
     for other in (("--seed", "1"), ("--fresh",)):
-        assert cli.main(arguments(tiny_job, out, *other)) == exit_codes.BAD_INPUT
+        assert cli.main(arguments(tiny_job, out, *other)) == ExitCode.BAD_INPUT
     assert kept(out) == stages and calls == []
     assert cli.main(arguments(tiny_job, out)) == 0
     assert calls == ["fit_psc"]

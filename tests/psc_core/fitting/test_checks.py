@@ -38,7 +38,7 @@ def test_rejects_unattainable_rates(
         ({"predictions": "both"}, "predictions to be one of psc, base"),
         ({"head": "mlp"}, "head to be one of laplace"),
         ({"density": "kde"}, "density to be one of gda"),
-        ({"ood_score": "entropy"}, "ood_score to be one of gates, density, density"),
+        ({"ood_score": "entropy"}, "ood_score to be one of gates, density, got 'entropy'"),
         ({"risk": 1.0}, "risk between 0 and 1"),
     ],
 )

@@ -76,7 +76,6 @@ def test_a_bundle_records_its_task(angle_bundle: Path) -> None:
     [
         (("--task", "classification"), "give --task regression"),
         (("--head", "laplace"), "expected a --head of blr, dve"),
-        (("--ood-score", "density+entropy"), "ood_score of a regression"),
         (("--coverage", "0.999"), "expected coverage"),
     ],
 )
@@ -96,6 +95,8 @@ def test_classes_are_no_numbers(
     net = tiny.network(1).eval()
     candidate = measure_collapse(net, train, val, options=CPU).candidate("2")
     projection = fit_projection(net, candidate, train, val, c_proj=2, d_proj=2, options=CPU)
+    with pytest.raises(UsageError, match="ood_score of a regression to be one of gates, density, got 'entropy'"):
+        fit_regressor(net, candidate, projection, train, val, ood_score="entropy", options=CPU)
     with pytest.raises(UsageError, match="use fit_regressor"):
         fit_psc(net, candidate, projection, train, val, options=CPU)
     with pytest.raises(DataError, match="expected the same target"):

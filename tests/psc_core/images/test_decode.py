@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from psc_core.errors import ImageError, UndecodableImage, UnsupportedImage
-from psc_core.images import decode
+from psc_core.images import SUFFIXES, decode
 from psc_core.images.decode import FORMATS, decode_image
 from tests.psc_core.images.support import GRADIENT, encode
 
@@ -21,6 +23,13 @@ def test_reads_every_format(kind: str) -> None:
     assert decoded.size == (32, 24)
     if kind in ("PNG", "BMP", "TIFF"):
         assert np.array_equal(np.asarray(decoded.convert("RGB")), np.asarray(image))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_every_suffix_that_a_folder_is_searched_for_can_be_decoded(suffix: str) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (5, 4)).save(buffer, Image.registered_extensions()[suffix])
+    assert decode_image(buffer.getvalue()).size == (5, 4)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ import torch
 
 from psc_core import PRESETS, PSC, open_dataset
 from psc_core.errors import NetworkError
-from psc_core.model import backends
-from psc_core.model.backend_names import BACKENDS
+from psc_core.model import BACKENDS, backends
 from psc_core.model.backends import available_backends, check_agreement, pipeline_on
 from psc_core.model.outputs import Outputs
 

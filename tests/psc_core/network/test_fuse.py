@@ -311,7 +311,7 @@ def pipeline_with(psc: PSC, backbone: Backbone, precision: str) -> Pipeline:
     """The pipeline of ``psc`` with another backbone."""
     own = psc.pipeline.scorer
     scorer = Scorer(psc.preprocess, backbone, own.projection, own.density, own.head, precision, own.texture)
-    return Pipeline(scorer, psc.calibration.ood_scores, psc.pipeline.entropy_weight, psc.pipeline.gates)
+    return Pipeline(scorer, psc.calibration.ood_scores, psc.pipeline.gates)
 
 
 @pytest.mark.parametrize("name", ["mnist", "ambiguous-mnist", "fashion-mnist"])

@@ -1,4 +1,4 @@
-"""Starlette's CORS, which refuses in plain text, with problems as everywhere else."""
+"""Starlette's allow-lists of hosts and of origins, as this service needs them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,23 @@ from http import HTTPStatus
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from app.http.middleware.limits import is_probe
 from app.http.problems import MEDIA_TYPE, TYPE_PREFIX
 from app.http.schemas import ProblemDocument
+
+
+class HostAllowList(TrustedHostMiddleware):
+    """The allow-list of hosts, but for probes, which name an address, and gRPC, which no page in a browser speaks."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (scope.get("scheme") == "grpc" or is_probe(scope["path"])):
+            await self.app(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 class ProblemCORS(CORSMiddleware):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel, ValidationError, model_validator
 
-from psc_core.faults import all_faults, fault
+from psc_core.errors import all_faults, fault
 
 
 class _Order(BaseModel):

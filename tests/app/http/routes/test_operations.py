@@ -1,4 +1,4 @@
-"""``/metrics``: the table is what is exposed, and counts are exact."""
+"""Health, metrics (the table is what is exposed, and counts are exact), and who may reload."""
 
 from __future__ import annotations
 
@@ -7,10 +7,27 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.observability.metrics import METRICS
 from tests.app.fakes import CLASSES, POISON, FakeModel, png
-from tests.app.support import PNG, running
+from tests.app.http.support import check_predictions, check_problem
+from tests.app.support import PNG, running, until
+
+pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.anyio
+async def test_not_ready_is_503_until_warm() -> None:
+    model = FakeModel()
+    model.pipeline.gate.clear()
+    async with running({"m": model}, ready=False) as app:
+        response = await app.client.get("/readyz")
+        assert response.status_code == 503
+        assert response.json() == {"status": "not ready", "reasons": {"m": "loading"}}
+        check_problem(await app.client.post("/predict", content=png(1), headers=PNG), 503, "not-ready")
+        assert (await app.client.get("/healthz")).json() == {"status": "ok"}
+        model.pipeline.gate.set()
+        await until(lambda: not app.service.reasons())
+        assert (await app.client.get("/readyz")).status_code == 200
+        check_predictions(await app.client.post("/predict", content=png(1), headers=PNG), [1])
+
+
 async def test_exactly_the_table_is_exposed() -> None:
     async with running() as app:
         text = (await app.client.get("/metrics")).text
@@ -20,7 +37,6 @@ async def test_exactly_the_table_is_exposed() -> None:
         assert "process_cpu_seconds" in exposed
 
 
-@pytest.mark.anyio
 async def test_counts_are_what_the_client_saw() -> None:
     async with running() as app:
         for value in (0, 0, 128, 250):
@@ -49,7 +65,6 @@ async def test_counts_are_what_the_client_saw() -> None:
         assert await app.metric('psc_model_info{device="cpu",layer="layer3",model="m",version="v1"}') == 1
 
 
-@pytest.mark.anyio
 async def test_models_are_counted_apart() -> None:
     async with running({"m": FakeModel(), "n": FakeModel()}, max_queue_images=600) as app:
         for name in ("m", "n", "n"):
@@ -58,3 +73,17 @@ async def test_models_are_counted_apart() -> None:
             assert await app.metric(f'psc_predictions_total{{label="dark",model="{name}"}}') == count
             assert await app.metric(f'psc_ood_p_value_count{{model="{name}"}}') == count
             assert await app.metric(f'psc_queue_limit_images{{model="{name}"}}') == 600
+
+
+async def test_keys_guard_predictions_and_administration() -> None:
+    async with running(api_keys="alice,bob", admin_keys="root") as app:
+        check_problem(await app.client.post("/predict", content=png(1), headers=PNG), 401, "unauthorized")
+        response = await app.client.post("/predict", content=png(1), headers={**PNG, "x-api-key": "mallory"})
+        assert check_problem(response, 401, "unauthorized")
+        assert response.headers["www-authenticate"].startswith("Bearer")
+        for key in ("alice", "bob", "root"):
+            headers = {**PNG, "authorization": f"Bearer {key}"}
+            check_predictions(await app.client.post("/predict", content=png(1), headers=headers), [1])
+        check_problem(await app.client.get("/model"), 401, "unauthorized")
+        assert (await app.client.post("/admin/reload", headers={"x-api-key": "alice"})).status_code in (401, 403)
+        assert (await app.client.post("/admin/reload", headers={"x-api-key": "root"})).status_code == 200

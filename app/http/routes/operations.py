@@ -1,0 +1,68 @@
+"""What operators and their machines ask: health, readiness, metrics, and other bundles."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+
+from app.http.openapi import responses
+from app.http.schemas import HealthDocument, ReadyDocument, ReloadDocument, ReloadedModel
+from app.service import service_of
+
+router = APIRouter()
+
+
+@router.get("/healthz", summary="Liveness", tags=["health"])
+async def healthz() -> HealthDocument:
+    """Always 200 while the process answers at all."""
+    return HealthDocument(status="ok")
+
+
+@router.get(
+    "/readyz",
+    summary="Readiness",
+    tags=["health"],
+    responses={503: {"model": ReadyDocument, "description": "Loading, warming up, draining or failed."}},
+)
+async def readyz(request: Request, response: Response) -> ReadyDocument:
+    """200 when every model is loaded, its device checked and every batch shape warm; else 503 with reasons."""
+    reasons = service_of(request).reasons()
+    if reasons:
+        response.status_code = 503
+    return ReadyDocument(status="not ready" if reasons else "ready", reasons=reasons)
+
+
+@router.get(
+    "/metrics",
+    summary="Metrics",
+    tags=["metrics"],
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
+async def metrics(request: Request) -> Response:
+    """Prometheus text format."""
+    service = service_of(request)
+    service.refresh_metrics()
+    service.refresh_gpu_metrics()
+    body, content_type = service.metrics.exposition()
+    return Response(body, headers={"content-type": content_type})
+
+
+@router.post(
+    "/admin/reload", summary="Reload bundles", tags=["admin"], responses=responses(400, 401, 403, 404, 409, 422, 503)
+)
+async def reload(
+    request: Request,
+    model: Annotated[str | None, Query(description="Only this model; without it all of them.")] = None,
+) -> ReloadDocument:
+    """Read, verify, build and warm up beside the old model, then swap.  A bad bundle changes nothing.
+
+    Of several workers the one that answers has done so; then all are replaced, one after the other.
+    """
+    service = service_of(request)
+    service.keys.check_admin(request.headers)
+    changes = await service.reload(model)
+    return ReloadDocument(
+        reloaded=[ReloadedModel(name=name, previous_version=before, version=now) for name, before, now in changes]
+    )
