@@ -86,7 +86,13 @@ def create_app(
         docs_url=None,  # FastAPI's would ask other hosts for Swagger UI.
         redoc_url=None,
         exception_handlers=problems.HANDLERS,
-        telemetry={"tracing": settings.otel, "operation_spans": False, "metrics": False, "logs": False},
+        telemetry={
+            "tracing": settings.otel,
+            "operation_spans": False,
+            "metrics": False,
+            "logs": False,
+            "auto_configure": False,  # Or FASTAPI_OTEL_AUTO_CONFIGURE would export each span a second time.
+        },
     )
     app.root_path = settings.root_path.rstrip("/")  # Of a proxy that strips it, which uvicorn's root_path is not for.
     app.state.service = service
