@@ -13,7 +13,6 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from app.auth import ApiKeys
 from app.grpc import check_installed
 from app.http import problems
-from app.http.middleware import spans
 from app.http.middleware.access import HostAllowList, ProblemCORS
 from app.http.middleware.draining import Draining
 from app.http.middleware.limits import RequestLimits
@@ -25,6 +24,7 @@ from app.http.v2 import repository
 from app.http.v2 import routes as v2
 from app.http.v2.schemas import HEADER
 from app.models.affordable import check_affordable
+from app.observability import tracing
 from app.runtime import Runtime
 from app.service import Service
 from app.settings import Settings
@@ -74,6 +74,8 @@ def create_app(
                 yield
             await service.close()
 
+    if settings.otel:
+        tracing.configure_export()
     app = Application(
         title="PSC",
         version=__version__,
@@ -83,6 +85,13 @@ def create_app(
         docs_url=None,  # FastAPI's would ask other hosts for Swagger UI.
         redoc_url=None,
         exception_handlers=problems.HANDLERS,
+        telemetry={
+            "tracing": settings.otel,
+            "operation_spans": False,
+            "metrics": False,
+            "logs": False,
+            "auto_configure": False,  # Or FASTAPI_OTEL_AUTO_CONFIGURE would export each span a second time.
+        },
     )
     app.root_path = settings.root_path.rstrip("/")  # Of a proxy that strips it, which uvicorn's root_path is not for.
     app.state.service = service
@@ -106,7 +115,7 @@ def check(settings: Settings) -> None:
     """
     ApiKeys.from_settings(settings)
     if settings.otel:
-        spans.check_installed()
+        tracing.check_installed()
     if settings.grpc_port is not None:
         check_installed()
 
@@ -120,7 +129,7 @@ def _serving_grpc(app: FastAPI, service: Service) -> AbstractAsyncContextManager
 
 
 def _add_middleware(app: FastAPI, service: Service) -> None:
-    """What every request passes, innermost first."""
+    """Add the layers that every request passes, innermost first."""
     settings = service.settings
     app.add_middleware(RequestLimits, service=service)
     app.add_middleware(ProblemResponses, metrics=service.metrics)
@@ -136,8 +145,5 @@ def _add_middleware(app: FastAPI, service: Service) -> None:
             allow_headers=["*"],
             expose_headers=["Retry-After", "traceresponse", HEADER],
         )
-    if settings.otel:
-        spans.configure_export()
-        app.add_middleware(spans.SpanMiddleware)
     if settings.access_log:  # What it changes, the client's address, is only logged.
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1"))

@@ -4,7 +4,7 @@ Uvicorn limits neither the size of a request's head nor the time it takes to arr
 headers.  It waits for ever for a client that does not read its answer.  And it drops the body of a request that offers
 to upgrade the connection, as the first one of Java's client does.
 
-This leans on details of uvicorn's own class, so uvicorn is pinned to the versions that it was tested with.
+The limits hang on the callbacks of asyncio and httptools; of uvicorn's class only public names are used.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(_TOO_LONG)
             return
-        self._unset_keepalive_if_required()
+        self._end_idle()
         if self._client_timer is None:
             self._watch_client()
 
@@ -162,7 +162,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 raise _Tunnel
             self._offered_head = self._head(header for header in self.headers if header[0] != b"upgrade")
             return
-        self._unset_keepalive_if_required()
+        self._end_idle()
         if self._client_timer is not None:
             self._end_client()
         super().on_headers_complete()
@@ -190,7 +190,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.cycle.response_complete:  # Nobody read this body, and the connection is idle from here on.
             self.cycle.more_body = False
             self._end_client()
-            self._unset_keepalive_if_required()
+            self._end_idle()
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -204,7 +204,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.write(self._refused)
             self._close()
         elif self.cycle.more_body:
-            self._unset_keepalive_if_required()
+            self._end_idle()
             self._watch_client()
 
     def _answering(self) -> bool:
@@ -272,6 +272,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._client_timer is not None:
             self._client_timer.cancel()
             self._client_timer = None
+
+    def _end_idle(self) -> None:
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
 
     def _end_answer(self) -> None:
         if self._answer_timer is not None:

@@ -75,6 +75,7 @@ class Batcher:
 
     Attributes:
         pending: Images reserved or queued.
+        finished: Requests that :meth:`collect` has not handed out yet.
     """
 
     def __init__(self, *, max_batch_size: int, max_queue_images: int, max_delay_s: float = 0.0) -> None:
@@ -84,7 +85,7 @@ class Batcher:
         self._quantum = max(1, max_batch_size // 8)
         self._rings: dict[str, _Ring] = {}
         self._live: OrderedDict[QueuedRequest, None] = OrderedDict()
-        self._finished: list[QueuedRequest] = []
+        self.finished: list[QueuedRequest] = []
         self.pending = 0
         self._closed = ""
         self._times = BatchTimes(max_batch_size)
@@ -207,7 +208,7 @@ class Batcher:
 
     def collect(self) -> list[QueuedRequest]:
         """Requests finished since the last call, each exactly once."""
-        finished, self._finished = self._finished, []
+        finished, self.finished = self.finished, []
         return finished
 
     def retry_after(self) -> int:
@@ -254,4 +255,4 @@ class Batcher:
         request.state = State.FINISHED
         request.error = error
         del self._live[request]
-        self._finished.append(request)
+        self.finished.append(request)

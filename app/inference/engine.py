@@ -16,6 +16,7 @@ import asyncio
 import enum
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -88,10 +89,8 @@ class Engine:
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._inline = False
         self._arrivals: list[tuple[QueuedRequest, Images]] = []
-        self._max_batch = batcher.max_batch
         self._watched: dict[QueuedRequest, Callable[[], bool]] = {}
         self._queue = RequestQueue(batcher, self._deliver)
-        self._clock = self._queue.clock
         self._worker = DeviceWorker(
             self._queue,
             step,
@@ -105,7 +104,8 @@ class Engine:
     @property
     def pending(self) -> int:
         """Images admitted and not yet on the device."""
-        return self._queue.pending
+        with self._queue as batcher:
+            return batcher.pending
 
     async def start(self) -> None:
         """Warm up every shape; returns when the engine is ready.
@@ -124,7 +124,9 @@ class Engine:
             QueueFull: No room.
         """
         self._check_warm()
-        self._queue.check(1, deadline_s=self._deadline_s)
+        now = time.monotonic()
+        with self._queue as batcher:
+            batcher.check(1, now=now, deadline=now + self._deadline_s)
 
     async def predict(
         self,
@@ -152,7 +154,9 @@ class Engine:
         self._check_warm()
         done: asyncio.Future[Result] = self._loop.create_future()
         kind = EXPLAIN if explain else PREDICT
-        request = self._queue.reserve(len(images), deadline_s=self._deadline_s, kind=kind, waiter=done)
+        now = time.monotonic()
+        with self._queue as batcher:
+            request = batcher.reserve(len(images), now=now, deadline=now + self._deadline_s, kind=kind, waiter=done)
         if isinstance(images, np.ndarray):
             self._arrive(request, images)
         else:
@@ -162,47 +166,57 @@ class Engine:
         try:
             return await done
         except asyncio.CancelledError:
-            self._queue.cancel([request])
+            with self._queue as batcher:
+                batcher.cancel(request)
             raise
         finally:
             self._watched.pop(request, None)
 
     def sweep(self) -> None:
         """Fail what is past its deadline and drop what nobody waits for; call a few times a second."""
-        self._queue.cancel([request for request, disconnected in self._watched.items() if disconnected()])
-        self._queue.expire()
+        left = [request for request, disconnected in self._watched.items() if disconnected()]
+        with self._queue as batcher:
+            for request in left:
+                batcher.cancel(request)
+            batcher.expire(time.monotonic())
 
     def stop_admitting(self, reason: str) -> None:
         """Admit nothing more; what was admitted is finished."""
         if self.phase in (Phase.WARMING, Phase.READY):
             self.phase = Phase.DRAINING
-        self._queue.close(reason)
+        with self._queue as batcher:
+            batcher.close(reason)
 
     async def close(self, *, within_s: float) -> None:
         """Finish what was admitted, fail what is left after ``within_s`` seconds, end the thread."""
         self.stop_admitting("the model is shutting down; try again")
-        end = self._clock() + within_s
-        while not self._queue.idle and self._clock() < end:
+        end = time.monotonic() + within_s
+        while self._busy() and time.monotonic() < end:
             self.sweep()
             await asyncio.sleep(0.01)
-        late = NotReady("the service is shutting down; try again")
-        self._queue.fail_all(late)
+        with self._queue as batcher:
+            batcher.fail_all(NotReady("the service is shutting down; try again"))
         self._queue.stop()
-        end = self._clock() + min(5.0, max(0.1, end - self._clock()))
-        while self._worker.alive and self._clock() < end:  # A join would need a thread, which would hold the old model.
+        end = time.monotonic() + min(5.0, max(0.1, end - time.monotonic()))
+        # Not a join: it would need a thread, which would hold the old model.
+        while self._worker.alive and time.monotonic() < end:
             await asyncio.sleep(0.01)
         if self.phase is not Phase.FAILED:
             self.phase = Phase.CLOSED
+
+    def _busy(self) -> bool:
+        with self._queue as batcher:
+            return not batcher.idle
 
     def _check_warm(self) -> None:
         if self.phase is Phase.WARMING:
             raise NotReady(f"model {self.name!r} is warming up; try again in a few seconds")
 
     def _decode(self, request: QueuedRequest, images: Sequence[EncodedImage]) -> None:
-        began = self._clock()
+        began = time.monotonic()
 
         def on_done(decoded: Images, error: Exception | None) -> None:
-            self._observer.decoded(self._clock() - began)
+            self._observer.decoded(time.monotonic() - began)
             if error is None:
                 self._call_on_loop(self._arrive, request, decoded)
                 return
@@ -216,7 +230,7 @@ class Engine:
                 is_wanted = lambda: request.state is State.RESERVED  # noqa: E731
                 self._decoder.decode_later(images, is_wanted=is_wanted, on_done=on_done)
             else:
-                self._observer.decoded(self._clock() - began)
+                self._observer.decoded(time.monotonic() - began)
                 self._arrive(request, decoded)
         except Exception as error:
             self._fail(request, error)
@@ -230,7 +244,9 @@ class Engine:
         arrivals, self._arrivals = self._arrivals, []
         self._queue.put(arrivals)
         if self._inline:
-            if self._queue.pending >= self._max_batch:
+            with self._queue as batcher:
+                full = batcher.pending >= batcher.max_batch
+            if full:
                 self._worker.run_due()
             else:
                 self._loop.call_soon(self._run_unless_more_came)
@@ -241,7 +257,8 @@ class Engine:
             self._worker.run_due()
 
     def _fail(self, request: QueuedRequest, error: Exception) -> None:
-        self._queue.fail(request, error)
+        with self._queue as batcher:
+            batcher.fail(request, error)
 
     def _deliver(self, requests: list[QueuedRequest]) -> None:
         if threading.get_ident() == self._loop_thread:

@@ -8,6 +8,7 @@ does not, the device is dead: :class:`DeviceError` is raised, and the worker end
 from __future__ import annotations
 
 import logging
+import time
 
 import numpy as np
 
@@ -37,7 +38,8 @@ def run_halves(queue: RequestQueue, step: Step, batch: DeviceBatch, error: Excep
         failure: Exception = InferenceFailed(part.start, "the network failed on this image; it was logged")
         if is_out_of_memory(error):
             failure = DeviceError("the device has no memory for one image; try again")
-        queue.fail(part.request, failure)
+        with queue as batcher:
+            batcher.fail(part.request, failure)
         return
     for half in batch.halves():
         alive = half.alive()
@@ -48,7 +50,8 @@ def run_halves(queue: RequestQueue, step: Step, batch: DeviceBatch, error: Excep
         except Exception as next_error:
             run_halves(queue, step, alive, next_error)
         else:
-            queue.complete(alive, result)
+            with queue as batcher:
+                batcher.complete(alive, result, now=time.monotonic())
 
 
 def check_device(step: Step) -> None:

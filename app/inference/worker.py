@@ -132,7 +132,7 @@ class DeviceWorker:
             self._launch(following)
             following = None
         self._on_batch(oldest.batch, seconds)
-        self._queue.complete(oldest.batch, Result(packed))
+        self._complete(oldest.batch, Result(packed))
         if following is not None:
             self._launch(following)
 
@@ -152,7 +152,11 @@ class DeviceWorker:
             self._recover(batch, error)
             return
         self._on_batch(batch, time.perf_counter() - started)
-        self._queue.complete(batch, result)
+        self._complete(batch, result)
+
+    def _complete(self, batch: DeviceBatch, result: Result) -> None:
+        with self._queue as batcher:
+            batcher.complete(batch, result, now=time.monotonic())
 
     def _recover(self, batch: DeviceBatch, error: Exception) -> None:
         """Run a failed batch again in halves; raises only when the device is dead."""
@@ -163,7 +167,7 @@ class DeviceWorker:
             except Exception as next_error:
                 run_halves(self._queue, self._step, other.batch, next_error)
             else:
-                self._queue.complete(other.batch, Result(packed))
+                self._complete(other.batch, Result(packed))
         run_halves(self._queue, self._step, batch, error)
 
     def _end(self, what: str, error: Exception) -> None:
@@ -171,5 +175,6 @@ class DeviceWorker:
         self._launched.clear()
         failure = DeviceError(f"{what}; this process is being replaced, try again")
         self._on_failure(error)  # First: whoever is told of the failure finds the service not ready.
-        self._queue.close(what)
-        self._queue.fail_all(failure)
+        with self._queue as batcher:
+            batcher.close(what)
+            batcher.fail_all(failure)

@@ -17,7 +17,6 @@ from app.models.served import ModelStarter, ServedModel
 from app.observability.metrics import Metrics
 from psc_core.errors import DeviceError, PSCError
 from psc_core.model.load import Model
-from psc_core.network.cut import forget_sources
 
 logger = logging.getLogger("psc.registry")
 
@@ -205,10 +204,7 @@ class Registry:
         self.refresh_metrics()
 
     async def _start(self, name: str) -> ServedModel:
-        try:
-            return await self._starter.start(name, await asyncio.to_thread(self._load, name))
-        finally:
-            forget_sources()
+        return await self._starter.start(name, await asyncio.to_thread(self._load, name))
 
     def _swap(self, served: ServedModel) -> None:
         old = self._served.get(served.name)

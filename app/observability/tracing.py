@@ -1,22 +1,24 @@
-"""W3C trace context: the ids that tie log lines and answers to a caller's trace.
+"""The ids that tie log lines and answers to a caller's trace, and the export of spans.
 
-``traceparent`` (https://www.w3.org/TR/trace-context/) is ``version-traceid-parentid-flags`` in lower-case
-hex, 2-32-16-2 digits.  A valid one is continued (same trace id, new span id); a missing or malformed one
-starts a new trace, as the specification asks.
+A valid ``traceparent`` (https://www.w3.org/TR/trace-context/) is continued: same trace id, new span id.  Where there is
+none, or several, a new trace begins.  FastAPI makes the spans; where they are exported, the ids are theirs.
 """
 
 from __future__ import annotations
 
+import os
 import random
-import re
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Final, NamedTuple
 
-_PATTERN: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-SAMPLED: Final = 0x01
-"""The flag of a trace that is recorded."""
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from psc_core.errors import UsageError
+
+_PROPAGATOR: Final = TraceContextTextMapPropagator()
 _ids: Final = random.Random()  # Ids must be unlikely to meet, not hard to guess.
 
 
@@ -26,13 +28,11 @@ class TraceContext(NamedTuple):
     Attributes:
         trace_id: 32 hex digits, shared by the whole trace.
         span_id: 16 hex digits, this request's own.
-        parent_id: 16 hex digits of the caller's span, or ``None`` where the trace begins here.
         sampled: Whether the caller (or, at the start of a trace, this service) records the trace.
     """
 
     trace_id: str
     span_id: str
-    parent_id: str | None = None
     sampled: bool = True
 
     @property
@@ -45,22 +45,60 @@ current_trace: ContextVar[TraceContext | None] = ContextVar("psc_trace", default
 """The request's trace context, for log records; ``None`` outside a request."""
 
 
+def trace_of_request(headers: Sequence[tuple[bytes, bytes]]) -> TraceContext:
+    """The trace of the request's span if one is recorded, else of its headers."""
+    span = trace.get_current_span().get_span_context()
+    if span.is_valid:
+        return TraceContext(trace.format_trace_id(span.trace_id), trace.format_span_id(span.span_id), _sampled(span))
+    found = [value for name, value in headers if name == b"traceparent"]
+    return begin_trace(found[0].decode("latin-1") if len(found) == 1 else None)
+
+
 def begin_trace(traceparent: str | None) -> TraceContext:
     """Continue the caller's trace, or start one when the header is missing or malformed."""
-    match = _PATTERN.fullmatch(traceparent.strip()) if traceparent else None
-    if match:
-        version, trace_id, parent_id, flags, rest = match.groups()
-        known_length = version != "00" or rest is None
-        if version != "ff" and known_length and int(trace_id, 16) and int(parent_id, 16):
-            sampled = bool(int(flags, 16) & SAMPLED)
-            return TraceContext(trace_id, _new_id(64), parent_id, sampled)
+    if traceparent:
+        context = _PROPAGATOR.extract({"traceparent": traceparent}, Context())
+        caller = trace.get_current_span(context).get_span_context()
+        if caller.is_valid:
+            return TraceContext(trace.format_trace_id(caller.trace_id), _new_id(64), _sampled(caller))
     return TraceContext(_new_id(128), _new_id(64))
 
 
-def traceparent_of(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
-    """The ``traceparent`` header; None if there are several."""
-    found = [value for name, value in headers if name == b"traceparent"]
-    return found[0].decode("latin-1") if len(found) == 1 else None
+def check_installed() -> None:
+    """Refuse to export spans without the OpenTelemetry SDK.
+
+    Raises:
+        UsageError: The OpenTelemetry extra is not installed.
+    """
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace.export  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"otel needs OpenTelemetry, but {error.name} is not installed; pip install 'psc[otel]' or switch otel off"
+        ) from error
+
+
+def configure_export() -> None:
+    """Send spans by OTLP/HTTP; where to, and as which service, say the standard ``OTEL_*`` variables.
+
+    Raises:
+        UsageError: The OpenTelemetry extra is not installed.
+    """
+    check_installed()
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    name = os.environ.get("OTEL_SERVICE_NAME", "psc")
+    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    trace.set_tracer_provider(provider)
+
+
+def _sampled(span: trace.SpanContext) -> bool:
+    return bool(span.trace_flags.sampled)
 
 
 def _new_id(bits: int) -> str:

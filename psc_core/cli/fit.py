@@ -59,13 +59,13 @@ def parser() -> argparse.ArgumentParser:
     def default_of(flag: str) -> Any:
         return getattr(FitSettings, flag.removeprefix("--").replace("-", "_"))
 
-    def number(group: argparse._ActionsContainer, flag: str, text: str) -> None:
+    def number(group: Any, flag: str, text: str) -> None:
         default = default_of(flag)
         kind, shown = (flags.positive_or_auto, "auto") if default is None else (flags.positive, default)
         metavar = "N|auto" if default is None else "N"
         group.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: {shown})")
 
-    def choice(group: argparse._ActionsContainer, flag: str, choices: Sequence[str], text: str) -> None:
+    def choice(group: Any, flag: str, choices: Sequence[str], text: str) -> None:
         default = default_of(flag)
         group.add_argument(flag, choices=choices, default=default, help=f"{text} (default: {default})")
 

@@ -11,7 +11,6 @@ The output of a wanted layer is copied when its module returns, so that later mo
 from __future__ import annotations
 
 import copy
-import linecache
 import math
 import sys
 import threading
@@ -24,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.graph_module import _loader
 from torch.utils.hooks import RemovableHandle
 
 from psc_core.errors import NetworkError
@@ -119,16 +117,6 @@ def cut_graph(net: nn.Module, layers: Sequence[str], *, keep_output: bool) -> fx
             node.replace_all_uses_with(source)
             graph.erase_node(node)
     return fx.GraphModule(root, graph)
-
-
-def forget_sources() -> None:
-    """Drop the source texts of all graphs, which torch.fx keeps for tracebacks while the process lives.
-
-    Some kB for every graph that was ever made: a process that loads models again and again would grow.
-    """
-    for name in list(_loader.eval_cache):
-        _loader.eval_cache.pop(name, None)
-        linecache.cache.pop(name, None)
 
 
 def mutates(node: fx.Node, root: nn.Module) -> bool:

@@ -101,7 +101,14 @@ def _convolutions(net: fx.GraphModule) -> Iterator[tuple[fx.Node, nn.Conv2d]]:
 
 
 def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    # A module does not say whether it has hooks; the handle of one more refers to all of them.
+    handles = [module.register_forward_hook(_no_hook), module.register_forward_pre_hook(_no_hook)]
+    for handle in handles:
+        handle.remove()
+    return any(handle.hooks_dict_ref() for handle in handles)
+
+
+def _no_hook(*_: Any) -> None: ...
 
 
 def _replace_weights(net: fx.GraphModule, node: fx.Node, weight: Tensor, bias: Tensor | None) -> None:

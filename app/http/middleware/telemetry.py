@@ -8,7 +8,7 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.http.problems import shorten
-from app.observability.tracing import begin_trace, current_trace, traceparent_of
+from app.observability.tracing import current_trace, trace_of_request
 from app.service import Service
 
 logger = logging.getLogger("psc.http")
@@ -32,7 +32,7 @@ class Telemetry:
             await self.app(scope, receive, send)
             return
         service, began, status = self._service, time.perf_counter(), 0
-        trace = current_trace.get() or begin_trace(traceparent_of(scope["headers"]))
+        trace = trace_of_request(scope["headers"])
         token = current_trace.set(trace)
 
         async def send_with_trace(message: Message) -> None:

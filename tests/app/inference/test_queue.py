@@ -7,7 +7,7 @@ import time
 
 from app.inference.queue import RequestQueue
 from app.inference.request import DeviceBatch, QueuedRequest
-from tests.app.inference.support import NO_IMAGES, blank, make
+from tests.app.inference.support import NO_IMAGES, complete, make
 
 
 def test_put_wakes_a_blocked_take_and_delivers_once() -> None:
@@ -20,14 +20,16 @@ def test_put_wakes_a_blocked_take_and_delivers_once() -> None:
             batch = queue.take(block=True)
             if batch is not None:
                 taken.append(batch)
-                queue.complete(batch, blank(batch.size))
+                with queue as batcher:
+                    complete(batcher, batch, time.monotonic())
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    requests = [queue.reserve(3, deadline_s=10.0, kind="", waiter=None) for _ in range(5)]
+    deadline = time.monotonic() + 10.0
+    with queue as batcher:
+        requests = [batcher.reserve(3, now=time.monotonic(), deadline=deadline) for _ in range(5)]
     queue.put([(request, NO_IMAGES) for request in requests])
-    end = time.monotonic() + 5.0
-    while not queue.idle and time.monotonic() < end:
+    while len(delivered) < len(requests) and time.monotonic() < deadline:
         thread.join(0.001)
     queue.stop()
     thread.join(5.0)

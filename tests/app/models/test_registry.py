@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from torch import fx, nn
-from torch.fx.graph_module import _loader
 
 from app.runtime import Runtime, UvicornRuntime
 from psc_core.errors import BundleError
@@ -168,16 +166,6 @@ async def test_old_model_is_freed_after_a_reload_even_from_a_frozen_heap() -> No
             await until(lambda: old() is None, 5)
     finally:
         gc.unfreeze()
-
-
-@pytest.mark.parametrize("following", [FakeModel("v2"), BundleError("damaged")])
-async def test_a_reload_keeps_no_source_of_a_graph(following: FakeModel | BundleError) -> None:
-    async with running(admin_keys="root") as app:
-        fx.symbolic_trace(nn.ReLU())
-        assert _loader.eval_cache
-        serve_next(app, following)
-        await app.client.post("/admin/reload", headers=ADMIN)
-        assert not _loader.eval_cache
 
 
 async def test_one_reload_at_a_time() -> None:

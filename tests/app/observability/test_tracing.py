@@ -1,12 +1,18 @@
-"""The grammar of the trace context header."""
+"""The grammar of the trace context header, and the spans that are exported."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.observability.tracing import begin_trace, traceparent_of
+from app.observability.tracing import begin_trace, trace_of_request
+from tests.app.fakes import png
+from tests.app.support import PNG, running
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -23,7 +29,7 @@ PARENT = "00f067aa0ba902b7"
 )
 def test_continues_a_valid_trace(header: str, sampled: bool) -> None:
     trace = begin_trace(header)
-    assert (trace.trace_id, trace.parent_id, trace.sampled) == (TRACE, PARENT, sampled)
+    assert (trace.trace_id, trace.sampled) == (TRACE, sampled)
     assert trace.span_id not in (PARENT, "0" * 16)
     assert trace.traceparent == f"00-{TRACE}-{trace.span_id}-{'01' if sampled else '00'}"
 
@@ -44,20 +50,110 @@ def test_continues_a_valid_trace(header: str, sampled: bool) -> None:
     ],
 )
 def test_invalid_header_starts_a_new_trace(header: str | None) -> None:
-    trace = begin_trace(header)
-    assert trace.parent_id is None
-    assert trace.trace_id != TRACE
+    assert begin_trace(header).trace_id not in (TRACE, "0" * 32)
 
 
 @given(st.text(max_size=80))
 def test_traceparent_parses_again(header: str) -> None:
     trace = begin_trace(header)
-    again = begin_trace(trace.traceparent)
-    assert (again.trace_id, again.parent_id) == (trace.trace_id, trace.span_id)
+    assert begin_trace(trace.traceparent).trace_id == trace.trace_id
 
 
 def test_two_headers_are_as_good_as_none() -> None:
     header = (b"traceparent", f"00-{TRACE}-{PARENT}-01".encode())
-    assert traceparent_of([(b"x", b"y"), header]) == header[1].decode()
-    assert traceparent_of([header, header]) is None
-    assert traceparent_of([]) is None
+    assert trace_of_request([(b"x", b"y"), header]).trace_id == TRACE
+    assert trace_of_request([header, header]).trace_id != TRACE
+    assert trace_of_request([]).trace_id != TRACE
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the application's spans are kept in."""
+    trace_sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="needs the extra psc[otel]")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    kept = InMemorySpanExporter()
+    provider = trace_sdk.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    monkeypatch.setattr("opentelemetry.trace.get_tracer_provider", lambda: provider)
+    monkeypatch.setattr("app.observability.tracing.configure_export", lambda: None)
+    return kept
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("status", [200, 503])
+async def test_each_request_has_one_span(exporter: Any, status: int) -> None:
+    async with running(otel=True) as app:
+        if status == 503:
+            app.service.registry.get("m").engine.stop_admitting("closed")
+        headers = {**PNG, "traceparent": f"00-{TRACE}-{PARENT}-01"}
+        response = await app.client.post("/predict", content=png(0), headers=headers)
+    (span,) = exporter.get_finished_spans()
+    assert (span.name, span.kind.name) == ("POST /predict", "SERVER")
+    assert f"{span.parent.span_id:016x}" == PARENT
+    assert response.headers["traceresponse"] == f"00-{TRACE}-{span.context.span_id:016x}-01"
+    assert span.attributes["http.route"] == "/predict"
+    assert span.attributes["http.response.status_code"] == response.status_code == status
+    assert span.status.is_ok == (status == 200)
+
+
+@pytest.mark.anyio
+async def test_no_spans_unless_asked_for(exporter: Any) -> None:
+    async with running() as app:
+        assert (await app.client.get("/healthz")).status_code == 200
+    assert not exporter.get_finished_spans()
+
+
+def test_the_exporter_is_an_extra() -> None:
+    code = """
+import sys
+sys.modules["opentelemetry.sdk"] = None
+from app.observability.tracing import begin_trace, configure_export
+from psc_core.errors import UsageError
+assert begin_trace(None).traceparent.startswith("00-")
+try:
+    configure_export()
+except UsageError as error:
+    assert "psc[otel]" in str(error)
+else:
+    raise SystemExit("no error")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_spans_reach_a_collector() -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the extra psc[otel]")
+    code = """
+import asyncio, http.server, os, threading
+
+paths = []
+
+class Collector(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"]))
+        paths.append((self.path, b"GET /healthz" in body, b"my-psc" in body))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        pass
+
+server = http.server.HTTPServer(("127.0.0.1", 0), Collector)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
+os.environ["OTEL_EXPORTER_OTLP_COMPRESSION"] = "none"
+os.environ["OTEL_SERVICE_NAME"] = "my-psc"
+
+from opentelemetry import trace
+from tests.app.support import running
+
+async def request():
+    async with running(otel=True) as app:
+        await app.client.get("/healthz")
+
+asyncio.run(request())
+assert trace.get_tracer_provider().force_flush(10_000)
+assert paths == [("/v1/traces", True, True)], paths
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

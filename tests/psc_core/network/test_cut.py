@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import linecache
 import threading
 import time
 from collections.abc import Callable
@@ -9,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx.graph_module import _loader
 
 from psc_core.errors import NetworkError
-from psc_core.network.cut import HookedNetwork, HookPlan, cut_graph, forget_sources
+from psc_core.network.cut import HookedNetwork, HookPlan, cut_graph
 
 
 class Meanwhile(nn.Module):
@@ -51,20 +49,6 @@ def test_concurrent_traces_restore_torch() -> None:
         time.sleep(0.01)
     assert len(cut) == 1
     assert nn.Module.__call__ is call
-
-
-def kept_sources() -> set[str]:
-    """Names of the files that tracebacks find no longer on disk but in memory."""
-    return {str(name) for name in linecache.cache if str(name).startswith("<eval_with_key>")}
-
-
-def test_sources_of_graphs_are_forgotten() -> None:
-    graph, x = cut_graph(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), ["0"], keep_output=True), torch.ones(1, 2)
-    before = graph(x)
-    assert kept_sources()
-    forget_sources()
-    assert not kept_sources() and not _loader.eval_cache
-    assert all(map(torch.equal, before, graph(x)))
 
 
 def test_hooks_reject_non_tensor_outputs() -> None:
