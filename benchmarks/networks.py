@@ -3,7 +3,7 @@
 ``psc-fit --model benchmarks.networks:wide_resnet28_10`` uses any of them; the ResNets and the VGG are
 torchvision's own with a small stem, so a bundle of theirs loads without this module.
 
-``…_mod`` is the architecture that Deep Deterministic Uncertainty trains with it (:mod:`benchmarks.mod`).
+In :data:`NETWORKS`, ``…_mod`` is the architecture that Deep Deterministic Uncertainty trains (:mod:`benchmarks.mod`).
 
 Spectral normalisation follows Deep Deterministic Uncertainty (Mukhoti et al., 2023): a *bound*, not an
 equality.  A weight W with spectral norm σ > coefficient is replaced by W · coefficient / σ, with one power
@@ -170,56 +170,23 @@ def wide_resnet28_10(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     return WideResNet(28, 10, num_classes, in_channels, dropout=0.3)
 
 
-def wide_resnet16_2(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """Wide-ResNet-16-2: a smaller network of the family, trained on a CPU in minutes."""
-    return WideResNet(16, 2, num_classes, in_channels)
-
-
 def wide_resnet10_1(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     """Wide-ResNet-10-1: the smallest network of the family, for tests."""
     return WideResNet(10, 1, num_classes, in_channels)
 
 
-def resnet18_mod(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """:func:`resnet18` as DDU modifies it."""
-    return modify(resnet18(num_classes, in_channels))
+_PLAIN = (resnet18, resnet18_narrow, resnet50, vgg16, vgg16_narrow, wide_resnet28_10, wide_resnet10_1)
 
 
-def resnet18_narrow_mod(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """:func:`resnet18_narrow` as DDU modifies it."""
-    return modify(resnet18_narrow(num_classes, in_channels))
-
-
-def resnet50_mod(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """:func:`resnet50` as DDU modifies it."""
-    return modify(resnet50(num_classes, in_channels))
-
-
-def wide_resnet28_10_mod(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """:func:`wide_resnet28_10` as DDU modifies it."""
-    return modify(wide_resnet28_10(num_classes, in_channels))
-
-
-def wide_resnet16_2_mod(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """:func:`wide_resnet16_2` as DDU modifies it."""
-    return modify(wide_resnet16_2(num_classes, in_channels))
+def _modified(plain: Callable[[int, int], nn.Module]) -> Callable[[int, int], nn.Module]:
+    return lambda num_classes, in_channels: modify(plain(num_classes, in_channels))
 
 
 NETWORKS: Mapping[str, Callable[[int, int], nn.Module]] = {
-    "resnet18": resnet18,
-    "resnet18_narrow": resnet18_narrow,
-    "resnet50": resnet50,
-    "vgg16": vgg16,
-    "vgg16_narrow": vgg16_narrow,
-    "wide_resnet28_10": wide_resnet28_10,
-    "wide_resnet16_2": wide_resnet16_2,
-    "wide_resnet10_1": wide_resnet10_1,
-    "resnet18_mod": resnet18_mod,
-    "resnet18_narrow_mod": resnet18_narrow_mod,
-    "resnet50_mod": resnet50_mod,
-    "wide_resnet28_10_mod": wide_resnet28_10_mod,
-    "wide_resnet16_2_mod": wide_resnet16_2_mod,
+    **{plain.__name__: plain for plain in _PLAIN},
+    **{f"{plain.__name__}_mod": _modified(plain) for plain in _PLAIN if not plain.__name__.startswith("vgg")},
 }
+"""By name; ``…_mod`` as DDU modifies them."""
 
 
 class SpectralBound(nn.Module):

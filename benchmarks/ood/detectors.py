@@ -104,7 +104,7 @@ class Pscs:
         return {name: torch.cat(values) for name, values in parts.items()}
 
 
-def fit_pscs(run: Run, trained: Trained, fit_images: int | None) -> Pscs:
+def fit_pscs(run: Run, trained: Trained) -> Pscs:
     """Fit once for each density, and calibrate once for each OOD score."""
     of_density: dict[str, PSC] = {}
     pipelines = {}
@@ -112,8 +112,8 @@ def fit_pscs(run: Run, trained: Trained, fit_images: int | None) -> Pscs:
     for name, options in PSC_OPTIONS.items():
         density = options["density"]
         if density not in of_density:
-            parts = fitting.stages(run, trained, fit_images=fit_images, density=density)
-            of_density[density] = fitting.psc_of(run, trained, parts, fit_images=fit_images, **options)
+            parts = fitting.stages(run, trained, density=density)
+            of_density[density] = fitting.psc_of(run, trained, parts, **options)
             pipelines[name] = of_density[density].pipeline
         else:
             scorer = of_density[density].pipeline.scorer

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.checkpoints import Job, Trained
-from benchmarks.data import KNOWN_CLASSES, random_images
-from benchmarks.paper import common
+from benchmarks.checkpoints import Trained, images_to_test
+from benchmarks.data import KNOWN_CLASSES
 from benchmarks.runs import Run
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
@@ -24,17 +23,11 @@ class Setting:
         name: Of the setting.
         data: In-distribution data.
         outside: Out-of-distribution data by name.
-        network: The paper's name of the network, or ``"small"``, see :mod:`benchmarks.paper.common`.
     """
 
     name: str
     data: str
     outside: Mapping[str, str]
-    network: str = "small"
-
-    def job(self, run: Run) -> Job:
-        """The job that trains the network."""
-        return common.job(run, self.network, self.data)
 
 
 def _held_out(source: str, number: int) -> Setting:
@@ -60,21 +53,9 @@ AT_SCALE: Mapping[str, Sequence[str]] = {
 """Settings by scale: on a CPU two splits by class of each data set."""
 
 
-@dataclass(frozen=True)
-class Pair:
-    """In-distribution images and out-of-distribution images by name."""
-
-    inside: ImageDataset
-    outside: Mapping[str, ImageDataset]
-
-
-def test_pair(run: Run, setting: Setting, trained: Trained, limit: int | None) -> Pair:
-    """Test images of a setting, at most ``limit`` of each data set."""
-    outside = {
-        name: open_dataset(run.spec(spec), split="test", preprocess=trained.train.preprocess)
+def test_images(run: Run, setting: Setting, trained: Trained) -> dict[str, ImageDataset]:
+    """Out-of-distribution test images of a setting by name, as many of each as the scale uses."""
+    return {
+        name: images_to_test(run, open_dataset(run.spec(spec), split="test", preprocess=trained.preprocess))
         for name, spec in setting.outside.items()
     }
-    return Pair(
-        random_images(trained.test, limit, run.seed),
-        {name: random_images(data, limit, run.seed) for name, data in outside.items()},
-    )

@@ -20,20 +20,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks import checkpoints, fitting, runs
-from benchmarks.checkpoints import Trained
-from benchmarks.data import random_images
+from benchmarks import fitting, runs
+from benchmarks.checkpoints import SPECTRAL_NORM, Trained, job_of, obtain
 from benchmarks.fitting import Penultimate
-from benchmarks.ood.settings import SETTINGS, Pair, test_pair
-from benchmarks.paper import common
+from benchmarks.ood.settings import SETTINGS, test_images
 from benchmarks.probabilities import quality
 from benchmarks.runs import Json, Run
-from psc_core.data.dataset import split_validation
+from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.density.fit.density import fit_density
 from psc_core.evaluation.evaluate import score_images
 from psc_core.heads import Head
@@ -63,54 +62,41 @@ METHODS: Mapping[str, tuple[str, str, str]] = {
 def main(argv: list[str] | None = None) -> Json:
     """Run and write the table."""
     cli = runs.parser(__doc__)
-    cli.add_argument("--only", choices=("plain", "sn"), action="append", help="methods of one network")
+    cli.add_argument("--only", choices=("plain", "sn"), action="extend", nargs="+", help="methods of one network")
     args = cli.parse_args(argv)
     run = runs.start(NAME, args)
     for part in args.only or ("plain", "sn"):
-        methods_of(run, spectral_norm=part == "sn")
-    parts = run.finished()
-    rows = {method: row for part in parts.values() for method, row in part["rows"].items()}
-    trained = next((part["trained"] for part in parts.values()), "nothing")
-    return run.write({"rows": rows, "trained": trained}, fragment)
+        methods_of(run, part, spectral_norm=SPECTRAL_NORM if part == "sn" else 0.0)
+    rows = {method: row for part in run.finished().values() for method, row in part["rows"].items()}
+    return run.write({"rows": rows}, fragment)
 
 
-def methods_of(run: Run, *, spectral_norm: bool) -> Json:
+def methods_of(run: Run, part: str, *, spectral_norm: float) -> Json:
     """The methods of the plain network, or of the one trained with spectral normalisation."""
-    job = common.job(run, "wide_resnet28_10", "cifar10", spectral_norm=spectral_norm)
-    images = common.scale_of(run).fit_images
+    job = job_of(run, "wide_resnet28_10", "cifar10", spectral_norm=spectral_norm)
 
     def compute() -> Json:
-        trained = checkpoints.obtain(run, job)
-        test = test_pair(run, SETTINGS["cifar10"], trained, common.scale_of(run).test_images)
+        trained = obtain(run, job)
+        outside = test_images(run, SETTINGS["cifar10"], trained)
+        features = Features.of(run, trained, outside)
         if spectral_norm:
-            rows = {**_sngp_rows(run, trained, test), "DDU": _density_row(run, trained, test)}
+            rows = {**_sngp_rows(features), "DDU": _density_row(features)}
         else:
-            rows = {
-                "DUQ": _duq_row(run, trained, test),
-                "PSC": _psc_row(run, trained, test, "gda"),
-                "PSC, pooled++": _psc_row(run, trained, test, "pooled++"),
-            }
+            kinds = {"PSC": "gda", "PSC, pooled++": "pooled++"}
+            rows = {name: _psc_row(run, trained, outside, kind) for name, kind in kinds.items()}
+            rows["DUQ"] = _duq_row(features)
         return {"trained": job.describe(), "rows": rows}
 
-    settings = {
-        "job": job.name,
-        "fit_images": images,
-        "test_images": common.scale_of(run).test_images,
-        "head": "mean and variance of the logits with one temperature",
-    }
-    return run.part("sn" if spectral_norm else "plain", settings, compute)
+    return run.part(part, {"job": job.name}, compute)
 
 
-def _psc_row(run: Run, trained: Trained, test: Pair, density: str) -> Json:
-    images = common.scale_of(run).fit_images
+def _psc_row(run: Run, trained: Trained, outside: Mapping[str, ImageDataset], density: str) -> Json:
     batch = fitting.compute_of(run).batch_images
-    stages = fitting.stages(run, trained, fit_images=images, density=density)
-    psc = fitting.psc_of(run, trained, stages, fit_images=images, density=density)
-    known = score_images(psc, test.inside, batch_images=batch)
-    unknown = {name: score_images(psc, data, batch_images=batch).ood["psc"] for name, data in test.outside.items()}
+    psc = fitting.psc_of(run, trained, fitting.stages(run, trained, density=density), density=density)
+    known = score_images(psc, trained.test_on, batch_images=batch)
+    unknown = {name: score_images(psc, data, batch_images=batch).ood["psc"] for name, data in outside.items()}
     losses = known.losses["psc"]
     return {
-        "fit_images": images,
         "accuracy": float(losses.correct.double().mean()),
         "nll": float(losses.nll.mean()),
         "ece": classification.ece(losses.confidence, losses.correct),
@@ -118,83 +104,93 @@ def _psc_row(run: Run, trained: Trained, test: Pair, density: str) -> Json:
     }
 
 
-def _features(run: Run, trained: Trained, test: Pair) -> tuple[Penultimate, Penultimate, dict[str, Penultimate]]:
-    """Penultimate features of training examples, of in-distribution and of out-of-distribution test images."""
-    train = random_images(trained.train, common.scale_of(run).fit_images)
-    return (
-        fitting.penultimate_features(run, trained, train, per_example=True),
-        fitting.penultimate_features(run, trained, test.inside, per_example=False),
-        {
-            name: fitting.penultimate_features(run, trained, data, per_example=False)
-            for name, data in test.outside.items()
-        },
-    )
+@dataclass(frozen=True)
+class Features:
+    """Penultimate features of one network, and what is fitted on them.
 
+    Attributes:
+        run: Gives seed and device.
+        train: Training examples.
+        val: Validation examples, the half that selects.
+        inside: In-distribution test images.
+        outside: Out-of-distribution test images by name.
+    """
 
-def _head(run: Run, trained: Trained, train: Penultimate, kind: str) -> Head:
-    """A head on the penultimate features."""
-    val = fitting.penultimate_features(run, trained, split_validation(trained.val, run.seed)[0], per_example=True)
-    return fit_head(
-        train.features,
-        train.labels,
-        val.features,
-        val.labels,
-        num_classes=len(trained.train.classes),
-        kind=kind,
-        seed=run.seed,
-        device=run.device,
-    )
+    run: Run
+    train: Penultimate
+    val: Penultimate
+    inside: Penultimate
+    outside: Mapping[str, Penultimate]
+
+    @classmethod
+    def of(cls, run: Run, trained: Trained, outside: Mapping[str, ImageDataset]) -> Features:
+        """Four passes of the network."""
+
+        def features(data: ImageDataset, *, per_example: bool = False) -> Penultimate:
+            return fitting.penultimate_features(run, trained, data, per_example=per_example)
+
+        return cls(
+            run,
+            features(trained.fit_on, per_example=True),
+            features(split_validation(trained.val, run.seed)[0], per_example=True),
+            features(trained.test_on),
+            {name: features(data) for name, data in outside.items()},
+        )
+
+    def head(self, kind: str) -> Head:
+        """A head on them."""
+        return fit_head(
+            self.train.features,
+            self.train.labels,
+            self.val.features,
+            self.val.labels,
+            num_classes=self.train.logits.shape[1],
+            kind=kind,
+            seed=self.run.seed,
+            device=self.run.device,
+        )
+
+    def row(self, score: Callable[[Tensor], Tensor], probabilities: Tensor | None = None) -> Json:
+        """Quality of in-distribution probabilities, by default the network's own, and AUROC of a score of features."""
+        known, *unknown = (
+            score(each.features.to(self.run.device)).cpu() for each in (self.inside, *self.outside.values())
+        )
+        given = self.inside.logits.softmax(1) if probabilities is None else probabilities.cpu().double()
+        return {
+            **quality(given, self.inside.labels),
+            "auroc": {name: ranking.auroc(known, each) for name, each in zip(self.outside, unknown, strict=True)},
+        }
 
 
 @torch.inference_mode()
-def _duq_row(run: Run, trained: Trained, test: Pair) -> Json:
-    train, inside, outside = _features(run, trained, test)
-    head = _head(run, trained, train, "duq")
-    known, *unknown = (head(each.features.to(run.device)) for each in (inside, *outside.values()))
-    scored = {name: found.epistemic.cpu() for name, found in zip(outside, unknown, strict=True)}
-    return _quality(run, known.probabilities.cpu(), inside.labels, known.epistemic.cpu(), scored)
+def _duq_row(features: Features) -> Json:
+    head = features.head("duq")
+    probabilities = head(features.inside.features.to(features.run.device)).probabilities
+    return features.row(lambda h: head(h).epistemic, probabilities)
 
 
 @torch.inference_mode()
-def _sngp_rows(run: Run, trained: Trained, test: Pair) -> dict[str, Json]:
-    train, inside, outside = _features(run, trained, test)
-    head = _head(run, trained, train, "sngp")
+def _sngp_rows(features: Features) -> dict[str, Json]:
+    head = features.head("sngp")
     assert isinstance(head, SngpHead)
-    known, *unknown = (head.logits(each.features.to(run.device)) for each in (inside, *outside.values()))
-    logits = mean_field(*known).cpu()
-
-    def row(score: Callable[[Tensor, Tensor], Tensor]) -> Json:
-        scored = {name: score(*found).cpu() for name, found in zip(outside, unknown, strict=True)}
-        return _quality(run, logits.softmax(1), inside.labels, score(*known).cpu(), scored)
-
+    probabilities = mean_field(*head.logits(features.inside.features.to(features.run.device))).softmax(1)
     return {
-        RANDOM_FEATURES: row(lambda mean, variance: dempster_shafer(mean_field(mean, variance))),
-        f"{RANDOM_FEATURES}, its variance": row(lambda _, variance: variance),
+        RANDOM_FEATURES: features.row(lambda h: dempster_shafer(mean_field(*head.logits(h))), probabilities),
+        f"{RANDOM_FEATURES}, its variance": features.row(lambda h: head.logits(h)[1], probabilities),
     }
+
+
+@torch.inference_mode()
+def _density_row(features: Features) -> Json:
+    train, device = features.train, features.run.device
+    density = fit_density(train.features.to(device), train.labels.to(device), num_classes=train.logits.shape[1])
+    return features.row(lambda h: -density(h).log_density)
 
 
 def dempster_shafer(logits: Tensor) -> Tensor:
     """``K / (K + Σ exp μ)`` of logits ``(n, K)``: the OOD score of SNGP's authors."""
     classes = logits.shape[1]
     return torch.sigmoid(math.log(classes) - logits.double().logsumexp(1))
-
-
-def _density_row(run: Run, trained: Trained, test: Pair) -> Json:
-    train, inside, outside = _features(run, trained, test)
-    density = fit_density(
-        train.features.to(run.device), train.labels.to(run.device), num_classes=len(trained.train.classes)
-    )
-    known = -density(inside.features.to(run.device)).log_density.cpu()
-    unknown = {name: -density(each.features.to(run.device)).log_density.cpu() for name, each in outside.items()}
-    return _quality(run, inside.logits.softmax(1), inside.labels, known, unknown)
-
-
-def _quality(run: Run, probabilities: Tensor, labels: Tensor, known: Tensor, unknown: Mapping[str, Tensor]) -> Json:
-    return {
-        "fit_images": common.scale_of(run).fit_images,
-        **quality(probabilities.double(), labels),
-        "auroc": {name: ranking.auroc(known, found) for name, found in unknown.items()},
-    }
 
 
 REGRESSIONS: Mapping[str, str] = {"DVE": "PSC, head dve", "PSC, blr": "PSC"}
@@ -217,35 +213,18 @@ def fragment(record: Json) -> str:
         found = rows.get(method)
         of_number = numbers.get(REGRESSIONS.get(method, ""))
         if of_number is not None:
-            cells = [f"RMSE {of_number['rmse']:.2f}°", common.number(of_number["nll"], 4), "–"]
-            cells += [common.number(of_number["auroc"][name], 4) if name in of_number["auroc"] else "–"
-                      for name in OUTSIDE]  # fmt: skip
+            aurocs = [of_number["auroc"].get(name) for name in OUTSIDE]
+            cells = [f"RMSE {of_number['rmse']:.2f}°", runs.number(of_number["nll"], 4), runs.number(None)]
+            cells += [runs.number(value, 4) for value in aurocs]
         elif found is None:
             cells = ["not run", "", "", "", ""]
         else:
-            cells = [common.number(found[key], 4) for key in ("accuracy", "nll", "ece")]
-            cells += [common.number(found["auroc"][name], 4) for name in OUTSIDE]
+            values = [found[key] for key in ("accuracy", "nll", "ece")] + [found["auroc"][name] for name in OUTSIDE]
+            cells = [runs.number(value, 4) for value in values]
         lines.append([method, *words, *cells])
     header = ["method", "answer to feature collapse", "retrains", "task", "accuracy", "NLL, nats", "ECE"]
-    header += [f"AUROC {name}" for name in OUTSIDE]
-    fitted = next(iter(rows.values()))["fit_images"] or "all"
-    return (
-        "\n\n".join(
-            [
-                "## Methods on the same network and data",
-                runs.markdown_table(header, lines),
-                f"CIFAR-10, JPEG-recompressed (quality 75); {record['result']['trained']}, and the same with or "
-                f"without spectral norm ≤ {checkpoints.SPECTRAL_NORM:g}; fitted on {fitted} training images. The "
-                "random-feature GP and DDU run on the network trained with spectral normalisation (SN), without DDU's "
-                "modified shortcuts and LeakyReLU, DUQ and PSC on the plain one. DUQ "
-                "here is its output layer alone; the network was trained without the gradient penalty. The regressions "
-                "predict the angle of turned digits (benchmarks/results/regression.md): errors are in degrees, and "
-                "Fashion-MNIST is told from digits by the gates of both.",
-                runs.provenance(record),
-            ]
-        )
-        + "\n"
-    )
+    table = runs.markdown_table([*header, *(f"AUROC {name}" for name in OUTSIDE)], lines)
+    return "\n\n".join([table, runs.provenance(record)])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Upper bounds for every server: the device step alone, decoding alone.  Each runs in a process of its own."""
+"""Upper bounds for every server, each in a process of its own: the device step alone, decoding alone."""
 
 from __future__ import annotations
 

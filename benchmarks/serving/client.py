@@ -1,23 +1,63 @@
-"""A load generator for one URL: HTTP/1.1 over persistent connections with little work for each request.
+"""A load generator: HTTP/1.1 over persistent connections with little work for each request.
 
 Latencies start when a request was *due*, not when it was sent, so a generator that lags behind makes them longer,
-never shorter.
+never shorter.  Nothing heavy is imported: :func:`drive` runs in a process of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import random
+import resource
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter as clock
+from typing import Any
+
+import uvloop
 
 CONNECTION_LOST = "connection lost"
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where requests go and what they carry.
+
+    Attributes:
+        port: Of the server on this machine.
+        path: To post to.
+        content_type: Of the bodies.
+        bodies: Each request carries a random one.
+        images: Number in each body.
+    """
+
+    port: int
+    path: str
+    content_type: str
+    bodies: Sequence[bytes]
+    images: int = 1
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A load.
+
+    Attributes:
+        seconds: How long requests are sent.
+        clients: Number of clients in a closed loop; 0 for an open loop.
+        per_second: Arrivals in an open loop.
+    """
+
+    seconds: float
+    clients: int = 0
+    per_second: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,46 +192,34 @@ class Timer:
 
 
 class Generator:
-    """Sends requests to one server.
+    """Sends requests to one server of this machine.
 
     Args:
-        host, port: Of the server.
-        bodies: Each request carries a random one.
-        path: To post them to.
-        content_type: Of the bodies.
+        target: Each request carries a random one of its bodies.
         seed: Of bodies and arrivals.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        bodies: Sequence[bytes],
-        *,
-        path: str = "/predict",
-        content_type: str = "image/png",
-        seed: int = 0,
-    ) -> None:
-        self._host, self._port = host, port
-        start = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: {content_type}\r\nContent-Length: "
-        self._requests = [f"{start}{len(body)}\r\n\r\n".encode() + body for body in bodies]
+    def __init__(self, target: Target, *, seed: int = 0) -> None:
+        self._port = target.port
+        start = (
+            f"POST {target.path} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: {target.content_type}\r\nContent-Length: "
+        )
+        self._requests = [f"{start}{len(body)}\r\n\r\n".encode() + body for body in target.bodies]
         self._random = random.Random(seed)
         self._idle: list[Connection] = []
 
-    async def get(self, path: str) -> tuple[int, str]:
-        """Status and body of a GET on a connection of its own."""
-        connection = await self._connect()
-        try:
-            status, _, body = await connection.send(f"GET {path} HTTP/1.1\r\nHost: {self._host}\r\n\r\n".encode())
-            return status, body.decode()
-        finally:
-            self._close(connection)
+    async def get(self, path: str) -> str:
+        """Body of a GET on a connection of its own."""
+        return (await self._once(f"GET {path} HTTP/1.1\r\nHost: {HOST}\r\n\r\n".encode()))[1].decode()
 
     async def post(self) -> tuple[int, bytes]:
-        """Status and body of one POST on a connection of its own."""
+        """Status and body of a POST on a connection of its own."""
+        return await self._once(self._requests[0])
+
+    async def _once(self, request: bytes) -> tuple[int, bytes]:
         connection = await self._connect()
         try:
-            status, _, body = await connection.send(self._random.choice(self._requests))
+            status, _, body = await connection.send(request)
             return status, body
         finally:
             self._close(connection)
@@ -253,10 +281,55 @@ class Generator:
 
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(Connection, self._host, self._port)
+        _, connection = await loop.create_connection(Connection, HOST, self._port)
         return connection
 
     @staticmethod
     def _close(connection: Connection) -> None:
         if connection.transport is not None:
             connection.transport.close()
+
+
+def drive(target: Target, phase: Phase) -> dict[str, Any]:
+    """Send one phase, wait for all responses, and return its summary."""
+    loop = uvloop.new_event_loop()
+    gc.collect()
+    gc.freeze()
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    load = loop.run_until_complete(_send(target, phase))
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    loop.close()
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {**summary(load, target.images), "client_cpu_s": round(cpu_s, 3)}
+
+
+def summary(load: Load, images: int = 1) -> dict[str, Any]:
+    """Rates, statuses and latencies of a phase with ``images`` in each request."""
+    latencies = load.seconds()
+    ended = max((response.due + response.seconds for response in load.responses), default=load.ended)
+    seconds = max(load.ended, ended) - load.began
+    found: dict[str, Any] = {
+        "seconds": round(seconds, 3),
+        "requests": len(latencies),
+        "statuses": dict(sorted(load.statuses.items())),
+        "requests_per_s": round(len(latencies) / seconds, 1),
+        "images_per_s": round(images * len(latencies) / seconds, 1),
+    }
+    if latencies:
+        found |= {f"p{percent}_ms": round(1000 * quantile(latencies, percent / 100), 3) for percent in (50, 90, 99)}
+    return found
+
+
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """q-quantile of ascending values; infinite for none."""
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("inf")
+
+
+async def _send(target: Target, phase: Phase) -> Load:
+    generator = Generator(target)
+    try:
+        if phase.clients:
+            return await generator.closed_loop(phase.clients, phase.seconds)
+        return await generator.open_loop(phase.per_second, phase.seconds)
+    finally:
+        generator.close()

@@ -1,29 +1,26 @@
-"""All turns of all servers in one case, and what bounds them."""
+"""All turns of all servers in one table."""
 
 from __future__ import annotations
 
 import contextlib
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.instruction_sets import held_to, in_fresh_process
-from benchmarks.runs import Json, write_json
-from benchmarks.serving import curve, environments
-from benchmarks.serving.ceilings import BareSteps, decode_only
-from benchmarks.serving.drive import Phase
-from benchmarks.serving.processes import ROOT, Processes, ServerFailed, free_port
-from benchmarks.serving.running import CLIENTS, FIRST_WARM_UP_SECONDS, Client, RunningServer
-from benchmarks.serving.servers import BY_NAME, OVERHEAD, Server
+from benchmarks.instruction_sets import held_to
+from benchmarks.runs import ROOT, Json, write_json
+from benchmarks.serving import curve
+from benchmarks.serving.ceilings import BareSteps
+from benchmarks.serving.processes import ServerFailed
+from benchmarks.serving.running import Client, RunningServer
+from benchmarks.serving.servers import OURS, Server
 
 SETTLE_SECONDS = 5.0
 """Between the last server's start and the first stop: Ray Serve loses its proxy when it is stopped while starting."""
-ADAPTERS = "benchmarks.serving.adapters"
 
 
 @dataclass
@@ -71,7 +68,7 @@ def slowest_peak(found: Json) -> float:
         for name, one in found.items()
         if one.get("rounds")
     }
-    peers = {name: peak for name, peak in peaks.items() if not (name in BY_NAME and BY_NAME[name].ours)}
+    peers = {name: peak for name, peak in peaks.items() if name not in OURS}
     return min((peers or peaks).values(), default=0.0)
 
 
@@ -136,45 +133,6 @@ def measure_table(run: Run, table: Json, bundle: Path, images: Sequence[bytes]) 
                 if name in running:
                     found[name]["sweeps"].append(points)
             run.write()
-
-
-def measure_ceilings(run: Run, inputs: Mapping[str, tuple[Path, Sequence[bytes]]]) -> None:
-    """Decoding alone, and HTTP alone.
-
-    Args:
-        run: Its record is written.
-        inputs: Bundle and images by case.
-    """
-    run.record["ceilings"]["decode"] = {
-        case: in_fresh_process(decode_only, *given, run.seconds) for case, given in inputs.items()
-    }
-    bundle, images = inputs[OVERHEAD]
-    answer = environments.HOME / "answer.json"
-    answer.write_bytes(b'{"predictions":[' + b"0," * 350 + b"0]}")
-    for module in ("bare", "instant"):
-        log(f"ceiling: {module}")
-        try:
-            run.record["ceilings"][module] = measure_http(module, bundle, answer, images, run.seconds, run.client)
-        except ServerFailed as error:
-            run.record["ceilings"][module] = failed(error)
-    run.write()
-
-
-def measure_http(
-    module: str, bundle: Path, answer: Path, images: Sequence[bytes], seconds: float, client: Client
-) -> Json:
-    """A closed loop against an adapter without a model."""
-    with tempfile.TemporaryDirectory(prefix="psc-benchmark-") as scratch:
-        port = free_port()
-        shell = Server(module, module, ("-m", f"{ADAPTERS}.{module}"), "")
-        variables = shell.variables(OVERHEAD, port=port, bundle=bundle, counts=Path(scratch), device="cpu")
-        variables["BENCH_ANSWER"] = str(answer)
-        target = shell.target(port, images)
-        command = shell.command(Path(sys.executable), port=port, bundle=bundle, device="cpu")
-        with Processes(command, variables) as processes:
-            processes.wait_until_ready(target)
-            client.send(processes, target, Phase(FIRST_WARM_UP_SECONDS, clients=CLIENTS), Path(scratch))
-            return client.send(processes, target, Phase(seconds, clients=CLIENTS), Path(scratch))
 
 
 def failed(error: Exception) -> Json:

@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from benchmarks.runs import ROOT
 from psc_core.cli.fit import main as psc_fit
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
 
 FACTORY = "benchmarks.serving.overhead:network"
-DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
+DATA = ROOT / "tests" / "data"
 
 
 def network(num_classes: int = 10, in_channels: int = 1, stride: int = 4) -> nn.Module:

@@ -13,10 +13,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.serving.client import Generator
-from benchmarks.serving.drive import Target
+from benchmarks.runs import ROOT
+from benchmarks.serving.client import Generator, Target
 
-ROOT = Path(__file__).resolve().parents[2]
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -32,10 +31,16 @@ def free_port() -> int:
 
 
 class Processes:
-    """A command and all its descendants in a session of their own, terminated at the end of the ``with`` block."""
+    """A command and all its descendants in a session of their own, terminated at the end of the ``with`` block.
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._log = tempfile.TemporaryFile(prefix="psc-benchmark-")  # noqa: SIM115
+    Args:
+        command: Program and arguments, run in the repository.
+        environment: The whole environment.
+        log: Where its output goes, by default a temporary file.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> None:
+        self._log = log.open("w+b") if log else tempfile.TemporaryFile(prefix="psc-benchmark-")  # noqa: SIM115
         self._process = subprocess.Popen(
             list(command),
             cwd=ROOT,
@@ -57,6 +62,13 @@ class Processes:
         self._signal(signal.SIGKILL)
         self._process.wait()
         self._log.close()
+
+    def wait(self, seconds: float) -> int | None:
+        """Exit code of the command; None if it still runs after that time."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
 
     def stop(self) -> None:
         """Suspend all of them until :meth:`resumed`."""
@@ -109,7 +121,7 @@ class Processes:
     @staticmethod
     def get(port: int, path: str) -> str:
         """Body of a GET."""
-        return asyncio.run(Generator("127.0.0.1", port, []).get(path))[1]
+        return asyncio.run(Generator(Target(port, path, "", [])).get(path))
 
     def wait_until_ready(self, target: Target, seconds: float = 120.0) -> bytes:
         """Post the first body until the status is 200; returns that response.
@@ -140,10 +152,7 @@ class Processes:
 
 
 async def _post_once(target: Target) -> tuple[int, bytes]:
-    generator = Generator(
-        "127.0.0.1", target.port, target.bodies[:1], path=target.path, content_type=target.content_type
-    )
-    return await asyncio.wait_for(generator.post(), 30)
+    return await asyncio.wait_for(Generator(target).post(), 30)
 
 
 def _processes() -> dict[int, tuple[int, int]]:

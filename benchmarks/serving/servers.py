@@ -1,19 +1,24 @@
-"""The compared servers: how to install, start and configure each, and its requests."""
+"""The compared servers: how to install, start and configure each, and its requests.
+
+A peer has an environment of its own: its packages from PyPI, and torch and ``psc_core`` of the running interpreter.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
 import os
+import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving import environments
+from benchmarks.runs import ROOT
 from benchmarks.serving.adapters.settings import FACTORY, JPEG, MAX_BATCH
-from benchmarks.serving.drive import Target
+from benchmarks.serving.client import Target
 
 OVERHEAD, PHOTOGRAPHS, COMPUTE = "overhead-bound", "photographs", "compute-bound"
 CASES = {
@@ -22,6 +27,12 @@ CASES = {
     COMPUTE: "PNG digits of 28 × 28; the shipped Dirty-MNIST ResNet-18",
 }
 """What is sent and served in each case."""
+
+OURS = ("psc", "psc-workers")
+"""Names of ``psc-serve``."""
+
+HOME = ROOT / "out" / "peers"
+"""Environments of the peers, and bundles."""
 
 _ADAPTERS = "benchmarks.serving.adapters"
 _FAST_RAY = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_USAGE_STATS_ENABLED": "0",
@@ -56,11 +67,6 @@ class Server:
     many: str | None = None
     json: bool = False
 
-    @property
-    def ours(self) -> bool:
-        """Whether it is ``psc-serve``."""
-        return self.name.startswith("psc")
-
     def python(self) -> Path:
         """Its interpreter; builds the environment if it is missing.
 
@@ -69,7 +75,7 @@ class Server:
         """
         if self.requirement is None:
             return Path(sys.executable)
-        return environments.build(self.name, self.requirement)
+        return installed(self.name, self.requirement)
 
     def command(self, python: Path, *, port: int, bundle: Path, device: str) -> list[str]:
         """The command line."""
@@ -83,7 +89,7 @@ class Server:
             if not name.startswith(("PSC_", "OMP_", "RAY_", "BENTOML_", "MOSEC_"))
             and not (name == "PYTHONPATH" and self.requirement)  # A peer has an environment of its own.
         }
-        if self.ours:
+        if self.name in OURS:
             return clean
         options = {"THREADS": (os.cpu_count() or 1) if case == COMPUTE else 1, **self.options.get(case, {})}
         clean |= {"OMP_NUM_THREADS": str(options["THREADS"]), **self.environment}
@@ -107,15 +113,55 @@ class Server:
         if self.many is None:
             return None
         groups = [[images[(start + k) % len(images)] for k in range(count)] for start in range(0, len(images), count)]
-        bodies = [_ours(group) if self.ours else _base64(group) for group in groups]
+        bodies = [_ours(group) if self.name in OURS else _base64(group) for group in groups]
         return Target(port, self.many, "application/json", bodies, images=count)
+
+
+def installed(name: str, requirement: str, home: Path = HOME) -> Path:
+    """The interpreter of a peer's environment; built if there is none for this requirement.
+
+    Raises:
+        RuntimeError: pip failed; the message ends with its output.
+    """
+    folder = home / name
+    python, mark = folder / "bin" / "python", folder / "requirement.txt"
+    if mark.exists() and mark.read_text() == requirement:
+        return python
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", requirement]
+    for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], pip):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{requirement} could not be installed: {done.stderr.strip()[-500:]}")
+    site = next((folder / "lib").glob("python*/site-packages"))
+    # Searched behind the peer's own packages, so its versions win.
+    (site / "psc-benchmark.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+    mark.write_text(requirement)
+    return python
+
+
+_VERSIONS = """
+import importlib.metadata as m, json, sys
+found = {}
+for name in sys.argv[1:]:
+    try: found[name] = m.version(name)
+    except m.PackageNotFoundError: pass
+print(json.dumps(found))
+"""
+
+
+def versions(python: Path, packages: Sequence[str]) -> dict[str, str]:
+    """Versions of ``packages`` and torch in an interpreter's environment."""
+    command = [str(python), "-c", _VERSIONS, *packages, "torch"]
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found: dict[str, str] = json.loads(subprocess.run(command, capture_output=True, check=True, env=clean).stdout)
+    return found
 
 
 def answer_of(server: Server, body: bytes) -> dict[str, Any]:
     """The prediction of one image: probabilities, predictive_entropy, log_density, ood_p_value."""
     document = json.loads(body)
     answer: dict[str, Any] = document
-    if server.ours:
+    if server.name in OURS:
         answer = document["predictions"][0]
     elif isinstance(document, list):
         answer = document[0]

@@ -10,17 +10,9 @@ import torch
 from benchmarks.instruction_sets import AVX2, SETS, available, held_to, in_fresh_process
 
 
-@pytest.mark.parametrize(
-    ("flags", "names"),
-    [
-        (["avx2", "fma"], ["AVX2"]),
-        (["avx2", "avx512f"], ["AVX2", "AVX-512"]),
-        (["amx_tile", "avx2", "avx512f"], ["AVX2", "AVX-512", "AMX"]),
-        (["asimd"], ["native"]),
-    ],
-)
-def test_available_sets_end_with_the_best(flags: list[str], names: list[str]) -> None:
-    assert available(flags) == names
+def test_available_sets_end_with_the_best() -> None:
+    assert available(["amx_tile", "avx2", "avx512f"]) == ["AVX2", "AVX-512", "AMX"]
+    assert available(["asimd"]) == ["native"]
 
 
 def test_the_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
