@@ -3,12 +3,16 @@
 ``psc-fit --model benchmarks.networks:wide_resnet28_10`` uses any of them; the ResNets and the VGG are
 torchvision's own with a small stem, so a bundle of theirs loads without this module.
 
-In :data:`NETWORKS`, ``…_mod`` is the architecture that Deep Deterministic Uncertainty trains (:mod:`benchmarks.mod`).
+``…_mod`` is the architecture of Deep Deterministic Uncertainty (Mukhoti et al., 2023).  Two changes to a residual
+network keep it sensitive to its input: LeakyReLU (slope 0.01) for ReLU, so that no unit is flat, and, where a block
+changes stride or width, a shortcut without weights, which averages s × s pixels (s the stride) and pads the new
+channels with zeros, for a strided 1×1 convolution.  At an odd size, which s does not divide, every s-th pixel is taken
+instead, as in the authors' code.
 
-Spectral normalisation follows Deep Deterministic Uncertainty (Mukhoti et al., 2023): a *bound*, not an
-equality.  A weight W with spectral norm σ > coefficient is replaced by W · coefficient / σ, with one power
-iteration in each training step.  A convolution's σ is that of the linear map of images (with stride, padding and
-input size), up to three times that of its (out, in · kernel) matrix for a 3×3 kernel.
+Spectral normalisation follows them too: a *bound*, not an equality.  A weight W with spectral norm σ > coefficient is
+replaced by W · coefficient / σ, with one power iteration in each training step.  A convolution's σ is that of the
+linear map of images (with stride, padding and input size), up to three times that of its (out, in · kernel) matrix for
+a 3×3 kernel.
 """
 
 from __future__ import annotations
@@ -22,8 +26,6 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torchvision import models
 from torchvision.models.resnet import BasicBlock
-
-from benchmarks.mod import modify
 
 
 def _small_resnet(build: Callable[..., nn.Module], num_classes: int, in_channels: int) -> nn.Module:
@@ -173,6 +175,40 @@ def wide_resnet28_10(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
 def wide_resnet10_1(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     """Wide-ResNet-10-1: the smallest network of the family, for tests."""
     return WideResNet(10, 1, num_classes, in_channels)
+
+
+def average_shortcut(x: Tensor, stride: int, added: int) -> Tensor:
+    """(B, C, H, W) to (B, C + added, ⌈H/s⌉, ⌈W/s⌉)."""
+    size = stride if x.shape[2] % 2 == 0 else 1
+    return F.pad(F.avg_pool2d(x, size, stride), (0, 0, 0, 0, 0, added))
+
+
+torch.fx.wrap("average_shortcut")  # One call of a traced graph, because it asks for the size.
+
+
+class AverageShortcut(nn.Module):
+    """:func:`average_shortcut` in place of a 1×1 convolution."""
+
+    def __init__(self, convolution: nn.Conv2d) -> None:
+        super().__init__()
+        self.stride = convolution.stride[0]
+        self.added = convolution.out_channels - convolution.in_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return average_shortcut(x, self.stride, self.added)
+
+
+def modify(net: nn.Module) -> nn.Module:
+    """Make both changes in ``net``, a ResNet of torchvision or a Wide-ResNet, in place."""
+    for parent in list(net.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.ReLU):
+                setattr(parent, name, nn.LeakyReLU(inplace=child.inplace))
+            elif name == "downsample" and isinstance(child, nn.Sequential) and isinstance(child[0], nn.Conv2d):
+                setattr(parent, name, AverageShortcut(child[0]))
+            elif name == "shortcut" and isinstance(child, nn.Conv2d):
+                setattr(parent, name, AverageShortcut(child))
+    return net
 
 
 _PLAIN = (resnet18, resnet18_narrow, resnet50, vgg16, vgg16_narrow, wide_resnet28_10, wide_resnet10_1)

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from app.inference.steps import EagerStep, Step, make_step
-from benchmarks.device import floor
 from benchmarks.device.report import fragment
 from benchmarks.device.subjects import (
     MEMBERS,
@@ -43,7 +42,16 @@ from benchmarks.device.subjects import (
     unfused,
     with_dropout,
 )
-from benchmarks.device.timing import bandwidth, milliseconds, on_device, peak, ratio, take_turns
+from benchmarks.device.timing import (
+    bandwidth,
+    milliseconds,
+    on_device,
+    operations,
+    peak,
+    ratio,
+    take_turns,
+    traffic,
+)
 from benchmarks.runs import RESULTS, Json, environment, plain_parser, write_json
 from psc_core.compute.allocator import keep_freed_memory
 from psc_core.compute.device import resolve_device
@@ -218,14 +226,14 @@ class Measurement:
             variants["psc"](images)  # fuses, which is not part of a step
         whole = Plain([unfused(self.net, "fp32", self.device)], self.subject.preprocess, "fp32").to(self.device)
         return {
-            "psc_operations": floor.operations(variants["psc"], images) / 8,
-            "plain_operations": floor.operations(whole, images) / 8,
+            "psc_operations": operations(variants["psc"], images) / 8,
+            "plain_operations": operations(whole, images) / 8,
             "psc_bytes": {count: self.bytes_of(variants["psc"], count) for count in self.buckets("eager")},
         }
 
     def bytes_of(self, network: Any, count: int) -> int:
         """Bytes of one step."""
-        return floor.traffic(network, self.images(count).to(self.device))
+        return traffic(network, self.images(count).to(self.device))
 
     def calls(
         self, networks: Mapping[str, Any], images: np.ndarray[Any, Any], mode: str
@@ -247,12 +255,12 @@ class Measurement:
             "bucket": bucket,
             "ms": {name: milliseconds(taken) for name, taken in times.items()},
             "images_per_s": round(bucket / median(times["psc"]), 1),
-            "throughput_over_plain": ratio(times["plain"], times["psc"]).rounded(),
-            "throughput_over_plain_fused": ratio(times["plain_fused"], times["psc"]).rounded(),
+            "throughput_over_plain": ratio(times["plain"], times["psc"]),
+            "throughput_over_plain_fused": ratio(times["plain_fused"], times["psc"]),
             "rounds": len(times["psc"]),
         }
         if "psc_tied" in times:
-            row["tied_throughput_over_plain_fused"] = ratio(times["plain_fused"], times["psc_tied"]).rounded()
+            row["tied_throughput_over_plain_fused"] = ratio(times["plain_fused"], times["psc_tied"])
         if mode == MODES[self.device.type][0]:
             row |= time_of_parts(variants["psc"], images.to(self.device), self.device, self.seconds / 2)
             bytes_ = work["psc_bytes"].get(bucket) or self.bytes_of(variants["psc"], bucket)
@@ -287,7 +295,7 @@ class Measurement:
                     "mc_dropout_fused": Plain([trunk], s.preprocess, kind, passes=SAMPLES).to(device),
                 }
                 times = take_turns(self.calls(networks, images, mode), seconds=self.seconds, rounds=(3, 50))
-            over = {name: ratio(taken, times["psc"]).rounded() for name, taken in times.items() if name != "psc"}
+            over = {name: ratio(taken, times["psc"]) for name, taken in times.items() if name != "psc"}
             ms = {name: milliseconds(taken) for name, taken in times.items()}
             rows.append({"precision": precision, "mode": mode, "bucket": bucket, "ms": ms, "over_psc": over})
         return rows

@@ -60,8 +60,8 @@ PARTS: dict[str, Part] = {
     "device-small": Part(f"{_DEVICE} tail 'ResNet-18, 28' 'ResNet-50, 32' 'VGG-16, 32' 'WRN-28-10, 32'", "--quick"),
     "device-large": Part(f"{_DEVICE} 'ResNet-18, 224' 'ResNet-50, 224' 'VGG-16, 224'", "--quick", minutes=6),
     "serving-photographs": Part(
-        f"{_PEERS} --out {{out}}/serving-photographs --cases photographs --untrained 'ResNet-50, 224'",
-        f"{_FEWER} --untrained 'ResNet-18, 224'",
+        f"{_PEERS} --out {{out}}/serving-photographs --cases photographs --untrained torchvision:resnet50",
+        f"{_FEWER} --untrained torchvision:resnet18",
     ),
     "serving-digits": Part(f"{_PEERS} --out {{out}}/serving-digits --cases compute-bound", _FEWER),
     "fit": Part(f"benchmarks.gpu.fit {_HERE} --images 20000", "--images 200 --size 64"),

@@ -18,8 +18,7 @@ from benchmarks.data import random_images
 from benchmarks.fitting import Penultimate
 from benchmarks.ood import detectors, peers, tables
 from benchmarks.ood.detectors import DEFAULT, PSC_OPTIONS, Detector, Images, scored
-from benchmarks.ood.settings import AT_SCALE, SETTINGS, Setting, test_images
-from benchmarks.ood.shifts import SHIFTS
+from benchmarks.ood.settings import AT_SCALE, SETTINGS, SHIFTS, Setting, test_images
 from benchmarks.probabilities import DIVISIONS, divide, examples_of, qualities
 from benchmarks.runs import Json, Run
 from psc_core.data.dataset import split_validation

@@ -23,8 +23,7 @@ from app.settings import Settings
 from benchmarks.runs import BUNDLE, RESULTS, Json, markdown_table, measured, origin, plain_parser, write_json
 from benchmarks.serving.client import Generator, Load, Target, summary
 from benchmarks.serving.images import digits
-from benchmarks.serving.metrics import mean_batch, scraped
-from benchmarks.serving.processes import Processes, free_port
+from benchmarks.serving.processes import Processes, free_port, mean_batch, scraped
 
 CLIENTS, STEADY, OVERLOAD = 64, 0.7, 3.0
 LIGHT = 0.1
@@ -40,26 +39,21 @@ PHASES = ("closed loop", "unloaded", "steady", "overload", "recovery")
 """In the order in which they run."""
 
 
-class Bench:
-    """Runs phases against a service and keeps their results."""
+async def run(name: str, generator: Generator, sending: Coroutine[Any, Any, Load]) -> Json:
+    """Result of a phase, with queue and batches from the service's metrics."""
 
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
-        self.phases: dict[str, Json] = {}
+    async def metrics() -> dict[str, float]:
+        return scraped(await generator.get("/metrics"))
 
-    async def run(self, name: str, sending: Coroutine[Any, Any, Load]) -> None:
-        """Run one phase and record its load, with queue and batches from the service's metrics."""
-        before, deepest = await self._metrics(), 0.0
-        task = asyncio.create_task(sending)
-        while not task.done():
-            await asyncio.wait([task], timeout=0.25)
-            deepest = max(deepest, (await self._metrics())["psc_queue_depth"])
-        batches = {"mean_size": mean_batch(before, await self._metrics())}
-        self.phases[name] = {**phase(task.result()), "batches": batches, "max_queued_images": int(deepest)}
-        print(f"{name}: {self.phases[name]}", file=sys.stderr, flush=True)
-
-    async def _metrics(self) -> dict[str, float]:
-        return scraped(await self._generator.get("/metrics"))
+    before, deepest = await metrics(), 0.0
+    task = asyncio.create_task(sending)
+    while not task.done():
+        await asyncio.wait([task], timeout=0.25)
+        deepest = max(deepest, (await metrics())["psc_queue_depth"])
+    batches = {"mean_size": mean_batch(before, await metrics())}
+    found = {**phase(task.result()), "batches": batches, "max_queued_images": int(deepest)}
+    print(f"{name}: {found}", file=sys.stderr, flush=True)
+    return found
 
 
 def phase(load: Load) -> Json:
@@ -71,24 +65,27 @@ def phase(load: Load) -> Json:
 
 async def measure(target: Target, scale: float) -> tuple[dict[str, Json], Json]:
     """All phases; their lengths are multiplied by ``scale``."""
-    generator = Generator(target)
-    bench = Bench(generator)
+    generator, phases = Generator(target), dict[str, Json]()
+
+    async def send(name: str, sending: Coroutine[Any, Any, Load]) -> None:
+        phases[name] = await run(name, generator, sending)
+
     await generator.closed_loop(CLIENTS, 2.0)
-    await bench.run("closed loop", generator.closed_loop(CLIENTS, 15.0 * scale))
-    peak = bench.phases["closed loop"]["requests_per_s"]
+    await send("closed loop", generator.closed_loop(CLIENTS, 15.0 * scale))
+    peak = phases["closed loop"]["requests_per_s"]
     light = max(5.0, LIGHT * peak)
     await asyncio.sleep(1.0)
-    await bench.run("unloaded", generator.open_loop(light, 10.0 * scale))
-    await bench.run("steady", generator.open_loop(STEADY * peak, 20.0 * scale))
+    await send("unloaded", generator.open_loop(light, 10.0 * scale))
+    await send("steady", generator.open_loop(STEADY * peak, 20.0 * scale))
     sent = asyncio.Event()
-    task = asyncio.create_task(bench.run("overload", generator.open_loop(OVERLOAD * peak, 60.0 * scale, sent=sent)))
+    task = asyncio.create_task(send("overload", generator.open_loop(OVERLOAD * peak, 60.0 * scale, sent=sent)))
     await sent.wait()  # What is queued now is still to be answered while the light load begins.
     recovery = await generator.open_loop(light, 12.0)
     await task
-    bench.phases["recovery"] = phase(recovery)
+    phases["recovery"] = phase(recovery)
     generator.close()
-    normal_s = bench.phases["unloaded"]["p50_ms"] / 1000
-    return bench.phases, {"peak_images_per_s": peak, "back_to_normal_s": back_to_normal(recovery, normal_s)}
+    normal_s = phases["unloaded"]["p50_ms"] / 1000
+    return phases, {"peak_images_per_s": peak, "back_to_normal_s": back_to_normal(recovery, normal_s)}
 
 
 def back_to_normal(load: Load, normal_s: float) -> float:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.runs import ROOT
@@ -55,7 +56,7 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._signal(signal.SIGCONT)
+        self.resume()
         self._process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(15)
@@ -71,17 +72,12 @@ class Processes:
             return None
 
     def stop(self) -> None:
-        """Suspend all of them until :meth:`resumed`."""
+        """Suspend all of them until :meth:`resume`."""
         self._signal(signal.SIGSTOP)
 
-    @contextlib.contextmanager
-    def resumed(self) -> Iterator[None]:
-        """Resume them inside the ``with`` block."""
+    def resume(self) -> None:
+        """Let them go on."""
         self._signal(signal.SIGCONT)
-        try:
-            yield
-        finally:
-            self.stop()
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in self.pids():
@@ -149,6 +145,18 @@ class Processes:
         self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, self._log.tell() - 1500))
         return self._log.read().decode(errors="replace").strip()
+
+
+def scraped(text: str) -> dict[str, float]:
+    """Metrics of a service with one model, by name and labels, the model's name left out."""
+    text = re.sub(r',?model="[^"]*"', "", text).replace("{,", "{").replace("{} ", " ")
+    return {name: float(value) for name, value in re.findall(r"^(psc_\S+) (\S+)$", text, re.MULTILINE)}
+
+
+def mean_batch(before: Mapping[str, float], after: Mapping[str, float]) -> float | None:
+    """Images of a device step between two scrapes; None without a step."""
+    images, steps = (after[key] - before[key] for key in ("psc_batch_size_sum", "psc_batch_size_count"))
+    return round(images / steps, 2) if steps else None
 
 
 async def _post_once(target: Target) -> tuple[int, bytes]:

@@ -16,8 +16,7 @@ from benchmarks.serving import curve
 from benchmarks.serving.adapters.settings import COUNTS, FACTORY
 from benchmarks.serving.client import Phase, Target, drive
 from benchmarks.serving.gpu import GpuUse
-from benchmarks.serving.metrics import mean_batch, scraped
-from benchmarks.serving.processes import Processes, ServerFailed, free_port
+from benchmarks.serving.processes import Processes, ServerFailed, free_port, mean_batch, scraped
 from benchmarks.serving.servers import COMPUTE, OURS, Server, answer_of, versions
 from psc_core.model.backend_names import BACKENDS
 from psc_core.model.predictor import PSC
@@ -139,9 +138,12 @@ class RunningServer:
 
     @contextlib.contextmanager
     def _resumed(self) -> Iterator[None]:
-        with self._processes.resumed():
+        self._processes.resume()
+        try:
             self._processes.wait_until_ready(self._single)
             yield
+        finally:
+            self._processes.stop()
 
     def _phase(self, client: Client, target: Target, phase: Phase) -> Json:
         before = self._counted()

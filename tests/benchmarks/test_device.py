@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.device import floor, report, run
+from benchmarks.device import report, run
 from benchmarks.device.subjects import SUBJECTS, Plain, Subject, enable_dropout, fused, unfused, with_dropout
-from benchmarks.device.timing import ratio, take_turns
+from benchmarks.device.timing import operations, ratio, take_turns, traffic
 from psc_core.images.preprocess import PRESETS
 from psc_core.model.outputs import Outputs
 
@@ -30,7 +30,7 @@ def test_variants_take_turns_and_ratios_are_taken_within_rounds() -> None:
     times = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, seconds=0, rounds=(3, 3))
     assert order == ["a", "b", "b", "a", "a", "b", "b", "a"]  # a warm-up, then every other round backwards
     assert {name: len(taken) for name, taken in times.items()} == {"a": 3, "b": 3}
-    assert ratio([2.0, 30.0, 4.0, 8.0, 6.0], [1.0, 10.0, 2.0, 4.0, 3.0]) == (2.0, 2.0, 2.0)
+    assert ratio([2.0, 30.0, 4.0, 8.0, 6.0], [1.0, 10.0, 2.0, 4.0, 3.0]) == [2.0, 2.0, 2.0]
 
 
 @torch.inference_mode()
@@ -58,9 +58,9 @@ def test_ensemble_and_dropout_run_every_member_and_pass() -> None:
 
 def test_counts_operations_and_bytes() -> None:
     net, x = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(5 * 30 * 30, 7)), torch.randn(2, 3, 32, 32)
-    assert floor.operations(net, x) == 2 * 2 * (5 * 30 * 30 * 27 + 5 * 30 * 30 * 7)
+    assert operations(net, x) == 2 * 2 * (5 * 30 * 30 * 27 + 5 * 30 * 30 * 7)
     a, b = torch.randn(4, 6), torch.randn(6, 8)
-    assert floor.traffic(lambda _: a @ b, x) == 4 * (24 + 48 + 32)
+    assert traffic(lambda _: a @ b, x) == 4 * (24 + 48 + 32)
 
 
 @pytest.mark.parametrize(("name", "density"), [("tiny", "gda"), ("tiny", "tied"), ("ResNet-18, 28", "gda")])

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from benchmarks.gpu import bundles, fit, run, smoke
+from benchmarks.gpu import fit, run, smoke
 from benchmarks.gpu.run import PARTS, Part
 from psc_core.images.preprocess import PRESETS
-from psc_core.model.predictor import PSC
 
 
 def test_smoke_says_what_passed_was_skipped_and_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,14 +60,6 @@ def test_parts_are_done_failed_out_of_time_or_skipped(
     assert [how.split(",")[0] for how in shown.values()] == ["done", "failed", "out of time", "skipped", "skipped"]
     assert "no_such_module" in shown["bad"] and shown["data"] == "skipped, needs --data"
     assert "no_such_module" in (tmp_path / "bad-cpu.log").read_text()
-
-
-def test_hooked_model_is_served_as_it_was_made(tmp_path: Path) -> None:
-    made = bundles.hooked()
-    again = PSC.load(bundles.write(made, tmp_path / "hooked"), device="cpu", allow_factories=bundles.FACTORIES)
-    images = torch.randint(0, 256, (3, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    assert not again.pipeline.is_traced
-    torch.testing.assert_close(again.predict(images).outputs.packed, made.predict(images).outputs.packed)
 
 
 def test_synthetic_images_differ_between_splits(monkeypatch: pytest.MonkeyPatch) -> None:

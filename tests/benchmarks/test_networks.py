@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.mod import AverageShortcut
 from benchmarks.networks import (
     NETWORKS,
+    AverageShortcut,
     SpectralBound,
     bound_spectral_norm,
     fold_spectral_norm,

@@ -9,7 +9,7 @@ import torch
 from benchmarks.fitting import Penultimate
 from benchmarks.ood import peers, tables
 from benchmarks.ood.detectors import Images, fdbd, fit_penultimate, scored
-from benchmarks.ood.shifts import SHIFTS
+from benchmarks.ood.settings import SHIFTS
 from psc_core.evaluation.baselines import full_density
 
 

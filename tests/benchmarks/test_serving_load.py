@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.serving.client import CONNECTION_LOST, Generator, Load, Response, Target, Timer, summary
 from benchmarks.serving.load import back_to_normal, phase
-from benchmarks.serving.metrics import mean_batch, scraped
+from benchmarks.serving.processes import mean_batch, scraped
 from tests.app.fakes import png
 from tests.app.live import live_server
 

@@ -15,11 +15,10 @@ import torch
 from PIL import Image
 
 from benchmarks.runs import Json, environment
-from benchmarks.serving import ceilings, measure, peers, report, running, servers
+from benchmarks.serving import bundles, ceilings, peers, report, running, servers
 from benchmarks.serving.ceilings import SIZES, BareSteps, best_images_per_s, images_per_s
 from benchmarks.serving.gpu import GpuUse
 from benchmarks.serving.images import photographs
-from benchmarks.serving.overhead import make_bundle
 from benchmarks.serving.servers import BY_NAME, CASES, COMPUTE, OURS, OVERHEAD, PHOTOGRAPHS, SERVERS, answer_of
 from psc_core.images.preprocess import PRESETS
 from tests.app.fakes import png
@@ -53,10 +52,10 @@ ThreadingHTTPServer(("127.0.0.1", int(os.environ["BENCH_PORT"])), Handler).serve
 
 
 def test_images_per_s_interpolates_between_sizes() -> None:
-    steps = {"folded": {"1": 2.0, "2": 3.0, "64": 64.0}, "plain": {"1": 9.0, "64": 640.0}}
-    assert images_per_s(steps, 33) == pytest.approx(1000 * 33 / 33.5)
-    assert images_per_s(steps, 0.2) == images_per_s(steps, 1) == 500
-    assert best_images_per_s(steps) == 1000
+    folded, plain = {"1": 2.0, "8": 9.0, "32": 30.0, "64": 64.0}, dict.fromkeys(map(str, SIZES), 640.0)
+    assert images_per_s({"folded": folded, "plain": plain}, 48) == pytest.approx(1000 * 48 / 47)
+    assert images_per_s({"folded": folded}, 0.2) == images_per_s({"folded": folded}, 1) == 500
+    assert best_images_per_s({"folded": folded}) == pytest.approx(1000 * 32 / 30)
 
 
 def test_environment_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +131,9 @@ def test_servers_take_turns_and_failed_ones_are_left_out(tmp_path: Path, monkeyp
     asked: list[Any] = []
     monkeypatch.setattr(running, "FIRST_WARM_UP_SECONDS", 0.1)
     monkeypatch.setattr(running, "WARM_UP_SECONDS", 0.1)
-    monkeypatch.setattr(measure, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(peers, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(running, "check_answer", lambda _server, answer, *_: asked.append(answer))
-    monkeypatch.setattr(measure, "BareSteps", lambda *_: Bare())
+    monkeypatch.setattr(peers, "BareSteps", lambda *_: Bare())
     monkeypatch.setattr(
         servers.Server, "command", lambda self, *_, **__: [sys.executable, "-c", FAKE if self.name == "fake" else "1/0"]
     )
@@ -159,14 +158,16 @@ def test_servers_take_turns_and_failed_ones_are_left_out(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(running.RunningServer, "stop", stop)
     (tmp_path / "answer.json").write_text('{"ood_p_value": 1.0}')
-    args = peers.parser().parse_args(["--rounds", "2", "--sweeps", "1", "--cases", COMPUTE, "--best-instructions"])
+    args = peers.parser().parse_args(["--rounds", "2", "--sweeps", "1", "--seconds", "0.4"])
+    args.cases, args.best_instructions = [COMPUTE], True
     shown = [servers.Server(name, name, (), "", many="/predict") for name in ("fake", "no")]
-    file = tmp_path / "record.json"
     monkeypatch.setattr("benchmarks.serving.curve.MAXIMUM_RATES", 2)
+    record, written = peers.new_record(args, shown), list[int]()
+    (kept,) = record["tables"]
     with running.Client() as client:
-        run = measure.Run(file, peers.new_record(args, shown), shown, "cpu", 0.4, 2, 1, client)
-        measure.measure_table(run, run.record["tables"][0], tmp_path / "answer.json", [png(5)])
-    (kept,) = json.loads(file.read_text())["tables"]
+        inputs = tmp_path / "answer.json", [png(5)]
+        peers.measure_table(record, kept, shown, inputs, client, lambda: written.append(1))
+    assert len(written) == 3
     assert asked == [{"ood_p_value": 1.0}] and states == ["T", "T"]
     assert not [pid for pid in running_pids if Path(f"/proc/{pid}").exists()]
     assert "ZeroDivisionError" in kept["servers"]["no"]["failed"]
@@ -176,7 +177,7 @@ def test_servers_take_turns_and_failed_ones_are_left_out(tmp_path: Path, monkeyp
     turn = found["rounds"][0]
     assert turn["closed"]["statuses"].keys() == {"200"} and turn["closed"]["mean_batch"] == 2.0
     assert turn["many"]["images_per_s"] > turn["many"]["requests_per_s"] and turn["closed"]["server_cpu_s"] >= 0
-    assert kept["slowest_peak"] == measure.slowest_peak({"fake": found}) > 0
+    assert kept["slowest_peak"] == peers.slowest_peak({"fake": found}) > 0
     assert len(found["sweeps"][0]) >= 2
 
 
@@ -235,8 +236,8 @@ def test_ratios_are_taken_within_rounds() -> None:
     assert report.spread(report.times(servers_of["psc"], servers_of["litserve"])) == "5.00 × (5.00 to 5.00)"
     assert report.spread([20.0]) == "20.0 ×"
     peaks = record({"psc": 5.0, "mosec": 30.0, "fastapi": 20.0})["tables"][0]["servers"]
-    assert measure.slowest_peak(peaks) == 30.0  # 20 and 40 in two rounds
-    assert measure.slowest_peak({"psc": peaks["psc"], "ray": {"failed": "no haproxy"}}) == 7.5
+    assert peers.slowest_peak(peaks) == 30.0  # 20 and 40 in two rounds
+    assert peers.slowest_peak({"psc": peaks["psc"], "ray": {"failed": "no haproxy"}}) == 7.5
 
 
 def test_tables_show_the_best_peer_and_failures(tmp_path: Path) -> None:
@@ -283,7 +284,7 @@ def test_bare_steps_run_on_every_backend(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("psc_core.model.backends.available_backends", lambda _: ("folded", "plain"))
     monkeypatch.setattr(ceilings, "fresh_process", lambda: ThreadPoolExecutor(1))
     monkeypatch.setattr(ceilings, "_steps", {})
-    bare = BareSteps(make_bundle(tmp_path / "bundle"), "cpu")
+    bare = BareSteps(bundles.small(tmp_path / "bundle"), "cpu")
     try:
         found = bare.measure(0.0)["step_ms"]
     finally:
