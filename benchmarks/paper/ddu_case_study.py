@@ -24,7 +24,6 @@ from torch import Tensor
 from benchmarks import fitting, plots, runs
 from benchmarks.checkpoints import SPECTRAL_NORM, Trained, images_to_test, job_of, obtain
 from benchmarks.runs import BUNDLE, Json, Run
-from psc_core.collapse.report import CollapseReport
 from psc_core.compute.passes import track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
@@ -88,28 +87,13 @@ def main(argv: list[str] | None = None) -> Json:
 
 
 def base_and_psc(run: Run, network: str) -> Json:
-    """Both rows of one network, which share a pass over the test images."""
+    """Both rows of one network."""
     job = job_of(run, network, "dirty-mnist")
 
     def compute() -> Json:
         trained = obtain(run, job)
         psc = fitted_psc(run, trained, DENSITY, COLLAPSE_ON)
-        baselines = fitting.baselines_of(run, trained)
-        inside, outside = test_sets(run, trained.test_on)
-        batch = fitting.compute_of(run).batch_images
-        scored = [score_images(psc, data, baselines, batch_images=batch) for data in (inside, outside)]
-        base = [{"ood": each.ood["gda"], "entropy": each.entropy["base"]} for each in scored]
-        skip = [{"ood": each.ood["psc"], "entropy": each.entropy["psc"]} for each in scored]
-        projection = psc.pipeline.scorer.projection
-        layer = CollapseReport.from_json(psc.report["collapse"]).layer(psc.layers[0])
-        extra = {
-            "layer": psc.layer,
-            "nc1": layer.nc1,
-            "nc4": layer.nc4,
-            "z": f"{projection.c_proj} × {projection.d_proj}",
-        }
-        about = about_fit(trained)
-        return {network: {**about, **row(inside, *base)}, f"{network}+PSC": {**about, **extra, **row(inside, *skip)}}
+        return {network: base_row(run, trained), f"{network}+PSC": psc_row(run, psc, trained)}
 
     return run.part(network, {"job": job.name, "collapse_on": COLLAPSE_ON}, compute)
 
@@ -122,11 +106,16 @@ def another_psc(run: Run, network: str, density: str, collapse_on: str) -> Json:
 
     def compute() -> Json:
         trained = obtain(run, job)
-        psc = fitted_psc(run, trained, density, collapse_on)
-        found = {**about_fit(trained), **psc_row(run, psc, trained.test_on)}
+        found = psc_row(run, fitted_psc(run, trained, density, collapse_on), trained)
         return {", ".join([f"{network}+PSC", *changes]): found}
 
     return run.part("-".join([network, *changes]).replace(" ", "-"), {"job": job.name}, compute)
+
+
+def spectral(run: Run) -> Json:
+    """The row of the ResNet-18 trained with spectral normalisation."""
+    job = job_of(run, "resnet18", "dirty-mnist", spectral_norm=SPECTRAL_NORM)
+    return run.part("resnet18-sn", {"job": job.name}, lambda: {"resnet18+SN": base_row(run, obtain(run, job))})
 
 
 def shipped(run: Run) -> Json:
@@ -134,30 +123,11 @@ def shipped(run: Run) -> Json:
     psc = PSC.load(BUNDLE, device=run.device)
 
     def compute() -> Json:
-        test = open_dataset(run.spec("dirty-mnist"), split="test", preprocess=psc.preprocess)
+        test = images_to_test(run, open_dataset(run.spec("dirty-mnist"), split="test", preprocess=psc.preprocess))
         about = {"trained": "resnet18, 4 epochs, batch 128, seed 0", "bundle": psc.version}
-        return {"resnet18+PSC, shipped": {**about, **psc_row(run, psc, images_to_test(run, test))}}
+        return {"resnet18+PSC, shipped": {**about, **scores_of_psc(run, psc, test)}}
 
     return run.part("shipped", {"bundle": psc.version}, compute)
-
-
-def spectral(run: Run) -> Json:
-    """The row of the ResNet-18 trained with spectral normalisation."""
-    job = job_of(run, "resnet18", "dirty-mnist", spectral_norm=SPECTRAL_NORM)
-
-    def compute() -> Json:
-        trained = obtain(run, job)
-        baselines = fitting.baselines_of(run, trained)
-        inside, outside = test_sets(run, trained.test_on)
-        scored = [score_base(run, baselines, data) for data in (inside, outside)]
-        return {"resnet18+SN": {**about_fit(trained), **row(inside, *scored)}}
-
-    return run.part("resnet18-sn", {"job": job.name}, compute)
-
-
-def about_fit(trained: Trained) -> Json:
-    """The training job and the number of images that a row is fitted on."""
-    return {"trained": trained.job.describe(), "fit_images": len(trained.fit_on)}
 
 
 def fitted_psc(run: Run, trained: Trained, density: str, collapse_on: str) -> PSC:
@@ -166,13 +136,30 @@ def fitted_psc(run: Run, trained: Trained, density: str, collapse_on: str) -> PS
     return fitting.psc_of(run, trained, parts, density=density)
 
 
-def psc_row(run: Run, psc: PSC, test: ImageDataset) -> Json:
-    """Layer and scores of a PSC without its base network."""
-    inside, outside = test_sets(run, test)
-    batch = fitting.compute_of(run).batch_images
-    scored = [score_images(psc, data, batch_images=batch) for data in (inside, outside)]
+def about_fit(trained: Trained) -> Json:
+    """The training job and the number of images that a row is fitted on."""
+    return {"trained": trained.job.describe(), "fit_images": len(trained.fit_on)}
+
+
+def psc_row(run: Run, psc: PSC, trained: Trained) -> Json:
+    """The row of a PSC that was fitted here."""
+    projection = psc.pipeline.scorer.projection
+    size = f"{projection.c_proj} × {projection.d_proj}"
+    return {**about_fit(trained), "z": size, **scores_of_psc(run, psc, trained.test_on)}
+
+
+def scores_of_psc(run: Run, psc: PSC, test: ImageDataset) -> Json:
+    """Layer and scores of a PSC."""
+    batch, sets = fitting.compute_of(run).batch_images, test_sets(run, test)
+    scored = [score_images(psc, data, batch_images=batch) for data in sets]
     found = [{"ood": each.ood["psc"], "entropy": each.entropy["psc"]} for each in scored]
-    return {"layer": psc.layer, **row(inside, *found)}
+    return {"layer": psc.layer, **row(sets[0], *found)}
+
+
+def base_row(run: Run, trained: Trained) -> Json:
+    """The row of a network alone."""
+    baselines, sets = fitting.baselines_of(run, trained), test_sets(run, trained.test_on)
+    return {**about_fit(trained), **row(sets[0], *(score_base(run, baselines, data) for data in sets))}
 
 
 def test_sets(run: Run, inside: ImageDataset) -> tuple[ImageDataset, ImageDataset]:

@@ -100,46 +100,27 @@ class Load:
         return sorted(response.seconds for response in self.responses if response.status == status)
 
 
-class Connection(asyncio.Protocol):
+class Connection:
     """One persistent connection with one request at a time."""
 
-    def __init__(self) -> None:
-        self._received = b""
-        self._response: asyncio.Future[tuple[int, bytes, bytes]] | None = None
-        self.transport: asyncio.Transport | None = None
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
 
     @property
     def usable(self) -> bool:
         """Whether it is still open."""
-        return self.transport is not None and not self.transport.is_closing()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
-        self.transport = transport  # type: ignore[assignment]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the pending request."""
-        if self._response is not None and not self._response.done():
-            self._response.set_exception(exc or ConnectionResetError("closed before the response"))
-        self.transport = None
-
-    def data_received(self, data: bytes) -> None:
-        """Collect bytes until head and body (``Content-Length``) are complete."""
-        self._received += data
-        head, found, body = self._received.partition(b"\r\n\r\n")
-        if not found or self._response is None or self._response.done():
-            return
-        if len(body) >= int(header(head, b"content-length") or b"0"):
-            self._received = b""
-            self._response.set_result((int(head[9:12]), head, body))
+        return not (self._reader.at_eof() or self._writer.is_closing())
 
     async def send(self, request: bytes) -> tuple[int, bytes, bytes]:
         """Send a whole request; returns status, head and body of the response."""
-        if self.transport is None:
-            raise ConnectionResetError("closed before the request")
-        self._response = asyncio.get_running_loop().create_future()
-        self.transport.write(request)
-        return await self._response
+        self._writer.write(request)
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        body = await self._reader.readexactly(int(header(head, b"content-length") or b"0"))
+        return int(head[9:12]), head, body
+
+    def close(self) -> None:
+        """End it."""
+        self._writer.close()
 
 
 def header(head: bytes, name: bytes) -> bytes | None:
@@ -222,7 +203,7 @@ class Generator:
             status, _, body = await connection.send(request)
             return status, body
         finally:
-            self._close(connection)
+            connection.close()
 
     async def closed_loop(self, clients: int, seconds: float) -> Load:
         """``clients`` that each send the next request as soon as they have a response."""
@@ -257,7 +238,7 @@ class Generator:
     def close(self) -> None:
         """Close every connection."""
         while self._idle:
-            self._close(self._idle.pop())
+            self._idle.pop().close()
 
     async def _send(self, load: Load, due: float) -> None:
         status: int | str = CONNECTION_LOST
@@ -267,7 +248,7 @@ class Generator:
             status, head, _ = await connection.send(self._random.choice(self._requests))
             wait = header(head, b"retry-after") if status == 429 else None
             self._idle.append(connection)
-        except OSError:
+        except (OSError, EOFError):
             pass
         seconds = clock() - due
         load.responses.append(Response(due, seconds, status, wait.decode() if wait else None))
@@ -280,14 +261,7 @@ class Generator:
         return await self._connect()
 
     async def _connect(self) -> Connection:
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(Connection, HOST, self._port)
-        return connection
-
-    @staticmethod
-    def _close(connection: Connection) -> None:
-        if connection.transport is not None:
-            connection.transport.close()
+        return Connection(*await asyncio.open_connection(HOST, self._port))
 
 
 def drive(target: Target, phase: Phase) -> dict[str, Any]:

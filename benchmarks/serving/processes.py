@@ -131,7 +131,7 @@ class Processes:
                 raise ServerFailed(f"ended with code {self._process.returncode}: {self.tail()}")
             try:
                 status, body = asyncio.run(_post_once(target))
-            except (OSError, TimeoutError) as error:
+            except (OSError, EOFError, TimeoutError) as error:
                 last = str(error)
             else:
                 if status == 200:
