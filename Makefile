@@ -60,7 +60,7 @@ MINUTES ?= 30
 soak: $(VENV)/.dev              ## mixed requests, clients that leave and reloads for MINUTES: what is lost, what grows
 	$(BIN)/python -m tests.attacks.soak --minutes $(MINUTES)
 
-PAPER := ddu_case_study collapse_figure projection_table cifar10_uq methods_table
+PAPER := ddu_case_study collapse_figure projection_table cifar10_uq
 
 paper: $(VENV)/.bench           ## the paper's tables and the OOD comparison, CPU scale; PSC_DATA names the data
 	for script in $(PAPER); do $(BIN)/python -m benchmarks.paper.$$script --scale cpu --data $(PSC_DATA) || exit 1; done

@@ -62,6 +62,12 @@ def random_images(dataset: ImageDataset, count: int | None, seed: int = 0) -> Im
     return dataset.subset(order[:count].sort().values)
 
 
+def repeated(dataset: ImageDataset, count: int) -> ImageDataset:
+    """``count`` images with one label each, the data set over and over."""
+    at = torch.arange(count) % len(dataset)
+    return replace(dataset, indices=at, labels=dataset.labels[at], offsets=torch.arange(count + 1))
+
+
 def _factory(source: str, split_number: int, *, known: bool) -> Factory:
     inside = KNOWN_CLASSES[split_number]
     classes = inside if known else tuple(c for c in range(10) if c not in inside)

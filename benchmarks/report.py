@@ -20,7 +20,6 @@ SECTIONS: Mapping[str, tuple[str, str]] = {
     "collapse_figure": ("paper.md", "benchmarks.paper.collapse_figure"),
     "projection_table": ("paper.md", "benchmarks.paper.projection_table"),
     "cifar10_uq": ("paper.md", "benchmarks.paper.cifar10_uq"),
-    "methods_table": ("paper.md", "benchmarks.paper.methods_table"),
     "ood": ("ood.md", "benchmarks.ood.tables"),
     "regression": ("regression.md", "benchmarks.regression.run"),
     "fit-scaling": ("fitting.md", "benchmarks.fit.scaling"),

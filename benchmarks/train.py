@@ -106,6 +106,14 @@ def learning_rate(schedule: str, peak: float, step: int, steps: int) -> float:
     return peak * (position / 0.3 if position < 0.3 else max(0.001, (1 - position) / 0.7))
 
 
+def optimizer_of(net: nn.Module, schedule: str, lr: float) -> torch.optim.SGD:
+    """SGD that decays every parameter (``ddu``), or weights alone and with Nesterov's momentum (``one-cycle``)."""
+    paper = schedule == "ddu"
+    decay, plain = ([p for p in net.parameters() if (paper or p.ndim > 1) == decayed] for decayed in (True, False))
+    groups = [{"params": decay, "weight_decay": 5e-4}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=not paper)
+
+
 @torch.no_grad()
 def correct(net: nn.Module, dataset: ImageDataset, device: torch.device) -> Tensor:
     """1.0 for each image whose first label is predicted, else 0.0, (n,)."""
@@ -143,14 +151,7 @@ def train(
     if job.spectral_norm:
         bound_spectral_norm(net, job.spectral_norm, torch.zeros(1, *preprocess.shape))
     net = net.to(device).to(memory_format=torch.channels_last)
-    decay = [p for p in net.parameters() if p.ndim > 1 or job.schedule == "ddu"]
-    plain = [p for p in net.parameters() if p.ndim <= 1 and job.schedule != "ddu"]
-    optimizer = torch.optim.SGD(
-        [{"params": decay, "weight_decay": 5e-4}, {"params": plain, "weight_decay": 0.0}],
-        lr=lr,
-        momentum=0.9,
-        nesterov=job.schedule == "one-cycle",
-    )
+    optimizer = optimizer_of(net, job.schedule, lr)
     step_model: nn.Module = torch.compile(net) if device.type == "cuda" else net  # type: ignore[assignment]
     per_epoch = -(-data.examples // job.batch)
     steps = job.epochs * per_epoch

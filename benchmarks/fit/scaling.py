@@ -14,7 +14,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from benchmarks import runs
+from benchmarks.data import repeated
 from benchmarks.instruction_sets import in_fresh_process
 from benchmarks.runs import RESULTS, Json
 from psc_core.compute.passes import Compute
@@ -51,22 +52,21 @@ def network(layers: int, classes: int) -> nn.Module:
     return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, classes)).eval()
 
 
-def repeated(images: int, classes: int, seed: int) -> ImageDataset:
+def noise(images: int, classes: int, seed: int) -> ImageDataset:
     """``images`` of noise with a class-dependent corner, at most :data:`DISTINCT` of them different (one a class)."""
     distinct = min(images, max(DISTINCT, 2 * classes))
     labels = torch.arange(distinct) % classes
     pixels = np.random.default_rng(seed).integers(0, 128, (distinct, 28, 28), dtype=np.uint8)
     pixels[:, :14, :14] += (labels.numpy()[:, None, None] * 127 // classes).astype(np.uint8)
-    once = labelled("repeated", [str(c) for c in range(classes)], ArraySource(pixels), labels, PRESETS["mnist"])
-    at = torch.arange(images) % distinct
-    return replace(once, indices=at, labels=labels[at], offsets=torch.arange(images + 1))
+    once = labelled("noise", [str(c) for c in range(classes)], ArraySource(pixels), labels, PRESETS["mnist"])
+    return repeated(once, images)
 
 
 def one(images: int, layers: int, classes: int) -> Json:
     """CPU seconds of a fit and of two bare passes, and the peak of this process's resident memory (MiB)."""
     torch.set_num_threads(1)
     options = FitOptions(device="cpu")
-    net, train, val = network(layers, classes), repeated(images, classes, 0), repeated(2000, classes, 1)
+    net, train, val = network(layers, classes), noise(images, classes, 0), noise(2000, classes, 1)
     batch = Compute(torch.device("cpu"), batch_images=options.batch_images).batch_size
 
     @torch.inference_mode()

@@ -12,7 +12,6 @@ import asyncio
 import gc
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -36,7 +35,6 @@ from app.settings import Settings
 from benchmarks.runs import BUNDLE, plain_parser
 from benchmarks.serving import bundles
 from benchmarks.serving import images as files
-from benchmarks.serving.gpu import GpuUse
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
 from psc_core.model.pipeline import Pipeline
@@ -89,19 +87,6 @@ def explain(device: torch.device) -> str:
     for name, array in expected.explanation.items():
         np.testing.assert_allclose(got.explanation[name], array, rtol=1e-2, atol=0.05, err_msg=name)
     return ", ".join(got.explanation)
-
-
-def busy(device: torch.device) -> str:
-    """``nvidia-smi`` tells how busy the GPU is."""
-    needs_cuda(device)
-    a = torch.randn(4096, 4096, device=device)
-    with GpuUse() as use:
-        until = time.perf_counter() + 2
-        while time.perf_counter() < until:
-            a @ a
-            torch.cuda.synchronize()
-    assert use.found, "nvidia-smi gave no sample"
-    return str(use.found)
 
 
 def compiled(device: torch.device) -> str:
@@ -280,7 +265,6 @@ CHECKS: Mapping[str, Callable[[torch.device], str]] = {
     "two bundles": two_bundles,
     "reload": reload,
     "gauges": gauges,
-    "busy": busy,
     "compile": compiled,
 }
 """In this order, the longest last."""

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +25,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from benchmarks.data import repeated
 from benchmarks.runs import Json, environment, markdown_table, plain_parser, write_json
 from benchmarks.serving.gpu import GpuUse
 from psc_core.compute.passes import Compute
@@ -49,9 +49,8 @@ def images(*, split: str, preprocess: Preprocess) -> ImageDataset:
     labels = torch.arange(distinct) % CLASSES
     files = [_jpeg(random, int(label)) for label in labels]
     source = EncodedSource([f"{split}-{number}.jpg" for number in range(distinct)], files)
-    once = labelled(f"synthetic {split}", [str(c) for c in range(CLASSES)], source, labels, preprocess)
-    at = torch.arange(count) % distinct
-    return replace(once, indices=at, labels=labels[at], offsets=torch.arange(count + 1))
+    classes = [str(label) for label in range(CLASSES)]
+    return repeated(labelled(f"synthetic {split}", classes, source, labels, preprocess), count)
 
 
 def _jpeg(random: np.random.Generator, label: int) -> bytes:

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ OURS = ("psc", "psc-workers")
 
 HOME = ROOT / "out" / "peers"
 """Environments of the peers, and bundles."""
+
+PURELIB = sysconfig.get_path("purelib")
 
 _ADAPTERS = "benchmarks.serving.adapters"
 _FAST_RAY = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_USAGE_STATS_ENABLED": "0",
@@ -134,27 +137,16 @@ def installed(name: str, requirement: str, home: Path = HOME) -> Path:
             raise RuntimeError(f"{requirement} could not be installed: {done.stderr.strip()[-500:]}")
     site = next((folder / "lib").glob("python*/site-packages"))
     # Searched behind the peer's own packages, so its versions win.
-    (site / "psc-benchmark.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+    (site / "psc-benchmark.pth").write_text(f"{PURELIB}\n{ROOT}\n")
     mark.write_text(requirement)
     return python
 
 
-_VERSIONS = """
-import importlib.metadata as m, json, sys
-found = {}
-for name in sys.argv[1:]:
-    try: found[name] = m.version(name)
-    except m.PackageNotFoundError: pass
-print(json.dumps(found))
-"""
-
-
 def versions(python: Path, packages: Sequence[str]) -> dict[str, str]:
-    """Versions of ``packages`` and torch in an interpreter's environment."""
-    command = [str(python), "-c", _VERSIONS, *packages, "torch"]
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    found: dict[str, str] = json.loads(subprocess.run(command, capture_output=True, check=True, env=clean).stdout)
-    return found
+    """Versions of ``packages`` in an interpreter's environment, or else in this one's."""
+    sites = [str(site) for site in python.parents[1].glob("lib/python*/site-packages")]
+    found = {name: next(iter(distributions(name=name, path=[*sites, PURELIB])), None) for name in packages}
+    return {name: distribution.version for name, distribution in found.items() if distribution is not None}
 
 
 def answer_of(server: Server, body: bytes) -> dict[str, Any]:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.paper import ddu_case_study
-from benchmarks.paper.methods_table import dempster_shafer
 
 SCRIPTS = {
     "ddu_case_study": "benchmarks.paper.ddu_case_study",
     "collapse_figure": "benchmarks.paper.collapse_figure",
     "projection_table": "benchmarks.paper.projection_table",
     "cifar10_uq": "benchmarks.paper.cifar10_uq",
-    "methods_table": "benchmarks.paper.methods_table",
     "ood": "benchmarks.ood.run",
     "regression": "benchmarks.regression.run",
 }
@@ -53,11 +49,3 @@ def test_another_density_and_layer_add_a_row(options: list[str]) -> None:
     added = ["--only", "vgg16", "--density", "gda++", "--collapse-on", "dirty-mnist"]
     rows = ddu_case_study.main([*options, *added])["result"]["rows"]
     assert 0.0 <= rows["vgg16+PSC, gda++, collapse on dirty-mnist"]["auroc_ood"] <= 1.0
-
-
-def test_dempster_shafer_formula() -> None:
-    logits = torch.tensor([[0.0, 0.0], [3.0, -1.0], [-2.0, -5.0]])
-    expected = [2 / (2 + sum(math.exp(value) for value in row)) for row in logits.tolist()]
-    torch.testing.assert_close(dempster_shafer(logits), torch.tensor(expected, dtype=torch.float64))
-    large = dempster_shafer(torch.tensor([[600.0, 0.0], [500.0, 0.0], [-600.0, -600.0]]))
-    assert 0.0 < large[0] < large[1] < large[2] == 1.0
