@@ -64,6 +64,9 @@ def new_record(args: argparse.Namespace, servers: list[Server]) -> Json:
             {
                 "title": f"{case}, {instructions}",
                 "case": case,
+                "served": f"JPEG files of 224 × 224; {args.untrained} with random weights, ten classes"
+                if args.untrained and case == PHOTOGRAPHS
+                else CASES[case],
                 "instruction_set": instructions,
                 "servers": {},
                 "bare": [],

@@ -22,7 +22,7 @@ def fragment(record: Json) -> str:
         title = table["title"]
         parts += [
             f"### {title[0].upper()}{title[1:]}",
-            f"{CASES[table['case']]}.",
+            f"{table.get('served', CASES[table['case']])}.",
             _servers(record, table),
             f"p50/p99 in ms at equal load, {title}:",
             _curves(table),
@@ -226,8 +226,10 @@ def _settings(record: Json) -> str:
 
 
 def draw(record: Json, folder: Path) -> None:
-    """p99 over arrival rate, a panel for each table; a cross marks a rate that is not sustained."""
-    tables = record["tables"]
+    """p99 over arrival rate, a panel for each table with sweeps; a cross marks a rate that is not sustained."""
+    tables = [table for table in record["tables"] if offered(table)]
+    if not tables:
+        return
     with figure(folder / f"{name_of(record['device'])}.svg", 1, len(tables), width=4.4, height=3.4) as axes:
         for axis, table in zip(axes[0], tables, strict=True):
             for index, server in enumerate(SERVERS):
