@@ -84,25 +84,15 @@ def job_of(run: Run, network: str, data: str, *, spectral_norm: float = 0.0) -> 
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained network with the data it was trained on.
-
-    Attributes:
-        job: The training job.
-        net: In eval mode, on the run's device.
-        train: Training images.
-        val: Validation images.
-        test: Test images.
-        fit_on: The training images that PSC and its peers are fitted on.
-        test_on: The test images that they are measured on.
-    """
+    """A trained network with the data it was trained on."""
 
     job: Job
-    net: nn.Module
+    net: nn.Module  # in eval mode, on the run's device
     train: ImageDataset
     val: ImageDataset
     test: ImageDataset
-    fit_on: ImageDataset
-    test_on: ImageDataset
+    fit_on: ImageDataset  # the training images that PSC and its peers are fitted on
+    test_on: ImageDataset  # the test images that they are measured on
 
     @property
     def preprocess(self) -> Preprocess:

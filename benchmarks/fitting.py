@@ -27,17 +27,11 @@ from psc_core.network.layers import list_layers
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages before density and head.
+    """The stages before density and head."""
 
-    Attributes:
-        report: Collapse of every layer.
-        candidate: The selected layer(s).
-        projection: Projection with NC1 and NC4 of every size.
-    """
-
-    report: CollapseReport
-    candidate: Candidate
-    projection: FittedProjection
+    report: CollapseReport  # collapse of every layer
+    candidate: Candidate  # the selected layer(s)
+    projection: FittedProjection  # projection with NC1 and NC4 of every size
 
 
 Pair = tuple[ImageDataset, ImageDataset]
@@ -152,17 +146,11 @@ def linear_output(net: nn.Module) -> nn.Linear:
 
 @dataclass(frozen=True)
 class Penultimate:
-    """Penultimate features of a data set, on the CPU.
+    """Penultimate features of a data set, on the CPU."""
 
-    Attributes:
-        features: ``float32 (n, D)``, of each image or of each labelled example.
-        logits: ``float64 (n, K)``.
-        labels: ``int64 (n,)``.
-    """
-
-    features: Float[Tensor, "n dim"]
-    logits: Float[Tensor, "n classes"]
-    labels: Int[Tensor, " n"]
+    features: Float[Tensor, "n dim"]  # ``float32 (n, D)``, of each image or of each labelled example
+    logits: Float[Tensor, "n classes"]  # ``float64 (n, K)``
+    labels: Int[Tensor, " n"]  # ``int64 (n,)``
 
 
 def penultimate_features(run: Run, trained: Trained, data: ImageDataset, *, per_example: bool) -> Penultimate:

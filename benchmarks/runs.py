@@ -47,33 +47,19 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """One invocation of a script.
+    """One invocation of a script."""
 
-    Attributes:
-        name: Of the script; its files start with it.
-        scale: One of :data:`SCALES`.
-        data: Folder of the data sets.
-        out: Folder of the results.
-        checkpoints: Folder of trained networks and fitted stages, shared by all scripts.
-        seed: Random seed.
-        device: Compute device.
-        command: The command line.
-        epochs: Replaces the epochs of every network, or None.
-        fit_images: Replaces the training images that the scale fits on, or None.
-        test_images: Replaces the images that the scale tests on, or None.
-    """
-
-    name: str
-    scale: str
-    data: Path
-    out: Path
-    checkpoints: Path
+    name: str  # of the script; its files start with it
+    scale: str  # one of :data:`SCALES`
+    data: Path  # folder of the data sets
+    out: Path  # folder of the results
+    checkpoints: Path  # folder of trained networks and fitted stages, shared by all scripts
     seed: int
     device: torch.device
     command: str
-    epochs: int | None = None
-    fit_images: int | None = None
-    test_images: int | None = None
+    epochs: int | None = None  # replaces the epochs of every network, or None
+    fit_images: int | None = None  # replaces the training images that the scale fits on, or None
+    test_images: int | None = None  # replaces the images that the scale tests on, or None
 
     def spec(self, name: str) -> str:
         """Data-set spec of a built-in data set or a factory of :mod:`benchmarks.data`."""

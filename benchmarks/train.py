@@ -35,25 +35,15 @@ SCHEDULES = ("one-cycle", "ddu")
 
 @dataclass(frozen=True)
 class Job:
-    """One network to train.
+    """One network to train."""
 
-    Attributes:
-        network: Name in :data:`benchmarks.networks.NETWORKS`.
-        data: Built-in data set or factory of :mod:`benchmarks.data`.
-        epochs: Each visits every labelled example once.
-        seed: Of initialisation and order of the examples.
-        spectral_norm: Bound, 0 for none.
-        batch: Labelled examples in a training step.
-        schedule: ``"one-cycle"`` or ``"ddu"``.
-    """
-
-    network: str
-    data: str
-    epochs: int
-    seed: int = 0
-    spectral_norm: float = 0.0
-    batch: int = 128
-    schedule: str = "one-cycle"
+    network: str  # name in :data:`benchmarks.networks.NETWORKS`
+    data: str  # built-in data set or factory of :mod:`benchmarks.data`
+    epochs: int  # each visits every labelled example once
+    seed: int = 0  # of initialisation and order of the examples
+    spectral_norm: float = 0.0  # bound, 0 for none
+    batch: int = 128  # labelled examples in a training step
+    schedule: str = "one-cycle"  # ``"one-cycle"`` or ``"ddu"``
 
     @property
     def preset(self) -> str:

@@ -109,21 +109,13 @@ def planned(images: list[int], repeats: int) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class Fit:
-    """The repeats of one fit: minimum times and maximum memory.
+    """The repeats of one fit: minimum times and maximum memory."""
 
-    Attributes:
-        images: Training images.
-        seconds: Minimum CPU seconds of the fit.
-        slowest: Maximum CPU seconds of the fit.
-        bare: Minimum CPU seconds of one bare pass.
-        peak: Maximum resident memory, MiB.
-    """
-
-    images: int
-    seconds: float
-    slowest: float
-    bare: float
-    peak: int
+    images: int  # training images
+    seconds: float  # minimum CPU seconds of the fit
+    slowest: float  # maximum CPU seconds of the fit
+    bare: float  # minimum CPU seconds of one bare pass
+    peak: int  # maximum resident memory, MiB
 
     @classmethod
     def of(cls, repeats: Sequence[Json]) -> Fit:

@@ -27,17 +27,11 @@ LIMIT_MINUTES = 8.0
 
 @dataclass(frozen=True)
 class Part:
-    """A command of the plan.
+    """A command of the plan."""
 
-    Attributes:
-        command: Module and arguments, with placeholders ``{device}``, ``{out}`` and ``{data}``.
-        rehearsal: What a CPU gets beside them; None if only CUDA can run it.
-        minutes: Expected on a GPU; a guess until it was run.
-    """
-
-    command: str
-    rehearsal: str | None = ""
-    minutes: float = 5.0
+    command: str  # module and arguments, with placeholders ``{device}``, ``{out}`` and ``{data}``
+    rehearsal: str | None = ""  # what a CPU gets beside them; None if only CUDA can run it
+    minutes: float = 5.0  # expected on a GPU; a guess until it was run
 
     def words(self, device: str, out: Path, data: Path | None) -> list[str]:
         """The command line on a device."""

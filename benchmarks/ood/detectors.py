@@ -60,17 +60,11 @@ Score = Callable[[Images], Tensor]
 
 @dataclass(frozen=True)
 class Detector:
-    """A fitted detector.
+    """A fitted detector."""
 
-    Attributes:
-        name: In tables.
-        family: ``"psc"``, ``"penultimate"`` or ``"pytorch-ood"``.
-        score: Gives the OOD scores.
-    """
-
-    name: str
-    family: str
-    score: Score
+    name: str  # in tables
+    family: str  # ``"psc"``, ``"penultimate"`` or ``"pytorch-ood"``
+    score: Score  # gives the OOD scores
 
 
 @torch.no_grad()
@@ -81,15 +75,10 @@ def scored(detector: Detector, images: Images) -> Float[Tensor, " n"]:
 
 @dataclass(frozen=True)
 class Pscs:
-    """What ``psc-fit`` makes with each of :data:`PSC_OPTIONS`; those of one density share what is fitted for it.
+    """What ``psc-fit`` makes with each of :data:`PSC_OPTIONS`; those of one density share what is fitted for it."""
 
-    Attributes:
-        default: With the options of :data:`DEFAULT`.
-        pipelines: By the name of the options.
-    """
-
-    default: PSC
-    pipelines: Mapping[str, Pipeline]
+    default: PSC  # with the options of :data:`DEFAULT`
+    pipelines: Mapping[str, Pipeline]  # by the name of the options
 
     @torch.inference_mode()
     def read(self, data: ImageDataset) -> dict[str, Float[Tensor, " n"]]:

@@ -24,17 +24,11 @@ from psc_core.data.spec import open_dataset
 
 @dataclass(frozen=True)
 class Setting:
-    """One comparison.
-
-    Attributes:
-        name: Of the setting.
-        data: In-distribution data.
-        outside: Out-of-distribution data by name.
-    """
+    """One comparison."""
 
     name: str
-    data: str
-    outside: Mapping[str, str]
+    data: str  # in-distribution data
+    outside: Mapping[str, str]  # out-of-distribution data by name
 
 
 def _held_out(source: str, number: int) -> Setting:

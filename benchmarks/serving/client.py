@@ -28,53 +28,32 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go and what they carry.
+    """Where requests go and what they carry."""
 
-    Attributes:
-        port: Of the server on this machine.
-        path: To post to.
-        content_type: Of the bodies.
-        bodies: Each request carries a random one.
-        images: Number in each body.
-    """
-
-    port: int
-    path: str
-    content_type: str
-    bodies: Sequence[bytes]
-    images: int = 1
+    port: int  # of the server on this machine
+    path: str  # to post to
+    content_type: str  # of the bodies
+    bodies: Sequence[bytes]  # each request carries a random one
+    images: int = 1  # number in each body
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A load.
+    """A load."""
 
-    Attributes:
-        seconds: How long requests are sent.
-        clients: Number of clients in a closed loop; 0 for an open loop.
-        per_second: Arrivals in an open loop.
-    """
-
-    seconds: float
-    clients: int = 0
-    per_second: float = 0.0
+    seconds: float  # how long requests are sent
+    clients: int = 0  # number of clients in a closed loop; 0 for an open loop
+    per_second: float = 0.0  # arrivals in an open loop
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """Response to one request.
+    """Response to one request."""
 
-    Attributes:
-        due: When the request was due, seconds of the process's clock.
-        seconds: Latency.
-        status: HTTP status, or :data:`CONNECTION_LOST`.
-        retry_after: Header of a 429.
-    """
-
-    due: float
-    seconds: float
-    status: int | str
-    retry_after: str | None
+    due: float  # when the request was due, seconds of the process's clock
+    seconds: float  # latency
+    status: int | str  # HTTP status, or :data:`CONNECTION_LOST`
+    retry_after: str | None  # header of a 429
 
 
 @dataclass

@@ -44,31 +44,18 @@ _FAST_RAY = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY":
 
 @dataclass(frozen=True)
 class Server:
-    """One server.
+    """One server."""
 
-    Attributes:
-        name: On the command line and in the results.
-        label: In tables.
-        arguments: Of the interpreter, with placeholders ``{port}``, ``{bundle}`` and ``{device}``.
-        requirement: On PyPI, or None for a server in this environment.
-        packages: Packages whose versions are reported.
-        options: ``BENCH_…`` of the adapter, by case.
-        environment: Other environment variables.
-        settings: Text for the table.
-        many: Path for requests of several images, or None.
-        json: Whether bodies are base64 in JSON instead of the raw file.
-    """
-
-    name: str
-    label: str
-    arguments: Sequence[str]
-    settings: str
-    requirement: str | None = None
-    packages: Sequence[str] = ()
-    options: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    many: str | None = None
-    json: bool = False
+    name: str  # on the command line and in the results
+    label: str  # in tables
+    arguments: Sequence[str]  # of the interpreter, with placeholders ``{port}``, ``{bundle}`` and ``{device}``
+    settings: str  # text for the table
+    requirement: str | None = None  # on PyPI, or None for a server in this environment
+    packages: Sequence[str] = ()  # packages whose versions are reported
+    options: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # ``BENCH_…`` of the adapter, by case
+    environment: Mapping[str, str] = field(default_factory=dict)  # other environment variables
+    many: str | None = None  # path for requests of several images, or None
+    json: bool = False  # whether bodies are base64 in JSON instead of the raw file
 
     def python(self) -> Path:
         """Its interpreter; builds the environment if it is missing.
