@@ -64,16 +64,16 @@ MINUTES ?= 30
 soak: $(VENV)/.dev              ## mixed requests, clients that leave and reloads for MINUTES: what is lost, what grows
 	$(BIN)/python -m tests.attacks.soak --minutes $(MINUTES)
 
-PAPER := ddu_case_study collapse_figure projection_table cifar10_uq sign_example methods_table
+PAPER := ddu_case_study collapse_figure projection_table cifar10_uq
 
 paper: $(VENV)/.bench           ## the paper's tables and the OOD comparison, CPU scale; PSC_DATA names the data
 	for script in $(PAPER); do $(BIN)/python -m benchmarks.paper.$$script --scale cpu --data $(PSC_DATA) || exit 1; done
 	$(BIN)/python -m benchmarks.ood.run --scale cpu --data $(PSC_DATA)
-	$(BIN)/python -m benchmarks.paper.report
+	$(BIN)/python -m benchmarks.report
 
-# In parts of at most eight minutes each, listed by benchmarks/gpu/run.py --list; PART= runs all of them.
+# In parts of at most eight minutes each, named in CONTRIBUTING.md; PART= runs all of them.
 # RUN=python3 uses an environment that is there already; DEVICE=cpu is a rehearsal without a GPU.
-PART   ?= smoke
+PART   ?= smoke tests
 DEVICE ?= cuda
 RUN    ?= $(BIN)/python
 
@@ -88,13 +88,11 @@ bench: $(VENV)/.bench           ## speed of the service beside its peers, and of
 	$(BIN)/python -m benchmarks.device.run --only "ResNet-18, 28" tail && \
 	echo "$$(($$(date +%s) - began)) seconds"
 
-bench-more: $(VENV)/.bench      ## all peers, instruction sets and networks, overload, fitting; PSC_DATA names the data
+bench-more: $(VENV)/.bench      ## all peers, instruction sets and networks, overload, fitting
 	$(BIN)/python -m benchmarks.serving.peers
 	$(BIN)/python -m benchmarks.device.run
 	$(BIN)/python -m benchmarks.serving.load
 	$(BIN)/python -m benchmarks.fit.scaling
-	$(BIN)/python -m benchmarks.fit.memory --data $(PSC_DATA) --images 5000
-	$(BIN)/python -m benchmarks.fit.decoding --data $(PSC_DATA)
 
 $(VENV)/.serve: pyproject.toml requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'

@@ -1,21 +1,21 @@
-"""Trained networks, shared by all scripts.
+"""Trained networks with their data, shared by all scripts, and what each scale makes of the paper's networks.
 
-    python -m benchmarks.checkpoints --network resnet18 --training-data dirty-mnist --scale full --data ROOT
-
-The file name describes network, data and training; :mod:`benchmarks.train` writes a summary beside it.
+``full`` is the paper's: its networks, schedule and 350 epochs; ``--epochs`` shortens it.  ``cpu`` takes a quarter of
+the width of the paper's ResNet-18 and VGG-16, which a few cores train in minutes; tables name the network that was run.
+The file name of a checkpoint describes network, data and training.
 """
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from torch import nn
 
-from benchmarks import runs, train
+from benchmarks.data import random_images
 from benchmarks.networks import NETWORKS
 from benchmarks.runs import Run
+from benchmarks.train import Job, train
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS, Preprocess
@@ -26,140 +26,91 @@ SPECTRAL_NORM = 3.0
 
 
 @dataclass(frozen=True)
-class Job:
-    """One network to train.
+class Scale:
+    """Configuration of a scale.
 
     Attributes:
-        network: Name in :data:`benchmarks.networks.NETWORKS`.
-        data: Built-in data set or factory of :mod:`benchmarks.data`.
-        epochs: Each visits every labelled example once.
-        seed: Of initialisation and order of the examples.
-        spectral_norm: Bound, 0 for none.
+        networks: Network used for each of the paper's, and the ``"small"`` one of the comparison of OOD detectors.
+        mnist_epochs: Epochs on digits.
+        cifar_epochs: Epochs on CIFAR-10.
         batch: Labelled examples in a training step.
-        schedule: ``"one-cycle"`` or ``"ddu"``, see :mod:`benchmarks.train`.
+        fit_images: Training images that PSC and its peers are fitted on; None for all.
+        test_images: Test images of each data set; None for all.
+        seeds: Seeds of tables with standard errors.
+        schedule: Of the learning rate, see :mod:`benchmarks.train`.
     """
 
-    network: str
-    data: str
-    epochs: int
-    seed: int = 0
-    spectral_norm: float = 0.0
-    batch: int = 128
+    networks: Mapping[str, str]
+    mnist_epochs: int
+    cifar_epochs: int
+    batch: int
+    fit_images: int | None
+    test_images: int | None
+    seeds: tuple[int, ...]
     schedule: str = "one-cycle"
 
-    @property
-    def preset(self) -> Preprocess:
-        """Preprocessing of the data."""
-        return PRESETS["cifar10" if "cifar10" in self.data else "mnist"]
 
-    @property
-    def augment(self) -> bool:
-        """Whether training crops and flips images; not where the network is to memorise them."""
-        return "cifar10" in self.data and "_few_" not in self.data
+_PAPER = ("resnet18", "resnet50", "vgg16", "wide_resnet28_10")
+_NARROW = {**dict.fromkeys((*_PAPER, "small"), "resnet18_narrow"), "vgg16": "vgg16_narrow"}
 
-    @property
-    def name(self) -> str:
-        """File name without suffix."""
-        bound = f"-sn{self.spectral_norm:g}" if self.spectral_norm else ""
-        data = self.data.rpartition(":")[2].replace("_", "-")
-        schedule = "" if self.schedule == "one-cycle" else f"-{self.schedule}"
-        return f"{self.network}-{data}{bound}-e{self.epochs}-b{self.batch}{schedule}-s{self.seed}"
+SCALES: Mapping[str, Scale] = {
+    "smoke": Scale(dict.fromkeys((*_PAPER, "small"), "wide_resnet10_1"), 1, 2, 64, 400, 120, (0, 1)),
+    "cpu": Scale(_NARROW, 2, 8, 128, 10_000, None, (0, 1, 2)),
+    "full": Scale(
+        {**{name: name for name in _PAPER}, "small": "resnet18"}, 350, 350, 128, None, None, (0, 1, 2), "ddu"
+    ),
+}
 
-    def describe(self) -> str:
-        """Text for tables."""
-        bound = f", spectral norm ≤ {self.spectral_norm:g}" if self.spectral_norm else ""
-        schedule = "" if self.schedule == "one-cycle" else f", schedule {self.schedule}"
-        return f"{self.network}{bound}, {self.epochs} epochs, batch {self.batch}{schedule}, seed {self.seed}"
+
+def scale_of(run: Run) -> Scale:
+    """The configuration of a run's scale, with the command line's replacements."""
+    scale = SCALES[run.scale]
+    return replace(
+        scale, fit_images=run.fit_images or scale.fit_images, test_images=run.test_images or scale.test_images
+    )
+
+
+def images_to_test(run: Run, data: ImageDataset) -> ImageDataset:
+    """At most as many test images as the scale uses."""
+    return random_images(data, scale_of(run).test_images, run.seed)
+
+
+def job_of(run: Run, network: str, data: str, *, spectral_norm: float = 0.0) -> Job:
+    """The job that trains one of the paper's networks at the run's scale."""
+    scale = scale_of(run)
+    epochs = run.epochs or (scale.cifar_epochs if "cifar10" in data else scale.mnist_epochs)
+    return Job(scale.networks[network], data, epochs, run.seed, spectral_norm, scale.batch, scale.schedule)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained network with the data it was trained on.
-
-    Attributes:
-        job: The training job.
-        name: Of the checkpoint.
-        net: In eval mode, on the run's device.
-        train: Training images.
-        val: Validation images.
-        test: Test images.
-    """
+    """A trained network with the data it was trained on."""
 
     job: Job
-    name: str
-    net: nn.Module
+    net: nn.Module  # in eval mode, on the run's device
     train: ImageDataset
     val: ImageDataset
     test: ImageDataset
+    fit_on: ImageDataset  # the training images that PSC and its peers are fitted on
+    test_on: ImageDataset  # the test images that they are measured on
+
+    @property
+    def preprocess(self) -> Preprocess:
+        """How images reach the network."""
+        return self.train.preprocess
 
 
-def obtain(run: Run, job: Job, *, file: Path | None = None) -> Trained:
-    """Load the network, trained first if there is no checkpoint, and open its data.
-
-    Args:
-        run: Gives folders, device and, with ``--epochs``, the epochs.
-        job: What to train.
-        file: A checkpoint to use instead of training.
-    """
-    job = replace(job, epochs=run.epochs or job.epochs)
-    weights = file or run.checkpoints / f"{job.name}.safetensors"
+def obtain(run: Run, job: Job) -> Trained:
+    """Load the network, trained first if there is no checkpoint, and open its data."""
+    weights = run.checkpoints / f"{job.name}.safetensors"
     if not weights.exists():
         print(f"training {job.describe()} on {job.data}", flush=True)
-        train.train(_arguments(run, job, weights))
-    opened = {
-        split: open_dataset(run.spec(job.data), split=split, preprocess=job.preset)
-        for split in ("train", "val", "test")
-    }
-    classes = len(opened["train"].classes)
-    net = NETWORKS[job.network](classes, job.preset.channels)
-    load_weights(net, read_tensors(weights), num_classes=classes, origin=weights.name)
-    return Trained(job, weights.stem, net.eval().to(run.device), **opened)
-
-
-def _arguments(run: Run, job: Job, out: Path) -> argparse.Namespace:
-    preset = next(name for name, preprocess in PRESETS.items() if preprocess == job.preset)
-    words = [
-        "--network",
-        job.network,
-        "--data",
-        run.spec(job.data),
-        "--preset",
-        preset,
-        "--out",
-        str(out),
-        "--epochs",
-        str(job.epochs),
-        "--batch",
-        str(job.batch),
-        "--seed",
-        str(job.seed),
-        "--spectral-norm",
-        str(job.spectral_norm),
-        "--schedule",
-        job.schedule,
-        "--device",
-        str(run.device),
-    ]
-    words += ["--augment"] if job.augment else []
-    words += ["--compile"] if run.device.type == "cuda" else []
-    return train.parser().parse_args(words)
-
-
-def main() -> None:
-    """Train one network before the scripts that use it."""
-    cli = runs.parser(__doc__)
-    cli.add_argument("--network", choices=sorted(NETWORKS), required=True)
-    cli.add_argument("--training-data", required=True, help="dirty-mnist, cifar10, benchmarks.data:cifar10_known_0, …")
-    cli.add_argument("--spectral-norm", type=float, default=0.0)
-    cli.add_argument("--batch", type=int, default=128)
-    cli.add_argument("--schedule", choices=train.SCHEDULES, default="one-cycle")
-    args = cli.parse_args()
-    if args.epochs is None:
-        cli.error("--epochs is required")
-    run = runs.start("checkpoints", args)
-    job = Job(args.network, args.training_data, args.epochs, args.seed, args.spectral_norm, args.batch, args.schedule)
-    obtain(run, job)
-
-
-if __name__ == "__main__":
-    main()
+        train(job, run.spec(job.data), weights, run.device)
+    preprocess = PRESETS[job.preset]
+    images, val, test = (
+        open_dataset(run.spec(job.data), split=split, preprocess=preprocess) for split in ("train", "val", "test")
+    )
+    net = NETWORKS[job.network](len(images.classes), preprocess.channels)
+    load_weights(net, read_tensors(weights), num_classes=len(images.classes), origin=weights.name)
+    fit_on = random_images(images, scale_of(run).fit_images, run.seed)
+    return Trained(job, net.eval().to(run.device), images, val, test, fit_on, images_to_test(run, test))

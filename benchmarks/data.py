@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
@@ -59,11 +58,14 @@ def random_images(dataset: ImageDataset, count: int | None, seed: int = 0) -> Im
     """At most ``count`` random images in their original order; all for ``None``."""
     if count is None or count >= len(dataset):
         return dataset
-    return dataset.subset(_draw(len(dataset), count, seed))
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+    return dataset.subset(order[:count].sort().values)
 
 
-def _draw(images: int, count: int, seed: int) -> Tensor:
-    return torch.randperm(images, generator=torch.Generator().manual_seed(seed))[:count].sort().values
+def repeated(dataset: ImageDataset, count: int) -> ImageDataset:
+    """``count`` images with one label each, the data set over and over."""
+    at = torch.arange(count) % len(dataset)
+    return replace(dataset, indices=at, labels=dataset.labels[at], offsets=torch.arange(count + 1))
 
 
 def _factory(source: str, split_number: int, *, known: bool) -> Factory:
@@ -78,17 +80,12 @@ def _factory(source: str, split_number: int, *, known: bool) -> Factory:
     return factory
 
 
-def _few(images: int) -> Factory:
+def cifar10_few_5000(*, split: str, preprocess: Preprocess) -> ImageDataset:
     """CIFAR-10 with so few training images that a network soon memorises them."""
-
-    def factory(*, split: str, preprocess: Preprocess) -> ImageDataset:
-        whole = open_dataset(f"cifar10:{data_root()}", split=split, preprocess=preprocess)
-        return replace(random_images(whole, images), name=f"cifar10-few-{images}") if split == "train" else whole
-
-    return factory
+    whole = open_dataset(f"cifar10:{data_root()}", split=split, preprocess=preprocess)
+    return replace(random_images(whole, 5000), name="cifar10-few-5000") if split == "train" else whole
 
 
-cifar10_few_5000, cifar10_few_2000 = _few(5000), _few(2000)
 cifar10_known_0, cifar10_unknown_0 = (_factory("cifar10", 0, known=known) for known in (True, False))
 cifar10_known_1, cifar10_unknown_1 = (_factory("cifar10", 1, known=known) for known in (True, False))
 cifar10_known_2, cifar10_unknown_2 = (_factory("cifar10", 2, known=known) for known in (True, False))

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from benchmarks.checkpoints import Trained
+from benchmarks.checkpoints import Trained, scale_of
 from benchmarks.data import random_images
 from benchmarks.runs import Run
 from psc_core.collapse.report import Candidate, CollapseReport
@@ -27,25 +27,25 @@ from psc_core.network.layers import list_layers
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages before density and head.
+    """The stages before density and head."""
 
-    Attributes:
-        report: Collapse of every layer.
-        candidate: The selected layer(s).
-        projection: Projection with NC1 and NC4 of every size.
-    """
-
-    report: CollapseReport
-    candidate: Candidate
-    projection: FittedProjection
+    report: CollapseReport  # collapse of every layer
+    candidate: Candidate  # the selected layer(s)
+    projection: FittedProjection  # projection with NC1 and NC4 of every size
 
 
-def open_pair(run: Run, data: str, trained: Trained) -> tuple[ImageDataset, ImageDataset]:
-    """Training and validation images of another data set, preprocessed for the network."""
+Pair = tuple[ImageDataset, ImageDataset]
+"""Training images to fit on, and validation images."""
+
+
+def pair_of(run: Run, trained: Trained, data: str) -> Pair:
+    """A data set as the network reads it: its own, or another one."""
+    if data == trained.job.data:
+        return trained.fit_on, trained.val
     train, val = (
-        open_dataset(run.spec(data), split=split, preprocess=trained.train.preprocess) for split in ("train", "val")
+        open_dataset(run.spec(data), split=split, preprocess=trained.preprocess) for split in ("train", "val")
     )
-    return train, val
+    return random_images(train, scale_of(run).fit_images, run.seed), val
 
 
 def compute_of(run: Run) -> Compute:
@@ -58,97 +58,61 @@ def options_of(run: Run) -> FitOptions:
     return FitOptions(run.device, batch_images=compute_of(run).batch_images, seed=run.seed)
 
 
-def measure(
-    run: Run,
-    trained: Trained,
-    *,
-    fit_images: int | None,
-    datasets: tuple[ImageDataset, ImageDataset] | None = None,
-) -> CollapseReport:
-    """Collapse of every layer, measured once for a checkpoint; on ``datasets`` (train, val) if given."""
-    train, val = datasets or (trained.train, trained.val)
-    store = _store(run, trained, train, fit_images)
+def measure(run: Run, trained: Trained, data: Pair | None = None) -> CollapseReport:
+    """Collapse of every layer, measured once for a checkpoint; on other images than the network's own if given."""
+    train, val = data or (trained.fit_on, trained.val)
+    store = _store(run, trained, train)
     report = store.load_collapse()
     if report is None:
-        report = fit.measure_collapse(
-            trained.net, random_images(train, fit_images, run.seed), val, options=options_of(run)
-        )
+        report = fit.measure_collapse(trained.net, train, val, options=options_of(run))
         store.save_collapse(report)
     return report
 
 
 def stages(
-    run: Run,
-    trained: Trained,
-    *,
-    fit_images: int | None,
-    density: str = "gda",
-    datasets: tuple[ImageDataset, ImageDataset] | None = None,
-    collapse_on: tuple[ImageDataset, ImageDataset] | None = None,
+    run: Run, trained: Trained, *, density: str = "gda", data: Pair | None = None, collapse_on: Pair | None = None
 ) -> Stages:
     """Collapse, candidate and projection, fitted once for a checkpoint.
 
     Args:
         run: Of the script.
         trained: The network.
-        fit_images: Number of random training images; None for all.
         density: Kind of the density that will be fitted; one that reads z keeps more of the layer.
-        datasets: Training and validation images; by default the network's own.
-        collapse_on: Images to measure collapse on, if not ``datasets``.
+        data: Images to fit on; by default the network's own.
+        collapse_on: Images to measure collapse on, if not ``data``.
     """
-    train, val = datasets or (trained.train, trained.val)
-    report = measure(run, trained, fit_images=fit_images, datasets=collapse_on or (train, val))
+    train, val = data or (trained.fit_on, trained.val)
+    report = measure(run, trained, collapse_on or data)
     candidate = report.candidate()
-    store = _store(run, trained, train, fit_images, density, collapse_on and collapse_on[0].name)
+    store = _store(run, trained, train, density=density, collapse_on=collapse_on[0].name if collapse_on else "")
     projection = store.load_projection()
     if projection is None:
-        images = random_images(train, fit_images, run.seed)
-        projection = fit.fit_projection(trained.net, candidate, images, val, density=density, options=options_of(run))
+        projection = fit.fit_projection(trained.net, candidate, train, val, density=density, options=options_of(run))
         store.save_projection(projection)
     return Stages(report, candidate, projection)
 
 
-def _store(
-    run: Run,
-    trained: Trained,
-    train: ImageDataset,
-    images: int | None,
-    density: str | None = None,
-    collapse_on: str | None = None,
-) -> Checkpoint:
+def _store(run: Run, trained: Trained, train: ImageDataset, **settings: str) -> Checkpoint:
     job = {
-        "checkpoint": trained.name,
+        "checkpoint": trained.job.name,
         "classes": train.classes,
         "data": train.name,
-        "images": images,
-        "all_images": len(train),
+        "images": len(train),
         "seed": run.seed,
         "device": run.device.type,
+        **settings,
     }
-    if density:
-        job["density"] = density
-    if collapse_on:
-        job["collapse_on"] = collapse_on
-    data = f"{train.name}-layer-of-{collapse_on}" if collapse_on else train.name
-    folder = "-".join(filter(None, [trained.name, data, density, str(images or "all"), f"s{run.seed}.stages"]))
-    return Checkpoint.open(run.checkpoints / folder, job)
+    words = [trained.job.name, train.name, *settings.values(), str(len(train)), f"s{run.seed}.stages"]
+    return Checkpoint.open(run.checkpoints / "-".join(filter(None, words)), job)
 
 
-def psc_of(
-    run: Run,
-    trained: Trained,
-    parts: Stages,
-    *,
-    fit_images: int | None,
-    density: str = "gda",
-    ood_score: str = "density",
-) -> PSC:
+def psc_of(run: Run, trained: Trained, parts: Stages, *, density: str = "gda", ood_score: str = "density") -> PSC:
     """A PSC with the Laplace head; by default with the paper's density and that alone as the OOD score."""
     return fit.fit_psc(
         trained.net,
         parts.candidate,
         parts.projection,
-        random_images(trained.train, fit_images, run.seed),
+        trained.fit_on,
         trained.val,
         density=density,
         ood_score=ood_score,
@@ -156,12 +120,12 @@ def psc_of(
     )
 
 
-def baselines_of(run: Run, trained: Trained, *, fit_images: int | None) -> Baselines:
+def baselines_of(run: Run, trained: Trained) -> Baselines:
     """Detectors on penultimate features and logits of the same network."""
     return fit_baselines(
         trained.net,
         penultimate_layer(trained),
-        random_images(trained.train, fit_images, run.seed),
+        trained.fit_on,
         trained.val,
         compute=compute_of(run),
         seed=run.seed,
@@ -171,7 +135,7 @@ def baselines_of(run: Run, trained: Trained, *, fit_images: int | None) -> Basel
 def penultimate_layer(trained: Trained) -> str:
     """Name of the layer that the last linear layer reads."""
     device = next(trained.net.parameters()).device
-    example = example_input(trained.train.preprocess).to(device)
+    example = example_input(trained.preprocess).to(device)
     return next(layer.name for layer in list_layers(trained.net, example) if layer.role == "penultimate")
 
 
@@ -182,17 +146,11 @@ def linear_output(net: nn.Module) -> nn.Linear:
 
 @dataclass(frozen=True)
 class Penultimate:
-    """Penultimate features of a data set, on the CPU.
+    """Penultimate features of a data set, on the CPU."""
 
-    Attributes:
-        features: ``float32 (n, D)``, of each image or of each labelled example.
-        logits: ``float64 (n, K)``.
-        labels: ``int64 (n,)``.
-    """
-
-    features: Float[Tensor, "n dim"]
-    logits: Float[Tensor, "n classes"]
-    labels: Int[Tensor, " n"]
+    features: Float[Tensor, "n dim"]  # ``float32 (n, D)``, of each image or of each labelled example
+    logits: Float[Tensor, "n classes"]  # ``float64 (n, K)``
+    labels: Int[Tensor, " n"]  # ``int64 (n,)``
 
 
 def penultimate_features(run: Run, trained: Trained, data: ImageDataset, *, per_example: bool) -> Penultimate:

@@ -3,12 +3,16 @@
 ``psc-fit --model benchmarks.networks:wide_resnet28_10`` uses any of them; the ResNets and the VGG are
 torchvision's own with a small stem, so a bundle of theirs loads without this module.
 
-``…_mod`` is the architecture that Deep Deterministic Uncertainty trains with it (:mod:`benchmarks.mod`).
+``…_mod`` is the architecture of Deep Deterministic Uncertainty (Mukhoti et al., 2023).  Two changes to a residual
+network keep it sensitive to its input: LeakyReLU (slope 0.01) for ReLU, so that no unit is flat, and, where a block
+changes stride or width, a shortcut without weights, which averages s × s pixels (s the stride) and pads the new
+channels with zeros, for a strided 1×1 convolution.  At an odd size, which s does not divide, every s-th pixel is taken
+instead, as in the authors' code.
 
-Spectral normalisation follows Deep Deterministic Uncertainty (Mukhoti et al., 2023): a *bound*, not an
-equality.  A weight W with spectral norm σ > coefficient is replaced by W · coefficient / σ, with one power
-iteration in each training step.  A convolution's σ is that of the linear map of images (with stride, padding and
-input size), up to three times that of its (out, in · kernel) matrix for a 3×3 kernel.
+Spectral normalisation follows them too: a *bound*, not an equality.  A weight W with spectral norm σ > coefficient is
+replaced by W · coefficient / σ, with one power iteration in each training step.  A convolution's σ is that of the
+linear map of images (with stride, padding and input size), up to three times that of its (out, in · kernel) matrix for
+a 3×3 kernel.
 """
 
 from __future__ import annotations
@@ -22,8 +26,6 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torchvision import models
 from torchvision.models.resnet import BasicBlock
-
-from benchmarks.mod import modify
 
 
 def _small_resnet(build: Callable[..., nn.Module], num_classes: int, in_channels: int) -> nn.Module:
@@ -170,56 +172,57 @@ def wide_resnet28_10(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     return WideResNet(28, 10, num_classes, in_channels, dropout=0.3)
 
 
-def wide_resnet16_2(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """Wide-ResNet-16-2: a smaller network of the family, trained on a CPU in minutes."""
-    return WideResNet(16, 2, num_classes, in_channels)
-
-
 def wide_resnet10_1(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     """Wide-ResNet-10-1: the smallest network of the family, for tests."""
     return WideResNet(10, 1, num_classes, in_channels)
 
 
-def resnet18_mod(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """:func:`resnet18` as DDU modifies it."""
-    return modify(resnet18(num_classes, in_channels))
+def average_shortcut(x: Tensor, stride: int, added: int) -> Tensor:
+    """(B, C, H, W) to (B, C + added, ⌈H/s⌉, ⌈W/s⌉)."""
+    size = stride if x.shape[2] % 2 == 0 else 1
+    return F.pad(F.avg_pool2d(x, size, stride), (0, 0, 0, 0, 0, added))
 
 
-def resnet18_narrow_mod(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """:func:`resnet18_narrow` as DDU modifies it."""
-    return modify(resnet18_narrow(num_classes, in_channels))
+torch.fx.wrap("average_shortcut")  # One call of a traced graph, because it asks for the size.
 
 
-def resnet50_mod(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """:func:`resnet50` as DDU modifies it."""
-    return modify(resnet50(num_classes, in_channels))
+class AverageShortcut(nn.Module):
+    """:func:`average_shortcut` in place of a 1×1 convolution."""
+
+    def __init__(self, convolution: nn.Conv2d) -> None:
+        super().__init__()
+        self.stride = convolution.stride[0]
+        self.added = convolution.out_channels - convolution.in_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return average_shortcut(x, self.stride, self.added)
 
 
-def wide_resnet28_10_mod(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """:func:`wide_resnet28_10` as DDU modifies it."""
-    return modify(wide_resnet28_10(num_classes, in_channels))
+def modify(net: nn.Module) -> nn.Module:
+    """Make both changes in ``net``, a ResNet of torchvision or a Wide-ResNet, in place."""
+    for parent in list(net.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.ReLU):
+                setattr(parent, name, nn.LeakyReLU(inplace=child.inplace))
+            elif name == "downsample" and isinstance(child, nn.Sequential) and isinstance(child[0], nn.Conv2d):
+                setattr(parent, name, AverageShortcut(child[0]))
+            elif name == "shortcut" and isinstance(child, nn.Conv2d):
+                setattr(parent, name, AverageShortcut(child))
+    return net
 
 
-def wide_resnet16_2_mod(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """:func:`wide_resnet16_2` as DDU modifies it."""
-    return modify(wide_resnet16_2(num_classes, in_channels))
+_PLAIN = (resnet18, resnet18_narrow, resnet50, vgg16, vgg16_narrow, wide_resnet28_10, wide_resnet10_1)
+
+
+def _modified(plain: Callable[[int, int], nn.Module]) -> Callable[[int, int], nn.Module]:
+    return lambda num_classes, in_channels: modify(plain(num_classes, in_channels))
 
 
 NETWORKS: Mapping[str, Callable[[int, int], nn.Module]] = {
-    "resnet18": resnet18,
-    "resnet18_narrow": resnet18_narrow,
-    "resnet50": resnet50,
-    "vgg16": vgg16,
-    "vgg16_narrow": vgg16_narrow,
-    "wide_resnet28_10": wide_resnet28_10,
-    "wide_resnet16_2": wide_resnet16_2,
-    "wide_resnet10_1": wide_resnet10_1,
-    "resnet18_mod": resnet18_mod,
-    "resnet18_narrow_mod": resnet18_narrow_mod,
-    "resnet50_mod": resnet50_mod,
-    "wide_resnet28_10_mod": wide_resnet28_10_mod,
-    "wide_resnet16_2_mod": wide_resnet16_2_mod,
+    **{plain.__name__: plain for plain in _PLAIN},
+    **{f"{plain.__name__}_mod": _modified(plain) for plain in _PLAIN if not plain.__name__.startswith("vgg")},
 }
+"""By name; ``…_mod`` as DDU modifies them."""
 
 
 class SpectralBound(nn.Module):

@@ -29,19 +29,12 @@ DIVISIONS = 5
 
 @dataclass(frozen=True)
 class Examples:
-    """Labelled examples of a data set, on the CPU.
+    """Labelled examples of a data set, on the CPU."""
 
-    Attributes:
-        z: ``float32 (n, D)``, of PSC's layer.
-        labels: ``int64 (n,)``.
-        logits: ``float64 (n, K)``, the network's own; empty where they are not needed.
-        images: ``int64 (n,)``, which image of the data set each one shows.
-    """
-
-    z: Tensor
-    labels: Tensor
-    logits: Tensor
-    images: Tensor
+    z: Tensor  # ``float32 (n, D)``, of PSC's layer
+    labels: Tensor  # ``int64 (n,)``
+    logits: Tensor  # ``float64 (n, K)``, the network's own; empty where they are not needed
+    images: Tensor  # ``int64 (n,)``, which image of the data set each one shows
 
     def take(self, indices: Tensor | slice) -> Examples:
         """Those at ``indices``."""

@@ -1,8 +1,8 @@
-"""What the benchmark scripts share: their command line, resumable parts, results and provenance.
+"""What the benchmarks share: their command line, resumable parts, results and provenance.
 
-A run writes ``NAME-SCALE.json`` (result, environment, command), its figures and ``NAME-SCALE.md`` into
-``--out``.  Its parts (one network, one seed, …) are kept in ``--out``/parts as they finish, so an interrupted run
-continues and a long one can be split over several machines.
+A run of a script with a scale writes ``NAME-SCALE.json`` (result, environment, command) and its figures into ``--out``.
+Its parts (one network, one seed, …) are kept in ``--out``/parts as they finish, so an interrupted run continues and a
+long one can be split over several machines.  ``python -m benchmarks.report`` makes the pages of them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import platform
+import shlex
+import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,10 +33,13 @@ from psc_core.version import __version__
 SCALES = ("smoke", "cpu", "full")
 """Seconds on a few images; hours on a few CPU cores; the paper's networks on a GPU."""
 
+ROOT = Path(__file__).resolve().parents[1]
+"""Of the repository."""
+
 RESULTS = Path(__file__).parent / "results"
 """Published results."""
 
-BUNDLE = Path(__file__).resolve().parents[1] / "artifacts" / "dirty-mnist-resnet18"
+BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
 """The shipped bundle."""
 
 Json = dict[str, Any]
@@ -41,51 +47,36 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """One invocation of a script.
+    """One invocation of a script."""
 
-    Attributes:
-        name: Of the script; its files start with it.
-        scale: One of :data:`SCALES`.
-        data: Folder of the data sets.
-        out: Folder of the results.
-        checkpoints: Folder of trained networks and fitted stages, shared by all scripts.
-        seed: Random seed.
-        device: Compute device.
-        command: The command line.
-        epochs: Replaces the epochs of every network, or None.
-        fit_images: Replaces the training images that the scale fits on, or None.
-        test_images: Replaces the images that the scale tests on, or None.
-        checkpoint: A trained network in place of the script's main one, or None.
-    """
-
-    name: str
-    scale: str
-    data: Path
-    out: Path
-    checkpoints: Path
+    name: str  # of the script; its files start with it
+    scale: str  # one of :data:`SCALES`
+    data: Path  # folder of the data sets
+    out: Path  # folder of the results
+    checkpoints: Path  # folder of trained networks and fitted stages, shared by all scripts
     seed: int
     device: torch.device
     command: str
-    epochs: int | None = None
-    fit_images: int | None = None
-    test_images: int | None = None
-    checkpoint: Path | None = None
+    epochs: int | None = None  # replaces the epochs of every network, or None
+    fit_images: int | None = None  # replaces the training images that the scale fits on, or None
+    test_images: int | None = None  # replaces the images that the scale tests on, or None
 
     def spec(self, name: str) -> str:
         """Data-set spec of a built-in data set or a factory of :mod:`benchmarks.data`."""
         return name if ":" in name else f"{name}:{self.data}"
 
     def part(self, name: str, settings: Mapping[str, Any], compute: Callable[[], Json]) -> Json:
-        """``compute()``, or the result of an earlier run with equal settings."""
+        """``compute()``, or the result of an earlier run with equal settings, epochs and numbers of images."""
+        numbers = {"epochs": self.epochs, "fit_images": self.fit_images, "test_images": self.test_images}
+        settings = {**settings, **numbers}
         file = self.out / "parts" / f"{self.name}-{self.scale}-{name}.json"
-        key = hashlib.sha256(json.dumps(dict(settings), sort_keys=True, default=str).encode()).hexdigest()[:16]
+        key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
         if file.exists():
             kept: Json = json.loads(file.read_text())
             if kept["key"] == key:
                 return dict(kept["result"])
         result = compute()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, {"key": key, "settings": dict(settings), **self._origin(), "result": result})
+        write_json(file, {"key": key, "settings": settings, **self._origin(), "result": result})
         return result
 
     def finished(self) -> dict[str, Json]:
@@ -106,7 +97,7 @@ class Run:
         return self.out / f"{self.name}-{self.scale}-{name}.svg"
 
     def write(self, result: Json, fragment: Callable[[Json], str]) -> Json:
-        """Write the result and its Markdown; returns the whole record.
+        """Write the result and print its Markdown; returns the whole record.
 
         The record has command and environment of each part, because earlier runs may have measured some.
         """
@@ -117,12 +108,49 @@ class Run:
             "origins": origins or {"": self._origin()},
             "result": result,
         }
-        self.out.mkdir(parents=True, exist_ok=True)
         write_json(self.out / f"{self.name}-{self.scale}.json", record)
-        text = fragment(record)
-        (self.out / f"{self.name}-{self.scale}.md").write_text(text)
-        print(text)
+        print(fragment(record))
         return record
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that all scripts with a scale have."""
+    cli = plain_parser(description)
+    cli.add_argument("--scale", choices=SCALES, default="cpu", help="smoke: seconds; cpu: hours; full: a GPU")
+    cli.add_argument("--data", type=Path, required=True, metavar="ROOT", help="folder of the data sets")
+    cli.add_argument("--out", type=Path, metavar="DIR", help="results (default: benchmarks/results, smoke: out/smoke)")
+    cli.add_argument("--checkpoints", type=Path, metavar="DIR", help="trained networks (default: out/checkpoints)")
+    cli.add_argument("--seed", type=int, default=0)
+    cli.add_argument("--device", default="auto")
+    cli.add_argument("--epochs", type=int, metavar="N", help="epochs of every network, instead of the scale's")
+    cli.add_argument("--fit-images", type=int, metavar="N", help="fit on at most N images, instead of the scale's")
+    cli.add_argument("--test-images", type=int, metavar="N", help="test on at most N images of each data set")
+    return cli
+
+
+def plain_parser(description: str | None) -> argparse.ArgumentParser:
+    """A command line that shows a module's docstring as it is written."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def start(name: str, args: argparse.Namespace) -> Run:
+    """The run for parsed options; exports the data folder for the factories of :mod:`benchmarks.data`."""
+    os.environ[ROOT_VARIABLE] = str(args.data)
+    smoke = args.scale == "smoke"
+    out = args.out or (Path("out/smoke") if smoke else RESULTS)
+    return Run(
+        name=name,
+        scale=args.scale,
+        data=args.data,
+        out=out,
+        checkpoints=args.checkpoints or (out if smoke else Path("out")) / "checkpoints",
+        seed=args.seed,
+        device=resolve_device(args.device),
+        command=command_line(args),
+        epochs=args.epochs,
+        fit_images=args.fit_images,
+        test_images=args.test_images,
+    )
 
 
 _LOCAL = ("out", "checkpoints", "device")
@@ -134,59 +162,16 @@ def command_line(args: argparse.Namespace) -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     words = [f"python -m {spec.name}" if spec is not None else Path(sys.argv[0]).name]
     for name, value in vars(args).items():
-        option = f"--{name.replace('_', '-')}"
-        if value is None or name in _LOCAL:
+        if value is None or value is False or name in _LOCAL:
             continue
-        if isinstance(value, list):
-            texts = [str(item) for item in value]
-            words += [option, *texts] if isinstance(value[0], int) else [f"{option} {text}" for text in texts]
-        else:
-            words += [option, "ROOT" if name == "data" else value.name if isinstance(value, Path) else str(value)]
+        given = [] if value is True else value if isinstance(value, list) else [value]
+        words += [f"--{name.replace('_', '-')}", *("ROOT" if name == "data" else shlex.quote(str(x)) for x in given)]
     return " ".join(words)
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options of every script."""
-    cli = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--scale", choices=SCALES, default="cpu", help="smoke: seconds; cpu: hours; full: a GPU")
-    cli.add_argument("--data", type=Path, required=True, metavar="ROOT", help="folder of the data sets")
-    cli.add_argument(
-        "--out", type=Path, metavar="DIR", help="results (default: benchmarks/results, for smoke out/smoke)"
-    )
-    cli.add_argument(
-        "--checkpoints",
-        type=Path,
-        metavar="DIR",
-        help="trained networks, shared by all scripts (default: out/checkpoints, for smoke in --out)",
-    )
-    cli.add_argument("--seed", type=int, default=0)
-    cli.add_argument("--device", default="auto")
-    cli.add_argument("--epochs", type=int, metavar="N", help="epochs of every network, instead of the scale's")
-    cli.add_argument("--fit-images", type=int, metavar="N", help="fit on at most N images, instead of the scale's")
-    cli.add_argument("--test-images", type=int, metavar="N", help="test on at most N images of each data set")
-    return cli
-
-
-def start(name: str, args: argparse.Namespace) -> Run:
-    """The run for parsed options; exports the data folder for the factories of :mod:`benchmarks.data`."""
-    os.environ[ROOT_VARIABLE] = str(args.data)
-    smoke = args.scale == "smoke"
-    out = args.out or (Path("out/smoke") if smoke else RESULTS)
-    checkpoints = args.checkpoints or (out / "checkpoints" if smoke else Path("out/checkpoints"))
-    return Run(
-        name,
-        args.scale,
-        args.data,
-        out,
-        checkpoints,
-        args.seed,
-        resolve_device(args.device),
-        command_line(args),
-        args.epochs,
-        args.fit_images,
-        args.test_images,
-        getattr(args, "checkpoint", None),
-    )
+def origin(args: argparse.Namespace, device: torch.device) -> Json:
+    """Command and environment of a record."""
+    return {"command": command_line(args), "environment": environment(device)}
 
 
 def environment(device: torch.device) -> Json:
@@ -220,35 +205,35 @@ def _commit() -> str:
 
 def write_json(file: Path, data: Json) -> None:
     """Write atomically, so that an interrupted run leaves no half-written file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     part.write_text(json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n")
     part.rename(file)
 
 
-def updated(page: str, name: str, text: str, title: str = "") -> str:
-    """``page`` with the text between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` replaced.
-
-    A missing section is appended, under the heading ``title`` if there is one.
-    """
-    first, last = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-    head, found, rest = page.partition(first)
-    if found:
-        return f"{head}{first}\n{text}\n{last}{rest.partition(last)[2]}"
-    heading = f"## {title}\n\n" if title else ""
-    return f"{page.rstrip()}\n\n{heading}{first}\n{text}\n{last}\n".lstrip()
+# -- Markdown -------------------------------------------------------------------------------------------------
 
 
-def write_section(file: Path, name: str, text: str, title: str = "") -> None:
-    """:func:`updated` on a Markdown file, which is created when it is not there."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    page = file.read_text() if file.exists() else f"# {file.stem.capitalize()}\n"
-    file.write_text(updated(page, name, text, title))
-
-
-def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A pipe table, first column left-aligned."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number for a table; a dash for None."""
+    return "—" if value is None else f"{value:.{digits}f}"
+
+
+def plus_minus(values: Sequence[float], digits: int = 4) -> str:
+    """Mean ± its standard error; the mean alone of a single value."""
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return f"{mean} ± {standard_error(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Standard error of the mean; NaN for a single value."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def where(environment: Json) -> str:
@@ -258,6 +243,11 @@ def where(environment: Json) -> str:
         f"{environment['torch']}, Python {environment['python']}, psc {environment['psc']} ({environment['commit']}), "
         f"{environment['date']}"
     )
+
+
+def measured(record: Json) -> str:
+    """Lines above the tables of a record without parts: environment and command."""
+    return f"{where(record['environment'])}.\n\n    {record['command']}"
 
 
 def provenance(record: Json) -> str:

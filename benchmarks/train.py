@@ -1,17 +1,19 @@
 """Train one of the paper's networks; the checkpoint is a safetensors state dict.
 
-    python -m benchmarks.train --network resnet18 --data dirty-mnist:ROOT --preset mnist --out net.safetensors
+    python -m benchmarks.train --network resnet18 --data dirty-mnist:ROOT --epochs 4 --out net.safetensors
 
 ``--schedule ddu`` is the recipe of the paper (SGD 0.1, momentum 0.9, weight decay 5e-4 of every parameter, × 0.1 at
 150/350 and 250/350 of the epochs); ``one-cycle`` (default) reaches the same regime in a few epochs.  One epoch visits
-every labelled example once.  An interrupted run continues from its last finished epoch.
+every labelled example once.  Images of CIFAR-10 are cropped and flipped at random.  An interrupted run continues from
+its last finished epoch.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -20,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.networks import NETWORKS, bound_spectral_norm, fold_spectral_norm
+from benchmarks.runs import plain_parser
+from psc_core.compute.device import resolve_device
 from psc_core.compute.passes import track
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
@@ -27,6 +31,43 @@ from psc_core.images.preprocess import PRESETS
 
 SCHEDULES = ("one-cycle", "ddu")
 """Of the learning rate."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One network to train."""
+
+    network: str  # name in :data:`benchmarks.networks.NETWORKS`
+    data: str  # built-in data set or factory of :mod:`benchmarks.data`
+    epochs: int  # each visits every labelled example once
+    seed: int = 0  # of initialisation and order of the examples
+    spectral_norm: float = 0.0  # bound, 0 for none
+    batch: int = 128  # labelled examples in a training step
+    schedule: str = "one-cycle"  # ``"one-cycle"`` or ``"ddu"``
+
+    @property
+    def preset(self) -> str:
+        """Name of the data's preprocessing."""
+        return "cifar10" if "cifar10" in self.data else "mnist"
+
+    @property
+    def augment(self) -> bool:
+        """Whether training crops and flips images; not where the network is to memorise them."""
+        return "cifar10" in self.data and "_few_" not in self.data
+
+    @property
+    def name(self) -> str:
+        """File name without suffix."""
+        bound = f"-sn{self.spectral_norm:g}" if self.spectral_norm else ""
+        data = self.data.rpartition(":")[2].replace("_", "-")
+        schedule = "" if self.schedule == "one-cycle" else f"-{self.schedule}"
+        return f"{self.network}-{data}{bound}-e{self.epochs}-b{self.batch}{schedule}-s{self.seed}"
+
+    def describe(self) -> str:
+        """Text for tables."""
+        bound = f", spectral norm ≤ {self.spectral_norm:g}" if self.spectral_norm else ""
+        schedule = "" if self.schedule == "one-cycle" else f", schedule {self.schedule}"
+        return f"{self.network}{bound}, {self.epochs} epochs, batch {self.batch}{schedule}, seed {self.seed}"
 
 
 def load_images(dataset: ImageDataset) -> Tensor:
@@ -55,6 +96,14 @@ def learning_rate(schedule: str, peak: float, step: int, steps: int) -> float:
     return peak * (position / 0.3 if position < 0.3 else max(0.001, (1 - position) / 0.7))
 
 
+def optimizer_of(net: nn.Module, schedule: str, lr: float) -> torch.optim.SGD:
+    """SGD that decays every parameter (``ddu``), or weights alone and with Nesterov's momentum (``one-cycle``)."""
+    paper = schedule == "ddu"
+    decay, plain = ([p for p in net.parameters() if (paper or p.ndim > 1) == decayed] for decayed in (True, False))
+    groups = [{"params": decay, "weight_decay": 5e-4}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=not paper)
+
+
 @torch.no_grad()
 def correct(net: nn.Module, dataset: ImageDataset, device: torch.device) -> Tensor:
     """1.0 for each image whose first label is predicted, else 0.0, (n,)."""
@@ -67,42 +116,37 @@ def correct(net: nn.Module, dataset: ImageDataset, device: torch.device) -> Tens
     return torch.cat(found)
 
 
-def train(args: argparse.Namespace) -> dict[str, object]:
-    """Train, write checkpoint and summary, and return the summary."""
-    torch.manual_seed(args.seed)
-    generator = torch.Generator().manual_seed(args.seed)
-    device = torch.device(
-        "cuda"
-        if args.device == "auto" and torch.cuda.is_available()
-        else "cpu"
-        if args.device == "auto"
-        else args.device
-    )
-    preprocess = PRESETS[args.preset]
-    data = open_dataset(args.data, split="train", preprocess=preprocess)
-    test = open_dataset(args.data, split="test", preprocess=preprocess)
+def train(
+    job: Job, spec: str, out: Path, device: torch.device, *, lr: float = 0.1, precision: str = "bf16"
+) -> dict[str, object]:
+    """Train, write checkpoint and summary, and return the summary.
+
+    Args:
+        job: What to train.
+        spec: The job's data set, as ``psc-fit --train`` takes it.
+        out: Checkpoint to write (.safetensors); the summary is written beside it.
+        device: Compute device; the step is compiled on CUDA.
+        lr: Peak of the learning rate.
+        precision: ``"fp32"``, or ``"bf16"`` for autocast.
+    """
+    torch.manual_seed(job.seed)
+    generator = torch.Generator().manual_seed(job.seed)
+    preprocess = PRESETS[job.preset]
+    data, test = (open_dataset(spec, split=split, preprocess=preprocess) for split in ("train", "test"))
     images = load_images(data).to(device)
     counts = data.offsets[1:] - data.offsets[:-1]
     image_index = torch.arange(len(data)).repeat_interleave(counts)
 
-    net = NETWORKS[args.network](len(data.classes), preprocess.channels)
-    if args.spectral_norm:
-        example = torch.zeros(1, preprocess.channels, preprocess.height, preprocess.width)
-        bound_spectral_norm(net, args.spectral_norm, example)
+    net = NETWORKS[job.network](len(data.classes), preprocess.channels)
+    if job.spectral_norm:
+        bound_spectral_norm(net, job.spectral_norm, torch.zeros(1, *preprocess.shape))
     net = net.to(device).to(memory_format=torch.channels_last)
-    decay = [p for p in net.parameters() if p.ndim > 1 or args.schedule == "ddu"]
-    plain = [p for p in net.parameters() if p.ndim <= 1 and args.schedule != "ddu"]
-    optimizer = torch.optim.SGD(
-        [{"params": decay, "weight_decay": args.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-        lr=args.lr,
-        momentum=0.9,
-        nesterov=args.schedule == "one-cycle",
-    )
-    step_model: nn.Module = torch.compile(net) if args.compile else net  # type: ignore[assignment]
-    per_epoch = -(-data.examples // args.batch)
-    steps = args.epochs * per_epoch
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint = args.out.with_suffix(".partial.pt")
+    optimizer = optimizer_of(net, job.schedule, lr)
+    step_model: nn.Module = torch.compile(net) if device.type == "cuda" else net  # type: ignore[assignment]
+    per_epoch = -(-data.examples // job.batch)
+    steps = job.epochs * per_epoch
+    out.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint = out.with_suffix(".partial.pt")
     start = 0
     if checkpoint.exists():
         saved = torch.load(checkpoint, map_location=device, weights_only=True)
@@ -111,21 +155,21 @@ def train(args: argparse.Namespace) -> dict[str, object]:
         generator.set_state(saved["generator"].cpu())
         start = saved["epoch"]
     began = time.perf_counter()
-    for epoch in range(start, args.epochs):
+    for epoch in range(start, job.epochs):
         net.train()
         order = torch.randperm(data.examples, generator=generator)
         total = torch.zeros((), device=device)
-        for batch in track(range(per_epoch), total=per_epoch, description=f"epoch {epoch + 1}/{args.epochs}"):
-            chosen = order[batch * args.batch : (batch + 1) * args.batch]
+        for batch in track(range(per_epoch), total=per_epoch, description=f"epoch {epoch + 1}/{job.epochs}"):
+            chosen = order[batch * job.batch : (batch + 1) * job.batch]
             picked = images[image_index[chosen].to(device)]
-            if args.augment:
+            if job.augment:
                 picked = augment(picked, generator)
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(args.schedule, args.lr, epoch * per_epoch + batch, steps)
+                group["lr"] = learning_rate(job.schedule, lr, epoch * per_epoch + batch, steps)
             inputs = preprocess.standardise(picked).contiguous(memory_format=torch.channels_last)
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
                 logits = step_model(inputs)
-            loss = F.cross_entropy(logits.float(), data.labels[chosen].to(device), label_smoothing=args.smoothing)
+            loss = F.cross_entropy(logits.float(), data.labels[chosen].to(device))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -146,17 +190,10 @@ def train(args: argparse.Namespace) -> dict[str, object]:
     fold_spectral_norm(net)
     hits = correct(net, test, device)
     summary: dict[str, object] = {
-        "network": args.network,
-        "data": args.data.partition(":")[0],
-        "epochs": args.epochs,
-        "batch": args.batch,
-        "schedule": args.schedule,
-        "lr": args.lr,
-        "weight_decay": args.weight_decay,
-        "seed": args.seed,
-        "spectral_norm": args.spectral_norm,
-        "augment": args.augment,
-        "precision": args.precision,
+        **asdict(job),
+        "lr": lr,
+        "augment": job.augment,
+        "precision": precision,
         "train_digest": data.digest(),
         "test_accuracy": float(hits.mean()),
         "test_accuracy_by_group": {name: float(hits[where].mean()) for name, where in test.groups.items()},
@@ -165,34 +202,30 @@ def train(args: argparse.Namespace) -> dict[str, object]:
         "device": device.type,
     }
     state = {k: v.contiguous().cpu() for k, v in net.state_dict().items()}
-    save_file(state, args.out)
-    args.out.with_suffix(".json").write_text(json.dumps(summary, indent=2) + "\n")
+    save_file(state, out)
+    out.with_suffix(".json").write_text(json.dumps(summary, indent=2) + "\n")
     checkpoint.unlink(missing_ok=True)
     print(json.dumps(summary, indent=2))
     return summary
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train one network."""
+    cli = plain_parser(__doc__)
     cli.add_argument("--network", choices=sorted(NETWORKS), required=True)
     cli.add_argument("--data", required=True, help="data set, as psc-fit --train takes it")
-    cli.add_argument("--preset", choices=sorted(PRESETS), required=True)
     cli.add_argument("--out", type=Path, required=True, help="checkpoint to write (.safetensors)")
     cli.add_argument("--epochs", type=int, default=350)
-    cli.add_argument("--batch", type=int, default=128)
-    cli.add_argument("--schedule", choices=SCHEDULES, default="one-cycle")
-    cli.add_argument("--lr", type=float, default=0.1)
-    cli.add_argument("--weight-decay", type=float, default=5e-4)
-    cli.add_argument("--smoothing", type=float, default=0.0, help="label smoothing")
+    cli.add_argument("--batch", type=int, default=Job.batch)
+    cli.add_argument("--schedule", choices=SCHEDULES, default=Job.schedule)
     cli.add_argument("--spectral-norm", type=float, default=0.0, help="bound (the paper: 3.0); 0 is none")
-    cli.add_argument("--augment", action="store_true", help="random crop and flip")
-    cli.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
-    cli.add_argument("--compile", action="store_true", help="torch.compile the training step")
     cli.add_argument("--device", default="auto")
     cli.add_argument("--seed", type=int, default=0)
-    return cli
+    args = cli.parse_args(argv)
+    data = args.data if args.data.startswith("benchmarks.") else args.data.partition(":")[0]
+    job = Job(args.network, data, args.epochs, args.seed, args.spectral_norm, args.batch, args.schedule)
+    train(job, args.data, args.out, resolve_device(args.device))
 
 
 if __name__ == "__main__":
-    train(parser().parse_args())
+    main()

@@ -1,9 +1,7 @@
 """The device step: compared with the plain network, a lower bound, ensembles and MC dropout, and by part.
 
-    python -m benchmarks.device.run                        # this CPU, four minutes and five for each instruction set
-    python -m benchmarks.device.run --only backends        # the backends under each instruction set
+    python -m benchmarks.device.run                        # this CPU, four minutes
     python -m benchmarks.device.run --device cuda          # a GPU, at most ten minutes
-    python -m benchmarks.device.run --report               # rewrite the section of benchmarks/results/device.md
 
 Every time is that of the service's step (:mod:`app.inference.steps`): uint8 on the host to outputs on the host.  The
 plain network gives softmax probabilities through the same step (same precision, memory format and graph mode), once
@@ -13,7 +11,6 @@ quartiles.  Results of earlier runs stay in the file until a network is measured
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -30,8 +27,7 @@ import torch
 from torch import Tensor
 
 from app.inference.steps import EagerStep, Step, make_step
-from benchmarks.device import backends, floor
-from benchmarks.device.report import write_report
+from benchmarks.device.report import fragment
 from benchmarks.device.subjects import (
     MEMBERS,
     SAMPLES,
@@ -46,9 +42,17 @@ from benchmarks.device.subjects import (
     unfused,
     with_dropout,
 )
-from benchmarks.device.timing import bandwidth, milliseconds, on_device, peak, ratio, take_turns
-from benchmarks.instruction_sets import available, held_to, in_fresh_process
-from benchmarks.runs import RESULTS, Json, environment
+from benchmarks.device.timing import (
+    bandwidth,
+    milliseconds,
+    on_device,
+    operations,
+    peak,
+    ratio,
+    take_turns,
+    traffic,
+)
+from benchmarks.runs import RESULTS, Json, environment, plain_parser, write_json
 from psc_core.compute.allocator import keep_freed_memory
 from psc_core.compute.device import resolve_device
 from psc_core.heads import entropy
@@ -142,21 +146,29 @@ class Measurement:
         subject: The network to measure.
         device: Compute device.
         limits: Peaks of the device: operations/s by precision, bytes/s.
-        full: More batches, rounds and modes.
         quick: Batches of one image, three rounds, nothing compiled.
     """
 
-    def __init__(
-        self, subject: Subject, device: torch.device, limits: Json, *, full: bool, quick: bool = False
-    ) -> None:
+    def __init__(self, subject: Subject, device: torch.device, limits: Json, *, quick: bool = False) -> None:
         self.subject = subject
         self.device = device
         self.limits = limits
-        self.full = full
         self.quick = quick
         self.net = subject.network()
         self.shape = (subject.preprocess.channels, subject.size, subject.size)
-        self.seconds = 0.0 if quick else 3.0 if full else 0.5 if device.type == "cpu" else 0.4
+        self.seconds = 0.0 if quick else 0.5 if device.type == "cpu" else 0.4
+
+    def measure(self) -> Json:
+        """What the record keeps."""
+        return {
+            "layer": self.subject.layer,
+            "classes": self.subject.classes,
+            "z": self.subject.sizes,
+            "fitted": self.subject.shipped,
+            "limits": self.limits,
+            "cells": self.cells(),
+            "alternatives": self.alternatives(),
+        }
 
     def images(self, count: int) -> Tensor:
         """Random images on the host."""
@@ -193,9 +205,8 @@ class Measurement:
         return rows
 
     def modes(self, precision: str) -> tuple[str, ...]:
-        """Compiling takes a minute for each network, so only the shipped one is compiled unless ``--full``."""
-        last = precision == PRECISIONS[self.device.type][-1]
-        compiled = not self.quick and (self.full or (self.subject.shipped and last))
+        """Compiling takes a minute for each network, so only the shipped one is compiled, in one precision."""
+        compiled = self.subject.shipped and precision == PRECISIONS[self.device.type][-1] and not self.quick
         return MODES[self.device.type] + (("compiled",) if compiled else ())
 
     def buckets(self, mode: str) -> tuple[int, ...]:
@@ -206,7 +217,7 @@ class Measurement:
             return (64,) if self.device.type == "cuda" else (8,)
         if self.device.type == "cuda":
             return CUDA_BUCKETS if mode == "graph" else (1, 64)
-        return (1, 2, 4, 8, 16, 32, 64) if self.full else self.subject.buckets
+        return self.subject.buckets
 
     def work(self, variants: Mapping[str, Any]) -> Json:
         """Operations and bytes of an image, counted on a batch of eight."""
@@ -215,35 +226,41 @@ class Measurement:
             variants["psc"](images)  # fuses, which is not part of a step
         whole = Plain([unfused(self.net, "fp32", self.device)], self.subject.preprocess, "fp32").to(self.device)
         return {
-            "psc_operations": floor.operations(variants["psc"], images) / 8,
-            "plain_operations": floor.operations(whole, images) / 8,
+            "psc_operations": operations(variants["psc"], images) / 8,
+            "plain_operations": operations(whole, images) / 8,
             "psc_bytes": {count: self.bytes_of(variants["psc"], count) for count in self.buckets("eager")},
         }
 
     def bytes_of(self, network: Any, count: int) -> int:
         """Bytes of one step."""
-        return floor.traffic(network, self.images(count).to(self.device))
+        return traffic(network, self.images(count).to(self.device))
+
+    def calls(
+        self, networks: Mapping[str, Any], images: np.ndarray[Any, Any], mode: str
+    ) -> dict[str, Callable[[], None]]:
+        """The service's step of each network on a batch of images."""
+        return {
+            name: partial(call, step_of(net, self.shape, len(images), self.device, mode), images)
+            for name, net in networks.items()
+        }
 
     def cell(self, variants: Mapping[str, Any], work: Json, precision: str, mode: str, bucket: int) -> Json:
         """Times of one batch size."""
         images = self.images(bucket)
         if mode == "compiled" and self.device.type == "cpu":  # the compiler fuses by itself
             variants = {**variants, "plain_fused": variants["plain"]}
-        calls = {
-            name: partial(call, step_of(net, self.shape, bucket, self.device, mode), images.numpy())
-            for name, net in variants.items()
-        }
+        calls = self.calls(variants, images.numpy(), mode)
         times = take_turns(calls, seconds=self.seconds, rounds=(3, 200))
         row: Json = {
             "bucket": bucket,
             "ms": {name: milliseconds(taken) for name, taken in times.items()},
             "images_per_s": round(bucket / median(times["psc"]), 1),
-            "throughput_over_plain": ratio(times["plain"], times["psc"]).rounded(),
-            "throughput_over_plain_fused": ratio(times["plain_fused"], times["psc"]).rounded(),
+            "throughput_over_plain": ratio(times["plain"], times["psc"]),
+            "throughput_over_plain_fused": ratio(times["plain_fused"], times["psc"]),
             "rounds": len(times["psc"]),
         }
         if "psc_tied" in times:
-            row["tied_throughput_over_plain_fused"] = ratio(times["plain_fused"], times["psc_tied"]).rounded()
+            row["tied_throughput_over_plain_fused"] = ratio(times["plain_fused"], times["psc_tied"])
         if mode == MODES[self.device.type][0]:
             row |= time_of_parts(variants["psc"], images.to(self.device), self.device, self.seconds / 2)
             bytes_ = work["psc_bytes"].get(bucket) or self.bytes_of(variants["psc"], bucket)
@@ -263,36 +280,24 @@ class Measurement:
         s, device = self.subject, self.device
         bucket = 1 if self.quick else 64 if device.type == "cuda" else 8 if 32 in s.buckets else 1
         mode = MODES[device.type][0]
+        images = self.images(bucket).numpy()
         rows = []
         for precision in PRECISIONS[device.type] if device.type == "cuda" else ("fp32",):
             kind = _served(precision)
             with tensor_cores(precision == "tf32"):
                 own = [unfused(self.net, kind, device) for _ in range(MEMBERS)]
                 members = [fused(self.net, s.layer, kind, device) for _ in range(MEMBERS)]
-                trunk = enable_dropout(fused(with_dropout(self.net, s.stages), _last(s.stages), kind, device))
+                trunk = enable_dropout(fused(with_dropout(self.net, s.stages), s.stages[-1], kind, device))
                 networks: dict[str, Any] = {
                     "psc": self.psc(precision),
                     "ensemble": Plain(own, s.preprocess, kind).to(device),
                     "ensemble_fused": Plain(members, s.preprocess, kind).to(device),
                     "mc_dropout_fused": Plain([trunk], s.preprocess, kind, passes=SAMPLES).to(device),
                 }
-                images = self.images(bucket).numpy()
-                calls = {
-                    name: partial(call, step_of(net, self.shape, bucket, device, mode), images)
-                    for name, net in networks.items()
-                }
-                times = take_turns(calls, seconds=self.seconds, rounds=(3, 50))
-                rows.append(
-                    {
-                        "precision": precision,
-                        "mode": mode,
-                        "bucket": bucket,
-                        "ms": {name: milliseconds(taken) for name, taken in times.items()},
-                        "over_psc": {
-                            name: ratio(taken, times["psc"]).rounded() for name, taken in times.items() if name != "psc"
-                        },
-                    }
-                )
+                times = take_turns(self.calls(networks, images, mode), seconds=self.seconds, rounds=(3, 50))
+            over = {name: ratio(taken, times["psc"]) for name, taken in times.items() if name != "psc"}
+            ms = {name: milliseconds(taken) for name, taken in times.items()}
+            rows.append({"precision": precision, "mode": mode, "bucket": bucket, "ms": ms, "over_psc": over})
         return rows
 
 
@@ -322,11 +327,6 @@ def _served(precision: str) -> str:
     return "bf16" if precision == "bf16" else "fp32"
 
 
-def _last(stages: tuple[str, ...]) -> str:
-    """A module that is a plain layer in a network with dropout behind its stages."""
-    return stages[-1]
-
-
 def limits_of(device: torch.device) -> Json:
     """Speed of a plain matrix product and of a plain copy on the device."""
     speeds = {}
@@ -336,58 +336,37 @@ def limits_of(device: torch.device) -> Json:
     return {"operations_per_s": speeds, "bytes_per_s": bandwidth(device)}
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Measure and merge into the results."""
-    names = {subject.name: subject for subject in SUBJECTS}
-    parts = [*names, "tail", "backends"]
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    subjects = {subject.name: subject for subject in SUBJECTS}
+    parts = [*subjects, "tail"]
+    cli = plain_parser(__doc__)
     cli.add_argument("--device", default="auto")
-    cli.add_argument("--only", nargs="+", choices=parts, metavar="NAME", help=", ".join(parts))
-    cli.add_argument("--full", action="store_true", help="all batches and modes, more rounds")
+    cli.add_argument("--only", nargs="+", choices=parts, metavar="NAME", default=parts, help=", ".join(parts))
     cli.add_argument("--quick", action="store_true", help="three rounds of batches of one image, to try the script")
     cli.add_argument("--missing", action="store_true", help="only what the results do not have yet")
     cli.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="results (default: benchmarks/results)")
-    cli.add_argument("--report", action="store_true", help="only rewrite the section of device.md")
-    args = cli.parse_args()
-    if args.report:
-        write_report()
-        return
+    args = cli.parse_args(argv)
     keep_freed_memory()  # as the service does
     device = resolve_device(args.device)
     file = args.out / f"device-{device.type}.json"
-    report: Json = json.loads(file.read_text()) if file.exists() else {"subjects": {}}
-    have = {*report["subjects"], *(["tail"] if "large_tail" in report else [])} if args.missing else set()
+    record: Json = json.loads(file.read_text()) if file.exists() else {"subjects": {}}
+    have = {*record["subjects"], *(["tail"] if "large_tail" in record else [])} if args.missing else set()
+    record |= {
+        "command": f"python -m benchmarks.device.run --device {device.type}",
+        "environment": environment(device),
+    }
     limits = limits_of(device)
-    command = f"python -m benchmarks.device.run --device {device.type}"
-    report |= {"command": command, "environment": environment(device)}
-    for name in args.only or (parts if device.type == "cpu" else parts[:-1]):
-        if name in have:
-            continue
+    for name in (name for name in args.only if name not in have):
         print(f"{datetime.now(UTC):%H:%M:%S} {name}", flush=True)
         if name == "tail":
-            report["large_tail"] = large_tail(device)
-        elif name == "backends":
-            shipped = next(subject for subject in SUBJECTS if subject.shipped)
-            report["backends"] = {}
-            for instructions in available():
-                with held_to(instructions):
-                    report["backends"][instructions] = in_fresh_process(backends.measure, shipped, 2.0)
+            record["large_tail"] = large_tail(device)
         else:
-            subject = replace(names[name], buckets=(1,)) if args.quick else names[name]
-            measurement = Measurement(subject, device, limits, full=args.full, quick=args.quick)
-            report["subjects"][name] = {
-                "layer": subject.layer,
-                "classes": subject.classes,
-                "z": subject.sizes,
-                "fitted": subject.shipped,
-                "limits": limits,
-                "cells": measurement.cells(),
-                "alternatives": measurement.alternatives(),
-            }
-            del measurement
+            subject = replace(subjects[name], buckets=(1,)) if args.quick else subjects[name]
+            record["subjects"][name] = Measurement(subject, device, limits, quick=args.quick).measure()
             gc.collect()
-        args.out.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(file, record)
+    print(fragment(record))
 
 
 if __name__ == "__main__":

@@ -1,26 +1,21 @@
-"""Side-by-side timing: variants take turns, so that other load on the machine affects all alike."""
+"""Side-by-side timing, and lower bounds of a step.
+
+Variants take turns, so that other load on the machine affects all alike.  Bounds: floating-point operations by formula,
+and the bytes that operations read and write, at the speeds of a plain matrix product and of a plain copy.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
 from statistics import median, quantiles
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-
-
-class Ratio(NamedTuple):
-    """Median and quartiles of the ratios of all rounds."""
-
-    median: float
-    low: float
-    high: float
-
-    def rounded(self) -> list[float]:
-        """For JSON."""
-        return [round(value, 4) for value in self]
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 
 def take_turns(
@@ -48,13 +43,11 @@ def take_turns(
     return times
 
 
-def ratio(over: list[float], under: list[float]) -> Ratio:
-    """Ratio of two variants' seconds, taken within rounds."""
+def ratio(over: list[float], under: list[float]) -> list[float]:
+    """Median and quartiles of the ratios of two variants' seconds, taken within rounds."""
     ratios = [a / b for a, b in zip(over, under, strict=True)]
-    if len(ratios) == 1:
-        return Ratio(ratios[0], ratios[0], ratios[0])
     low, _, high = quantiles(ratios, n=4, method="inclusive")
-    return Ratio(median(ratios), low, high)
+    return [round(value, 4) for value in (median(ratios), low, high)]
 
 
 def milliseconds(times: list[float]) -> float:
@@ -106,3 +99,34 @@ def bandwidth(device: torch.device) -> float:
     call, repeat = on_device(lambda: b.copy_(a), device)
     times = take_turns({"copy": call}, seconds=1.0, rounds=(5, 50))["copy"]
     return 8.0 * count * repeat / median(times)
+
+
+class Traffic(TorchDispatchMode):
+    """Sums the bytes of all operations' arguments and results, except views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not getattr(func, "is_view", False):
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+            self.bytes += sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
+        return out
+
+
+@torch.no_grad()
+def operations(network: Any, images: Tensor) -> int:
+    """Floating-point operations of matrix products and convolutions (multiply and add count as two)."""
+    with FlopCounterMode(display=False) as counter:
+        network(images)
+    return int(counter.get_total_flops())
+
+
+@torch.no_grad()
+def traffic(network: Any, images: Tensor) -> int:
+    """Bytes that the operations of a step read and write."""
+    with Traffic() as counter:
+        network(images)
+    return counter.bytes

@@ -5,28 +5,28 @@
 
 ``psc-fit`` is a process of its own, or several under ``torchrun``; its log says when a pass ended.  A thousand images
 are different, the others repeat them.  Weights are random: passes take as long, and the fitted model is no good.
-What is in ``fit-DEVICE.json`` is not measured again, unless ``--again``.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
+import re
+import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from benchmarks.fit.memory import _PASS, run
-from benchmarks.runs import Json, environment, markdown_table, write_json
+from benchmarks.data import repeated
+from benchmarks.runs import Json, environment, markdown_table, plain_parser, write_json
 from benchmarks.serving.gpu import GpuUse
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset, labelled
@@ -37,6 +37,8 @@ from psc_core.network.load import load_network
 COUNT = "PSC_BENCHMARK_IMAGES"
 CLASSES, DISTINCT, VALIDATION = 20, 1000, 1000
 NETWORK, LAYER = "torchvision:resnet50", "layer4.0.downsample.0"
+PASS = re.compile(r"(?P<what>.+?) (?P<done>\d+)/(?P<total>\d+) \((?P<speed>[\d.]+)/s, \d+ s\)$")
+"""A progress line of a pass."""
 
 
 def images(*, split: str, preprocess: Preprocess) -> ImageDataset:
@@ -47,9 +49,8 @@ def images(*, split: str, preprocess: Preprocess) -> ImageDataset:
     labels = torch.arange(distinct) % CLASSES
     files = [_jpeg(random, int(label)) for label in labels]
     source = EncodedSource([f"{split}-{number}.jpg" for number in range(distinct)], files)
-    once = labelled(f"synthetic {split}", [str(c) for c in range(CLASSES)], source, labels, preprocess)
-    at = torch.arange(count) % distinct
-    return replace(once, indices=at, labels=labels[at], offsets=torch.arange(count + 1))
+    classes = [str(label) for label in range(CLASSES)]
+    return repeated(labelled(f"synthetic {split}", classes, source, labels, preprocess), count)
 
 
 def _jpeg(random: np.random.Generator, label: int) -> bytes:
@@ -75,63 +76,70 @@ def measure(device: str, count: int, size: int, processes: int) -> Json:
             start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *start]
             words += " --distributed"
         paths = ["--weights", str(weights), "--out", str(Path(scratch) / "bundle"), "--cache", scratch]
-        command = [sys.executable, *start, *words.split(), *paths]
-        stations: list[Json] = []
-        batch = Compute(torch.device(device)).batch_size
-        watch = GpuUse().__enter__()
+        began = time.perf_counter()
+        passes = passes_of([sys.executable, *start, *words.split(), *paths], {COUNT: str(count)})
+        wall_s = round(time.perf_counter() - began, 1)
+    batch = Compute(torch.device(device)).batch_size
+    for each in passes:
+        each["images_per_s"] = round(batch * each.pop("batches_per_s"))
+    return {"images": count, "processes": processes, "size": size, "wall_s": wall_s, "passes": passes}
 
-        def on_line(line: str, _peak: int) -> None:
-            nonlocal watch
-            if (found := _PASS.match(line)) is None or found["done"] != found["total"]:
-                return
-            watch.__exit__()
-            batches_per_s = float(line.split("(")[-1].split("/s")[0])
-            station = {
-                "what": found["what"],
-                "batches": int(found["total"]),
-                "images_per_s": round(batches_per_s * batch),
-            }
-            stations.append({**station, **watch.found})
-            watch = GpuUse().__enter__()
 
-        try:
-            used = run(command, {COUNT: str(count)}, on_line)
-        finally:
-            watch.__exit__()
-        manifest = json.loads((Path(scratch) / "bundle" / "manifest.json").read_text())
-    used.pop("stdout")
-    nc1 = {layer["name"]: layer["nc1"] for layer in manifest["collapse"]["layers"]}
-    return {"images": count, "processes": processes, "size": size, **used, "stations": stations, "nc1": nc1[LAYER]}
+def passes_of(command: Sequence[str], variables: Mapping[str, str]) -> list[Json]:
+    """Run a fit: its passes as its log tells them, each with how busy the GPU was.
+
+    Raises:
+        RuntimeError: It failed; the message ends with the end of its log.
+    """
+    passes, log = list[Json](), list[str]()
+    with subprocess.Popen(command, env={**os.environ, **variables}, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while True:
+            with GpuUse() as use:
+                done = _end_of_pass(process.stderr, log)
+            if done is None:
+                break
+            speed = {"batches": int(done["total"]), "batches_per_s": float(done["speed"])}
+            passes.append({"what": done["what"], **speed, **use.found})
+    if process.returncode:
+        raise RuntimeError("".join([f"{' '.join(command[:4])} … ended with {process.returncode}\n", *log[-20:]]))
+    return passes
+
+
+def _end_of_pass(stream: Iterable[str], log: list[str]) -> re.Match[str] | None:
+    """Read up to the last line of a pass; None at the end of the log."""
+    for line in stream:
+        log.append(line)
+        if (found := PASS.match(line)) and found["done"] == found["total"]:
+            return found
+    return None
 
 
 def table(found: Json) -> str:
     """The passes of a fit."""
-    rows: list[list[Any]] = [
+    rows = [
         [each["what"], str(each["batches"]), f"{each['images_per_s']:,}", str(each.get("gpu_utilisation", "—"))]
-        for each in found["stations"]
+        for each in found["passes"]
     ]
     return markdown_table(["pass", "batches", "images/s, about", "GPU busy"], rows)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure what is missing."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure and add to the record."""
+    cli = plain_parser(__doc__)
     cli.add_argument("--device", default="cuda")
     cli.add_argument("--images", type=int, default=20_000)
     cli.add_argument("--size", type=int, default=224, help="pixels of a side")
     cli.add_argument("--processes", type=int, default=1)
-    cli.add_argument("--again", action="store_true")
     cli.add_argument("--out", type=Path, default=Path("out/gpu"))
     args = cli.parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
     device = torch.device(args.device)
     file = args.out / f"fit-{device.type}.json"
     record: Json = json.loads(file.read_text()) if file.exists() else {"fits": {}}
     name = f"{args.images} images of {args.size}, {args.processes} processes"
-    if args.again or name not in record["fits"]:
-        record["fits"][name] = measure(args.device, args.images, args.size, args.processes)
-        write_json(file, {**record, "environment": environment(device)})
-    print(f"{name}: {record['fits'][name]['wall_s']} s\n\n{table(record['fits'][name])}")
+    record["fits"][name] = found = measure(args.device, args.images, args.size, args.processes)
+    write_json(file, {**record, "environment": environment(device)})
+    print(f"{name}: {found['wall_s']} s\n\n{table(found)}")
     return 0
 
 

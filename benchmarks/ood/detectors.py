@@ -1,7 +1,6 @@
 """PSC's OOD scores, and the detectors that are no part of a library, on one network.
 
-PSC: models fitted as ``psc-fit`` fits them, with each of its OOD scores (:data:`PSC_OPTIONS`), and the sum of density
-and entropy.
+PSC: models fitted as ``psc-fit`` fits them, with each of its OOD scores (:data:`PSC_OPTIONS`).
 
 Penultimate features (the input h of the last linear layer), all their components:
 
@@ -25,7 +24,7 @@ from benchmarks.fitting import Penultimate
 from benchmarks.runs import Run
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.evaluation.baselines import full_density
-from psc_core.fitting.calibrate import calibrate, score_dataset
+from psc_core.fitting.calibrate import calibrate, upper_spread
 from psc_core.fitting.settings import FitSettings
 from psc_core.heads import entropy
 from psc_core.model.outputs import Outputs
@@ -35,13 +34,10 @@ from psc_core.model.predictor import PSC
 DEFAULT = "PSC"
 """``psc-fit`` without options."""
 
-DENSITY = "PSC, density"
-WITH_ENTROPY = "PSC, density+entropy"
-"""The density alone, and with the entropy of PSC's probabilities, each in its upper spread over the selection split."""
-
 PSC_OPTIONS: Mapping[str, Mapping[str, str]] = {
     DEFAULT: {"density": "pooled++", "ood_score": "gates"},
-    DENSITY: {"density": "pooled++", "ood_score": "density"},
+    "PSC, density": {"density": "pooled++", "ood_score": "density"},
+    "PSC, density+entropy": {"density": "pooled++", "ood_score": "density+entropy"},
     "PSC, the paper's": {"density": "gda", "ood_score": "density"},
 }
 """``--density`` and ``--ood-score`` of each PSC."""
@@ -64,17 +60,11 @@ Score = Callable[[Images], Tensor]
 
 @dataclass(frozen=True)
 class Detector:
-    """A fitted detector.
+    """A fitted detector."""
 
-    Attributes:
-        name: In tables.
-        family: ``"psc"``, ``"penultimate"`` or ``"pytorch-ood"``.
-        score: Gives the OOD scores.
-    """
-
-    name: str
-    family: str
-    score: Score
+    name: str  # in tables
+    family: str  # ``"psc"``, ``"penultimate"`` or ``"pytorch-ood"``
+    score: Score  # gives the OOD scores
 
 
 @torch.no_grad()
@@ -85,36 +75,25 @@ def scored(detector: Detector, images: Images) -> Float[Tensor, " n"]:
 
 @dataclass(frozen=True)
 class Pscs:
-    """What ``psc-fit`` makes with each of :data:`PSC_OPTIONS`; those of one density share what is fitted for it.
+    """What ``psc-fit`` makes with each of :data:`PSC_OPTIONS`; those of one density share what is fitted for it."""
 
-    Attributes:
-        default: With the options of :data:`DEFAULT`.
-        pipelines: By the name of the options.
-        entropy_weight: Of :data:`WITH_ENTROPY`.
-    """
-
-    default: PSC
-    pipelines: Mapping[str, Pipeline]
-    entropy_weight: float
+    default: PSC  # with the options of :data:`DEFAULT`
+    pipelines: Mapping[str, Pipeline]  # by the name of the options
 
     @torch.inference_mode()
     def read(self, data: ImageDataset) -> dict[str, Float[Tensor, " n"]]:
         """OOD scores of all images, by the name of the options."""
-        parts: dict[str, list[Tensor]] = {name: [] for name in (*self.pipelines, WITH_ENTROPY)}
+        parts: dict[str, list[Tensor]] = {name: [] for name in self.pipelines}
         for batch in data.batches(BATCH_IMAGES):
             images = batch.images.to(self.default.device)
             scored = {scorer: scorer(images) for scorer in {each.scorer for each in self.pipelines.values()}}
             for name, pipeline in self.pipelines.items():
-                outputs = Outputs(pipeline.outputs(scored[pipeline.scorer]).cpu(), pipeline.gate_names)
-                parts[name].append(outputs["ood_score"])
-                if name == DENSITY:
-                    parts[WITH_ENTROPY].append(
-                        outputs["ood_score"] + self.entropy_weight * outputs["predictive_entropy"]
-                    )
+                outputs = pipeline.outputs(scored[pipeline.scorer])
+                parts[name].append(Outputs(outputs, pipeline.gate_names)["ood_score"].cpu())
         return {name: torch.cat(values) for name, values in parts.items()}
 
 
-def fit_pscs(run: Run, trained: Trained, fit_images: int | None) -> Pscs:
+def fit_pscs(run: Run, trained: Trained) -> Pscs:
     """Fit once for each density, and calibrate once for each OOD score."""
     of_density: dict[str, PSC] = {}
     pipelines = {}
@@ -122,8 +101,8 @@ def fit_pscs(run: Run, trained: Trained, fit_images: int | None) -> Pscs:
     for name, options in PSC_OPTIONS.items():
         density = options["density"]
         if density not in of_density:
-            parts = fitting.stages(run, trained, fit_images=fit_images, density=density)
-            of_density[density] = fitting.psc_of(run, trained, parts, fit_images=fit_images, **options)
+            parts = fitting.stages(run, trained, density=density)
+            of_density[density] = fitting.psc_of(run, trained, parts, **options)
             pipelines[name] = of_density[density].pipeline
         else:
             scorer = of_density[density].pipeline.scorer
@@ -131,15 +110,7 @@ def fit_pscs(run: Run, trained: Trained, fit_images: int | None) -> Pscs:
                 scorer, *splits, fitting.compute_of(run), ood_score=options["ood_score"], risk=FitSettings.risk
             )
             pipelines[name] = calibrated.pipeline
-    selected = score_dataset(pipelines[DENSITY].scorer, splits[0], fitting.compute_of(run), "selection")[0].scores
-    weight = upper_spread(-selected["log_density"]) / upper_spread(selected["predictive_entropy"])
-    return Pscs(of_density[PSC_OPTIONS[DEFAULT]["density"]], pipelines, weight)
-
-
-def upper_spread(score: Float[Tensor, " n"]) -> float:
-    """Distance from the median of a score to its 95 % quantile, the side on which images are unusual."""
-    middle, high = torch.quantile(score.double(), torch.tensor([0.5, 0.95], dtype=torch.float64))
-    return float(high - middle)
+    return Pscs(of_density[PSC_OPTIONS[DEFAULT]["density"]], pipelines)
 
 
 def read(run: Run, trained: Trained, pscs: Pscs, data: ImageDataset) -> Images:
@@ -167,7 +138,7 @@ def fit_penultimate(train: Penultimate, val: Penultimate, classes: int, output: 
         density = full_density(train.features, train.labels, num_classes=classes, kind=kind)
         scores[kind] = lambda images, density=density: -density(images.features).log_density  # type: ignore[misc]
     gaussian = scores["gda++"]
-    spreads = [upper_spread(score(_images(val))) for score in (gaussian, _entropy)]
+    spreads = [upper_spread(score(_images(val)).double()) for score in (gaussian, _entropy)]
     scores["gda++ + entropy"] = lambda images: gaussian(images) / spreads[0] + _entropy(images) / spreads[1]
     weight, mean = output.weight.detach().cpu(), train.features.mean(0)
     scores["fDBD"] = lambda images: fdbd(images.features, images.logits, weight, mean)

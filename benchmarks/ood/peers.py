@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.fitting import Penultimate
-from benchmarks.ood.detectors import Detector, Images, Score
+from benchmarks.ood.detectors import Detector, Score
 
 NNGUIDE_BANK = 0.01
 """Fraction of the training images that NNGuide compares with."""
@@ -76,8 +76,8 @@ def _builders(train: Penultimate, output: nn.Linear, seed: int) -> Mapping[str, 
     def on_maps(model: Any) -> Callable[[], Score]:
         def build() -> Score:
             if model.requires_fit:
-                model.fit_feature_maps(_maps(features), labels)
-            return lambda images: _by_maps(model, images)
+                model.fit_feature_maps(features[:, :, None, None], labels)
+            return lambda images: model.predict_feature_maps(images.features[:, :, None, None])
 
         return build
 
@@ -100,12 +100,3 @@ def _builders(train: Penultimate, output: nn.Linear, seed: int) -> Mapping[str, 
         "ASH-S": on_maps(peers.ASH(None, logits_of, variant="ash-s", percentile=0.9)),
         "SCALE": on_maps(peers.SCALE(None, logits_of, percentile=0.85)),
     }
-
-
-def _maps(features: Tensor) -> Tensor:
-    return features[:, :, None, None]
-
-
-def _by_maps(model: Any, images: Images) -> Tensor:
-    found: Tensor = model.predict_feature_maps(_maps(images.features))
-    return found

@@ -11,20 +11,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from benchmarks import checkpoints, fitting, runs
-from benchmarks.checkpoints import Trained
+from benchmarks import fitting, runs
+from benchmarks.checkpoints import Trained, job_of, obtain, scale_of
 from benchmarks.data import random_images
 from benchmarks.fitting import Penultimate
 from benchmarks.ood import detectors, peers, tables
 from benchmarks.ood.detectors import DEFAULT, PSC_OPTIONS, Detector, Images, scored
-from benchmarks.ood.settings import AT_SCALE, SETTINGS, Setting, test_pair
-from benchmarks.ood.shifts import SHIFTS
-from benchmarks.paper import common
+from benchmarks.ood.settings import AT_SCALE, SETTINGS, SHIFTS, Setting, test_images
 from benchmarks.probabilities import DIVISIONS, divide, examples_of, qualities
 from benchmarks.runs import Json, Run
-from psc_core.data.dataset import ImageDataset, split_validation
+from psc_core.data.dataset import split_validation
 from psc_core.metrics import ranking
 from psc_core.model.predictor import PSC
 
@@ -37,11 +34,11 @@ SHIFTED_IMAGES = 2000
 def main(argv: list[str] | None = None) -> Json:
     """Run the given settings and write the report of all settings run so far."""
     cli = runs.parser(__doc__)
-    cli.add_argument("--setting", choices=sorted(SETTINGS), action="append", help="default: the scale's")
+    cli.add_argument("--setting", choices=sorted(SETTINGS), action="extend", nargs="+", help="default: the scale's")
     cli.add_argument("--seeds", type=int, nargs="+", help="default: the scale's")
     args = cli.parse_args(argv)
     run = runs.start(NAME, args)
-    for seed in args.seeds or common.scale_of(run).seeds:
+    for seed in args.seeds or scale_of(run).seeds:
         for name in args.setting or AT_SCALE[args.scale]:
             one_setting(replace(run, seed=seed), SETTINGS[name])
     return run.write({"parts": run.finished()}, tables.fragment)
@@ -49,30 +46,28 @@ def main(argv: list[str] | None = None) -> Json:
 
 def one_setting(run: Run, setting: Setting) -> Json:
     """Fit and score every detector in one setting, with one seed."""
-    job = setting.job(run)
-    scale = common.scale_of(run)
-    fit_images, limit = scale.fit_images, scale.test_images
-    settings = {"job": job.name, "fit_images": fit_images, "images": limit, "peers": peers.version()}
+    job = job_of(run, "small", setting.data)
 
     def compute() -> Json:
-        trained = checkpoints.obtain(run, job)
-        parts = fitting.stages(run, trained, fit_images=fit_images, density=PSC_OPTIONS[DEFAULT]["density"])
-        pscs = detectors.fit_pscs(run, trained, fit_images)
+        trained = obtain(run, job)
+        parts = fitting.stages(run, trained, density=PSC_OPTIONS[DEFAULT]["density"])
+        pscs = detectors.fit_pscs(run, trained)
         selection = split_validation(trained.val, run.seed)[0]
         val = fitting.penultimate_features(run, trained, selection, per_example=False)
-        fitted, failed = fit_all(run, trained, val, fit_images)
-        fitted = [*detectors.of_psc([*pscs.pipelines, detectors.WITH_ENTROPY]), *fitted]
-        pair = test_pair(run, setting, trained, limit)
-        inside = detectors.read(run, trained, pscs, pair.inside)
-        outside = {name: detectors.read(run, trained, pscs, data) for name, data in pair.outside.items()}
+        fitted, failed = fit_all(run, trained, val)
+        fitted = [*detectors.of_psc(list(pscs.pipelines)), *fitted]
+        inside = detectors.read(run, trained, pscs, trained.test_on)
+        outside = {
+            name: detectors.read(run, trained, pscs, data) for name, data in test_images(run, setting, trained).items()
+        }
         projection = parts.projection.projection
         return {
             "setting": setting.name,
             "seed": run.seed,
             "trained": job.describe(),
-            "fit_images": fit_images,
-            "images": {"inside": len(pair.inside), **{name: len(data) for name, data in pair.outside.items()}},
-            "accuracy": float(_correct(inside).mean()),
+            "fit_images": len(trained.fit_on),
+            "images": {"inside": len(inside.labels), **{name: len(each.labels) for name, each in outside.items()}},
+            "accuracy": float((inside.logits.argmax(1) == inside.labels).double().mean()),
             "peers": peers.version(),
             "failed": failed,
             "gates": pscs.default.gates,
@@ -83,19 +78,15 @@ def one_setting(run: Run, setting: Setting) -> Json:
             "families": {detector.name: detector.family for detector in fitted},
             "calibration": calibration(run, trained, pscs.default),
             "outside": {name: compare(fitted, inside, images) for name, images in outside.items()},
-            "shifts": shifted(run, trained, pscs.default, random_images(pair.inside, SHIFTED_IMAGES, run.seed)),
+            "shifts": shifted(run, trained, pscs.default),
         }
 
-    return run.part(f"{setting.name}-s{run.seed}", settings, compute)
+    return run.part(f"{setting.name}-s{run.seed}", {"job": job.name, "peers": peers.version()}, compute)
 
 
 def _collapse(parts: fitting.Stages, names: list[str]) -> Json:
     layers = [parts.report.layer(name) for name in names]
     return {"layers": names, "nc1": [layer.nc1 for layer in layers], "nc4": [layer.nc4 for layer in layers]}
-
-
-def _correct(images: Images) -> Tensor:
-    return (images.logits.argmax(1) == images.labels).double()
 
 
 def calibration(run: Run, trained: Trained, psc: PSC) -> Json:
@@ -110,12 +101,9 @@ def calibration(run: Run, trained: Trained, psc: PSC) -> Json:
     }
 
 
-def fit_all(
-    run: Run, trained: Trained, val: Penultimate, fit_images: int | None
-) -> tuple[list[Detector], dict[str, str]]:
+def fit_all(run: Run, trained: Trained, val: Penultimate) -> tuple[list[Detector], dict[str, str]]:
     """The fitted detectors that are not PSC's, and the reason for each that failed."""
-    chosen = random_images(trained.train, fit_images, run.seed)
-    train = fitting.penultimate_features(run, trained, chosen, per_example=True)
+    train = fitting.penultimate_features(run, trained, trained.fit_on, per_example=True)
     output = fitting.linear_output(trained.net)
     theirs, failed = peers.fit_peers(train, output, run.seed)
     return [*detectors.fit_penultimate(train, val, len(trained.train.classes), output), *theirs], failed
@@ -131,8 +119,9 @@ def compare(fitted: list[Detector], inside: Images, outside: Images) -> Json:
 
 
 @torch.inference_mode()
-def shifted(run: Run, trained: Trained, psc: PSC, data: ImageDataset) -> Json:
+def shifted(run: Run, trained: Trained, psc: PSC) -> Json:
     """Accuracy of the network and fraction flagged by PSC at its alpha, of the images as they are and shifted."""
+    data = random_images(trained.test_on, SHIFTED_IMAGES, run.seed)
     kinds = {"none": torch.Tensor.contiguous, **SHIFTS}
     hits, flagged = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
     labels = data.first_labels().split(detectors.BATCH_IMAGES)

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from benchmarks import runs
 from benchmarks.ood.detectors import DEFAULT
 from benchmarks.ood.settings import SETTINGS
-from benchmarks.probabilities import DIVISIONS
 from benchmarks.runs import Json
 
 Column = tuple[str, str]
@@ -22,33 +21,15 @@ CLASSIFIERS = {"psc": "PSC", "temperature": "temperature", "dnn": "the network"}
 def fragment(record: Json) -> str:
     """All detectors in all settings, the default beside the best of each, covariate shift, and the networks."""
     parts: list[Json] = list(record["result"]["parts"].values())
-    return (
-        "\n\n".join(
-            [
-                "## Every detector in every setting",
-                "AUROC, mean over seeds. *Worst gap*: the largest distance to the best detector of a column. Best "
-                "mean first; PSC's own scores in bold.",
-                detector_table(parts),
-                "## The default beside the best detector of each setting",
-                default_table(parts),
-                "## Probabilities",
-                "Of all test images in distribution, mean ± standard error over seeds: expected calibration error and "
-                "NLL (nats) of PSC with a head fitted on all training images, of the network divided by a temperature "
-                "(Guo et al. 2017) that the same validation images chose, of the network alone, and the ECE of "
-                f"probabilities that are right on as many images. The last column: mean over {DIVISIONS} random "
-                "divisions of the same validation and test images.",
-                calibration_table(parts),
-                "## Covariate shift",
-                "Known classes, taken otherwise: accuracy of the network / fraction that PSC flags at α = 0.05.",
-                shift_table(parts),
-                "## Networks and layers",
-                network_table(parts),
-                *failures(parts),
-                runs.provenance(record),
-            ]
-        )
-        + "\n"
-    )
+    tables = {
+        "Every detector in every setting": detector_table(parts),
+        "The default beside the best detector of each setting": default_table(parts),
+        "Probabilities": calibration_table(parts),
+        "Covariate shift": shift_table(parts),
+        "Networks and layers": network_table(parts),
+    }
+    shown = [f"## {title}\n\n{table}" for title, table in tables.items()]
+    return "\n\n".join([*shown, *failures(parts), runs.provenance(record)])
 
 
 def aurocs(parts: Sequence[Json], metric: str = "auroc") -> dict[Column, dict[str, list[float]]]:
@@ -108,9 +89,9 @@ def default_table(parts: Sequence[Json]) -> str:
         own = values[DEFAULT]
         best = max(values, key=lambda name: statistics.mean(values[name]))
         differences = [theirs - ours for theirs, ours in zip(values[best], own, strict=True)]
-        gap, error = statistics.mean(differences), standard_error(differences)
+        gap, error = statistics.mean(differences), runs.standard_error(differences)
         verdict = "first" if best == DEFAULT else "tie" if not math.isnan(error) and gap <= error else "behind"
-        lines.append([_title(column), _plus_minus(own), best, _plus_minus(values[best]), f"{gap:.4f}", verdict])
+        lines.append([_title(column), runs.plus_minus(own), best, runs.plus_minus(values[best]), f"{gap:.4f}", verdict])
     return runs.markdown_table(["setting", DEFAULT, "best", "its AUROC", "gap", "PSC is"], lines)
 
 
@@ -121,12 +102,12 @@ def calibration_table(parts: Sequence[Json]) -> str:
     for setting in SETTINGS:
         found = [part["calibration"] for part in parts if part["setting"] == setting]
         if found:
-            cells = [_plus_minus([each["rows"][name][metric] for each in found]) for metric, name in columns]
+            cells = [runs.plus_minus([each["rows"][name][metric] for each in found]) for metric, name in columns]
             differences = [
                 statistics.mean(rows["psc"]["ece"] - rows["temperature"]["ece"] for rows in each["divided"])
                 for each in found
             ]
-            lines.append([setting, *cells, _plus_minus(differences)])
+            lines.append([setting, *cells, runs.plus_minus(differences)])
     titles = [f"{metric.upper()}, {CLASSIFIERS.get(name, 'perfectly calibrated')}" for metric, name in columns]
     return runs.markdown_table(["setting", *titles, "ECE, PSC less temperature, divided at random"], lines)
 
@@ -177,16 +158,6 @@ def failures(parts: Sequence[Json]) -> list[str]:
         for part in parts
         for name, reason in part["failed"].items()
     ]
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; NaN for a single value."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-
-
-def _plus_minus(values: Sequence[float]) -> str:
-    error = standard_error(values)
-    return f"{statistics.mean(values):.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}")
 
 
 def _title(column: Column) -> str:

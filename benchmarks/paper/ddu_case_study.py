@@ -12,24 +12,18 @@ In distribution is Dirty-MNIST (MNIST and Ambiguous-MNIST), out of distribution 
 Collapse is measured on MNIST, as in the paper's table of projections: NC1 counts the differing labels of an
 ambiguous image as spread within classes, which no layer can lose.  ``--density`` and ``--collapse-on`` add a PSC row
 with another density, or with the layer selected on all of Dirty-MNIST.
-
-``--checkpoint FILE`` takes the base ResNet-18 from a file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import checkpoints, fitting, plots, runs
-from benchmarks.checkpoints import Trained
-from benchmarks.paper import common
+from benchmarks import fitting, plots, runs
+from benchmarks.checkpoints import SPECTRAL_NORM, Trained, images_to_test, job_of, obtain
 from benchmarks.runs import BUNDLE, Json, Run
-from psc_core.collapse.report import CollapseReport
 from psc_core.compute.passes import track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
@@ -55,6 +49,7 @@ PAPER: Mapping[str, tuple[float | None, float | None]] = {
 DENSITY, COLLAPSE_ON = "gda", "mnist"
 """Of the paper's rows."""
 
+NETWORKS = ("resnet18", "vgg16")
 ROWS = ("resnet18", "sn", "vgg16", "shipped")
 """Values of ``--only``."""
 
@@ -68,8 +63,7 @@ Scored = Mapping[str, Tensor]
 def main(argv: list[str] | None = None) -> Json:
     """Run and write the table and its figures."""
     cli = runs.parser(__doc__)
-    cli.add_argument("--checkpoint", type=Path, metavar="FILE", help="the base ResNet-18, already trained")
-    cli.add_argument("--only", choices=ROWS, action="append", help="some of the rows; repeat for more")
+    cli.add_argument("--only", choices=ROWS, action="extend", nargs="+", help="some of the rows")
     cli.add_argument("--density", choices=sorted(DENSITIES), default=DENSITY, help="of an added PSC row")
     cli.add_argument("--collapse-on", choices=("mnist", "dirty-mnist"), default=COLLAPSE_ON, help="of an added PSC row")
     args = cli.parse_args(argv)
@@ -77,131 +71,101 @@ def main(argv: list[str] | None = None) -> Json:
     if added and {"sn", "shipped"} & set(args.only or ()):
         cli.error("--density and --collapse-on change a PSC; use them with --only resnet18 or vgg16")
     run = runs.start(NAME, args)
-    if added:
-        for network in args.only or ("resnet18", "vgg16"):
-            another_psc(run, network, args.density, args.collapse_on)
-    wanted = () if added else args.only or ROWS
-    if "resnet18" in wanted:
-        base_and_psc(run, "resnet18", args.checkpoint)
-    if "sn" in wanted:
-        spectral(run, "resnet18")
-    if "vgg16" in wanted:
-        base_and_psc(run, "vgg16", None)
-    if "shipped" in wanted:
-        shipped(run)
+    for row in args.only or (NETWORKS if added else ROWS):
+        if added:
+            another_psc(run, row, args.density, args.collapse_on)
+        elif row == "sn":
+            spectral(run)
+        elif row == "shipped":
+            shipped(run)
+        else:
+            base_and_psc(run, row)
     found = {model: row for part in run.finished().values() for model, row in part.items()}
     rows = {model: found[model] for model in (*PAPER, *found) if model in found}
     draw(run, rows)
     return run.write({"rows": rows}, fragment)
 
 
-def base_and_psc(run: Run, network: str, checkpoint: Path | None) -> dict[str, Json]:
-    """Both rows of one network, which share a pass over the test images."""
-    job = common.job(run, network, "dirty-mnist")
-    images = common.scale_of(run).fit_images
-    settings = {
-        "job": job.name,
-        "checkpoint": checkpoint and checkpoint.name,
-        "epochs": run.epochs,
-        "fit_images": images,
-        "test_images": common.scale_of(run).test_images,
-        "collapse_on": COLLAPSE_ON,
-    }
+def base_and_psc(run: Run, network: str) -> Json:
+    """Both rows of one network."""
+    job = job_of(run, network, "dirty-mnist")
 
     def compute() -> Json:
-        trained = checkpoints.obtain(run, job, file=checkpoint)
+        trained = obtain(run, job)
         psc = fitted_psc(run, trained, DENSITY, COLLAPSE_ON)
-        baselines = fitting.baselines_of(run, trained, fit_images=images)
-        inside, outside = test_sets(run, trained.test)
-        batch = fitting.compute_of(run).batch_images
-        scored = [score_images(psc, data, baselines, batch_images=batch) for data in (inside, outside)]
-        base = [{"ood": each.ood["gda"], "entropy": each.entropy["base"]} for each in scored]
-        skip = [{"ood": each.ood["psc"], "entropy": each.entropy["psc"]} for each in scored]
-        projection = psc.pipeline.scorer.projection
-        layer = CollapseReport.from_json(psc.report["collapse"]).layer(psc.layers[0])
-        extra = {
-            "layer": psc.layer,
-            "nc1": layer.nc1,
-            "nc4": layer.nc4,
-            "z": f"{projection.c_proj} × {projection.d_proj}",
-        }
-        about = {"trained": trained.name if checkpoint else job.describe(), "fit_images": images}
-        return {network: {**about, **row(inside, *base)}, f"{network}+PSC": {**about, **extra, **row(inside, *skip)}}
+        return {network: base_row(run, trained), f"{network}+PSC": psc_row(run, psc, trained)}
 
-    return run.part(network, settings, compute)
+    return run.part(network, {"job": job.name, "collapse_on": COLLAPSE_ON}, compute)
 
 
-def another_psc(run: Run, network: str, density: str, collapse_on: str) -> dict[str, Json]:
+def another_psc(run: Run, network: str, density: str, collapse_on: str) -> Json:
     """The PSC row of one network with another density or layer than the paper's."""
-    job = common.job(run, network, "dirty-mnist")
-    images, tests = common.scale_of(run).fit_images, common.scale_of(run).test_images
-    settings = {"job": job.name, "epochs": run.epochs, "fit_images": images, "test_images": tests}
+    job = job_of(run, network, "dirty-mnist")
     changes = [density] if density != DENSITY else []
     changes += [f"collapse on {collapse_on}"] if collapse_on != COLLAPSE_ON else []
 
     def compute() -> Json:
-        trained = checkpoints.obtain(run, job)
-        psc = fitted_psc(run, trained, density, collapse_on)
-        about = {"trained": job.describe(), "fit_images": images}
-        return {", ".join([f"{network}+PSC", *changes]): {**about, **psc_row(run, psc, trained.test)}}
+        trained = obtain(run, job)
+        found = psc_row(run, fitted_psc(run, trained, density, collapse_on), trained)
+        return {", ".join([f"{network}+PSC", *changes]): found}
 
-    return run.part("-".join([network, *changes]).replace(" ", "-"), settings, compute)
+    return run.part("-".join([network, *changes]).replace(" ", "-"), {"job": job.name}, compute)
 
 
-def shipped(run: Run) -> dict[str, Json]:
+def spectral(run: Run) -> Json:
+    """The row of the ResNet-18 trained with spectral normalisation."""
+    job = job_of(run, "resnet18", "dirty-mnist", spectral_norm=SPECTRAL_NORM)
+    return run.part("resnet18-sn", {"job": job.name}, lambda: {"resnet18+SN": base_row(run, obtain(run, job))})
+
+
+def shipped(run: Run) -> Json:
     """The row of the shipped bundle."""
     psc = PSC.load(BUNDLE, device=run.device)
 
     def compute() -> Json:
-        test = open_dataset(run.spec("dirty-mnist"), split="test", preprocess=psc.preprocess)
+        test = images_to_test(run, open_dataset(run.spec("dirty-mnist"), split="test", preprocess=psc.preprocess))
         about = {"trained": "resnet18, 4 epochs, batch 128, seed 0", "bundle": psc.version}
-        return {"resnet18+PSC, shipped": {**about, **psc_row(run, psc, test)}}
+        return {"resnet18+PSC, shipped": {**about, **scores_of_psc(run, psc, test)}}
 
-    return run.part("shipped", {"bundle": psc.version, "test_images": common.scale_of(run).test_images}, compute)
-
-
-def psc_row(run: Run, psc: PSC, test: ImageDataset) -> Json:
-    """Layer and scores of a PSC without its base network."""
-    inside, outside = test_sets(run, test)
-    batch = fitting.compute_of(run).batch_images
-    scored = [score_images(psc, data, batch_images=batch) for data in (inside, outside)]
-    found = [{"ood": each.ood["psc"], "entropy": each.entropy["psc"]} for each in scored]
-    return {"layer": psc.layer, **row(inside, *found)}
+    return run.part("shipped", {"bundle": psc.version}, compute)
 
 
 def fitted_psc(run: Run, trained: Trained, density: str, collapse_on: str) -> PSC:
     """PSC on the layer selected by the collapse of ``collapse_on``."""
-    images = common.scale_of(run).fit_images
-    datasets = None if collapse_on == trained.job.data else fitting.open_pair(run, collapse_on, trained)
-    stages = fitting.stages(run, trained, fit_images=images, density=density, collapse_on=datasets)
-    return fitting.psc_of(run, trained, stages, fit_images=images, density=density)
+    parts = fitting.stages(run, trained, density=density, collapse_on=fitting.pair_of(run, trained, collapse_on))
+    return fitting.psc_of(run, trained, parts, density=density)
 
 
-def spectral(run: Run, network: str) -> dict[str, Json]:
-    """The row of the network trained with spectral normalisation."""
-    job = common.job(run, network, "dirty-mnist", spectral_norm=True)
-    images = common.scale_of(run).fit_images
-    settings = {
-        "job": job.name,
-        "epochs": run.epochs,
-        "fit_images": images,
-        "test_images": common.scale_of(run).test_images,
-    }
+def about_fit(trained: Trained) -> Json:
+    """The training job and the number of images that a row is fitted on."""
+    return {"trained": trained.job.describe(), "fit_images": len(trained.fit_on)}
 
-    def compute() -> Json:
-        trained = checkpoints.obtain(run, job)
-        baselines = fitting.baselines_of(run, trained, fit_images=images)
-        inside, outside = test_sets(run, trained.test)
-        scored = [score_base(run, baselines, data) for data in (inside, outside)]
-        return {f"{network}+SN": {"trained": job.describe(), "fit_images": images, **row(inside, *scored)}}
 
-    return run.part(f"{network}-sn", settings, compute)
+def psc_row(run: Run, psc: PSC, trained: Trained) -> Json:
+    """The row of a PSC that was fitted here."""
+    projection = psc.pipeline.scorer.projection
+    size = f"{projection.c_proj} × {projection.d_proj}"
+    return {**about_fit(trained), "z": size, **scores_of_psc(run, psc, trained.test_on)}
+
+
+def scores_of_psc(run: Run, psc: PSC, test: ImageDataset) -> Json:
+    """Layer and scores of a PSC."""
+    batch, sets = fitting.compute_of(run).batch_images, test_sets(run, test)
+    scored = [score_images(psc, data, batch_images=batch) for data in sets]
+    found = [{"ood": each.ood["psc"], "entropy": each.entropy["psc"]} for each in scored]
+    return {"layer": psc.layer, **row(sets[0], *found)}
+
+
+def base_row(run: Run, trained: Trained) -> Json:
+    """The row of a network alone."""
+    baselines, sets = fitting.baselines_of(run, trained), test_sets(run, trained.test_on)
+    return {**about_fit(trained), **row(sets[0], *(score_base(run, baselines, data) for data in sets))}
 
 
 def test_sets(run: Run, inside: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
     """In- and out-of-distribution test images."""
     outside = open_dataset(run.spec("fashion-mnist"), split="test", preprocess=inside.preprocess)
-    return common.test_images(run, inside), common.test_images(run, outside)
+    return inside, images_to_test(run, outside)
 
 
 @torch.inference_mode()
@@ -246,37 +210,26 @@ def draw(run: Run, rows: Mapping[str, Json]) -> None:
 
 
 def fragment(record: Json) -> str:
-    """The table with the paper's numbers, figures and provenance."""
-    rows: dict[str, Any] = record["result"]["rows"]
+    """The table with the paper's numbers, and figures."""
+    rows: Json = record["result"]["rows"]
     lines = []
     for model in dict.fromkeys((*PAPER, *rows)):
-        ood, ambiguous = (common.number(value, 2) for value in PAPER.get(model, (None, None)))
+        ood, ambiguous = (runs.number(value, 2) for value in PAPER.get(model, (None, None)))
         found = rows.get(model)
         if found is None:
             missing = "N/A in the paper" if model == "vgg16+SN" else "not run"
             lines.append([model, missing, ood, missing, ambiguous, "—"])
             continue
-        auroc = [common.number(found[key], 4) for key in ("auroc_ood", "auroc_ambiguous")]
+        auroc = [runs.number(found[key], 4) for key in ("auroc_ood", "auroc_ambiguous")]
         lines.append([model, auroc[0], ood, auroc[1], ambiguous, _what(found)])
     header = ["model", "AUROC iD/OOD", "paper", "AUROC clean/ambiguous", "paper", "what was run"]
     stem = f"{record['name']}-{record['scale']}"
-    return (
-        "\n\n".join(
-            [
-                "## DDU case study: Dirty-MNIST against Fashion-MNIST, MNIST against Ambiguous-MNIST",
-                runs.markdown_table(header, lines),
-                f"![densities]({stem}-log_density.svg)\n\n![entropies]({stem}-entropy.svg)",
-                runs.provenance(record),
-            ]
-        )
-        + "\n"
-    )
+    figures = f"![densities]({stem}-log_density.svg)\n\n![entropies]({stem}-entropy.svg)"
+    return "\n\n".join([runs.markdown_table(header, lines), figures, runs.provenance(record)])
 
 
 def _what(found: Json) -> str:
-    fitted = (
-        f"bundle {found['bundle']}" if found.get("bundle") else (f"fitted on {found['fit_images'] or 'all'} images")
-    )
+    fitted = f"bundle {found['bundle']}" if "bundle" in found else f"fitted on {found['fit_images'] or 'all'} images"
     size = f", z {found['z']}" if "z" in found else ""
     tested = f"tested on {found['test_images']['in']:,} + {found['test_images']['out']:,}"
     return f"{found['trained']}, {fitted}; layer {found.get('layer', 'penultimate')}{size}; {tested}"

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from typing import Final
 
 import torch
@@ -19,14 +20,15 @@ from torch import Tensor, nn
 
 from benchmarks import runs
 from benchmarks.data import random_images
+from benchmarks.fitting import options_of
 from benchmarks.regression.networks import AngleNet, trained
 from benchmarks.runs import Json, Run
+from benchmarks.train import load_images
 from psc_core import PSCRegressor, fit_projection, fit_regressor, measure_collapse
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.data.sources import ArraySource
 from psc_core.data.spec import open_dataset
 from psc_core.evaluation.values import score_numbers
-from psc_core.fitting.options import FitOptions
 from psc_core.images.preprocess import PRESETS
 from psc_core.metrics import ranking, regression
 from psc_core.network.load import load_network
@@ -61,8 +63,7 @@ def main(argv: list[str] | None = None) -> Json:
     """Train, fit and compare."""
     run = runs.start(NAME, runs.parser(__doc__).parse_args(argv))
     epochs = run.epochs or EPOCHS[run.scale]
-    settings = {"epochs": epochs, "seed": run.seed, "test_images": run.test_images, "fit_images": run.fit_images}
-    run.part(f"rotated-mnist-s{run.seed}", settings, partial(compare, run, epochs))
+    run.part(f"rotated-mnist-s{run.seed}", {"seed": run.seed}, partial(compare, run, epochs))
     return run.write({"parts": run.finished()}, fragment)
 
 
@@ -112,37 +113,20 @@ def compare(run: Run, epochs: int) -> Json:
     }
 
 
-def fit(
-    run: Run, net: nn.Module, train: ImageDataset, val: ImageDataset, predictions: str = "psc", head: str = "blr"
-) -> PSCRegressor:
-    """The three stages, on the network as ``psc-fit`` loads it."""
-    options = FitOptions(device=run.device, seed=run.seed)
+def fit(run: Run, net: nn.Module, train: ImageDataset, val: ImageDataset, **how: str) -> PSCRegressor:
+    """The three stages, on the network as ``psc-fit`` loads it; ``how`` names head and predictions."""
+    options = options_of(run)
     weights = run.checkpoints / "angle-to-fit.safetensors"
     save_file(net.state_dict(), weights)
     loaded = load_network(FACTORY, num_classes=1, model_args={"in_channels": 1}, weights=weights)
     candidate = measure_collapse(loaded, train, val, options=options).candidate()
     projection = fit_projection(loaded, candidate, train, val, options=options)
-    return fit_regressor(
-        loaded,
-        candidate,
-        projection,
-        train,
-        val,
-        head=head,
-        predictions=predictions,
-        coverage=COVERAGE,
-        options=options,
-    )
-
-
-def all_images(data: ImageDataset) -> Tensor:
-    """Pixels of a data set."""
-    return torch.cat([batch.images for batch in data.batches(1000)])
+    return fit_regressor(loaded, candidate, projection, train, val, coverage=COVERAGE, options=options, **how)
 
 
 def upside_down(data: ImageDataset) -> ImageDataset:
     """The same images upside down."""
-    pixels = torch.rot90(all_images(data), 2, (2, 3))[:, 0].numpy().copy()
+    pixels = torch.rot90(load_images(data), 2, (2, 3))[:, 0].numpy().copy()
     return replace(data, source=ArraySource(pixels), indices=torch.arange(len(data)))
 
 
@@ -252,55 +236,42 @@ def separation(inside: Forecast, outside: Mapping[str, Forecast]) -> dict[str, f
 
 
 def fragment(record: Json) -> str:
-    """The table of all seeds run."""
+    """The table of all seeds run, and that of the alarms."""
     parts = list(record["result"]["parts"].values())
-    first = parts[0]
-    aurocs = list(next(iter(first["rows"].values()))["auroc"])
-    header = ["method", "passes", "RMSE", "NLL", "CRPS", "coverage", "width", *(f"AUROC, {name}" for name in aurocs)]
-    lines = []
-    for name in sorted(first["rows"]):
-        rows = [part["rows"][name] for part in parts]
+    rows = {name: [part["rows"][name] for part in parts] for name in sorted(parts[0]["rows"])}
 
-        def mean(key: str, digits: int, rows: list[Json] = rows) -> str:
-            return f"{sum(row[key] for row in rows) / len(rows):.{digits}f}"
+    def mean(found: list[Json], pattern: str, *keys: str) -> str:
+        values = [reduce(getitem, keys, row) for row in found]
+        return pattern.format(sum(values) / len(values))
 
-        lines.append(
-            [name, str(rows[0]["passes"]), mean("rmse", 2), mean("nll", 3), mean("crps", 2), mean("coverage", 4),
-             mean("width", 1), *(f"{sum(row['auroc'][key] for row in rows) / len(rows):.4f}" for key in aurocs)]
-        )  # fmt: skip
+    columns = {"rmse": "{:.2f}", "nll": "{:.3f}", "crps": "{:.2f}", "coverage": "{:.4f}", "width": "{:.1f}"}
+    aurocs = list(rows["PSC"][0]["auroc"])
+    methods = [
+        [
+            name,
+            str(found[0]["passes"]),
+            *(mean(found, pattern, key) for key, pattern in columns.items()),
+            *(mean(found, "{:.4f}", "auroc", kind) for kind in aurocs),
+        ]
+        for name, found in rows.items()
+    ]
+    header = ["method", "passes", "RMSE", "NLL", "CRPS", "coverage", "width", *(f"AUROC, {kind}" for kind in aurocs)]
+    kinds = list(rows["PSC"][0]["flagged"])
     alarms = [
         [
             name,
-            *(
-                f"{sum(part['rows'][name]['flagged'][key] for part in parts) / len(parts):.2%}"
-                for key in row["flagged"]
-            ),
-            f"{sum(part['rows'][name]['coverage_calibrated_on_test'] for part in parts) / len(parts):.2%}",
+            *(mean(found, "{:.2%}", "flagged", kind) for kind in kinds),
+            mean(found, "{:.2%}", "coverage_calibrated_on_test"),
         ]
-        for name, row in sorted(first["rows"].items())
-        if "flagged" in row
+        for name, found in rows.items()
+        if "flagged" in found[0]
     ]
-    kinds = list(first["rows"]["PSC"]["flagged"])
-    images = first["images"]
-    return (
-        "\n\n".join(
-            [
-                "## The angle of turned digits",
-                f"Digits turned by up to 60°, {images['test']:,} test images, deviation of their angles "
-                f"{first['deviation']:.1f}°. Networks of three convolutions, trained on {images['train']:,} images, "
-                f"which PSC was fitted on too; it reads layer `{first['layer']}`. Intervals are to hold the angle for "
-                f"{COVERAGE:.0%}; those of PSC are conformal, the others' normal. AUROC: of the OOD score of PSC and "
-                "of the disagreement of the others; the network alone has neither. Upside down, 0, 1 and 8 look like "
-                "digits that are not.",
-                runs.markdown_table(header, lines),
-                f"Fraction of images with an alarm (alpha {first['alpha']:g}), and the coverage of intervals that one "
-                f"half of the test images calibrates, on the other half. Mean over {len(parts)} "
-                f"seed{'s' * (len(parts) > 1)}.",
-                runs.markdown_table(["model", *(f"alarm, {kind}" for kind in kinds), "coverage, other half"], alarms),
-                runs.provenance(record),
-            ]
-        )
-        + "\n"
+    return "\n\n".join(
+        [
+            runs.markdown_table(header, methods),
+            runs.markdown_table(["model", *(f"alarm, {kind}" for kind in kinds), "coverage, other half"], alarms),
+            runs.provenance(record),
+        ]
     )
 
 

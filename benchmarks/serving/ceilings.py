@@ -1,4 +1,4 @@
-"""Upper bounds for every server: the device step alone, decoding alone.  Each runs in a process of its own."""
+"""Upper bounds for every server, each in a process of its own: the device step alone, decoding alone."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.instruction_sets import fresh_process
 
@@ -82,16 +83,11 @@ def _measure(seconds: float) -> dict[str, Any]:
 
 def images_per_s(steps: Mapping[str, Times], size: float) -> float:
     """Images/s of the fastest backend at a mean batch size; times are interpolated linearly between measured sizes."""
-    return max(_images_per_s(step_ms, size) for step_ms in steps.values())
-
-
-def _images_per_s(step_ms: Times, size: float) -> float:
-    points = sorted((int(count), value) for count, value in step_ms.items())
-    size = min(max(size, points[0][0]), points[-1][0])
-    for (low, low_ms), (high, high_ms) in pairwise(points):
-        if size <= high:
-            return 1000 * size / (low_ms + (high_ms - low_ms) * (size - low) / (high - low))
-    raise AssertionError("unreachable: size is clipped to the largest")
+    size = min(max(size, SIZES[0]), SIZES[-1])
+    return max(
+        1000 * size / float(np.interp(size, SIZES, [step_ms[str(count)] for count in SIZES]))
+        for step_ms in steps.values()
+    )
 
 
 def best_images_per_s(steps: Mapping[str, Times]) -> float:

@@ -1,40 +1,59 @@
-"""A load generator for one URL: HTTP/1.1 over persistent connections with little work for each request.
+"""A load generator: HTTP/1.1 over persistent connections with little work for each request.
 
 Latencies start when a request was *due*, not when it was sent, so a generator that lags behind makes them longer,
-never shorter.
+never shorter.  Nothing heavy is imported: :func:`drive` runs in a process of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import random
+import resource
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter as clock
+from typing import Any
+
+import uvloop
 
 CONNECTION_LOST = "connection lost"
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where requests go and what they carry."""
+
+    port: int  # of the server on this machine
+    path: str  # to post to
+    content_type: str  # of the bodies
+    bodies: Sequence[bytes]  # each request carries a random one
+    images: int = 1  # number in each body
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A load."""
+
+    seconds: float  # how long requests are sent
+    clients: int = 0  # number of clients in a closed loop; 0 for an open loop
+    per_second: float = 0.0  # arrivals in an open loop
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """Response to one request.
+    """Response to one request."""
 
-    Attributes:
-        due: When the request was due, seconds of the process's clock.
-        seconds: Latency.
-        status: HTTP status, or :data:`CONNECTION_LOST`.
-        retry_after: Header of a 429.
-    """
-
-    due: float
-    seconds: float
-    status: int | str
-    retry_after: str | None
+    due: float  # when the request was due, seconds of the process's clock
+    seconds: float  # latency
+    status: int | str  # HTTP status, or :data:`CONNECTION_LOST`
+    retry_after: str | None  # header of a 429
 
 
 @dataclass
@@ -60,46 +79,27 @@ class Load:
         return sorted(response.seconds for response in self.responses if response.status == status)
 
 
-class Connection(asyncio.Protocol):
+class Connection:
     """One persistent connection with one request at a time."""
 
-    def __init__(self) -> None:
-        self._received = b""
-        self._response: asyncio.Future[tuple[int, bytes, bytes]] | None = None
-        self.transport: asyncio.Transport | None = None
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
 
     @property
     def usable(self) -> bool:
         """Whether it is still open."""
-        return self.transport is not None and not self.transport.is_closing()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
-        self.transport = transport  # type: ignore[assignment]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the pending request."""
-        if self._response is not None and not self._response.done():
-            self._response.set_exception(exc or ConnectionResetError("closed before the response"))
-        self.transport = None
-
-    def data_received(self, data: bytes) -> None:
-        """Collect bytes until head and body (``Content-Length``) are complete."""
-        self._received += data
-        head, found, body = self._received.partition(b"\r\n\r\n")
-        if not found or self._response is None or self._response.done():
-            return
-        if len(body) >= int(header(head, b"content-length") or b"0"):
-            self._received = b""
-            self._response.set_result((int(head[9:12]), head, body))
+        return not (self._reader.at_eof() or self._writer.is_closing())
 
     async def send(self, request: bytes) -> tuple[int, bytes, bytes]:
         """Send a whole request; returns status, head and body of the response."""
-        if self.transport is None:
-            raise ConnectionResetError("closed before the request")
-        self._response = asyncio.get_running_loop().create_future()
-        self.transport.write(request)
-        return await self._response
+        self._writer.write(request)
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        body = await self._reader.readexactly(int(header(head, b"content-length") or b"0"))
+        return int(head[9:12]), head, body
+
+    def close(self) -> None:
+        """End it."""
+        self._writer.close()
 
 
 def header(head: bytes, name: bytes) -> bytes | None:
@@ -152,49 +152,37 @@ class Timer:
 
 
 class Generator:
-    """Sends requests to one server.
+    """Sends requests to one server of this machine.
 
     Args:
-        host, port: Of the server.
-        bodies: Each request carries a random one.
-        path: To post them to.
-        content_type: Of the bodies.
+        target: Each request carries a random one of its bodies.
         seed: Of bodies and arrivals.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        bodies: Sequence[bytes],
-        *,
-        path: str = "/predict",
-        content_type: str = "image/png",
-        seed: int = 0,
-    ) -> None:
-        self._host, self._port = host, port
-        start = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: {content_type}\r\nContent-Length: "
-        self._requests = [f"{start}{len(body)}\r\n\r\n".encode() + body for body in bodies]
+    def __init__(self, target: Target, *, seed: int = 0) -> None:
+        self._port = target.port
+        start = (
+            f"POST {target.path} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: {target.content_type}\r\nContent-Length: "
+        )
+        self._requests = [f"{start}{len(body)}\r\n\r\n".encode() + body for body in target.bodies]
         self._random = random.Random(seed)
         self._idle: list[Connection] = []
 
-    async def get(self, path: str) -> tuple[int, str]:
-        """Status and body of a GET on a connection of its own."""
-        connection = await self._connect()
-        try:
-            status, _, body = await connection.send(f"GET {path} HTTP/1.1\r\nHost: {self._host}\r\n\r\n".encode())
-            return status, body.decode()
-        finally:
-            self._close(connection)
+    async def get(self, path: str) -> str:
+        """Body of a GET on a connection of its own."""
+        return (await self._once(f"GET {path} HTTP/1.1\r\nHost: {HOST}\r\n\r\n".encode()))[1].decode()
 
     async def post(self) -> tuple[int, bytes]:
-        """Status and body of one POST on a connection of its own."""
+        """Status and body of a POST on a connection of its own."""
+        return await self._once(self._requests[0])
+
+    async def _once(self, request: bytes) -> tuple[int, bytes]:
         connection = await self._connect()
         try:
-            status, _, body = await connection.send(self._random.choice(self._requests))
+            status, _, body = await connection.send(request)
             return status, body
         finally:
-            self._close(connection)
+            connection.close()
 
     async def closed_loop(self, clients: int, seconds: float) -> Load:
         """``clients`` that each send the next request as soon as they have a response."""
@@ -229,7 +217,7 @@ class Generator:
     def close(self) -> None:
         """Close every connection."""
         while self._idle:
-            self._close(self._idle.pop())
+            self._idle.pop().close()
 
     async def _send(self, load: Load, due: float) -> None:
         status: int | str = CONNECTION_LOST
@@ -239,7 +227,7 @@ class Generator:
             status, head, _ = await connection.send(self._random.choice(self._requests))
             wait = header(head, b"retry-after") if status == 429 else None
             self._idle.append(connection)
-        except OSError:
+        except (OSError, EOFError):
             pass
         seconds = clock() - due
         load.responses.append(Response(due, seconds, status, wait.decode() if wait else None))
@@ -252,11 +240,49 @@ class Generator:
         return await self._connect()
 
     async def _connect(self) -> Connection:
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(Connection, self._host, self._port)
-        return connection
+        return Connection(*await asyncio.open_connection(HOST, self._port))
 
-    @staticmethod
-    def _close(connection: Connection) -> None:
-        if connection.transport is not None:
-            connection.transport.close()
+
+def drive(target: Target, phase: Phase) -> dict[str, Any]:
+    """Send one phase, wait for all responses, and return its summary."""
+    loop = uvloop.new_event_loop()
+    gc.collect()
+    gc.freeze()
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    load = loop.run_until_complete(_send(target, phase))
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    loop.close()
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {**summary(load, target.images), "client_cpu_s": round(cpu_s, 3)}
+
+
+def summary(load: Load, images: int = 1) -> dict[str, Any]:
+    """Rates, statuses and latencies of a phase with ``images`` in each request."""
+    latencies = load.seconds()
+    ended = max((response.due + response.seconds for response in load.responses), default=load.ended)
+    seconds = max(load.ended, ended) - load.began
+    found: dict[str, Any] = {
+        "seconds": round(seconds, 3),
+        "requests": len(latencies),
+        "statuses": dict(sorted(load.statuses.items())),
+        "requests_per_s": round(len(latencies) / seconds, 1),
+        "images_per_s": round(images * len(latencies) / seconds, 1),
+    }
+    if latencies:
+        found |= {f"p{percent}_ms": round(1000 * quantile(latencies, percent / 100), 3) for percent in (50, 90, 99)}
+    return found
+
+
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """q-quantile of ascending values; infinite for none."""
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("inf")
+
+
+async def _send(target: Target, phase: Phase) -> Load:
+    generator = Generator(target)
+    try:
+        if phase.clients:
+            return await generator.closed_loop(phase.clients, phase.seconds)
+        return await generator.open_loop(phase.per_second, phase.seconds)
+    finally:
+        generator.close()

@@ -8,7 +8,7 @@ import tarfile
 
 from PIL import Image
 
-from benchmarks.serving.processes import ROOT
+from benchmarks.runs import ROOT
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
 

@@ -2,15 +2,16 @@
 
     python -m benchmarks.serving.load
 
-Starts ``psc-serve`` with its default settings in a process of its own and sends single images over HTTP.
-Writes ``serving-load.json`` and a section of ``serving.md``; the exit code is 1 if a requirement is not met.
+Starts ``psc-serve`` with its default settings in a process of its own and sends single images over HTTP.  Writes
+``serving-load.json``; the exit code is 1 if a requirement is not met.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import math
 import os
+import statistics
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -18,53 +19,41 @@ from typing import Any
 
 import torch
 
-from benchmarks.runs import BUNDLE, RESULTS, Json, environment, write_json, write_section
-from benchmarks.serving.client import Generator, Load
-from benchmarks.serving.drive import Target, summary
+from app.settings import Settings
+from benchmarks.runs import BUNDLE, RESULTS, Json, markdown_table, measured, origin, plain_parser, write_json
+from benchmarks.serving.client import Generator, Load, Target, summary
 from benchmarks.serving.images import digits
-from benchmarks.serving.processes import Processes, free_port
-from benchmarks.serving.report import back_to_normal, batches, requirements, scraped, section
+from benchmarks.serving.processes import Processes, free_port, mean_batch, scraped
 
 CLIENTS, STEADY, OVERLOAD = 64, 0.7, 3.0
 LIGHT = 0.1
 """Fraction of the peak at which the service counts as unloaded."""
 
+DEADLINE = float(Settings.model_fields["deadline_seconds"].default)
+QUEUE = int(Settings.model_fields["max_queue_images"].default)
+RECOVER_SECONDS = 5.0
+NORMAL = 2.0
+"""Latency is normal while a second's median is at most this many times the unloaded median."""
 
-def start(bundle: Path, target: Target) -> Processes:
-    """``psc-serve`` with its default settings on the CPU, whatever the environment sets."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
-    words = ["--bundle", str(bundle), "--port", str(target.port), "--device", "cpu", "--log-level", "error"]
-    return Processes([sys.executable, "-m", "app.cli", *words], clean)
+PHASES = ("closed loop", "unloaded", "steady", "overload", "recovery")
+"""In the order in which they run."""
 
 
-class Bench:
-    """Runs phases against a service and keeps their results."""
+async def run(name: str, generator: Generator, sending: Coroutine[Any, Any, Load]) -> Json:
+    """Result of a phase, with queue and batches from the service's metrics."""
 
-    def __init__(self, processes: Processes, generator: Generator) -> None:
-        self._processes, self._generator = processes, generator
-        self.phases: dict[str, Json] = {}
+    async def metrics() -> dict[str, float]:
+        return scraped(await generator.get("/metrics"))
 
-    async def run(self, name: str, sending: Coroutine[Any, Any, Load]) -> Load:
-        """Run one phase and record its load, with queue and batches from the service's metrics."""
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        before, deepest = await self._metrics(), 0.0
-        task = asyncio.create_task(sending)
-        while not task.done():
-            await asyncio.wait([task], timeout=0.25)
-            deepest = max(deepest, (await self._metrics())["psc_queue_depth"])
-        load, after = task.result(), await self._metrics()
-        self.phases[name] = {
-            **phase(load),
-            "batches": batches(before, after),
-            "max_queued_images": int(deepest),
-            "memory_mib": self._processes.memory_mib(),
-        }
-        print(f"  {self.phases[name]}", file=sys.stderr, flush=True)
-        return load
-
-    async def _metrics(self) -> dict[str, float]:
-        _, text = await self._generator.get("/metrics")
-        return scraped(text)
+    before, deepest = await metrics(), 0.0
+    task = asyncio.create_task(sending)
+    while not task.done():
+        await asyncio.wait([task], timeout=0.25)
+        deepest = max(deepest, (await metrics())["psc_queue_depth"])
+    batches = {"mean_size": mean_batch(before, await metrics())}
+    found = {**phase(task.result()), "batches": batches, "max_queued_images": int(deepest)}
+    print(f"{name}: {found}", file=sys.stderr, flush=True)
+    return found
 
 
 def phase(load: Load) -> Json:
@@ -74,57 +63,121 @@ def phase(load: Load) -> Json:
     return {"sent_per_s": sent_per_s, "rejections_without_retry_after": without, **summary(load)}
 
 
-async def measure(processes: Processes, target: Target, scale: float) -> tuple[dict[str, Json], Json]:
+async def measure(target: Target, scale: float) -> tuple[dict[str, Json], Json]:
     """All phases; their lengths are multiplied by ``scale``."""
-    generator = Generator("127.0.0.1", target.port, target.bodies)
-    bench = Bench(processes, generator)
+    generator, phases = Generator(target), dict[str, Json]()
+
+    async def send(name: str, sending: Coroutine[Any, Any, Load]) -> None:
+        phases[name] = await run(name, generator, sending)
+
     await generator.closed_loop(CLIENTS, 2.0)
-    await bench.run("closed loop", generator.closed_loop(CLIENTS, 15.0 * scale))
-    peak = bench.phases["closed loop"]["requests_per_s"]
+    await send("closed loop", generator.closed_loop(CLIENTS, 15.0 * scale))
+    peak = phases["closed loop"]["requests_per_s"]
     light = max(5.0, LIGHT * peak)
     await asyncio.sleep(1.0)
-    await bench.run("unloaded", generator.open_loop(light, 10.0 * scale))
-    await bench.run("steady", generator.open_loop(STEADY * peak, 20.0 * scale))
+    await send("unloaded", generator.open_loop(light, 10.0 * scale))
+    await send("steady", generator.open_loop(STEADY * peak, 20.0 * scale))
     sent = asyncio.Event()
-    overload = bench.run("overload", generator.open_loop(OVERLOAD * peak, 60.0 * scale, sent=sent))
-    task = asyncio.create_task(overload)
+    task = asyncio.create_task(send("overload", generator.open_loop(OVERLOAD * peak, 60.0 * scale, sent=sent)))
     await sent.wait()  # What is queued now is still to be answered while the light load begins.
     recovery = await generator.open_loop(light, 12.0)
     await task
-    bench.phases["recovery"] = phase(recovery)
+    phases["recovery"] = phase(recovery)
     generator.close()
-    normal_s = bench.phases["unloaded"]["p50_ms"] / 1000
-    return bench.phases, {"peak_images_per_s": peak, "back_to_normal_s": back_to_normal(recovery, normal_s)}
+    normal_s = phases["unloaded"]["p50_ms"] / 1000
+    return phases, {"peak_images_per_s": peak, "back_to_normal_s": back_to_normal(recovery, normal_s)}
 
 
-def main() -> int:
-    """Measure, print and write; returns 1 if a requirement is not met."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--bundle", type=Path, default=BUNDLE)
-    cli.add_argument("--scale", type=float, default=1.0, help="multiplies the lengths of the phases")
+def back_to_normal(load: Load, normal_s: float) -> float:
+    """Seconds from the start of ``load`` after which every second has a normal median and no rejection."""
+    good_since = 0
+    for second in range(int(load.ended - load.began)):
+        window = [response for response in load.responses if second <= response.due - load.began < second + 1]
+        fine = [response.seconds for response in window if response.status == 200]
+        if len(fine) < len(window) or (fine and statistics.median(fine) > NORMAL * normal_s):
+            good_since = second + 1
+    return float(good_since)
+
+
+def requirements(phases: dict[str, Json], found: Json) -> list[Json]:
+    """Requirements, and whether they are met."""
+    closed, steady, over = phases["closed loop"], phases["steady"], phases["overload"]
+    queued = max(phase.get("max_queued_images", 0) for phase in phases.values())
+    sizes = [phases[name]["batches"]["mean_size"] for name in ("unloaded", "steady", "closed loop", "overload")]
+    without, p99_s = over["rejections_without_retry_after"], over.get("p99_ms", math.inf) / 1000
+    back_s = found["back_to_normal_s"]
+    checks = {
+        "closed loop and 70 % of the peak: every response is 200": (
+            set(closed["statuses"]) == set(steady["statuses"]) == {"200"},
+            f"{_counts(closed)}; {_counts(steady)}",
+        ),
+        "batch sizes follow the load": (
+            sizes[0] < sizes[1] < sizes[2] <= sizes[3] * 1.05,
+            "mean " + " → ".join(map(str, sizes)),
+        ),
+        "overload: only 200 and 429": (set(over["statuses"]) == {"200", "429"}, _counts(over)),
+        "overload: every 429 has Retry-After": (without == 0, f"{without} without"),
+        f"overload: p99 of the accepted within the deadline of {DEADLINE:g} s": (p99_s <= DEADLINE, f"{p99_s:.2f} s"),
+        f"the queue never holds more than {QUEUE} images": (queued <= QUEUE, f"at most {queued}"),
+        f"normal latency within {RECOVER_SECONDS:g} s of the overload's end": (
+            back_s <= RECOVER_SECONDS,
+            f"{back_s:g} s",
+        ),
+    }
+    return [{"requirement": what, "met": met, "found": value} for what, (met, value) in checks.items()]
+
+
+def _counts(phase: Json) -> str:
+    return ", ".join(f"{count:,} × {status}" for status, count in phase["statuses"].items())
+
+
+def fragment(record: Json) -> str:
+    """Every phase, and the requirements."""
+    rows = []
+    for name in PHASES:
+        phase = record["phases"][name]
+        rows.append(
+            [
+                name,
+                f"{phase['sent_per_s']:.0f}",
+                f"{phase['requests_per_s']:.0f}",
+                *(f"{phase['statuses'].get(status, 0):,}" for status in ("200", "429")),
+                *(f"{phase[key]:,.1f} ms" if key in phase else "" for key in ("p50_ms", "p99_ms")),
+                str(phase.get("batches", {}).get("mean_size", "")),
+                str(phase.get("max_queued_images", "")),
+            ]
+        )
+    header = ["phase", "sent/s", "answered/s", "200", "429", "p50", "p99", "mean batch", "maximum queued"]
+    checks = [
+        [each["requirement"], each["found"], "yes" if each["met"] else "**no**"] for each in record["requirements"]
+    ]
+    tables = markdown_table(header, rows), markdown_table(["requirement", "found", "met"], checks)
+    return "\n\n".join([measured(record), *tables])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, write and print; returns 1 if a requirement is not met."""
+    cli = plain_parser(__doc__)
+    cli.add_argument("--scale", type=float, help="multiplies the lengths of the phases")
     cli.add_argument("--out", type=Path, default=RESULTS)
-    cli.add_argument("--note", default="", help="a sentence on the circumstances, kept with the results")
-    args = cli.parse_args()
+    args = cli.parse_args(argv)
     target = Target(free_port(), "/predict", "image/png", digits(256))
-    with start(args.bundle, target) as processes:
+    words = ["--bundle", str(BUNDLE), "--port", str(target.port), "--device", "cpu", "--log-level", "error"]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
+    with Processes([sys.executable, "-m", "app.cli", *words], clean) as processes:
         processes.wait_until_ready(target)
-        phases, found = asyncio.run(measure(processes, target, args.scale))
-    checks = requirements(phases, found)
-    report: Json = {
-        "bundle": args.bundle.name,
+        phases, found = asyncio.run(measure(target, args.scale or 1.0))
+    record = {
+        **origin(args, torch.device("cpu")),
+        "bundle": BUNDLE.name,
         "clients": CLIENTS,
-        "note": args.note,
-        "command": "python -m benchmarks.serving.load",
-        "environment": environment(torch.device("cpu")),
         "phases": phases,
-        "requirements": checks,
+        "requirements": requirements(phases, found),
         **found,
     }
-    write_json(args.out / "serving-load.json", report)
-    write_section(args.out / "serving.md", "serving-load", section(report), "Serving under load")
-    for check in checks:
-        print(f"{'met    ' if check['met'] else 'NOT MET'}  {check['requirement']}: {check['found']}")
-    return 0 if all(check["met"] for check in checks) else 1
+    write_json(args.out / "serving-load.json", record)
+    print(fragment(record))
+    return 0 if all(each["met"] for each in record["requirements"]) else 1
 
 
 if __name__ == "__main__":

@@ -1,95 +1,88 @@
 """psc-serve, LitServe, BentoML, Ray Serve, mosec and naive FastAPI, serving the same bundles on this machine.
 
-    python -m benchmarks.serving.peers --seconds 2 --rounds 5 --sweeps 3
+    python -m benchmarks.serving.peers --seconds 2 --rounds 5 --sweeps 2
     python -m benchmarks.serving.peers --only psc fastapi --device cuda
-    python -m benchmarks.serving.peers --installed --photographs BUNDLE --side 224 --device cuda
-    python -m benchmarks.serving.peers --report             # the plot and the section of serving.md, from the JSON
+    python -m benchmarks.serving.peers --installed --cases photographs --untrained torchvision:resnet50 --device cuda
 
 Each peer is installed into ``out/peers/NAME`` if it is not there; with ``--installed``, where nothing can be, those run
-that this interpreter has.  ``--photographs`` serves another bundle to photographs.  A table is one case on one
-instruction set, the same for all its servers; only the compute-bound case has one for each set of the CPU.  All servers
-of a table run at once, suspended (SIGSTOP) except the one whose turn it is.  Rounds come first: 64 clients that send
-single images in a closed loop; one such client (the unloaded latency); and, where a request may carry several images,
-four clients that send 32 each.  Every round also has a turn of the bare device step.  A machine's speed changes within
-minutes, so ratios are taken within a round; the report has their medians.  Then sweeps: Poisson arrivals at rates that
-are the same for all servers (:mod:`benchmarks.serving.curve`).  One load generator sends the requests from a process of
-its own.  Writes ``serving-peers.json``.
+that this interpreter has.  ``--untrained`` serves a ResNet with random weights to photographs of 224 pixels.
+
+A table is one case on one instruction set, the same for all its servers; only the compute-bound case has one for each
+set of the CPU.  All servers of a table run at once, suspended (SIGSTOP) except the one whose turn it is.  Rounds come
+first: 64 clients that send single images in a closed loop; one such client (the unloaded latency); and, where a request
+may carry several images, four clients that send 32 each.  Every round also has a turn of the bare device step.  A
+machine's speed changes within minutes, so ratios are taken within a round; the tables have their medians.  Then sweeps:
+Poisson arrivals at rates that are the same for all servers (:mod:`benchmarks.serving.curve`).  One load generator sends
+the requests from a process of its own.  Writes ``serving-peers.json`` and the plot.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import signal
+import statistics
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from benchmarks.instruction_sets import available
-from benchmarks.runs import BUNDLE, RESULTS, Json, environment
-from benchmarks.serving import environments
+from benchmarks.instruction_sets import available, held_to, in_fresh_process
+from benchmarks.runs import BUNDLE, RESULTS, ROOT, Json, origin, plain_parser, write_json
+from benchmarks.serving import bundles, curve
+from benchmarks.serving.ceilings import BareSteps, decode_only
 from benchmarks.serving.images import digits, photographs
-from benchmarks.serving.measure import Run, log, measure_ceilings, measure_table
-from benchmarks.serving.overhead import make_bundle
-from benchmarks.serving.peers_report import draw, name_of, write_report
-from benchmarks.serving.running import CLIENTS, MANY, MANY_CLIENTS, Client
-from benchmarks.serving.servers import BY_NAME, CASES, COMPUTE, OVERHEAD, PHOTOGRAPHS, SERVERS, Server
-from benchmarks.serving.targets import targets
+from benchmarks.serving.processes import ServerFailed
+from benchmarks.serving.report import draw, fragment, name_of
+from benchmarks.serving.running import CLIENTS, MANY, MANY_CLIENTS, Client, RunningServer
+from benchmarks.serving.servers import BY_NAME, CASES, COMPUTE, HOME, OURS, PHOTOGRAPHS, SERVERS, Server
+
+Inputs = tuple[Path, list[bytes]]
+"""A bundle, and files to send."""
+
+SETTLE_SECONDS = 5.0
+"""Between the last server's start and the first stop: Ray Serve loses its proxy when it is stopped while starting."""
 
 
 def new_record(args: argparse.Namespace, servers: list[Server]) -> Json:
     """A record without measurements."""
     return {
-        "command": command(args),
-        "environment": environment(torch.device(args.device)),
+        **origin(args, torch.device(args.device)),
         "device": args.device,
-        "note": args.note,
         "seconds": args.seconds,
+        "rounds": args.rounds,
         "sweeps": args.sweeps,
         "clients": CLIENTS,
         "many": {"images": MANY, "clients": MANY_CLIENTS},
         "settings": {server.name: server.settings for server in servers},
-        "tables": [new_table(case, instructions) for case, instructions in planned(args)],
-        "ceilings": {},
+        "tables": [
+            {
+                "title": f"{case}, {instructions}",
+                "case": case,
+                "served": f"JPEG files of 224 × 224; {args.untrained} with random weights, ten classes"
+                if args.untrained and case == PHOTOGRAPHS
+                else CASES[case],
+                "instruction_set": instructions,
+                "servers": {},
+                "bare": [],
+                "slowest_peak": 0.0,
+            }
+            for case, instructions in planned(args)
+        ],
+        "ceilings": {"decode": {}},
     }
-
-
-def command(args: argparse.Namespace) -> str:
-    """The command line, without what is said elsewhere in the record."""
-    words = [
-        f"python -m benchmarks.serving.peers --seconds {args.seconds:g} --rounds {args.rounds} --sweeps {args.sweeps}"
-    ]
-    words += [f"--cases {' '.join(args.cases)}"] if args.cases else []
-    words += [f"--only {' '.join(args.only)}"] if args.only else []
-    words += ["--best-instructions"] if args.best_instructions else []
-    words += ["--installed"] if args.installed else []
-    words += [f"--photographs {args.photographs.name}"] if args.photographs else []
-    words += [f"--side {args.side}"] if args.side else []
-    words += [f"--device {args.device}"] if args.device != "cpu" else []
-    return " ".join(words)
 
 
 def planned(args: argparse.Namespace) -> list[tuple[str, str]]:
     """Case and instruction set of every table: the best set for all cases, older ones for the compute-bound case."""
     sets = available() if args.device == "cpu" else available()[-1:]
     chosen = sets[-1:] if args.best_instructions else sets
-    return [(case, name) for case in args.cases or CASES for name in (chosen if case == COMPUTE else sets[-1:])]
-
-
-def new_table(case: str, instructions: str) -> Json:
-    """A table without measurements."""
-    title = f"{case}, {instructions}"
-    return {
-        "title": title,
-        "case": case,
-        "instruction_set": instructions,
-        "servers": {},
-        "bare": [],
-        "slowest_peak": 0.0,
-    }
+    return [(case, name) for case in args.cases for name in (chosen if case == COMPUTE else sets[-1:])]
 
 
 def installed(servers: list[Server]) -> list[Server]:
@@ -101,20 +94,129 @@ def installed(servers: list[Server]) -> list[Server]:
     return [replace(server, requirement=None) for server in there]
 
 
-def bundle_of(case: str) -> Path:
-    """The bundle that a case serves; made if it is not there."""
+def inputs_of(case: str, untrained: str | None, device: str) -> Inputs:
+    """What a case serves and sends; bundles are made if they are not there."""
     if case == COMPUTE:
-        return BUNDLE
-    folder = environments.HOME / case
-    if (folder / "manifest.json").exists():
-        return folder
-    return make_bundle(folder, photographs=case == PHOTOGRAPHS)
+        return BUNDLE, digits(256)
+    large = untrained if case == PHOTOGRAPHS else None
+    folder = HOME / f"bundle-{large or case}".replace(":", "-")
+    if not (folder / "manifest.json").exists():
+        if large:
+            bundles.untrained(folder, large, device)
+        else:
+            bundles.small(folder, photographs=case == PHOTOGRAPHS)
+    images = photographs(32, (224, 224)) if large else photographs(32) if case == PHOTOGRAPHS else digits(256)
+    return folder, images
+
+
+def slowest_peak(found: Json) -> float:
+    """Requests/s of the slowest peer in a closed loop, median of the rounds; of our own without peers.
+
+    Args:
+        found: Of a case, by server.
+    """
+    peaks = {
+        name: statistics.median(turn["closed"]["requests_per_s"] for turn in one["rounds"])
+        for name, one in found.items()
+        if one.get("rounds")
+    }
+    peers = {name: peak for name, peak in peaks.items() if name not in OURS}
+    return min((peers or peaks).values(), default=0.0)
+
+
+def measure_table(
+    record: Json, table: Json, shown: list[Server], inputs: Inputs, client: Client, write: Callable[[], None]
+) -> None:
+    """Rounds, then sweeps; a server that fails is left out from then on, and the reason recorded.
+
+    Args:
+        record: Says how long and how often, and on which device.
+        table: One of the record's, without measurements.
+        shown: Servers, in the order of the tables.
+        inputs: What is served and sent.
+        client: The load generator.
+        write: Called after every part.
+    """
+    found, device, seconds = table["servers"], record["device"], record["seconds"]
+    with held_to(table["instruction_set"]), contextlib.ExitStack() as stack:
+        running: dict[str, RunningServer] = {}
+
+        def attempt(name: str, act: Callable[[], Json | None]) -> Json | None:
+            try:
+                return act()
+            except (ServerFailed, OSError, RuntimeError, KeyError, ValueError) as error:
+                running.pop(name, None)
+                found[name] = failed(error)
+                return None
+
+        def start(server: Server) -> None:
+            started = RunningServer(server, table["case"], *inputs, device)
+            stack.callback(started.close)
+            running[server.name] = started
+            found[server.name] = {**started.about, "rounds": [], "sweeps": []}
+
+        def take_turn(name: str) -> None:
+            turn = running[name].turn(client, seconds)
+            found[name]["rounds"].append(turn)
+            log(f"  {name}: {', '.join(map(_short, turn.values()))}")
+
+        def offer(name: str, per_s: float) -> Json | None:
+            if name not in running:
+                return None
+            point = attempt(name, lambda: running[name].point(client, per_s, seconds))
+            if point is not None:
+                log(f"  {name} at {per_s:g}/s: {_short(point)} {point['end'] or ''}")
+            return point
+
+        for server in shown:
+            log(f"{table['title']}: {server.label} starts")
+            attempt(server.name, partial(start, server))
+        bare = BareSteps(inputs[0], device)
+        stack.callback(bare.close)
+        time.sleep(SETTLE_SECONDS)
+        for started in running.values():
+            started.stop()
+        for number in range(record["rounds"]):
+            log(f"{table['title']}: round {number + 1} of {record['rounds']}")
+            table["bare"].append(bare.measure(seconds))
+            for name in _rotated(list(running), number):
+                attempt(name, partial(take_turn, name))
+            write()
+        table["slowest_peak"] = peak = slowest_peak({name: found[name] for name in running})
+        for number in range(record["sweeps"] if peak else 0):
+            log(f"{table['title']}: sweep {number + 1} of {record['sweeps']}")
+            for name, points in curve.sweep(peak, _rotated(list(running), number), offer).items():
+                if name in running:
+                    found[name]["sweeps"].append(points)
+            write()
+
+
+def failed(error: Exception) -> Json:
+    """The record of a failure, without paths of this machine."""
+    reason = str(error).replace(str(ROOT), "")[:600]
+    log(f"  failed: {reason}")
+    return {"failed": reason}
+
+
+def _rotated(names: list[str], by: int) -> list[str]:
+    by %= max(1, len(names))
+    return names[by:] + names[:by]
+
+
+def _short(phase: Json) -> str:
+    p50, p99 = (phase.get(key) for key in ("p50_ms", "p99_ms"))
+    return f"{phase['requests_per_s']:g}/s p50 {p50} p99 {p99} ms {phase['statuses']}"
+
+
+def log(text: str) -> None:
+    """Print a line of progress."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", help=f"only these: {'; '.join(CASES)}")
+    cli = plain_parser(__doc__)
+    cli.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="; ".join(CASES))
     cli.add_argument("--best-instructions", action="store_true", help="no table for an older instruction set")
     cli.add_argument("--only", nargs="+", choices=sorted(BY_NAME), metavar="NAME", help="only these servers")
     cli.add_argument("--seconds", type=float, default=2.0, help="length of a phase")
@@ -123,44 +225,31 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of every server")
     cli.add_argument("--out", type=Path, default=RESULTS)
     cli.add_argument("--installed", action="store_true", help="install nothing, leave out what is not there")
-    cli.add_argument("--photographs", type=Path, metavar="BUNDLE", help="serve this in the case of photographs")
-    cli.add_argument("--side", type=int, metavar="PIXELS", help="photographs are squares of this side, not 640 × 480")
-    cli.add_argument("--build", action="store_true", help="only install the peers")
-    cli.add_argument("--report", action="store_true", help="only write the plot and the section of serving.md")
-    cli.add_argument("--note", default="", help="a sentence on the circumstances, kept with the results")
+    cli.add_argument("--untrained", metavar="SPEC", help="serve this ResNet to photographs, e.g. torchvision:resnet50")
     return cli
 
 
-def main() -> int:
-    """Measure, or write the report of what was measured."""
-    args = parser().parse_args()
-    file = args.out / f"{name_of(args.device)}.json"
-    if args.report:
-        write_report(json.loads(file.read_text()), args.out)
-        return 0
+def main(argv: list[str] | None = None) -> int:
+    """Measure and write."""
+    args = parser().parse_args(argv)
     servers = [server for server in SERVERS if not args.only or server.name in args.only]
     if args.installed:
         servers = installed(servers)
     for server in servers:
         log(f"{server.label}: {server.python()}")
-    if args.build:
-        return 0
     args.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # So that no server is left behind.
-    images = {PHOTOGRAPHS: photographs(32, (args.side, args.side)) if args.side else photographs(32)}
-    inputs = {case: (bundle_of(case), images.get(case) or digits(256)) for case in CASES}
-    if args.photographs:
-        inputs[PHOTOGRAPHS] = args.photographs, images[PHOTOGRAPHS]
+    inputs = {case: inputs_of(case, args.untrained, args.device) for case in args.cases}
+    record = new_record(args, servers)
+    write = partial(write_json, args.out / f"{name_of(args.device)}.json", record)
     with Client() as client:
-        run = Run(file, new_record(args, servers), servers, args.device, args.seconds, args.rounds, args.sweeps, client)
-        for table in run.record["tables"]:
-            measure_table(run, table, *inputs[table["case"]])
-        measure_ceilings(run, {case: inputs[case] for case in (OVERHEAD, PHOTOGRAPHS)})
-    run.record["targets"] = targets(run.record)
-    run.write()
-    draw(run.record, args.out)
-    for target in run.record["targets"]:
-        print(f"{'met    ' if target['met'] else 'NOT MET'}  {target['target']}: {target['measured']}")
+        for table in record["tables"]:
+            measure_table(record, table, servers, inputs[table["case"]], client, write)
+    for case, given in inputs.items():
+        record["ceilings"]["decode"][case] = in_fresh_process(decode_only, *given, args.seconds)
+    write()
+    draw(record, args.out)
+    print(fragment(record))
     return 0
 
 

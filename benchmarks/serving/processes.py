@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.serving.client import Generator
-from benchmarks.serving.drive import Target
+from benchmarks.runs import ROOT
+from benchmarks.serving.client import Generator, Target
 
-ROOT = Path(__file__).resolve().parents[2]
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -32,10 +32,16 @@ def free_port() -> int:
 
 
 class Processes:
-    """A command and all its descendants in a session of their own, terminated at the end of the ``with`` block."""
+    """A command and all its descendants in a session of their own, terminated at the end of the ``with`` block.
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._log = tempfile.TemporaryFile(prefix="psc-benchmark-")  # noqa: SIM115
+    Args:
+        command: Program and arguments, run in the repository.
+        environment: The whole environment.
+        log: Where its output goes, by default a temporary file.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> None:
+        self._log = log.open("w+b") if log else tempfile.TemporaryFile(prefix="psc-benchmark-")  # noqa: SIM115
         self._process = subprocess.Popen(
             list(command),
             cwd=ROOT,
@@ -50,7 +56,7 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._signal(signal.SIGCONT)
+        self.resume()
         self._process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(15)
@@ -58,18 +64,20 @@ class Processes:
         self._process.wait()
         self._log.close()
 
+    def wait(self, seconds: float) -> int | None:
+        """Exit code of the command; None if it still runs after that time."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
     def stop(self) -> None:
-        """Suspend all of them until :meth:`resumed`."""
+        """Suspend all of them until :meth:`resume`."""
         self._signal(signal.SIGSTOP)
 
-    @contextlib.contextmanager
-    def resumed(self) -> Iterator[None]:
-        """Resume them inside the ``with`` block."""
+    def resume(self) -> None:
+        """Let them go on."""
         self._signal(signal.SIGCONT)
-        try:
-            yield
-        finally:
-            self.stop()
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in self.pids():
@@ -109,7 +117,7 @@ class Processes:
     @staticmethod
     def get(port: int, path: str) -> str:
         """Body of a GET."""
-        return asyncio.run(Generator("127.0.0.1", port, []).get(path))[1]
+        return asyncio.run(Generator(Target(port, path, "", [])).get(path))
 
     def wait_until_ready(self, target: Target, seconds: float = 120.0) -> bytes:
         """Post the first body until the status is 200; returns that response.
@@ -123,7 +131,7 @@ class Processes:
                 raise ServerFailed(f"ended with code {self._process.returncode}: {self.tail()}")
             try:
                 status, body = asyncio.run(_post_once(target))
-            except (OSError, TimeoutError) as error:
+            except (OSError, EOFError, TimeoutError) as error:
                 last = str(error)
             else:
                 if status == 200:
@@ -139,11 +147,20 @@ class Processes:
         return self._log.read().decode(errors="replace").strip()
 
 
+def scraped(text: str) -> dict[str, float]:
+    """Metrics of a service with one model, by name and labels, the model's name left out."""
+    text = re.sub(r',?model="[^"]*"', "", text).replace("{,", "{").replace("{} ", " ")
+    return {name: float(value) for name, value in re.findall(r"^(psc_\S+) (\S+)$", text, re.MULTILINE)}
+
+
+def mean_batch(before: Mapping[str, float], after: Mapping[str, float]) -> float | None:
+    """Images of a device step between two scrapes; None without a step."""
+    images, steps = (after[key] - before[key] for key in ("psc_batch_size_sum", "psc_batch_size_count"))
+    return round(images / steps, 2) if steps else None
+
+
 async def _post_once(target: Target) -> tuple[int, bytes]:
-    generator = Generator(
-        "127.0.0.1", target.port, target.bodies[:1], path=target.path, content_type=target.content_type
-    )
-    return await asyncio.wait_for(generator.post(), 30)
+    return await asyncio.wait_for(Generator(target).post(), 30)
 
 
 def _processes() -> dict[int, tuple[int, int]]:

@@ -1,133 +1,249 @@
-"""Results and requirements of a load run, as Markdown."""
+"""The record of :mod:`benchmarks.serving.peers` as tables and a plot."""
 
 from __future__ import annotations
 
-import math
-import re
 import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from app.settings import Settings
-from benchmarks.runs import Json, markdown_table, where
-from benchmarks.serving.client import Load
-
-DEADLINE = float(Settings.model_fields["deadline_seconds"].default)
-QUEUE = int(Settings.model_fields["max_queue_images"].default)
-RECOVER_SECONDS = 5.0
-PHASES = ("closed loop", "unloaded", "steady", "overload", "recovery")
-"""In the order in which they run."""
-
-NORMAL = 2.0
-"""Latency is normal while a second's median is at most this many times the unloaded median."""
+from benchmarks.plots import figure
+from benchmarks.runs import Json, markdown_table, measured
+from benchmarks.serving.ceilings import best_images_per_s, images_per_s
+from benchmarks.serving.curve import GOAL_MS, at, ends_at, goal_rate, grid
+from benchmarks.serving.servers import BY_NAME, CASES, COMPUTE, OURS, SERVERS
 
 
-def scraped(text: str) -> dict[str, float]:
-    """Metrics of a service with one model, by name and labels, the model's name left out."""
-    text = re.sub(r',?model="[^"]*"', "", text).replace("{,", "{").replace("{} ", " ")
-    return {name: float(value) for name, value in re.findall(r"^(psc_\S+) (\S+)$", text, re.MULTILINE)}
-
-
-def batches(before: dict[str, float], after: dict[str, float]) -> Json:
-    """Device steps between two scrapes: how many, their mean size, and the fraction of each size."""
-    grown = {key: after[key] - before.get(key, 0.0) for key in after if key.startswith("psc_batch_size")}
-    steps = grown["psc_batch_size_count"]
-    fractions, below = {}, 0.0
-    for key, count in grown.items():
-        if bound := re.fullmatch(r'psc_batch_size_bucket{le="(\d+)\.0"}', key):
-            if count > below:
-                fractions[bound[1]] = round((count - below) / steps, 3)
-            below = count
-    return {
-        "steps": int(steps),
-        "mean_size": round(grown["psc_batch_size_sum"] / max(1.0, steps), 1),
-        "fraction_by_size_up_to": fractions,
-    }
-
-
-def back_to_normal(load: Load, normal_s: float) -> float:
-    """Seconds from the start of ``load`` after which every second has a normal median and no rejection."""
-    good_since = 0
-    for second in range(int(load.ended - load.began)):
-        window = [response for response in load.responses if second <= response.due - load.began < second + 1]
-        fine = [response.seconds for response in window if response.status == 200]
-        if len(fine) < len(window) or (fine and statistics.median(fine) > NORMAL * normal_s):
-            good_since = second + 1
-    return float(good_since)
-
-
-def requirements(phases: dict[str, Json], found: Json) -> list[Json]:
-    """Requirements, and whether they are met."""
-    closed, steady, over = phases["closed loop"], phases["steady"], phases["overload"]
-    queued = max(phase.get("max_queued_images", 0) for phase in phases.values())
-    sizes = [phases[name]["batches"]["mean_size"] for name in ("unloaded", "steady", "closed loop", "overload")]
-    checks = [
-        (
-            "closed loop and 70 % of the peak: every response is 200",
-            set(closed["statuses"]) == set(steady["statuses"]) == {"200"},
-            f"{_counts(closed)}; {_counts(steady)}",
-        ),
-        (
-            "batch sizes follow the load",
-            sizes[0] < sizes[1] < sizes[2] <= sizes[3] * 1.05,
-            "mean " + " → ".join(map(str, sizes)),
-        ),
-        ("overload: only 200 and 429", set(over["statuses"]) == {"200", "429"}, _counts(over)),
-        (
-            "overload: every 429 has Retry-After",
-            over["rejections_without_retry_after"] == 0,
-            f"{over['rejections_without_retry_after']} without",
-        ),
-        (
-            f"overload: p99 of the accepted within the deadline of {DEADLINE:g} s",
-            over.get("p99_ms", math.inf) <= 1000 * DEADLINE,
-            f"{over.get('p99_ms', math.inf) / 1000:.2f} s",
-        ),
-        (f"the queue never holds more than {QUEUE} images", queued <= QUEUE, f"at most {queued}"),
-        (
-            f"normal latency within {RECOVER_SECONDS:g} s of the overload's end",
-            found["back_to_normal_s"] <= RECOVER_SECONDS,
-            f"{found['back_to_normal_s']:g} s",
-        ),
-    ]
-    return [{"requirement": what, "met": met, "found": value} for what, met, value in checks]
-
-
-def _counts(phase: Json) -> str:
-    return ", ".join(f"{count:,} × {status}" for status, count in phase["statuses"].items())
-
-
-def section(report: Json) -> str:
-    """The report as Markdown."""
-    environment = report["environment"]
-    header = ["phase", "sent/s", "answered/s", "200", "429", "p50", "p99", "mean batch", "maximum queued"]
-    rows = []
-    for name in PHASES:
-        phase = report["phases"][name]
-        numbers = [
-            f"{phase['sent_per_s']:.0f}",
-            f"{phase['requests_per_s']:.0f}",
-            *(f"{phase['statuses'].get(status, 0):,}" for status in ("200", "429")),
-            *(f"{phase[key]:,.1f} ms" if key in phase else "" for key in ("p50_ms", "p99_ms")),
-            str(phase.get("batches", {}).get("mean_size", "")),
-            str(phase.get("max_queued_images", "")),
+def fragment(record: Json) -> str:
+    """Our servers beside the best peer, then every server of every table, and what bounds them."""
+    parts = [measured(record), _summary(record)]
+    for table in record["tables"]:
+        title = table["title"]
+        parts += [
+            f"### {title[0].upper()}{title[1:]}",
+            f"{table.get('served', CASES[table['case']])}.",
+            _servers(record, table),
+            f"p50/p99 in ms at equal load, {title}:",
+            _curves(table),
         ]
-        rows.append([name, *numbers])
-    checks = [
-        [check["requirement"], check["found"], "yes" if check["met"] else "**no**"] for check in report["requirements"]
-    ]
-    return "\n".join(
-        [
-            f"{where(environment)}; {report['bundle']}, default settings, one PNG digit a request.",
-            f"Client and server share the {environment['cpus']} cores, so each slows the other.",
-            "Latencies count from the moment a request was due.",
-            *([report["note"]] if report["note"] else []),
-            "",
-            f"    {report['command']}",
-            "",
-            markdown_table(header, rows),
-            "",
-            f"Peak: {report['peak_images_per_s']:.0f} images/s with {report['clients']} clients.  After the overload "
-            f"latency was normal again within {report['back_to_normal_s']:g} s.",
-            "",
-            markdown_table(["requirement", "found", "met"], checks),
-        ]
+    plot = f"![p99 over arrival rate]({name_of(record['device'])}.svg)"
+    return "\n\n".join(
+        [*parts, plot, "### Ceilings", _ceilings(record), "### Versions and settings", _settings(record)]
     )
+
+
+def name_of(device: str) -> str:
+    """Name of record, plot and section."""
+    return "serving-peers" if device == "cpu" else f"serving-peers-{device}"
+
+
+# -- numbers of a record --------------------------------------------------------------------------------------
+
+
+def ran(table: Json) -> dict[str, Json]:
+    """The servers of a table that did not fail."""
+    return {name: found for name, found in table["servers"].items() if found.get("rounds")}
+
+
+def times(ours: Json, theirs: Json) -> list[float]:
+    """Our images/s over theirs with single images, in every round."""
+    pairs = zip(ours["rounds"], theirs["rounds"], strict=True)
+    return [mine["closed"]["images_per_s"] / other["closed"]["images_per_s"] for mine, other in pairs]
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, minimum and maximum of ratios."""
+    digits = 3 if max(values) < 1.2 else 2 if max(values) < 10 else 1
+    median, low, high = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
+    return f"{median} ×" + (f" ({low} to {high})" if len(values) > 1 else "")
+
+
+def of_bare(table: Json, found: Json, phase: str) -> list[float]:
+    """Images/s of a phase over those of the best bare step, at the phase's mean batch or else at the best batch."""
+    ratios = []
+    for turn, bare in zip(found["rounds"], table["bare"], strict=True):
+        steps, batch = bare["step_ms"], turn[phase].get("mean_batch")
+        maximum = images_per_s(steps, batch) if phase == "closed" and batch else best_images_per_s(steps)
+        ratios.append(turn[phase]["images_per_s"] / maximum)
+    return ratios
+
+
+def goal(found: Json) -> float:
+    """Highest rate with a p99 of at most :data:`~benchmarks.serving.curve.GOAL_MS`, median of the sweeps."""
+    return statistics.median(map(goal_rate, found["sweeps"])) if found["sweeps"] else 0.0
+
+
+def offered(table: Json) -> list[float]:
+    """The rates of a table's curves."""
+    return grid(table["slowest_peak"], [found["sweeps"] for found in ran(table).values()])
+
+
+def lower_tails(table: Json, ours: Json, peers: Mapping[str, Json]) -> tuple[int, int]:
+    """At how many rates that a peer sustains our p99 is lower than its, and of how many."""
+    won = total = 0
+    for found in peers.values():
+        for rate in offered(table):
+            if (theirs := at(found["sweeps"], rate)) is not None:
+                mine = at(ours["sweeps"], rate)
+                won += mine is not None and mine[1] < theirs[1]
+                total += 1
+    return won, total
+
+
+# -- tables ---------------------------------------------------------------------------------------------------
+
+
+def _summary(record: Json) -> str:
+    rows = []
+    for table in record["tables"]:
+        servers = ran(table)
+        peers = {name: found for name, found in servers.items() if name not in OURS}
+        for name in OURS if peers else ():
+            if (ours := servers.get(name)) is None:
+                continue
+            ratios = {peer: times(ours, found) for peer, found in peers.items()}
+            best = min(ratios, key=lambda peer: statistics.median(ratios[peer]))
+            furthest = max(peers, key=lambda peer: goal(peers[peer]))
+            won, total = lower_tails(table, ours, peers)
+            rows.append(
+                [
+                    table["title"],
+                    BY_NAME[name].label,
+                    f"{spread(ratios[best])}, {BY_NAME[best].label}",
+                    f"{won} of {total}",
+                    f"{goal(ours):,.0f}/s",
+                    f"{goal(peers[furthest]):,.0f}/s, {BY_NAME[furthest].label}",
+                    *(
+                        spread(of_bare(table, ours, phase)) if name == "psc" and table["case"] == COMPUTE else ""
+                        for phase in ("closed", "many")
+                    ),
+                ]
+            )
+    header = ["table", "server", "÷ the best peer", "p99 below a peer's, rates", f"rate at a p99 of {GOAL_MS:g} ms"]
+    many = f"{record['many']['images']} a request ÷ bare step"
+    return markdown_table([*header, "the best peer's", "single images ÷ bare step", many], rows)
+
+
+def _servers(record: Json, table: Json) -> str:
+    many, on_gpu = table["case"] == COMPUTE, record["device"] != "cpu"
+    header = ["server", "backend", "images/s", "psc ÷ it", "p50", "p99", "mean batch", "server CPU", "client CPU"]
+    header += ["GPU busy"] if on_gpu else []
+    header += ["unloaded p50", "start"]
+    header += [f"images/s, {record['many']['images']} a request"] if many else []
+    finished, rows = ran(table), []
+    for server in SERVERS:
+        if server.name not in table["servers"]:
+            continue
+        if (found := finished.get(server.name)) is None:
+            rows.append([server.label, "did not run", *[""] * (len(header) - 2)])
+            continue
+        row = [
+            server.label,
+            found["backend"],
+            f"{_middle(found, 'closed', 'images_per_s'):,.0f}{_other_statuses(found)}",
+            spread(times(finished["psc"], found)) if "psc" in finished and server.name != "psc" else "",
+            *(f"{_middle(found, 'closed', key):,.1f} ms" for key in ("p50_ms", "p99_ms")),
+            f"{_middle(found, 'closed', 'mean_batch'):.1f}" if "mean_batch" in found["rounds"][0]["closed"] else "",
+            *(f"{_cpu_ms(found, side):.2f} ms" for side in ("server", "client")),
+            *([_gpu(found)] if on_gpu else []),
+            f"{_middle(found, 'unloaded', 'p50_ms'):,.1f} ms",
+            f"{found['start_s']:.1f} s",
+        ]
+        several = f"{_middle(found, 'many', 'images_per_s'):,.0f}" if "many" in found["rounds"][0] else ""
+        rows.append([*row, several] if many else row)
+    return markdown_table(header, rows)
+
+
+def _middle(found: Json, phase: str, key: str) -> float:
+    return float(statistics.median(turn[phase][key] for turn in found["rounds"]))
+
+
+def _cpu_ms(found: Json, side: str) -> float:
+    """CPU milliseconds of a request."""
+    turns = [turn["closed"] for turn in found["rounds"]]
+    return statistics.median(1000 * float(turn[f"{side}_cpu_s"]) / max(1, turn["requests"]) for turn in turns)
+
+
+def _gpu(found: Json) -> str:
+    fractions = [turn["closed"]["gpu_utilisation"] for turn in found["rounds"] if "gpu_utilisation" in turn["closed"]]
+    return f"{statistics.median(fractions):.0%}" if fractions else ""
+
+
+def _other_statuses(found: Json) -> str:
+    others: Counter[str] = Counter()
+    for turn in found["rounds"]:
+        others.update({status: count for status, count in turn["closed"]["statuses"].items() if status != "200"})
+    return f" ({', '.join(f'{count} × {status}' for status, count in others.items())})" if others else ""
+
+
+def _curves(table: Json) -> str:
+    columns, finished = offered(table), ran(table)
+    header = ["server", *(f"{rate:g}/s" for rate in columns), f"rate at a p99 of {GOAL_MS:g} ms"]
+    rows = [
+        [
+            server.label,
+            *(_point(finished[server.name], rate) for rate in columns),
+            f"{goal(finished[server.name]):,.0f}/s" if goal(finished[server.name]) else "none",
+        ]
+        for server in SERVERS
+        if server.name in finished
+    ]
+    return markdown_table(header, rows)
+
+
+def _point(found: Json, rate: float) -> str:
+    """Latencies of a sustained rate, or why it is not sustained."""
+    if (ms := at(found["sweeps"], rate)) is not None:
+        return "/".join(f"{value:.1f}" if value < 100 else f"{value:.0f}" for value in ms)
+    return f"*{end}*" if (end := ends_at(found["sweeps"], rate)) else ""
+
+
+def _ceilings(record: Json) -> str:
+    steps = []
+    for table in record["tables"]:
+        for backend in table["bare"][0]["step_ms"]:
+            rounds = [found["step_ms"][backend] for found in table["bare"]]
+            sizes = sorted(rounds[0], key=int)
+            rates = [1000 * int(size) / statistics.median(one[size] for one in rounds) for size in sizes]
+            steps.append([table["title"], f"`{backend}`", *(f"{rate:,.0f}" for rate in rates)])
+    header = ["bare device step, images/s", "backend", *(f"batch {size}" for size in sizes)]
+    decoders = [[case, f"{rate:,.0f}"] for case, rate in record["ceilings"]["decode"].items()]
+    decode = markdown_table(["decoding alone, one core", "images/s"], decoders)
+    return f"{markdown_table(header, steps)}\n\n{decode}"
+
+
+def _settings(record: Json) -> str:
+    rows = []
+    for server in SERVERS:
+        shares = [table["servers"][server.name] for table in record["tables"] if server.name in table["servers"]]
+        if shares:
+            versions = next((one["versions"] for one in shares if "versions" in one), {})
+            failed = next((f"; did not run: {one['failed']}" for one in shares if "failed" in one), "")
+            shown = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "torch")
+            rows.append([server.label, " ".join((record["settings"][server.name] + failed).split()), shown])
+    return markdown_table(["server", "settings", "versions"], rows)
+
+
+def draw(record: Json, folder: Path) -> None:
+    """p99 over arrival rate, a panel for each table with sweeps; a cross marks a rate that is not sustained."""
+    tables = [table for table in record["tables"] if offered(table)]
+    if not tables:
+        return
+    with figure(folder / f"{name_of(record['device'])}.svg", 1, len(tables), width=4.4, height=3.4) as axes:
+        for axis, table in zip(axes[0], tables, strict=True):
+            for index, server in enumerate(SERVERS):
+                if (found := ran(table).get(server.name)) is not None:
+                    _draw_curve(axis, offered(table), found, color=f"C{index}", label=server.label)
+            axis.axhline(GOAL_MS, ls="--", lw=0.8, color="0.4")
+            axis.set(title=table["title"], xlabel="requests/s", ylabel="p99, ms", xscale="log", yscale="log")
+        axes[0][0].legend(frameon=False, fontsize=7)
+
+
+def _draw_curve(axis: Any, rates: list[float], found: Json, **style: str) -> None:
+    ms = {rate: at(found["sweeps"], rate) for rate in rates}
+    kept = {rate: value[1] for rate, value in ms.items() if value is not None}
+    axis.plot(list(kept), list(kept.values()), ".-", lw=1.2, ms=4, **style)
+    end = next((rate for rate in ms if rate not in kept), None)
+    if end is not None and kept:
+        axis.plot([end], [max(kept.values())], "x", ms=5, color=style["color"])

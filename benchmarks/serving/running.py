@@ -12,13 +12,12 @@ from pathlib import Path
 
 from benchmarks.instruction_sets import fresh_process
 from benchmarks.runs import Json
-from benchmarks.serving import curve, environments
+from benchmarks.serving import curve
 from benchmarks.serving.adapters.settings import COUNTS, FACTORY
-from benchmarks.serving.drive import Phase, Target, drive
+from benchmarks.serving.client import Phase, Target, drive
 from benchmarks.serving.gpu import GpuUse
-from benchmarks.serving.processes import Processes, ServerFailed, free_port
-from benchmarks.serving.report import scraped
-from benchmarks.serving.servers import COMPUTE, Server, answer_of
+from benchmarks.serving.processes import Processes, ServerFailed, free_port, mean_batch, scraped
+from benchmarks.serving.servers import COMPUTE, OURS, Server, answer_of, versions
 from psc_core.model import BACKENDS
 from psc_core.model.predictor import PSC
 
@@ -40,18 +39,13 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
 
-    def send(self, processes: Processes, target: Target, phase: Phase, counts: Path) -> Json:
-        """Send one phase; returns its summary with the server's CPU time, memory and mean batch."""
-        cpu_s, steps, images = processes.cpu_s(), *counted(counts)
+    def send(self, processes: Processes, target: Target, phase: Phase) -> Json:
+        """Send one phase; returns its summary with the server's CPU time and memory, and how busy the GPU was."""
+        cpu_s = processes.cpu_s()
         with GpuUse() as gpu:
             found: Json = self._pool.submit(drive, target, phase).result()
-        found |= gpu.found
-        found["server_cpu_s"] = round(processes.cpu_s() - cpu_s, 3)
-        found["memory_mib"] = processes.memory_mib()
-        now_steps, now_images = counted(counts)
-        if now_steps > steps:
-            found["mean_batch"] = round((now_images - images) / (now_steps - steps), 2)
-        return found
+        server_cpu_s = round(processes.cpu_s() - cpu_s, 3)
+        return {**found, **gpu.found, "server_cpu_s": server_cpu_s, "memory_mib": processes.memory_mib()}
 
 
 def counted(folder: Path) -> tuple[int, int]:
@@ -76,24 +70,6 @@ def check_answer(server: Server, answer: Json, bundle: Path, image: bytes) -> No
     for got, wanted in pairs:
         if not math.isclose(got, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
             raise ServerFailed(f"{server.label} answered {got}, the library {wanted}")
-
-
-class Metrics:
-    """Mean batch size of one ``psc-serve`` process between two reads of its ``/metrics``."""
-
-    def __init__(self, processes: Processes, port: int) -> None:
-        self._read = lambda: processes.get(port, "/metrics")
-        self._before = self._sums()
-
-    def mean_batch(self) -> float | None:
-        """Images a device step since the last call."""
-        before, self._before = self._before, self._sums()
-        steps, images = (after - last for after, last in zip(self._before, before, strict=True))
-        return round(images / steps, 2) if steps else None
-
-    def _sums(self) -> tuple[float, float]:
-        metrics = scraped(self._read())
-        return metrics["psc_batch_size_count"], metrics["psc_batch_size_sum"]
 
 
 class RunningServer:
@@ -121,11 +97,11 @@ class RunningServer:
             self._many = server.target_of_many(port, images, MANY) if case == COMPUTE else None
             body = self._processes.wait_until_ready(self._single)
             check_answer(server, answer_of(server, body), bundle, images[0])
-            self._metrics = Metrics(self._processes, port) if server.name == "psc" else None
+            self._port = port if server.name == "psc" else None
             self.about: Json = {
-                "versions": environments.versions(python, server.packages),
+                "versions": versions(python, server.packages),
                 "start_s": round(time.monotonic() - began, 1),
-                "backend": json.loads(Processes.get(port, "/model"))["backend"] if server.ours else BACKENDS[0],
+                "backend": json.loads(Processes.get(port, "/model"))["backend"] if server.name in OURS else BACKENDS[0],
             }
             self._warm_up_s = FIRST_WARM_UP_SECONDS
             self._stack = stack.pop_all()
@@ -162,15 +138,25 @@ class RunningServer:
 
     @contextlib.contextmanager
     def _resumed(self) -> Iterator[None]:
-        with self._processes.resumed():
+        self._processes.resume()
+        try:
             self._processes.wait_until_ready(self._single)
             yield
+        finally:
+            self._processes.stop()
 
     def _phase(self, client: Client, target: Target, phase: Phase) -> Json:
-        found = client.send(self._processes, target, phase, self._counts)
-        if self._metrics is not None and (mean := self._metrics.mean_batch()) is not None:
-            found["mean_batch"] = mean
-        return found
+        before = self._counted()
+        found = client.send(self._processes, target, phase)
+        mean = mean_batch(before, self._counted())
+        return found if mean is None else {**found, "mean_batch": mean}
+
+    def _counted(self) -> dict[str, float]:
+        """Steps and images so far: of ``psc-serve`` by its metrics, of a peer by its adapter's files."""
+        if self._port is not None:
+            return scraped(Processes.get(self._port, "/metrics"))
+        steps, images = counted(self._counts)
+        return {"psc_batch_size_count": steps, "psc_batch_size_sum": images}
 
     def stop(self) -> None:
         """Suspend it until its next turn."""

@@ -1,19 +1,25 @@
-"""The compared servers: how to install, start and configure each, and its requests."""
+"""The compared servers: how to install, start and configure each, and its requests.
+
+A peer has an environment of its own: its packages from PyPI, and torch and ``psc_core`` of the running interpreter.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
 import os
+import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving import environments
+from benchmarks.runs import ROOT
 from benchmarks.serving.adapters.settings import FACTORY, JPEG, MAX_BATCH
-from benchmarks.serving.drive import Target
+from benchmarks.serving.client import Target
 
 OVERHEAD, PHOTOGRAPHS, COMPUTE = "overhead-bound", "photographs", "compute-bound"
 CASES = {
@@ -23,6 +29,14 @@ CASES = {
 }
 """What is sent and served in each case."""
 
+OURS = ("psc", "psc-workers")
+"""Names of ``psc-serve``."""
+
+HOME = ROOT / "out" / "peers"
+"""Environments of the peers, and bundles."""
+
+PURELIB = sysconfig.get_path("purelib")
+
 _ADAPTERS = "benchmarks.serving.adapters"
 _FAST_RAY = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_USAGE_STATS_ENABLED": "0",
              "RAY_worker_niceness": "0"}  # fmt: skip
@@ -30,36 +44,18 @@ _FAST_RAY = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY":
 
 @dataclass(frozen=True)
 class Server:
-    """One server.
+    """One server."""
 
-    Attributes:
-        name: On the command line and in the results.
-        label: In tables.
-        arguments: Of the interpreter, with placeholders ``{port}``, ``{bundle}`` and ``{device}``.
-        requirement: On PyPI, or None for a server in this environment.
-        packages: Packages whose versions are reported.
-        options: ``BENCH_…`` of the adapter, by case.
-        environment: Other environment variables.
-        settings: Text for the table.
-        many: Path for requests of several images, or None.
-        json: Whether bodies are base64 in JSON instead of the raw file.
-    """
-
-    name: str
-    label: str
-    arguments: Sequence[str]
-    settings: str
-    requirement: str | None = None
-    packages: Sequence[str] = ()
-    options: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    many: str | None = None
-    json: bool = False
-
-    @property
-    def ours(self) -> bool:
-        """Whether it is ``psc-serve``."""
-        return self.name.startswith("psc")
+    name: str  # on the command line and in the results
+    label: str  # in tables
+    arguments: Sequence[str]  # of the interpreter, with placeholders ``{port}``, ``{bundle}`` and ``{device}``
+    settings: str  # text for the table
+    requirement: str | None = None  # on PyPI, or None for a server in this environment
+    packages: Sequence[str] = ()  # packages whose versions are reported
+    options: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # ``BENCH_…`` of the adapter, by case
+    environment: Mapping[str, str] = field(default_factory=dict)  # other environment variables
+    many: str | None = None  # path for requests of several images, or None
+    json: bool = False  # whether bodies are base64 in JSON instead of the raw file
 
     def python(self) -> Path:
         """Its interpreter; builds the environment if it is missing.
@@ -69,7 +65,7 @@ class Server:
         """
         if self.requirement is None:
             return Path(sys.executable)
-        return environments.build(self.name, self.requirement)
+        return installed(self.name, self.requirement)
 
     def command(self, python: Path, *, port: int, bundle: Path, device: str) -> list[str]:
         """The command line."""
@@ -83,7 +79,7 @@ class Server:
             if not name.startswith(("PSC_", "OMP_", "RAY_", "BENTOML_", "MOSEC_"))
             and not (name == "PYTHONPATH" and self.requirement)  # A peer has an environment of its own.
         }
-        if self.ours:
+        if self.name in OURS:
             return clean
         options = {"THREADS": (os.cpu_count() or 1) if case == COMPUTE else 1, **self.options.get(case, {})}
         clean |= {"OMP_NUM_THREADS": str(options["THREADS"]), **self.environment}
@@ -107,15 +103,44 @@ class Server:
         if self.many is None:
             return None
         groups = [[images[(start + k) % len(images)] for k in range(count)] for start in range(0, len(images), count)]
-        bodies = [_ours(group) if self.ours else _base64(group) for group in groups]
+        bodies = [_ours(group) if self.name in OURS else _base64(group) for group in groups]
         return Target(port, self.many, "application/json", bodies, images=count)
+
+
+def installed(name: str, requirement: str, home: Path = HOME) -> Path:
+    """The interpreter of a peer's environment; built if there is none for this requirement.
+
+    Raises:
+        RuntimeError: pip failed; the message ends with its output.
+    """
+    folder = home / name
+    python, mark = folder / "bin" / "python", folder / "requirement.txt"
+    if mark.exists() and mark.read_text() == requirement:
+        return python
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", requirement]
+    for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], pip):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{requirement} could not be installed: {done.stderr.strip()[-500:]}")
+    site = next((folder / "lib").glob("python*/site-packages"))
+    # Searched behind the peer's own packages, so its versions win.
+    (site / "psc-benchmark.pth").write_text(f"{PURELIB}\n{ROOT}\n")
+    mark.write_text(requirement)
+    return python
+
+
+def versions(python: Path, packages: Sequence[str]) -> dict[str, str]:
+    """Versions of ``packages`` in an interpreter's environment, or else in this one's."""
+    sites = [str(site) for site in python.parents[1].glob("lib/python*/site-packages")]
+    found = {name: next(iter(distributions(name=name, path=[*sites, PURELIB])), None) for name in packages}
+    return {name: distribution.version for name, distribution in found.items() if distribution is not None}
 
 
 def answer_of(server: Server, body: bytes) -> dict[str, Any]:
     """The prediction of one image: probabilities, predictive_entropy, log_density, ood_p_value."""
     document = json.loads(body)
     answer: dict[str, Any] = document
-    if server.ours:
+    if server.name in OURS:
         answer = document["predictions"][0]
     elif isinstance(document, list):
         answer = document[0]

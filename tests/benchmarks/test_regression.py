@@ -20,20 +20,15 @@ def digits(data_root: Path) -> ImageDataset:
     return data.subset(torch.arange(200))
 
 
-def test_nll_is_torchs() -> None:
-    outputs, y = torch.randn(9, 2), torch.randn(9)
-    expected = torch.nn.GaussianNLLLoss()(outputs[:, 0], y, outputs[:, 1].exp())
-    torch.testing.assert_close(gaussian_nll(outputs, y), expected)
-
-
 def test_outputs_are_in_the_targets_unit(digits: ImageDataset, tmp_path: Path) -> None:
     net = trained(digits, tmp_path / "net.safetensors", epochs=3, seed=0, outputs=2)
-    outputs = outputs_of(net, digits)
-    assert digits.values is not None
-    error, spread = (outputs[:, 0] - digits.values).square().mean().sqrt(), digits.values.std()
+    outputs, y = outputs_of(net, digits), digits.values
+    assert y is not None
+    expected = torch.nn.GaussianNLLLoss()(outputs[:, 0], y, outputs[:, 1].exp())
+    torch.testing.assert_close(gaussian_nll(outputs, y), expected)
+    error, spread = (outputs[:, 0] - y).square().mean().sqrt(), y.std()
     assert float(error) < float(spread) and float(outputs[:, 1].exp().mean().sqrt()) > 0.2 * float(error)
     again = trained(digits, tmp_path / "net.safetensors", epochs=3, seed=5, outputs=2)
-    torch.testing.assert_close(outputs_of(again, digits), outputs)
     forecast = ensemble([net, again])(digits)
     torch.testing.assert_close(forecast.mean, outputs[:, 0])
     torch.testing.assert_close(forecast.deviation, (outputs[:, 1] / 2).exp())
@@ -42,8 +37,7 @@ def test_outputs_are_in_the_targets_unit(digits: ImageDataset, tmp_path: Path) -
 
 def test_dropout_disagrees_and_a_normal_interval_covers(digits: ImageDataset, tmp_path: Path) -> None:
     net = trained(digits, tmp_path / "drop.safetensors", epochs=1, seed=0, dropout=0.5)
-    forecast = mc_dropout(net, digits)(digits)
-    assert float(forecast.strangeness.min()) > 0 and not net.dropout.training
+    assert float(mc_dropout(net, digits)(digits).strangeness.min()) > 0 and not net.dropout.training
     values = digits.values
     assert values is not None
     found = measured(normal(values + 1.0, torch.ones_like(values), values), digits)
@@ -52,11 +46,9 @@ def test_dropout_disagrees_and_a_normal_interval_covers(digits: ImageDataset, tm
 
 
 def test_one_half_of_the_test_images_calibrates_the_other(digits: ImageDataset) -> None:
-    generator = torch.Generator().manual_seed(0)
-    count = 20_000
+    generator, count = torch.Generator().manual_seed(0), 20_000
     many = replace(digits, values=torch.randn(count, generator=generator, dtype=torch.float64))
     narrow = torch.full((count,), 0.25, dtype=torch.float64)  # The deviation is wrong, the ranks are not.
     forecast = normal(torch.zeros(count, dtype=torch.float64), narrow, narrow)
-    covered = coverage_of_other_half(forecast, many, seed=1)
-    assert abs(covered - 0.95) < 4 * (2 * 0.95 * 0.05 / (count / 2)) ** 0.5
+    assert abs(coverage_of_other_half(forecast, many, seed=1) - 0.95) < 4 * (2 * 0.95 * 0.05 / (count / 2)) ** 0.5
     assert measured(forecast, many)["coverage"] < 0.5

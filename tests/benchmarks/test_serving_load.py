@@ -9,18 +9,22 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving.client import CONNECTION_LOST, Generator, Load, Response, Timer
-from benchmarks.serving.load import phase
-from benchmarks.serving.report import back_to_normal, batches, scraped
+from benchmarks.serving.client import CONNECTION_LOST, Generator, Load, Response, Target, summary
+from benchmarks.serving.load import back_to_normal, phase
+from benchmarks.serving.processes import mean_batch, scraped
 from tests.app.fakes import png
 from tests.app.live import live_server
 
 
+def target(port: int, *bodies: bytes) -> Target:
+    return Target(port, "/predict", "image/png", bodies or (b"",))
+
+
 def test_loops_get_a_response_to_every_request() -> None:
     async def send(port: int) -> tuple[Load, Load]:
-        generator = Generator("127.0.0.1", port, [png(5), png(200)])
+        generator = Generator(target(port, png(5), png(200)))
         closed, opened = await generator.closed_loop(4, 0.5), await generator.open_loop(60, 0.5)
-        assert (await generator.get("/readyz"))[0] == 200
+        assert "psc_" in await generator.get("/metrics")
         generator.close()
         return closed, opened
 
@@ -32,16 +36,17 @@ def test_loops_get_a_response_to_every_request() -> None:
 
 
 def test_lost_connections_are_counted() -> None:
-    load = asyncio.run(Generator("127.0.0.1", 1, [b""]).open_loop(50, 0.1))
-    assert set(load.statuses) == {CONNECTION_LOST}
-    assert load.statuses[CONNECTION_LOST] >= 1
+    assert set(asyncio.run(Generator(target(1)).open_loop(50, 0.1)).statuses) == {CONNECTION_LOST}
 
 
-def test_rejections_without_retry_after_are_counted() -> None:
-    answers = [Response(0.1 * k, 0.001, 200, None) for k in range(10)]
-    found = phase(Load(0.0, 2.0, [*answers, Response(0.5, 9.0, 429, "2"), Response(0.6, 0.1, 429, None)]))
+def test_summary_excludes_rejected_requests_from_latencies() -> None:
+    answers = [Response(0.1 * k, 0.001 * (k + 1), 200, None) for k in range(10)]
+    rejected = [Response(0.5, 9.0, 429, "2"), Response(0.6, 0.1, 429, None)]
+    found = phase(Load(0.0, 2.0, [*answers, *rejected]))
     assert found["rejections_without_retry_after"] == 1
-    assert (found["sent_per_s"], found["requests"], found["p99_ms"]) == (6.0, 10, 1.0)
+    assert (found["sent_per_s"], found["requests"], found["p50_ms"], found["p99_ms"]) == (6.0, 10, 6.0, 10.0)
+    assert (found["seconds"], found["statuses"]) == (9.5, {"200": 10, "429": 2})  # The last answer came then.
+    assert summary(Load(0.0, 1.0, answers), images=32)["images_per_s"] == 320
 
 
 @pytest.mark.parametrize(("slow_until", "expected"), [(0.0, 0.0), (2.5, 3.0), (9.9, 10.0)])
@@ -50,34 +55,12 @@ def test_back_to_normal_after_the_last_slow_second(slow_until: float, expected: 
     assert back_to_normal(Load(0.0, 10.0, answers), 0.01) == expected
 
 
-def test_batches_between_two_scrapes() -> None:
-    def scrape(one: int, two: int) -> dict[str, float]:
-        return {'psc_batch_size_bucket{le="1.0"}': one, 'psc_batch_size_bucket{le="2.0"}': one + two,
-                "psc_batch_size_count": one + two, "psc_batch_size_sum": one + 2 * two}  # fmt: skip
-
-    assert batches(scrape(5, 5), scrape(6, 8)) == {
-        "steps": 4, "mean_size": 1.8, "fraction_by_size_up_to": {"1": 0.25, "2": 0.75}
-    }  # fmt: skip
-
-
 def test_scraped_metrics_leave_the_model_out() -> None:
-    text = (
-        'psc_queue_depth{model="a"} 3.0\npsc_batch_size_bucket{le="1.0",model="a"} 2.0\npsc_up{model="a",z="b"} 1.0\n'
-    )
-    assert scraped(text) == {"psc_queue_depth": 3.0, 'psc_batch_size_bucket{le="1.0"}': 2.0, 'psc_up{z="b"}': 1.0}
-
-
-def test_timer_is_never_early() -> None:
-    async def sleep() -> list[float]:
-        took = []
-        with Timer() as timer:
-            for seconds in (1e-9, 2e-4, 3e-3, 2e-4):
-                began = time.perf_counter()
-                await timer.sleep(seconds)
-                took.append(time.perf_counter() - began - seconds)
-        return took
-
-    assert min(asyncio.run(sleep())) >= 0.0
+    text = 'psc_batch_size_sum{model="a"} 3.0\npsc_batch_size_count{model="a"} 2.0\npsc_up{model="a",z="b"} 1.0\n'
+    before = {"psc_batch_size_sum": 3.0, "psc_batch_size_count": 2.0, 'psc_up{z="b"}': 1.0}
+    assert scraped(text) == before
+    assert mean_batch(before, {"psc_batch_size_sum": 8.0, "psc_batch_size_count": 4.0}) == 2.5
+    assert mean_batch(before, before) is None
 
 
 def test_waiting_for_a_busy_generator_counts() -> None:
@@ -95,7 +78,7 @@ def test_waiting_for_a_busy_generator_counts() -> None:
 
     async def send() -> Load:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        generator = Generator("127.0.0.1", server.sockets[0].getsockname()[1], [b""])
+        generator = Generator(target(server.sockets[0].getsockname()[1]))
         asyncio.get_running_loop().call_later(0.1, time.sleep, 0.4)
         load = await generator.open_loop(200, 0.6)
         generator.close()

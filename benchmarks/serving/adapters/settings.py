@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 
-FACTORY = "benchmarks.serving.overhead:network"
+FACTORY = "benchmarks.serving.bundles:network"
 MAX_BATCH = 64
 JPEG = b"\xff\xd8\xff"
 """First bytes of a JPEG file."""
