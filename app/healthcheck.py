@@ -16,7 +16,7 @@ TIMEOUT_SECONDS: Final = 2.0
 
 
 def is_ready() -> bool:
-    """Whether ``/readyz`` answers 200."""
+    """Return whether ``/readyz`` answers 200."""
     scheme = "https" if os.environ.get("PSC_TLS_CERTIFICATE") else "http"
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # It is this container, by another name.

@@ -28,12 +28,13 @@ from app.observability import tracing
 from app.runtime import Runtime
 from app.service import Service
 from app.settings import Settings
-from psc_core.model.load import Model, load_model
+from psc_core.model.base import FittedModel
+from psc_core.model.load import load_model
 from psc_core.version import __version__
 
 
 def create_app(
-    settings: Settings, models: Mapping[str, Model] | None = None, *, runtime: Runtime | None = None
+    settings: Settings, models: Mapping[str, FittedModel] | None = None, *, runtime: Runtime | None = None
 ) -> FastAPI:
     """The application.
 
@@ -52,7 +53,7 @@ def create_app(
 
     bundles = dict(settings.named_bundles)
 
-    def load(name: str) -> Model:
+    def load(name: str) -> FittedModel:
         check = partial(check_affordable, max_batch=settings.max_batch_size, seconds=settings.warmup_seconds)
         return load_model(bundles[name], device=settings.device, allow_factories=settings.allow_factories, check=check)
 

@@ -20,7 +20,7 @@ MAX_HEAD_BYTES: Final = 1 << 16
 """Longest request line with headers, and longest run of a body's bytes that are not its content."""
 
 GRACE_SECONDS: Final = 1.0
-"""For the first request of a connection that was accepted just before the server ended."""
+"""Time for the first request of a connection that was accepted just before the server ended."""
 
 
 def _refusal(status: bytes, text: bytes) -> bytes:
@@ -87,7 +87,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._end_answer()
 
     def shutdown(self) -> None:
-        if self.cycle is None:  # Its first request may be on the way.
+        # uvicorn would close this connection at once, though its first request may be on the way.
+        if self.cycle is None:
             self.loop.call_later(GRACE_SECONDS, self._shutdown)
         else:
             self._shutdown()
@@ -96,11 +97,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the transport stays open: for the answers to requests that came whole."""
-        if self.scheme == "https" or not self._answering() or self.cycle.more_body:  # TLS cannot half-close in Python.
-            self._close()  # Or the loop closes it, past our limits.
+        """Return whether the transport stays open: for the answers to requests that came whole."""
+        # asyncio's TLS cannot half-close.  Closed here and not by the loop, which would wait without a limit.
+        if self.scheme == "https" or not self._answering() or self.cycle.more_body:
+            self._close()
             return False
-        if self._refused is None:  # Which ends the connection after the answers.
+        # A refusal is sent after the answers and ends the connection itself.
+        if self._refused is None:
             self.cycle.keep_alive = False
         return True
 
@@ -112,6 +115,7 @@ class LimitedProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
+            # httptools raises its own error for what a callback raised, and keeps that as the context.
             if isinstance(error.__context__, _Refused):
                 self._refuse(error.__context__.args[0])
             else:
@@ -120,7 +124,8 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             if self._in_head:
                 self._check_head(data)
-            elif self._head_bytes > MAX_HEAD_BYTES:  # Endless trailers, or extensions of a chunk's size.
+            elif self._head_bytes > MAX_HEAD_BYTES:
+                # Endless trailers, or extensions of a chunk's size.
                 self._refuse(_TOO_LONG)
 
     def _parse(self, data: bytes) -> None:
@@ -132,13 +137,15 @@ class LimitedProtocol(HttpToolsProtocol):
                 return
             except httptools.HttpParserUpgrade as upgrade:
                 rest = memoryview(rest)[upgrade.args[0] :]
+            # httptools cannot resume a parser that stopped at an upgrade; the new one is as lenient as uvicorn's own.
             self.parser = httptools.HttpRequestParser(self)
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # As uvicorn's own.
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self.parser.feed_data(self._offered_head)
 
     def _check_head(self, data: bytes) -> None:
         """The head has not come whole."""
-        if self._head_bytes == self._read_bytes:  # It began in these data, maybe behind other requests and bodies.
+        # A head that began in these data may stand behind other requests and bodies, which do not count.
+        if self._head_bytes == self._read_bytes:
             line = self.parser.get_method() + b" " + self.url
             self._head_bytes = len(data) - max(data.rfind(line), 0) if self.url else 1
         if self._head_bytes > MAX_HEAD_BYTES:
@@ -166,11 +173,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._client_timer is not None:
             self._end_client()
         super().on_headers_complete()
-        self.headers = []  # Of the trailers, which are not the request's.
+        # httptools reports trailers as headers, and uvicorn would append them to those that the application reads.
+        self.headers = []
         self._in_head = False
 
     def _check_fields(self) -> None:
-        """What RFC 9112 and 9110 have a server refuse and the parser lets through; Host may be missing."""
+        """Refuse what RFC 9112 and 9110 have a server refuse and the parser lets through; Host may be missing."""
         if self.parser.get_http_version() not in ("1.0", "1.1"):
             raise _Refused(_VERSION)
         if sum(name == b"host" for name, _ in self.headers) > 1:
@@ -183,11 +191,13 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._in_head:  # Which will be read again.
+        # The head of an upgrade, which will be read again.
+        if self._in_head:
             return
         self._head_bytes = 0
         super().on_message_complete()
-        if self.cycle.response_complete:  # Nobody read this body, and the connection is idle from here on.
+        # Nobody read this body; uvicorn does nothing at its end, but the connection is idle from here on.
+        if self.cycle.response_complete:
             self.cycle.more_body = False
             self._end_client()
             self._end_idle()
@@ -198,7 +208,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch_closing()
-        if not self.cycle.response_complete:  # There is another, in the pipeline.
+        # ``cycle`` is that of the newest request: another one is still in the pipeline.
+        if not self.cycle.response_complete:
             return
         if self._refused is not None:
             self.transport.write(self._refused)
@@ -263,7 +274,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _check_client(self) -> None:
         self._client_timer = None
-        if self._answering():  # An earlier request; until it is done, we may not even read.
+        # An earlier request is being answered; until that is done, uvicorn may have paused reading.
+        if self._answering():
             self._watch_client()
         else:
             self._close()

@@ -22,7 +22,7 @@ from app.service import Service
 from app.settings import load_settings
 
 WAITING_IMAGES: Final = "psc_waiting_images"
-"""What the autoscaler knows of a replica."""
+"""Name of a replica's load among the autoscaler's metrics."""
 
 
 def build(settings: Mapping[str, Any]) -> Any:

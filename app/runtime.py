@@ -1,4 +1,4 @@
-"""What the process that hosts the application does for it: heap, threads, signals, and how it ends."""
+"""The process that hosts the application: its heap, threads and signals, and how it ends."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ LINGER_SECONDS: Final = 1.0
 """After SIGTERM requests are still accepted for so long, each answered with ``Connection: close``."""
 
 _SWITCH_SECONDS: Final = 5e-4
-"""How long the event loop may keep the interpreter from the device thread, which wants it between two operations."""
+"""Seconds that the event loop may keep the interpreter from the device thread, which wants it between operations."""
 
 
 _MAX_COMPILED_SHAPES: Final = 1 << 16
-"""In one process: buckets of all models, and of every reload."""
+"""Shapes compiled in one process: buckets of all models, and of every reload."""
 
 
 class Runtime:
@@ -154,7 +154,7 @@ def settle_heap() -> None:
 
 
 def linger_seconds(settings: Settings) -> float:
-    """How long requests are still accepted after SIGTERM."""
+    """Return for how many seconds requests are still accepted after SIGTERM."""
     return min(LINGER_SECONDS, settings.drain_seconds / 2)
 
 

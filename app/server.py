@@ -28,7 +28,7 @@ from app.settings import BACKLOG, Settings
 from psc_core.errors import ExitCode, UsageError
 
 _WORKER_TIMEOUT_S = 120
-"""How long a worker may take to start in place of another, and how long it may hang before it is replaced."""
+"""Seconds that a worker may take to start in place of another, or may hang before it is replaced."""
 
 METRICS_BYTES: Final = 64 << 20
 """Room that is asked for; a worker's metrics take 1 MiB for each kind, and more with many classes."""
@@ -59,7 +59,7 @@ class Workers(Multiprocess):
 
 
 def uvicorn_config(settings: Settings, application: Callable[[], FastAPI]) -> uvicorn.Config:
-    """How uvicorn runs the application."""
+    """Return the configuration with which uvicorn runs the application."""
     protocol = partial(LimitedProtocol, upload_seconds=settings.upload_seconds)
     return uvicorn.Config(
         application,
@@ -103,7 +103,7 @@ def serve(settings: Settings, listener: socket.socket) -> tuple[int, str]:
 
 
 def metrics_parent(places: Sequence[Path] | None = None) -> Path:
-    """Where the workers' metrics are kept, files that each worker maps: in memory where there is room, else on disk.
+    """Return the folder of the workers' metrics, files that each one maps: in memory where there is room, else on disk.
 
     A file that is mapped ends its process when the disk is full, so the first of ``places`` with room is taken.
 

@@ -1,4 +1,4 @@
-"""What the routes share, at ``app.state.service``: settings, models, metrics, keys, and how the process ends."""
+"""The service, which all routes find at ``app.state.service``: settings, models, metrics, keys, and how it ends."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from app.observability.gpu import gpu_usage
 from app.observability.metrics import Metrics
 from app.settings import Settings
 from psc_core.errors import DeviceError, ExitCode, PSCError
-from psc_core.model.load import Model
+from psc_core.model.base import FittedModel
 
 logger = logging.getLogger("psc.service")
 
 SWEEP_SECONDS: Final = 0.05
-"""How often deadlines, departed clients, recorded predictions and file descriptors are looked after."""
+"""Seconds between two looks at deadlines, departed clients, recorded predictions and file descriptors."""
 
 
 class Service:
@@ -51,7 +51,7 @@ class Service:
         settings: Settings,
         keys: ApiKeys,
         names: Iterable[str],
-        load: Callable[[str], Model],
+        load: Callable[[str], FittedModel],
         *,
         on_models_changed: Callable[[], None],
         on_failure: Callable[[], None],
@@ -103,7 +103,7 @@ class Service:
             self._tasks.append(loop.create_task(self._load()))
 
     def reasons(self) -> dict[str, str]:
-        """Why the service is not ready, by model or ``service``; empty when it is."""
+        """Return why the service is not ready, by model or ``service``; empty when it is."""
         reasons = self.registry.reasons()
         if self.draining:
             reasons["service"] = "draining"
@@ -117,7 +117,7 @@ class Service:
             logger.info("draining", extra={"inflight": self.inflight})
 
     def drain_seconds_left(self) -> float:
-        """How much of ``drain_seconds`` is left since draining began."""
+        """Return the rest of ``drain_seconds``, counted from when draining began."""
         return max(0.0, self._drained_by - asyncio.get_running_loop().time())
 
     async def close(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, Self, get_args
+from typing import Any, Final, Literal, Self, TypeVar, get_args
 
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -17,9 +17,13 @@ from app.settings_sources import ENV_PREFIX, Keys, Texts, check_environment, rea
 from psc_core.errors import UsageError, fault
 from psc_core.images.limits import DEFAULT_MAX_PIXELS, PILLOW_MAX_PIXELS
 from psc_core.model import Backend
-from psc_core.policy import Alpha, AmbiguityThreshold, Coverage, MaxWidth, Policy, ValuePolicy
+from psc_core.tasks.classification.policy import AmbiguityThreshold
+from psc_core.tasks.policy import Alpha, BasePolicy, Coverage
+from psc_core.tasks.regression.policy import MaxWidth
 
 BACKLOG: Final = 2048  # Connections that may wait to be accepted.
+
+AnyPolicy = TypeVar("AnyPolicy", bound=BasePolicy)
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -229,9 +233,9 @@ class Settings(BaseSettings):
         pairs = [entry.split("=", 1) if "=" in entry else ["", entry] for entry in self.bundle]
         return tuple((name or Path(path).resolve().name, Path(path)) for name, path in pairs)
 
-    def policy(self, default: Policy | ValuePolicy) -> Policy | ValuePolicy:
-        """The thresholds set here, over those of a bundle; of those only that it has."""
-        own = {name: getattr(self, name) for name in type(default).model_fields}
+    def policy(self, default: AnyPolicy) -> AnyPolicy:
+        """Return the policy of a bundle with the thresholds set here; it may have some that are no settings."""
+        own = {name: getattr(self, name, None) for name in type(default).model_fields}
         return default.model_copy(update={name: value for name, value in own.items() if value is not None})
 
     @classmethod

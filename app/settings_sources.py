@@ -1,4 +1,4 @@
-"""Where settings come from beside the flags: the ``PSC_*`` environment and a TOML file, both screened."""
+"""The sources of settings beside the flags: the ``PSC_*`` environment and a TOML file, both screened."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from psc_core import PRESETS, PSC, fit_projection, fit_psc, load_network, measure_collapse, open_dataset
-from psc_core.collapse.tables import to_text
+from psc_core.collapse.report import to_text
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
 

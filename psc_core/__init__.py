@@ -1,4 +1,4 @@
-"""Probabilistic skip connections: honest uncertainty for a trained image classifier, without retraining.
+"""Probabilistic skip connections: honest uncertainty for a trained image classifier or regression, without retraining.
 
 The names below are loaded when first used, so importing the package costs nothing.
 """
@@ -11,35 +11,35 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from psc_core.data.dataset import ImageDataset as ImageDataset
     from psc_core.data.spec import open_dataset as open_dataset
-    from psc_core.fitting.options import FitOptions as FitOptions
-    from psc_core.fitting.regression import fit_regressor as fit_regressor
-    from psc_core.fitting.stages import fit_projection as fit_projection
-    from psc_core.fitting.stages import fit_psc as fit_psc
-    from psc_core.fitting.stages import measure_collapse as measure_collapse
+    from psc_core.fitting.paper import fit_projection as fit_projection
+    from psc_core.fitting.paper import fit_psc as fit_psc
+    from psc_core.fitting.paper import fit_regressor as fit_regressor
+    from psc_core.fitting.paper import measure_collapse as measure_collapse
     from psc_core.images.preprocess import PRESETS as PRESETS
     from psc_core.images.preprocess import Preprocess as Preprocess
     from psc_core.model.load import load_model as load_model
-    from psc_core.model.prediction import Prediction as Prediction
     from psc_core.model.predictor import PSC as PSC
     from psc_core.model.regressor import PSCRegressor as PSCRegressor
     from psc_core.network.load import load_network as load_network
+    from psc_core.tasks.classification.prediction import Prediction as Prediction
+    from psc_core.tasks.fit.settings import FitSettings as FitSettings
     from psc_core.version import __version__ as __version__
 
 _MODULES = {
     "PRESETS": "images.preprocess",
     "PSC": "model.predictor",
     "PSCRegressor": "model.regressor",
-    "FitOptions": "fitting.options",
+    "FitSettings": "tasks.fit.settings",
     "ImageDataset": "data.dataset",
-    "Prediction": "model.prediction",
+    "Prediction": "tasks.classification.prediction",
     "Preprocess": "images.preprocess",
     "__version__": "version",
-    "fit_projection": "fitting.stages",
-    "fit_psc": "fitting.stages",
-    "fit_regressor": "fitting.regression",
+    "fit_projection": "fitting.paper",
+    "fit_psc": "fitting.paper",
+    "fit_regressor": "fitting.paper",
     "load_model": "model.load",
     "load_network": "network.load",
-    "measure_collapse": "fitting.stages",
+    "measure_collapse": "fitting.paper",
     "open_dataset": "data.spec",
 }
 

@@ -24,7 +24,7 @@ from typing import Any
 
 
 class ExitCode(IntEnum):
-    """What the command lines end with."""
+    """The exit codes of the command lines."""
 
     OK = 0
     FAILURE = 1  # a bug or a failed device; Python itself ends a traceback with it

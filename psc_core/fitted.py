@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from psc_core.errors import BundleError, FitError
 
 Record = dict[str, float | int]
-"""What a fit decided and measured, by name; numbers only."""
+"""The decisions and measurements of a fit, by name; numbers only."""
 
 AnyFitted = TypeVar("AnyFitted", bound="Fitted")
 

@@ -1,4 +1,4 @@
-"""What a regression predicts: one number for each image, with its name and unit."""
+"""The target of a regression: one number for each image, with its name and unit."""
 
 from __future__ import annotations
 

@@ -96,14 +96,14 @@ def test_size_and_provenance(psc: PSC) -> None:
 @pytest.mark.data
 @pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
 def test_readme_numbers(psc: PSC, full_data: Path, every: int) -> None:
-    from psc_core.evaluation.evaluate import compare, score_images
+    from psc_core.evaluation.evaluate import evaluate
 
     digits, clothes = (
         open_dataset(f"{name}:{full_data}", split="test", preprocess=psc.preprocess)
         for name in ("dirty-mnist", "fashion-mnist")
     )
     digits, clothes = (data.subset(torch.arange(0, len(data), every)) for data in (digits, clothes))
-    report = compare(psc, digits, score_images(psc, digits), {"fashion-mnist": score_images(psc, clothes)})
+    report = evaluate(psc, digits, {"fashion-mnist": clothes}).report
     assert (report.images, report.ood_images["fashion-mnist"]) == (16_000 // every, 10_000 // every)
     published = json.loads((RESULTS / "shipped.json").read_text())
     assert published["model"]["version"] == psc.version

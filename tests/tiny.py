@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
-from psc_core.data.dataset import ImageDataset
+if TYPE_CHECKING:  # A service that builds the network loads no data sets.
+    from psc_core.data.dataset import ImageDataset
 
 
 def network(num_classes: int = 10, in_channels: int = 1) -> nn.Module:

@@ -1,6 +1,6 @@
 """A typed client of the service and its command line; imports nothing that needs torch."""
 
-from app.client.client import DEFAULT_URL, Answer, AsyncClient, Client, Retry
+from app.client.client import DEFAULT_URL, AsyncClient, Client, Retry
 from app.client.errors import (
     BadAnswer,
     ClientError,
@@ -13,15 +13,15 @@ from app.client.errors import (
     ServerFailed,
     Unavailable,
 )
-from app.response import ModelRef, PredictResponse, ValueResponse
-from psc_core.policy import Policy, ValuePolicy
-from psc_core.prediction import ImagePrediction
 from psc_core.target import Target
-from psc_core.value_prediction import ValuePrediction
+from psc_core.tasks.answer import ModelRef, Response
+from psc_core.tasks.classification.answer import ImagePrediction, PredictResponse
+from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.regression.answer import ValuePrediction, ValueResponse
+from psc_core.tasks.regression.policy import ValuePolicy
 
 __all__ = [
     "DEFAULT_URL",
-    "Answer",
     "AsyncClient",
     "BadAnswer",
     "Client",
@@ -36,6 +36,7 @@ __all__ = [
     "PredictResponse",
     "ProblemError",
     "Refused",
+    "Response",
     "Retry",
     "ServerFailed",
     "Target",

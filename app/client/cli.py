@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,21 +22,18 @@ from app.client import (
     DEFAULT_URL,
     Client,
     ClientError,
-    ImagePrediction,
     InputError,
     ModelRef,
     Refused,
     ServerFailed,
-    ValuePrediction,
 )
 from psc_core.errors import ExitCode
 from psc_core.images import SUFFIXES
+from psc_core.tasks.answer import BaseAnswer
 from psc_core.version import __version__
 
 URL_VARIABLE = "PSC_CLIENT_URL"
 KEY_VARIABLE = "PSC_CLIENT_API_KEY"
-_COLUMNS = ("image", "label", "confidence", "entropy", "log density", "p-value", "decision")
-_VALUE_COLUMNS = ("image", "mean", "deviation", "interval", "log density", "p-value", "decision")
 
 
 def main(
@@ -112,21 +108,18 @@ def predict(client: Client, options: argparse.Namespace) -> int:
     Raises:
         ClientError: No image can be answered: the service cannot be reached, refuses the key, or failed.
     """
-    rows: list[tuple[str, ...]] = []
-    failed, columns = 0, _COLUMNS
+    rows: list[tuple[str, Mapping[str, str] | ClientError]] = []
+    failed = 0
     try:
         for image, outcome in outcomes(client, list(files(options.images, options.recursive)), options):
-            if isinstance(outcome, ClientError):
-                failed += 1
-            elif isinstance(outcome.prediction, ValuePrediction):
-                columns = _VALUE_COLUMNS
+            failed += isinstance(outcome, ClientError)
             if options.json:
                 print(json.dumps({"image": image, **_document(outcome)}, ensure_ascii=False), flush=True)
             else:
-                rows.append((image, f"error: {outcome}") if isinstance(outcome, ClientError) else _row(image, outcome))
+                rows.append((image, outcome if isinstance(outcome, ClientError) else outcome.prediction.cells()))
     finally:
         if rows:
-            _print_table(columns, rows)
+            _print_table(rows)
     return failed
 
 
@@ -158,7 +151,7 @@ def _batch(client: Client, images: Sequence[str], model: str | None) -> list[Out
     if not images:
         return []
     try:
-        answer = client.answer(images, model=model)
+        answer = client.ask(images, model=model)
         return [Answered(answer.model, prediction) for prediction in answer.predictions]
     except ClientError as error:
         at = error.index
@@ -174,7 +167,7 @@ class Answered(NamedTuple):
     """An image's prediction and the model that made it."""
 
     model: ModelRef
-    prediction: ImagePrediction | ValuePrediction
+    prediction: BaseAnswer
 
 
 Outcome = Answered | ClientError
@@ -186,40 +179,20 @@ def _document(outcome: Outcome) -> dict[str, Any]:
     return {"model": outcome.model.model_dump(), **outcome.prediction.model_dump(exclude_none=True)}
 
 
-def _row(image: str, outcome: Answered) -> tuple[str, ...]:
-    prediction = outcome.prediction
-    if isinstance(prediction, ValuePrediction):
-        return (
-            image,
-            f"{prediction.mean:.4g}",
-            f"{math.hypot(prediction.aleatoric, prediction.epistemic):.4g}",
-            f"{prediction.lower:.4g} … {prediction.upper:.4g}",
-            f"{prediction.log_density:.2f}",
-            f"{prediction.ood_p_value:.4f}",
-            prediction.decision,
-        )
-    return (
-        image,
-        prediction.label,
-        f"{prediction.confidence:.3f}",
-        f"{prediction.predictive_entropy:.3f}",
-        f"{prediction.log_density:.2f}",
-        f"{prediction.ood_p_value:.4f}",
-        prediction.decision,
-    )
-
-
-def _print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    whole = [columns, *(row for row in rows if len(row) == len(columns))]
-    widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
-    widths[0] = max(len(row[0]) for row in (columns, *rows))
-    text = {0, 1, len(columns) - 1}
-    for row in (columns, *rows):
-        cells = [
-            cell.ljust(width) if number in text else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=False))  # An error has two cells.
-        ]
-        print("  ".join(cells).rstrip())
+def _print_table(rows: Sequence[tuple[str, Mapping[str, str] | ClientError]]) -> None:
+    """Print a line for each image: its cells below their titles, or why there are none."""
+    answered = [cells for _, cells in rows if not isinstance(cells, ClientError)]
+    head = {title: title for cells in answered for title in cells}
+    widths = {title: max(len(cells.get(title, "")) for cells in (head, *answered)) for title in head}
+    words = {*list(head)[:1], *list(head)[-1:]}  # The columns between are numbers.
+    names = max(len(image) for image in ("image", *(image for image, _ in rows)))
+    for image, cells in (("image", head), *rows):
+        if isinstance(cells, ClientError):
+            texts = [f"error: {cells}"]
+        else:
+            padded = ((title, cells.get(title, ""), width) for title, width in widths.items())
+            texts = [text.ljust(width) if title in words else text.rjust(width) for title, text, width in padded]
+        print("  ".join((image.ljust(names), *texts)).rstrip())
 
 
 def _positive_int(text: str) -> int:

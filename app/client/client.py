@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, cast
+from typing import Any, Final, Self, TypeVar, cast
 from urllib.parse import quote
 
 import httpx
@@ -39,12 +39,19 @@ from app.client.errors import (
     Unavailable,
     retry_after_seconds,
 )
-from app.response import PredictResponse, ValueResponse
 from psc_core.errors import fault
+from psc_core.tasks.answer import Response, response_type
+from psc_core.tasks.classification.answer import PredictResponse
+from psc_core.tasks.regression.answer import ValueResponse
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
+_METHODS: Final = {PredictResponse: "predict", ValueResponse: "predict_values"}
+"""Answers that have a method of their own; :meth:`Client.ask` gives any."""
+
 _RETRIED_STATUS: Final = frozenset({429, 503})
 _NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+AnyResponse = TypeVar("AnyResponse", bound=Response)
 
 ImageInput = str | Path | bytes
 """A path, or the bytes of an encoded image."""
@@ -52,7 +59,7 @@ ImageInput = str | Path | bytes
 
 @dataclass(frozen=True)
 class Retry:
-    """How often and how long to try again.
+    """A rule for how often and how long to try again.
 
     Attributes:
         attempts: Maximum number of sends of one request, the first included.
@@ -94,14 +101,14 @@ class _Call:
 def _predict_call(
     images: Sequence[ImageInput],
     model: str | None,
-    params: Mapping[str, int | float | None],
     explain: bool,
+    asked: Mapping[str, float | None],
 ) -> _Call:
     if isinstance(images, (str, bytes, Path)):
         raise InputError("expected a list of images, got one image; put it into a list")
     if not images:
         raise InputError("expected at least one image, got none")
-    query = {name: str(value) for name, value in params.items() if value is not None}
+    query = {name: str(value) for name, value in asked.items() if value is not None}
     if explain:
         query["explain"] = "true"
     path = "predict" if model is None else f"models/{quote(model, safe='')}/predict"
@@ -156,32 +163,22 @@ def _document(response: httpx.Response) -> dict[str, Any]:
     return document
 
 
-Answer = PredictResponse | ValueResponse
-"""Of a classifier, or of a regression."""
-
-
-def _response(document: Mapping[str, Any]) -> Answer:
-    kind: type[Answer] = ValueResponse if "target" in document else PredictResponse
+def _response(document: Mapping[str, Any]) -> Response:
     try:
-        return kind.model_validate(document, extra="ignore")  # A newer service may say more.
+        return response_type(document).model_validate(document, extra="ignore")  # A newer service may say more.
     except ValidationError as error:
         raise BadAnswer(f"the answer is not a prediction ({fault(error.errors()[0])}); check the URL") from error
 
 
-def _of_classifier(answer: Answer) -> PredictResponse:
-    if isinstance(answer, ValueResponse):
-        raise BadAnswer(f"model {answer.model.name!r} predicts {answer.target}, not classes; use predict_values")
-    return answer
-
-
-def _of_regression(answer: Answer) -> ValueResponse:
-    if isinstance(answer, PredictResponse):
-        raise BadAnswer(f"model {answer.model.name!r} predicts classes, not a number; use predict")
-    return answer
+def _expect(kind: type[AnyResponse], response: Response) -> AnyResponse:
+    if not isinstance(response, kind):
+        method = _METHODS.get(type(response), "ask")
+        raise BadAnswer(f"model {response.model.name!r} predicts {response.noun}, not {kind.noun}; use {method}")
+    return response
 
 
 class _Base:
-    """What both clients share: options for httpx, and the decision after each attempt."""
+    """The base of both clients: options for httpx, and the decision after each attempt."""
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float, retry: Retry) -> None:
         self._retry = retry
@@ -275,8 +272,8 @@ class Client(_Base):
         Raises:
             ClientError: See its subclasses.
         """
-        params = {"top_k": top_k, "alpha": alpha, "ambiguity_threshold": ambiguity_threshold}
-        return _of_classifier(self._ask(images, model, params, explain))
+        thresholds = {"alpha": alpha, "ambiguity_threshold": ambiguity_threshold}
+        return _expect(PredictResponse, self.ask(images, model=model, explain=explain, top_k=top_k, **thresholds))
 
     def predict_values(
         self,
@@ -299,20 +296,24 @@ class Client(_Base):
         Raises:
             ClientError: See its subclasses.
         """
-        return _of_regression(self._ask(images, model, {"alpha": alpha, "max_width": max_width}, explain))
+        thresholds = {"alpha": alpha, "max_width": max_width}
+        return _expect(ValueResponse, self.ask(images, model=model, explain=explain, **thresholds))
 
-    def answer(self, images: Sequence[ImageInput], *, model: str | None = None) -> Answer:
-        """What a model of either kind says of images."""
-        return self._ask(images, model, {}, False)
+    def ask(
+        self, images: Sequence[ImageInput], *, model: str | None = None, explain: bool = False, **asked: float | None
+    ) -> Response:
+        """Ask a model of any task about images, in one request.
 
-    def _ask(
-        self,
-        images: Sequence[ImageInput],
-        model: str | None,
-        params: Mapping[str, int | float | None],
-        explain: bool,
-    ) -> Answer:
-        return _response(_document(self._send(_predict_call(images, model, params, explain))))
+        Args:
+            images: As of :meth:`predict`, and the others that are named here.
+            model: Likewise.
+            explain: Likewise.
+            asked: Thresholds and options of the model's task by name; None leaves one out.
+
+        Raises:
+            ClientError: See its subclasses.
+        """
+        return _response(_document(self._send(_predict_call(images, model, explain, asked))))
 
     def model(self, name: str | None = None) -> dict[str, Any]:
         """Summary of a served model (the default one when ``None``), as ``GET /model`` gives it."""
@@ -369,9 +370,10 @@ class AsyncClient(_Base):
         ambiguity_threshold: float | None = None,
         explain: bool = False,
     ) -> PredictResponse:
-        """As :meth:`Client.predict`; files are read on a thread."""
-        params = {"top_k": top_k, "alpha": alpha, "ambiguity_threshold": ambiguity_threshold}
-        return _of_classifier(await self._ask(images, model, params, explain))
+        """Predict as :meth:`Client.predict` does."""
+        thresholds = {"alpha": alpha, "ambiguity_threshold": ambiguity_threshold}
+        response = await self.ask(images, model=model, explain=explain, top_k=top_k, **thresholds)
+        return _expect(PredictResponse, response)
 
     async def predict_values(
         self,
@@ -382,25 +384,19 @@ class AsyncClient(_Base):
         max_width: float | None = None,
         explain: bool = False,
     ) -> ValueResponse:
-        """As :meth:`Client.predict_values`."""
-        return _of_regression(await self._ask(images, model, {"alpha": alpha, "max_width": max_width}, explain))
+        """Predict as :meth:`Client.predict_values` does."""
+        thresholds = {"alpha": alpha, "max_width": max_width}
+        return _expect(ValueResponse, await self.ask(images, model=model, explain=explain, **thresholds))
 
-    async def answer(self, images: Sequence[ImageInput], *, model: str | None = None) -> Answer:
-        """As :meth:`Client.answer`."""
-        return await self._ask(images, model, {}, False)
-
-    async def _ask(
-        self,
-        images: Sequence[ImageInput],
-        model: str | None,
-        params: Mapping[str, int | float | None],
-        explain: bool,
-    ) -> Answer:
-        call = await asyncio.to_thread(_predict_call, images, model, params, explain)
+    async def ask(
+        self, images: Sequence[ImageInput], *, model: str | None = None, explain: bool = False, **asked: float | None
+    ) -> Response:
+        """Ask as :meth:`Client.ask` does; files are read on a thread."""
+        call = await asyncio.to_thread(_predict_call, images, model, explain, asked)
         return _response(_document(await self._send(call)))
 
     async def model(self, name: str | None = None) -> dict[str, Any]:
-        """As :meth:`Client.model`."""
+        """Describe a model as :meth:`Client.model` does."""
         return _document(await self._send(_model_call(name)))
 
     async def _send(self, call: _Call) -> httpx.Response:

@@ -1,4 +1,4 @@
-"""What the client raises: one tree of errors."""
+"""The errors that the client raises, one tree of them."""
 
 from __future__ import annotations
 

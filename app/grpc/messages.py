@@ -25,4 +25,4 @@ METHODS: Final[Mapping[str, tuple[Any, Any]]] = {
 """Name of a method → classes of its request and of its response."""
 
 PREFIX: Final = f"/{_SERVICE.full_name}/"
-"""Of the path by which HTTP/2 carries a method."""
+"""The path before the name of a method, as HTTP/2 carries it."""

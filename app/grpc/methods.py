@@ -27,13 +27,13 @@ from app.http.v2.tensors import request_of, to_binary
 from app.service import service_of, service_to_predict
 
 _PUBLIC: Final = frozenset({"ServerLive", "ServerReady", "ModelReady", "ServerMetadata"})
-"""What REST answers without a key."""
+"""Methods that need no key, as in REST."""
 
 _ADMIN: Final = frozenset({"RepositoryModelLoad", "RepositoryModelUnload"})
 
 _SMALL_SECONDS: Final = 5.0
 _SMALL_BYTES: Final = 64 * 1024
-"""Of messages without images: of a name, a version, a flag."""
+"""Limits of a message without images: a name, a version, a flag."""
 
 
 def _parsed(body: bytes, method: str) -> Any:

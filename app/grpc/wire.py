@@ -1,4 +1,4 @@
-"""How often each field occurs in a serialized message, checked before any of it becomes an object.
+"""Count how often each field occurs in a serialized message, before any of it becomes an object.
 
 A message costs by its fields, not by its bytes: two bytes are an empty output, and ten million of them take 20 GB as
 objects, with the interpreter's lock held.  So the wire format is walked first, by the messages' descriptors, and the
@@ -18,7 +18,7 @@ from app.errors import MalformedRequest
 from app.http.json_body import MAXIMUM_VALUES
 
 MAXIMUM_OCCURRENCES: Final = 256
-"""How often any field may occur in a message, the messages inside it included."""
+"""Maximum occurrences of a field in a message, the messages inside it included."""
 
 HIGHER: Final[Mapping[str, int]] = {
     "inference.InferTensorContents.uint_contents": MAXIMUM_VALUES,

@@ -1,4 +1,4 @@
-"""Which clients have left, found without a task for each request.
+"""Find the clients that have left, without a task for each request.
 
 An ASGI server reports a disconnect by letting ``receive()`` return; while the client is there it waits.  So each
 ``receive()`` is driven one step by hand: it returns at once (the client left) or suspends (it is there, and the
@@ -12,7 +12,7 @@ from starlette.types import Receive
 
 
 def has_disconnected(receive: Receive) -> bool:
-    """Whether the client of a request, whose body was read to the end, has closed its connection."""
+    """Return whether the client of a request, whose body was read to the end, has closed its connection."""
     waiting = receive().__await__()
     try:
         next(waiting)

@@ -1,4 +1,4 @@
-"""What FastAPI cannot know of the OpenAPI document: bodies that the routes read themselves, and problem documents."""
+"""Add to the OpenAPI document what FastAPI cannot know: bodies that the routes read themselves, problem documents."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def _problem(
 
 
 def shorten(detail: str) -> str:
-    """At most :data:`MAXIMUM_DETAIL` characters: a part of a request may be as long as the request."""
+    """Return at most :data:`MAXIMUM_DETAIL` characters: a part of a request may be as long as the request."""
     return (
         detail
         if len(detail) <= MAXIMUM_DETAIL
@@ -193,7 +193,7 @@ def problem_response(problem: Problem, scope: Scope, metrics: Metrics) -> Respon
 
 
 async def on_http_exception(request: Request, error: Any) -> Response:
-    """What the router refuses: no such path, or not with this method."""
+    """Answer what the router refuses: no such path, or not with this method."""
     slug, title = ROUTING.get(error.status_code, (f"http-{error.status_code}", "Request refused"))
     problem = _problem((error.status_code, slug, title), str(error.detail), error.headers)
     return problem_response(problem, request.scope, request.app.state.service.metrics)
@@ -206,4 +206,4 @@ async def on_invalid_parameters(request: Request, error: Any) -> Response:
 
 
 HANDLERS: Final[dict[Any, Any]] = {HTTPException: on_http_exception, RequestValidationError: on_invalid_parameters}
-"""Of the errors that the framework raises; all others pass to :mod:`app.http.middleware.problems`."""
+"""Handlers of the errors that the framework raises; all others pass to :mod:`app.http.middleware.problems`."""

@@ -1,14 +1,20 @@
-"""Documents of the HTTP interface other than predictions (:mod:`app.response`)."""
+"""Documents of the HTTP interface other than predictions (:mod:`psc_core.tasks.answer`)."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 from pydantic import BaseModel, Field
 
-from app.response import Document
-from psc_core.policy import Policy, ValuePolicy
 from psc_core.target import Target
+from psc_core.tasks.answer import Document
+from psc_core.tasks.policy import BasePolicy
+from psc_core.tasks.task import task_types
+
+if TYPE_CHECKING:
+    _AnyPolicy = BasePolicy
+else:
+    _AnyPolicy = Union[*(task.policy for task in task_types())]
 
 
 class ProblemDocument(BaseModel):
@@ -30,7 +36,7 @@ class HealthDocument(Document):
 
 
 class ReadyDocument(Document):
-    """Whether predictions are answered now, and why not."""
+    """The readiness for predictions, with reasons where there is none."""
 
     status: Literal["ready", "not ready"]
     reasons: dict[str, str] = Field(description="Model name, or `service`, to what is missing.")
@@ -65,14 +71,14 @@ class ModelDocument(Document):
     target: Target | None = Field(description="The number that a regression predicts; null for a classifier.")
     classes: list[str] = Field(description="Of a regression the bins of its target.")
     input: dict[str, Any] = Field(description="Preprocessing.")
-    policy: Policy | ValuePolicy
+    policy: _AnyPolicy
     calibration: CalibrationDocument
     report: dict[str, Any] = Field(description="What fitting measured: collapse, metrics, provenance.")
     models: list[str] = Field(description="Names of all served models, the default first.")
 
 
 class LiveDocument(Document):
-    """What one process of the service answered lately."""
+    """A summary of the latest answers of one process of the service."""
 
     images: int = Field(description="Images in the window, at most the setting `drift_window`.")
     ood_fraction: float = Field(description="Fraction of these with p ≤ alpha.")

@@ -35,7 +35,7 @@ _INLINE_BYTES: Final = 256 * 1024
 """Parsing a larger body would hold up the event loop."""
 
 _MAXIMUM_PARAMETERS: Final = 16
-"""Of a part's ``Content-Disposition``, or semicolons in its file name."""
+"""Maximum parameters of a part's ``Content-Disposition``, or semicolons in its file name."""
 
 _PARSER: Final = ThreadPoolExecutor(1, "psc-parse")
 """Starts its thread with the first large body."""

@@ -1,4 +1,4 @@
-"""Which backend a model runs on: the fastest, as measured on the machine that serves, before the first request."""
+"""Choose the backend of a model: the fastest, as measured on the machine that serves, before the first request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from psc_core.errors import NetworkError
 from psc_core.model import Backend
 from psc_core.model.backends import available_backends, pipeline_on
-from psc_core.model.load import Model
+from psc_core.model.base import FittedModel
 from psc_core.model.pipeline import Pipeline
 
 logger = logging.getLogger("psc.backend")
@@ -24,9 +24,9 @@ logger = logging.getLogger("psc.backend")
 Name = TypeVar("Name", bound=str)
 
 Seconds = list[float]
-"""Of one batch, round by round."""
+"""The times of one batch, round by round."""
 
-TOLERANCE: Final = 1.03
+SLOWER_BY: Final = 1.03
 """A backend is not used if at some batch size it took longer than the plain network, by this factor, in every round."""
 
 ONNX_ADVANTAGE: Final = 0.9
@@ -45,7 +45,7 @@ _LONG_SECONDS: Final = 0.25
 
 
 def choose_backend(
-    model: Model, wanted: Backend | Literal["auto"], *, max_batch: int, threads: int
+    model: FittedModel, wanted: Backend | Literal["auto"], *, max_batch: int, threads: int
 ) -> tuple[Backend, Pipeline]:
     """The name of the backend and the pipeline that runs on it.
 
@@ -107,10 +107,10 @@ def measure(
 
 
 def fastest(seconds: Mapping[Name, Sequence[Seconds]], baseline: Name) -> Name:
-    """The least product of median times over batch sizes, see :data:`TOLERANCE` and :data:`ONNX_ADVANTAGE`."""
+    """The least product of median times over batch sizes, see :data:`SLOWER_BY` and :data:`ONNX_ADVANTAGE`."""
 
     def is_slower(times: Seconds, base: Seconds) -> bool:
-        return all(own > TOLERANCE * other for own, other in zip(times, base, strict=True))
+        return all(own > SLOWER_BY * other for own, other in zip(times, base, strict=True))
 
     def is_eligible(name: Name) -> bool:
         return not any(map(is_slower, seconds[name], seconds[baseline]))

@@ -1,4 +1,4 @@
-"""How long batches take on the device, as measured.
+"""The times that batches take on the device, as measured.
 
 Times are kept by batch size, because batches of one image say little about what 64 take.
 """

@@ -1,4 +1,4 @@
-"""Which images run next: a state machine with an explicit clock.
+"""Decide which images run next: a state machine with an explicit clock.
 
 The life of a :class:`QueuedRequest` of ``count`` images::
 
@@ -60,6 +60,7 @@ class _Ring:
     def due_in(self, now: float, max_batch: int, max_delay: float, *, full: bool) -> float | None:
         if not self.requests or (full and self.n_images < max_batch):
             return None
+        # A request that has begun has waited once; the rest of its images does not wait again.
         if self.n_images >= max_batch or self.n_begun:
             return 0.0
         return max(0.0, next(iter(self.requests)).queued_at + max_delay - now)
@@ -92,7 +93,7 @@ class Batcher:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is alive."""
+        """True when no request is alive."""
         return not self._live
 
     def check(self, count: int, *, now: float, deadline: float) -> None:
@@ -110,8 +111,9 @@ class Batcher:
                 f"try again in {self.retry_after()} s",
                 retry_after=self.retry_after(),
             )
+        # A small request is done after its first turn, for which it waits one turn of each request before it.
         first_turn = len(self._live) * self._quantum if count <= self._quantum else self.pending
-        before = min(self.pending, first_turn)  # A small request is done after its first turn.
+        before = min(self.pending, first_turn)
         longest, wait = _WAIT_FRACTION * (deadline - now), self._times.total(before)
         if wait > longest:
             raise QueueFull(
@@ -180,15 +182,17 @@ class Batcher:
             full: Only a batch of ``max_batch_size``, whatever the delay.
         """
         for kind, ring in list(self._rings.items()):
+            # A ring that was due may hold only requests whose deadline has passed; it is asked again without them.
             while ring.due_in(now, self.max_batch, self.max_delay_s, full=full) == 0:
                 batch = self._fill(kind, ring, now)
                 if batch is not None:
+                    # A dict keeps the order of insertion: this kind's next turn comes after those of the others.
                     self._rings[kind] = self._rings.pop(kind)
                     return batch
         return None
 
     def complete(self, batch: DeviceBatch, result: Result, *, now: float) -> None:
-        """Give each request its share of a batch's result.
+        """Give each request its part of a batch's result.
 
         Requests whose images are all done are finished; one with outputs that are not finite fails.
         """
@@ -201,6 +205,7 @@ class Batcher:
             if not all(finite[images]):
                 image = start + finite[images].index(False)
                 self._finish(request, InferenceFailed(image, "the network's outputs are not finite"))
+            # A request that was cancelled or has expired meanwhile comes by too; ``_finish`` ignores it.
             request.results[start] = result[images]
             request.n_done += stop - start
             if request.n_done == request.count:
@@ -227,6 +232,8 @@ class Batcher:
             turn = room if keeps_turn else min(room, self._quantum)
             start, stop = request.n_taken, min(request.count, request.n_taken + turn)
             parts.append(Part(request, start, stop))
+            # Begun means some images taken, some left: one more with a first turn, one less with the last, and neither
+            # for a request that needs a single turn.
             ring.n_begun += (stop < request.count) - (start > 0)
             request.n_taken = stop
             room -= stop - start
@@ -240,10 +247,12 @@ class Batcher:
         return DeviceBatch(kind, parts, self.max_batch - room, now) if parts else None
 
     def _expire(self, request: QueuedRequest) -> None:
+        # Of the time to the deadline this much lies after ``urgent_at``; the time of admission is not kept.
         seconds = (request.deadline - request.urgent_at) / (1 - _WAIT_FRACTION)
         self._finish(request, DeadlineExceeded(f"deadline exceeded after {seconds:.3g} s; try again"))
 
     def _finish(self, request: QueuedRequest, error: Exception | None) -> None:
+        # A result, a deadline, a departed client and a dead device may race for one request: the first ends it.
         if request.state is State.FINISHED:
             return
         if request.state is State.QUEUED:

@@ -25,7 +25,7 @@ _MAX_INLINE_PIXELS: Final = 128 * 128
 """More pixels than these take longer to decode than the hop to a thread."""
 
 TURN_SECONDS: Final = 0.002
-"""How long a chunk decodes before others get a turn; requeueing it costs a hundredth of that."""
+"""Seconds that a chunk decodes before others get a turn; requeueing it costs a hundredth of that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ logger = logging.getLogger("psc.engine")
 
 
 class Phase(enum.Enum):
-    """Where an engine is in its life."""
+    """The phases of an engine's life."""
 
     WARMING = "warming up"
     READY = "ready"
@@ -45,7 +45,7 @@ class Phase(enum.Enum):
 
 
 class EngineObserver(Protocol):
-    """What an engine reports, from any thread."""
+    """The events that an engine reports, from any thread."""
 
     def batch(self, size: int, seconds: float, waits: Sequence[float]) -> None:
         """A device step of ``size`` images took ``seconds``; its requests had waited so long."""
@@ -166,6 +166,7 @@ class Engine:
         try:
             return await done
         except asyncio.CancelledError:
+            # Nobody waits any more: images that the device has not taken yet make room for others.
             with self._queue as batcher:
                 batcher.cancel(request)
             raise
@@ -218,6 +219,7 @@ class Engine:
         def on_done(decoded: Images, error: Exception | None) -> None:
             self._observer.decoded(time.monotonic() - began)
             if error is None:
+                # This is a thread of the pool; arrivals belong to the loop alone, and so need no lock.
                 self._call_on_loop(self._arrive, request, decoded)
                 return
             if not isinstance(error, ImageRefused):
@@ -227,6 +229,7 @@ class Engine:
         try:
             decoded = self._decoder.decode_now(images)
             if decoded is None:
+                # Read without the lock: at worst a thread decodes one image in vain.
                 is_wanted = lambda: request.state is State.RESERVED  # noqa: E731
                 self._decoder.decode_later(images, is_wanted=is_wanted, on_done=on_done)
             else:
@@ -237,6 +240,7 @@ class Engine:
 
     def _arrive(self, request: QueuedRequest, images: Images) -> None:
         if not self._arrivals:
+            # Once a turn of the loop: all its arrivals cost one lock and one wake-up of the device thread.
             self._loop.call_soon(self._put_arrivals)
         self._arrivals.append((request, images))
 
@@ -269,18 +273,21 @@ class Engine:
     def _resolve(self, requests: list[QueuedRequest]) -> None:
         for request in requests:
             done: asyncio.Future[Result] = request.waiter
+            # A handler that was cancelled has cancelled its future too, and a done future takes no result.
             if done.done():
                 continue
             if request.error is None:
                 done.set_result(request.result())
             else:
                 done.set_exception(request.error)
-                done.exception()  # Retrieved: the waiter may be gone, and that is no warning.
+                # The waiter may be gone, and asyncio would log an error that nobody retrieved.
+                done.exception()
 
     def _call_on_loop(self, action: Callable[..., None], *arguments: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(action, *arguments)
         except RuntimeError:
+            # asyncio refuses calls on a closed loop, which the device thread may outlive.
             logger.debug("the event loop is closed; nobody waits for %s", action)
 
     def _observe_batch(self, batch: DeviceBatch, seconds: float) -> None:
@@ -289,6 +296,7 @@ class Engine:
 
     def _ready(self, inline: bool) -> None:
         self._inline = inline
+        # An engine that was told to drain while the thread was warming up stays so.
         if self.phase is Phase.WARMING:
             self.phase = Phase.READY
         if not self._started.done():

@@ -66,5 +66,5 @@ class RequestQueue:
 
     @property
     def stopped(self) -> bool:
-        """Whether :meth:`stop` was called."""
+        """True once :meth:`stop` was called."""
         return self._stopped

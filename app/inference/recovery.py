@@ -1,4 +1,4 @@
-"""What is done about a batch that failed on the device.
+"""Recover from a batch that failed on the device.
 
 Out of memory: the batch is run again in halves.  After any other error a blank image is tried; if that works, the
 batch is run again in halves until the image on which the network fails is alone, and only its request fails.  If it

@@ -1,4 +1,4 @@
-"""What passes through the queue: the images of one request, the batches that hold parts of them, and their results."""
+"""The contents of the queue: the images of one request, batches that hold parts of them, and their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXPLAIN: Final = "explain"
 
 
 class State(enum.Enum):
-    """Where a request is in its life."""
+    """The states of a request's life."""
 
     RESERVED = enum.auto()
     QUEUED = enum.auto()
@@ -28,10 +28,10 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Result:
-    """What the device computed for some images.
+    """The outputs that the device computed for some images.
 
     Attributes:
-        packed: ``float32 (n, S + K + G)`` outputs (:mod:`psc_core.model.outputs`).
+        packed: ``float32 (n, S + K + G)`` outputs (:mod:`psc_core.tasks.outputs`).
         explanation: By name, arrays of ``Pipeline.explain``, images first; empty unless asked for.
     """
 
@@ -49,9 +49,9 @@ class QueuedRequest:
 
     count: int
     deadline: float
-    """When the result must be there, seconds of the batcher's clock."""
+    """The time at which the result must be there, seconds of the batcher's clock."""
     urgent_at: float
-    """From this time on it keeps its turn until all of its images are taken."""
+    """The time from which it keeps its turn until all of its images are taken."""
     kind: str
     """Requests of one kind may share a batch."""
     waiter: Any
@@ -64,12 +64,12 @@ class QueuedRequest:
     n_done: int = 0
     queued_at: float = 0.0
     results: dict[int, Result] = field(default_factory=dict)
-    """Of the images completed so far, by the first image of each part."""
+    """The results of the images completed so far, by the first image of each part."""
     error: Exception | None = None
-    """Why it failed; ``None`` after FINISHED means success."""
+    """The reason why it failed; ``None`` after FINISHED means success."""
 
     def result(self) -> Result:
-        """Of all images, once they are completed."""
+        """Return the result of all images, once they are completed."""
         parts = [self.results[start] for start in sorted(self.results)]
         if len(parts) == 1:
             return parts[0]

@@ -68,6 +68,7 @@ class DeviceWorker:
         self._launched: deque[_Launched] = deque()
         self._next_slot = 0
         self._may_run_inline = may_run_inline
+        # A daemon, for a device that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -76,7 +77,7 @@ class DeviceWorker:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread has been started and has not ended."""
+        """True from the start of the thread to its end."""
         return self._thread.is_alive()
 
     def run_due(self) -> None:
@@ -84,6 +85,7 @@ class DeviceWorker:
         try:
             while (batch := self._queue.take(block=False)) is not None:
                 self._launch(batch)
+                # An explanation, or a batch that failed and was run again, is complete and leaves nothing to fetch.
                 if self._launched:
                     self._finish_oldest()
         except Exception as error:
@@ -113,6 +115,7 @@ class DeviceWorker:
         if not launched:
             return
         if len(launched) < step.slots and not step.done(launched[0].slot):
+            # Polled and not waited for: a batch that fills up meanwhile is launched behind the one that runs.
             time.sleep(_POLL_S)
             return
         self._finish_oldest()
@@ -128,7 +131,9 @@ class DeviceWorker:
             return
         seconds = time.perf_counter() - oldest.started
         following = self._queue.take(block=False) if step.slots > 1 and not launched else None
-        if following is not None and following.kind != EXPLAIN:  # An explanation is computed before it is launched.
+        # Launched before the results go out, so that the device does not idle meanwhile.  An explanation is computed at
+        # once and would hold them up.
+        if following is not None and following.kind != EXPLAIN:
             self._launch(following)
             following = None
         self._on_batch(oldest.batch, seconds)
@@ -160,6 +165,7 @@ class DeviceWorker:
 
     def _recover(self, batch: DeviceBatch, error: Exception) -> None:
         """Run a failed batch again in halves; raises only when the device is dead."""
+        # Halves run in slot 0, which another batch may hold: what was launched is fetched first.
         while self._launched:
             other = self._launched.popleft()
             try:
@@ -174,7 +180,8 @@ class DeviceWorker:
         logger.critical("%s", what, exc_info=error)
         self._launched.clear()
         failure = DeviceError(f"{what}; this process is being replaced, try again")
-        self._on_failure(error)  # First: whoever is told of the failure finds the service not ready.
+        # First, so that whoever is told of the failure finds the service not ready.
+        self._on_failure(error)
         with self._queue as batcher:
             batcher.close(what)
             batcher.fail_all(failure)

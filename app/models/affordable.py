@@ -1,4 +1,4 @@
-"""Whether a model can be warmed up here at all, asked before minutes or the machine's memory are spent on it.
+"""Find out whether a model can be warmed up here at all, before minutes or the machine's memory are spent on it.
 
 Without computing anything (on PyTorch's meta device) one image tells how many operations it takes and how large its
 largest feature map is; a matrix product tells how fast the device is.  Warming up runs batches of 1, 2, 4, … images,
@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 from psc_core.errors import BundleError
-from psc_core.model.load import Model
+from psc_core.model.base import FittedModel
 
 logger = logging.getLogger("psc.models")
 
@@ -39,7 +39,7 @@ _LIMIT_AND_USE: Final = (
 )
 
 
-def check_affordable(model: Model, *, max_batch: int, seconds: float) -> None:
+def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> None:
     """Refuse a model whose full batch has no room in the device's memory, or that warms up for longer than ``seconds``.
 
     Raises:
@@ -66,7 +66,7 @@ def check_affordable(model: Model, *, max_batch: int, seconds: float) -> None:
 
 
 @torch.inference_mode()
-def cost_of_an_image(model: Model) -> tuple[int, int]:
+def cost_of_an_image(model: FittedModel) -> tuple[int, int]:
     """Bytes of the largest output of a module, and floating-point operations, for one image."""
     largest = 0
 
@@ -87,7 +87,7 @@ def cost_of_an_image(model: Model) -> tuple[int, int]:
 
 
 def operations_per_second(device: torch.device) -> float:
-    """Of float32, at :data:`EFFICIENCY` of a matrix product, the better of two."""
+    """Return the float32 operations a second at :data:`EFFICIENCY` of a matrix product, the better of two."""
     factor = torch.ones(_SIDE, _SIDE, device=device)
     fastest = math.inf
     for _ in range(2):

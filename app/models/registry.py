@@ -16,7 +16,7 @@ from app.inference.engine import Phase
 from app.models.served import ModelStarter, ServedModel
 from app.observability.metrics import Metrics
 from psc_core.errors import DeviceError, PSCError
-from psc_core.model.load import Model
+from psc_core.model.base import FittedModel
 
 logger = logging.getLogger("psc.registry")
 
@@ -37,7 +37,7 @@ class Registry:
         self,
         starter: ModelStarter,
         names: Iterable[str],
-        load: Callable[[str], Model],
+        load: Callable[[str], FittedModel],
         metrics: Metrics,
         *,
         retire_within_s: float,
@@ -89,7 +89,7 @@ class Registry:
         raise NotReady(f"model {name!r} is loading; try again in a few seconds")
 
     def reasons(self) -> dict[str, str]:
-        """Why a model that should answer does not now, by its name; empty when all do."""
+        """Return why a model that should answer does not now, by its name; empty when all do."""
         reasons = {name: "loading" for name in self._names if name not in {*self._served, *self._unloaded}}
         for name, served in self._served.items():
             if served.engine.phase is not Phase.READY:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import numpy.typing as npt
@@ -26,17 +26,15 @@ from app.observability.recorder import ModelRecorder
 from app.settings import Settings
 from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.model import Backend
-from psc_core.model.decision import AnyDecisions, AnyThresholds, decide_either
-from psc_core.model.load import Model
-from psc_core.model.outputs import FloatArray, Outputs
-from psc_core.policy import Policy, ValuePolicy
+from psc_core.model.base import FittedModel
+from psc_core.tasks.outputs import FloatArray, Outputs
 
 
 class Predicted(NamedTuple):
-    """What is known of the images of one request."""
+    """The outputs and decisions for the images of one request."""
 
     outputs: Outputs[FloatArray]
-    decisions: AnyDecisions
+    decisions: Any
     explanation: dict[str, npt.NDArray[Any]]
     """Arrays by name, images first; empty unless asked for."""
 
@@ -55,36 +53,44 @@ class ServedModel:
     """
 
     name: str
-    model: Model
+    model: FittedModel
     backend: str
     engine: Engine
-    thresholds: AnyThresholds
+    thresholds: Any
     recorder: ModelRecorder
 
-    def thresholds_with(self, **own: float | None) -> AnyThresholds:
-        """The thresholds with those of a request in place of the policy's of the same name; None keeps them.
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What every answer says of the model: which one it is, and the fields of its task."""
+        reference = {"name": self.name, "version": self.model.version, "layer": self.model.layer}
+        return {"model": reference, **self.model.task.model_dump()}
+
+    def thresholds_with(self, **asked: float) -> Any:
+        """Return the thresholds with those that a request asks for in place of the policy's.
+
+        Args:
+            asked: Thresholds by name; options of the task may be among them, and change none.
 
         Raises:
-            MalformedRequest: A threshold that models of this kind do not have.
+            MalformedRequest: A name that models of this task do not have.
             UnattainableAlpha: The calibration images are too few for this alpha.
         """
-        changes = {name: value for name, value in own.items() if value is not None}
+        task, policy = self.model.task, self.thresholds.policy
+        strange = [name for name in asked if name not in {*task.policy.model_fields, *task.request_options}]
+        if strange:
+            raise MalformedRequest(f"model {self.name!r} is a {task.noun}, which has no {strange[0]}; leave it out")
+        changes = {name: value for name, value in asked.items() if name in task.policy.model_fields}
         if not changes:
             return self.thresholds
-        policy = self.thresholds.policy
-        strange = [name for name in changes if name not in type(policy).model_fields]
-        if strange:
-            kind = "regression" if self.model.is_regression else "classifier"
-            raise MalformedRequest(f"model {self.name!r} is a {kind}, which has no {strange[0]}; leave it out")
         try:
-            return thresholds_of(self.model, policy.model_copy(update=changes))
+            return self.model.calibration.thresholds(policy.model_copy(update=changes))
         except UsageError as error:
             raise UnattainableAlpha(str(error)) from error
 
     async def predict(
         self,
         images: Sequence[EncodedImage] | Images,
-        thresholds: AnyThresholds,
+        thresholds: Any,
         *,
         disconnected: Callable[[], bool],
         explain: bool = False,
@@ -99,15 +105,9 @@ class ServedModel:
         """
         result = await self.engine.predict(images, disconnected=disconnected, explain=explain)
         outputs = self.model.outputs(result.packed)
-        decisions = decide_either(outputs, thresholds)
+        decisions = self.model.task.decide(outputs, thresholds)
         self.recorder.predicted(outputs, decisions)
         return Predicted(outputs, decisions, result.explanation)
-
-
-def thresholds_of(model: Model, policy: Policy | ValuePolicy) -> AnyThresholds:
-    """What a policy of the model's kind means for it; raises :class:`UsageError`."""
-    thresholds: AnyThresholds = model.calibration.thresholds(policy)  # type: ignore[arg-type]
-    return thresholds
 
 
 class ModelStarter:
@@ -127,7 +127,7 @@ class ModelStarter:
         self._decode_threads = settings.decode_threads or min(16, len(os.sched_getaffinity(0)))
         self._pool = ThreadPoolExecutor(self._decode_threads, thread_name_prefix="psc-decode")
 
-    async def start(self, name: str, model: Model) -> ServedModel:
+    async def start(self, name: str, model: FittedModel) -> ServedModel:
         """Build the engine of a model and warm it up.
 
         Raises:
@@ -138,7 +138,7 @@ class ModelStarter:
         settings = self._settings
         policy = settings.policy(model.policy)
         try:
-            thresholds = thresholds_of(model, policy)
+            thresholds = model.calibration.thresholds(policy)
         except UsageError as error:
             raise BundleError(f"model {name!r}: {error}") from error
         drift = DriftMonitor(

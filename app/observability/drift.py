@@ -11,7 +11,7 @@ all earlier images of the run together, for which the counts per cell are enough
 
     q = (1 + n_le + c_le) / (n + 1 + t),   n_le = cell,  c_le = #{earlier images in cells ≤ cell}
 
-and bets on ``max(q, p)``.  Earlier images alone must not make an ordinary image look strange: after many very
+and bets on ``max(q, p)``.  Earlier images alone must not make an in-distribution image look strange: after many very
 easy ones every other has a small q, but not a small p.
 
 **No random tie-breaking.**  The smoothed online p-values are independent and uniform while the stream is
@@ -64,7 +64,7 @@ FloatArray = npt.NDArray[np.floating[Any]]
 
 @dataclass(frozen=True)
 class DriftState:
-    """What the monitor knows now.
+    """The state of a monitor now.
 
     Attributes:
         log_martingale: Natural logarithm of the present run's value; ≤ 0 most of the time on a clean stream.

@@ -17,7 +17,7 @@ class GpuUsage:
 
 
 def gpu_usage(device: torch.device) -> GpuUsage:
-    """What the metrics show of a device; utilisation needs the NVML bindings."""
+    """Return the memory and use of a device for the metrics; utilisation needs the NVML bindings."""
     if device.type != "cuda":
         return GpuUsage({}, None)
     free, total = torch.cuda.mem_get_info(device)

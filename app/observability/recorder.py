@@ -1,4 +1,4 @@
-"""What is recorded of served models: predictions, batches and decodes in metrics, p-values in drift monitors.
+"""Record what models serve: predictions, batches and decodes in metrics, p-values in drift monitors.
 
 Predictions are kept as they come and recorded in bulk by :meth:`ModelRecorder.flush`, a few times a second and before
 each scrape, so that one costs a list append.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,8 @@ from prometheus_client import Gauge
 
 from app.observability.drift import DriftMonitor, DriftState
 from app.observability.metrics import Metrics
-from psc_core.model.decision import ABSTAIN_AMBIGUOUS, ABSTAIN_OOD, AnyDecisions, Decisions
-from psc_core.model.load import Model
-from psc_core.model.outputs import FloatArray, Outputs
+from psc_core.model.base import FittedModel
+from psc_core.tasks.outputs import FloatArray, Outputs
 
 logger = logging.getLogger("psc.drift")
 
@@ -28,13 +27,6 @@ MAX_LABELS: Final = 1000
 OTHER: Final = "(other)"
 
 _FLUSH_AT: Final = 4096
-
-
-def labels_of(decisions: AnyDecisions) -> npt.NDArray[np.int64]:
-    """Position of each image's label; a regression has one label, its target."""
-    if isinstance(decisions, Decisions):
-        return decisions.class_index
-    return np.zeros(len(decisions.decision), np.int64)
 
 
 class ModelRecorder:
@@ -50,15 +42,12 @@ class ModelRecorder:
     """
 
     def __init__(
-        self, name: str, model: Model, *, alpha: float, queue_limit: int, metrics: Metrics, drift: DriftMonitor
+        self, name: str, model: FittedModel, *, alpha: float, queue_limit: int, metrics: Metrics, drift: DriftMonitor
     ) -> None:
         self._name = name
-        labels = model.classes if model.target is None else (model.target.name,)
+        self._task = model.task
+        labels = model.task.metric_labels(model.classes)
         self._labels = (*labels[:MAX_LABELS], *[OTHER] * (len(labels) - MAX_LABELS))
-        self._abstentions = {
-            "ood": ABSTAIN_OOD,
-            "uncertain" if model.is_regression else "ambiguous": ABSTAIN_AMBIGUOUS,
-        }
         self._outputs_of = model.outputs
         self._alpha = alpha
         self.queue_limit = queue_limit
@@ -66,7 +55,7 @@ class ModelRecorder:
         self._metrics = metrics
         self._drift = drift
         self._hidden = False
-        self._predictions: list[tuple[Outputs[FloatArray], AnyDecisions]] = []
+        self._predictions: list[tuple[Outputs[FloatArray], Any]] = []
         self._batch_size = metrics.psc_batch_size.labels(model=name)
         self._inference_seconds = metrics.psc_inference_seconds.labels(model=name)
         self._queue_seconds = metrics.psc_queue_seconds.labels(model=name)
@@ -82,7 +71,7 @@ class ModelRecorder:
 
     @property
     def drift(self) -> DriftState:
-        """What its drift monitor knows, the latest predictions included."""
+        """The state of its drift monitor, the latest predictions included."""
         self.flush()
         return self._drift.state
 
@@ -97,7 +86,7 @@ class ModelRecorder:
         """A request's images were decoded."""
         self._decode_seconds.observe(seconds)
 
-    def predicted(self, outputs: Outputs[FloatArray], decisions: AnyDecisions) -> None:
+    def predicted(self, outputs: Outputs[FloatArray], decisions: Any) -> None:
         """Images were answered; call it on the event loop."""
         self._predictions.append((outputs, decisions))
         if len(self._predictions) >= _FLUSH_AT:
@@ -113,13 +102,13 @@ class ModelRecorder:
         for score, histogram in self._histograms.items():
             for value in outputs[score].tolist():
                 histogram.observe(value)
-        n_by_class = np.bincount(np.concatenate([labels_of(each) for _, each in predictions]))
+        n_by_class = np.bincount(np.concatenate([self._task.label_index(each) for _, each in predictions]))
         for index in n_by_class.nonzero()[0].tolist():
             images = int(n_by_class[index])
             metrics.psc_predictions_total.labels(model=name, label=self._labels[index]).inc(images)
         metrics.psc_ood_total.labels(model=name).inc(sum(int(each.is_ood.sum()) for _, each in predictions))
         decisions = np.concatenate([each.decision for _, each in predictions])
-        for reason, code in self._abstentions.items():
+        for reason, code in self._task.abstentions.items():
             metrics.psc_abstained_total.labels(model=name, reason=reason).inc(int((decisions == code).sum()))
         if not self._hidden:
             self._watch_drift(outputs["ood_p_value"])
@@ -133,7 +122,7 @@ class ModelRecorder:
         metrics.psc_ood_total.labels(model=name)
         for result in ("ok", "failed"):
             metrics.psc_reloads_total.labels(model=name, result=result)
-        for reason in self._abstentions:
+        for reason in self._task.abstentions:
             metrics.psc_abstained_total.labels(model=name, reason=reason)
         for label in set(self._labels):
             metrics.psc_predictions_total.labels(model=name, label=label)

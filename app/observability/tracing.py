@@ -23,7 +23,7 @@ _ids: Final = random.Random()  # Ids must be unlikely to meet, not hard to guess
 
 
 class TraceContext(NamedTuple):
-    """Where this request stands in its trace.
+    """The place of a request in its trace.
 
     Attributes:
         trace_id: 32 hex digits, shared by the whole trace.

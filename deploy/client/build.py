@@ -3,12 +3,11 @@
     python deploy/client/build.py dist
 
 There is one source for each type of an answer, in the service's packages; the modules that the client needs are copied
-under their new names.
+into the one package, those of ``psc_core`` below ``psc_client.core``.
 """
 
 from __future__ import annotations
 
-import re
 import runpy
 import subprocess
 import sys
@@ -17,21 +16,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-MODULES = {
-    "app.client.client": "client",
-    "app.client.errors": "errors",
-    "app.client.cli": "cli",
-    "app.client": "__init__",
-    "app.response": "response",
-    "psc_core.policy": "policy",
-    "psc_core.prediction": "prediction",
-    "psc_core.target": "target",
-    "psc_core.value_prediction": "value_prediction",
-    "psc_core.errors": "core_errors",
-    "psc_core.images": "images",
-    "psc_core.version": "version",
-}
-"""Modules by their names here and in the wheel."""
+MODULES = [
+    "app.client",
+    "app.client.cli",
+    "app.client.client",
+    "app.client.errors",
+    "psc_core.errors",
+    "psc_core.images",
+    "psc_core.target",
+    "psc_core.tasks",
+    "psc_core.tasks.answer",
+    "psc_core.tasks.policy",
+    "psc_core.version",
+]
+"""Modules that every task needs; those of each task are its folder's ``answer`` and ``policy``."""
 
 PROJECT = """\
 [build-system]
@@ -49,33 +47,39 @@ dependencies = ["httpx>=0.28", "pydantic>=2.12"]
 [project.scripts]
 psc-predict = "psc_client.cli:main"
 
-[tool.setuptools]
-packages = ["psc_client"]
+[tool.setuptools.packages.find]
+include = ["psc_client*"]
 
 [tool.setuptools.package-data]
 psc_client = ["py.typed"]
 """
 
 
-def renamed(source: str) -> str:
-    """A module's source with the imports of the wheel."""
-    for old, new in MODULES.items():
-        name = "psc_client" if new == "__init__" else f"psc_client.{new}"
-        source = re.sub(rf"^from {re.escape(old)} import", f"from {name} import", source, flags=re.MULTILINE)
-    return source
+def renamed(text: str) -> str:
+    """Return a name or a source with the package of the wheel in place of ours."""
+    return text.replace("app.client", "psc_client").replace("psc_core", "psc_client.core")
+
+
+def source_of(module: str) -> Path:
+    """Return the file of a module or of a package."""
+    path = ROOT / module.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def build(out: Path) -> None:
     """Write the wheel into ``out``."""
-    version = runpy.run_path(str(ROOT / "psc_core" / "version.py"))["__version__"]
+    version = runpy.run_path(str(source_of("psc_core.version")))["__version__"]
+    tasks = runpy.run_path(str(source_of("psc_core.tasks")))["TASKS"]
+    of_tasks = [f"psc_core.tasks.{task}{part}" for task in tasks for part in ("", ".answer", ".policy")]
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "psc_client"
-        package.mkdir()
-        for old, new in MODULES.items():
-            path = ROOT / old.replace(".", "/")
-            source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-            (package / f"{new}.py").write_text(renamed(source.read_text()))
-        (package / "py.typed").touch()
+        for module in (*MODULES, *of_tasks):
+            source, copy = source_of(module), Path(folder) / renamed(module).replace(".", "/")
+            copy = copy / source.name if source.name == "__init__.py" else copy.with_suffix(".py")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(renamed(source.read_text()))
+        for empty in ("py.typed", "core/__init__.py"):
+            (package / empty).touch()
         (Path(folder) / "pyproject.toml").write_text(PROJECT.format(version=version))
         command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(out), folder]
         subprocess.run(command, check=True)

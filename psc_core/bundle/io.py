@@ -34,10 +34,10 @@ from psc_core.bundle.manifest import (
     fit_command,
     inside,
     manifest_digest,
-    manifest_fault,
+    manifest_of,
     short,
 )
-from psc_core.errors import BundleError, UsageError
+from psc_core.errors import BundleError, UsageError, fault
 
 MAX_MANIFEST_BYTES: Final = 16 << 20
 """Maximum size of a manifest; one of 100,000 classes and 1,000 layers has about 4 MiB."""
@@ -62,7 +62,7 @@ class Bundle:
 
 
 def is_bundle(path: Path) -> bool:
-    """Whether a folder has a bundle's files, be they damaged or of another version."""
+    """Return whether a folder has a bundle's files, be they damaged or of another version."""
     return (path / "manifest.json").is_file() and (path / f"{PARTS[0]}.safetensors").is_file()
 
 
@@ -105,8 +105,8 @@ def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapp
     body = json.loads(json.dumps({**fields, "files": files}))
     check_text(body)
     body["version"] = manifest_digest(body)
-    manifest = Manifest.model_validate_json(json.dumps(body))
-    ordered = {name: body[name] for name in Manifest.model_fields if name in body}
+    manifest = manifest_of(body)
+    ordered = {name: body[name] for name in sorted(body, key=_place)}
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
@@ -179,11 +179,19 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
             f"{fit_command(body)}"
         )
     try:
-        return Manifest.model_validate_json(json.dumps(body)), manifest_digest(body)
+        return manifest_of(body), manifest_digest(body)
     except ValidationError as error:
-        raise BundleError(f"{file}: {manifest_fault(error)}; fit the bundle again") from error
+        raise BundleError(f"{file}: {fault(error.errors()[0], 'field')}; fit the bundle again") from error
     except UsageError as error:
         raise BundleError(f"{file}: field preprocess: {error}; fit the bundle again") from error
+    except BundleError as error:
+        raise BundleError(f"{file}: {error}; use a newer version of psc") from error
+
+
+def _place(field: str) -> tuple[int, str]:
+    """Return where a field stands in the file: what a task adds comes after the version."""
+    names = list(Manifest.model_fields)
+    return (names.index(field), "") if field in names else (names.index("version"), field)
 
 
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,15 +9,17 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal
+from functools import cache
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from psc_core.errors import UsageError, fault
+from psc_core.errors import BundleError, UsageError, fault
 from psc_core.images.preprocess import Preprocess
-from psc_core.policy import Policy, ValuePolicy
 from psc_core.precision import Precision
-from psc_core.target import Target
+from psc_core.tasks import TASKS
+from psc_core.tasks.policy import BasePolicy
+from psc_core.tasks.task import Agreement, Task, task_type_of
 
 SCHEMA: Final = 4
 """Version of the bundle format, the only one that is written and read."""
@@ -134,33 +136,23 @@ def check_network(network: Mapping[str, Any]) -> None:
         raise UsageError(f"expected numbers and text that JSON can hold: {error}") from error
 
 
-_CLASSIFIER, _REGRESSION = "classifier", "regression"
-
-
-def _kind_of_policy(policy: Any) -> str:
-    """Which kind a policy claims to be, so that errors are of this kind alone."""
-    fields = policy if isinstance(policy, dict) else getattr(policy, "__dict__", ())
-    return _REGRESSION if "max_width" in fields else _CLASSIFIER
-
-
-AnyPolicy = Annotated[
-    Annotated[Policy, Tag(_CLASSIFIER)] | Annotated[ValuePolicy, Tag(_REGRESSION)], Discriminator(_kind_of_policy)
-]
-
-
 class Manifest(_Strict):
-    """``manifest.json``; every field is described in ``docs/bundle-format.md``."""
+    """``manifest.json``; every field is described in ``docs/bundle-format.md``.
+
+    :func:`manifest_of` makes one, of the class that adds what its task says.
+    """
+
+    task_type: ClassVar[type[Task]]
 
     schema_version: Literal[4]
     name: str = Field(min_length=1, max_length=MAX_NAME)
     version: str = Field(pattern="^[0-9a-f]{12}$")
-    target: Target | None = None
     classes: tuple[str, ...] = Field(min_length=2)
     preprocess: Preprocess
     precision: Precision
     predictions: Literal["psc", "base"]
     layers: tuple[str, ...] = Field(min_length=1)
-    policy: AnyPolicy
+    policy: BasePolicy
     backbone: _Backbone
     projection: _Projection
     density: _Fitted
@@ -180,17 +172,14 @@ class Manifest(_Strict):
         texture = None if self.gates is None else self.gates.texture
         last_layer = texture.layer if texture else None
         of_texture = texture.density.sizes if texture else {"classes": classes}
-        missing = {part for part, owner in (("head", head), ("gates", self.gates)) if owner is None}
+        missing = {part for part, field in (("head", head), ("gates", self.gates)) if field is None}
         needed = {f"{part}.safetensors" for part in PARTS if part not in missing}
-        is_regression = self.target is not None
-        outputs = 1 if is_regression else classes
         head_layers = [] if head is None else head.layers
-        of_head, by_head = ({}, "base") if head is None else (head.sizes, "psc")
-        agreements: tuple[tuple[str, Any, Any], ...] = (
+        outputs = self.task.network_outputs(self.classes)
+        agreements: tuple[Agreement, ...] = (
             ("files", sorted(needed), sorted(self.files)),
-            ("policy", _REGRESSION if is_regression else _CLASSIFIER, _kind_of_policy(self.policy)),
-            ("head (there is one)", True, head is not None or not is_regression),
-            ("predictions", self.predictions if is_regression else by_head, self.predictions),
+            ("head (there is one)", True, head is not None or self.task.reader_without_head() is not None),
+            *self.task.agreements(self),
             ("backbone.keep_output", self.predictions == "base", self.backbone.keep_output),
             ("backbone.layers", layers_of(self.layers, head_layers, last_layer), self.backbone.layers),
             ("backbone.network.num_classes", outputs, self.backbone.network.num_classes),
@@ -198,9 +187,7 @@ class Manifest(_Strict):
             ("density.sizes.classes", classes, self.density.sizes.get("classes")),
             ("gates.texture.density.sizes.classes", classes, of_texture.get("classes", 0)),
             ("gates.names (texture)", texture is not None, "texture" in (self.gates.names if self.gates else ())),
-            ("head.sizes.classes", classes, classes if head is None or is_regression else of_head.get("classes")),
-            ("head.sizes.dim", dim, dim if head is None or head_layers else of_head.get("dim")),
-            ("head.layers (of a classifier)", [], [] if is_regression else head_layers),
+            ("head.sizes.dim", dim, dim if head is None or head_layers else head.sizes.get("dim")),
         )
         for where, expected, got in agreements:
             if expected != got:
@@ -209,18 +196,42 @@ class Manifest(_Strict):
             raise ValueError("expected class names that differ from each other")
         return self
 
+    @property
+    def task(self) -> Task:
+        """The task of the model, with its fields of the manifest."""
+        return self.task_type.model_validate({name: getattr(self, name) for name in self.task_type.model_fields})
+
+
+def manifest_of(body: Any) -> Manifest:
+    """Check a manifest, which says by itself of which task it is; JSON types.
+
+    Raises:
+        ValidationError: A field is wrong, or two do not agree.
+        UsageError: The preprocessing cannot be.
+        BundleError: The task is not known.
+    """
+    if not isinstance(body, dict):
+        return Manifest.model_validate(body)
+    found = task_type_of(body)
+    if found is None:
+        raise BundleError(f"expected field task to be one of {', '.join(TASKS)}, got {short(body.get('task'))}")
+    return _manifest_type(found).model_validate_json(json.dumps(body))
+
+
+@cache
+def _manifest_type(task: type[Task]) -> type[Manifest]:
+    own: dict[str, Any] = {name: (field.annotation, field) for name, field in task.model_fields.items()}
+    if not task.is_of(own):  # It says so by its name, and not by a field of its own.
+        own["task_name"] = (Literal[task.name], Field(alias="task"))
+    made = create_model("Manifest", __base__=Manifest, policy=(task.policy, ...), **own)
+    made.task_type = task
+    return made
+
 
 def layers_of(candidates: Sequence[str], head_layers: Sequence[str], texture: str | None) -> list[str]:
     """``backbone.layers``: the candidates, the other layers that the head reads, and last the one of the texture."""
     last = [] if texture is None else [texture]
     return [*candidates, *(name for name in head_layers if name not in last), *last]
-
-
-def manifest_fault(error: ValidationError) -> str:
-    """The first thing wrong with a manifest, by its place in the JSON: the kind of a policy is no part of that."""
-    first = error.errors()[0]
-    kinds = (_CLASSIFIER, _REGRESSION) if first["loc"][:1] == ("policy",) else ()
-    return fault({**first, "loc": [step for step in first["loc"] if step not in kinds]}, "field")
 
 
 def fit_command(body: Mapping[str, Any]) -> str:

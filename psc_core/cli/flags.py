@@ -1,4 +1,4 @@
-"""What the command lines share: how they end, and types of arguments."""
+"""The common parts of the command lines: how they end, and types of arguments."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def preprocess_from(args: argparse.Namespace) -> Preprocess:
 
 
 def named(source: str) -> Preprocess:
-    """That of a JSON file, of torchvision's weights (``torchvision:NAME``) or of a timm model (``timm:NAME``).
+    """Read preprocessing from a JSON file, torchvision weights (``torchvision:NAME``) or a timm model (``timm:NAME``).
 
     Raises:
         UsageError: There is none of this name, or PSC has no such preprocessing.
@@ -71,7 +71,7 @@ def named(source: str) -> Preprocess:
 
 
 def from_file(file: Path) -> Preprocess:
-    """That of a JSON file."""
+    """Read the preprocessing in a JSON file."""
     try:
         return TypeAdapter(Preprocess).validate_json(file.read_bytes())
     except OSError as error:
@@ -83,7 +83,7 @@ def from_file(file: Path) -> Preprocess:
 
 
 def from_torchvision(name: str) -> Preprocess:
-    """That of the transforms of torchvision's weights, as ``ResNet50_Weights.IMAGENET1K_V2``."""
+    """Return the preprocessing of torchvision's weights, named as ``ResNet50_Weights.IMAGENET1K_V2``."""
     from torchvision.models import get_weight
 
     try:
@@ -101,7 +101,7 @@ def from_torchvision(name: str) -> Preprocess:
 
 
 def from_timm(name: str) -> Preprocess:
-    """That of the data configuration of a timm model, as ``resnet50.a1_in1k``."""
+    """Return the preprocessing of a timm model, named as ``resnet50.a1_in1k``."""
     try:
         import timm
         from timm.data.config import resolve_data_config as resolve

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from psc_core.bundle.io import read_bundle
 from psc_core.cli import flags
 from psc_core.report import page
 from psc_core.report.content import Content
@@ -18,7 +19,7 @@ _EXAMPLE = """example:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of ``psc-report``."""
+    """Return the command line of ``psc-report``."""
     cli = flags.command("psc-report", "Write the report of a bundle again; needs no images.", _EXAMPLE)
     cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="from psc-fit")
     cli.add_argument("--out", type=Path, metavar="DIR", help="folder of report.html (default: the bundle's)")
@@ -32,7 +33,8 @@ def report(args: argparse.Namespace) -> None:
     if out.resolve() != args.bundle.resolve() and not args.overwrite:
         flags.check_free(out, (page.PAGE, page.FIGURES))
     out.mkdir(parents=True, exist_ok=True)
-    facts = facts_of(args.bundle, Content.load(args.bundle))
+    bundle = read_bundle(args.bundle)
+    facts = facts_of(bundle, Content.load(args.bundle, bundle.manifest.task.name))
     print(facts.to_text())
     print(f"report: {page.write(facts, out)}")
 

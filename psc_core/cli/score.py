@@ -15,10 +15,10 @@ from psc_core.cli import flags
 from psc_core.compute.distributed import Process
 from psc_core.errors import UsageError
 from psc_core.model.load import load_model
-from psc_core.scoring.inputs import Item, open_items, parts
-from psc_core.scoring.on_ray import score_on_ray
+from psc_core.scoring.inputs import NamedImage, in_parts, named_images
+from psc_core.scoring.on_ray import write_on_ray
 from psc_core.scoring.outputs import FORMATS
-from psc_core.scoring.score import PartScorer, score_parts
+from psc_core.scoring.parts import PartWriter, write_parts
 
 VERSION_FILE = "bundle-version"
 
@@ -31,7 +31,7 @@ An interrupted run goes on with the same command.  An image that cannot be read 
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of ``psc-score``."""
+    """Return the command line of ``psc-score``."""
     cli = flags.command("psc-score", "Every output of a bundle for many images.", _EXAMPLE)
     cli.add_argument("input", type=Path, help="folder of images, .parquet file, or text file with one path a line")
     cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="from psc-fit")
@@ -66,13 +66,13 @@ def score(args: argparse.Namespace) -> None:
     source, out = args.input.absolute(), args.out.absolute()
     check_version(out / VERSION_FILE, read_bundle(args.bundle).manifest.version)
     make_parts = partial(open_parts, source, args.column, args.part_images)
-    make_scorer = partial(
-        load_scorer, args.bundle.absolute(), out, args.format, args.threads, device, args.allow_factories
+    make_writer = partial(
+        load_writer, args.bundle.absolute(), out, args.format, args.threads, device, args.allow_factories
     )
     if args.ray:
-        counts = score_on_ray(make_scorer, make_parts, args.ray)
+        counts = write_on_ray(make_writer, make_parts, args.ray)
     else:
-        counts = score_parts(make_scorer(), make_parts(), rank=rank, world=world)
+        counts = write_parts(make_writer(), make_parts(), rank=rank, world=world)
     images = errors = there = 0
     with tqdm(unit=" images", desc="scored", disable=rank > 0 or not sys.stderr.isatty()) as progress:
         for count in counts:
@@ -85,16 +85,16 @@ def score(args: argparse.Namespace) -> None:
     print(f"{args.out}: {images} images{of}, {there} of them were there already, {errors} could not be read")
 
 
-def open_parts(source: Path, column: str, size: int) -> Iterator[list[Item]]:
-    """The parts of an input."""
-    return parts(open_items(source, column), size)
+def open_parts(source: Path, column: str, size: int) -> Iterator[list[NamedImage]]:
+    """Return the parts of an input."""
+    return in_parts(named_images(source, column), size)
 
 
-def load_scorer(
+def load_writer(
     bundle: Path, out: Path, file_format: str, threads: int | None, device: str, allow_factories: Sequence[str]
-) -> PartScorer:
-    """A scorer with the model of a bundle."""
-    return PartScorer(load_model(bundle, device=device, allow_factories=allow_factories), out, file_format, threads)
+) -> PartWriter:
+    """Load a bundle to write parts with."""
+    return PartWriter(load_model(bundle, device=device, allow_factories=allow_factories), out, file_format, threads)
 
 
 def check_version(file: Path, version: str) -> None:

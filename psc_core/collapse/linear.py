@@ -1,4 +1,4 @@
-"""How well a linear function of each layer predicts a regression's target: two passes, training then validation images.
+"""Measure how well linear functions of each layer predict a regression's target: two passes, training then validation.
 
 :mod:`psc_core.collapse.ridge` has the mathematics.  Layers are read in groups whose features fit the memory budget, two
 passes per group.
@@ -24,7 +24,7 @@ from psc_core.network.layers import LayerInfo
 
 @dataclass(frozen=True)
 class SquaredErrors:
-    """Of ridge regressions, on the CPU."""
+    """The squared errors of ridge regressions, on the CPU."""
 
     y: Float[Tensor, " n"]  # numbers of the validation images
     by_layer: dict[str, Float[Tensor, " n"]]  # squared error of each

@@ -115,14 +115,15 @@ def measure_layers(
     wanted = [layer for layer in every if layer.name in names or layer.role == "penultimate"]
     measurement = _Measurement(train, val, counts.double().to(compute.device), compute, reducer or Reducer())
     groups = column_groups(wanted, len(counts), compute.batch_size, max_memory_bytes)
+    by_nearest_mean = val.values is None  # of its class; numbers are told by a linear fit
     for number, group in enumerate(groups, 1):
         cut_after = list(dict.fromkeys(part.layer.name for part in group))
         backbone = truncate(net, cut_after, keep_output=False, example=example)
         label = f"collapse {number}/{len(groups)}"
         means = measurement.add_scatter(backbone, group, label)
-        if val.values is None:
+        if by_nearest_mean:
             measurement.add_correct(backbone, group, means, label)
-    if val.values is None:
+    if by_nearest_mean:
         measure, nc4_of, error_of = NC4, measurement.nc4, measurement.error
     else:
         errors = squared_errors(
@@ -217,7 +218,7 @@ class _Measurement:
         return [scatter.means for scatter in statistics]
 
     def correct(self, layer: str) -> Bool[Tensor, " examples"]:
-        """For each labelled validation example whether its nearest class mean after ``layer`` is that of its label."""
+        """Return whether each labelled validation example's nearest class mean after ``layer`` is that of its label."""
         return torch.from_numpy(np.unpackbits(self.sums[layer].correct, count=self.val_examples)).bool()
 
     def nc4(self, layer: str) -> float:

@@ -111,7 +111,7 @@ class CollapseReport:
 
     @property
     def best(self) -> LayerCollapse | None:
-        """See :func:`best_layer`."""
+        """The layer that :func:`best_layer` chooses."""
         return best_layer(self.layers, self.epsilon, self.pattern)
 
     def candidate(self, layer: str | None = None) -> Candidate:

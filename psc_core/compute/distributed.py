@@ -30,19 +30,19 @@ class Process(NamedTuple):
 
     @classmethod
     def from_environment(cls) -> Process:
-        """What ``torchrun`` says in ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``."""
+        """Read ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, which ``torchrun`` sets."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return cls(*(int(os.environ.get(name, alone)) for name, alone in zip(names, cls(), strict=True)))
 
     @property
     def gpu(self) -> int | None:
-        """Its GPU, None without any; processes that outnumber the GPUs share them in turn."""
+        """The index of its GPU, None without any; processes that outnumber the GPUs share them in turn."""
         gpus = torch.cuda.device_count()
         return self.local_rank % gpus if gpus else None
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether two processes of this machine have the same GPU, which NCCL refuses."""
+        """True if two processes of this machine have the same GPU, which NCCL refuses."""
         return 0 < torch.cuda.device_count() < self.local_world
 
 

@@ -23,7 +23,7 @@ class DensityOutput(NamedTuple):
 
 
 class DensityExplanation(NamedTuple):
-    """Where a batch lies relative to the classes."""
+    """The place of a batch relative to the classes."""
 
     class_distances: Float[Tensor, "batch classes"]  # Mahalanobis, in standard deviations
     nearest_class: Int[Tensor, " batch"]  # index of the class at the smallest distance
@@ -33,13 +33,14 @@ class DensityExplanation(NamedTuple):
 class Density(Fitted):
     """Base of the densities: ``mean`` (D,), ``basis`` (D, P), ``constants`` (K,) as in :mod:`.gaussian`."""
 
+    # What leads to the difference from a class mean, which cancels where classes are tight.
     in_float64: ClassVar[frozenset[str]] = frozenset({"mean", "basis", "centres"})
 
     input_kind: ClassVar[Literal["z", "pooled"]] = "z"
-    """Its input: the projected features z, or the candidate layer's features averaged over positions."""
+    """Kind of input: the projected features z, or the candidate layer's features averaged over positions."""
 
     unit_length: ClassVar[bool] = False
-    """Whether z is divided by its Euclidean norm first."""
+    """True if z is divided by its Euclidean norm first."""
 
     minimum_variance: ClassVar[float | None] = None
     """Automatic choice of components: those whose variance is above this fraction of the largest; ``None``: those that
@@ -70,6 +71,7 @@ class Density(Fitted):
     def forward(self, z: Float[Tensor, "batch dim"]) -> DensityOutput:
         """Log-densities of a batch, nats."""
         joint = self.class_log_joint(self.coordinates(z))
+        # Not the log of a sum: float32 holds nothing below e^−103, and densities can be far smaller.
         return DensityOutput(joint.logsumexp(dim=1), joint)
 
     def class_log_joint(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
@@ -78,7 +80,7 @@ class Density(Fitted):
         return torch.addcmul(self.constants, distances, distances, value=-0.5)
 
     def explain(self, z: Float[Tensor, "batch dim"]) -> DensityExplanation:
-        """Which class is nearest, how far away it is, and along which components."""
+        """Return the nearest class, its distance, and along which components the images deviate from it."""
         w = self.coordinates(z)
         distances = self.class_distances(w)
         nearest = distances.argmin(dim=1)

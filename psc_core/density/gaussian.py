@@ -56,6 +56,7 @@ class ClasswiseDensity(Density):
         batch = max(1, SERVE_ELEMENTS // self.centres.numel())
         if len(w) > batch:
             return torch.cat([self.class_distances(part) for part in torch.split(w, batch)])
+        # Float64 up to here, where it cancels; the product does not, and float32 takes half the memory.
         differences = (w - self.centres[:, None]).float()
         distances: Tensor = torch.linalg.vector_norm(differences @ self.whiteners.mT, dim=2)
         return distances.T
@@ -95,6 +96,7 @@ class TiedDensity(Density):
 
     def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
         """``‖w − m_k‖`` from differences: ‖w‖² − 2 w·m + ‖m‖² would cancel where classes are tight."""
+        # PyTorch's default expands the square where there are more than 25 points.
         return torch.cdist(w, self.centres, compute_mode="donot_use_mm_for_euclid_dist").float()
 
     def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:

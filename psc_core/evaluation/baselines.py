@@ -38,12 +38,12 @@ from psc_core.density import DENSITIES, Density
 from psc_core.density.fit.density import fit_density
 from psc_core.density.gaussian import ClasswiseDensity
 from psc_core.errors import FitError, NetworkError
-from psc_core.fitting.checks import check_own_output
-from psc_core.heads import entropy
-from psc_core.heads.fit.temperature import fit_temperature
+from psc_core.fitting.parts import check_own_output
 from psc_core.images.preprocess import Preprocess
 from psc_core.network.backbone import Backbone, example_input, truncate
 from psc_core.numerics import linalg
+from psc_core.tasks.classification.fit.temperature import fit_temperature
+from psc_core.tasks.classification.heads import entropy
 
 NEIGHBOURS: Final = 50
 """k of ``knn``, OpenOOD's choice for CIFAR-10."""
@@ -62,7 +62,7 @@ GAUSSIAN_ELEMENTS: Final = 1 << 28
 
 
 class BaselineOutputs(NamedTuple):
-    """The baselines on a batch."""
+    """The baselines' outputs for a batch."""
 
     scores: dict[str, Tensor]  # (B,) float64, by detector, in the order reports print them
     probabilities: dict[str, Tensor]  # (B, K) float64, by "base" and "temperature"
@@ -81,7 +81,7 @@ class Baselines:
 
     @torch.no_grad()
     def score(self, images: UInt8[Tensor, "batch channels height width"]) -> BaselineOutputs:
-        """All scores and probabilities of a batch, on the device of ``images``."""
+        """Return all scores and probabilities of a batch, on the device of ``images``."""
         features, logits = penultimate_and_logits(self.backbone, self.preprocess.standardise(images))
         tempered = logits / self.temperature
         unit = functional.normalize(features)
@@ -95,6 +95,20 @@ class Baselines:
             "mahalanobis++": self.mahalanobis.explain(unit).class_distances.amin(1).double(),
         }
         return BaselineOutputs(scores, {"base": logits.softmax(1), "temperature": tempered.softmax(1)})
+
+
+@dataclass(frozen=True)
+class OwnNetwork:
+    """A classifier as it was trained, logits out, beside which a PSC is shown."""
+
+    net: nn.Module
+    preprocess: Preprocess
+
+    @torch.no_grad()
+    def score(self, images: UInt8[Tensor, "batch channels height width"]) -> BaselineOutputs:
+        """Return its softmax, in float64."""
+        logits = self.net(self.preprocess.standardise(images)).double()
+        return BaselineOutputs({"max-softmax": max_softmax_score(logits)}, {"base": logits.softmax(1)})
 
 
 def fit_baselines(
@@ -124,7 +138,7 @@ def fit_baselines(
     net.to(compute.device)
     example = example_input(train.preprocess).to(compute.device)
     backbone = truncate(net, [penultimate_layer], keep_output=True, example=example)
-    check_own_output(backbone, train, compute)
+    check_own_output(backbone, train, compute, len(train.classes))
     step = partial(penultimate_and_logits, backbone)
     logits, labels = [], []
     for (_, output), batch in passes(val, compute, "baselines: temperature", step):
@@ -144,7 +158,7 @@ def fit_baselines(
 
 
 def full_density(z: Float[Tensor, "n dim"], labels: Int[Tensor, " n"], *, num_classes: int, kind: str) -> Density:
-    """A density with all components of the features that memory allows.
+    """Fit a density with all components of the features that memory allows.
 
     Every class has at least two labels; arguments and errors are those of
     :func:`psc_core.density.fit.density.fit_density`.
@@ -163,7 +177,7 @@ def full_density(z: Float[Tensor, "n dim"], labels: Int[Tensor, " n"], *, num_cl
 def penultimate_and_logits(
     backbone: Backbone, images: Float[Tensor, "batch channels height width"]
 ) -> tuple[Float[Tensor, "batch dim"], Float[Tensor, "batch classes"]]:
-    """Features averaged over positions (float32) and logits (float64) of standardised images."""
+    """Return features averaged over positions (float32) and logits (float64) of standardised images."""
     (features,), logits = backbone(images)
     if logits is None:
         raise NetworkError("expected a backbone that keeps the network's output; truncate with keep_output=True")
@@ -171,12 +185,12 @@ def penultimate_and_logits(
 
 
 def max_softmax_score(logits: Float[Tensor, "batch classes"]) -> Float[Tensor, " batch"]:
-    """1 − max p as −expm1(max f − logsumexp f), exact for p near one."""
+    """Return 1 − max p as −expm1(max f − logsumexp f), exact for p near one."""
     return -(logits.amax(1) - logits.logsumexp(1)).expm1()
 
 
 def knn_score(unit: Float[Tensor, "batch dim"], bank: Float[Tensor, "images dim"]) -> Float[Tensor, " batch"]:
-    """Euclidean distance to the k-th nearest of ``bank``, or to the farthest if there are fewer.
+    """Return the Euclidean distance to the k-th nearest of ``bank``, or to the farthest if there are fewer.
 
     ``√(2 − 2 cos)`` of unit vectors; the bank is read in blocks, and the k largest cosines so far are kept.
     """
@@ -191,7 +205,7 @@ def knn_score(unit: Float[Tensor, "batch dim"], bank: Float[Tensor, "images dim"
 def _training_features(
     backbone: Backbone, train: ImageDataset, compute: Compute, seed: int
 ) -> tuple[Float[Tensor, "images dim"], Int[Tensor, " examples"], Int[Tensor, " examples"]]:
-    """Features of a random subset; image index and label of each of its labelled examples."""
+    """Return features of a random subset, and image index and label of each of its labelled examples."""
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
     subset = train.subset(order[:BANK_IMAGES])
     kept, image_index, labels = [], [], []
@@ -208,7 +222,7 @@ def _training_features(
 
 
 def _usable_density(features: Tensor, image_index: Tensor, labels: Tensor, *, kind: str) -> Density:
-    """:func:`full_density` of the classes with at least two labelled examples; fewer give no covariance."""
+    """Fit :func:`full_density` to the classes with at least two labelled examples; fewer give no covariance."""
     usable = labels.bincount() >= 2
     if not bool(usable.any()):
         raise FitError("the baselines need a class with at least two images; fit on more images")

@@ -23,7 +23,7 @@ class Losses(NamedTuple):
 
 
 def losses_of(probabilities: Float[Tensor, "batch classes"], batch: Batch) -> Losses:
-    """Losses of a batch's labelled examples."""
+    """Return the losses of a batch's labelled examples."""
     p, labels = batch.per_example(probabilities), batch.labels
     confidence, predicted = p.double().max(1)
     return Losses(label_nll(p, labels), label_brier(p, labels), confidence, predicted == labels)

@@ -8,25 +8,38 @@ images.  The predicted class is the service's, whatever the score.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from psc_core.evaluation.report import DECISION, ENTROPY, PRIMARY, Acceptance
+from psc_core.evaluation.base import PRIMARY
+from psc_core.evaluation.separation import ENTROPY
 from psc_core.metrics.inputs import check_values
 from psc_core.metrics.ranking import placements
 from psc_core.metrics.selective import aurc
+
+DECISION: Final = f"{PRIMARY}-decision"
+"""The OOD score and the predictive entropy as one score."""
 
 ACCEPTED: Final = 0.95
 """Fraction of in-distribution images that a threshold accepts."""
 
 
+@dataclass(frozen=True)
+class Acceptance:
+    """The errors of thresholds on one score, where to accept an OOD image or a wrong class is one."""
+
+    ood_accepted: float  # fraction of OOD images accepted where 95 % of the in-distribution ones are
+    aurc: float  # area under risk over coverage, of both kinds of images together
+
+
 def acceptance(
     inside: Mapping[str, Float[Tensor, " n"]], outside: Mapping[str, Float[Tensor, " m"]], correct: Bool[Tensor, " n"]
 ) -> dict[str, Acceptance]:
-    """What thresholds accept, by every score and by the decision of the service.
+    """Return what thresholds accept, by every score and by the decision of the service.
 
     Args:
         inside: In-distribution images by score, higher is more unusual.
@@ -46,7 +59,7 @@ def acceptance(
 
 
 def ood_accepted(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]) -> float:
-    """Fraction of OOD images up to the lowest threshold that accepts :data:`ACCEPTED` of the in-distribution ones."""
+    """Return the fraction of OOD images that the lowest threshold for :data:`ACCEPTED` of the others accepts."""
     check_values("ood_accepted", in_scores, out_scores)
     ordered = in_scores.sort().values
     accepted = torch.arange(1, len(ordered) + 1) >= ACCEPTED * len(ordered) - 1e-9

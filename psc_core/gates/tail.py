@@ -1,4 +1,4 @@
-"""From readings to log p-values, with a continuous tail.
+"""Turn readings into log p-values, with a continuous tail.
 
 Conformal p-values of m images are at least 1 / (m + 1): everything beyond the largest of m readings is tied.  Where
 several readings are combined, how far beyond matters.  So with the readings ``r_1 ≤ … ≤ r_m`` of in-distribution

@@ -44,7 +44,7 @@ _MAXIMUM_VALUES: Final = 3 << 16
 """Values of a TIFF tag, such as strip offsets: Pillow makes an object of each.  A transfer function has this many."""
 
 _MAXIMUM_OVERLAP: Final = 10
-"""How many times the strips of a TIFF may cover its bytes, on average."""
+"""Maximum times that the strips of a TIFF may cover its bytes, on average."""
 
 _MARKER: Final = re.compile(rb"\xff[\xc0-\xc7\xc9-\xcf\xd9-\xef\xfe]")
 """Start of a JPEG segment; in compressed pixels 0xFF is followed by 0 or by a restart marker, 0xD0 to 0xD7."""

@@ -1,4 +1,4 @@
-"""From a decoded image to the network input, in two halves that meet at a fixed-size ``uint8`` array.
+"""Turn a decoded image into the network input, in two halves that meet at a fixed-size ``uint8`` array.
 
 The host half (colour mode, resize, centre crop) gives ``uint8 (channels, height, width)``, the smallest array that can
 be copied to the device.  The device half scales to [0, 1] and standardises: ``(x / 255 − mean) / std``.  Fitting,
@@ -41,7 +41,7 @@ INTERPOLATIONS: Final = tuple(_FILTERS)
 
 @dataclass(frozen=True)
 class Preprocess:
-    """How an image becomes a network input.
+    """The steps by which an image becomes a network input.
 
     The shorter side is resized to ``resize`` pixels before a centre crop of ``height × width``; ``None`` resizes
     directly to that size, without a crop.

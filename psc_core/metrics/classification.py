@@ -1,4 +1,4 @@
-"""How good are class probabilities?  Accuracy, likelihood, and calibration of the confidence; float64.
+"""Quality of class probabilities: accuracy, likelihood, and calibration of the confidence; float64.
 
 ``probabilities`` (n, K), rows sum to one; ``labels`` (n,) class indices; ``confidence`` (n,) in [0, 1], usually
 max_c p_c; ``correct`` (n,) whether the arg max is the label.  Ties and unusable inputs: :mod:`.inputs`.

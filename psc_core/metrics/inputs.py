@@ -18,7 +18,7 @@ from psc_core.errors import UsageError
 
 
 def check_values(name: str, *vectors: Tensor) -> None:
-    """At least one value in each vector, and no NaN; raises :class:`UsageError` that names the metric."""
+    """Check for at least one value in each vector, and no NaN; raises :class:`UsageError` that names the metric."""
     lengths = [len(vector) for vector in vectors]
     if min(lengths) == 0:
         raise UsageError(f"{name}: expected at least one value in each input, got lengths {lengths}")

@@ -1,4 +1,4 @@
-"""How well does a score rank?  AUROC with its paired comparison, average precision, FPR at 95 % recall; float64.
+"""Quality of a ranking score: AUROC with its paired comparison, average precision, FPR at 95 % recall; float64.
 
 ``in_scores`` (n,), ``out_scores`` (m,): an out-of-distribution score (higher = more OOD) of in-distribution and of
 out-of-distribution images.  OOD is the positive class, as in OpenOOD v1.5.  Ties and unusable inputs: :mod:`.inputs`.

@@ -1,4 +1,4 @@
-"""How good is abstaining?  Risk against coverage when the least confident predictions are rejected first; float64.
+"""Quality of abstaining: risk against coverage when the least confident predictions are rejected first; float64.
 
 ``confidence`` (n,), usually max_c p_c; ``correct`` (n,) whether the arg max is the label.  Ties and unusable inputs:
 :mod:`.inputs`.

@@ -12,10 +12,10 @@ from torch import Tensor
 from psc_core.errors import NetworkError
 from psc_core.images.preprocess import Preprocess
 from psc_core.model import BACKENDS, Backend
-from psc_core.model.load import Model
-from psc_core.model.outputs import Outputs
+from psc_core.model.base import FittedModel
 from psc_core.model.pipeline import Pipeline
 from psc_core.network.onnx import INSTALLED, to_onnx
+from psc_core.tasks.outputs import Outputs
 
 OUTPUT_TOLERANCE = 1e-4
 """Maximum difference between two backends in a probability, a mean in standard deviations, and a log density relative
@@ -24,7 +24,7 @@ to its size."""
 _CHECKED_IMAGES = 32
 
 
-def available_backends(psc: Model) -> tuple[Backend, ...]:
+def available_backends(psc: FittedModel) -> tuple[Backend, ...]:
     """The backends that a model can run on, ``folded`` first.
 
     Only a traced float32 network on a CPU has more than one.
@@ -35,7 +35,7 @@ def available_backends(psc: Model) -> tuple[Backend, ...]:
     return BACKENDS if INSTALLED else BACKENDS[:2]
 
 
-def pipeline_on(psc: Model, backend: Backend) -> Pipeline:
+def pipeline_on(psc: FittedModel, backend: Backend) -> Pipeline:
     """The pipeline of a model on one of its :func:`available_backends`.
 
     Raises:
@@ -51,12 +51,12 @@ def pipeline_on(psc: Model, backend: Backend) -> Pipeline:
     pipeline = psc.pipeline.with_backbone(to_onnx(psc.backbone, psc.preprocess.shape))
     images = _smooth_noise(psc.preprocess)
     with torch.inference_mode():
-        check_agreement(psc.outputs(psc.pipeline(images)), psc.outputs(pipeline(images)), len(psc.calibration))
+        check_agreement(psc, psc.outputs(psc.pipeline(images)), psc.outputs(pipeline(images)))
     return pipeline
 
 
-def check_agreement(calibrated: Outputs[Tensor], other: Outputs[Tensor], calibration_images: int) -> None:
-    """Compare the outputs of two backends for the same images.
+def check_agreement(psc: FittedModel, calibrated: Outputs[Tensor], other: Outputs[Tensor]) -> None:
+    """Compare the outputs of a model on two backends for the same images.
 
     A p-value may move by the one calibration image whose score rounding passes.
 
@@ -64,15 +64,11 @@ def check_agreement(calibrated: Outputs[Tensor], other: Outputs[Tensor], calibra
         NetworkError: They differ by more than rounding.
     """
     size = calibrated["log_density"].abs().clamp(min=1)
-    if "mean" in calibrated.scores:
-        deviation = torch.hypot(calibrated["aleatoric"], calibrated["epistemic"])
-        predictions = "means", (calibrated["mean"] - other["mean"]) / deviation
-    else:
-        predictions = "probabilities", calibrated.probabilities - other.probabilities
+    predictions, apart = psc.task.difference(calibrated, other)
     limits = {
-        predictions[0]: (predictions[1], OUTPUT_TOLERANCE),
+        predictions: (apart, OUTPUT_TOLERANCE),
         "log densities": ((calibrated["log_density"] - other["log_density"]) / size, OUTPUT_TOLERANCE),
-        "p-values": (calibrated["ood_p_value"] - other["ood_p_value"], 1.5 / (calibration_images + 1)),
+        "p-values": (calibrated["ood_p_value"] - other["ood_p_value"], 1.5 / (len(psc.calibration) + 1)),
     }
     for name, (difference, limit) in limits.items():
         if not difference.abs().max() <= limit:

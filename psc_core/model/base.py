@@ -1,4 +1,4 @@
-"""What fitted models have in common: their parts, saving, loading, and a trial before either."""
+"""The base of fitted models: their parts, saving, loading, and a trial before either."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from torch import Tensor, nn
 
 from psc_core.bundle.io import Bundle, read_bundle, write_bundle
 from psc_core.bundle.manifest import SCHEMA, Manifest
-from psc_core.calibration.conformal import Calibration
-from psc_core.calibration.intervals import ValueCalibration
 from psc_core.compute.device import resolve_device
 from psc_core.errors import BundleError, FitError
-from psc_core.gates.gates import Gates
-from psc_core.heads import Head
+from psc_core.gates.combined import Gates
 from psc_core.images.preprocess import Preprocess
 from psc_core.model.inputs import ImageLike, as_batch
-from psc_core.model.outputs import Matrix, Outputs
 from psc_core.model.pipeline import Pipeline, Scorer
 from psc_core.model.restore import restore_parts
 from psc_core.network.backbone import Backbone
-from psc_core.policy import Policy, ValuePolicy
 from psc_core.target import Target
+from psc_core.tasks.calibration import BaseCalibration
+from psc_core.tasks.head import Head
+from psc_core.tasks.outputs import FloatArray, Matrix, Outputs
+from psc_core.tasks.policy import BasePolicy
+from psc_core.tasks.prediction import BasePrediction
+from psc_core.tasks.task import Task
 
 FUSION_TOLERANCE = {"fp32": 0.01, "bf16": 0.5}
 """Maximum difference between fused and stored features, relative to the largest; rounding is far below."""
@@ -39,32 +40,37 @@ AnyModel = TypeVar("AnyModel", bound="FittedModel")
 
 @dataclass(frozen=True, kw_only=True)
 class FittedModel:
-    """A network cut behind its candidate layer(s), with everything that was fitted to it.
+    """A network cut behind its candidate layer(s), with everything that was fitted to it, ready to predict.
 
-    Subclasses have the ``calibration`` and the ``policy`` of their kind.
+    A subclass is the face of one task: the same with narrower types.
     """
 
-    is_regression: ClassVar[bool] = False
+    task_type: ClassVar[type[Task]] = Task
 
+    task: Task  # what it predicts
     pipeline: Pipeline = field(repr=False)  # pixels to packed outputs, on its device
     backbone: Backbone = field(repr=False)  # as it was fitted, for the bundle; the pipeline runs a fused copy
     classes: tuple[str, ...]  # names; a class index is a position here
-    calibration: Calibration | ValueCalibration = field(repr=False)
-    policy: Policy | ValuePolicy  # default thresholds
+    calibration: BaseCalibration = field(repr=False)
+    policy: BasePolicy  # default thresholds
     layers: tuple[str, ...]  # candidate layer(s)
     name: str
     report: Mapping[str, Any] = field(default_factory=dict, repr=False)  # collapse, metrics, provenance; JSON types
     version: str = ""  # digest of the bundle, empty before it is saved
-    target: Target | None = None  # of a regression
+
+    @property
+    def target(self) -> Target | None:
+        """The number that it predicts; None for a model that predicts something else."""
+        return getattr(self.task, "target", None)
 
     @property
     def device(self) -> torch.device:
-        """Where the pipeline computes."""
+        """The device on which the pipeline computes."""
         return self.pipeline.scorer.scale.device
 
     @property
     def preprocess(self) -> Preprocess:
-        """How images become inputs of the network."""
+        """The preprocessing that turns images into inputs of the network."""
         return self.pipeline.scorer.preprocess
 
     @property
@@ -74,7 +80,7 @@ class FittedModel:
 
     @property
     def head_layers(self) -> tuple[str, ...]:
-        """What the head tells apart: z, by the candidate layer(s), and the other layers that it reads."""
+        """The layers that the head tells apart: z, by the candidate layer(s), and the other layers that it reads."""
         return (self.layer, *(self.backbone.layers[position] for position in self.pipeline.scorer.head_layers))
 
     @property
@@ -84,11 +90,8 @@ class FittedModel:
 
     @property
     def epistemic_unit(self) -> str:
-        """Unit of the head's epistemic uncertainty; empty for base predictions of a classifier, which have none."""
-        head = self.pipeline.scorer.head
-        if self.target is not None:
-            return f"standard deviation, {self.target.unit}".removesuffix(", ")
-        return head.epistemic_unit if isinstance(head, Head) else ""
+        """Unit of the epistemic uncertainty; empty for base predictions of a classifier, which have none."""
+        return self.task.epistemic_unit(self.pipeline.scorer.head)
 
     @property
     def gates(self) -> tuple[str, ...]:
@@ -98,16 +101,16 @@ class FittedModel:
     @property
     def score_names(self) -> tuple[str, ...]:
         """Names of the scores in its outputs."""
-        return self.pipeline.scorer.score_names
+        return self.pipeline.scorer.head.score_names
 
     @property
     def num_probabilities(self) -> int:
-        """Columns of class probabilities in its outputs: none of a regression."""
-        return 0 if self.is_regression else len(self.classes)
+        """Columns of probabilities in its outputs."""
+        return self.task.probabilities(self.classes)
 
     def outputs(self, packed: Matrix) -> Outputs[Matrix]:
         """Packed outputs of this model, read by name."""
-        return Outputs(packed, self.gates, self.score_names)
+        return Outputs(packed, self.score_names, self.gates)
 
     def compute(self, images: Sequence[ImageLike] | Tensor) -> Outputs[Tensor]:
         """Outputs for images in any form, on the CPU; see :meth:`psc_core.PSC.predict`."""
@@ -117,6 +120,25 @@ class FittedModel:
         columns = len(self.score_names) + self.num_probabilities + len(self.gates)
         return self.outputs(torch.cat(packed) if len(batch) else torch.empty(0, columns))
 
+    def predict(self, images: Sequence[ImageLike] | Tensor) -> BasePrediction:
+        """Predict with uncertainty, under the bundle's policy.
+
+        Args:
+            images: A list of paths, encoded files (bytes), Pillow images or ``uint8`` arrays (height, width) or
+                (height, width, 3), of any size; or a tensor ``uint8 (n, channels, height, width)`` already of the
+                network's input size.
+
+        Raises:
+            ImageError: An image cannot be decoded.
+            UsageError: Another type, a file that cannot be read, or a tensor of another shape.
+        """
+        outputs = self.compute(images)
+        return self.task.prediction(outputs, self.decide(self.outputs(outputs.packed.numpy())), self.classes)
+
+    def decide(self, outputs: Outputs[FloatArray]) -> Any:
+        """Return the decisions under the bundle's policy."""
+        return self.task.decide(outputs, self.calibration.thresholds(self.policy))
+
     def save(self, path: str | Path) -> Manifest:
         """Write the bundle directory ``path``; equal models give equal bytes.
 
@@ -125,20 +147,21 @@ class FittedModel:
             BundleError: ``path`` is no place for a bundle.
         """
         scorer, gates = self.pipeline.scorer, self.pipeline.gates
+        head = scorer.head if isinstance(scorer.head, Head) else None
         parts = {
             "backbone": self.backbone.state_dict(),
             "projection": scorer.projection.state_dict(),
             "density": scorer.density.state_dict(),
             "calibration": self.calibration.tensors(),
         }
-        if scorer.head is not None:
-            parts["head"] = scorer.head.state_dict()
+        if head is not None:
+            parts["head"] = head.state_dict()
         if gates is not None:
             parts["gates"] = {**gates.state_dict(), **_prefixed("texture.", scorer.texture)}
         fields = {
             "schema_version": SCHEMA,
             "name": self.name,
-            **({} if self.target is None else {"target": self.target.model_dump()}),
+            **self.task.manifest_fields(),
             "classes": self.classes,
             "preprocess": self.preprocess.to_json(),
             "precision": scorer.precision,
@@ -148,7 +171,7 @@ class FittedModel:
             "backbone": self.backbone.spec(),
             "projection": scorer.projection.config(),
             "density": scorer.density.config(),
-            "head": None if scorer.head is None else {**scorer.head.config(), **self._other_layers()},
+            "head": None if head is None else {**head.config(), **self._other_layers()},
             "calibration": {"images": len(self.calibration)},
             **({} if gates is None else {"gates": self._gates_config(gates)}),
             "collapse": self.report.get("collapse"),
@@ -180,6 +203,7 @@ class FittedModel:
         *,
         device: str | torch.device = "auto",
         allow_factories: Collection[str] = (),
+        check: Callable[[AnyModel], None] | None = None,
     ) -> AnyModel:
         """Read, verify and build a bundle.
 
@@ -187,11 +211,12 @@ class FittedModel:
             path: Bundle directory.
             device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
             allow_factories: Network factories (``package.module:factory``) that may be imported.
+            check: Raises for a model that should not even be tried, before its first image.
 
         Raises:
-            BundleError: The bundle is missing, altered, damaged, inconsistent, or of a model of the other kind.
+            BundleError: The bundle is missing, altered, damaged, inconsistent, or of a model of another task.
         """
-        return cls.from_bundle(read_bundle(Path(path)), device=device, allow_factories=allow_factories)
+        return cls.from_bundle(read_bundle(Path(path)), device=device, allow_factories=allow_factories, check=check)
 
     @classmethod
     def from_bundle(
@@ -202,12 +227,14 @@ class FittedModel:
         allow_factories: Collection[str] = (),
         check: Callable[[AnyModel], None] | None = None,
     ) -> AnyModel:
-        """Build a verified bundle, see :meth:`load`; ``check`` raises for a model that should not even be tried."""
+        """Build a verified bundle, see :meth:`load`."""
         target = resolve_device(device)
         manifest = bundle.manifest
-        if (manifest.target is not None) != cls.is_regression:
-            wanted, found = ("a regression", "a classifier")[:: 1 if cls.is_regression else -1]
-            raise BundleError(f"expected the bundle of {wanted}, {bundle.path} is of {found}; load_model loads either")
+        if not isinstance(manifest.task, cls.task_type):
+            raise BundleError(
+                f"expected the bundle of a {cls.task_type.noun}, {bundle.path} is of a {manifest.task.noun}; "
+                "load_model loads any"
+            )
         parts = restore_parts(bundle, allow_factories)
         scorer = Scorer(
             manifest.preprocess,
@@ -229,7 +256,7 @@ class FittedModel:
             name=manifest.name,
             report={"collapse": manifest.collapse, "metrics": manifest.metrics, "provenance": manifest.provenance},
             version=manifest.version,
-            target=manifest.target,
+            task=manifest.task,
         )
         if check is not None:
             check(model)
@@ -262,10 +289,14 @@ class FittedModel:
         # The features too: a ReLU inside a convolution turns NaN into zeros.
         finite = all(bool(part.isfinite().all()) for part in (packed, *stored))
         others, expected = len(self.score_names) + len(self.gates), self.num_probabilities
-        if packed.shape[1] != others + expected or not finite:
+        if packed.shape[1] != others + expected:
             raise FitError(
-                f"expected {expected} finite probabilities from {self.name!r}, got "
-                f"{packed.shape[1] - others} columns or values that are not finite; check the weights, fit again"
+                f"expected {others + expected} columns of outputs from {self.name!r}, got {packed.shape[1]}; fit again"
+            )
+        if not finite:
+            raise FitError(
+                f"expected finite features and outputs from {self.name!r}, got some that are not; check the weights, "
+                "fit again"
             )
         for exact, got in zip(stored, fused, strict=True):
             if (exact - got.float()).abs().max() > FUSION_TOLERANCE[scorer.precision] * exact.abs().max():

@@ -65,12 +65,12 @@ def read_image(image: ImageLike, preprocess: Preprocess) -> npt.NDArray[np.uint8
 
 
 def is_picture(pixels: npt.NDArray[Any]) -> bool:
-    """Whether an array is ``uint8`` (height, width) or (height, width, 3) and not empty."""
+    """Return whether an array is ``uint8`` (height, width) or (height, width, 3) and not empty."""
     return pixels.dtype == np.uint8 and pixels.size > 0 and (pixels.ndim == 2 or pixels.shape[2:] == (3,))
 
 
 def described(image: Any) -> str:
-    """What an image is, for messages."""
+    """Describe an image for messages."""
     if isinstance(image, np.ndarray):
         return f"an array of {image.dtype} {image.shape}"
     return f"a {type(image).__name__}"

@@ -1,4 +1,4 @@
-"""Load a bundle of either kind."""
+"""Load a bundle of any task."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 
 from psc_core.bundle.io import read_bundle
+from psc_core.model.base import FittedModel
 from psc_core.model.predictor import PSC
 from psc_core.model.regressor import PSCRegressor
 
-Model = PSC | PSCRegressor
-"""A fitted classifier, or a fitted regression."""
+FACES: tuple[type[FittedModel], ...] = (PSC, PSCRegressor)
+"""Classes for the models of one task; those of any other are plain :class:`.base.FittedModel`."""
 
 
 def load_model(
@@ -20,18 +21,22 @@ def load_model(
     *,
     device: str | torch.device = "auto",
     allow_factories: Collection[str] = (),
-    check: Callable[[Model], None] | None = None,
-) -> Model:
-    """Read, verify and build a bundle of a classifier or of a regression; see :meth:`psc_core.PSC.load`.
+    check: Callable[[FittedModel], None] | None = None,
+) -> FittedModel:
+    """Read, verify and build a bundle of any task; see :meth:`psc_core.PSC.load`.
 
     Example:
-        >>> load_model("artifacts/dirty-mnist-resnet18").target is None  # of a classifier
-        True
+        >>> load_model("artifacts/dirty-mnist-resnet18").task.noun
+        'classifier'
 
     Raises:
         BundleError: The bundle is missing, altered, damaged or inconsistent.
     """
     bundle = read_bundle(Path(path))
-    if bundle.manifest.target is None:
-        return PSC.from_bundle(bundle, device=device, allow_factories=allow_factories, check=check)
-    return PSCRegressor.from_bundle(bundle, device=device, allow_factories=allow_factories, check=check)
+    face = face_of(bundle.manifest.task)
+    return face.from_bundle(bundle, device=device, allow_factories=allow_factories, check=check)
+
+
+def face_of(task: object) -> type[FittedModel]:
+    """Return the class for models of a task."""
+    return next((face for face in FACES if isinstance(task, face.task_type)), FittedModel)

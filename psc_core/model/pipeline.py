@@ -7,8 +7,8 @@
                                                 └▶ projection ─▶ z ─┬───────┴▶ density ───────┼▶ OOD score ─▶ p-value
                                                                     └▶ head ─▶ p ─▶ entropy ──┘
 
-For a regression the head gives a mean and two standard deviations in place of p, and no gate reads its uncertainty.
-It may read earlier layers too, averaged over positions, behind z.
+What the head gives is its task's: of a regression a mean and two standard deviations in place of p, and no gate reads
+its uncertainty.  It may read earlier layers too, averaged over positions, behind z.
 
 :class:`Scorer` is everything that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  The
 density reads one of the two, and only a model with the gate ``texture`` an early layer.  Shapes are fixed and nothing
@@ -26,34 +26,24 @@ from torch import Tensor, nn
 
 from psc_core.calibration.conformal import conformal_p_values
 from psc_core.density import Density
-from psc_core.errors import NetworkError
-from psc_core.gates.gates import TEXTURE, Gates, readings_of
-from psc_core.heads import Head, ValueHead, entropy
+from psc_core.gates.combined import TEXTURE, Gates, readings_of
 from psc_core.images.preprocess import Inputs, Pixels, Preprocess, standardise
-from psc_core.model.outputs import pack
 from psc_core.network.backbone import Backbone, FeaturesAndLogits
 from psc_core.network.onnx import OnnxBackbone
 from psc_core.precision import Precision
-from psc_core.prediction import SCORES
 from psc_core.projection.module import Projection
-from psc_core.value_prediction import VALUE_SCORES
+from psc_core.tasks.head import Reader, Scored
+from psc_core.tasks.outputs import pack
 
 
 class Embedding(NamedTuple):
-    """What density and head read."""
+    """The inputs of density and head."""
 
     z: Float[Tensor, "batch dim"]  # projected features
     head_input: Float[Tensor, "batch _"]  # z, and pooled features of the other layers that the head reads
     density_input: Float[Tensor, "batch _"]  # z itself, or features from :func:`average_positions`
-    logits: Float[Tensor, "batch classes"] | None  # of the network, for base predictions
+    output: Float[Tensor, "batch outputs"] | None  # the network's own, for base predictions
     early: Float[Tensor, "batch _"] | None  # pooled features of the early layer, for the gate "texture"
-
-
-class Scored(NamedTuple):
-    """What is computed without calibration."""
-
-    scores: Mapping[str, Float[Tensor, " batch"]]  # nats; the head's epistemic, and a regression's, in their own unit
-    probabilities: Float[Tensor, "batch classes"]  # of no class for a regression
 
 
 def average_positions(features: Sequence[Float[Tensor, "batch _ _"]]) -> Float[Tensor, "batch channels"]:
@@ -61,11 +51,25 @@ def average_positions(features: Sequence[Float[Tensor, "batch _ _"]]) -> Float[T
     return torch.cat([layer.float().mean(2) for layer in features], dim=1)
 
 
-def read_by_head(
-    z: Float[Tensor, "batch dim"], others: Sequence[Float[Tensor, "batch _ _"]]
-) -> Float[Tensor, "batch _"]:
-    """z and the features of ``others`` averaged over positions, side by side."""
-    return torch.cat([z, average_positions(others)], dim=1) if others else z
+def embed(
+    projection: Projection,
+    density: Density,
+    candidate: Sequence[Float[Tensor, "batch _ _"]],
+    others: Sequence[Float[Tensor, "batch _ _"]],
+    output: Float[Tensor, "batch outputs"] | None,
+) -> Embedding:
+    """Return what density and head read, from the features of the candidate and of ``others``, which the head reads."""
+    z = projection(candidate)
+    head_input = torch.cat([z, average_positions(others)], dim=1) if others else z
+    density_input = average_positions(candidate) if density.input_kind == "pooled" else z
+    return Embedding(z, head_input, density_input, None if output is None else output.float(), None)
+
+
+def score(density: Density, head: Reader, embedding: Embedding) -> Scored:
+    """Return the log density, the other scores and the probabilities; nothing of an early layer."""
+    log_density = density(embedding.density_input).log_density
+    scores, probabilities = head.score(embedding.head_input, embedding.output)
+    return Scored({**scores, "log_density": log_density}, probabilities)
 
 
 def ood_score_of(scores: Mapping[str, Tensor], gates: Gates | None) -> Float[Tensor, " batch"]:
@@ -74,7 +78,7 @@ def ood_score_of(scores: Mapping[str, Tensor], gates: Gates | None) -> Float[Ten
 
 
 class Scorer(nn.Module):
-    """Pixels to class probabilities, log density and epistemic uncertainty.
+    """Pixels to the scores of the task, the log density and the probabilities, if it has any.
 
     All parts are on one device; a fused backbone is made for it.
 
@@ -84,8 +88,7 @@ class Scorer(nn.Module):
             network's output for base predictions.
         projection: Features to z.
         density: log p of z, or of features averaged over positions.
-        head: g′ on z, or None for the network's own softmax ("base" predictions).  A regression always has one, whose
-            standard deviations then stand beside the network's own output.
+        head: g′ on z, or what reads the network's own output in its place ("base" predictions).
         precision: ``"fp32"`` or ``"bf16"`` of the backbone; everything after it is float32.
         texture: Density of the pooled features of the backbone's last layer, which is then none of the projection's.
         head_layers: Positions, among the backbone's layers, of those that the head reads beside z.
@@ -100,7 +103,7 @@ class Scorer(nn.Module):
         backbone: Backbone | OnnxBackbone,
         projection: Projection,
         density: Density,
-        head: Head | ValueHead | None,
+        head: Reader,
         precision: Precision = "fp32",
         texture: Density | None = None,
         head_layers: Sequence[int] = (),
@@ -117,11 +120,6 @@ class Scorer(nn.Module):
         self.head_layers = tuple(head_layers)
         self.precision = precision
         self.eval().requires_grad_(False)
-
-    @property
-    def score_names(self) -> tuple[str, ...]:
-        """Of the columns of the packed outputs."""
-        return VALUE_SCORES if isinstance(self.head, ValueHead) else SCORES
 
     def with_backbone(
         self,
@@ -145,37 +143,21 @@ class Scorer(nn.Module):
         return result
 
     def embed(self, images: Pixels) -> Embedding:
-        """What density and head read."""
-        features, logits = self.features(self.standardise(images))
+        """Return what density and head read."""
+        features, output = self.features(self.standardise(images))
         early = None if self.texture is None else average_positions(features[-1:])
         candidate = features[: len(self.projection.positions)]
-        z = self.projection(candidate)
-        head_input = read_by_head(z, [features[position] for position in self.head_layers])
-        density_input = average_positions(candidate) if self.density.input_kind == "pooled" else z
-        return Embedding(z, head_input, density_input, None if logits is None else logits.float(), early)
+        others = [features[position] for position in self.head_layers]
+        return embed(self.projection, self.density, candidate, others, output)._replace(early=early)
 
     def score(self, embedding: Embedding) -> Scored:
-        """Probabilities and scores from what density and head read.
+        """Return the scores and the probabilities from what density and head read.
 
         Raises:
             NetworkError: There is neither a head nor the network's output.
         """
-        log_density = self.density(embedding.density_input).log_density
-        scores: dict[str, Tensor]
-        if isinstance(self.head, ValueHead):
-            mean, aleatoric, deviation = self.head(embedding.head_input)
-            probabilities = mean.new_empty(len(mean), 0)
-            mean = mean if embedding.logits is None else embedding.logits[:, 0]
-            scores = {"mean": mean, "aleatoric": aleatoric, "log_density": log_density, "epistemic": deviation}
-            return Scored(scores | self._texture_of(embedding), probabilities)
-        if self.head is not None:
-            probabilities, epistemic = self.head(embedding.z)
-        elif embedding.logits is not None:
-            probabilities, epistemic = embedding.logits.softmax(1), torch.zeros_like(log_density)
-        else:
-            raise NetworkError("a scorer without a head needs a backbone that keeps the network's output")
-        scores = {"predictive_entropy": entropy(probabilities), "log_density": log_density, "epistemic": epistemic}
-        return Scored(scores | self._texture_of(embedding), probabilities)
+        scores, probabilities = score(self.density, self.head, embedding)
+        return Scored({**scores, **self._texture_of(embedding)}, probabilities)
 
     def _texture_of(self, embedding: Embedding) -> dict[str, Tensor]:
         """The reading of the gate "texture", of a model that has it."""
@@ -188,17 +170,13 @@ class Scorer(nn.Module):
         return self.score(self.embed(images))
 
     def explain(self, embedding: Embedding) -> dict[str, Tensor]:
-        """Distances to all classes, the nearest class, whitened deviations, and what the head has to say."""
+        """Return distances to all classes, the nearest class, whitened deviations, and what the head has to say."""
         explanation = dict(self.density.explain(embedding.density_input)._asdict())
-        if isinstance(self.head, Head):
-            explanation.update(self.head.decompose(embedding.z)._asdict())
-        if isinstance(self.head, ValueHead):
-            explanation.update(self.head.explain(embedding.head_input))
-        return explanation
+        return explanation | self.head.explain(embedding.head_input)
 
 
 class Pipeline(nn.Module):
-    """Pixels to packed outputs (:mod:`psc_core.model.outputs`), so that one copy brings them to the host.
+    """Pixels to packed outputs (:mod:`psc_core.tasks.outputs`), so that one copy brings them to the host.
 
     Args:
         scorer: Everything that needs no calibration.
@@ -223,7 +201,7 @@ class Pipeline(nn.Module):
 
     @property
     def is_traced(self) -> bool:
-        """Whether its network runs as a graph, see :attr:`psc_core.network.backbone.Backbone.is_traced`."""
+        """True if its network runs as a graph, see :attr:`psc_core.network.backbone.Backbone.is_traced`."""
         return self.scorer.backbone.is_traced
 
     def with_backbone(self, backbone: Backbone | OnnxBackbone, precision: Precision | None = None) -> Pipeline:
@@ -244,7 +222,7 @@ class Pipeline(nn.Module):
             ood_score, of_gates = self.gates.score(readings), [self.gates.p_values(readings)]
         p_value = conformal_p_values(self.calibration_scores, ood_score)
         scores = {**scored.scores, "ood_score": ood_score, "ood_p_value": p_value}
-        return pack(scores, scored.probabilities, of_gates, self.scorer.score_names)
+        return pack(self.scorer.head.score_names, scores, scored.probabilities, of_gates)
 
     def explain(self, images: Pixels) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
         """Packed outputs and their explanation, see :meth:`Scorer.explain`, from one pass."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from psc_core.calibration.conformal import Calibration
 from psc_core.model.base import FittedModel
-from psc_core.model.decision import Decisions, decide
-from psc_core.model.inputs import ImageLike
-from psc_core.model.outputs import FloatArray, Outputs
-from psc_core.model.prediction import Prediction
-from psc_core.policy import Policy
+from psc_core.tasks.classification.calibration import Calibration
+from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.task import Classification
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from psc_core.model.inputs import ImageLike
+    from psc_core.tasks.classification.decide import Decisions
+    from psc_core.tasks.classification.prediction import Prediction
+    from psc_core.tasks.outputs import FloatArray, Outputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,24 +33,14 @@ class PSC(FittedModel):
         ('accept', 'abstain_ood')
     """
 
+    task_type = Classification
+
+    task: Classification = field(default_factory=Classification)
     calibration: Calibration = field(repr=False)
     policy: Policy  # default thresholds
 
-    def predict(self, images: Sequence[ImageLike] | Tensor) -> Prediction:
-        """Classify images with uncertainty.
+    if TYPE_CHECKING:
 
-        Args:
-            images: A list of paths, encoded files (bytes), Pillow images or ``uint8`` arrays (height, width) or
-                (height, width, 3), of any size; or a tensor ``uint8 (n, channels, height, width)`` already of the
-                network's input size.
+        def predict(self, images: Sequence[ImageLike] | Tensor) -> Prediction: ...
 
-        Raises:
-            ImageError: An image cannot be decoded.
-            UsageError: Another type, a file that cannot be read, or a tensor of another shape.
-        """
-        outputs = self.compute(images)
-        return Prediction(outputs, self.decide(self.outputs(outputs.packed.numpy())), self.classes)
-
-    def decide(self, outputs: Outputs[FloatArray]) -> Decisions:
-        """Decisions under the bundle's policy."""
-        return decide(outputs, self.calibration.thresholds(self.policy))
+        def decide(self, outputs: Outputs[FloatArray]) -> Decisions: ...

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from psc_core.calibration.intervals import ValueCalibration
 from psc_core.model.base import FittedModel
-from psc_core.model.decision import ValueDecisions, decide_values
-from psc_core.model.inputs import ImageLike
-from psc_core.model.outputs import FloatArray, Outputs
-from psc_core.model.value_predictions import ValuePredictions
-from psc_core.policy import ValuePolicy
-from psc_core.target import Target
+from psc_core.tasks.regression.calibration import Calibration
+from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.task import Regression
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from psc_core.model.inputs import ImageLike
+    from psc_core.target import Target
+    from psc_core.tasks.outputs import FloatArray, Outputs
+    from psc_core.tasks.regression.decide import Decisions
+    from psc_core.tasks.regression.prediction import Prediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,25 +35,17 @@ class PSCRegressor(FittedModel):
         psc_core.errors.BundleError: expected the bundle of a regression, ... is of a classifier; ...
     """
 
-    is_regression: ClassVar[bool] = True
+    task_type = Regression
 
-    calibration: ValueCalibration = field(repr=False)
+    task: Regression
+    calibration: Calibration = field(repr=False)
     policy: ValuePolicy  # default thresholds
-    target: Target
 
-    def predict(self, images: Sequence[ImageLike] | Tensor) -> ValuePredictions:
-        """The number of each image with its uncertainty.
+    if TYPE_CHECKING:
 
-        Args:
-            images: As of :meth:`psc_core.PSC.predict`.
+        @property
+        def target(self) -> Target: ...
 
-        Raises:
-            ImageError: An image cannot be decoded.
-            UsageError: Another type, a file that cannot be read, or a tensor of another shape.
-        """
-        outputs = self.compute(images)
-        return ValuePredictions(outputs, self.decide(self.outputs(outputs.packed.numpy())), self.target)
+        def predict(self, images: Sequence[ImageLike] | Tensor) -> Prediction: ...
 
-    def decide(self, outputs: Outputs[FloatArray]) -> ValueDecisions:
-        """Decisions under the bundle's policy."""
-        return decide_values(outputs, self.calibration.thresholds(self.policy))
+        def decide(self, outputs: Outputs[FloatArray]) -> Decisions: ...

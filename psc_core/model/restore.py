@@ -1,4 +1,4 @@
-"""From a verified bundle to the modules of a model, on the CPU.
+"""Turn a verified bundle into the modules of a model, on the CPU.
 
 A module is made of the tensors that the files hold and compared with the manifest: nothing is allocated for a size that
 the manifest only claims.
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from psc_core.bundle.io import Bundle
 from psc_core.bundle.manifest import Manifest, short
-from psc_core.calibration.conformal import Calibration, check_rates
-from psc_core.calibration.intervals import ValueCalibration
+from psc_core.calibration.conformal import check_rates
 from psc_core.density import Density, restore_density
 from psc_core.errors import BundleError, PSCError
-from psc_core.gates.gates import Gates
-from psc_core.heads import Head, ValueHead, restore_head, restore_value_head
+from psc_core.gates.combined import Gates
 from psc_core.network.backbone import Backbone, rebuild_backbone
 from psc_core.projection.module import Projection
+from psc_core.tasks.calibration import BaseCalibration
+from psc_core.tasks.head import Reader
 
 
 class Parts(NamedTuple):
@@ -29,8 +29,8 @@ class Parts(NamedTuple):
     backbone: Backbone
     projection: Projection
     density: Density
-    head: Head | ValueHead | None  # None for base predictions of a classifier
-    calibration: Calibration | ValueCalibration
+    head: Reader
+    calibration: BaseCalibration
     texture: Density | None  # of the gate "texture"
     gates: Gates | None
     head_layers: tuple[int, ...]  # positions of those that the head reads beside z
@@ -49,9 +49,7 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
         dim = len(projection.z_mean)
         if density.input_kind == "z" and len(density.mean) != dim:
             raise BundleError(f"expected density.sizes.dim to be {dim}, got {len(density.mean)}; fit the bundle again")
-        restored = restore_head if manifest.target is None else restore_value_head
-        fitted = None if manifest.head is None else manifest.head.model_dump(exclude={"layers"})
-        head = None if fitted is None else restored(fitted, tensors["head"])
+        head = _restore_head(manifest, tensors)
         calibration = _restore_calibration(manifest, tensors["calibration"])
         check_rates(len(calibration), alpha=manifest.policy.alpha, coverage=manifest.policy.coverage)
         texture, gates = _restore_gates(manifest, tensors["gates"]) if manifest.gates else (None, None)
@@ -65,11 +63,18 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
     return Parts(backbone, projection, density, head, calibration, texture, gates, head_layers)
 
 
-def _restore_calibration(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Calibration | ValueCalibration:
-    classes, calibration = len(manifest.classes), ValueCalibration if manifest.target else Calibration
-    restored = calibration.from_tensors(tensors)
+def _restore_head(manifest: Manifest, tensors: Mapping[str, Mapping[str, Tensor]]) -> Reader:
+    if manifest.head is not None:
+        return manifest.task.restore_head(manifest.head.model_dump(exclude={"layers"}), tensors["head"])
+    reader = manifest.task.reader_without_head()
+    assert reader is not None  # The manifest's agreements say so.
+    return reader
+
+
+def _restore_calibration(manifest: Manifest, tensors: Mapping[str, Tensor]) -> BaseCalibration:
+    restored, classes = manifest.task.calibration.from_tensors(tensors), len(manifest.classes)
     expected = manifest.calibration.images, classes
-    got = len(restored), restored.num_classes if isinstance(restored, Calibration) else classes
+    got = len(restored), getattr(restored, "num_classes", classes)
     if expected != got:
         raise BundleError(
             f"expected a calibration of {expected[0]} images and {expected[1]} classes, got one of {got[0]} and "

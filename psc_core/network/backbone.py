@@ -28,7 +28,7 @@ FeatureStep = Callable[[Tensor], list[Tensor]]
 FeaturesAndLogits = tuple[list[Float[Tensor, "batch _ _"]], Float[Tensor, "batch classes"] | None]
 """Canonical features (batch, channels, spatial) of each layer; logits."""
 
-_TOLERANCE = 1e-5
+_CUT_ERROR = 1e-5
 """Maximum difference between the traced and the original network, relative to the largest value."""
 
 _REPEATABLE = 1e-3
@@ -37,7 +37,7 @@ _REPEATABLE = 1e-3
 
 @dataclass(frozen=True)
 class Cut:
-    """Where and how a network is cut: many threads may run a graph, which also compiles, but one at a time hooks."""
+    """A cut through a network: many threads may run a graph, which also compiles, but one at a time hooks."""
 
     layers: tuple[str, ...]
     layouts: tuple[Layout, ...]  # where each has its channels
@@ -66,17 +66,17 @@ class Backbone(nn.Module):
 
     @property
     def keep_output(self) -> bool:
-        """Whether it gives the logits too."""
+        """True if it gives the logits too."""
         return self.cut.keep_output
 
     @property
     def is_traced(self) -> bool:
-        """Whether it runs as a graph, which several threads may call and which can be captured, and not by hooks."""
+        """True if it runs as a graph, which several threads may call and which can be captured, and not by hooks."""
         return self.cut.hooks is None
 
     @property
     def recipe(self) -> Recipe:
-        """How the whole network is built.
+        """The recipe by which the whole network is built.
 
         Raises:
             NetworkError: The network did not come from ``load_network``.
@@ -103,7 +103,7 @@ class Backbone(nn.Module):
         return Backbone(fuse(self.body, precision=precision), self.cut, images_format(self.body, precision))
 
     def spec(self) -> dict[str, Any]:
-        """What :func:`rebuild_backbone` needs besides the state dict, as JSON types.
+        """Return what :func:`rebuild_backbone` needs besides the state dict, as JSON types.
 
         Raises:
             NetworkError: The network did not come from ``load_network``.
@@ -171,7 +171,7 @@ def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, exampl
 
 @torch.inference_mode()
 def _agrees(backbone: Backbone, net: nn.Module, example: Tensor) -> bool:
-    """Whether the traced and the original network give the same values on batches of one and of three images."""
+    """Return whether the traced and the original network give the same values on batches of one and of three images."""
     reference = HookedNetwork(net, backbone.layers, HookPlan(), keep_output=backbone.keep_output)
     for batch in (example, torch.cat([example, example.flip(-1), 0.5 * example])):
         try:
@@ -180,7 +180,7 @@ def _agrees(backbone: Backbone, net: nn.Module, example: Tensor) -> bool:
             return False
         for got, expected in zip(traced, reference(batch), strict=True):
             scale = float(expected.abs().max()) if expected.numel() else 0.0
-            if got.shape != expected.shape or not torch.allclose(got, expected, rtol=0, atol=_TOLERANCE * scale):
+            if got.shape != expected.shape or not torch.allclose(got, expected, rtol=0, atol=_CUT_ERROR * scale):
                 return False
     return True
 

@@ -35,6 +35,7 @@ def shared_copy(net: nn.Module) -> nn.Module:
     Raises:
         NetworkError: The modules cannot be copied.
     """
+    # deepcopy takes what its memo holds as copied already.
     memo: dict[int, Any] = {id(tensor): tensor for tensor in chain(net.parameters(), net.buffers())}
     try:
         twin = copy.deepcopy(net, memo)
@@ -54,7 +55,8 @@ class _Recorder(fx.Tracer):
     """A tracer that copies the value of every wanted layer; networks that other threads run meanwhile run as usual."""
 
     def __init__(self, wanted: Collection[str]) -> None:
-        ops = sys.modules.get("torchvision.ops")  # Without it no network calls them.
+        # A network that calls torchvision's operations has imported them, so they are not imported here.
+        ops = sys.modules.get("torchvision.ops")
         super().__init__(autowrap_modules=(math,) if ops is None else (math, ops))
         self.wanted = wanted
         self.values: dict[str, fx.Node] = {}
@@ -63,6 +65,7 @@ class _Recorder(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        # torch.fx replaces ``nn.Module.__call__`` for the whole process while it traces.
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
@@ -108,11 +111,14 @@ def cut_graph(net: nn.Module, layers: Sequence[str], *, keep_output: bool) -> fx
         outputs.append(ending.args[0])
     order = list(graph.nodes)
     last = max(order.index(node) for node in outputs)
+    # fx may take an operation in place for dead when its result is unused, and what follows the last output is dead.
     mutations = {node for node in order[:last] if not node.users and mutates(node, root)}
     ending.args = (tuple(outputs),)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in mutations)
     for node in tracer.values.values():
         source = node.args[0]
+        # A copy protects from later changes in place; nothing changes what the copy alone reads, so it goes.  The
+        # input's stays, for the input is the caller's.
         if isinstance(source, fx.Node) and len(source.users) == 1 and source.op != "placeholder":
             node.replace_all_uses_with(source)
             graph.erase_node(node)
@@ -120,7 +126,7 @@ def cut_graph(net: nn.Module, layers: Sequence[str], *, keep_output: bool) -> fx
 
 
 def mutates(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a node whose result is unused changes one of its arguments."""
+    """Return whether a node whose result is unused changes one of its arguments."""
     if node.op == "call_module":
         return bool(getattr(root.get_submodule(str(node.target)), "inplace", False))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -148,7 +154,7 @@ class _Dropped(nn.Module):
 
 @dataclass(frozen=True)
 class HookPlan:
-    """How far a hooked forward pass runs; by default to the end of the whole network."""
+    """The extent of a hooked forward pass, by default to the end of the whole network."""
 
     stop: str | None = None  # layer that it ends after
     dropped: tuple[str, ...] = ()  # outermost modules that it never enters
@@ -175,11 +181,13 @@ class HookedNetwork(nn.Module):
             value = args[0] if name.endswith(INPUT) else output
             if not isinstance(value, Tensor):
                 raise NetworkError(f"expected a tensor from layer {name}, got {type(value).__name__}")
+            # Later modules may change it in place.
             values[name] = value.clone()
             if name == self.stop:
                 raise _Stop
 
         logits = None
+        # The forward pass of a network that cannot be traced ends early by an exception only.
         with ExitStack() as hooks, suppress(_Stop):
             for name in self.layers:
                 hooks.enter_context(_attach(self.net, name, partial(catch, name)))

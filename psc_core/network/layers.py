@@ -42,7 +42,7 @@ class LayerInfo:
 
 
 class _Run(NamedTuple):
-    """What one forward pass shows."""
+    """The observations of one forward pass."""
 
     shapes: dict[str, tuple[int, ...]]  # output shapes by module name, in the order of the modules' last calls
     vectors: dict[str, Tensor]  # flattened outputs with as many entries as some linear layer has inputs

@@ -1,4 +1,4 @@
-"""Which axis of a layer's output holds the channels, and the canonical shape of all outputs.
+"""Find out which axis of a layer's output holds the channels, and the canonical shape of all outputs.
 
     canonical features: (batch, channels, spatial)
 
@@ -42,7 +42,7 @@ def canonical(features: Float[Tensor, "batch ..."], kind: Kind) -> Float[Tensor,
 
 @dataclass(frozen=True)
 class Layout:
-    """What a module's weights tell about the channel axis of its output of three or four dimensions."""
+    """The evidence in a module's weights for the channel axis of its output of three or four dimensions."""
 
     convolves: bool  # contains a convolution or batch normalisation (channels first)
     widths: frozenset[int]  # output widths of its linear layers and layer normalisations (channels last)

@@ -35,7 +35,7 @@ BUILT_BY_HAND: Final = (
     "a bundle cannot rebuild a network built by hand; build it in a function and load it with "
     "load_network('package.module:function', …)"
 )
-"""Why a network without a recipe cannot be saved, and what to do."""
+"""The reason why a network without a recipe cannot be saved, and what to do."""
 
 MAX_WEIGHTS: Final = 1 << 31
 """Maximum number of weights of a network in a bundle (8 GiB of float32)."""
@@ -46,7 +46,7 @@ MAX_MODULES: Final = 1 << 15
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build a network again, without its weights; ``model_args`` of the builder are JSON types.
+    """The instructions to build a network again, without its weights; ``model_args`` of the builder are JSON types.
 
     Raises:
         NetworkError: The spec has no family, or no name.
@@ -64,7 +64,7 @@ class Recipe:
 
     @property
     def is_factory(self) -> bool:
-        """Whether building imports code other than torchvision and timm."""
+        """True if building imports code other than torchvision and timm."""
         return self.spec.partition(":")[0] not in BUILDERS
 
 

@@ -93,7 +93,7 @@ def to_onnx(backbone: Backbone, size: tuple[int, int, int]) -> OnnxBackbone:
 
 
 def cache_file(spec: bytes, weights: bytes) -> Path:
-    """Where the model of a network is kept."""
+    """Return the path at which the model of a network is kept."""
     versions = [importlib.metadata.version(name) for name in ("torch", *PACKAGES)]
     key = hashlib.sha256(b"\0".join([json.dumps([__version__, *versions]).encode(), spec, weights])).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
@@ -101,7 +101,7 @@ def cache_file(spec: bytes, weights: bytes) -> Path:
 
 
 def read_checked(file: Path) -> bytes | None:
-    """What :func:`write_checked` wrote; None where there is no such file or it has changed."""
+    """Return what :func:`write_checked` wrote; None where there is no such file or it has changed."""
     try:
         data = file.read_bytes()
     except OSError:

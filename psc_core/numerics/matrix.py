@@ -40,13 +40,17 @@ class FeatureMatrix:
         shape, widest = (len(self), columns), max(self.widest, columns)
         return FeatureMatrix(lambda at: function(self[at]), shape, dtype, self.device, widest)
 
+    def columns(self, first: int, count: int) -> FeatureMatrix:
+        """These columns, sliced when a block is read."""
+        return self.map(lambda part: part[:, first : first + count], count, self.dtype)
+
     def take(self, positions: Int[Tensor, " m"]) -> FeatureMatrix:
         """The rows at ``positions``, in that order."""
         shape = (len(positions), self.shape[1])
         return FeatureMatrix(lambda at: self[positions[at]], shape, self.dtype, self.device, self.widest)
 
     def to(self, device: torch.device | str) -> FeatureMatrix:
-        """The same rows, copied to ``device`` when they are read."""
+        """Return the same rows, copied to ``device`` when they are read."""
         target = torch.device(device)
         return FeatureMatrix(lambda at: self[at].to(target), self.shape, self.dtype, target, self.widest)
 
@@ -166,7 +170,7 @@ def check_features(
 def images_of_classes(
     images: Int[Tensor, " n"], labels: Int[Tensor, " n"], num_classes: int
 ) -> Int[Tensor, " classes"]:
-    """How many different images have each label; an image with one label many times counts once."""
+    """Count the different images of each label; an image with one label many times counts once."""
     span = int(images.max()) + 1
     pairs = (labels * span + images).sort().values
     first = functional.pad(pairs.diff() != 0, (1, 0), value=True)

@@ -1,4 +1,4 @@
-"""From features of the candidate layer(s) to the feature vector z (paper, Algorithm 1).
+"""Project features of the candidate layer(s) to the feature vector z (paper, Algorithm 1).
 
     X  (B, C, d)      channels × positions of all candidate layers, concatenated along positions
     X ← (X − μ) / σ    channelwise moments, the standard deviation in both of the paper's formulas
@@ -69,7 +69,7 @@ class Projection(Fitted):
         z_mean: Float[Tensor, " dim"],
         z_std: Float[Tensor, " dim"],
     ) -> Projection:
-        """From μ, σ, A, B, μ_Z and σ_Z; both σ are positive."""
+        """Build it from μ, σ, A, B, μ_Z and σ_Z; both σ are positive."""
         scales = {"mean": mean, "inverse_std": 1.0 / std, "z_mean": z_mean, "z_inverse_std": 1.0 / z_std}
         factors = {"channel_factor": channel_factor, "spatial_factor": spatial_factor}
         return cls({**scales, **factors}, positions=positions)
@@ -97,7 +97,7 @@ class Projection(Fitted):
         return torch.addcmul(self.z_shift, self.project(self.scaled(features)).flatten(1), self.z_inverse_std)
 
     def leading(self, c_proj: int, d_proj: int) -> Projection:
-        """The same projection with only the leading components."""
+        """Return this projection with only the leading components."""
         means, scales = (
             part.view(self.c_proj, self.d_proj)[:c_proj, :d_proj].flatten()
             for part in (self.z_mean, self.z_inverse_std)
@@ -113,7 +113,7 @@ class Projection(Fitted):
         )
 
     def with_second_scaling(self, z_mean: Tensor, z_std: Tensor) -> Projection:
-        """The same projection that ends in (vec Z − z_mean) / z_std."""
+        """Return this projection with (vec Z − z_mean) / z_std as its last step."""
         return Projection.from_moments(
             self.positions, self.mean, 1.0 / self.inverse_std, self.channel_factor, self.spatial_factor, z_mean, z_std
         )

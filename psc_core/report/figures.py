@@ -1,4 +1,4 @@
-"""The figures of a report that either kind of model has, and those of a classifier, drawn with Matplotlib.
+"""The figures of a report that all tasks have, drawn with Matplotlib.
 
 Each function gives one figure or, where there is nothing to draw, None.  Colours mean the same in all of them: blue for
 images of known classes, orange for made-up and out-of-distribution ones, grey for limits.
@@ -7,7 +7,7 @@ images of known classes, orange for made-up and out-of-distribution ones, grey f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -17,27 +17,45 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from psc_core.collapse.report import NC4, CollapseReport
-from psc_core.metrics.classification import ECE_BINS
-from psc_core.report.content import ImageSet, Role, ScoredSet
+from psc_core.report.content import Role, ScoredSet
+from psc_core.report.facts import Facts
+from psc_core.tasks import module_of
+
+Figures = dict[str, Figure | None]
+"""Figures by name; None where there is nothing to draw."""
 
 KNOWN: Final = "#2b6cb0"
 UNKNOWN: Final = "#c05621"
 LIMIT: Final = "#555555"
 _STYLE: Final[Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
 
-MAX_CONFUSED: Final = 20
-"""Classes in the confusion matrix, those with the most errors."""
+
+def draw(facts: Facts) -> dict[str, Figure]:
+    """Draw every figure that there is something to draw for, by name."""
+    manifest, content = facts.manifest, facts.content
+    last, sized = last_measured(content.sets), content.sizes
+    unknown = [images for images in content.sets if images.role is Role.OOD]
+    unknown = unknown or [images for images in content.sets if images.role is Role.MADE_UP]
+    size = (manifest.projection.c_proj, manifest.projection.d_proj)
+    found: Figures = {
+        "collapse": None if facts.collapse is None else collapse(facts.collapse, manifest.layers),
+        "sizes": sizes(sized["nc1"], sized["nc4"], size) if sized else None,
+        "ood-scores": scores(content.sets, "ood_score", "OOD score, nats", facts.ood_threshold),
+        "roc": None if last is None else roc(last, unknown),
+        **module_of(manifest.task.name, "psc_core.report.{}.figures").draw(facts),
+    }
+    return {name: figure for name, figure in found.items() if figure is not None}
 
 
 def axes_of(width: float, height: float, columns: int = 1) -> tuple[Figure, Any]:
-    """A figure of this size, inches, and its axes: one, or an array of ``columns``."""
+    """Return a figure of this size, inches, and its axes: one, or an array of ``columns``."""
     with rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained", dpi=110)
         return figure, figure.subplots(1, columns)
 
 
 def collapse(report: CollapseReport, chosen: Sequence[str]) -> Figure:
-    """NC1 and NC4 (R² of a regression) after every layer, the cutoff ε, and the layers that PSC reads."""
+    """Draw NC1 and NC4 (or R²) after every layer, the cutoff ε, and the layers that PSC reads."""
     measured = "NC4 (nearest class mean right)" if report.measure == NC4 else f"{report.measure} (of a linear fit)"
     figure, axis = axes_of(7.5, 3.2)
     depth = range(len(report.layers))
@@ -55,7 +73,7 @@ def collapse(report: CollapseReport, chosen: Sequence[str]) -> Figure:
 
 
 def sizes(nc1: Tensor, nc4: Tensor, chosen: tuple[int, int]) -> Figure:
-    """NC1 and NC4 of every size of the projection, the chosen one marked; lines where only one of the two can vary."""
+    """Draw NC1 and NC4 of every size of the projection, the chosen one marked; lines where one of the two is fixed."""
     if 1 in nc1.shape:
         return _sizes_of_one(nc1.flatten(), nc4.flatten(), max(chosen))
     figure, axes = axes_of(7.5, 3.2, 2)
@@ -82,7 +100,7 @@ def _sizes_of_one(nc1: Tensor, nc4: Tensor, chosen: int) -> Figure:
 
 
 def scores(sets: Sequence[ScoredSet], which: str, title: str, limit: float | None) -> Figure | None:
-    """A histogram for each set of images over one axis, groups of a set apart, and the limit of the decision."""
+    """Draw a histogram for each set of images over one axis, groups of a set apart, and the limit of the decision."""
     rows = [(name, values, images.role) for images in sets for name, values in _groups(images, which)]
     if not rows:
         return None
@@ -116,40 +134,8 @@ def _groups(images: ScoredSet, which: str) -> list[tuple[str, Tensor]]:
     return [(f"{images.name}: {name}", part) for name, part in parts.items()] or [(images.name, values)]
 
 
-def reliability(images: ImageSet) -> Figure | None:
-    """Accuracy against confidence of each classifier, in the bins of the ECE."""
-    if not images.confidence:
-        return None
-    figure, axis = axes_of(3.8, 3.4)
-    axis.plot([0, 1], [0, 1], "--", lw=0.8, color=LIMIT)
-    for name, confidence in sorted(images.confidence.items()):
-        index = (confidence * ECE_BINS).ceil().clamp(1, ECE_BINS).long() - 1
-        count = index.bincount(minlength=ECE_BINS)
-        sums = [torch.zeros(ECE_BINS).index_add_(0, index, part.float()) for part in (confidence, images.correct[name])]
-        x, y = ((part[count > 0] / count[count > 0]).numpy() for part in sums)
-        axis.plot(x, y, "o-", ms=3, lw=1, label=_who(name), color=_colour(name))
-    axis.set(xlabel="confidence", ylabel="fraction right", xlim=(0, 1), ylim=(0, 1))
-    axis.legend(fontsize=7)
-    return figure
-
-
-def risk_coverage(images: ImageSet) -> Figure | None:
-    """Error rate of what is accepted, against how much is accepted, most confident first."""
-    if not images.confidence:
-        return None
-    figure, axis = axes_of(3.8, 3.4)
-    for name, confidence in sorted(images.confidence.items()):
-        wrong = ~images.correct[name][confidence.argsort(descending=True, stable=True)]
-        accepted = torch.arange(1, len(wrong) + 1)
-        risk = wrong.cumsum(0) / accepted
-        axis.plot((accepted / len(wrong)).numpy(), risk.numpy(), lw=1, label=_who(name), color=_colour(name))
-    axis.set(xlabel="fraction accepted", ylabel="error rate of these", xlim=(0, 1), ylim=(0, None))
-    axis.legend(fontsize=7)
-    return figure
-
-
 def roc(inside: ScoredSet, outside: Sequence[ScoredSet]) -> Figure | None:
-    """False-alarm rate against detection rate of the OOD score, for each set of OOD images."""
+    """Draw the detection rate of the OOD score against its false-alarm rate, for each set of OOD images."""
     if not outside:
         return None
     figure, axis = axes_of(3.8, 3.4)
@@ -166,74 +152,7 @@ def roc(inside: ScoredSet, outside: Sequence[ScoredSet]) -> Figure | None:
     return figure
 
 
-def confusion(images: ImageSet, classes: Sequence[str]) -> Figure | None:
-    """True against predicted class; with many classes, the :data:`MAX_CONFUSED` with the most errors."""
-    if not len(images.labels):
-        return None
-    count = len(classes)
-    matrix = torch.bincount(images.labels * count + images.predicted, minlength=count**2).reshape(count, count)
-    wrong = matrix.sum(1) - matrix.diagonal()
-    kept = wrong.argsort(descending=True, stable=True)[:MAX_CONFUSED].sort().values
-    shown = matrix[kept][:, kept].float() / matrix[kept].sum(1, keepdim=True).clamp_min(1)
-    names = [classes[index] for index in kept.tolist()]
-    figure, axis = axes_of(4.6, 4.2)
-    mapped = axis.imshow(shown.numpy(), cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(mapped, ax=axis, shrink=0.8)
-    axis.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=7)
-    axis.set_yticks(range(len(names)), names, fontsize=7)
-    for row, column in ((shown >= 0.005) & (shown < 0.995)).nonzero().tolist():
-        value = float(shown[row, column])
-        axis.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=5, color="w" if value > 0.5 else "k")
-    axis.set(xlabel="predicted", ylabel="label")
-    return figure
-
-
-Figures = dict[str, Figure | None]
-"""By name; None where there is nothing to draw."""
-
-
-def of_either(
-    sets: Sequence[ScoredSet],
-    collapse_report: CollapseReport | None,
-    layers: Sequence[str],
-    sized: Mapping[str, Tensor],
-    size: tuple[int, int],
-    ood_threshold: float,
-) -> Figures:
-    """The figures that either kind of model has."""
-    last = last_measured(sets)
-    unknown = [images for images in sets if images.role is Role.OOD]
-    unknown = unknown or [images for images in sets if images.role is Role.MADE_UP]
-    return {
-        "collapse": None if collapse_report is None else collapse(collapse_report, layers),
-        "sizes": sizes(sized["nc1"], sized["nc4"], size) if sized else None,
-        "ood-scores": scores(sets, "ood_score", "OOD score, nats", ood_threshold),
-        "roc": None if last is None else roc(last, unknown),
-    }
-
-
-def of_classifier(sets: Sequence[ScoredSet], classes: Sequence[str], ambiguity_threshold: float | None) -> Figures:
-    """The figures of a classifier."""
-    last = last_measured(sets)
-    found: Figures = {"entropies": scores(sets, "entropy", "predictive entropy, nats", ambiguity_threshold)}
-    if isinstance(last, ImageSet):
-        found |= {
-            "reliability": reliability(last),
-            "risk-coverage": risk_coverage(last),
-            "confusion": confusion(last, classes),
-        }
-    return found
-
-
 def last_measured(sets: Sequence[ScoredSet]) -> ScoredSet | None:
-    """Test images where there are some, else validation images: nothing was chosen on either."""
+    """Return test images where there are some, else validation images: nothing was chosen on either."""
     known = [images for images in sets if images.role in (Role.VALIDATION, Role.TEST)]
     return known[-1] if known else None
-
-
-def _who(classifier: str) -> str:
-    return {"base": "the network itself", "psc": "with PSC"}.get(classifier, classifier)
-
-
-def _colour(classifier: str) -> str | None:
-    return {"base": LIMIT, "psc": KNOWN}.get(classifier)

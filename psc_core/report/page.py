@@ -9,29 +9,32 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
 from psc_core.bundle.manifest import Manifest
-from psc_core.calibration.intervals import ValueCalibration
 from psc_core.network.load import Recipe
-from psc_core.report import figures, value_figures, words
+from psc_core.report import figures
 from psc_core.report.content import FILE, Role
 from psc_core.report.facts import Facts
+from psc_core.tasks import module_of
 
 PAGE: Final = "report.html"
 CARD: Final = "README.md"
 FIGURES: Final = "report"
 """Folder of the figures."""
 
+_WIDE: Final = 5.0
+"""Width from which on a figure has a line of the page for itself, inches."""
+
 _HERE: Final = Path()
 """The bundle in commands of its files, which are the same wherever it lies."""
 
 _TEMPLATES: Final = Environment(
     loader=PackageLoader("psc_core.report", ""),
-    autoescape=lambda name: name is not None and name.startswith(PAGE),
+    autoescape=lambda name: name is not None and name.endswith(f"{PAGE}.jinja"),
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -39,42 +42,38 @@ _TEMPLATES: Final = Environment(
 
 
 def write(facts: Facts, folder: Path) -> Path:
-    """Write :data:`PAGE` and :data:`FIGURES` into ``folder``; the page.
+    """Write :data:`PAGE` and :data:`FIGURES` into ``folder``, and return the path of the page.
 
     Raises:
         OSError: ``folder`` cannot be written to.
     """
-    drawn = {name: _png(figure) for name, figure in _figures(facts).items()}
+    drawn = figures.draw(facts)
+    pngs = {name: _png(figure) for name, figure in drawn.items()}
     (folder / FIGURES).mkdir(exist_ok=True)
-    for name, png in drawn.items():
+    for name, png in pngs.items():
         (folder / FIGURES / f"{name}.png").write_bytes(png)
-    is_regression = facts.manifest.target is not None
-    limits = {"entropies": facts.ambiguity_threshold, "deviations": facts.deviation_threshold}
+    words, limits = _words(facts), facts.limits
     shown = [
         {
             "name": name,
             "title": title,
             "text": words.NO_LIMIT[name] if limits.get(name, 0) is None else text,
-            "png": _base64(drawn[name]),
+            "png": _base64(pngs[name]),
+            "is_wide": drawn[name].get_figwidth() >= _WIDE,
         }
-        for name, (title, text) in (words.VALUE_TEXTS if is_regression else words.TEXTS).items()
+        for name, (title, text) in words.TEXTS.items()
         if name in drawn
     ]
     page = folder / PAGE
     page.write_text(
-        _TEMPLATES.get_template(f"{PAGE}.jinja").render(
-            **_values(facts),
-            figures=shown,
-            gallery=_gallery(facts),
-            glossary=words.VALUE_GLOSSARY if is_regression else words.GLOSSARY,
-        )
+        _template(facts, PAGE).render(**_values(facts), figures=shown, gallery=_gallery(facts), glossary=words.GLOSSARY)
     )
     return page
 
 
 def write_card(facts: Facts) -> None:
     """Write the model card into the bundle's folder."""
-    (facts.folder / CARD).write_text(_TEMPLATES.get_template(f"{CARD}.jinja").render(**_values(facts)))
+    (facts.folder / CARD).write_text(_template(facts, CARD).render(**_values(facts)))
 
 
 def remove(folder: Path) -> None:
@@ -86,44 +85,37 @@ def remove(folder: Path) -> None:
 
 
 def serve_command(folder: Path, manifest: Manifest) -> str:
-    """What starts the service with a bundle."""
+    """Return what starts the service with a bundle."""
     return f"psc-serve --bundle {shlex.quote(str(folder))}{_permission(manifest)}"
 
 
 def _permission(manifest: Manifest) -> str:
-    """The flag without which a network of one's own is not imported."""
+    """Return the flag without which a network of one's own is not imported."""
     recipe = Recipe(**dict(manifest.backbone.network))
     return f" --allow-factories {shlex.quote(recipe.spec)}" if recipe.is_factory else ""
 
 
+def _template(facts: Facts, name: str) -> Template:
+    return _TEMPLATES.get_template(f"{facts.manifest.task.name}/{name}.jinja")
+
+
+def _words(facts: Facts) -> Any:
+    return module_of(facts.manifest.task.name, "psc_core.report.{}.words")
+
+
 def _values(facts: Facts) -> dict[str, Any]:
-    images = "images/test" if facts.manifest.target is None else "images/test.csv"
+    images, permission = _words(facts).TEST_IMAGES, _permission(facts.manifest)
     return {
         "facts": facts,
         "manifest": facts.manifest,
         "roles": Role,
         "serve": serve_command(_HERE, facts.manifest),
-        "evaluate": f"psc-eval --bundle {_HERE} --id {images} --ood NAME=images/others --out report"
-        + _permission(facts.manifest),
+        "evaluate": f"psc-eval --bundle {_HERE} --id {images} --ood NAME=images/others --out report{permission}",
     }
 
 
-def _figures(facts: Facts) -> dict[str, Figure]:
-    """Every figure that there is something to draw for, by name."""
-    manifest, content = facts.manifest, facts.content
-    size = (manifest.projection.c_proj, manifest.projection.d_proj)
-    found = figures.of_either(content.sets, facts.collapse, manifest.layers, content.sizes, size, facts.ood_threshold)
-    if manifest.target is not None and isinstance(facts.calibration, ValueCalibration):
-        found |= value_figures.of_regression(
-            content.sets, manifest.target, facts.calibration, facts.deviation_threshold
-        )
-    else:
-        found |= figures.of_classifier(content.sets, manifest.classes, facts.ambiguity_threshold)
-    return {name: figure for name, figure in found.items() if figure is not None}
-
-
 def _gallery(facts: Facts) -> list[dict[str, Any]]:
-    """Pictures by class, then by the reason why they are shown."""
+    """Return the pictures by class, then by the reason why they are shown."""
     classes = facts.manifest.classes
     found: dict[int, dict[str, list[dict[str, Any]]]] = {}
     for picture in facts.content.pictures:

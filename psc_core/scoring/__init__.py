@@ -1,1 +1,1 @@
-"""Offline scoring: every output for a folder, a list or a Parquet column of images, part by part."""
+"""``psc-score``: every output for a folder, a list or a Parquet column of images, offline, part by part."""

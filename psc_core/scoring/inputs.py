@@ -1,7 +1,7 @@
 """Images to score, in an order that is the same in every process and every run.
 
 An input is a folder (every image file below it), a Parquet file with a column of paths or encoded images, or a text
-file with one path a line.  Items stream: memory holds the names of one folder, or one part, at a time.
+file with one path a line.  Images stream: memory holds the names of one folder, or one part, at a time.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from psc_core.images import SUFFIXES
 
 
 @dataclass(frozen=True)
-class Item:
+class NamedImage:
     """One image to score."""
 
     name: str  # its path, or its row in a Parquet file
     image: str | bytes  # a path, or an encoded image
 
 
-def parts(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
-    """Consecutive lists of ``size`` items; the last may be shorter."""
-    while part := list(islice(items, size)):
+def in_parts(images: Iterator[NamedImage], size: int) -> Iterator[list[NamedImage]]:
+    """Yield consecutive lists of ``size`` images; the last may be shorter."""
+    while part := list(islice(images, size)):
         yield part
 
 
-def open_items(source: Path, column: str) -> Iterator[Item]:
-    """The items of a folder, a ``.parquet`` file (its ``column``) or a text file of paths.
+def named_images(source: Path, column: str) -> Iterator[NamedImage]:
+    """Return the images of a folder, a ``.parquet`` file (its ``column``) or a text file of paths.
 
     Raises:
         UsageError: There is no such file or folder, no such column, or pyarrow is not installed.
@@ -44,40 +44,40 @@ def open_items(source: Path, column: str) -> Iterator[Item]:
     return _parquet(source, column) if source.suffix == ".parquet" else _paths(source)
 
 
-def _folder(root: Path) -> Iterator[Item]:
+def _folder(root: Path) -> Iterator[NamedImage]:
     for folder, children, files in os.walk(root):
         children.sort()
         for file in sorted(files):
             if file.lower().endswith(SUFFIXES):
                 path = os.path.join(folder, file)  # noqa: PTH118 - a million Path objects are slow
-                yield Item(_printable(os.path.relpath(path, root)), path)
+                yield NamedImage(_printable(os.path.relpath(path, root)), path)
 
 
-def _paths(file: Path) -> Iterator[Item]:
+def _paths(file: Path) -> Iterator[NamedImage]:
     with file.open(encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
             if path := line.rstrip("\r\n"):
-                yield Item(_printable(path), path)
+                yield NamedImage(_printable(path), path)
 
 
-def _parquet(file: Path, column: str) -> Iterator[Item]:
+def _parquet(file: Path, column: str) -> Iterator[NamedImage]:
     table = pyarrow_parquet().ParquetFile(file)
     if column not in table.schema_arrow.names:
         raise UsageError(f"{file} has no column {column!r}; it has {', '.join(table.schema_arrow.names)}")
     row = 0
     for batch in table.iter_batches(batch_size=256, columns=[column]):
         for value in batch.column(0):
-            yield Item(str(row), _encoded(value.as_py(), file))
+            yield NamedImage(str(row), _encoded(value.as_py(), file))
             row += 1
 
 
 def _printable(path: str) -> str:
-    """A path as valid Unicode: undecodable bytes of a file name become �."""
+    """Return a path as valid Unicode: undecodable bytes of a file name become �."""
     return os.fsencode(path).decode("utf-8", "replace")
 
 
 def _encoded(value: Any, file: Path) -> str | bytes:
-    """The image of a cell: bytes, a path, or Hugging Face's ``{"bytes": …, "path": …}``."""
+    """Return the image of a cell: bytes, a path, or Hugging Face's ``{"bytes": …, "path": …}``."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if value is None:
@@ -88,7 +88,7 @@ def _encoded(value: Any, file: Path) -> str | bytes:
 
 
 def pyarrow_parquet() -> Any:
-    """The module ``pyarrow.parquet``.
+    """Return the module ``pyarrow.parquet``.
 
     Raises:
         UsageError: It is not installed.

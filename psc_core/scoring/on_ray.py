@@ -8,36 +8,36 @@ from typing import Any
 import torch
 
 from psc_core.errors import UsageError
-from psc_core.scoring.inputs import Item
-from psc_core.scoring.score import Count, PartScorer, score_parts
+from psc_core.scoring.inputs import NamedImage
+from psc_core.scoring.parts import PartCount, PartWriter, write_parts
 
 SHARDS_PER_ACTOR = 4
 """So that a fast actor takes work from a slow one, and a lost one loses little."""
 
 
-class ShardScorer:
-    """What runs on an actor.
+class ShardWriter:
+    """Writes the parts of a shard; runs on an actor.
 
     Args:
-        make_scorer: Loads the model.
+        make_writer: Loads the model.
         make_parts: Opens the input.
         shards: Number of shards.
     """
 
     def __init__(
-        self, make_scorer: Callable[[], PartScorer], make_parts: Callable[[], Iterator[list[Item]]], shards: int
+        self, make_writer: Callable[[], PartWriter], make_parts: Callable[[], Iterator[list[NamedImage]]], shards: int
     ) -> None:
-        self._scorer, self._make_parts, self._shards = make_scorer(), make_parts, shards
+        self._writer, self._make_parts, self._shards = make_writer(), make_parts, shards
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        counts = list(score_parts(self._scorer, self._make_parts(), rank=int(row["id"]), world=self._shards))
-        return {name: [getattr(each, name) for each in counts] for name in Count.__annotations__}
+        counts = list(write_parts(self._writer, self._make_parts(), rank=int(row["id"]), world=self._shards))
+        return {name: [getattr(each, name) for each in counts] for name in PartCount.__annotations__}
 
 
-def score_on_ray(
-    make_scorer: Callable[[], PartScorer], make_parts: Callable[[], Iterator[list[Item]]], actors: int
-) -> Iterator[Count]:
-    """Counts of all parts, as :func:`psc_core.scoring.score.score_parts` gives them.
+def write_on_ray(
+    make_writer: Callable[[], PartWriter], make_parts: Callable[[], Iterator[list[NamedImage]]], actors: int
+) -> Iterator[PartCount]:
+    """Write all parts and count each, as :func:`psc_core.scoring.parts.write_parts` does.
 
     Raises:
         UsageError: Ray Data is not installed.
@@ -49,10 +49,10 @@ def score_on_ray(
         raise UsageError("--ray needs Ray Data; pip install 'psc[ray]'") from error
     shards = SHARDS_PER_ACTOR * actors
     rows = ray.data.range(shards, override_num_blocks=shards).map(
-        ShardScorer,  # type: ignore[arg-type]  # Ray's annotation lacks callable classes.
-        fn_constructor_args=(make_scorer, make_parts, shards),
+        ShardWriter,  # type: ignore[arg-type]  # Ray's annotation lacks callable classes.
+        fn_constructor_args=(make_writer, make_parts, shards),
         concurrency=actors,
         num_gpus=1 if torch.cuda.is_available() else None,
     )
     for row in rows.iter_rows():
-        yield from map(Count, row["images"], row["errors"], row["written"])
+        yield from map(PartCount, row["images"], row["errors"], row["written"])

@@ -14,14 +14,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from psc_core.calibration.conformal import Calibration
-from psc_core.calibration.intervals import ValueCalibration
 from psc_core.images.preprocess import Preprocess
-from psc_core.model.outputs import Matrix, Outputs, pack
-from psc_core.policy import Policy, ValuePolicy
-from psc_core.prediction import SCORES
 from psc_core.target import Target
-from psc_core.value_prediction import VALUE_SCORES
+from psc_core.tasks.classification.answer import SCORES
+from psc_core.tasks.classification.calibration import Calibration
+from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.task import Classification
+from psc_core.tasks.outputs import Matrix, Outputs, pack
+from psc_core.tasks.regression.answer import SCORES as VALUE_SCORES
+from psc_core.tasks.regression.calibration import Calibration as ValueCalibration
+from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.task import Regression
+from psc_core.tasks.task import Task
 
 CLASSES = ("dark", "middle", "bright")
 PREPROCESS = Preprocess("L", 8, 8, None, (0.5,), (0.5,))
@@ -98,7 +102,7 @@ def outputs_of(images: Tensor) -> Tensor:
         "ood_p_value": p_value,
         "epistemic": spread,
     }
-    return pack(scores, probabilities)
+    return pack(SCORES, scores, probabilities)
 
 
 class FakePipelineWithGates(FakePipeline):
@@ -118,8 +122,7 @@ class FakeModel:
     policy: Policy = field(default_factory=lambda: Policy(alpha=0.2, ambiguity_threshold=0.5, coverage=0.9))
     preprocess: Preprocess = PREPROCESS
     classes: tuple[str, ...] = CLASSES
-    target: Target | None = None
-    is_regression: bool = False
+    task: Task = field(default_factory=Classification)
     head_layers: tuple[str, ...] = ("layer3",)
     layer: str = "layer3"
     predictions: str = "psc"
@@ -138,23 +141,27 @@ class FakeModel:
         )
     )
 
+    @property
+    def target(self) -> Target | None:
+        return getattr(self.task, "target", None)
+
     def outputs(self, packed: Matrix) -> Outputs[Matrix]:
         """Packed outputs, read by name."""
-        return Outputs(packed, self.gates, self.score_names)
+        return Outputs(packed, self.score_names, self.gates)
 
 
 class FakeValuePipeline(FakePipeline):
     """Predicts the brightness in per cent; the p-value is that of the other one."""
 
     def __call__(self, images: Tensor, /) -> Tensor:
-        of_classes = Outputs(super().__call__(images), ())
+        of_classes = Outputs(super().__call__(images), SCORES, ())
         brightness = images.float().mean((1, 2, 3)) / 2.55
         scores = {name: of_classes[name] for name in ("log_density", "ood_score", "ood_p_value")} | {
             "mean": brightness,
             "aleatoric": torch.full_like(brightness, 3.0),
             "epistemic": 0.04 * brightness,
         }
-        return pack(scores, brightness.new_empty(len(images), 0), names=VALUE_SCORES)
+        return pack(VALUE_SCORES, scores, brightness.new_empty(len(images), 0))
 
     def explain(self, images: Tensor, /) -> tuple[Tensor, Mapping[str, Tensor]]:
         _, told = super().explain(images)
@@ -169,8 +176,7 @@ class FakeValueModel(FakeModel):
 
     pipeline: FakePipeline = field(default_factory=FakeValuePipeline)
     policy: Any = field(default_factory=lambda: ValuePolicy(alpha=0.2, max_width=14.0, coverage=0.9))
-    target: Target | None = field(default_factory=lambda: Target(name="brightness", unit="%"))
-    is_regression: bool = True
+    task: Task = field(default_factory=lambda: Regression(target=Target(name="brightness", unit="%")))
     head_layers: tuple[str, ...] = ("layer3", "layer1")
     score_names: tuple[str, ...] = VALUE_SCORES
     calibration: Any = field(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from psc_core.tasks import TASKS
 from tests.conftest import ROOT
 
 SCRIPT = ROOT / "deploy" / "client" / "build.py"
@@ -39,7 +40,8 @@ def python(installed: Path, code: str) -> str:
 def test_it_needs_nothing_of_the_service(installed: Path) -> None:
     said = python(
         installed,
-        "import sys, psc_client, psc_client.cli\n"
+        "import pkgutil, sys, psc_client\n"
+        "for module in pkgutil.walk_packages(psc_client.__path__, 'psc_client.'): __import__(module.name)\n"
         "loaded = {name.partition('.')[0] for name in sys.modules}\n"
         "print(sorted(loaded & {'torch', 'numpy', 'app', 'psc_core', 'fastapi'}), psc_client.__all__)",
     )
@@ -50,10 +52,22 @@ def test_it_needs_nothing_of_the_service(installed: Path) -> None:
 
 
 def test_no_module_imports_what_is_not_in_the_wheel(installed: Path) -> None:
-    for module in (installed / "psc_client").glob("*.py"):
+    for module in (installed / "psc_client").rglob("*.py"):
         assert re.findall(r"^\s*(?:from|import) (?:app|psc_core)\b.*", module.read_text(), re.MULTILINE) == [], (
             module.name
         )
+
+
+def test_it_knows_the_answers_of_every_task(installed: Path) -> None:
+    said = python(
+        installed,
+        "from psc_client.core.tasks import TASKS, module_of\n"
+        "from psc_client.core.tasks.answer import response_type\n"
+        "answers = [module_of(task, 'psc_client.core.tasks.{}.answer').RESPONSE for task in TASKS]\n"
+        "assert [response_type(dict.fromkeys(answer.model_fields)) for answer in answers] == answers\n"
+        "print(TASKS)",
+    )
+    assert said == f"{TASKS}\n"
 
 
 def test_the_command_line_works(installed: Path) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from psc_core import PRESETS, PSC, open_dataset
 from psc_core.cli.fit import main
-from psc_core.model.outputs import Outputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -46,8 +45,8 @@ def test_graph_equals_eager(shipped_bundle: Path, digits: torch.Tensor, size: in
     step.launch(0, size)
     packed = step.fetch(0, size)
     with torch.inference_mode():
-        expected = Outputs(psc.pipeline(digits[:size].cuda()).cpu(), psc.gates)
-    got = Outputs(torch.from_numpy(np.array(packed)), psc.gates)
+        expected = psc.outputs(psc.pipeline(digits[:size].cuda()).cpu())
+    got = psc.outputs(torch.from_numpy(np.array(packed)))
     torch.testing.assert_close(got.probabilities, expected.probabilities, atol=1e-5, rtol=0)
     torch.testing.assert_close(got["log_density"], expected["log_density"], atol=1e-2, rtol=1e-5)
 

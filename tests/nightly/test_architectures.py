@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from psc_core.cli import fit as cli
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS, Preprocess
-from psc_core.model.outputs import Outputs
 from psc_core.model.predictor import PSC
 from psc_core.network.load import load_network
 from psc_core.precision import PRECISIONS
@@ -184,9 +183,9 @@ def set_up(case: Case, folders: Path, where: Path) -> Setup:
 def assert_loaded_is_fitted(fitted: PSC, loaded: PSC, images: Tensor) -> None:
     """Finite, and equal to 1e-5 at batch sizes 1, 3 and 8."""
     with torch.inference_mode():
-        expected = Outputs(fitted.pipeline(images[:8]), fitted.gates)
+        expected = fitted.outputs(fitted.pipeline(images[:8]))
         for size in (1, 3, 8):
-            got = Outputs(torch.cat([loaded.pipeline(part) for part in images[:8].split(size)]), fitted.gates)
+            got = fitted.outputs(torch.cat([loaded.pipeline(part) for part in images[:8].split(size)]))
             assert bool(got.packed.isfinite().all())
             torch.testing.assert_close(got.probabilities, expected.probabilities, rtol=1e-5, atol=1e-5)
             for name in ("predictive_entropy", "epistemic", "log_density"):

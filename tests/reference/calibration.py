@@ -1,4 +1,4 @@
-"""Naive twins of :mod:`psc_core.calibration`: counting loops and exact fractions."""
+"""Naive twins of conformal calibration: counting loops and exact fractions."""
 
 from __future__ import annotations
 

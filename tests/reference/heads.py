@@ -1,4 +1,4 @@
-"""Naive float64 twins of :mod:`psc_core.heads`: dense posteriors, explicit Jacobians, loops."""
+"""Naive float64 twins of the heads of both tasks: dense posteriors, explicit Jacobians, loops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.heads import LaplaceHead
+from psc_core.tasks.classification.heads.laplace import LaplaceHead
 
 
 def softmax_objective(theta: Tensor, phi: Tensor, labels: Tensor, precision: float) -> Tensor:

@@ -17,7 +17,7 @@ _PROBE_OF_MODEL: Final = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/ready")
 
 
 def is_probe(path: str) -> bool:
-    """Whether orchestrators or Prometheus ask it, by address, again and again, and however busy the service is."""
+    """Return whether orchestrators or Prometheus ask for this path, by address, however busy the service is."""
     return path in _PROBES or (path.endswith("/ready") and _PROBE_OF_MODEL.fullmatch(path) is not None)
 
 

@@ -15,18 +15,18 @@ from app.service import Service, service_to_predict
 from psc_core.images import SUFFIXES
 
 FOLDER: Final = "examples"
-"""Of a bundle, with images to try."""
+"""The folder of a bundle that has images to try."""
 
 MAXIMUM_EXAMPLES: Final = 12
 MAXIMUM_BYTES: Final = 1 << 20
-"""Of an example; larger files are not shown."""
+"""Maximum size of an example; larger files are not shown."""
 
 router = APIRouter(tags=["model"], responses=responses(401, 404, 503))
 
 
 @router.get("/models/{name}/live", summary="The last images of a model")
 async def live(request: Request, name: str) -> LiveDocument:
-    """What this process answered lately: out-of-distribution images among the last ones, drift, queue."""
+    """Summarise what this process answered lately: out-of-distribution images among the last ones, drift, queue."""
     served = service_to_predict(request).registry.get(name)
     drift = served.recorder.drift
     return LiveDocument(

@@ -26,7 +26,7 @@ async def default_model(request: Request) -> ModelDocument:
 
 @router.get("/models/{name}", summary="A model by name", responses=responses(404))
 async def named_model(request: Request, name: str) -> ModelDocument:
-    """As `/model`, of the named model."""
+    """Describe the named model, as `/model` does."""
     registry = service_to_predict(request).registry
     return model_document(registry.get(name), registry.names)
 

@@ -1,4 +1,4 @@
-"""What operators and their machines ask: health, readiness, metrics, and other bundles."""
+"""The routes of operators and their machines: health, readiness, metrics, and other bundles."""
 
 from __future__ import annotations
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Union
 
+import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.errors import MalformedRequest
 from app.http.disconnect import has_disconnected
 from app.http.openapi import IMAGES_BODY, responses
 from app.http.query import parse_query, query_parameters
-from app.http.render import predict_response
 from app.http.uploads import UploadLimits, read_images
-from app.response import PredictResponse, ValueResponse
+from app.models.served import Predicted, ServedModel
 from app.service import service_to_predict
-from psc_core.policy import Alpha, AmbiguityThreshold, MaxWidth
+from psc_core.tasks.classification.policy import AmbiguityThreshold
+from psc_core.tasks.policy import Alpha, BasePolicy
+from psc_core.tasks.regression.policy import MaxWidth
+from psc_core.tasks.task import task_types
 
 
 class PredictQuery(BaseModel):
@@ -46,7 +48,7 @@ class PredictQuery(BaseModel):
 
 
 _ROUTE: Final[dict[str, Any]] = {
-    "response_model": PredictResponse | ValueResponse,
+    "response_model": Union[*(task.response for task in task_types())],
     "responses": responses(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504),
     "openapi_extra": {"requestBody": IMAGES_BODY, "parameters": query_parameters(PredictQuery)},
 }
@@ -65,7 +67,7 @@ async def predict(request: Request) -> Response:
 
 @router.post("/models/{name}/predict", summary="Predict with a model by name", **_ROUTE)
 async def predict_with(request: Request, name: str) -> Response:
-    """As `/predict`, with the named model."""
+    """Predict with the named model, as `/predict` does."""
     return await _predict(request, name)
 
 
@@ -77,12 +79,30 @@ async def _predict(request: Request, name: str | None) -> Response:
     limits = UploadLimits(settings.max_images_per_request, settings.max_fields, settings.upload_seconds)
     images = await read_images(request, limits)
     served = registry.get(name)  # After the body: a reload may have swapped it meanwhile.
-    if query.top_k is not None and served.model.is_regression:
-        raise MalformedRequest(f"model {served.name!r} is a regression, which has no top_k classes; leave it out")
-    thresholds = served.thresholds_with(
-        alpha=query.alpha, ambiguity_threshold=query.ambiguity_threshold, max_width=query.max_width
-    )
+    asked = query.model_dump(exclude_none=True, exclude={"explain"})
+    thresholds = served.thresholds_with(**asked)
     disconnected = partial(has_disconnected, request.receive)
     predicted = await served.predict(images, thresholds, disconnected=disconnected, explain=query.explain)
-    body = predict_response(served, thresholds.policy, predicted, top_k=query.top_k)
-    return Response(body, media_type="application/json")
+    options = {option: asked[option] for option in served.model.task.request_options & asked.keys()}
+    return Response(predict_response(served, thresholds.policy, predicted, **options), media_type="application/json")
+
+
+def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predicted, **options: Any) -> bytes:
+    """Return the JSON of the ``response`` of the model's task.
+
+    numpy values go to orjson as they are: a float32 number is printed in as few digits as tell it from its neighbours.
+
+    Args:
+        served: The model that answered.
+        policy: Policy of the decisions.
+        predicted: Finite outputs, decisions and, where it is asked for, an explanation.
+        options: What the request asks for of the task's ``request_options``.
+    """
+    model, (outputs, decisions, explanation) = served.model, predicted
+    predictions = model.task.documents(outputs, decisions, model.classes, **options)
+    if explanation:
+        explained = model.task.explanations(explanation, model.classes, model.head_layers)
+        for prediction, more in zip(predictions, explained, strict=True):
+            prediction["explanation"] = more
+    document = {**served.identity, "policy": policy.model_dump(), "predictions": predictions}
+    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
 
 import numpy as np
 from starlette.types import Receive
@@ -13,22 +12,19 @@ from starlette.types import Receive
 from app.errors import MalformedRequest, UnknownModel
 from app.http.disconnect import has_disconnected
 from app.http.uploads import parse
-from app.http.v2.schemas import GATES, InferRequest, outputs_of
-from app.http.v2.tensors import Datatype, OutputTensor, images_of
+from app.http.v2.schemas import InferRequest
+from app.http.v2.tensors import OutputTensor, images_of
 from app.inference.decoder import EncodedImage
 from app.inference.request import Images
 from app.models.served import ServedModel
 from app.service import Service
-from psc_core.model.decision import AnyDecisions, Decisions
-from psc_core.model.outputs import FloatArray, Outputs
-
-DATATYPES: Final[Mapping[str, Datatype]] = {"is_ood": "BOOL", "label": "BYTES", "class_index": "INT64"}
-"""Of the outputs that are not ``FP32``."""
+from psc_core.model.base import FittedModel
+from psc_core.tasks.task import GATES_OUTPUT
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model says of the images of a request.
+    """A model's answer to the images of a request.
 
     Attributes:
         served: The model that answered.
@@ -85,37 +81,31 @@ async def infer(
         served = find_model(service, name, version)
         size, limit = served.model.preprocess.shape, service.settings.max_images_per_request
         images = await parse(body, partial(images_of, wanted.inputs[0], binary, size, max_images=limit))
-    as_binary = wanted.binary_outputs(outputs_of(served.model.gates, is_regression=served.model.is_regression))
-    check_outputs(served, as_binary)
-    thresholds = served.thresholds_with(alpha=wanted.parameters.alpha)
+    task, classes, gates = served.model.task, served.model.classes, served.model.gates
+    as_binary = wanted.binary_outputs(outputs_of(served.model))
+    strange = [output for output in as_binary if output not in task.tensors]
+    if strange:
+        known = tuple(task.tensors)
+        raise MalformedRequest(f"model {served.name!r} has no output {strange[0]!r}; expected some of {known}")
+    alpha = wanted.parameters.alpha
+    thresholds = served.thresholds if alpha is None else served.thresholds_with(alpha=alpha)
     outputs, decisions, _ = await served.predict(
         images if isinstance(images, np.ndarray) else [EncodedImage(data) for data in images],
         thresholds,
         disconnected=partial(has_disconnected, receive),
     )
-    tensors = [_output(output, outputs, decisions, served.model.classes) for output in as_binary]
+    tensors = [
+        OutputTensor(
+            output,
+            task.tensors[output],
+            [len(outputs), *task.tensor_shape(output, classes, gates)],
+            task.tensor(output, outputs, decisions, classes),
+        )
+        for output in as_binary
+    ]
     return Answer(served, thresholds.policy.alpha, tensors, as_binary)
 
 
-def check_outputs(served: ServedModel, wanted: Iterable[str]) -> None:
-    """Refuse outputs of the other kind of model.
-
-    Raises:
-        MalformedRequest: There is one.
-    """
-    known = outputs_of((GATES,), is_regression=served.model.is_regression)
-    strange = [name for name in wanted if name not in known]
-    if strange:
-        raise MalformedRequest(f"model {served.name!r} has no output {strange[0]!r}; expected some of {known}")
-
-
-def _output(name: str, outputs: Outputs[FloatArray], decisions: AnyDecisions, classes: tuple[str, ...]) -> OutputTensor:
-    if name == "label" and isinstance(decisions, Decisions):
-        labels = [classes[k] for k in decisions.class_index.tolist()]
-        return OutputTensor(name, "BYTES", (len(labels),), labels)
-    if name == GATES:
-        return OutputTensor(name, "FP32", outputs.gate_p_values.shape, outputs.gate_p_values)
-    values: Any = getattr(decisions, name, None)
-    if values is None:
-        values = outputs.probabilities if name == "probabilities" else outputs[name]
-    return OutputTensor(name, DATATYPES.get(name, "FP32"), values.shape, values)
+def outputs_of(model: FittedModel) -> tuple[str, ...]:
+    """Return the names of a model's outputs; without gates, theirs is none of them, though a request may name it."""
+    return tuple(name for name in model.task.tensors if name != GATES_OUTPUT or model.gates)

@@ -14,10 +14,9 @@ from fastapi import APIRouter, Request, Response
 
 from app.errors import UnsupportedMedia
 from app.http.uploads import parse, read_body
-from app.http.v2.inference import DATATYPES, find_model
+from app.http.v2.inference import find_model, outputs_of
 from app.http.v2.inference import infer as infer_images
 from app.http.v2.schemas import (
-    GATES,
     HEADER,
     INFER_BODY,
     INFER_PARAMETERS,
@@ -29,7 +28,6 @@ from app.http.v2.schemas import (
     ReadyDocument,
     ServerMetadata,
     TensorMetadata,
-    outputs_of,
 )
 from app.http.v2.tensors import build_response, parse_request
 from app.models.served import ServedModel
@@ -89,7 +87,7 @@ async def model_metadata(request: Request, name: str) -> ModelMetadata:
     summary="Metadata of a model's version",
 )
 async def version_metadata(request: Request, name: str, version: str) -> ModelMetadata:
-    """As without a version; the version is the digest of the bundle in service."""
+    """Return the same metadata as without a version; the version is the digest of the bundle in service."""
     return metadata_of(find_model(service_to_predict(request), name, version))
 
 
@@ -111,7 +109,7 @@ async def model_ready(request: Request, response: Response, name: str) -> ModelR
     summary="Readiness of a model's version",
 )
 async def version_ready(request: Request, response: Response, name: str, version: str) -> ModelReadyDocument:
-    """As without a version."""
+    """Return the same readiness as without a version."""
     return model_readiness(service_of(request), response, name, version)
 
 
@@ -123,7 +121,7 @@ async def infer(request: Request, name: str) -> Response:
 
 @router.post("/models/{name}/versions/{version}/infer", summary="Inference with a version", **_INFER)
 async def version_infer(request: Request, name: str, version: str) -> Response:
-    """As without a version."""
+    """Run the same inference as without a version."""
     return await _infer(request, name, version)
 
 
@@ -142,16 +140,16 @@ def metadata_of(served: ServedModel) -> ModelMetadata:
         outputs=[
             TensorMetadata(
                 name=name,
-                datatype=DATATYPES.get(name, "FP32"),
-                shape=[-1, *({"probabilities": [len(model.classes)], GATES: [len(model.gates)]}.get(name, []))],
+                datatype=model.task.tensors[name],
+                shape=[-1, *model.task.tensor_shape(name, model.classes, model.gates)],
             )
-            for name in outputs_of(model.gates, is_regression=model.is_regression)
+            for name in outputs_of(model)
         ],
     )
 
 
 def model_readiness(service: Service, response: Response, name: str, version: str | None) -> ModelReadyDocument:
-    """Whether a model answers; ``response`` gets the status that says so."""
+    """Return whether a model answers; ``response`` gets the status that says so."""
     registry = service.registry
     reasons = service.reasons()
     if name not in registry.names:

@@ -7,34 +7,18 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
-from app.response import Document
-from psc_core.policy import Alpha
-from psc_core.prediction import SCORES
-from psc_core.value_prediction import VALUE_SCORES
-
-GATES: Final = "gates"
-"""The output of the gates' p-values, in the order of ``gates`` in ``/model``."""
-
-OUTPUTS: Final = ("probabilities", *SCORES, GATES, "is_ood", "label", "class_index")
-"""Names of the output tensors of a classifier."""
-
-VALUE_OUTPUTS: Final = (*VALUE_SCORES, "lower", "upper", GATES, "is_ood")
-"""Names of those of a regression."""
+from psc_core.tasks.answer import Document
+from psc_core.tasks.policy import Alpha
+from psc_core.tasks.task import Datatype, task_types
 
 MAXIMUM_DIMENSIONS: Final = 8
-"""Of an input; a list is refused at its first fault, for a million of them would take longer to say than to find."""
+"""Most dimensions of an input; a list is refused at its first fault: a million take longer to say than to find."""
 
-_NAMES: Final = tuple(dict.fromkeys((*OUTPUTS, *VALUE_OUTPUTS)))
-
-
-def outputs_of(gates: Sequence[str], *, is_regression: bool = False) -> tuple[str, ...]:
-    """Names of the output tensors of a model of a kind with these gates."""
-    names = VALUE_OUTPUTS if is_regression else OUTPUTS
-    return names if gates else tuple(name for name in names if name != GATES)
+_NAMES: Final = tuple(dict.fromkeys(name for task in task_types() for name in task.tensors))
 
 
 class ErrorDocument(Document):
-    """Why a request failed."""
+    """The reason why a request failed."""
 
     error: str
 
@@ -54,14 +38,14 @@ class LiveDocument(Document):
 
 
 class ReadyDocument(Document):
-    """Whether every model answers."""
+    """The readiness of all models together."""
 
     live: bool
     ready: bool
 
 
 class ModelReadyDocument(Document):
-    """Whether one model answers."""
+    """The readiness of one model."""
 
     name: str
     ready: bool
@@ -85,7 +69,7 @@ class TensorMetadata(Document):
 
 
 class ModelMetadata(Document):
-    """What a model takes and gives."""
+    """The inputs that a model takes and the outputs that it gives."""
 
     name: str
     versions: list[str]
@@ -98,7 +82,7 @@ class InferOutput(Document):
     """An output; ``data`` is left out where binary data follows the document."""
 
     name: str
-    datatype: Literal["FP32", "INT64", "BOOL", "BYTES"]
+    datatype: Datatype
     shape: list[int]
     data: list[Any] | None = None
     parameters: dict[str, Any] | None = None
@@ -118,7 +102,7 @@ _OutputName = Literal[_NAMES]  # type: ignore[valid-type]
 
 
 class RequestPart(BaseModel):
-    """Of a request: members and parameters that are not declared are ignored, as the protocol asks."""
+    """Base of a request's parts: members and parameters that are not declared are ignored, as the protocol asks."""
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
@@ -132,7 +116,7 @@ _Unsupported = Annotated[None, BeforeValidator(_reject), Field(description="Not 
 
 
 class _TensorParameters(RequestPart):
-    """What this server does not offer is refused rather than ignored."""
+    """Parameters of a tensor; those that this server does not offer are refused rather than ignored."""
 
     shared_memory_region: _Unsupported = None
     classification: _Unsupported = None

@@ -11,7 +11,7 @@ little-endian, row-major, ``BYTES`` elements each behind a 4-byte length.  In JS
 nested; elements of ``BYTES`` are base64 text, for a JSON string cannot hold the bytes of an image.
 
 Inputs, exactly one in a request: ``images`` (``UINT8`` NHWC or NCHW, of the network's own size) or
-``encoded_images`` (``BYTES``, image files).  No HTTP and no torch in here.
+``encoded_images`` (``BYTES``, image files).  No HTTP in here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -32,11 +32,10 @@ from app.http.json_body import load_json
 from app.http.uploads import decode_base64
 from app.http.v2.schemas import HEADER, InferRequest, InputTensor
 from psc_core.errors import fault
+from psc_core.tasks.task import Datatype
 
 _LENGTH: Final = 4
 _DTYPES: Final = {"FP32": "<f4", "INT64": "<i8", "BOOL": "|b1"}
-
-Datatype = Literal["FP32", "INT64", "BOOL", "BYTES"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class OutputTensor:
 
     name: str
     datatype: Datatype
-    shape: tuple[int, ...]
+    shape: Sequence[int]
     values: npt.NDArray[Any] | Sequence[str]
 
 

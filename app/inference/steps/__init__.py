@@ -1,4 +1,4 @@
-"""How a batch is computed: eagerly, or on CUDA by replaying captured graphs; one interface for both."""
+"""Compute batches: eagerly, or on CUDA by replaying captured graphs; one interface for both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step is: ``uint8 (n, C, H, W)`` host images in, packed ``float32 (n, S + K + G)`` host outputs out.
+"""The interface of a step: ``uint8 (n, C, H, W)`` host images in, packed ``float32 (n, S + K + G)`` host outputs out.
 
 Everything runs under ``torch.inference_mode``; one thread at a time uses a step.  Outputs of padding images are never
 returned.
@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from app.inference.request import EXPLAIN, DeviceBatch, Images, Result
-from psc_core.model.outputs import FloatArray
 from psc_core.model.pipeline import Pipeline
+from psc_core.tasks.outputs import FloatArray
 
 
 class TorchThreads(NamedTuple):
-    """How many threads PyTorch uses on a CPU."""
+    """The numbers of threads that PyTorch uses on a CPU."""
 
     full: int
-    """For a network that runs on the device thread."""
+    """Threads of a network that runs on the device thread."""
     quick: int
-    """For one that is quick enough for the event loop."""
+    """Threads of one that is quick enough for the event loop."""
 
 
 class Step(Protocol):
-    """How batches are computed."""
+    """A way to compute batches."""
 
     slots: int
     """Batches that may be launched and not yet fetched."""
@@ -46,7 +46,7 @@ class Step(Protocol):
         """Start on the first ``count`` images of the slot's buffer."""
 
     def done(self, slot: int) -> bool:
-        """Whether :meth:`fetch` would not wait."""
+        """Return whether :meth:`fetch` would return without waiting."""
 
     def fetch(self, slot: int, count: int) -> FloatArray:
         """Outputs of what was launched; the caller owns the array.  Device errors surface here."""
@@ -105,7 +105,7 @@ def run_batch(step: Step, batch: DeviceBatch) -> Result:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a step failed for lack of memory, on the device or the host.
+    """Return whether a step failed for lack of memory, on the device or the host.
 
     PyTorch's CPU allocator has no exception of its own: it raises a plain RuntimeError, known by its text alone.
     """

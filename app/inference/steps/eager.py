@@ -9,8 +9,8 @@ import torch
 
 from app.inference.request import Images, Result
 from app.inference.steps.base import CompiledNetwork, TorchThreads, bucket_of, buckets_to, explain
-from psc_core.model.outputs import FloatArray
 from psc_core.model.pipeline import Pipeline
+from psc_core.tasks.outputs import FloatArray
 
 QUICK_SECONDS: Final = 2e-3
 """A full batch below this takes less time than handing it to another thread.

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from app.inference.request import Images, Result
 from app.inference.steps.base import CompiledNetwork, bucket_of, buckets_to, explain
-from psc_core.model.outputs import FloatArray
 from psc_core.model.pipeline import Pipeline
+from psc_core.tasks.outputs import FloatArray
 
 _IDLE_STREAMS: Final[dict[torch.device, list[torch.cuda.Stream]]] = defaultdict(list)
 """Streams of steps that are gone.  CUDA hands out 32, and then again those that other models are using."""

@@ -80,6 +80,7 @@ def fit_density(
     n_images = len(z) if images is None else int(images.bincount().count_nonzero())
     z, feature_dtype = as_matrix(z), z.dtype
     if family.unit_length:
+        # In float64, as :meth:`Density.coordinates` does; ``feature_dtype`` still tells how exact the features are.
         z = z.map(lambda part: functional.normalize(part.double()), z.shape[1], torch.float64)
     classwise = issubclass(family, ClasswiseDensity)
     limit = n_images - num_classes
@@ -90,12 +91,14 @@ def fit_density(
         z, kept=pca, limit=max(1, limit), minimum_variance=family.minimum_variance, feature_dtype=feature_dtype
     )
 
+    # A stable sort, so that each fit adds the images of a class in the same order.
     members = torch.split(labels.argsort(stable=True), counts.tolist())
     x = projection.whiten(z)
     means = torch.stack([linalg.mean_of_rows(x.take(own)) for own in members])
     scatter = means.new_zeros(x.shape[1], x.shape[1])
     for own, mean in zip(members, means, strict=True):
         scatter += linalg.scatter_about(x.take(own), mean)
+    # Labelled examples of one image are one observation; the K means take one degree of freedom each.
     covariance, shrinkage = linalg.covariance(scatter * (n_images / len(z)), n_images - num_classes)
     inverse = linalg.inverse_root(covariance)
     root = inverse.root
@@ -112,6 +115,7 @@ def fit_density(
     }
     if classwise:
         w = x.map(lambda part: part @ root, x.shape[1], torch.float64)
+        # Float32, and K × P × P the largest tensor: whiteners apply to differences, which no longer cancel.
         whiteners = torch.empty(num_classes, *root.shape, device=z.device)
         centres = torch.empty(num_classes, len(root), dtype=torch.float64, device=z.device)
         shrinkages = []

@@ -72,10 +72,13 @@ def fit_pca(
         FitError: All features are equal, or ``kept`` is not between 1 and the rank.
     """
     mean = linalg.mean_of_rows(z)
+    # A single image has no variance: zero is refused below as rank 0, where 0 / 0 would be NaN.
     covariance = linalg.scatter_about(z, mean) / max(1, len(z) - 1)
     values, vectors = linalg.eigh(covariance)
+    # The error of rounded features along each component: ε times their size, for which their mean stands.
     rounding = torch.finfo(feature_dtype or z.dtype).eps * (mean.abs() @ vectors.abs())
     significant = values > torch.maximum(RANK_TOLERANCE * values[0], rounding.square())
+    # Up to the first that is not significant: the rounding error, unlike the variance, need not descend.
     rank = int(significant.long().cumprod(0).sum())
     if rank == 0:
         raise FitError("expected features that differ between images, all are equal; choose another layer")

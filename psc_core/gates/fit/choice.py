@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Auroc = Mapping[str, float]
-"""By kind of made-up image."""
+"""AUROC by kind of made-up image."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class GateChoice:
         return "\n".join([*lines, f"gates: {self.chosen} has the least regret over made-up images; {self.reason}"])
 
     def to_json(self) -> dict[str, Any]:
-        """For the report in a manifest."""
+        """Return the JSON types of the report in a manifest."""
         return {
             "chosen": self.chosen,
             "regret": self.regret(self.chosen),

@@ -21,7 +21,7 @@ from torch import Tensor
 from psc_core.numerics.matrix import chunk_rows
 from psc_core.projection.fit.moments import DEAD_UNIT
 
-TOLERANCE: Final = 0.01
+NC4_LOSS: Final = 0.01
 """Maximum loss of NC4."""
 
 
@@ -35,7 +35,7 @@ def nc1_prefixes(
 def nearest_mean_hits(
     z: Float[Tensor, "n c_max d_max"], means: Float[Tensor, "classes c_max d_max"], labels: Int[Tensor, " n"]
 ) -> Int[Tensor, "c_max d_max"]:
-    """How many labelled examples each leading block classifies correctly by the nearest class mean."""
+    """Count the labelled examples that each leading block classifies correctly by the nearest class mean."""
     z, means = z.double(), means.double()
     hits = torch.zeros(z.shape[1:], dtype=torch.int64, device=z.device)
     for chunk in chunk_rows(len(z), means.numel()):
@@ -75,7 +75,7 @@ class RankChoice:
             here = float(nc1[self.c_proj - 1, column]), float(nc4[self.c_proj - 1, column])
             if (
                 here[0] > epsilon
-                and here[1] >= self.nc4 - TOLERANCE
+                and here[1] >= self.nc4 - NC4_LOSS
                 and deviation[: self.c_proj, : column + 1].min() >= floor
             ):
                 found.append(replace(self, d_proj=column + 1, nc1=here[0], nc4=here[1]))
@@ -93,7 +93,7 @@ def choose_ranks(
     d_proj: int | None = None,
     minimum: int = 1,
 ) -> RankChoice:
-    """Smallest c·d with NC1 > ε and NC4 ≥ ``reference_nc4`` − :data:`TOLERANCE` (ties: the highest NC4).
+    """Smallest c·d with NC1 > ε and NC4 ≥ ``reference_nc4`` − :data:`NC4_LOSS` (ties: the highest NC4).
 
     Where no size satisfies both, the one with the best NC4 among those with NC1 > ε (or among all) is taken, with a
     warning.
@@ -118,7 +118,7 @@ def choose_ranks(
     if d_proj is not None:
         allowed &= d == d_proj
     allowed &= size >= min(minimum, int(size[allowed].max()))
-    kept = allowed & (nc1 > epsilon) & (nc4 >= reference_nc4 - TOLERANCE)
+    kept = allowed & (nc1 > epsilon) & (nc4 >= reference_nc4 - NC4_LOSS)
     warning = ""
     if bool(kept.any()):
         cost = size - nc4  # NC4 ≤ 1 only breaks ties between equal sizes
@@ -129,12 +129,12 @@ def choose_ranks(
         pick = int(torch.where(candidates, nc4 - 1e-9 * size, -torch.inf).argmax())
         if c_proj is None or d_proj is None:
             warning = (
-                f"no projection of at most {c_max}×{d_max} keeps NC1 > {epsilon} and NC4 within {TOLERANCE} "
+                f"no projection of at most {c_max}×{d_max} keeps NC1 > {epsilon} and NC4 within {NC4_LOSS} "
                 f"of {reference_nc4:.3f}: took the best NC4"
             )
     row, column = divmod(pick, d_max)
     lost = reference_nc4 - float(nc4[row, column])
-    if lost > 5 * TOLERANCE:
+    if lost > 5 * NC4_LOSS:
         warning = (warning + "; " if warning else "") + (
             f"the projection gives up {lost:.3f} of NC4: a sign of a wrong candidate layer or too small ranks"
         )

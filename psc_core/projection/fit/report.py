@@ -1,4 +1,4 @@
-"""What fitting a projection measured."""
+"""The measurements of fitting a projection."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ProjectionReport:
 
     @classmethod
     def of(cls, choice: RankChoice, sized: SizedProjection, positions: Mapping[int, float]) -> ProjectionReport:
-        """That of a choice among the sizes of a projection."""
+        """Return the report of a choice among the sizes of a projection."""
         return cls(
             choice, sized.scaled_nc1, sized.scaled_nc4, sized.nc1, sized.nc4, sized.note, tuple(positions.items())
         )

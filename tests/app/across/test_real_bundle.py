@@ -16,11 +16,11 @@ import pytest
 from PIL import Image
 
 from app.main import create_app
-from app.response import PredictResponse
 from app.settings import load_settings
 from psc_core import PSC
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
+from psc_core.tasks.classification.answer import PredictResponse
 from tests.app.support import until
 from tests.served import GUARD_SECONDS, serve
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,12 +12,11 @@ import httpx
 import numpy as np
 import pytest
 
-from app.client import AsyncClient, BadAnswer, cli
+from app.client import AsyncClient, BadAnswer
 from app.main import create_app
-from app.response import ValueResponse
 from app.settings import load_settings
 from psc_core import PSCRegressor
-from psc_core.value_prediction import VALUE_SCORES
+from psc_core.tasks.regression.answer import SCORES, ValueResponse
 from tests.app.across.test_real_bundle import ALLOW, digits
 from tests.app.support import until
 
@@ -54,7 +52,7 @@ async def test_answers_are_those_of_predict(
         document = ValueResponse.model_validate_json(response.content)
         assert document.target == model.target and document.policy == model.policy
         for row, got in enumerate(document.predictions):
-            for name in VALUE_SCORES:
+            for name in SCORES:
                 assert getattr(got, name) == pytest.approx(float(expected.outputs[name][row]), rel=1e-3, abs=1e-3)
             assert (got.lower, got.upper) == pytest.approx(tuple(expected.interval[row].tolist()), rel=1e-3, abs=1e-3)
             assert got.decision == expected.decision[row] and got.is_ood == bool(expected.is_ood[row])
@@ -117,7 +115,7 @@ async def test_v2_gives_the_numbers(angle_bundle: Path, digits: list[bytes]) -> 
         httpx.AsyncClient(transport=transport, base_url="http://test") as client,
     ):
         outputs = {each["name"]: each for each in (await client.get("/v2/models/m")).json()["outputs"]}
-        assert list(outputs) == [*VALUE_SCORES, "lower", "upper", "gates", "is_ood"]
+        assert list(outputs) == [*SCORES, "lower", "upper", "gates", "is_ood"]
         sizes = [len(data).to_bytes(4, "little") + data for data in digits[:5]]
         binary = b"".join(sizes)
         tensor = {
@@ -130,7 +128,7 @@ async def test_v2_gives_the_numbers(angle_bundle: Path, digits: list[bytes]) -> 
         headers = {"Inference-Header-Content-Length": str(len(head))}
         answer = (await client.post("/v2/models/m/infer", content=head + binary, headers=headers)).json()
         got = {each["name"]: np.array(each["data"]) for each in answer["outputs"]}
-        for name in VALUE_SCORES:
+        for name in SCORES:
             np.testing.assert_allclose(got[name], expected.outputs[name].numpy(), rtol=1e-3, atol=1e-3)
         np.testing.assert_allclose(got["upper"], expected.interval[:, 1].numpy(), rtol=1e-3, atol=1e-3)
         for name, status in (("mean", 200), ("label", 400), ("probabilities", 400)):
@@ -151,24 +149,3 @@ async def test_the_client_gives_typed_numbers(angle_bundle: Path, tiny_bundle: P
     async with serving(tiny_bundle) as (_, transport), AsyncClient("http://test", transport=transport) as client:
         with pytest.raises(BadAnswer, match="use predict"):
             await client.predict_values(digits[:1])
-
-
-def test_psc_predict_prints_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scores = dict.fromkeys(VALUE_SCORES, 0.5)
-    prediction = {**scores, "mean": 12.5, "aleatoric": 3.0, "epistemic": 4.0, "lower": 2.0, "upper": 23.0,
-                  "is_ood": False, "decision": "accept"}  # fmt: skip
-    document = {
-        "model": {"name": "m", "version": "v", "layer": "l"},
-        "target": {"name": "angle", "unit": "degrees"},
-        "policy": {"alpha": 0.05, "max_width": None, "coverage": 0.9},
-        "predictions": [prediction],
-    }
-    image = tmp_path / "a.png"
-    image.write_bytes(b"image")
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=document))
-    assert cli.main([str(image)], environment={}, transport=transport) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["image", "mean", "deviation", "interval", "log", "density", "p-value", "decision"]
-    assert lines[1].split()[1:] == ["12.5", f"{math.hypot(3, 4):g}", "2", "…", "23", "0.50", "0.5000", "accept"]
-    assert cli.main([str(image), "--json"], environment={}, transport=transport) == 0
-    assert json.loads(capsys.readouterr().out)["mean"] == 12.5

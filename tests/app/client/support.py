@@ -6,7 +6,8 @@ from typing import Any
 
 import httpx
 
-from psc_core.prediction import SCORES
+from psc_core.tasks.classification.answer import SCORES
+from psc_core.tasks.regression.answer import SCORES as VALUE_SCORES
 
 PREDICTION = dict.fromkeys(SCORES, 0.0) | {
     "label": "7",
@@ -23,6 +24,15 @@ PREDICTION = dict.fromkeys(SCORES, 0.0) | {
     "prediction_set": ["7"],
     "a_later_version_adds_this": 1,
 }
+NUMBER = dict.fromkeys(VALUE_SCORES, 0.5) | {
+    "mean": 12.5,
+    "aleatoric": 3.0,
+    "epistemic": 4.0,
+    "lower": 2.0,
+    "upper": 23.0,
+    "is_ood": False,
+    "decision": "accept",
+}
 POLICY = {"alpha": 0.05, "ambiguity_threshold": 1.0, "coverage": 0.95}
 MODEL = {"name": "mnist", "version": "abc", "layer": "layer3"}
 TRACERESPONSE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -31,6 +41,13 @@ Reply = httpx.Response | Exception
 
 def answer(count: int = 1) -> httpx.Response:
     return httpx.Response(200, json={"model": MODEL, "policy": POLICY, "predictions": [PREDICTION] * count})
+
+
+def numbers(count: int = 1) -> httpx.Response:
+    """The answer of a regression."""
+    policy, target = {"alpha": 0.05, "max_width": None, "coverage": 0.9}, {"name": "angle", "unit": "degrees"}
+    document = {"model": MODEL, "target": target, "policy": policy, "predictions": [NUMBER] * count}
+    return httpx.Response(200, json=document)
 
 
 def problem(status: int, headers: dict[str, str] | None = None, **extra: Any) -> httpx.Response:

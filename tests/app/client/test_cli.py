@@ -10,7 +10,7 @@ import pytest
 
 from app.client import cli
 from psc_core.version import __version__
-from tests.app.client.support import MODEL, Reply, Script, answer, problem
+from tests.app.client.support import MODEL, Reply, Script, answer, numbers, problem
 from tests.app.fakes import png
 from tests.app.live import live_server
 
@@ -47,6 +47,31 @@ def test_cli_prints_a_table(files: list[str], capsys: pytest.CaptureFixture[str]
     assert len({line.index("accept") for line in lines[1:]}) == 1
     assert str(script.requests[0].url) == "http://elsewhere:1/models/m/predict"
     assert script.requests[0].headers["x-api-key"] == "secret"
+
+
+def test_cli_prints_numbers(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(Script(numbers()), files[0]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["image", "mean", "deviation", "interval", "log", "density", "p-value", "decision"]
+    assert lines[1].split()[1:] == ["12.5", "5", "2", "…", "23", "0.50", "0.5000", "accept"]
+    assert run_cli(Script(numbers()), files[0], "--json") == 0
+    assert json.loads(capsys.readouterr().out)["mean"] == 12.5
+
+
+def test_cli_prints_answers_of_two_tasks(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(Script(answer(), numbers()), *files[:2], "--batch-size", "1") == 0  # A reload changed the model.
+    head, first, second = capsys.readouterr().out.splitlines()
+    for title in ("label", "entropy", "decision", "mean", "interval"):
+        assert head.count(title) == 1
+    assert head.index("label") == first.index("7", len(files[0])) and second.index("12.5") == head.index("mean")
+
+
+def test_cli_prints_a_line_for_each_image_without_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(Script(), "absent.png", "missing.png") == 2
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head == "image"
+    assert [line.split(maxsplit=1)[0] for line in lines] == ["absent.png", "missing.png"]
+    assert all("  error: cannot read" in line for line in lines)
 
 
 def test_cli_prints_json_lines(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,12 +28,14 @@ from app.client import (
     PredictResponse,
     ProblemError,
     Refused,
+    Response,
     Retry,
     ServerFailed,
     Unavailable,
+    ValueResponse,
 )
 from app.client.errors import retry_after_seconds
-from tests.app.client.support import MODEL, TRACERESPONSE, Script, answer, problem
+from tests.app.client.support import MODEL, TRACERESPONSE, Script, answer, numbers, problem
 from tests.app.fakes import png
 from tests.app.live import live_server
 
@@ -92,6 +94,31 @@ def test_request_and_typed_answer(send: Send, tmp_path: Path) -> None:
     assert body.index(b"bytes") < body.index(b"PNG from a file")
     assert body.count(b'name="images"') == 2
     assert b'filename="sieben.png"' in body
+
+
+def test_a_model_of_any_task_can_be_asked() -> None:
+    script = Script(answer(), numbers(), answer(), numbers())
+
+    async def ask() -> list[Response]:
+        async with AsyncClient(transport=script.transport) as client:
+            return [await client.ask([b"image"], max_width=2.0, top_k=None), await client.ask([b"image"])]
+
+    with Client(transport=script.transport) as client:
+        asked = [client.ask([b"image"], max_width=2.0, top_k=None), client.ask([b"image"], model="a", explain=True)]
+    assert [type(each) for each in asked] == [PredictResponse, ValueResponse]
+    assert [request.url.raw_path for request in script.requests] == [
+        b"/predict?max_width=2.0", b"/models/a/predict?explain=true",
+    ]  # fmt: skip
+    assert asyncio.run(ask()) == asked
+
+
+def test_an_answer_of_another_task_names_the_method() -> None:
+    script = Script(answer(), numbers())
+    with Client(transport=script.transport) as client:
+        with pytest.raises(BadAnswer, match=r"'mnist' predicts classes, not a number; use predict$"):
+            client.predict_values([b"image"])
+        with pytest.raises(BadAnswer, match=r"'mnist' predicts a number, not classes; use predict_values$"):
+            client.predict([b"image"])
 
 
 def test_top_k_answer(send: Send) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from app.http.schemas import ProblemDocument
-from app.response import PredictResponse
-from psc_core.model.outputs import Outputs
+from psc_core.tasks.classification.answer import SCORES, PredictResponse
+from psc_core.tasks.outputs import Outputs
 from tests.app.fakes import CLASSES, outputs_of, pixels, png
 from tests.app.support import Running, until
 
@@ -32,7 +32,7 @@ def check_predictions(response: httpx.Response, values: list[int]) -> list[dict[
     document = PredictResponse.model_validate_json(response.content)
     assert len(document.predictions) == len(values)
     images = torch.from_numpy(np.stack([pixels(value)[None] for value in values]))
-    outputs = Outputs(outputs_of(images).numpy(), ())
+    outputs = Outputs(outputs_of(images).numpy(), SCORES, ())
     for k, prediction in enumerate(document.predictions):
         probabilities = outputs.probabilities[k]
         assert prediction.class_index == int(probabilities.argmax())

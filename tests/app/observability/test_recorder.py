@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
 from app.observability.recorder import MAX_LABELS, OTHER, ModelRecorder
-from psc_core.calibration.conformal import Thresholds
-from psc_core.model.decision import decide, decide_values
-from psc_core.model.outputs import FloatArray, Outputs
-from psc_core.policy import Policy
+from psc_core.tasks.classification.answer import SCORES
+from psc_core.tasks.classification.calibration import Thresholds
+from psc_core.tasks.classification.decide import decide
+from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.outputs import FloatArray, Outputs
+from psc_core.tasks.regression.decide import decide as decide_values
 from tests.app.fakes import FakeModel, FakeValueModel
 
 POLICY = Policy(alpha=0.2, ambiguity_threshold=0.5, coverage=0.9)
@@ -34,7 +36,7 @@ def outputs_of(*images: tuple[float, float, float, int]) -> Outputs[FloatArray]:
     """Images by entropy, log density, p-value and class."""
     probabilities = np.eye(2, dtype=np.float32)
     packed = [[entropy, density, 0.0, p_value, 0.0, *probabilities[k]] for entropy, density, p_value, k in images]
-    return Outputs(np.array(packed, np.float32), ())
+    return Outputs(np.array(packed, np.float32), SCORES, ())
 
 
 def record(target: ModelRecorder, outputs: Outputs[FloatArray]) -> None:

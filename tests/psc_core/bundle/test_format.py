@@ -20,12 +20,15 @@ from psc_core import PRESETS, PSC, PSCRegressor, open_dataset
 from psc_core.bundle.io import MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES
 from psc_core.bundle.manifest import MAX_ARGUMENT, PARTS, Manifest
 from psc_core.density import DENSITIES
-from psc_core.heads import HEADS, VALUE_HEADS
-from psc_core.heads.fit import dve, sngp
 from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE
-from psc_core.model.outputs import Outputs
 from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS
-from psc_core.prediction import DECISIONS
+from psc_core.tasks import TASKS
+from psc_core.tasks.classification.answer import DECISIONS
+from psc_core.tasks.classification.fit import sngp
+from psc_core.tasks.classification.heads import HEADS
+from psc_core.tasks.regression.fit import dve
+from psc_core.tasks.regression.heads import HEADS as VALUE_HEADS
+from psc_core.tasks.task import task_type
 from tests.conftest import TinyJob
 from tests.second_reader import Rejected, SecondReader, parse_safetensors
 
@@ -34,7 +37,7 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "bundle-format.md"
 TEXT = DOCUMENT.read_text()
 WORDS = frozenset(re.findall(r"`([^`]+)`", TEXT))
 
-JOBS: dict[str, tuple[str, ...]] = {
+CLASSIFICATION: dict[str, tuple[str, ...]] = {
     "tied-sngp": ("--density", "tied", "--head", "sngp", "--ood-score", "density"),
     "gda++-duq": ("--density", "gda++", "--head", "duq", "--no-second-scaling"),
     "rmd-base": ("--density", "rmd", "--predictions", "base", "--interpolation", "bicubic"),
@@ -65,23 +68,50 @@ JOBS: dict[str, tuple[str, ...]] = {
         "gda",
     ),
 }
+"""Fits of a classifier beside the default one: every density, head and kind of layer."""
+
+REGRESSION: dict[str, tuple[str, ...]] = {
+    "base": ("--predictions", "base", "--ood-score", "density", "--max-width", "60"),
+    "dve-density": ("--head", "dve", "--ood-score", "density"),
+}
+"""Fits of a regression beside those with either head and gates."""
 
 
 @pytest.fixture(scope="module")
 def bundles(
     tiny_job: TinyJob, tiny_bundle: Path, data_root: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Every density, head and kind of layer, in few fits; with 32 random features instead of 1,024."""
-    from psc_core.cli.fit import main
-
+    """Classifiers; with 32 random features instead of 1,024."""
     folder = tmp_path_factory.mktemp("formats")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sngp, "FEATURES", 32)
         patch.setattr(sngp, "LENGTH_SCALE_FACTORS", (1.0,))
-        for name, job in JOBS.items():
-            flags = [flag.replace("DATA", str(data_root)) for flag in job]
-            assert main([*tiny_job.args, *flags, "--out", str(folder / name)]) == 0
-    return {"pooled++-laplace": tiny_bundle, **{name: folder / name for name in JOBS}}
+        return {"pooled++-laplace": tiny_bundle, **fitted(tiny_job, CLASSIFICATION, data_root, folder)}
+
+
+@pytest.fixture(scope="module")
+def regressions(
+    angle_job: TinyJob,
+    angle_bundle: Path,
+    neighbours_bundle: Path,
+    data_root: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("regressions")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dve, "STEPS", 20)
+        others = fitted(angle_job, REGRESSION, data_root, folder)
+    return {"blr": angle_bundle, "dve": neighbours_bundle, **others}
+
+
+def fitted(job: TinyJob, fits: dict[str, tuple[str, ...]], data_root: Path, folder: Path) -> dict[str, Path]:
+    """Bundles by name, of a job with other flags each."""
+    from psc_core.cli.fit import main
+
+    for name, flags in fits.items():
+        changed = [flag.replace("DATA", str(data_root)) for flag in flags]
+        assert main([*job.args, *changed, "--out", str(folder / name)]) == 0
+    return {name: folder / name for name in fits}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +125,7 @@ def images(data_root: Path) -> torch.Tensor:
     return torch.cat([*parts, noise, torch.zeros_like(noise[:1])])
 
 
-@pytest.mark.parametrize("name", ["pooled++-laplace", *JOBS])
+@pytest.mark.parametrize("name", ["pooled++-laplace", *CLASSIFICATION])
 def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, name: str) -> None:
     psc, reader = PSC.load(bundles[name], device="cpu", allow_factories=ALLOW), SecondReader(bundles[name])
     with torch.inference_mode():
@@ -103,7 +133,7 @@ def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, na
         inputs = scorer.standardise(images)
         features, logits = scorer.backbone(inputs)
         z = scorer.embed(images).z
-        ours = Outputs(psc.pipeline(images), psc.gates)
+        ours = psc.outputs(psc.pipeline(images))
     np.testing.assert_allclose(reader.standardise(images.numpy()), inputs.numpy(), rtol=1e-5, atol=1e-6)
     theirs = reader.answer([f.numpy() for f in features], None if logits is None else logits.double().numpy())
 
@@ -119,7 +149,7 @@ def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, na
     assert theirs.gate_p_values.shape == ours.gate_p_values.shape == (len(images), len(psc.gates))
     assert np.abs(theirs.gate_p_values - ours.gate_p_values.numpy()).max(initial=0) <= rank
     np.testing.assert_array_equal(theirs.is_ood, psc.predict(images).is_ood.numpy())
-    decisions = psc.decide(Outputs(ours.packed.numpy(), psc.gates))
+    decisions = psc.decide(psc.outputs(ours.packed.numpy()))
     edge = np.abs(theirs.probabilities - reader.set_threshold()) < 1e-4
     assert (theirs.prediction_set == decisions.prediction_set)[~edge].all()
     far = np.abs(theirs.entropy - psc.policy.ambiguity_threshold) > 1e-4
@@ -128,21 +158,9 @@ def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, na
     assert {"accept", "abstain_ood"} <= set(theirs.decision)
 
 
-@pytest.mark.parametrize("fit", ["blr", "base", "dve", "dve-density"])
-def test_second_reader_agrees_on_a_regression(
-    angle_job: TinyJob, angle_bundle: Path, neighbours_bundle: Path, images: torch.Tensor, tmp_path: Path, fit: str
-) -> None:
-    from psc_core.cli.fit import main
-
-    path = {"blr": angle_bundle, "dve": neighbours_bundle}.get(fit, tmp_path / fit)
-    flags = {
-        "base": ("--predictions", "base", "--ood-score", "density", "--max-width", "60"),
-        "dve-density": ("--head", "dve", "--ood-score", "density"),
-    }
-    if fit in flags:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dve, "STEPS", 20)
-            assert main([*angle_job.args, *flags[fit], "--out", str(path)]) == 0
+@pytest.mark.parametrize("name", ["blr", "dve", *REGRESSION])
+def test_second_reader_agrees_on_a_regression(regressions: dict[str, Path], images: torch.Tensor, name: str) -> None:
+    path = regressions[name]
     model, reader = PSCRegressor.load(path, device="cpu", allow_factories=ALLOW), SecondReader(path)
     with torch.inference_mode():
         features, output = model.pipeline.scorer.backbone(model.pipeline.scorer.standardise(images))
@@ -161,17 +179,21 @@ def test_second_reader_agrees_on_a_regression(
 
 
 @pytest.mark.parametrize("kind", VALUE_HEADS)
-def test_regressions_fields_and_tensors_are_documented(angle_bundle: Path, neighbours_bundle: Path, kind: str) -> None:
-    path = {"blr": angle_bundle, "dve": neighbours_bundle}[kind]
-    body = json.loads((path / "manifest.json").read_text())
-    assert body["head"]["kind"] == kind
+def test_regressions_fields_and_tensors_are_documented(regressions: dict[str, Path], kind: str) -> None:
+    bodies = [json.loads((path / "manifest.json").read_text()) for path in regressions.values()]
+    body = next(body for body in bodies if body["head"]["kind"] == kind)
     assert [name for name in fields(body) if name not in WORDS] == []
     body["provenance"].pop("settings"), body["provenance"].pop("model_args")
     assert [f for part in ("metrics", "provenance") for f in deep_names(body[part]) if f not in WORDS] == []
-    section = TEXT.split("\n### Regression\n")[1].split("\n### ")[0]
-    said = set(re.findall(r"`([a-z_]+)`", " ".join(re.findall(r"^\| (`.*?) \|", section, re.M))))
-    assert {*VALUE_HEADS[kind].layout, "ood_scores", "residuals"} <= said
     assert {*body["head"]["sizes"]} <= WORDS
+
+
+@pytest.mark.parametrize("kind", VALUE_HEADS)
+def test_tables_match_a_regressions_layouts(kind: str) -> None:
+    section = TEXT.split("\n### Regression\n")[1].split("\n### ")[0]
+    table = section.split(f"| tensor of {kind} |")[1].split("\n\n")[0]
+    said = re.findall(r"`([a-z_]+)`", " ".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
+    assert sorted(said) == sorted(VALUE_HEADS[kind].layout)
 
 
 def test_fits_cover_every_kind(bundles: dict[str, Path]) -> None:
@@ -255,11 +277,13 @@ def test_documented_fields_exist(bundles: dict[str, Path]) -> None:
                                                             "val_rows", "notes", "seed", "measure"))}  # fmt: skip
     real |= {"backbone.hooks.stop", "backbone.hooks.dropped", "target.name", "target.unit", "policy.max_width",
              "head.layers"}  # fmt: skip
-    sections = "|".join(Manifest.model_fields)
+    of_tasks = {name for task in TASKS for name in task_type(task).model_fields}
+    known = {*Manifest.model_fields, "task", *of_tasks}
+    sections = "|".join(known)
     dotted = {word for word in WORDS if re.fullmatch(rf"({sections})\.[a-z_.]+", word) and not word.endswith(".json")}
     assert dotted - real == {"collapse.csv", *(f"{part}.safetensors" for part in PARTS)}
     top = re.findall(r"^\| `([a-z_]+)` \| (?:integer|text|list of text|object|object or null) \|", TEXT, re.M)
-    assert set(top) == set(Manifest.model_fields)
+    assert set(top) == known
 
 
 def documented_tensors(heading: str) -> set[tuple[str, str]]:

@@ -71,7 +71,8 @@ def test_missing_bundle(tmp_path: Path) -> None:
             ({"schema_version": other}, f"expected schema_version 4, got {other!r}; fit the bundle again: psc-fit ")
             for other in (1, 2, 3, 5, None, True, 4.0, "4")
         ),
-        ({"target": {"name": "age", "unit": "years"}}, "expected policy to be 'regression', got 'classifier'"),
+        ({"target": {"name": "age", "unit": "years"}}, r"field policy\.max_width: Field required"),
+        ({"task": "ranking"}, "expected field task to be one of regression, classification, got 'ranking'"),
         ({"policy": 3}, r"field policy:"),
         ({"classes": ["one"]}, "field classes:"),
         ({"surprise": 1}, "field surprise:"),

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from psc_core import FitSettings
 from psc_core.bundle.io import read_bundle, write_bundle
 from psc_core.bundle.manifest import MAX_ARGUMENT, check_network, fit_command
 from psc_core.cli.fit import parser
 from psc_core.errors import BundleError, UsageError
-from psc_core.fitting.settings import FitSettings
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def test_an_older_bundle_names_the_command_that_fits_it_again(shipped_bundle: Pa
                "density": "mahalanobis++", "pca": 5, "head": "dve", "predictions": "base", "alpha": 0.1,
                "coverage": 0.9, "risk": 0.2, "max_width": 1.5, "ood_score": "density", "precision": "bf16",
                "max_images": 6, "seed": 7}  # fmt: skip
-    assert {field.name for field in fields(FitSettings)} - {*changed} == {"batch_images", "max_memory"}
+    assert {*FitSettings().recorded()} - {*changed} == {"batch_images", "max_memory"}
     body["provenance"]["settings"] = {**changed, "batch_images": 8, "flag_of_before": 9, "out": "mine"}
     program, *words = shlex.split(fit_command(body))
     args = vars(parser().parse_args(words))

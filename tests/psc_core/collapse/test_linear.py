@@ -15,8 +15,8 @@ from psc_core.collapse.report import R2, CollapseReport, to_csv, to_text
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
-from psc_core.data.targets import binned
 from psc_core.images.preprocess import PRESETS
+from psc_core.tasks.regression.fit.bins import binned
 
 COMPUTE = Compute(torch.device("cpu"), batch_images=50)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from psc_core.evaluation.base import ObservedRate
+from psc_core.evaluation.classification_report import ClassificationReport
 from psc_core.evaluation.losses import METRICS
-from psc_core.evaluation.report import Acceptance, EvaluationReport, ObservedRate, Separation
+from psc_core.evaluation.selective import Acceptance
+from psc_core.evaluation.separation import Separation
 from psc_core.metrics.intervals import CountInterval, RateInterval
 from psc_core.metrics.ranking import Difference
 
@@ -21,7 +24,7 @@ def rate(count: int) -> ObservedRate:
     return ObservedRate(0.05, count, 1000, 0.99, RateInterval(0.03, 0.07), CountInterval(33, 69), CountInterval(20, 80))
 
 
-REPORT = EvaluationReport(
+REPORT = ClassificationReport(
     model={"name": "digits", "version": "0123456789ab", "layer": "layer3.0"},
     id_name="mnist",
     images=1000,

@@ -1,246 +1,28 @@
-"""Evaluation against loops, with a scorer that is a formula of the pixels."""
+"""One entrance for the models of all tasks."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from psc_core.calibration.fit import fit_calibration
-from psc_core.compute.passes import Compute
-from psc_core.data.dataset import ImageDataset, labelled
-from psc_core.data.sources import ArraySource
-from psc_core.errors import UsageError
-from psc_core.evaluation.baselines import Baselines, fit_baselines
-from psc_core.evaluation.evaluate import ambiguity, check_model_classes, compare, observed_rate, score_images
-from psc_core.evaluation.report import EvaluationReport
-from psc_core.evaluation.summary import summarise
-from psc_core.heads import entropy
-from psc_core.images.preprocess import Preprocess
-from psc_core.metrics import classification
-from psc_core.model.outputs import Outputs
-from psc_core.model.pipeline import Pipeline, Scored, Scorer
-from psc_core.model.predictor import PSC
-from psc_core.network.backbone import truncate
-from psc_core.policy import Policy
-from tests.reference import metrics as naive
+from psc_core import load_model, open_dataset
+from psc_core.evaluation.evaluate import evaluate
 
 
-def naive_sets(threshold: float, probabilities: Tensor) -> Tensor:
-    members = [[p >= threshold or p == max(image) for p in image] for image in probabilities.tolist()]
-    return torch.tensor(members)
-
-
-PREPROCESS = Preprocess("L", 2, 2, None, (0.5,), (0.25,))
-CLASSES = ("dark", "bright", "mixed")
-
-
-class FormulaScorer(Scorer):
-    """Softmax of three contrasts of the pixels; density falls with their spread."""
-
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.register_buffer("scale", torch.ones(1))
-        self.preprocess = PREPROCESS
-        self.head = nn.Identity()  # type: ignore[assignment]
-
-    def forward(self, images: Tensor) -> Scored:
-        x = images.flatten(1).float() / 255
-        probabilities = torch.stack([1 - x[:, 0], x[:, 1], x[:, 2] - x[:, 3]], 1).mul(4).softmax(1)
-        log_density = -10 * (x[:, 3] - 0.3).square() - x.mean(1)
-        scores = {"predictive_entropy": entropy(probabilities), "log_density": log_density, "epistemic": x[:, 0]}
-        return Scored(scores, probabilities)
-
-
-def pixels(count: int, seed: int, *, low: int = 0, high: int = 200) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(low, high, (count, 2, 2), generator=generator).to(torch.uint8)
-
-
-def dataset(name: str, images: Tensor, labels: Tensor, classes: tuple[str, ...] = CLASSES) -> ImageDataset:
-    return labelled(name, classes, ArraySource(images.numpy()), labels, PREPROCESS)
-
-
-def inside(count: int, seed: int) -> ImageDataset:
-    images = pixels(count, seed)
-    scored = FormulaScorer()(images[:, None])
-    labels = torch.multinomial(scored.probabilities, 1, generator=torch.Generator().manual_seed(seed)).squeeze(1)
-    return dataset("inside", images, labels)
-
-
-@pytest.fixture(scope="module")
-def psc() -> PSC:
-    data = inside(199, 0)
-    batch = next(data.batches(199))
-    scores, probabilities = FormulaScorer()(batch.images)
-    calibration = fit_calibration(-scores["log_density"], scores["predictive_entropy"], probabilities, batch.labels)
-    return PSC(
-        pipeline=Pipeline(FormulaScorer(), calibration.ood_scores),
-        backbone=truncate(nn.Sequential(nn.Conv2d(1, 1, 1)), ["0"], keep_output=False),
-        classes=CLASSES,
-        calibration=calibration,
-        policy=Policy(alpha=0.05, ambiguity_threshold=1.0, coverage=0.9),
-        layers=("layer3",),
-        name="formula",
-        version="0" * 12,
+@pytest.mark.parametrize(("bundle", "data"), [("tiny_bundle", "dirty-mnist"), ("angle_bundle", "rotated-mnist")])
+def test_a_model_of_any_task_is_measured(
+    bundle: str, data: str, data_root: Path, request: pytest.FixtureRequest
+) -> None:
+    model = load_model(request.getfixturevalue(bundle), device="cpu", allow_factories=["tests.tiny:network"])
+    known, shirts = (
+        open_dataset(f"{name}:{data_root}", split="test", preprocess=model.preprocess).subset(torch.arange(90))
+        for name in (data, "fashion-mnist")
     )
-
-
-OUTSIDE = dataset("outside", pixels(60, 9, low=150, high=256), torch.arange(60) % 5, tuple("vwxyz"))
-
-
-def evaluate(
-    psc: PSC,
-    data: ImageDataset,
-    outside: dict[str, ImageDataset],
-    baselines: Baselines | None = None,
-    batch_images: int = 256,
-) -> EvaluationReport:
-    """The steps of ``psc-eval``."""
-    check_model_classes(psc, data)
-    scored, *others = (
-        score_images(psc, each, baselines, batch_images=batch_images) for each in (data, *outside.values())
-    )
-    return compare(psc, data, scored, dict(zip(outside, others, strict=True)))
-
-
-def test_equals_loops(psc: PSC) -> None:
-    data = inside(120, 1)
-    report = evaluate(psc, data, {"outside": OUTSIDE}, batch_images=17)
-    batch, out = next(data.batches(120)), next(OUTSIDE.batches(60))
-    served, strange = (Outputs(psc.pipeline(b.images), ()) for b in (batch, out))
-    p, y = served.probabilities.double(), batch.labels
-    confidence, correct = p.amax(1).tolist(), (p.argmax(1) == y).tolist()
-
-    quality = report.classification["psc"]
-    assert quality["accuracy"] == pytest.approx(sum(correct) / 120)
-    assert quality["nll"] == pytest.approx(naive.nll(p.tolist(), y.tolist(), classification.LOG_FLOOR))
-    assert quality["brier"] == pytest.approx(naive.brier(p.tolist(), y.tolist()))
-    assert quality["ece"] == pytest.approx(naive.ece(confidence, correct, 15))
-    assert quality["adaptive_ece"] == pytest.approx(naive.adaptive_ece(confidence, correct, 15))
-    assert quality["aurc"] == pytest.approx(naive.aurc(confidence, correct))
-    assert quality["augrc"] == pytest.approx(naive.augrc(confidence, correct))
-    assert quality["coverage_at_risk_1_percent"] == pytest.approx(naive.coverage_at_risk(confidence, correct, 0.01))
-    assert quality["coverage_at_risk_5_percent"] == pytest.approx(naive.coverage_at_risk(confidence, correct, 0.05))
-
-    own = report.separation["outside"]["psc"]
-    i, o = (-served["log_density"]).tolist(), (-strange["log_density"]).tolist()
-    assert own.auroc == pytest.approx(naive.auroc(i, o))
-    assert own.aupr_out == pytest.approx(naive.aupr(o, i))
-    assert own.fpr95 == pytest.approx(naive.fpr(i, o, 0.95))
-    assert own.auroc_difference == (0.0, 0.0)
-    assert set(report.separation["outside"]) == {"psc", "psc-entropy", "psc-epistemic"}
-    assert report.separation["outside"]["psc-entropy"].auroc == pytest.approx(
-        naive.auroc(served["predictive_entropy"].tolist(), strange["predictive_entropy"].tolist())
-    )
-
-    assert report.false_alarms.count == int((served["ood_p_value"] <= 0.05).sum())
-    assert report.flagged["outside"] == pytest.approx(float((strange["ood_p_value"] <= 0.05).double().mean()))
-    sets = naive_sets(psc.calibration.set_threshold(0.9), served.probabilities)
-    assert report.misses.count == sum(not sets[m, y[m]] for m in range(120))
-    assert report.mean_set_size == pytest.approx(float(sets.sum()) / 120)
-    assert (report.images, report.examples, report.ood_images) == (120, 120, {"outside": 60})
-    assert report.model == {"name": "formula", "version": "0" * 12, "layer": "layer3"}
-    assert report.ambiguity == {}
-
-
-def test_rates_hold_on_exchangeable_data(psc: PSC) -> None:
-    report = evaluate(psc, inside(2000, 5), {})
-    assert report.false_alarms.assessment == report.misses.assessment == "as promised"
-
-
-def test_batch_size_changes_nothing(psc: PSC) -> None:
-    data = inside(41, 2)
-    whole, single = (score_images(psc, data, batch_images=size) for size in (41, 1))
-    for name in whole.ood:
-        assert torch.equal(whole.ood[name], single.ood[name])
-    assert torch.equal(whole.losses["psc"].nll, single.losses["psc"].nll)
-    assert torch.equal(whole.covered, single.covered)
-
-
-def test_several_labels_per_image(psc: PSC) -> None:
-    images = pixels(30, 3)
-    labels = torch.stack([torch.arange(30) % 3, torch.arange(30) // 10], 1)
-    data = dataset("several", images, labels)
-    report = evaluate(psc, data, {"outside": OUTSIDE}, batch_images=7)
-    p = Outputs(psc.pipeline(images[:, None]), ()).probabilities.double()
-    repeated = p.repeat_interleave(2, 0).tolist()
-    assert (report.images, report.examples, report.false_alarms.images) == (30, 60, 30)
-    assert report.classification["psc"]["nll"] == pytest.approx(
-        naive.nll(repeated, labels.flatten().tolist(), classification.LOG_FLOOR)
-    )
-    sets = naive_sets(psc.calibration.set_threshold(0.9), p.float())
-    assert report.misses.count == sum(not sets[m, m % 3] for m in range(30))
-
-
-def test_ambiguity_of_marked_images(psc: PSC) -> None:
-    data = dataclasses.replace(
-        inside(50, 4), groups={"mnist": torch.arange(30), "ambiguous-mnist": torch.arange(30, 50)}
-    )
-    report = evaluate(psc, data, {})
-    h = score_images(psc, data).entropy["psc"].tolist()
-    assert report.ambiguity == {"psc": pytest.approx(naive.auroc(h[:30], h[30:]))}
-    values = {"psc": torch.arange(4.0)}
-    assert ambiguity(values, {"ambiguous": torch.arange(4)}) == {}
-    assert ambiguity(values, {"clean": torch.arange(4), "ambiguous": torch.arange(0)}) == {}
-
-
-def test_prefix_marks_ambiguous_images() -> None:
-    groups = {"unambiguous": torch.arange(2), "ambiguous-mnist": torch.arange(2, 4)}
-    assert ambiguity({"psc": torch.arange(4.0)}, groups) == {"psc": 1.0}
-
-
-def test_with_baselines(psc: PSC) -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval().requires_grad_(False)
-    train = inside(200, 6)
-    baselines = fit_baselines(net, "2", train, inside(100, 7), compute=Compute(torch.device("cpu")))
-    report = evaluate(psc, inside(90, 8), {"outside": OUTSIDE}, baselines)
-    assert set(report.classification) == {"psc", "base", "temperature"}
-    assert report.classification["base"]["accuracy"] == report.classification["temperature"]["accuracy"]
-    difference = report.separation["outside"]["knn"].auroc_difference
-    assert difference.value == pytest.approx(
-        report.separation["outside"]["psc"].auroc - report.separation["outside"]["knn"].auroc
-    )
-    assert len(report.separation["outside"]) == 10
-    assert summarise(report)[0].startswith("outside: PSC ")
-
-
-def test_base_predictions_have_no_epistemic_score(psc: PSC) -> None:
-    scorer = FormulaScorer()
-    scorer.head = None
-    backbone = truncate(nn.Sequential(nn.Conv2d(1, 1, 1)), ["0"], keep_output=True)
-    base = dataclasses.replace(psc, pipeline=Pipeline(scorer, psc.calibration.ood_scores), backbone=backbone)
-    assert set(score_images(base, inside(5, 1)).ood) == {"psc", "psc-entropy"}
-
-
-def test_one_image(psc: PSC) -> None:
-    report = evaluate(psc, inside(1, 1), {"one": dataset("one", pixels(1, 2), torch.tensor([0]))})
-    assert report.separation["one"]["psc"].auroc in (0.0, 0.5, 1.0)
-    assert report.separation["one"]["psc-entropy"].auroc_difference.standard_error == math.inf
-
-
-def test_rejects_other_data(psc: PSC) -> None:
-    with pytest.raises(
-        UsageError, match=r"model's 3 classes in outside, got 5 \(missing: bright, dark, mixed; unknown: "
-    ):
-        evaluate(psc, OUTSIDE, {})
-    shuffled = dataset("shuffled", pixels(3, 0), torch.arange(3), CLASSES[::-1])
-    with pytest.raises(UsageError, match="another order"):
-        evaluate(psc, shuffled, {})
-    other = dataclasses.replace(inside(3, 0), preprocess=Preprocess("L", 2, 2, None, (0.1,), (0.25,)))
-    with pytest.raises(UsageError, match=r"preprocess=psc\.preprocess"):
-        evaluate(psc, other, {})
-
-
-def test_observed_rates_follow_the_beta_binomial() -> None:
-    happened = torch.zeros(1000, dtype=torch.bool)
-    assert observed_rate(happened, 0.05, 199).assessment == "lower than promised"
-    happened[:75] = True
-    noisy, sharp = observed_rate(happened, 0.05, 199), observed_rate(happened, 0.05, 99_999)
-    assert noisy.assessment == "as promised" and noisy.acceptance.high < 75
-    assert sharp.assessment == "higher than promised"
+    found = evaluate(model, known, {"shirts": shirts}, batch_images=40)
+    assert (found.report.id_name, found.report.images) == (known.name, 90)
+    assert found.report.model["version"] == model.version and set(found.outside) == {"shirts"}
+    prediction = model.predict(next(shirts.batches(90)).images)
+    assert found.report.to_json()["flagged"]["shirts"] == pytest.approx(float(prediction.is_ood.double().mean()))
+    assert found.report.to_text().strip() in found.report.to_markdown() or "## Rates" in found.report.to_markdown()

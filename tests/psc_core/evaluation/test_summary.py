@@ -6,13 +6,11 @@ import dataclasses
 import json
 import math
 
-from psc_core.evaluation.summary import summarise
-from psc_core.evaluation.tables import to_json
 from tests.psc_core.evaluation.support import REPORT, classification, separation
 
 
 def test_wins_ties_and_losses() -> None:
-    wins, tie, loses, better, *rest = summarise(REPORT)
+    wins, tie, loses, better, *rest = REPORT.summary()
     assert wins == "fashion: PSC wins; the next is gda (AUROC 0.9900 against 0.9800, difference +0.0100 ± 0.0010)."
     assert tie.startswith("near|far: PSC ties with knn (AUROC 0.9000 against 0.9050")
     assert loses.startswith("hard: PSC loses to knn, gda; the best is knn")
@@ -36,7 +34,7 @@ def test_psc_alone() -> None:
         acceptance={},
         classification={"psc": classification(0.1)},
     )
-    first, *rest = summarise(alone)
+    first, *rest = alone.summary()
     assert first == "fashion: PSC reaches AUROC 0.9900; no other method was run."
     assert len(rest) == 2
 
@@ -44,8 +42,10 @@ def test_psc_alone() -> None:
 def test_unknown_standard_error_is_a_tie() -> None:
     tiny = {"psc": separation(0.5, 0, math.inf), "knn": separation(1.0, -0.5, math.inf)}
     report = dataclasses.replace(REPORT, separation={"one": tiny})
-    assert summarise(report)[0].startswith("one: PSC ties with knn")
-    assert json.loads(json.dumps(to_json(report), allow_nan=False))["separation"]["one"]["knn"]["auroc_difference"] == {
+    assert report.summary()[0].startswith("one: PSC ties with knn")
+    assert json.loads(json.dumps(report.to_json(), allow_nan=False))["separation"]["one"]["knn"][
+        "auroc_difference"
+    ] == {
         "value": -0.5,
         "standard_error": None,
     }

@@ -12,7 +12,6 @@ from psc_core import PRESETS, PSC, open_dataset
 from psc_core.errors import NetworkError
 from psc_core.model import BACKENDS, backends
 from psc_core.model.backends import available_backends, check_agreement, pipeline_on
-from psc_core.model.outputs import Outputs
 
 
 def test_real_digits_and_garments_get_the_same_decisions(shipped_bundle: Path, data_root: Path) -> None:
@@ -27,7 +26,7 @@ def test_real_digits_and_garments_get_the_same_decisions(shipped_bundle: Path, d
     for backend in BACKENDS:
         pipeline = pipeline_on(psc, backend)
         got = replace(psc, pipeline=pipeline).predict(images)
-        check_agreement(expected.outputs, got.outputs, len(psc.calibration))
+        check_agreement(psc, expected.outputs, got.outputs)
         assert got.decision == expected.decision
     assert len(set(expected.decision)) > 1
 
@@ -44,17 +43,17 @@ def test_only_a_traced_float32_network_on_a_cpu_has_several(psc: PSC, monkeypatc
 
 @pytest.mark.parametrize("name", ["probabilities", "log densities", "p-values"])
 def test_rejects_other_outputs(psc: PSC, digits: torch.Tensor, name: str) -> None:
-    calibrated = Outputs(psc.pipeline(digits), ())
-    other = Outputs(calibrated.packed.clone(), ())
+    calibrated = psc.outputs(psc.pipeline(digits))
+    other = psc.outputs(calibrated.packed.clone())
     column = {"probabilities": other.probabilities[:, 0], "log densities": other["log_density"]}.get(
         name, other["ood_p_value"]
     )
-    check_agreement(calibrated, other, len(psc.calibration))
+    check_agreement(psc, calibrated, other)
     column[7] += 1e-6
-    check_agreement(calibrated, other, len(psc.calibration))
+    check_agreement(psc, calibrated, other)
     column[7] += 1.0
     with pytest.raises(NetworkError, match=f"gives other {name} on another backend, by up to "):
-        check_agreement(calibrated, other, len(psc.calibration))
+        check_agreement(psc, calibrated, other)
     column[7] = torch.nan
     with pytest.raises(NetworkError, match="by up to nan"):
-        check_agreement(calibrated, other, len(psc.calibration))
+        check_agreement(psc, calibrated, other)

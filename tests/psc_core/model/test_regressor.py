@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,8 +12,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.errors import BundleError
 from psc_core.model.load import load_model
-from psc_core.policy import ValuePolicy
-from psc_core.value_prediction import VALUE_SCORES
+from psc_core.tasks.regression.answer import SCORES
 
 ALLOW = ("tests.tiny:network",)
 
@@ -40,21 +37,9 @@ def test_predicts_numbers_with_intervals(model: PSCRegressor, test_images: Image
     torch.testing.assert_close(got.interval, torch.stack([got.mean - half, got.mean + half], dim=1))
     inside = (batch.values >= got.interval[:, 0]) & (batch.values <= got.interval[:, 1])
     assert float(inside.double().mean()) > 0.7
-    assert set(got.gates) == set(model.gates) and {*VALUE_SCORES} <= {*dir(got)}
+    assert set(got.gates) == set(model.gates) and {*SCORES} <= {*dir(got)}
     with pytest.raises(AttributeError, match="probabilities"):
         _ = got.probabilities
-
-
-def test_the_policy_decides(model: PSCRegressor, test_images: ImageDataset) -> None:
-    images = next(test_images.batches(200)).images
-    assert {*model.predict(images).decision} <= {"accept", "abstain_ood"}
-    widths = model.predict(images).interval.diff(dim=1)[:, 0]
-    limit = float(widths.median())
-    strict = replace(model, policy=ValuePolicy(alpha=model.policy.alpha, max_width=limit, coverage=0.9))
-    got = strict.predict(images)
-    expected = np.where(widths > limit, "abstain_uncertain", "accept")
-    expected[got.is_ood.numpy()] = "abstain_ood"
-    assert list(got.decision) == expected.tolist() and "abstain_uncertain" in got.decision
 
 
 def test_unlike_images_are_flagged(model: PSCRegressor, data_root: Path) -> None:

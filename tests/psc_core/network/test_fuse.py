@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 from psc_core import PRESETS, PSC, open_dataset
-from psc_core.model.outputs import Outputs
 from psc_core.model.pipeline import Pipeline, Scorer
 from psc_core.network.backbone import Backbone, truncate
 from psc_core.network.cut import cut_graph
@@ -318,7 +317,7 @@ def pipeline_with(psc: PSC, backbone: Backbone, precision: str) -> Pipeline:
 def test_shipped_bundle_equals_unfused(psc: PSC, data_root: Path, name: str) -> None:
     plain = pipeline_with(psc, psc.backbone, "fp32")
     with torch.inference_mode():
-        got, expected = (Outputs(p(images(data_root, name)), psc.gates) for p in (psc.pipeline, plain))
+        got, expected = (psc.outputs(p(images(data_root, name))) for p in (psc.pipeline, plain))
     torch.testing.assert_close(got.probabilities, expected.probabilities, atol=1e-5, rtol=0)
     torch.testing.assert_close(got["epistemic"], expected["epistemic"], atol=1e-5, rtol=0)
     torch.testing.assert_close(got["log_density"], expected["log_density"], atol=1e-2, rtol=1e-5)
@@ -329,7 +328,7 @@ def test_shipped_bundle_equals_unfused(psc: PSC, data_root: Path, name: str) -> 
 def test_bf16_decisions_match_fp32(psc: PSC, data_root: Path, name: str) -> None:
     half = pipeline_with(psc, psc.backbone.fused("bf16"), "bf16")
     with torch.inference_mode():
-        exact, got = (Outputs(p(images(data_root, name)), psc.gates) for p in (psc.pipeline, half))
+        exact, got = (psc.outputs(p(images(data_root, name))) for p in (psc.pipeline, half))
     assert float((exact.probabilities - got.probabilities).abs().max()) < 0.05
     assert float((exact.probabilities.argmax(1) != got.probabilities.argmax(1)).double().mean()) <= 0.01
     flagged, got_flagged = (outputs["ood_p_value"] <= psc.policy.alpha for outputs in (exact, got))

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from psc_core.density import DENSITIES
 from psc_core.density.fit.density import fit_density
-from psc_core.heads import HEADS
-from psc_core.heads.fit import sngp
-from psc_core.heads.fit.head import fit_head
 from psc_core.numerics import matrix
 from psc_core.numerics.matrix import FeatureFile, as_matrix, blocks
+from psc_core.tasks.classification.fit import sngp
+from psc_core.tasks.classification.fit.head import fit_head
+from psc_core.tasks.classification.heads import HEADS
 
 SEEDS = st.integers(0, 2**16)
 

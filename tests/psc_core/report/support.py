@@ -1,10 +1,12 @@
-"""A bundle's content with known numbers."""
+"""The content of a report with known numbers."""
 
 from __future__ import annotations
 
 import torch
 
-from psc_core.report.content import Content, ImageSet, Picture, Role, ValueSet
+from psc_core.report.classification.sets import ImageSet
+from psc_core.report.content import Content, Picture, Role
+from psc_core.report.regression.sets import ValueSet
 
 NONE = torch.empty(0, dtype=torch.int64)
 

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from psc_core.bundle.io import read_bundle
 from psc_core.collapse.report import CollapseReport, LayerCollapse
 from psc_core.report import figures
-from psc_core.report.content import ImageSet, Role
+from psc_core.report.classification.sets import ImageSet
+from psc_core.report.content import Content, Role
+from psc_core.report.facts import facts_of
 from tests.psc_core.report.support import NONE, image_set
 
 
@@ -49,37 +52,6 @@ def test_groups_are_drawn_apart() -> None:
     assert names == ["validation: ambiguous", "validation: clean"]
 
 
-def test_reliability_and_risk_of_known_confidences() -> None:
-    images = image_set("test", Role.TEST, [0.0] * 4)
-    drawn, risks = figures.reliability(images), figures.risk_coverage(images)
-    assert drawn is not None and risks is not None
-    x, y = drawn.axes[0].lines[1].get_data()
-    assert x == pytest.approx([0.9]) and y == pytest.approx([float(images.correct["psc"].double().mean())])
-    assert risks.axes[0].lines[0].get_ydata()[-1] == pytest.approx(1 - y[0])  # type: ignore[index]
-
-
-def test_many_classes_show_those_with_errors() -> None:
-    count = 50
-    labels = torch.arange(count).repeat(2)
-    predicted = labels.clone()
-    predicted[30:33] += 1
-    whole = image_set("test", Role.TEST, [0.0] * len(labels))
-    images = ImageSet(**{**vars(whole), "labels": labels, "predicted": predicted})
-    drawn = figures.confusion(images, [f"c{i}" for i in range(count)])
-    assert drawn is not None
-    names = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
-    assert len(names) == figures.MAX_CONFUSED and "c30" in names
-    assert {text.get_text() for text in drawn.axes[0].texts} >= {"50%"}
-
-
-def test_nothing_to_draw_is_no_figure() -> None:
-    unknown = image_set("clothes", Role.OOD, [1.0])
-    assert figures.reliability(unknown) is figures.risk_coverage(unknown) is figures.confusion(unknown, ["a"]) is None
-    assert figures.roc(unknown, []) is figures.scores([], "entropy", "", None) is None
-    drawn = figures.of_either([], None, ["layer"], {}, (1, 1), 0.0) | figures.of_classifier([], ["a"], None)
-    assert set(drawn.values()) == {None}
-
-
 def test_collapse_names_what_was_measured() -> None:
     layer = LayerCollapse("2", 0, "map", (8, 196), (14, 14), "", 0.5, 0.25)
     for measure in ("NC4", "R²"):
@@ -95,3 +67,9 @@ def test_constant_scores_are_drawn(limit: float | None) -> None:
     assert drawn is not None
     edges = drawn.axes[0].patches[0].get_data().edges  # type: ignore[attr-defined]
     assert edges[0] < edges[-1] and edges[0] <= 2 <= edges[-1]
+
+
+@pytest.mark.parametrize("bundle", ["shipped_bundle", "angle_bundle"])
+def test_nothing_to_draw_is_no_figure(bundle: str, request: pytest.FixtureRequest) -> None:
+    read = read_bundle(request.getfixturevalue(bundle))
+    assert set(figures.draw(facts_of(read, Content(read.manifest.version)))) == {"collapse"}

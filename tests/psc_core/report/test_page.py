@@ -10,22 +10,24 @@ from pathlib import Path
 import pytest
 
 from psc_core.bundle.io import read_bundle
-from psc_core.report import page, words
+from psc_core.report import page
+from psc_core.report.classification import words
 from psc_core.report.content import Content
 from psc_core.report.facts import Facts, facts_of
+from psc_core.report.regression import words as regression_words
 from tests.psc_core.report.support import content, value_content
 
 
 @pytest.fixture
 def shipped(shipped_bundle: Path) -> Facts:
     """The shipped bundle with images of known scores."""
-    return facts_of(shipped_bundle, content(read_bundle(shipped_bundle).manifest.version))
+    return facts_of(read_bundle(shipped_bundle), content(read_bundle(shipped_bundle).manifest.version))
 
 
 @pytest.fixture
 def angles(angle_bundle: Path) -> Facts:
     """A regression with images of known numbers."""
-    return facts_of(angle_bundle, value_content(read_bundle(angle_bundle).manifest.version))
+    return facts_of(read_bundle(angle_bundle), value_content(read_bundle(angle_bundle).manifest.version))
 
 
 class Page(HTMLParser):
@@ -59,12 +61,14 @@ def test_page_is_self_contained(shipped: Facts, tmp_path: Path) -> None:
 def test_page_of_a_regression(angles: Facts, tmp_path: Path) -> None:
     written = Page(page.write(angles, tmp_path).read_text())
     images = [attributes for tag, attributes in written.tags if tag == "img"]
-    assert [str(image["alt"]).split(". ")[0] for image in images] == [title for title, _ in words.VALUE_TEXTS.values()]
+    assert [str(image["alt"]).split(". ")[0] for image in images] == [
+        title for title, _ in regression_words.TEXTS.values()
+    ]
     assert all(str(image["src"]).startswith("data:image/png;base64,") for image in images)
-    assert {path.stem for path in (tmp_path / page.FIGURES).iterdir()} == set(words.VALUE_TEXTS)
-    for expected in ("predicts angle, degrees", words.NO_LIMIT["deviations"], *angles.policy_lines):
+    assert {path.stem for path in (tmp_path / page.FIGURES).iterdir()} == set(regression_words.TEXTS)
+    for expected in ("predicts angle, degrees", regression_words.NO_LIMIT["deviations"], *angles.policy_lines):
         assert expected in written.text
-    assert all(word in written.text for word in words.VALUE_GLOSSARY) and "images/test.csv" in written.text
+    assert all(word in written.text for word in regression_words.GLOSSARY) and "images/test.csv" in written.text
     assert re.search(r"with PSC\s*1\s*0\.5\s*1\.25\s*0\.75", written.text)
     assert "ambiguous" not in written.text and "Images to look at" not in written.text
 
@@ -84,7 +88,9 @@ def test_page_escapes_names(shipped: Facts, tmp_path: Path) -> None:
 
 
 def test_page_without_images(shipped: Facts, tmp_path: Path) -> None:
-    bare = replace(shipped, content=Content(shipped.manifest.version), ambiguity_threshold=None)
+    risk = {"risk": {"promised": 0.05, "confidence": 0.95, "threshold": None}}
+    manifest = shipped.manifest.model_copy(update={"metrics": {**shipped.manifest.metrics, **risk}})
+    bare = replace(shipped, content=Content(manifest.version), manifest=manifest)
     written = Page(page.write(bare, tmp_path).read_text())
     assert "No image is called ambiguous" in written.text
     assert [attributes["alt"] for tag, attributes in written.tags if tag == "img"] == [

@@ -6,21 +6,18 @@ import re
 
 import pytest
 
-from psc_core.report import facts, words
-
-KINDS = {
-    "classifier": (words.TEXTS, words.GLOSSARY, facts.COLUMNS),
-    "regression": (words.VALUE_TEXTS, words.VALUE_GLOSSARY, facts.VALUE_COLUMNS),
-}
+from psc_core.tasks import TASKS, module_of
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_abbreviations_and_columns_are_in_the_glossary(kind: str) -> None:
-    texts, glossary, columns = KINDS[kind]
-    said = " ".join([*(text for pair in texts.values() for text in pair), *words.NO_LIMIT.values()])
-    used = set(re.findall(r"\b(?:[A-Z]{2,}\d?|R²|ε)", f"{said} {' '.join(columns.values())}")) - {"PSC"}
-    assert used and {name for name in used if not any(word.startswith(name) for word in glossary)} == set()
+@pytest.mark.parametrize("task", TASKS)
+def test_abbreviations_and_columns_are_in_the_glossary(task: str) -> None:
+    words = module_of(task, "psc_core.report.{}.words")
+    said = " ".join([*(text for pair in words.TEXTS.values() for text in pair), *words.NO_LIMIT.values()])
+    used = set(re.findall(r"\b(?:[A-Z]{2,}\d?|R²|ε)", f"{said} {' '.join(words.COLUMNS.values())}")) - {"PSC"}
+    assert used and {name for name in used if not any(word.startswith(name) for word in words.GLOSSARY)} == set()
 
 
-def test_a_figure_without_a_limit_has_a_text() -> None:
-    assert set(words.NO_LIMIT) <= {*words.TEXTS, *words.VALUE_TEXTS}
+@pytest.mark.parametrize("task", TASKS)
+def test_a_figure_without_a_limit_has_a_text(task: str) -> None:
+    words = module_of(task, "psc_core.report.{}.words")
+    assert words.NO_LIMIT.keys() <= words.TEXTS.keys()

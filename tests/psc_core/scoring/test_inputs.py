@@ -6,30 +6,30 @@ import os
 from pathlib import Path
 from typing import Any
 
-from psc_core.scoring.inputs import Item, open_items, parts
+from psc_core.scoring.inputs import NamedImage, in_parts, named_images
 from tests.psc_core.scoring.support import rows_of
 
 
 def test_list_of_paths(folder: Path, scored: Path, tmp_path: Path) -> None:
     paths = [str(folder / row["item"]) for row in rows_of(scored)]
     (tmp_path / "list.txt").write_text("\n".join(paths[:3]) + "\n\n" + paths[3] + "\r\n")
-    assert [item.image for item in open_items(tmp_path / "list.txt", "")] == paths[:4]
+    assert [each.image for each in named_images(tmp_path / "list.txt", "")] == paths[:4]
 
 
 def test_names_that_are_not_unicode(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"\xff.png")).touch()
-    (item,) = open_items(tmp_path, "")
-    assert item.name == "\N{REPLACEMENT CHARACTER}.png"
-    assert Path(str(item.image)).exists()
+    (found,) = named_images(tmp_path, "")
+    assert found.name == "\N{REPLACEMENT CHARACTER}.png"
+    assert Path(str(found.image)).exists()
 
 
-def test_items_stream() -> None:
+def test_images_stream() -> None:
     taken: list[int] = []
 
-    def items() -> Any:
+    def images() -> Any:
         for number in range(1_000_000):
             taken.append(number)
-            yield Item(str(number), b"")
+            yield NamedImage(str(number), b"")
 
-    assert [item.name for item in next(parts(items(), 3))] == ["0", "1", "2"]
+    assert [each.name for each in next(in_parts(images(), 3))] == ["0", "1", "2"]
     assert len(taken) == 3

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.runtime import Runtime
-from tests.app.fakes import CLASSES, NOT_FINITE, POISON, FakeModel, FakePipeline, pixels, png
+from tests.app.fakes import CLASSES, NOT_FINITE, POISON, FakeModel, FakePipeline, FakeValueModel, pixels, png
 from tests.app.http.support import check_predictions, check_problem, hold
 from tests.app.support import PNG, running, until
 
@@ -79,6 +79,32 @@ async def test_settings_override_the_bundles_policy() -> None:
     async with running(alpha=0.05, ambiguity_threshold=3.0, coverage=0.8) as app:
         response = await app.client.post("/predict", content=png(0), headers=PNG)
         assert response.json()["policy"] == {"alpha": 0.05, "ambiguity_threshold": 3.0, "coverage": 0.8}
+
+
+async def test_an_answer_begins_with_the_model_and_what_its_task_says_of_it() -> None:
+    async with running({"classes": FakeModel(), "numbers": FakeValueModel()}) as app:
+        answers = [(await app.client.post(f"/models/{name}/predict", content=png(60), headers=PNG)).json()
+                   for name in ("classes", "numbers")]  # fmt: skip
+        assert list(answers[0]) == ["model", "policy", "predictions"]
+        assert list(answers[1]) == ["model", "target", "policy", "predictions"]
+        assert answers[1]["target"] == {"name": "brightness", "unit": "%"}
+        assert answers[1]["predictions"][0]["mean"] == pytest.approx(60 / 2.55)
+
+
+@pytest.mark.parametrize(
+    ("model", "query", "noun"),
+    [
+        (FakeValueModel, "top_k=2", "regression"),
+        (FakeValueModel, "ambiguity_threshold=1", "regression"),
+        (FakeModel, "max_width=3", "classifier"),
+    ],
+)
+async def test_what_a_task_does_not_have_is_refused(model: type[FakeModel], query: str, noun: str) -> None:
+    async with running({"m": model()}) as app:
+        response = await app.client.post(f"/predict?alpha=0.1&{query}", content=png(60), headers=PNG)
+        name = query.partition("=")[0]
+        said = check_problem(response, 400, "malformed")["detail"]
+        assert said == f"model 'm' is a {noun}, which has no {name}; leave it out"
 
 
 async def test_top_k_replaces_the_full_list() -> None:

@@ -12,17 +12,21 @@ import numpy as np
 import pytest
 import torch
 
-from app.http.v2.schemas import GATES, HEADER, OUTPUTS, ErrorDocument, InferResponse, ModelMetadata
+from app.http.v2.schemas import HEADER, ErrorDocument, InferResponse, ModelMetadata
 from psc_core.images.preprocess import Preprocess
-from psc_core.model.outputs import Outputs
-from psc_core.prediction import SCORES
-from tests.app.fakes import CLASSES, POISON, FakeModel, FakePipelineWithGates, outputs_of, pixels, png
+from psc_core.tasks.classification.answer import SCORES
+from psc_core.tasks.classification.task import Classification
+from psc_core.tasks.outputs import Outputs
+from psc_core.tasks.regression.task import Regression
+from psc_core.tasks.task import GATES_OUTPUT
+from tests.app.fakes import CLASSES, POISON, FakeModel, FakePipelineWithGates, FakeValueModel, outputs_of, pixels, png
 from tests.app.live import live_server
 from tests.app.support import Running, running
 
 pytestmark = pytest.mark.anyio
 
-WITHOUT_GATES = tuple(name for name in OUTPUTS if name != GATES)
+OUTPUTS = tuple(Classification.tensors)
+WITHOUT_GATES = tuple(name for name in OUTPUTS if name != GATES_OUTPUT)
 COLOUR = Preprocess("RGB", 4, 6, None, (0.5,) * 3, (0.5,) * 3)
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -49,7 +53,7 @@ def grey(*values: int) -> Array:
 
 
 def expected(images_nchw: Array) -> Outputs[Any]:
-    return Outputs(outputs_of(torch.from_numpy(np.ascontiguousarray(images_nchw))).numpy(), ())
+    return Outputs(outputs_of(torch.from_numpy(np.ascontiguousarray(images_nchw))).numpy(), SCORES, ())
 
 
 def output(document: dict[str, Any], name: str) -> Any:
@@ -121,13 +125,28 @@ async def test_gates_are_one_tensor() -> None:
     model = FakeModel(pipeline=FakePipelineWithGates(), gates=("kind", "confidence"))
     async with running({"m": model, "plain": FakeModel()}) as app:
         metadata = ModelMetadata.model_validate((await app.client.get("/v2/models/m")).json())
-        assert [tensor.shape for tensor in metadata.outputs if tensor.name == GATES] == [[-1, 2]]
+        assert [tensor.shape for tensor in metadata.outputs if tensor.name == GATES_OUTPUT] == [[-1, 2]]
         document = await infer(app, {"inputs": [raw_input(grey(0, 51))]})
         assert tuple(tensor["name"] for tensor in document["outputs"]) == OUTPUTS
-        np.testing.assert_allclose(output(document, GATES), [[1, 0], [0.8, 0.2]], rtol=1e-6)
+        np.testing.assert_allclose(output(document, GATES_OUTPUT), [[1, 0], [0.8, 0.2]], rtol=1e-6)
         assert output(document, "probabilities").shape == (2, 3)
-        wanted = {"inputs": [raw_input(grey(0, 51))], "outputs": [{"name": GATES}]}
-        assert output(await infer(app, wanted, "plain"), GATES).shape == (2, 0)
+        wanted = {"inputs": [raw_input(grey(0, 51))], "outputs": [{"name": GATES_OUTPUT}]}
+        assert output(await infer(app, wanted, "plain"), GATES_OUTPUT).shape == (2, 0)
+
+
+async def test_an_output_of_another_task_is_refused_before_anything_is_computed() -> None:
+    models = {"classes": FakeModel(), "numbers": FakeValueModel()}
+    async with running(models) as app:
+        for name, strange, known in (("classes", "mean", OUTPUTS), ("numbers", "label", tuple(Regression.tensors))):
+            computed = list(models[name].pipeline.sizes)
+            document = {"inputs": [raw_input(grey(1))], "outputs": [{"name": "is_ood"}, {"name": strange}]}
+            response = await app.client.post(f"/v2/models/{name}/infer", json=document)
+            said = f"model {name!r} has no output {strange!r}; expected some of {known}"
+            assert (response.status_code, response.json()) == (400, {"error": said})
+            assert models[name].pipeline.sizes == computed
+        everything = await infer(app, {"inputs": [raw_input(grey(51))]}, "numbers")
+        assert {tensor["datatype"] for tensor in everything["outputs"]} == {"FP32", "BOOL"}
+        assert output(everything, "mean").tolist() == [pytest.approx(20)]
 
 
 async def test_nhwc_and_nchw_are_the_same_images(service: Running) -> None:

@@ -13,15 +13,15 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 
 from psc_core.density import DENSITIES
 from psc_core.density.fit.density import fit_density
-from psc_core.heads import HEADS
-from psc_core.heads.fit import sngp
 from psc_core.model.predictor import PSC
 from psc_core.network.backbone import truncate
 from psc_core.network.load import load_network
 from psc_core.precision import PRECISIONS, Precision
+from psc_core.tasks.classification.fit import sngp
+from psc_core.tasks.classification.heads import HEADS
 from tests.fake_gpu import GPU, assert_steps_on_gpu, gpu, moved
 from tests.psc_core.density.support import images
-from tests.psc_core.heads.support import fit
+from tests.psc_core.tasks.classification.heads.support import fit
 
 FAULTS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda x: x.sum().item(),

@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from psc_core import FitOptions, fit_projection, open_dataset
+from psc_core import FitSettings, fit_projection, open_dataset
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import FitError
@@ -20,7 +20,7 @@ from psc_core.projection.fit.projection import reduced_positions
 from tests import tiny
 
 CANDIDATE = Candidate(("2",), "16 channels, 7 × 7 positions")
-OPTIONS = FitOptions(device="cpu")
+SETTINGS = FitSettings(device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +42,16 @@ def test_error_names_the_d_proj_that_would_do(
     """d components span d (d + 1) / 2 channel components; as many as fit are measured unless more are given."""
     monkeypatch.setattr(fit_tucker, "MAX_COMPONENTS", components)
     with pytest.raises(FitError, match=rf"c_proj in 1…{limit} .* got 16; give d_proj too, at least 6"):
-        fit_projection(net, CANDIDATE, train, c_proj=16, options=OPTIONS)
-    fitted = fit_projection(net, CANDIDATE, train, c_proj=16, d_proj=6, options=OPTIONS)
+        fit_projection(net, CANDIDATE, train, c_proj=16, settings=SETTINGS)
+    fitted = fit_projection(net, CANDIDATE, train, c_proj=16, d_proj=6, settings=SETTINGS)
     assert (fitted.report.choice.c_proj, fitted.report.choice.d_proj) == (16, 6)
 
 
 def test_rejects_more_components_than_the_layer_has(net: torch.nn.Module, train: ImageDataset) -> None:
     with pytest.raises(FitError, match=r"c_proj in 1…16 for this layer, got 17"):
-        fit_projection(net, CANDIDATE, train, c_proj=17, d_proj=6, options=OPTIONS)
+        fit_projection(net, CANDIDATE, train, c_proj=17, d_proj=6, settings=SETTINGS)
     with pytest.raises(FitError, match=r"d_proj in 1…49 for this layer, got 50"):
-        fit_projection(net, CANDIDATE, train, d_proj=50, options=OPTIONS)
+        fit_projection(net, CANDIDATE, train, d_proj=50, settings=SETTINGS)
 
 
 @given(st.integers(1, 2048), st.integers(1, 224), st.integers(1 << 14, 1 << 30), st.booleans())

@@ -82,7 +82,7 @@ def test_choice_matches_search(c: int, d: int, data: st.DataObject) -> None:
         for _ in range(2)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("psc_core.projection.fit.ranks.TOLERANCE", 0.1)
+        patch.setattr("psc_core.projection.fit.ranks.NC4_LOSS", 0.1)
         choice = choose_ranks(nc1, nc4, epsilon=0.3, reference_nc4=0.7)
     assert (choice.c_proj, choice.d_proj) == reference.smallest_size(nc1, nc4, 0.3, 0.7, 0.1)
 

@@ -1,0 +1,103 @@
+"""The parts of every task's evaluation: the pass through the served path, observed rates, the base of reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from psc_core.compute.passes import Compute, track_images
+from psc_core.data.dataset import Batch, ImageDataset
+from psc_core.errors import UsageError
+from psc_core.images.preprocess import Pixels
+from psc_core.metrics import intervals
+from psc_core.metrics.intervals import CountInterval, RateInterval
+from psc_core.model.base import FittedModel
+
+PRIMARY: Final = "psc"
+"""The score that the service decides by, and the predictor that it serves; others are compared with it."""
+
+LEVEL: Final = 0.99
+"""Probability of the intervals around observed rates."""
+
+
+@dataclass(frozen=True)
+class ObservedRate:
+    """A nominal rate and the one observed on test images."""
+
+    promised: float  # the nominal rate, under its name in JSON
+    count: int  # of the images to which it happened
+    images: int  # that were tested
+    level: float  # probability of the three intervals
+    interval: RateInterval  # rates that explain the count (Clopper–Pearson)
+    acceptance: CountInterval  # counts that the nominal rate explains (binomial)
+    calibrated_acceptance: CountInterval  # and after calibration on so few images (beta-binomial)
+
+    @property
+    def rate(self) -> float:
+        """The observed rate."""
+        return self.count / self.images
+
+    @property
+    def assessment(self) -> str:
+        """``"as promised"``, ``"higher than promised"`` or ``"lower than promised"``, by the beta-binomial interval."""
+        low, high = self.calibrated_acceptance
+        if low <= self.count <= high:
+            return "as promised"
+        return "higher than promised" if self.count > high else "lower than promised"
+
+
+def observed_rate(happened: Bool[Tensor, " n"], nominal: float, calibration_images: int) -> ObservedRate:
+    """Return how often something happened, beside its nominal rate."""
+    count, images = int(happened.sum()), len(happened)
+    return ObservedRate(
+        promised=nominal,
+        count=count,
+        images=images,
+        level=LEVEL,
+        interval=intervals.binomial_interval(count, images, level=LEVEL),
+        acceptance=intervals.binomial_acceptance(images, nominal, level=LEVEL),
+        calibrated_acceptance=intervals.beta_binomial_acceptance(images, nominal, calibration_images, level=LEVEL),
+    )
+
+
+@dataclass(frozen=True)
+class Report:
+    """Base of the reports: how good a model is on test images."""
+
+    model: Mapping[str, str]  # what identifies it, with at least name, version and layer
+    id_name: str  # in-distribution test data
+    images: int  # of this data
+
+    def to_text(self) -> str:
+        """Return the report for a terminal."""
+        raise NotImplementedError
+
+    def to_markdown(self) -> str:
+        """Return the report as a Markdown page."""
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON types."""
+        raise NotImplementedError
+
+
+def served(
+    model: FittedModel, data: ImageDataset, batch_images: int
+) -> Iterator[tuple[Batch, Pixels, Float[Tensor, "batch columns"]]]:
+    """Yield each batch of ``data``, its images on the model's device, and the pipeline's packed outputs on the CPU.
+
+    Raises:
+        UsageError: The data are read through another preprocessing than the model's.
+    """
+    if data.preprocess != model.preprocess:
+        raise UsageError(
+            f"expected {data.name} to be read through the model's preprocessing {model.preprocess}, got "
+            f"{data.preprocess}; open it with preprocess=model.preprocess"
+        )
+    for batch in track_images(data, Compute(model.device, batch_images=batch_images), f"evaluating {data.name}"):
+        images = batch.images.to(model.device)
+        yield batch, images, model.pipeline(images).cpu()

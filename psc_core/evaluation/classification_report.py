@@ -1,0 +1,160 @@
+"""The findings of a classifier's evaluation, also as text for the terminal, as a Markdown page and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from psc_core.evaluation import summary
+from psc_core.evaluation.base import PRIMARY, ObservedRate, Report
+from psc_core.evaluation.losses import METRICS
+from psc_core.evaluation.selective import Acceptance
+from psc_core.evaluation.separation import Separation
+
+
+@dataclass(frozen=True)
+class Table:
+    """Lines of text under a title; the first column is left-aligned, others right-aligned."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def to_text(self) -> str:
+        """Return the table for a terminal."""
+        lines = [self.header, *self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.header))]
+        body = []
+        for line in lines:
+            cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+            body.append("  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip())
+        rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
+        return "\n".join([self.title, body[0], rule, *body[1:]])
+
+    def to_markdown(self) -> str:
+        """Return a pipe table under a heading."""
+        align = ["---", *["---:"] * (len(self.header) - 1)]
+        lines = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in (self.header, align, *self.rows)]
+        return "\n".join([f"## {self.title}", "", *(f"| {line} |" for line in lines)])
+
+
+@dataclass(frozen=True)
+class ClassificationReport(Report):
+    """Everything that ``psc-eval`` measures of a classifier."""
+
+    examples: int  # labelled ones of the in-distribution data
+    classification: Mapping[str, Mapping[str, float]]  # by classifier and metric, see :mod:`.losses`
+    ood_images: Mapping[str, int]  # number of images of each OOD set
+    separation: Mapping[str, Mapping[str, Separation]]  # by OOD set and score
+    acceptance: Mapping[str, Mapping[str, Acceptance]]  # by OOD set and score
+    flagged: Mapping[str, float]  # fraction of each OOD set with p-value ≤ α
+    false_alarms: ObservedRate  # in-distribution images with p-value ≤ α
+    misses: ObservedRate  # in-distribution images whose (first) label is outside the prediction set
+    mean_set_size: float  # mean number of classes in a prediction set
+    ambiguity: Mapping[str, float] = field(default_factory=dict)
+    """AUROC of predictive entropy, ambiguous against clean images, by classifier; empty without ambiguous images."""
+
+    def to_text(self) -> str:
+        parts = [self.heading(), *(table.to_text() for table in self.tables()), "\n".join(self.summary())]
+        return "\n\n".join(parts) + "\n"
+
+    def to_markdown(self) -> str:
+        listed = "\n".join(f"- {sentence}" for sentence in self.summary())
+        parts = [f"# {self.heading()}", listed, *(table.to_markdown() for table in self.tables())]
+        return "\n\n".join(parts) + "\n"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON types, with the summary; a standard error that is not known is null."""
+        data: dict[str, Any] = asdict(self)
+        for scores in data["separation"].values():
+            for score in scores.values():
+                value, error = score["auroc_difference"]
+                score["auroc_difference"] = {"value": value, "standard_error": error if error != float("inf") else None}
+        for key in ("false_alarms", "misses"):
+            rate: ObservedRate = getattr(self, key)
+            data[key] |= {"rate": rate.rate, "assessment": rate.assessment}
+        return {**data, "summary": self.summary()}
+
+    def heading(self) -> str:
+        """Return model, layer and test images in one line."""
+        model = " ".join(value for value in (self.model["name"], self.model["version"]) if value)
+        labels = "" if self.examples == self.images else f", {self.examples} labels"
+        return f"{model} (layer {self.model['layer']}) on {self.id_name}: {self.images} images{labels}"
+
+    def summary(self) -> list[str]:
+        """Return in sentences which score wins, which classifier is best, and whether nominal rates hold."""
+        alpha, known = self.false_alarms.promised, self.id_name
+        sentences = [summary.compare_scores(ood, scores) for ood, scores in self.separation.items()]
+        for ood, scores in self.separation.items():
+            sentences += summary.better_fields(ood, scores, known, alpha)
+        sentences += [summary.describe_acceptance(ood, found, known) for ood, found in self.acceptance.items()]
+        if len(self.classification) > 1:
+            sentences += [summary.compare_classifiers(self.classification, metric) for metric in summary.COMPARED]
+        return [
+            *sentences,
+            summary.describe_rate("False alarms", self.false_alarms),
+            summary.describe_rate("Labels outside the prediction set", self.misses),
+        ]
+
+    def tables(self) -> list[Table]:
+        """Return all tables in printed order."""
+        found = [self._classifiers()]
+        for ood in self.separation:
+            found += [self._separation_of(ood), self._acceptance_of(ood)]
+        found.append(self._rates())
+        if self.ambiguity:
+            rows = [[name, f"{value:.4f}"] for name, value in self.ambiguity.items()]
+            found.append(Table("Ambiguous against clean images", ["entropy of", "AUROC"], rows))
+        return found
+
+    def _classifiers(self) -> Table:
+        rows = [
+            [name, *(f"{quality[metric]:.4f}" for metric in METRICS)] for name, quality in self.classification.items()
+        ]
+        return Table("Classification", ["classifier", *(title for title, _ in METRICS.values())], rows)
+
+    def _separation_of(self, ood: str) -> Table:
+        """Return every score on one OOD set, best first."""
+        ranked = sorted(self.separation[ood].items(), key=lambda item: -item[1].auroc)
+        rows = [
+            [
+                name,
+                *(f"{value:.4f}" for value in (s.auroc, s.aupr_in, s.aupr_out, s.fpr95)),
+                "" if name == PRIMARY else summary.signed(s.auroc_difference),
+            ]
+            for name, s in ranked
+        ]
+        header = ["score", "AUROC", "AUPR in", "AUPR out", "FPR95", "PSC ahead by"]
+        return Table(f"{ood}: {self.ood_images[ood]} OOD images", header, rows)
+
+    def _acceptance_of(self, ood: str) -> Table:
+        """Return what thresholds on every score accept of one OOD set, least first."""
+        ranked = sorted(self.acceptance[ood].items(), key=lambda item: item[1].ood_accepted)
+        rows = [[name, f"{found.ood_accepted:.4f}", f"{found.aurc:.4f}"] for name, found in ranked]
+        return Table(f"{ood}: accepted beside 95 % of {self.id_name}", ["score", "OOD accepted", "AURC"], rows)
+
+    def _rates(self) -> Table:
+        alarms, misses = self.false_alarms, self.misses
+        header = ["rate", "nominal", "observed", f"{alarms.level:.0%} interval", "count", "binomial", "beta-binomial"]
+        rows = [
+            _cells(f"false alarms (p ≤ {alarms.promised:g})", alarms),
+            _cells(f"label outside {1 - misses.promised:.0%} set", misses),
+        ]
+        rows += [
+            [f"flagged in {name}", "", f"{fraction:.4f}", "", "", "", ""] for name, fraction in self.flagged.items()
+        ]
+        rows.append(["mean prediction set", "", f"{self.mean_set_size:.3f}", "", "", "", ""])
+        return Table("Rates", header, rows)
+
+
+def _cells(name: str, rate: ObservedRate) -> list[str]:
+    return [
+        name,
+        f"{rate.promised:.4f}",
+        f"{rate.rate:.4f}",
+        f"{rate.interval.low:.4f}…{rate.interval.high:.4f}",
+        str(rate.count),
+        f"{rate.acceptance.low}…{rate.acceptance.high}",
+        f"{rate.calibrated_acceptance.low}…{rate.calibrated_acceptance.high}",
+    ]

@@ -1,0 +1,203 @@
+"""Evaluate a regression: errors, forecasts, intervals, and images unlike any seen.
+
+One pass over each data set keeps a handful of numbers for each image, but no features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from psc_core.compute.passes import Compute
+from psc_core.data.dataset import ImageDataset
+from psc_core.data.spec import open_dataset
+from psc_core.errors import UsageError
+from psc_core.evaluation.base import PRIMARY, ObservedRate, Report, observed_rate, served
+from psc_core.images.preprocess import Pixels, Preprocess
+from psc_core.metrics import ranking, regression
+from psc_core.model.regressor import PSCRegressor
+from psc_core.network.backbone import example_input
+from psc_core.precision import Precision
+
+
+@dataclass(frozen=True)
+class ScoredNumbers:
+    """The numbers that one pass keeps of n images, on the CPU, in the order of the data set."""
+
+    mean: Float[Tensor, " n"]  # target's unit, as the next two
+    deviation: Float[Tensor, " n"]
+    interval: Float[Tensor, "n 2"]
+    ood_score: Float[Tensor, " n"]  # nats
+    is_ood: Bool[Tensor, " n"]
+    own: Float[Tensor, " n"] | None = None  # what the network itself predicts, float64, where it was asked
+
+
+@dataclass(frozen=True)
+class OwnNetwork:
+    """A network as it was trained, one output, beside which its regression is shown."""
+
+    net: nn.Module
+    preprocess: Preprocess
+    precision: Precision
+
+    def score(self, images: Pixels) -> Float[Tensor, " batch"]:
+        """Return its numbers, float64."""
+        inputs = self.preprocess.standardise(images)
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            output: Tensor = self.net(inputs)
+        return output[:, 0].double()
+
+
+@dataclass(frozen=True)
+class RegressionReport(Report):
+    """Everything that ``psc-eval`` measures of a regression; :attr:`model` names its target too."""
+
+    errors: Mapping[str, float]  # rmse, r2, nll, crps
+    width: float  # mean width of the intervals, target's unit
+    misses: ObservedRate  # intervals without the true number
+    false_alarms: ObservedRate
+    accepted_rmse: float | None  # of the images that are not out of distribution; None without any
+    auroc: Mapping[str, float]  # OOD score, by out-of-distribution set
+    flagged: Mapping[str, float]  # fraction that raises the alarm, by set
+
+    def to_text(self) -> str:
+        """Return a table for a terminal, which is Markdown too."""
+        errors = self.errors
+        lines = [
+            f"{self.model['name']} (version {self.model['version']}, layer {self.model['layer']}) predicts "
+            f"{self.model['target']}; {self.images} images of {self.id_name}",
+            "",
+            "| measure | value |",
+            "| --- | ---: |",
+            f"| RMSE | {errors['rmse']:.4g} |",
+            f"| R² | {errors['r2']:.4f} |",
+            f"| NLL, nats | {errors['nll']:.4f} |",
+            f"| CRPS | {errors['crps']:.4g} |",
+            f"| mean width of an interval | {self.width:.4g} |",
+            f"| intervals that hold the number | {_rate(self.misses, inverted=True)} |",
+            f"| false alarms | {_rate(self.false_alarms)} |",
+        ]
+        if self.accepted_rmse is not None:
+            lines.append(f"| RMSE of images that raise no alarm | {self.accepted_rmse:.4g} |")
+        if self.auroc:
+            lines += ["", "| out of distribution | AUROC | raises the alarm |", "| --- | ---: | ---: |"]
+            lines += [f"| {name} | {self.auroc[name]:.4f} | {self.flagged[name]:.2%} |" for name in self.auroc]
+        return "\n".join(lines)
+
+    def to_markdown(self) -> str:
+        return self.to_text() + "\n"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def open_images(model: PSCRegressor, spec: str) -> ImageDataset:
+    """Open the test images with numbers that ``spec`` names.
+
+    Raises:
+        DataError: The spec or what it names is invalid.
+        UsageError: A table without the model's target.
+    """
+    target = model.target
+    return open_dataset(spec, split="test", preprocess=model.preprocess, target=target.name, unit=target.unit)
+
+
+def check_images(model: PSCRegressor, data: ImageDataset) -> None:
+    """Require data with numbers of the model's target.
+
+    Raises:
+        UsageError: They have none, or of another target.
+    """
+    if data.values is None or data.target is None or data.target.name != model.target.name:
+        raise UsageError(f"expected numbers of {model.target} in {data.name}, got {data.target or 'classes'}")
+
+
+def open_baselines(model: PSCRegressor, weights: Path, train: str, val: str, *, batch_images: int = 256) -> NoReturn:
+    """Refuse, by :class:`UsageError`: there are none."""
+    raise UsageError("a regression has no baselines; leave out --weights, --train and --val")
+
+
+def own_network(net: nn.Module, data: ImageDataset, compute: Compute) -> OwnNetwork | None:
+    """Return the network itself, on the device; None if it does not give one number."""
+    net.to(compute.device)
+    with torch.inference_mode():
+        output = net(example_input(data.preprocess).to(compute.device))
+    return OwnNetwork(net, data.preprocess, compute.precision) if output.shape[1:] == (1,) else None
+
+
+@torch.inference_mode()
+def score_images(
+    model: PSCRegressor, data: ImageDataset, baselines: OwnNetwork | None = None, *, batch_images: int = 256
+) -> ScoredNumbers:
+    """Send ``data`` through the served path, and the network itself where it is given, once.
+
+    Raises:
+        UsageError: Data read through another preprocessing than the model's.
+    """
+    outputs, own = [], []
+    for _, images, packed in served(model, data, batch_images):
+        outputs.append(packed)
+        if baselines is not None:
+            own.append(baselines.score(images).cpu())
+    return replace(numbers_of(model, torch.cat(outputs)), own=torch.cat(own) if own else None)
+
+
+def numbers_of(model: PSCRegressor, packed: Float[Tensor, "n columns"]) -> ScoredNumbers:
+    """Return what is kept of the pipeline's packed outputs for n images."""
+    outputs, decisions = model.outputs(packed), model.decide(model.outputs(packed.numpy()))
+    deviation = torch.hypot(outputs["aleatoric"], outputs["epistemic"])
+    ends = torch.stack([torch.from_numpy(decisions.lower), torch.from_numpy(decisions.upper)], dim=1)
+    return ScoredNumbers(outputs["mean"], deviation, ends, outputs["ood_score"], torch.from_numpy(decisions.is_ood))
+
+
+def quality_of(scored: ScoredNumbers, data: ImageDataset) -> dict[str, dict[str, float]]:
+    """Return ``rmse`` and ``crps`` in the target's unit, ``r2`` and ``nll`` in nats; none for data without numbers.
+
+    Of the network itself, which says no deviation, only the RMSE is shown.
+    """
+    if data.values is None:
+        return {}
+    own = {} if scored.own is None else {"base": {"rmse": regression.rmse(scored.own, data.values)}}
+    errors = {
+        "rmse": regression.rmse(scored.mean, data.values),
+        "r2": regression.r2(scored.mean, data.values),
+        "nll": regression.nll(scored.mean, scored.deviation, data.values),
+        "crps": regression.crps(scored.mean, scored.deviation, data.values),
+    }
+    return {**own, PRIMARY: errors}
+
+
+def compare(
+    model: PSCRegressor, id_data: ImageDataset, inside: ScoredNumbers, outside: Mapping[str, ScoredNumbers]
+) -> RegressionReport:
+    """Return the report of scored images: ``inside`` those of ``id_data``, ``outside`` out-of-distribution ones."""
+    y, calibrated = id_data.values, len(model.calibration)
+    assert y is not None
+    missed = (y < inside.interval[:, 0]) | (y > inside.interval[:, 1])
+    accepted = ~inside.is_ood
+    return RegressionReport(
+        model={"name": model.name, "version": model.version, "layer": model.layer, "target": str(model.target)},
+        id_name=id_data.name,
+        images=len(id_data),
+        errors=quality_of(inside, id_data)[PRIMARY],
+        width=float(inside.interval.diff(dim=1).mean()),
+        misses=observed_rate(missed, 1 - model.policy.coverage, calibrated),
+        false_alarms=observed_rate(inside.is_ood, model.policy.alpha, calibrated),
+        accepted_rmse=regression.rmse(inside.mean[accepted], y[accepted]) if bool(accepted.any()) else None,
+        auroc={name: ranking.auroc(inside.ood_score, scored.ood_score) for name, scored in outside.items()},
+        flagged={name: float(scored.is_ood.double().mean()) for name, scored in outside.items()},
+    )
+
+
+def _rate(rate: ObservedRate, *, inverted: bool = False) -> str:
+    """Return an observed rate with its interval and the nominal one; ``inverted`` for the rate of the opposite."""
+    seen, (low, high), nominal = rate.rate, rate.interval, rate.promised
+    if inverted:
+        seen, low, high, nominal = 1 - seen, 1 - high, 1 - low, 1 - nominal
+    return f"{seen:.2%} ({low:.2%} to {high:.2%}), promised {nominal:.2%}"

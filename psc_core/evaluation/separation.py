@@ -1,0 +1,59 @@
+"""Measure how well each score tells out-of-distribution images from in-distribution ones; OOD is positive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from jaxtyping import Float
+from torch import Tensor
+
+from psc_core.evaluation.base import PRIMARY
+from psc_core.metrics import ranking
+from psc_core.metrics.ranking import Difference
+from psc_core.rates import tolerant_ceil
+
+ENTROPY: Final = f"{PRIMARY}-entropy"
+"""The score that the service calls an image ambiguous by."""
+
+EPISTEMIC: Final = f"{PRIMARY}-epistemic"
+"""The epistemic uncertainty of the head."""
+
+FIELDS: Final = {ENTROPY: "predictive_entropy", EPISTEMIC: "epistemic"}
+"""Scores beside the primary one that every answer of the service holds, and the name of their field."""
+
+
+@dataclass(frozen=True)
+class Separation:
+    """The quality of one score as a detector of OOD images."""
+
+    auroc: float
+    aupr_in: float  # average precision, in-distribution positive
+    aupr_out: float  # average precision, OOD positive
+    fpr95: float  # in-distribution images rejected when 95 % of the OOD images are
+    auroc_difference: Difference  # AUROC of the primary score minus this one's, with its standard error
+    threshold: float  # above which the fraction α of the in-distribution images is
+
+
+def separation(
+    inside: Mapping[str, Float[Tensor, " n"]], outside: Mapping[str, Float[Tensor, " m"]], alpha: float
+) -> dict[str, Separation]:
+    """Return how well every score separates the two sets of images, and the difference to the primary score.
+
+    Args:
+        inside: In-distribution images by score, higher is more unusual.
+        outside: Out-of-distribution images by score.
+        alpha: False-alarm rate of the thresholds.
+    """
+    return {
+        name: Separation(
+            auroc=ranking.auroc(inside[name], outside[name]),
+            aupr_in=ranking.aupr(-inside[name], -outside[name]),
+            aupr_out=ranking.aupr(outside[name], inside[name]),
+            fpr95=ranking.fpr95(inside[name], outside[name]),
+            auroc_difference=ranking.auroc_difference(inside[PRIMARY], outside[PRIMARY], inside[name], outside[name]),
+            threshold=float(inside[name].kthvalue(max(1, tolerant_ceil((1 - alpha) * len(inside[name])))).values),
+        )
+        for name in inside
+    }

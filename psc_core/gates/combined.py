@@ -1,0 +1,118 @@
+"""The gates of a model: their names, their p-values and Fisher's combination of them.
+
+=============  ==================================================  ==========================================
+gate           its reading, higher is more unusual                 an alarm means
+=============  ==================================================  ==========================================
+``texture``    −log p of an early layer's features, averaged       strange texture: surface, contrast, colours
+               over positions, nats
+``kind``       minus the log density of the model, nats            unknown kind: parts that no class has
+``confidence`` predictive entropy, nats                            ambiguous: the classes compete
+=============  ==================================================  ==========================================
+
+With ``p_g`` of :mod:`.tail` the OOD score is
+
+    ``−Σ_g log min(1, p_g / τ_g)``     nats
+
+with ``τ_g = 1`` but for ``texture`` (a soft form of the truncated product of Zaykin et al. 2002; all τ = 1 gives half
+of the statistic of Fisher 1932).  The textures of near images are typical: how typical would only be noise in the
+sum.
+
+As the readings of one image depend on each other, the score's p-value is not χ²'s but conformal, on images that neither
+chose the gates nor gave ``p_g`` (:mod:`psc_core.calibration.conformal`; Bates et al. 2023).  The p-value of a single
+gate is conformal on the same images.
+
+Shapes: B images, G gates, m images that give ``p_g``, n calibration images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from psc_core.calibration.conformal import conformal_p_values
+from psc_core.errors import BundleError
+from psc_core.gates.tail import log_p_pieces, log_p_values
+
+TEXTURE: Final = "texture"
+KIND: Final = "kind"
+CONFIDENCE: Final = "confidence"
+
+GATES: Final = (TEXTURE, KIND, CONFIDENCE)
+"""Names of all gates; a model has some of them, in this order."""
+
+
+def readings_of(names: Sequence[str], scores: Mapping[str, Float[Tensor, " batch"]]) -> Float[Tensor, "batch gates"]:
+    """The readings of some gates, from the scores of a :class:`psc_core.tasks.head.Scored`."""
+    readings = {KIND: -scores["log_density"]}
+    if CONFIDENCE in names:
+        readings[CONFIDENCE] = scores["predictive_entropy"]
+    if TEXTURE in scores:
+        readings[TEXTURE] = scores[TEXTURE]
+    return torch.stack([readings[name] for name in names], dim=1)
+
+
+class Gates(nn.Module):
+    """Readings to one OOD score and the p-value of each gate.
+
+    Args:
+        names: Some of :data:`GATES`, in that order.
+        ascending: ``float32 (G, m)`` readings that give ``p_g``, sorted.
+        scales: ``float32 (G,)`` scales of the tails, positive.
+        calibration: ``float32 (G, n)`` readings of the calibration images, sorted.
+        texture_counts_below: τ of ``texture``, in (0, 1].
+
+    Raises:
+        BundleError: Other names or shapes, or readings that do not ascend.
+    """
+
+    ascending: Tensor
+    scales: Tensor
+    calibration: Tensor
+    log_below: Tensor
+    pieces: Tensor
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        ascending: Tensor,
+        scales: Tensor,
+        calibration: Tensor,
+        texture_counts_below: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.names = tuple(names)
+        if self.names != tuple(name for name in GATES if name in self.names) or not self.names:
+            raise BundleError(f"expected gates of {', '.join(GATES)} in this order, got {list(names)}")
+        for name, tensor, axes in (
+            ("ascending", ascending, 2), ("scales", scales, 1), ("calibration", calibration, 2),
+        ):  # fmt: skip
+            if tensor.dtype != torch.float32 or tensor.ndim != axes or len(tensor) != len(self.names):
+                raise BundleError(
+                    f"expected float32 gates.{name} of {len(self.names)} gates, got {tensor.dtype} "
+                    f"{tuple(tensor.shape)}; fit the bundle again"
+                )
+            self.register_buffer(name, tensor.contiguous())
+        for part in (ascending, calibration):
+            if part.shape[1] == 0 or not (part.diff(dim=1) >= 0).all():
+                raise BundleError("expected ascending readings of the gates; fit the bundle again")
+        if not (scales > 0).all():
+            raise BundleError("expected positive scales of the gates; fit the bundle again")
+
+        self.texture_counts_below = texture_counts_below
+        below = [texture_counts_below if name == TEXTURE else 1.0 for name in self.names]
+        log_below = torch.tensor(below, dtype=torch.float64).log()[:, None].to(ascending.device)
+        self.register_buffer("log_below", log_below, persistent=False)
+        self.register_buffer("pieces", log_p_pieces(self.ascending, self.scales), persistent=False)
+
+    def score(self, readings: Float[Tensor, "batch gates"]) -> Float[Tensor, " batch"]:
+        """``−Σ_g log min(1, p_g / τ_g)``, nats; higher is more unusual."""
+        log_p = log_p_values(self.ascending, self.pieces, readings.T.contiguous())
+        return -(log_p - self.log_below).clamp(max=0).sum(dim=0).float()
+
+    def p_values(self, readings: Float[Tensor, "batch gates"]) -> Float[Tensor, "batch gates"]:
+        """The conformal p-value of each gate, ``(1 + #{calibration ≥ this}) / (n + 1)``."""
+        return conformal_p_values(self.calibration, readings.T.contiguous()).T

@@ -1,0 +1,59 @@
+"""Fit the p-values of gates from readings of held-out in-distribution images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from psc_core.errors import FitError
+from psc_core.gates.combined import TEXTURE, Gates
+
+TAIL_FRACTION: Final = 0.05
+"""Fraction of the readings that give the scale of the tail."""
+
+TEXTURE_COUNTS_BELOW: Final = 0.2
+"""The p-value from which on a strange texture counts beside other gates."""
+
+MINIMUM_TAIL: Final = 5
+"""Fewest readings that give the scale, where there are so many."""
+
+
+def fit_gates(
+    names: Sequence[str], selection: Float[Tensor, "m gates"], calibration: Float[Tensor, "n gates"]
+) -> Gates:
+    """Gates from the readings of both halves of the validation images.
+
+    Args:
+        names: Of the gates, in the order of the columns.
+        selection: Readings that give ``p_g``.
+        calibration: Readings that give the p-value of each gate.
+
+    Raises:
+        FitError: A reading is not finite, or all readings of a gate are equal.
+    """
+    for part in (selection, calibration):
+        if not part.isfinite().all():
+            raise FitError("expected finite readings of the gates; check the precision")
+    ascending = selection.float().sort(dim=0).values
+    scales = tail_scales(ascending)
+    if not (ascending[-1] > ascending[0]).all():
+        constant = [name for name, low, high in zip(names, ascending[0], ascending[-1], strict=True) if low == high]
+        raise FitError(f"expected readings that differ between images, those of {', '.join(constant)} are all equal")
+    below = TEXTURE_COUNTS_BELOW if TEXTURE in names and len(names) > 1 else 1.0
+    return Gates(names, ascending.T, scales, calibration.float().sort(dim=0).values.T, below)
+
+
+def tail_scales(ascending: Float[Tensor, "m gates"]) -> Float[Tensor, " gates"]:
+    """Mean excess of the k largest readings over the one below them, at least a thousandth of the range.
+
+    k is :data:`TAIL_FRACTION` of the readings, at least :data:`MINIMUM_TAIL`, and fewer than there are.
+    """
+    count = len(ascending)
+    k = max(1, min(count - 1, max(MINIMUM_TAIL, round(TAIL_FRACTION * count))))
+    wide = ascending.double()
+    excess = (wide[count - k :] - wide[max(0, count - k - 1)]).mean(dim=0)
+    return torch.maximum(excess, (wide[-1] - wide[0]) / 1000).float()

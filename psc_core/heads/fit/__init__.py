@@ -1,1 +1,0 @@
-"""Fitting a head; nothing here is imported to serve one."""

@@ -1,0 +1,48 @@
+"""Facts that a person wants to know of a classifier's bundle, beyond what is said of every model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from psc_core.tasks.classification.calibration import Calibration
+from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.task import Classification
+
+LOSS: Final = 0.01
+"""Accuracy lost beside the network's own, from which on a person is warned."""
+
+DIGITS: Final = ".4f"
+"""Format of a metric."""
+
+RECORDED: Final[Mapping[str, str]] = {}
+"""Metrics that are shown without images, and their names in the manifest: none."""
+
+
+def limits_of(policy: Policy, calibration: Calibration, metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the limits of decisions by the figure that shows them; None where nothing is beyond."""
+    risk = metrics.get("risk", {"threshold": 0})
+    return {"entropies": None if risk["threshold"] is None else policy.ambiguity_threshold}
+
+
+def policy_lines(task: Classification, policy: Policy, limits: Mapping[str, float | None]) -> list[str]:
+    """Return what the policy means for this bundle beside the alarm, a line each."""
+    threshold = limits["entropies"]
+    return [] if threshold is None else [f"ambiguous: predictive entropy above {threshold:.4g} nats"]
+
+
+def warnings_of(metrics: Mapping[str, Any]) -> list[str]:
+    """Return what a person is warned of, from the metrics in the manifest."""
+    risk = metrics.get("risk", {})
+    if not risk or risk["threshold"] is not None:
+        return []
+    return [
+        f"no entropy threshold keeps the error rate at {risk['promised']:g} with {risk['confidence']:.0%} "
+        "confidence, so no image is called ambiguous; raise --risk or validate on more images"
+    ]
+
+
+def accuracy_lost(base: Mapping[str, float], psc: Mapping[str, float]) -> str:
+    """Return by how much predictions with PSC are less accurate than the network's own, if a person should know."""
+    lost = base.get("accuracy", 0) - psc.get("accuracy", 0)
+    return f"{lost:.3f}" if lost > LOSS else ""

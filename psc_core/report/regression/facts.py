@@ -1,0 +1,45 @@
+"""Facts that a person wants to know of a regression's bundle, beyond what is said of every model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from psc_core.tasks.regression.calibration import Calibration
+from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.task import Regression
+
+LOSS: Final = 0.05
+"""Rise of the RMSE over the network's own, relative to it, from which on a person is warned."""
+
+DIGITS: Final = ".4g"
+"""Format of a metric."""
+
+RECORDED: Final[Mapping[str, str]] = {"rmse": "rmse", "r2": "r2", "nll": "nll_nats", "crps": "crps"}
+"""Metrics that are shown without images, and their names in the manifest."""
+
+
+def limits_of(policy: ValuePolicy, calibration: Calibration, metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the limits of decisions by the figure that shows them; None where nothing is beyond."""
+    width = policy.max_width
+    return {"deviations": None if width is None else width / 2 / calibration.deviations(policy.coverage)}
+
+
+def policy_lines(task: Regression, policy: ValuePolicy, limits: Mapping[str, float | None]) -> list[str]:
+    """Return what the policy means for this bundle beside the alarm, a line each."""
+    widest = "" if policy.max_width is None else f"{policy.max_width:g} {task.target.unit}".rstrip()
+    return [
+        f"intervals hold the true number of at least {policy.coverage:.1%} of images like the validation images",
+        f"uncertain: an interval wider than {widest}" if widest else "no interval is too wide",
+    ]
+
+
+def warnings_of(metrics: Mapping[str, Any]) -> list[str]:
+    """Return what a person is warned of, from the metrics in the manifest."""
+    return []
+
+
+def accuracy_lost(base: Mapping[str, float], psc: Mapping[str, float]) -> str:
+    """Return by how much predictions with PSC are less accurate than the network's own, if a person should know."""
+    grown = psc["rmse"] / base["rmse"] - 1 if base.get("rmse") else 0
+    return f"{grown:.0%} of its RMSE" if grown > LOSS else ""

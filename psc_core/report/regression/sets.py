@@ -1,0 +1,54 @@
+"""The part of a set of images that a regression's report keeps; it shows none of the images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from psc_core.data.dataset import ImageDataset
+from psc_core.evaluation.regression import ScoredNumbers, numbers_of, quality_of
+from psc_core.model.regressor import PSCRegressor
+from psc_core.report.content import Picture, Role, ScoredSet, parts_of
+
+
+@dataclass(frozen=True)
+class ValueSet(ScoredSet):
+    """Numbers that a regression predicts for n images, in the target's unit."""
+
+    mean: Float[Tensor, " n"]
+    deviation: Float[Tensor, " n"]  # predicted standard deviation
+    values: Float[Tensor, " m"]  # the true numbers; empty for images without
+
+
+SET: Final = ValueSet
+"""The type of the sets that a report keeps."""
+
+
+def scored_set(name: str, role: Role, data: ImageDataset, scored: ScoredNumbers) -> ValueSet:
+    """Return the part of the scores of ``data`` that reports show; numbers of images of another kind are no truth."""
+    values = data.values if role.is_known else None
+    return ValueSet(
+        name,
+        role,
+        scored.ood_score,
+        scored.mean,
+        scored.deviation,
+        torch.empty(0, dtype=torch.float64) if values is None else values,
+        quality={} if values is None else quality_of(scored, data),
+        groups=parts_of(data),
+    )
+
+
+def made_up_set(name: str, model: PSCRegressor, packed: Float[Tensor, "n columns"]) -> ValueSet:
+    """Return the part of the packed outputs for made-up images that reports show."""
+    scored, none = numbers_of(model, packed), torch.empty(0, dtype=torch.float64)
+    return ValueSet(name, Role.MADE_UP, scored.ood_score, scored.mean, scored.deviation, none)
+
+
+def pictures_of(data: ImageDataset, scored: ScoredNumbers) -> tuple[Picture, ...]:
+    """Return no pictures."""
+    return ()

@@ -1,0 +1,109 @@
+"""Score images part by part, so that an interrupted run goes on and several processes share the work.
+
+Part i holds the images [i·n, (i + 1)·n) and becomes one file, ``part-00000.parquet`` and so on.  A part is computed in
+the same batches whoever computes it, so its file is the same from one process, from several, and after a restart.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from psc_core.errors import ImageError, UsageError
+from psc_core.model.base import MAX_BATCH, FittedModel
+from psc_core.model.inputs import read_image
+from psc_core.scoring.inputs import NamedImage
+from psc_core.scoring.outputs import Columns, columns_of, merge, names_in, write
+
+BATCHES_AHEAD = 2
+"""Batches that are decoded while the network computes one."""
+
+Decoded = npt.NDArray[np.uint8] | str
+"""Pixels, or why there are none."""
+
+
+@dataclass(frozen=True)
+class PartCount:
+    """The number of images of a part, and what was done with them."""
+
+    images: int
+    errors: int  # images that could not be read
+    written: bool  # False: its file was there already
+
+
+class PartWriter:
+    """Computes the outputs of parts with one model and writes them.
+
+    Args:
+        model: Of a bundle.
+        out: Folder of the parts' files.
+        file_format: ``"parquet"`` or ``"jsonl"``.
+        threads: Decode images.
+    """
+
+    def __init__(self, model: FittedModel, out: Path, file_format: str, threads: int | None = None) -> None:
+        self.model, self.out, self.file_format = model, out, file_format
+        self.threads = threads or os.cpu_count() or 1
+
+    def __call__(self, number: int, images: Sequence[NamedImage]) -> PartCount:
+        """Write the file of a part, unless it is there.
+
+        Raises:
+            UsageError: A file of other images is there.
+        """
+        file = self.out / f"part-{number:05d}.{self.file_format}"
+        names = [each.name for each in images]
+        if file.exists():
+            if names_in(file) != names:
+                raise UsageError(f"{file} has other images than the input now; give another --out, or remove it")
+            return PartCount(len(names), 0, written=False)
+        columns = self.columns(images)
+        write(columns, self.model.task.columns(), file)
+        return PartCount(len(names), sum(error is not None for error in columns["error"]), written=True)
+
+    def columns(self, images: Sequence[NamedImage]) -> Columns:
+        """Return the columns of a part."""
+        errors: list[str | None] = []
+        scored: Columns = {name: [] for name in self.model.task.columns()}
+        for decoded in self._decode(images):
+            errors += [each if isinstance(each, str) else None for each in decoded]
+            pixels = [each for each in decoded if not isinstance(each, str)]
+            if pixels:
+                prediction = self.model.predict(torch.from_numpy(np.stack(pixels)))
+                for name, column in columns_of(prediction, self.model.task).items():
+                    scored[name] += column
+        return merge([each.name for each in images], errors, scored)
+
+    def _decode(self, images: Sequence[NamedImage]) -> Iterator[list[Decoded]]:
+        """Yield batches of decoded images; threads are :data:`BATCHES_AHEAD` ahead."""
+        ahead: deque[list[Future[Decoded]]] = deque()
+        with ThreadPoolExecutor(self.threads, "psc-decode") as pool:
+            for start in range(0, len(images), MAX_BATCH):
+                ahead.append([pool.submit(self._read, each.image) for each in images[start : start + MAX_BATCH]])
+                if len(ahead) > BATCHES_AHEAD:
+                    yield [future.result() for future in ahead.popleft()]
+            for batch in ahead:
+                yield [future.result() for future in batch]
+
+    def _read(self, image: str | bytes) -> Decoded:
+        try:
+            return read_image(image, self.model.preprocess)
+        except (ImageError, UsageError) as error:
+            return str(error)
+
+
+def write_parts(
+    writer: PartWriter, parts: Iterable[list[NamedImage]], *, rank: int = 0, world: int = 1
+) -> Iterator[PartCount]:
+    """Write the parts of process ``rank`` of ``world``, those with number ≡ rank modulo world, and count each."""
+    for number, images in enumerate(parts):
+        if number % world == rank:
+            yield writer(number, images)

@@ -1,0 +1,99 @@
+"""The parts that the answers of all tasks are made of.
+
+A task's ``answer`` module declares each field once: the packed columns of the device step, the JSON answer, its OpenAPI
+schema, the scores among the tensors of the v2 protocol and the client's type all come from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from psc_core.tasks import TASKS, module_of
+
+_SCORE: Final = "score"
+
+Score = Annotated[float, _SCORE]
+"""A number that the network step computes for each image: one column of its packed outputs."""
+
+LogDensity = Annotated[Score, Field(description="Log density of the features, nats.")]
+
+OodScore = Annotated[
+    Score,
+    Field(
+        description="What the gates make of the image, or −`log_density` without gates, nats; higher is more unusual."
+    ),
+]
+
+PValue = Annotated[Score, Field(ge=0, le=1, description="(1 + #{calibration OOD scores ≥ this}) / (n + 1).")]
+
+GatePValues = Annotated[
+    dict[str, float] | None,
+    Field(
+        description="p-value of each gate: `texture` (strange texture), `kind` (unknown kind), `confidence` "
+        "(ambiguous); left out for a model without gates.",
+    ),
+]
+
+IsOod = Annotated[bool, Field(description="p-value ≤ alpha.")]
+
+
+class Document(BaseModel):
+    """Immutable, with the declared members only."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class UnusualComponent(Document):
+    """A whitened component of the features and how far it is from the nearest class, standard deviations."""
+
+    component: int = Field(ge=0)
+    deviation: float
+
+
+class ModelRef(Document):
+    """The model that answered."""
+
+    name: str
+    version: str = Field(description="Digest of the bundle.")
+    layer: str = Field(description="Candidate layer(s) whose features are used.")
+
+
+class BaseAnswer(Document):
+    """Base of the predictions for one image."""
+
+    def cells(self) -> dict[str, str]:
+        """Return a row of a table for people: titles of columns to texts."""
+        raise NotImplementedError
+
+
+class Response(Document):
+    """Base of the answers to a prediction request; ``policy`` and ``predictions`` have a place of the task's choice."""
+
+    noun: ClassVar[str]
+    """The word for the predictions of such a model, in messages."""
+
+    model: ModelRef
+
+    if TYPE_CHECKING:
+        policy: Any
+        predictions: Sequence[BaseAnswer]
+
+    @classmethod
+    def is_of(cls, document: Mapping[str, Any]) -> bool:
+        """Return whether a document claims to be such an answer: it has all members that the class requires."""
+        required = {name for name, field in cls.model_fields.items() if field.is_required()}
+        return required <= document.keys()
+
+
+def response_type(document: Mapping[str, Any]) -> type[Response]:
+    """The answer that a document claims to be."""
+    kinds: list[type[Response]] = [module_of(name, "psc_core.tasks.{}.answer").RESPONSE for name in TASKS]
+    return next((kind for kind in kinds if kind.is_of(document)), kinds[-1])
+
+
+def scores_of(prediction: type[BaseAnswer]) -> tuple[str, ...]:
+    """Names of the fields that are scores, in their order."""
+    return tuple(name for name, field in prediction.model_fields.items() if _SCORE in field.metadata)

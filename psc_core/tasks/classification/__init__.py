@@ -1,0 +1,1 @@
+"""One class of several for each image."""

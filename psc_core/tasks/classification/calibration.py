@@ -1,0 +1,113 @@
+"""The calibration of a classifier: scores of calibration images, and the prediction sets that they guarantee.
+
+A prediction set with coverage 1 − α holds the classes whose probability is at least the k-th largest calibration
+probability of a true label, ``k = ⌈(n + 1)(1 − α)⌉`` (score ``1 − p_y``: Sadinle et al. 2019).  It holds the true
+label with probability ≥ 1 − α, over all images (marginal).  The most probable class is always in the set, which can
+only raise coverage.  p-values are those of :mod:`psc_core.calibration.conformal`.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from psc_core.calibration.conformal import (
+    MAXIMUM_SCORE,
+    check_ascending,
+    check_rates,
+    decision_p_value,
+)
+from psc_core.errors import BundleError
+from psc_core.rates import tolerant_ceil
+from psc_core.tasks.calibration import BaseCalibration
+from psc_core.tasks.classification.policy import Policy
+
+ROUNDING: Final = 1e-4
+"""Tolerance for the rounding of float32, by which entropies and probabilities may leave their range."""
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """A policy in terms of the outputs, for one set of calibration images."""
+
+    policy: Policy
+    ood_p_value: float  # an image is out of distribution when its p-value is at most this
+    label_probability: float  # the smallest with which a class is in a prediction set
+
+
+@dataclass(frozen=True)
+class Calibration(BaseCalibration):
+    """Scores of n calibration images, float32, each sorted for itself."""
+
+    entropies: Float[Tensor, " n"]  # predictive entropies, ascending, nats
+    label_probabilities: Float[Tensor, " n"]  # of the true label, ascending
+    labels: Int[Tensor, " n"]  # the true label of each entry of label_probabilities
+    num_classes: int  # K
+
+    def thresholds(self, policy: Policy) -> Thresholds:
+        """Translate a policy into thresholds.
+
+        Raises:
+            UsageError: n is too small for its alpha or its coverage.
+        """
+        return Thresholds(policy, decision_p_value(policy.alpha, len(self)), self.set_threshold(policy.coverage))
+
+    def set_threshold(self, coverage: float) -> float:
+        """The smallest probability with which a class is in a prediction set (:mod:`.decide`).
+
+        Raises:
+            UsageError: ``coverage`` is not in (0, 1), or n is too small for it.
+        """
+        check_rates(len(self), coverage=coverage)
+        rank = tolerant_ceil((len(self) + 1) * coverage)
+        return self.label_probabilities[len(self) - rank].item()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The scores by name, for a safetensors file; OOD scores negated: of a density, log densities."""
+        return {
+            "scores": -self.ood_scores.flip(0),
+            "entropies": self.entropies,
+            "label_probabilities": self.label_probabilities,
+            "labels": self.labels,
+            "num_classes": torch.tensor(self.num_classes),
+        }
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
+        """Inverse of :meth:`tensors`.
+
+        Raises:
+            BundleError: A tensor is missing, has another type or length, or its scores do not ascend or are not finite.
+        """
+        expected = {"scores", "entropies", "label_probabilities", "labels", "num_classes"}
+        if set(tensors) != expected:
+            raise BundleError(f"expected calibration tensors {sorted(expected)}, got {reprlib.repr(sorted(tensors))}")
+        scores = [tensors[name] for name in ("scores", "entropies", "label_probabilities")]
+        labels, classes = tensors["labels"], tensors["num_classes"]
+        check_ascending(scores)
+        if len(labels) != len(scores[0]):
+            raise BundleError(
+                f"expected a label for each of {len(scores[0])} calibration images, got {len(labels)}; fit it again"
+            )
+        if classes.dtype != torch.int64 or classes.ndim:
+            raise BundleError(f"expected one int64 num_classes of the calibration, got {classes.dtype} {classes.shape}")
+        if labels.dtype != torch.int64 or labels.ndim != 1 or labels.min() < 0 or labels.max() >= classes:
+            raise BundleError(
+                f"expected int64 calibration labels 0 … {int(classes) - 1}, got {labels.dtype} "
+                f"{int(labels.min())} … {int(labels.max())}; fit it again"
+            )
+        limits = ((-MAXIMUM_SCORE, MAXIMUM_SCORE), (0.0, math.log(max(int(classes), 1))), (0.0, 1.0))
+        for name, part, (low, high) in zip(("scores", "entropies", "label_probabilities"), scores, limits, strict=True):
+            if part[0] < low - ROUNDING or part[-1] > high + ROUNDING:
+                raise BundleError(
+                    f"expected calibration {name} from {low:g} to {high:g}, got {float(part[0]):g} to "
+                    f"{float(part[-1]):g}; fit it again"
+                )
+        return cls(-scores[0].flip(0), scores[1], scores[2], labels, int(classes))

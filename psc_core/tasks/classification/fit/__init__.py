@@ -1,0 +1,1 @@
+"""Fitting a classifier; nothing here is imported to serve one."""

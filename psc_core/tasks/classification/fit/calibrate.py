@@ -1,0 +1,105 @@
+"""Fit a calibration: keep the scores of calibration images, and choose the ambiguity threshold among them."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from scipy import stats
+from torch import Tensor
+
+from psc_core.errors import FitError
+from psc_core.rates import check_fraction, tolerant_ceil
+from psc_core.tasks.classification.calibration import Calibration
+
+CONFIDENCE: Final = 0.95
+"""Probability over calibration sets with which the error rate of unambiguous images is kept."""
+
+LARGEST_QUANTILE: Final = 0.95
+"""Largest threshold, a quantile of the entropies: even a perfect classifier abstains on its most uncertain images."""
+
+
+def fit_calibration(
+    ood_score: Float[Tensor, " n"],
+    entropy: Float[Tensor, " n"],
+    probabilities: Float[Tensor, "n classes"],
+    labels: Int[Tensor, " n"],
+) -> Calibration:
+    """Collect the scores of calibration images, as the served pipeline gave them.
+
+    Args:
+        ood_score: Nats, higher is more out-of-distribution.
+        entropy: Predictive entropies, nats.
+        probabilities: Class probabilities of each image.
+        labels: One true label for each image.  An image with several labels counts once, with any of them: repeated
+            images would make n too large, and the guarantees void.
+
+    Raises:
+        FitError: Scores that are not finite.
+    """
+    given = probabilities.gather(1, labels[:, None])[:, 0].float()
+    for name, scores in (("OOD scores", ood_score), ("entropies", entropy), ("probabilities", given)):
+        if not scores.isfinite().all():
+            raise FitError(
+                f"expected finite {name} of calibration images, got "
+                f"{int((~scores.isfinite()).sum())} that are not; check the precision"
+            )
+    order = given.argsort(stable=True)
+    return Calibration(
+        ood_scores=ood_score.float().sort().values,
+        entropies=entropy.float().sort().values,
+        label_probabilities=given[order],
+        labels=labels[order],
+        num_classes=probabilities.shape[1],
+    )
+
+
+def ambiguity_threshold(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, risk: float) -> float | None:
+    """The predictive entropy (nats) above which an image counts as ambiguous.
+
+    With :data:`CONFIDENCE` over calibration sets, images of at most this entropy are wrong at a rate of at most
+    ``risk``.  The entropies are tested as thresholds in ascending order, each by the Clopper–Pearson bound on the error
+    rate of the images below it, until one fails (fixed-sequence testing: Bauer 1991; Angelopoulos et al. 2021).  Given
+    the k-th smallest entropy the k − 1 images below it are independent draws from all images below it, so every
+    test has its level, and a threshold that is too large passes only if the first one that is does.
+
+    Args:
+        entropy: Of calibration images.
+        correct: Whether the most probable class was the label.
+        risk: Error rate among accepted images, in (0, 1).
+
+    Returns:
+        ``None`` if no threshold passes: too many errors, or too few images.
+
+    Raises:
+        UsageError: ``risk`` is outside (0, 1).
+    """
+    check_fraction(risk, "risk")
+    count = len(entropy)
+    ascending, order = entropy.double().sort(stable=True)
+    errors = (~correct)[order].cumsum(0)
+    accepted = torch.arange(1, count + 1)
+    # Images of equal entropy are accepted together.
+    last = torch.cat([ascending[1:] > ascending[:-1], torch.ones(1, dtype=torch.bool)])
+    tested = last & (accepted >= first_test(count, risk)) & (accepted <= tolerant_ceil((count + 1) * LARGEST_QUANTILE))
+    correct_below = (accepted - 1 - errors)[tested].clamp(min=0)
+    bounds = torch.from_numpy(stats.beta.ppf(CONFIDENCE, errors[tested] + 1, correct_below)).nan_to_num(nan=1.0)
+    passed = (bounds <= risk).cumprod(0).sum()
+    return float(ascending[tested][passed - 1]) if passed else None
+
+
+def unreachable_entropy(num_classes: int) -> float:
+    """A threshold (nats) that no image exceeds: twice the largest entropy, log K, which float32 may round up."""
+    return 2.0 * math.log(num_classes)
+
+
+def first_test(count: int, risk: float) -> int:
+    """Number of images that the smallest threshold accepts.
+
+    It is four times as many as pass without an error, so that a single one does not end the tests, but at most half of
+    the images where half of them are enough.
+    """
+    minimum = math.ceil(math.log(1 - CONFIDENCE) / math.log(1 - risk)) + 1
+    return max(minimum, min(4 * minimum, count // 2))

@@ -1,0 +1,69 @@
+"""The base of a classifier's heads, and what stands in their place for base predictions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from psc_core.errors import NetworkError
+from psc_core.tasks.classification.answer import SCORES
+from psc_core.tasks.head import Head, Reader, Scored
+
+
+class HeadOutput(NamedTuple):
+    """Predictions of a batch."""
+
+    probabilities: Float[Tensor, "batch classes"]  # of each class; they sum to 1
+    epistemic: Float[Tensor, " batch"]  # what more training data would remove, in the head's own epistemic_unit
+
+
+class UncertaintyDecomposition(NamedTuple):
+    """The two parts of the predictive uncertainty."""
+
+    aleatoric: Float[Tensor, " batch"]  # ambiguity of the image itself, nats
+    epistemic: Float[Tensor, " batch"]  # as in HeadOutput
+
+
+class ClassifierHead(Head):
+    """Base of the heads of a classifier; subclasses add their ``layout`` and ``epistemic_unit``."""
+
+    score_names = SCORES
+
+    def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
+        """Return probabilities and epistemic uncertainty of a batch of feature vectors."""
+        raise NotImplementedError
+
+    def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
+        """Return aleatoric (here the entropy of the probabilities) and epistemic uncertainty of a batch."""
+        probabilities, epistemic = self(z)
+        return UncertaintyDecomposition(entropy(probabilities), epistemic)
+
+    def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
+        return scored(*self(features))
+
+    def explain(self, features: Float[Tensor, "batch dim"]) -> dict[str, Tensor]:
+        return dict(self.decompose(features)._asdict())
+
+
+class OwnProbabilities(Reader):
+    """The network's own softmax, for base predictions; it has no epistemic uncertainty."""
+
+    score_names = SCORES
+
+    def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
+        if output is None:
+            raise NetworkError("base predictions need a backbone that keeps the network's output")
+        return scored(output.softmax(1), output.new_zeros(len(output)))
+
+
+def scored(probabilities: Float[Tensor, "batch classes"], epistemic: Float[Tensor, " batch"]) -> Scored:
+    """Return the scores of a classifier, those of the density apart."""
+    return Scored({"predictive_entropy": entropy(probabilities), "epistemic": epistemic}, probabilities)
+
+
+def entropy(probabilities: Float[Tensor, "*batch classes"]) -> Float[Tensor, "*batch"]:
+    """Return ``−Σ_k p_k log p_k`` in nats, 0 log 0 = 0."""
+    return cast(Tensor, torch.special.entr(probabilities)).sum(dim=-1)

@@ -1,0 +1,130 @@
+"""Bayesian logistic regression by a Kronecker-factored (KFAC) Laplace approximation, in closed form.
+
+The paper's g′ (section "Linear layers as PSCs").  Around the maximum a posteriori weights, the posterior of
+``logits = W φ + b`` is Gaussian with precision (Ritter et al. 2018; weights and bias are separate blocks, as
+in laplace-torch, which fits it)
+
+    weights  ``B ⊗ A + τ I``,   bias  ``B + τ I``,
+    ``A = (1/n) Σ_i φ_i φ_iᵀ``,   ``B = Σ_i (diag p_i − p_i p_iᵀ)``,
+
+sums over n images: of the labelled examples of one image each counts as a fraction of it.
+
+With ``A = Q_A diag(λ_A) Q_Aᵀ`` and ``B = Q_B diag(λ_B) Q_Bᵀ`` the logits of one image have covariance
+``Q_B diag(v) Q_Bᵀ``, where
+
+    ``v_j = Σ_i (Q_Aᵀ φ)_i² / (λ_Ai λ_Bj + τ) + 1 / (λ_Bj + τ)``        (the last term: the bias)
+
+so a batch takes three matrix products, ``s_c² = Σ_j (Q_B)²_cj v_j`` is the variance of a logit, and a sample
+of the logits is ``μ + Q_B (√v ∘ ε)``.  No Jacobian is ever formed: the two factors are sums of outer products.
+
+The logits are divided by a temperature T (:mod:`.fit.posterior`): the stored W and b by T, v by T², so
+that all below belongs to one posterior.
+
+Probabilities: laplace-torch's probit approximation, ``softmax(μ_c / √(1 + π s_c² / 8))``.
+
+Epistemic uncertainty, nats: the mutual information between label and weights.  To second order in the
+logits' covariance it is ``δ = ½ tr[(diag p − p pᵀ) Q_B diag(v) Q_Bᵀ]``, which is unbounded, while the mutual
+information cannot exceed the predictive entropy H; so ``H (1 − exp(−δ / H))`` is reported, which is δ where δ ≪ H
+and at most H.  Aleatoric is the rest of H.
+
+Here p (and H, its entropy) is the probit approximation with the variance of the *centred* logits,
+``s_c² = Σ_j (Q_B − mean_c Q_B)²_cj v_j``.  A constant added to all logits changes no probability and
+B has no curvature in that direction, so its posterior variance is the prior's.  The plain probit approximation counts
+that variance, which flattens probabilities and would inflate the mutual information several times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from psc_core.tasks.classification.heads.base import ClassifierHead, HeadOutput, UncertaintyDecomposition, entropy
+
+
+class LaplaceHead(ClassifierHead):
+    """The posterior of the module's text, served in float32.
+
+    The matrices of its three products are prepared once, with the operations before and after each folded in:
+
+    * ``inner`` (D, K + D): from z to μ and ``φ Q_A``;
+    * ``outer`` (D, 3 K): from the squares of ``φ Q_A`` to v, and to the squared divisors of the logits,
+      ``1 + (π/8) Σ_j Q[c,j]² v_j`` for Q = ``Q_B`` and for its centred columns;
+    * ``spread_terms`` (K, 2 K): ``−Q_B² / 2`` beside ``Q_B / √2``.
+    """
+
+    kind = "laplace"
+    epistemic_unit = "nats (mutual information of label and weights)"
+    layout: ClassVar = {
+        "center": ("dim",),
+        "inverse_scale": ("dim",),
+        "weight": ("classes", "dim"),
+        "bias": ("classes",),
+        "input_vectors": ("dim", "dim"),
+        "output_vectors": ("classes", "classes"),
+        "weight_spectrum": ("dim", "classes"),
+        "bias_spectrum": ("classes",),
+    }
+    weight: Tensor
+    bias: Tensor
+    input_vectors: Tensor
+    output_vectors: Tensor
+    weight_spectrum: Tensor
+    bias_spectrum: Tensor
+    inner: Tensor
+    inner_offset: Tensor
+    outer: Tensor
+    outer_offset: Tensor
+    spread_terms: Tensor
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, record: Mapping[str, float | int]) -> None:
+        super().__init__(tensors, record=record)
+        wide = {name: getattr(self, name).double() for name in self.layout}
+        inner = wide["inverse_scale"][:, None] * torch.cat([wide["weight"].T, wide["input_vectors"]], dim=1)
+        inner_offset = functional.pad(wide["bias"], (0, len(inner))) - wide["center"] @ inner
+        vectors = wide["output_vectors"]
+        plain, centred = vectors.square(), (vectors - vectors.mean(dim=0)).square()
+        spread = torch.cat(
+            [torch.eye(len(vectors)).to(vectors), (math.pi / 8.0) * torch.cat([plain, centred]).T], dim=1
+        )
+        outer_offset = wide["bias_spectrum"] @ spread
+        outer_offset[len(vectors) :] += 1.0
+        derived = {
+            "inner": inner,
+            "inner_offset": inner_offset,
+            "outer": wide["weight_spectrum"] @ spread,
+            "outer_offset": outer_offset,
+            "spread_terms": torch.cat([-0.5 * plain, math.sqrt(0.5) * vectors], dim=1),
+        }
+        for name, tensor in derived.items():
+            self.register_buffer(name, tensor.float().contiguous(), persistent=False)
+
+    def posterior(
+        self, z: Float[Tensor, "batch dim"]
+    ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, " batch"], Float[Tensor, " batch"]]:
+        """Probit probabilities, H of the centred ones, and the aleatoric fraction ``exp(−δ / H)`` of it."""
+        classes = len(self.bias)
+        inner = torch.addmm(self.inner_offset, z, self.inner)
+        mean = inner[:, :classes]
+        outer = torch.addmm(self.outer_offset, inner[:, classes:].square(), self.outer)
+        v, shrink = outer[:, :classes], outer[:, classes:].rsqrt().view(-1, 2, classes)
+        probabilities, p = (mean[:, None] * shrink).softmax(dim=2).unbind(1)
+        squares, vectors = (p @ self.spread_terms).chunk(2, dim=1)
+        minus_delta = torch.addcmul(squares, vectors, vectors).clamp_(max=0.0).mul_(v).sum(dim=1)
+        total = entropy(p)
+        return probabilities, total, (minus_delta / total.clamp(min=torch.finfo(total.dtype).tiny)).exp_()
+
+    def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
+        """Probit probabilities and mutual information in nats."""
+        probabilities, total, fraction = self.posterior(z)
+        return HeadOutput(probabilities, torch.addcmul(total, total, fraction, value=-1.0))
+
+    def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
+        """Both in nats; their sum is H of the module's text."""
+        _, total, fraction = self.posterior(z)
+        return UncertaintyDecomposition(total * fraction, torch.addcmul(total, total, fraction, value=-1.0))

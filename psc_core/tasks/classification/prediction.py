@@ -1,0 +1,63 @@
+"""The predictions that :meth:`psc_core.PSC.predict` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psc_core.tasks.classification.answer import DECISIONS
+from psc_core.tasks.classification.decide import Decisions
+from psc_core.tasks.prediction import BasePrediction
+
+
+@dataclass(frozen=True)
+class Prediction(BasePrediction):
+    """Predictions for n images, on the CPU.
+
+    Every score of :class:`.answer.ImagePrediction` is an attribute, ``float32 (n,)``, as ``log_density``.
+
+    Example:
+        >>> from psc_core import PSC
+        >>> bundle = "artifacts/dirty-mnist-resnet18"
+        >>> prediction = PSC.load(bundle).predict([f"{bundle}/examples/clean.png"])
+        >>> prediction.labels, prediction.prediction_set, prediction.predictive_entropy < 0.1
+        (('7',), (('7',),), tensor([True]))
+    """
+
+    decision_names = DECISIONS
+
+    decisions: Decisions
+    classes: tuple[str, ...]
+
+    @property
+    def class_index(self) -> Tensor:
+        """``int64 (n,)`` most probable class."""
+        return torch.from_numpy(self.decisions.class_index)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The name of the most probable class, for each image."""
+        return tuple(self.classes[k] for k in self.decisions.class_index.tolist())
+
+    @property
+    def confidence(self) -> Tensor:
+        """``float32 (n,)`` its probability."""
+        return torch.from_numpy(self.decisions.confidence)
+
+    @property
+    def probabilities(self) -> Tensor:
+        """``float32 (n, K)``."""
+        return self.outputs.probabilities
+
+    @property
+    def prediction_set(self) -> tuple[tuple[str, ...], ...]:
+        """Classes that hold the true one with the bundle's coverage, for each image."""
+        sets = self.decisions.prediction_set
+        return tuple(tuple(self.classes[k] for k in members.nonzero()[0].tolist()) for members in sets)
+
+    def column(self, field: str) -> Sequence[Any] | Tensor:
+        return self.labels if field == "label" else super().column(field)

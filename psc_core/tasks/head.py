@@ -1,0 +1,59 @@
+"""The base of all heads (the paper's g′): from features to what a model predicts.
+
+Shapes: B images, D = dim of z, K probabilities (0 for a task without them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from psc_core.fitted import Fitted
+
+
+class Scored(NamedTuple):
+    """The results for a batch without calibration."""
+
+    scores: Mapping[str, Float[Tensor, " batch"]]  # each in the unit that its task's answer declares
+    probabilities: Float[Tensor, "batch classes"]
+
+
+class Reader(nn.Module):
+    """A module that turns features, or the network's own output, into scores: a :class:`Head`, or a task's own reader.
+
+    Attributes:
+        score_names: The scores of the task, in the order of their columns.
+        reads_layers: Whether it reads features of earlier layers, averaged over positions, beside z.
+        epistemic_unit: Unit of the epistemic uncertainty, for people; empty where there is none.
+    """
+
+    score_names: ClassVar[tuple[str, ...]]
+    reads_layers: ClassVar[bool] = False
+    epistemic_unit: ClassVar[str] = ""
+
+    def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
+        """Return the scores that need no density, and the probabilities.
+
+        Args:
+            features: z, and behind it those of the layers that it reads.
+            output: The network's own, where that is served.
+        """
+        raise NotImplementedError
+
+    def explain(self, features: Float[Tensor, "batch dim"]) -> dict[str, Tensor]:
+        """Return what it can say of its predictions by name, images first; nothing by default."""
+        return {}
+
+
+class Head(Fitted, Reader):
+    """Base of the fitted heads, which read standardised features."""
+
+    center: Tensor
+    inverse_scale: Tensor
+
+    def standardise(self, z: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
+        """Return φ, the standardised features."""
+        return (z - self.center) * self.inverse_scale

@@ -1,0 +1,25 @@
+"""The base of every task's policy: the ranges of rates.
+
+Bundles, settings, queries, answers and the client all use the one declaration of each threshold.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Alpha = Annotated[float, Field(ge=1e-9, lt=1, description="`is_ood` when the p-value is at most this.")]
+"""A false-alarm rate; below 10⁻⁹ no calibration set could attain it."""
+
+Coverage = Annotated[float, Field(gt=0, lt=1, description="Nominal coverage of `prediction_set`, or of the interval.")]
+
+
+class BasePolicy(BaseModel):
+    """Base of the policies: every one has at least ``alpha`` and ``coverage``, in a place of its own choice."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+    if TYPE_CHECKING:
+        alpha: float
+        coverage: float

@@ -1,0 +1,1 @@
+"""One number for each image."""

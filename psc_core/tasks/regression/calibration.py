@@ -1,0 +1,87 @@
+"""Conformal calibration of a regression: p-values as for a classifier, and intervals with a guaranteed coverage.
+
+Nothing else was chosen on the calibration split.  With y the true number of an image, μ its mean and
+σ = √(aleatoric² + epistemic²), n calibration images and coverage 1 − α, the interval is
+
+    ``[μ − q σ, μ + q σ]``,   q = the ⌈(n + 1)(1 − α)⌉-th smallest ``|y − μ| / σ`` of the calibration images
+
+and holds the true number of a future in-distribution image with probability ≥ 1 − α, over all images (split conformal
+with normalised residuals: Papadopoulos et al. 2002; Lei et al. 2018).
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from psc_core.calibration.conformal import (
+    MAXIMUM_SCORE,
+    check_ascending,
+    check_rates,
+    decision_p_value,
+)
+from psc_core.errors import BundleError
+from psc_core.rates import tolerant_ceil
+from psc_core.tasks.calibration import BaseCalibration
+from psc_core.tasks.regression.policy import ValuePolicy
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """A policy in terms of the outputs, for one set of calibration images."""
+
+    policy: ValuePolicy
+    ood_p_value: float  # an image is out of distribution when its p-value is at most this
+    deviations: float  # q, half the width of an interval in standard deviations
+
+
+@dataclass(frozen=True)
+class Calibration(BaseCalibration):
+    """Scores of n calibration images, float32, each sorted for itself."""
+
+    residuals: Float[Tensor, " n"]  # |y − μ| / σ, ascending
+
+    def thresholds(self, policy: ValuePolicy) -> Thresholds:
+        """Translate a policy into thresholds.
+
+        Raises:
+            UsageError: n is too small for its alpha or its coverage.
+        """
+        return Thresholds(policy, decision_p_value(policy.alpha, len(self)), self.deviations(policy.coverage))
+
+    def deviations(self, coverage: float) -> float:
+        """q of the module's text.
+
+        Raises:
+            UsageError: ``coverage`` is not in (0, 1), or n is too small for it.
+        """
+        check_rates(len(self), coverage=coverage)
+        return float(self.residuals[tolerant_ceil((len(self) + 1) * coverage) - 1])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The scores by name, for a safetensors file."""
+        return {"ood_scores": self.ood_scores, "residuals": self.residuals}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
+        """Inverse of :meth:`tensors`.
+
+        Raises:
+            BundleError: A tensor is missing, has another type or length, or is not ascending, finite and in range.
+        """
+        expected = {"ood_scores", "residuals"}
+        if set(tensors) != expected:
+            raise BundleError(f"expected calibration tensors {sorted(expected)}, got {reprlib.repr(sorted(tensors))}")
+        scores = [tensors["ood_scores"], tensors["residuals"]]
+        check_ascending(scores)
+        for name, low in (("ood_scores", -MAXIMUM_SCORE), ("residuals", 0.0)):
+            if tensors[name][0] < low or tensors[name][-1] > MAXIMUM_SCORE:
+                raise BundleError(
+                    f"expected calibration {name} from {low:g} to {MAXIMUM_SCORE:g}, got {float(tensors[name][0]):g} "
+                    f"to {float(tensors[name][-1]):g}; fit it again"
+                )
+        return cls(*scores)

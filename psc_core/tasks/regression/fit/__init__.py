@@ -1,0 +1,1 @@
+"""Fitting a regression; nothing here is imported to serve one."""

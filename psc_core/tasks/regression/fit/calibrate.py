@@ -1,0 +1,36 @@
+"""Fit the calibration of a regression: keep the scores of calibration images."""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor
+
+from psc_core.errors import FitError
+from psc_core.tasks.regression.calibration import Calibration
+
+
+def fit_calibration(
+    ood_score: Float[Tensor, " n"],
+    mean: Float[Tensor, " n"],
+    deviation: Float[Tensor, " n"],
+    values: Float[Tensor, " n"],
+) -> Calibration:
+    """Collect the scores of calibration images, as the served pipeline gave them.
+
+    Args:
+        ood_score: Nats, higher is more out-of-distribution.
+        mean: μ, in the target's unit.
+        deviation: σ, likewise.
+        values: y, likewise.
+
+    Raises:
+        FitError: Scores that are not finite.
+    """
+    residuals = ((values.double() - mean.double()).abs() / deviation.double()).float()
+    for name, scores in (("OOD scores", ood_score), ("residuals", residuals)):
+        if not scores.isfinite().all():
+            raise FitError(
+                f"expected finite {name} of calibration images, got {int((~scores.isfinite()).sum())} that are not; "
+                "check the precision"
+            )
+    return Calibration(ood_score.float().sort().values, residuals.sort().values)

@@ -1,0 +1,46 @@
+"""The predictions that :meth:`psc_core.PSCRegressor.predict` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psc_core.target import Target
+from psc_core.tasks.prediction import BasePrediction
+from psc_core.tasks.regression.answer import DECISIONS
+from psc_core.tasks.regression.decide import Decisions
+
+
+@dataclass(frozen=True)
+class Prediction(BasePrediction):
+    """Predictions of a regression for n images, on the CPU.
+
+    Every score of :class:`.answer.ValuePrediction` is an attribute, ``float32 (n,)``, as ``mean``.
+    """
+
+    decision_names = DECISIONS
+
+    decisions: Decisions
+    target: Target
+
+    @property
+    def lower(self) -> Tensor:
+        """``float32 (n,)`` lower end of what holds the true number with the bundle's coverage."""
+        return torch.from_numpy(self.decisions.lower)
+
+    @property
+    def upper(self) -> Tensor:
+        """``float32 (n,)`` upper end."""
+        return torch.from_numpy(self.decisions.upper)
+
+    @property
+    def interval(self) -> Tensor:
+        """``float32 (n, 2)``, both ends."""
+        return torch.stack([self.lower, self.upper], dim=1)
+
+    def column(self, field: str) -> Sequence[Any] | Tensor:
+        return [self.target.model_dump()] * len(self) if field == "target" else super().column(field)

@@ -1,0 +1,88 @@
+"""A regression measured on test images, beside the same numbers from its predictions."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from psc_core import PRESETS, PSCRegressor, open_dataset
+from psc_core.cli.evaluate import main
+from psc_core.compute.passes import Compute
+from psc_core.errors import UsageError
+from psc_core.evaluation.evaluate import evaluate
+from psc_core.evaluation.regression import RegressionReport, own_network, quality_of, score_images
+from psc_core.metrics import ranking, regression
+from tests.conftest import TinyJob
+
+ALLOW = ("tests.tiny:network",)
+
+
+@pytest.fixture(scope="module")
+def model(angle_bundle: Path) -> PSCRegressor:
+    return PSCRegressor.load(angle_bundle, device="cpu", allow_factories=ALLOW)
+
+
+def test_equals_the_predictions(model: PSCRegressor, data_root: Path) -> None:
+    turned, shirts = (
+        open_dataset(f"{name}:{data_root}", split="test", preprocess=model.preprocess).subset(torch.arange(300))
+        for name in ("rotated-mnist", "fashion-mnist")
+    )
+    report = evaluate(model, turned, {"shirts": shirts}, batch_images=70).report
+    assert isinstance(report, RegressionReport)
+    got, far = (model.predict(next(data.batches(300)).images) for data in (turned, shirts))
+    y = turned.values
+    assert y is not None
+    deviation = torch.hypot(got.aleatoric, got.epistemic)
+    assert report.errors["rmse"] == pytest.approx(regression.rmse(got.mean, y), rel=1e-5)
+    assert report.errors["crps"] == pytest.approx(regression.crps(got.mean, deviation, y), rel=1e-5)
+    missed = (y < got.interval[:, 0]) | (y > got.interval[:, 1])
+    assert (report.misses.count, report.misses.promised) == (int(missed.sum()), pytest.approx(0.1))
+    assert report.false_alarms.count == int(got.is_ood.sum())
+    assert report.auroc["shirts"] == pytest.approx(ranking.auroc(got.ood_score, far.ood_score), abs=1e-6)
+    assert report.flagged["shirts"] == pytest.approx(float(far.is_ood.double().mean()))
+    assert report.accepted_rmse == pytest.approx(regression.rmse(got.mean[~got.is_ood], y[~got.is_ood]), rel=1e-5)
+
+
+def test_command_line_writes_what_it_prints(
+    angle_bundle: Path, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--bundle", str(angle_bundle), "--id", f"rotated-mnist:{data_root}", "--out", str(tmp_path)]
+    flags += ["--ood", f"shirts=fashion-mnist:{data_root}", "--allow-factories", "tests.tiny:network"]
+    assert main(flags) == 0
+    printed, written = capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
+    assert (tmp_path / "report.md").read_text().strip() in printed
+    assert f"| RMSE | {written['errors']['rmse']:.4g} |" in printed and "promised 90.00%" in printed
+    assert main([*flags, "--overwrite", "--weights", "w", "--train", "t", "--val", "v"]) == 2
+    assert "a regression has no baselines" in capsys.readouterr().err
+
+
+def test_other_images_are_refused(model: PSCRegressor, data_root: Path) -> None:
+    digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=model.preprocess)
+    with pytest.raises(UsageError, match="expected numbers of angle, degrees in mnist, got classes"):
+        evaluate(model, digits, {})
+    other = replace(PRESETS["mnist"], mean=(0.5,))
+    turned = open_dataset(f"rotated-mnist:{data_root}", split="test", preprocess=other)
+    with pytest.raises(UsageError, match="model's preprocessing"):
+        score_images(model, turned)
+
+
+def test_the_network_itself_is_measured_beside_its_regression(
+    angle_job: TinyJob, model: PSCRegressor, data_root: Path
+) -> None:
+    data = open_dataset(f"rotated-mnist:{data_root}", split="test", preprocess=model.preprocess)
+    compute = Compute(torch.device("cpu"), batch_images=16)
+    own = own_network(angle_job.net, data, compute)
+    quality = quality_of(score_images(model, data, own, batch_images=16), data)
+    with torch.no_grad():
+        numbers = angle_job.net(data.preprocess.standardise(next(data.batches(len(data))).images))[:, 0]
+    assert data.values is not None
+    errors = [(a - b) ** 2 for a, b in zip(numbers.tolist(), data.values.tolist(), strict=True)]
+    assert quality["base"] == {"rmse": pytest.approx(math.sqrt(sum(errors) / len(errors)), rel=1e-5)}
+    assert quality["psc"] == quality_of(score_images(model, data, batch_images=16), data)["psc"]
+    assert own_network(nn.Sequential(nn.Flatten(), nn.Linear(784, 2)), data, compute) is None

@@ -1,0 +1,32 @@
+"""What is known of a classifier's bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from psc_core.bundle.io import Bundle, read_bundle
+from psc_core.report.content import Content, Role
+from psc_core.report.facts import facts_of
+from tests.psc_core.report.support import image_set
+
+
+def test_warns_where_psc_loses_accuracy(shipped_bundle: Path) -> None:
+    version = read_bundle(shipped_bundle).manifest.version
+    images = image_set("validation", Role.VALIDATION, [0.0] * 3)
+    images.quality["psc"]["accuracy"], images.quality["base"]["accuracy"] = 0.90, 0.93  # type: ignore[index]
+    found = facts_of(read_bundle(shipped_bundle), Content(version, (images,)))
+    assert "less accurate than the network's own by 0.030; --predictions base" in found.to_text()
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_says_whether_an_image_can_be_ambiguous(shipped_bundle: Path, reachable: bool) -> None:
+    bundle = read_bundle(shipped_bundle)
+    policy = bundle.manifest.policy
+    risk = {"promised": 0.01, "confidence": 0.95, "threshold": 0.5 if reachable else None}
+    manifest = bundle.manifest.model_copy(update={"metrics": {**bundle.manifest.metrics, "risk": risk}})
+    found = facts_of(Bundle(bundle.path, manifest, bundle.parts), Content(manifest.version))
+    assert found.limits == {"entropies": policy.model_dump()["ambiguity_threshold"] if reachable else None}
+    assert ("ambiguous: predictive entropy above" in found.to_text()) == reachable
+    assert ("warning: no entropy threshold keeps the error rate at 0.01 with 95%" in found.to_text()) == (not reachable)

@@ -1,0 +1,39 @@
+"""The figures of a classifier draw the numbers that they are given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from psc_core.report.classification import figures
+from psc_core.report.classification.sets import ImageSet
+from psc_core.report.content import Role
+from tests.psc_core.report.support import image_set
+
+
+def test_reliability_and_risk_of_known_confidences() -> None:
+    images = image_set("test", Role.TEST, [0.0] * 4)
+    drawn, risks = figures.reliability(images), figures.risk_coverage(images)
+    assert drawn is not None and risks is not None
+    x, y = drawn.axes[0].lines[1].get_data()
+    assert x == pytest.approx([0.9]) and y == pytest.approx([float(images.correct["psc"].double().mean())])
+    assert risks.axes[0].lines[0].get_ydata()[-1] == pytest.approx(1 - y[0])  # type: ignore[index]
+
+
+def test_many_classes_show_those_with_errors() -> None:
+    count = 50
+    labels = torch.arange(count).repeat(2)
+    predicted = labels.clone()
+    predicted[30:33] += 1
+    whole = image_set("test", Role.TEST, [0.0] * len(labels))
+    images = ImageSet(**{**vars(whole), "labels": labels, "predicted": predicted})
+    drawn = figures.confusion(images, [f"c{i}" for i in range(count)])
+    assert drawn is not None
+    names = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
+    assert len(names) == figures.MAX_CONFUSED and "c30" in names
+    assert {text.get_text() for text in drawn.axes[0].texts} >= {"50%"}
+
+
+def test_images_without_labels_have_no_figure() -> None:
+    unknown = image_set("clothes", Role.OOD, [1.0])
+    assert figures.reliability(unknown) is figures.risk_coverage(unknown) is figures.confusion(unknown, ["a"]) is None

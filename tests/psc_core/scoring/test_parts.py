@@ -1,0 +1,164 @@
+"""Offline scoring: parts, restarts, several processes, and images that cannot be read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from psc_core import PSC, PSCRegressor
+from psc_core.cli import score as cli
+from psc_core.errors import UsageError
+from psc_core.scoring.inputs import NamedImage, named_images
+from psc_core.scoring.parts import PartWriter
+from psc_core.tasks.classification.answer import ImagePrediction
+from psc_core.tasks.regression.answer import ValuePrediction
+from tests.conftest import ROOT, SHIPPED_BUNDLE
+from tests.psc_core.scoring.support import COUNT, PART, bytes_of, rows_of, run
+
+
+def test_rows_are_the_predictions_of_the_images_in_order(folder: Path, scored: Path) -> None:
+    rows = rows_of(scored)
+    names = [row["item"] for row in rows]
+    assert names == sorted(str(file.relative_to(folder)) for file in folder.rglob("*.png"))
+    assert len(bytes_of(scored)) == 1 + -(-len(rows) // PART)
+    good = [row for row in rows if row["error"] is None]
+    assert len(good) == COUNT
+    prediction = PSC.load(SHIPPED_BUNDLE, device="cpu").predict([folder / row["item"] for row in good])
+    assert [row["label"] for row in good] == list(prediction.labels)
+    assert [row["decision"] for row in good] == list(prediction.decision)
+    assert [row["prediction_set"] for row in good] == [list(each) for each in prediction.prediction_set]
+    for name in ("log_density", "ood_p_value", "probabilities", "is_ood"):
+        assert [row[name] for row in good] == pytest.approx(getattr(prediction, name).numpy(), abs=1e-4)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_regression_gives_its_numbers(angle_bundle: Path, folder: Path, tmp_path: Path, form: str) -> None:
+    allow = "tests.tiny:network"
+    run(folder, tmp_path, "--bundle", str(angle_bundle), "--allow-factories", allow, "--format", form)
+    if form == "parquet":
+        read = pytest.importorskip("pyarrow.parquet").read_table
+        files = sorted(tmp_path.glob("part-*"))
+        rows = [row for file in files for row in read(file).to_pylist(maps_as_pydicts="strict")]
+    else:
+        rows = rows_of(tmp_path)
+    (bad,) = (row for row in rows if row["error"] is not None)
+    assert {value for name, value in bad.items() if name not in ("item", "error")} == {None}
+    good = [row for row in rows if row["error"] is None]
+    assert len(good) == COUNT
+    model = PSCRegressor.load(angle_bundle, device="cpu", allow_factories=[allow])
+    prediction = model.predict([folder / row["item"] for row in good])
+    for image, row in enumerate(good):
+        assert row.pop("target") == {"name": "angle", "unit": "degrees"}
+        fields = {name: value for name, value in row.items() if name not in ("item", "error")}
+        assert list(fields) == [name for name in ValuePrediction.model_fields if name != "explanation"]
+        answer = ValuePrediction.model_validate(fields)
+        assert answer.decision == prediction.decision[image] and answer.is_ood == bool(prediction.is_ood[image])
+        assert [answer.lower, answer.upper] == pytest.approx(prediction.interval[image].tolist(), rel=1e-4, abs=1e-3)
+        for name in ("mean", "aleatoric", "epistemic", "log_density", "ood_score", "ood_p_value"):
+            assert getattr(answer, name) == pytest.approx(float(getattr(prediction, name)[image]), rel=1e-4, abs=1e-3)
+        assert answer.gates == pytest.approx({name: float(each[image]) for name, each in prediction.gates.items()})
+
+
+def test_a_part_of_a_regression_without_any_image(angle_bundle: Path, tmp_path: Path) -> None:
+    model = PSCRegressor.load(angle_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    assert PartWriter(model, tmp_path, "jsonl")(0, [NamedImage("a", b"")]).errors == 1
+    columns = [name for name in ValuePrediction.model_fields if name != "explanation"]
+    assert list(rows_of(tmp_path)[0]) == ["item", "target", *columns, "error"]
+
+
+def test_an_image_that_cannot_be_read_is_a_row_with_its_error(scored: Path) -> None:
+    (bad,) = (row for row in rows_of(scored) if row["error"] is not None)
+    assert bad["item"] == os.path.join("0", "damaged.png")  # noqa: PTH118
+    columns = [name for name in ImagePrediction.model_fields if name not in ("top", "explanation")]
+    assert list(bad) == ["item", *columns, "error"]
+    assert {bad[name] for name in columns} == {None}
+
+
+def test_part_without_any_image(tmp_path: Path) -> None:
+    writer = PartWriter(PSC.load(SHIPPED_BUNDLE, device="cpu"), tmp_path, "jsonl")
+    count = writer(0, [NamedImage("a", b""), NamedImage("b", str(tmp_path / "missing.png"))])
+    assert (count.images, count.errors) == (2, 2)
+    assert [row["error"] is None for row in rows_of(tmp_path)] == [False, False]
+
+
+def test_two_processes_write_what_one_writes(
+    folder: Path, scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        run(folder, tmp_path / "out")
+    assert bytes_of(tmp_path / "out") == bytes_of(scored)
+
+
+def test_a_killed_run_goes_on(folder: Path, scored: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "psc_core.cli.score", str(folder), "--bundle", str(SHIPPED_BUNDLE)]
+    options = ["--out", str(out), "--part-images", str(PART), "--format", "jsonl", "--device", "cpu"]
+    with subprocess.Popen([*command, *options], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        while not (out / "part-00000.jsonl").exists() and process.poll() is None:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    (out / "part-00003.partial").write_text("half a part")
+    before = {file: file.stat().st_mtime_ns for file in out.glob("part-*.jsonl")}
+    run(folder, out)
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+    assert bytes_of(out) == bytes_of(scored)
+
+
+def test_refuses_outputs_of_other_images_or_of_another_bundle(
+    folder: Path, scored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shutil.copytree(scored, tmp_path / "out")
+    command = [str(folder / "1"), "--bundle", str(SHIPPED_BUNDLE), "--out", str(out), "--format", "jsonl"]
+    assert cli.main(command) == 2
+    assert "other images" in capsys.readouterr().err
+    (out / cli.VERSION_FILE).write_text("0123456789ab\n")
+    assert cli.main(command) == 2
+    assert "another --out" in capsys.readouterr().err
+
+
+def test_parquet_in_and_out(folder: Path, scored: Path, tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    files = [folder / row["item"] for row in rows_of(scored)]
+    cells = [
+        {"bytes": file.read_bytes() if number % 2 else None, "path": str(file)} for number, file in enumerate(files)
+    ]
+    columns = {"image": cells, "plain": [file.read_bytes() for file in files], "number": list(range(len(files)))}
+    parquet.write_table(pa.table(columns), tmp_path / "images.parquet", row_group_size=5)
+    for column in ("image", "plain"):
+        out = tmp_path / column
+        run(tmp_path / "images.parquet", out, "--format", "parquet", "--column", column)
+        rows = [
+            row
+            for file in sorted(out.glob("*.parquet"))
+            for row in parquet.read_table(file).to_pylist(maps_as_pydicts="strict")
+        ]
+        assert [row.pop("item") for row in rows] == [str(number) for number in range(len(files))]
+        for row, expected in zip(rows, rows_of(scored), strict=True):
+            assert row == {name: value for name, value in expected.items() if name != "item"}
+        run(tmp_path / "images.parquet", out, "--format", "parquet", "--column", column)
+    with pytest.raises(UsageError, match="no column 'x'; it has image, plain, number"):
+        list(named_images(tmp_path / "images.parquet", "x"))
+    with pytest.raises(UsageError, match="bytes, paths or structs"):
+        list(named_images(tmp_path / "images.parquet", "number"))
+
+
+@pytest.mark.parametrize(("source", "message"), [("missing", "does not exist"), ("", "has no images")])
+def test_rejects_an_input_without_images(
+    source: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "in"
+    root.mkdir()
+    command = [str(root / source), "--bundle", str(SHIPPED_BUNDLE), "--out", str(tmp_path / "out")]
+    assert cli.main(command) == 2
+    assert message in capsys.readouterr().err

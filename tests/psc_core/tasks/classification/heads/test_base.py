@@ -1,0 +1,102 @@
+"""What every head has in common: predictions, restoring, errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from psc_core.errors import BundleError, FitError, NetworkError, UsageError
+from psc_core.fitted import restore
+from psc_core.tasks.classification.answer import SCORES
+from psc_core.tasks.classification.fit.head import fit_head
+from psc_core.tasks.classification.heads import HEADS, OwnProbabilities, entropy
+from tests.psc_core.tasks.classification.heads.support import KINDS, fit, images
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_predictions(kind: str, scale: float) -> None:
+    z, labels = images(400, 6, 3, seed=5, scale=scale)
+    head = fit(kind, scale=scale)
+    output = head(z)
+    assert output.probabilities.shape == (400, 3)
+    torch.testing.assert_close(output.probabilities.sum(1), torch.ones(400))
+    assert (output.probabilities.argmax(1) == labels).float().mean() > 0.8
+    assert head.record["val_nll"] < 0.6
+    noise = 20 * scale * torch.randn(400, 6, generator=torch.Generator().manual_seed(2))
+    assert head(noise).epistemic.mean() > output.epistemic.mean()
+    aleatoric, epistemic = head.decompose(z)
+    torch.testing.assert_close(epistemic, output.epistemic)
+    assert ((aleatoric >= -1e-6) & (aleatoric <= math.log(3) + 1e-5)).all()
+    assert head.epistemic_unit
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_degenerate_features(kind: str) -> None:
+    z, labels = images(30, 50, 3)  # fewer images than columns
+    z[:, 3], z[:, 4] = 1e4, z[:, 5]  # a constant and a repeated column
+    z[labels == 2] = z[2].clone()  # identical images
+    head = fit_head(z, labels, z, labels, num_classes=3, kind=kind)
+    assert all(part.isfinite().all() for part in head(z))
+    assert (head(z).probabilities.argmax(1) == labels).float().mean() > 0.9
+    moved = z.clone()
+    moved[:, 3] += 50.0
+    if kind != "sngp":  # (a random Fourier process knows no more than "elsewhere")
+        assert head(moved).epistemic.mean() > head(z).epistemic.mean()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip(kind: str) -> None:
+    z, _ = images(20, 6, 3)
+    head = fit(kind)
+    again = restore(HEADS, json.loads(json.dumps(head.config())), head.state_dict())
+    assert type(again) is type(head)
+    assert again.config() == head.config()
+    assert all(torch.equal(one, other) for one, other in zip(head(z), again(z), strict=True))
+    state = dict(head.state_dict())
+    state.popitem()
+    with pytest.raises(BundleError, match="expected tensors"):
+        restore(HEADS, head.config(), state)
+    assert fit(kind).config() == head.config()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_those_of_the_answer_that_need_no_density(kind: str) -> None:
+    z, _ = images(20, 6, 3)
+    head = fit(kind)
+    scores, probabilities = head.score(z, None)
+    assert {*scores} <= {*head.score_names} and head.score_names == SCORES
+    assert torch.equal(probabilities, head(z).probabilities) and torch.equal(scores["epistemic"], head(z).epistemic)
+    torch.testing.assert_close(scores["predictive_entropy"], entropy(probabilities))
+
+
+def test_own_probabilities_are_the_networks_softmax() -> None:
+    logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    scores, probabilities = OwnProbabilities().score(torch.empty(5, 0), logits)
+    torch.testing.assert_close(probabilities, logits.softmax(1))
+    assert scores["epistemic"].tolist() == [0.0] * 5 and {*scores} == {"predictive_entropy", "epistemic"}
+    with pytest.raises(NetworkError, match="keeps the network's output"):
+        OwnProbabilities().score(torch.empty(5, 0), None)
+
+
+def test_rejects_unusable_arguments() -> None:
+    train, val = images(30, 4, 3), images(20, 4, 3, seed=1)
+    with pytest.raises(UsageError, match=r"expected a head of .*, got 'mlp'"):
+        fit_head(*train, *val, num_classes=3, kind="mlp")
+    with pytest.raises(FitError, match=r"at least 1 image of every class, got '3' \(0\)"):
+        fit_head(*train, *val, num_classes=4)
+    with pytest.raises(FitError, match="all are equal"):
+        fit_head(torch.full((30, 4), 0.1), train[1], *val, num_classes=3)
+    with pytest.raises(FitError, match="NaN"):
+        fit_head(*train, val[0] * math.nan, val[1], num_classes=3)
+
+
+def test_heads_load_without_laplace_torch() -> None:
+    code = "import sys, psc_core.tasks.classification.heads; print('laplace' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

@@ -1,0 +1,34 @@
+"""Decisions under a policy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from psc_core import PSC
+from psc_core.tasks.classification.policy import Policy
+
+
+def test_decisions_follow_the_policy(psc: PSC, digits: torch.Tensor) -> None:
+    middle = float(psc.predict(digits).predictive_entropy.median())
+    prediction = dataclasses.replace(
+        psc, policy=Policy(alpha=0.5, ambiguity_threshold=middle, coverage=psc.policy.coverage)
+    ).predict(digits)
+    assert prediction.decision == tuple(
+        "abstain_ood" if p <= 0.5 else "abstain_ambiguous" if h > middle else "accept"
+        for p, h in zip(prediction.ood_p_value.tolist(), prediction.predictive_entropy.tolist(), strict=True)
+    )
+    assert len(set(prediction.decision)) == 3
+
+
+def test_p_value_equal_to_alpha_is_ood(psc: PSC, digits: torch.Tensor) -> None:
+    ranks = len(psc.calibration) + 1
+    p_value = round(ranks * float(psc.predict(digits[:1]).ood_p_value)) / ranks  # Before it was rounded to float32.
+    at, below = (
+        dataclasses.replace(psc, policy=psc.policy.model_copy(update={"alpha": alpha}))
+        for alpha in (p_value, p_value * (1 - 1e-6))
+    )
+    assert at.predict(digits[:1]).decision == ("abstain_ood",)
+    assert at.predict(digits[:1]).is_ood.tolist() == [True]
+    assert below.predict(digits[:1]).is_ood.tolist() == [False]

@@ -1,0 +1,28 @@
+"""Features, numbers and fitted heads for the tests of a regression's heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from psc_core.tasks.regression.fit import dve
+from psc_core.tasks.regression.fit.head import fit_head
+from psc_core.tasks.regression.heads import HEADS, RegressionHead
+
+KINDS = sorted(HEADS)
+
+
+def images(n: int, dim: int, *, seed: int = 0, scale: float = 1.0, noise: float = 0.3) -> tuple[Tensor, Tensor]:
+    """Features, and numbers that lie near a plane over them."""
+    random = torch.Generator().manual_seed(seed)
+    z = torch.randn(n, dim, generator=random)
+    plane = z.double() @ torch.linspace(1, 0, dim).double()
+    return scale * (3 + z), 50 + 10 * (plane + noise * torch.randn(n, generator=random).double())
+
+
+def fit(kind: str, *, n: int = 300, dim: int = 6, scale: float = 1.0) -> RegressionHead:
+    """A head of any kind; ``dve`` in few steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dve, "STEPS", 20)
+        return fit_head(*images(n, dim, scale=scale), *images(150, dim, seed=1, scale=scale), kind=kind)

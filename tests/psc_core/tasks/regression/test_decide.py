@@ -1,0 +1,36 @@
+"""Decisions of a regression under a policy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from psc_core.tasks.outputs import Outputs
+from psc_core.tasks.regression.answer import DECISIONS, SCORES
+from psc_core.tasks.regression.calibration import Thresholds
+from psc_core.tasks.regression.decide import decide
+from psc_core.tasks.regression.policy import ValuePolicy
+
+
+@pytest.mark.parametrize(
+    ("limit", "names"),
+    [
+        (None, ["accept", "accept", "abstain_ood", "abstain_ood"]),
+        (25.0, ["accept", "abstain_uncertain", "abstain_ood", "abstain_ood"]),
+        (20.0, ["accept", "abstain_uncertain", "abstain_ood", "abstain_ood"]),
+        (19.0, ["abstain_uncertain", "abstain_uncertain", "abstain_ood", "abstain_ood"]),
+    ],
+)
+def test_the_policy_decides(limit: float | None, names: list[str]) -> None:
+    """An interval as wide as the limit is accepted, a p-value equal to alpha is an alarm."""
+    columns = {
+        "mean": [10.0, -4.0, 1.0, 1.0], "aleatoric": [3.0, 6.0, 3.0, 60.0], "epistemic": [4.0, 8.0, 4.0, 80.0],
+        "log_density": [0.0] * 4, "ood_score": [0.0] * 4, "ood_p_value": [0.9, 0.9, 0.05, 0.01],
+    }  # fmt: skip
+    outputs = Outputs(np.array([columns[name] for name in SCORES], np.float32).T, SCORES, ())
+    policy = ValuePolicy(alpha=0.05, max_width=limit, coverage=0.9)
+    decisions = decide(outputs, Thresholds(policy, float(np.float32(0.05)), 2.0))
+    assert [DECISIONS[code] for code in decisions.decision] == names
+    assert decisions.lower.tolist() == [0.0, -24.0, -9.0, -199.0]
+    assert decisions.upper.tolist() == [20.0, 16.0, 11.0, 201.0]
+    assert decisions.is_ood.tolist() == [False, False, True, True]

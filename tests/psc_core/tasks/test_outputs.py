@@ -1,0 +1,24 @@
+"""Packing outputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from psc_core.tasks import TASKS
+from psc_core.tasks.answer import scores_of
+from psc_core.tasks.outputs import Outputs, pack
+from psc_core.tasks.task import task_type
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("gates", [(), ("texture", "kind")])
+def test_pack_and_read_back(task: str, gates: tuple[str, ...]) -> None:
+    names = scores_of(task_type(task).answer)
+    scores, probabilities, p_values = {name: torch.rand(3) for name in names}, torch.rand(3, 4), torch.rand(3, 2)
+    outputs = Outputs(pack(names, scores, probabilities, [p_values] if gates else ()), names, gates)
+    assert len(outputs) == 3
+    assert torch.equal(outputs.probabilities, probabilities)
+    assert torch.equal(outputs.gate_p_values, p_values[:, : len(gates)])
+    for name, values in scores.items():
+        assert torch.equal(outputs[name], values)
