@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from benchmarks.checkpoints import Trained, scale_of
 from benchmarks.data import random_images
 from benchmarks.runs import Run
+from psc_core import FitSettings
 from psc_core.collapse.report import Candidate, CollapseReport
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.evaluation.baselines import Baselines, fit_baselines, penultimate_and_logits
-from psc_core.fitting import stages as fit
+from psc_core.fitting import paper as fit
 from psc_core.fitting.checkpoint import Checkpoint
-from psc_core.fitting.options import FitOptions
 from psc_core.fitting.parts import FittedProjection
 from psc_core.model.predictor import PSC
 from psc_core.network.backbone import example_input, truncate
@@ -53,9 +53,9 @@ def compute_of(run: Run) -> Compute:
     return Compute(run.device, batch_images=1024 if run.device.type == "cuda" else 256)
 
 
-def options_of(run: Run) -> FitOptions:
-    """Options of the fitting stages: device, batch size and seed of the run."""
-    return FitOptions(run.device, batch_images=compute_of(run).batch_images, seed=run.seed)
+def settings_of(run: Run) -> FitSettings:
+    """Settings of the fitting stages: device, batch size and seed of the run."""
+    return FitSettings(device=run.device, batch_images=compute_of(run).batch_images, seed=run.seed)
 
 
 def measure(run: Run, trained: Trained, data: Pair | None = None) -> CollapseReport:
@@ -64,7 +64,7 @@ def measure(run: Run, trained: Trained, data: Pair | None = None) -> CollapseRep
     store = _store(run, trained, train)
     report = store.load_collapse()
     if report is None:
-        report = fit.measure_collapse(trained.net, train, val, options=options_of(run))
+        report = fit.measure_collapse(trained.net, train, val, settings=settings_of(run))
         store.save_collapse(report)
     return report
 
@@ -87,7 +87,7 @@ def stages(
     store = _store(run, trained, train, density=density, collapse_on=collapse_on[0].name if collapse_on else "")
     projection = store.load_projection()
     if projection is None:
-        projection = fit.fit_projection(trained.net, candidate, train, val, density=density, options=options_of(run))
+        projection = fit.fit_projection(trained.net, candidate, train, val, density=density, settings=settings_of(run))
         store.save_projection(projection)
     return Stages(report, candidate, projection)
 
@@ -116,7 +116,7 @@ def psc_of(run: Run, trained: Trained, parts: Stages, *, density: str = "gda", o
         trained.val,
         density=density,
         ood_score=ood_score,
-        options=options_of(run),
+        settings=settings_of(run),
     )
 
 

@@ -17,11 +17,12 @@ from benchmarks.checkpoints import Trained
 from benchmarks.runs import Json, Run
 from psc_core.compute.passes import track_images
 from psc_core.data.dataset import ImageDataset
-from psc_core.heads import Head, HeadOutput
-from psc_core.heads.fit.head import fit_head
-from psc_core.heads.fit.temperature import fit_temperature
 from psc_core.metrics import classification
 from psc_core.model.predictor import PSC
+from psc_core.tasks.classification.fit.head import fit_head
+from psc_core.tasks.classification.fit.temperature import fit_temperature
+from psc_core.tasks.classification.heads import ClassifierHead as Head
+from psc_core.tasks.classification.heads import HeadOutput
 
 DIVISIONS = 5
 """Random divisions of validation and test images together."""

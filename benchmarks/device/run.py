@@ -55,8 +55,9 @@ from benchmarks.device.timing import (
 from benchmarks.runs import RESULTS, Json, environment, plain_parser, write_json
 from psc_core.compute.allocator import keep_freed_memory
 from psc_core.compute.device import resolve_device
-from psc_core.heads import entropy
-from psc_core.model.pipeline import Pipeline, Scored, average_positions
+from psc_core.model.pipeline import Pipeline, average_positions
+from psc_core.tasks.classification.heads import entropy
+from psc_core.tasks.head import Scored
 
 PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16")}
 MODES = {"cpu": ("eager",), "cuda": ("graph", "eager")}

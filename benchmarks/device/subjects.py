@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from benchmarks.runs import BUNDLE
 from psc_core.density import Density, restore_density
 from psc_core.density.gaussian import ClasswiseDensity, TiedDensity
-from psc_core.heads import entropy
-from psc_core.heads.laplace import LaplaceHead
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.model.pipeline import Pipeline, Scorer
 from psc_core.model.predictor import PSC
@@ -27,6 +25,8 @@ from psc_core.network.fuse import fuse
 from psc_core.network.layers import list_layers
 from psc_core.network.load import load_network
 from psc_core.projection.module import Projection
+from psc_core.tasks.classification.heads import entropy
+from psc_core.tasks.classification.heads.laplace import LaplaceHead
 
 MEMBERS = 5
 """Networks of the ensemble."""

@@ -25,11 +25,10 @@ from benchmarks import runs
 from benchmarks.data import repeated
 from benchmarks.instruction_sets import in_fresh_process
 from benchmarks.runs import RESULTS, Json
+from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import ArraySource
-from psc_core.fitting.options import FitOptions
-from psc_core.fitting.stages import fit_projection, fit_psc, measure_collapse
 from psc_core.images.preprocess import PRESETS
 
 NAME = "fit-scaling"
@@ -65,9 +64,9 @@ def noise(images: int, classes: int, seed: int) -> ImageDataset:
 def one(images: int, layers: int, classes: int) -> Json:
     """CPU seconds of a fit and of two bare passes, and the peak of this process's resident memory (MiB)."""
     torch.set_num_threads(1)
-    options = FitOptions(device="cpu")
+    settings = FitSettings(device="cpu")
     net, train, val = network(layers, classes), noise(images, classes, 0), noise(2000, classes, 1)
-    batch = Compute(torch.device("cpu"), batch_images=options.batch_images).batch_size
+    batch = Compute(torch.device("cpu"), batch_images=settings.batch_images).batch_size
 
     @torch.inference_mode()
     def bare() -> None:
@@ -80,9 +79,9 @@ def one(images: int, layers: int, classes: int) -> Json:
         return round(time.process_time() - began, 2)
 
     def fit() -> None:
-        candidate = measure_collapse(net, train, val, options=options).candidate(str(LAYER))
-        projection = fit_projection(net, candidate, train, val, options=options)
-        fit_psc(net, candidate, projection, train, val, options=options)
+        candidate = measure_collapse(net, train, val, settings=settings).candidate(str(LAYER))
+        projection = fit_projection(net, candidate, train, val, settings=settings)
+        fit_psc(net, candidate, projection, train, val, settings=settings)
 
     before, fitted = cpu_s(bare), cpu_s(fit)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

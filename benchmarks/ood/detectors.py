@@ -1,6 +1,7 @@
 """PSC's OOD scores, and the detectors that are no part of a library, on one network.
 
-PSC: models fitted as ``psc-fit`` fits them, with each of its OOD scores (:data:`PSC_OPTIONS`).
+PSC: models fitted as ``psc-fit`` fits them, with each of its OOD scores (:data:`PSC_OPTIONS`), and the sum of density
+and entropy.
 
 Penultimate features (the input h of the last linear layer), all their components:
 
@@ -22,22 +23,25 @@ from benchmarks import fitting
 from benchmarks.checkpoints import Trained
 from benchmarks.fitting import Penultimate
 from benchmarks.runs import Run
+from psc_core import FitSettings
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.evaluation.baselines import full_density
-from psc_core.fitting.calibrate import calibrate, upper_spread
-from psc_core.fitting.settings import FitSettings
-from psc_core.heads import entropy
-from psc_core.model.outputs import Outputs
+from psc_core.fitting.calibrate import calibrate, score_dataset
 from psc_core.model.pipeline import Pipeline
 from psc_core.model.predictor import PSC
+from psc_core.tasks.classification.heads import entropy
+from psc_core.tasks.outputs import Outputs
 
 DEFAULT = "PSC"
 """``psc-fit`` without options."""
 
+DENSITY = "PSC, density"
+WITH_ENTROPY = "PSC, density+entropy"
+"""The density alone, and with the entropy of PSC's probabilities, each in its upper spread over the selection split."""
+
 PSC_OPTIONS: Mapping[str, Mapping[str, str]] = {
     DEFAULT: {"density": "pooled++", "ood_score": "gates"},
-    "PSC, density": {"density": "pooled++", "ood_score": "density"},
-    "PSC, density+entropy": {"density": "pooled++", "ood_score": "density+entropy"},
+    DENSITY: {"density": "pooled++", "ood_score": "density"},
     "PSC, the paper's": {"density": "gda", "ood_score": "density"},
 }
 """``--density`` and ``--ood-score`` of each PSC."""
@@ -79,17 +83,26 @@ class Pscs:
 
     default: PSC  # with the options of :data:`DEFAULT`
     pipelines: Mapping[str, Pipeline]  # by the name of the options
+    entropy_weight: float  # of :data:`WITH_ENTROPY`
 
     @torch.inference_mode()
     def read(self, data: ImageDataset) -> dict[str, Float[Tensor, " n"]]:
         """OOD scores of all images, by the name of the options."""
-        parts: dict[str, list[Tensor]] = {name: [] for name in self.pipelines}
+        parts: dict[str, list[Tensor]] = {name: [] for name in (*self.pipelines, WITH_ENTROPY)}
         for batch in data.batches(BATCH_IMAGES):
             images = batch.images.to(self.default.device)
             scored = {scorer: scorer(images) for scorer in {each.scorer for each in self.pipelines.values()}}
             for name, pipeline in self.pipelines.items():
-                outputs = pipeline.outputs(scored[pipeline.scorer])
-                parts[name].append(Outputs(outputs, pipeline.gate_names)["ood_score"].cpu())
+                outputs = Outputs(
+                    pipeline.outputs(scored[pipeline.scorer]).cpu(),
+                    pipeline.scorer.head.score_names,
+                    pipeline.gate_names,
+                )
+                parts[name].append(outputs["ood_score"])
+                if name == DENSITY:
+                    parts[WITH_ENTROPY].append(
+                        outputs["ood_score"] + self.entropy_weight * outputs["predictive_entropy"]
+                    )
         return {name: torch.cat(values) for name, values in parts.items()}
 
 
@@ -110,7 +123,15 @@ def fit_pscs(run: Run, trained: Trained) -> Pscs:
                 scorer, *splits, fitting.compute_of(run), ood_score=options["ood_score"], risk=FitSettings.risk
             )
             pipelines[name] = calibrated.pipeline
-    return Pscs(of_density[PSC_OPTIONS[DEFAULT]["density"]], pipelines)
+    selected = score_dataset(pipelines[DENSITY].scorer, splits[0], fitting.compute_of(run), "selection")[0].scores
+    weight = upper_spread(-selected["log_density"]) / upper_spread(selected["predictive_entropy"])
+    return Pscs(of_density[PSC_OPTIONS[DEFAULT]["density"]], pipelines, weight)
+
+
+def upper_spread(score: Float[Tensor, " n"]) -> float:
+    """Distance from the median of a score to its 95 % quantile, the side on which images are unusual."""
+    middle, high = torch.quantile(score.double(), torch.tensor([0.5, 0.95], dtype=torch.float64))
+    return float(high - middle)
 
 
 def read(run: Run, trained: Trained, pscs: Pscs, data: ImageDataset) -> Images:
@@ -138,7 +159,7 @@ def fit_penultimate(train: Penultimate, val: Penultimate, classes: int, output: 
         density = full_density(train.features, train.labels, num_classes=classes, kind=kind)
         scores[kind] = lambda images, density=density: -density(images.features).log_density  # type: ignore[misc]
     gaussian = scores["gda++"]
-    spreads = [upper_spread(score(_images(val)).double()) for score in (gaussian, _entropy)]
+    spreads = [upper_spread(score(_images(val))) for score in (gaussian, _entropy)]
     scores["gda++ + entropy"] = lambda images: gaussian(images) / spreads[0] + _entropy(images) / spreads[1]
     weight, mean = output.weight.detach().cpu(), train.features.mean(0)
     scores["fDBD"] = lambda images: fdbd(images.features, images.logits, weight, mean)

@@ -29,10 +29,10 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.density import DENSITIES
 from psc_core.evaluation.baselines import Baselines
-from psc_core.evaluation.evaluate import score_images
-from psc_core.heads import entropy
+from psc_core.evaluation.classification import score_images
 from psc_core.metrics import ranking
 from psc_core.model.predictor import PSC
+from psc_core.tasks.classification.heads import entropy
 
 NAME = "ddu_case_study"
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks import runs
 from benchmarks.data import random_images
-from benchmarks.fitting import options_of
+from benchmarks.fitting import settings_of
 from benchmarks.regression.networks import AngleNet, trained
 from benchmarks.runs import Json, Run
 from benchmarks.train import load_images
@@ -28,7 +28,7 @@ from psc_core import PSCRegressor, fit_projection, fit_regressor, measure_collap
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.data.sources import ArraySource
 from psc_core.data.spec import open_dataset
-from psc_core.evaluation.values import score_numbers
+from psc_core.evaluation.regression import score_images
 from psc_core.images.preprocess import PRESETS
 from psc_core.metrics import ranking, regression
 from psc_core.network.load import load_network
@@ -115,13 +115,13 @@ def compare(run: Run, epochs: int) -> Json:
 
 def fit(run: Run, net: nn.Module, train: ImageDataset, val: ImageDataset, **how: str) -> PSCRegressor:
     """The three stages, on the network as ``psc-fit`` loads it; ``how`` names head and predictions."""
-    options = options_of(run)
+    settings = settings_of(run)
     weights = run.checkpoints / "angle-to-fit.safetensors"
     save_file(net.state_dict(), weights)
     loaded = load_network(FACTORY, num_classes=1, model_args={"in_channels": 1}, weights=weights)
-    candidate = measure_collapse(loaded, train, val, options=options).candidate()
-    projection = fit_projection(loaded, candidate, train, val, options=options)
-    return fit_regressor(loaded, candidate, projection, train, val, coverage=COVERAGE, options=options, **how)
+    candidate = measure_collapse(loaded, train, val, settings=settings).candidate()
+    projection = fit_projection(loaded, candidate, train, val, settings=settings)
+    return fit_regressor(loaded, candidate, projection, train, val, coverage=COVERAGE, settings=settings, **how)
 
 
 def upside_down(data: ImageDataset) -> ImageDataset:
@@ -193,7 +193,7 @@ def of_psc(model: PSCRegressor) -> Method:
     """What the bundle would serve."""
 
     def forecast(data: ImageDataset) -> Forecast:
-        scored = score_numbers(model, data)
+        scored = score_images(model, data)
         half = scored.interval.diff(dim=1)[:, 0].double() / 2
         return Forecast(scored.mean.double(), scored.deviation.double(), half, scored.ood_score.double())
 

@@ -26,9 +26,9 @@ from psc_core.compute.passes import passes
 from psc_core.data.cache import cached
 from psc_core.data.dataset import ImageDataset, balanced
 from psc_core.fitting.checkpoint import Checkpoint
-from psc_core.fitting.options import FitOptions
-from psc_core.fitting.settings import FitSettings
+from psc_core.fitting.data import FitData
 from psc_core.report.collect import collect_fit
+from psc_core.tasks.fit.settings import FitSettings
 
 SECONDS: Final = 60.0
 """About as long as the two fits together may take."""
@@ -42,7 +42,7 @@ IMAGES: Final = (256, 4096)
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a fit on all images takes."""
+    """The time, memory and disk space that a fit on all images takes."""
 
     images: int  # of the larger small fit
     seconds: float
@@ -63,39 +63,37 @@ class Estimate:
         )
 
 
-def estimate(
-    settings: FitSettings, net: nn.Module, train: ImageDataset, val: ImageDataset, options: FitOptions
-) -> Estimate:
+def estimate(settings: FitSettings, net: nn.Module, data: FitData) -> Estimate:
     """Fit twice on few images and extrapolate; prints what the larger fit found."""
-    larger = images_to_try(rate(net, train, options), train)
+    train = data.train
+    larger = images_to_try(rate(net, train, settings), train)
     smallest = min(larger, 4 * len(train.classes))
     sizes = (max(larger // 3, smallest), larger)
     with contextlib.redirect_stdout(io.StringIO()):
-        timed_fit(settings, net, train, val, smallest, options)
-        first = timed_fit(settings, net, train, val, sizes[0], options)
-    seconds = (first, timed_fit(settings, net, train, val, larger, options))
-    on_gpu = options.compute().device.type == "cuda"
+        timed_fit(settings, net, data, smallest)
+        first = timed_fit(settings, net, data, sizes[0])
+    seconds = (first, timed_fit(settings, net, data, larger))
+    on_gpu = settings.compute().device.type == "cuda"
     return Estimate(
         larger,
         extrapolate(sizes, seconds, len(train)),
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         torch.cuda.max_memory_allocated() if on_gpu else 0,
-        sum(scratch_bytes(data) for data in (train, val)),
+        sum(scratch_bytes(images) for images in (train, data.val)),
     )
 
 
-def timed_fit(
-    settings: FitSettings, net: nn.Module, train: ImageDataset, val: ImageDataset, size: int, options: FitOptions
-) -> float:
+def timed_fit(settings: FitSettings, net: nn.Module, data: FitData, size: int) -> float:
     """Seconds of a fit on ``size`` training images and as large a fraction of the validation images."""
-    few_val = max(round(len(val) * size / len(train)), min(len(val), 4 * len(val.classes)))
+    fraction, classes = size / len(data.train), len(data.train.classes)
     lenient = replace(settings, alpha=0.5, coverage=0.5)  # Rates that so few images can keep.
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="psc-dry-run-") as scratch:
-        checkpoint = Checkpoint.open(Path(scratch) / "stages", {})
-        few = [cached(balanced(data, count, settings.seed)) for data, count in ((train, size), (val, few_val))]
-        _, projection, model = run_stages(lenient, net, few[0], few[1], "dry-run", {}, checkpoint, options)
-        collect_fit(model, net, few[0], few[1], projection.report, options)
+        checkpoint = Checkpoint.of(Path(scratch) / "stages", {})
+        few = data.fewer(size, max(round(len(data.val) * fraction), min(len(data.val), 4 * classes)), settings.seed)
+        few = few.cached(None, processes=1)
+        _, projection, model = run_stages(lenient, net, few, "dry-run", {}, checkpoint)
+        collect_fit(model, net, few, projection.report, settings)
     return time.perf_counter() - began
 
 
@@ -110,10 +108,10 @@ def extrapolate(sizes: tuple[int, int], seconds: tuple[float, float], images: in
     return seconds[1] + slope * max(0, images - sizes[1])
 
 
-def rate(net: nn.Module, train: ImageDataset, options: FitOptions) -> float:
+def rate(net: nn.Module, train: ImageDataset, settings: FitSettings) -> float:
     """Images a second through the network alone, decoding included."""
-    compute = options.compute()
-    few = balanced(train, 2 * compute.batch_size, options.seed)
+    compute = settings.compute()
+    few = balanced(train, 2 * compute.batch_size, settings.seed)
     began = time.perf_counter()
     for _ in passes(few, compute, "one pass", net.to(compute.device)):
         pass

@@ -10,28 +10,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from psc_core.bundle.io import check_target, is_bundle
+from psc_core.bundle.io import check_target, is_bundle, read_bundle
 from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
-from psc_core.calibration.fit import CONFIDENCE
 from psc_core.cli import flags, preprocessing
 from psc_core.cli.estimate import estimate
 from psc_core.cli.provenance import check_disjoint, job_of, provenance_of
-from psc_core.cli.run import first_look, run_stages
+from psc_core.cli.run import run_stages
 from psc_core.collapse.report import to_csv
-from psc_core.compute.device import resolve_device
 from psc_core.compute.distributed import Reducer
-from psc_core.data.cache import cached
-from psc_core.data.dataset import ImageDataset, balanced
 from psc_core.data.spec import open_dataset
-from psc_core.data.targets import binned
 from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
-from psc_core.fitting import stages
-from psc_core.fitting.calibrate import OOD_SCORES
 from psc_core.fitting.checkpoint import Checkpoint
-from psc_core.fitting.checks import check_attainable_rates
-from psc_core.fitting.settings import TASKS, FitSettings
-from psc_core.heads import HEADS, VALUE_HEADS
+from psc_core.fitting.data import FitData
+from psc_core.fitting.stages import checked
 from psc_core.network.layers import GRANULARITIES
 from psc_core.network.load import Recipe, load_network
 from psc_core.precision import PRECISIONS
@@ -39,6 +31,10 @@ from psc_core.report import page
 from psc_core.report.collect import collect_fit
 from psc_core.report.content import Content
 from psc_core.report.facts import facts_of
+from psc_core.tasks import TASKS
+from psc_core.tasks.classification.fit.calibrate import CONFIDENCE
+from psc_core.tasks.fit.settings import OOD_SCORES, PREDICTIONS, FitSettings
+from psc_core.tasks.task import task_type
 
 _EXAMPLE = """example:
   psc-fit --model torchvision:resnet18 --weights net.safetensors --train images/train --val images/val --out bundle
@@ -88,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     preprocessing.add_flags(cli)
 
     method = cli.add_argument_group("method")
-    choice(method, "--task", TASKS, "what the network predicts: a class, or one number")
+    choice(method, "--task", TASKS[::-1], "what the network predicts: a class, or one number")
     method.add_argument("--layer", default="auto", metavar="NAME", help="candidate layer, or auto (default)")
     method.add_argument("--layers", metavar="REGEX", help="measure only layers whose name matches")
     choice(method, "--granularity", GRANULARITIES, "which modules are layers; operations is the paper's")
@@ -106,15 +102,16 @@ def parser() -> argparse.ArgumentParser:
     text = "what measures how typical an image is; gda is the paper's"
     choice(method, "--density", tuple(DENSITIES), text)
     number(method, "--pca", "dimension the density works in")
-    kinds = (*HEADS, *VALUE_HEADS)
-    text = "what gives the probabilities, laplace is the paper's; of a regression: blr or dve (default: laplace, blr)"
-    method.add_argument("--head", choices=kinds, help=text)
+    kinds = {task: tuple(task_type(task).heads) for task in TASKS[::-1]}
+    listed = "; ".join(f"of a {task_type(task).noun}: {', '.join(heads)}" for task, heads in kinds.items())
+    text = f"what predicts from the features, {listed}; laplace is the paper's (default: the first)"
+    method.add_argument("--head", choices=sum(kinds.values(), ()), help=text)
     text = "psc: the head's; base: the network's own, unchanged, with the density beside them"
-    choice(method, "--predictions", stages.PREDICTIONS, text)
+    choice(method, "--predictions", PREDICTIONS, text)
     rate("--alpha", "false-alarm rate of the OOD decision")
     text = "what the OOD decision ranks: texture, kind and confidence together, or the density alone, as in the paper"
     choice(method, "--ood-score", OOD_SCORES, text)
-    rate("--coverage", "coverage of the prediction sets")
+    rate("--coverage", "coverage of the prediction sets, or of a regression's intervals")
     text = f"error rate that images below the ambiguity threshold keep, with {100 * CONFIDENCE:g} %% confidence"
     rate("--risk", text)
     text = "width above which an interval makes a number uncertain, in its unit, of a regression (default: no limit)"
@@ -149,82 +146,67 @@ def fit(args: argparse.Namespace) -> None:
     """Run all stages and write the bundle."""
     out = args.out.resolve()
     name = args.name or out.name
-    is_regression = args.task == TASKS[1]
-    heads = VALUE_HEADS if is_regression else HEADS
-    args.head = args.head or next(iter(heads))
-    if args.head not in heads:
-        raise UsageError(f"expected a --head of {', '.join(heads)} for --task {args.task}, got {args.head}")
-    settings = FitSettings(**{field.name: getattr(args, field.name) for field in fields(FitSettings)})
+    given = {field.name: getattr(args, field.name) for field in fields(FitSettings) if hasattr(args, field.name)}
     preprocess = preprocessing.preprocess_from(args)
     opened = partial(open_dataset, preprocess=preprocess, target=args.target, unit=args.unit)
-    train, val = binned(opened(args.train, split="train"), opened(args.val, split="val"))
-    check_task(train, args.task)
-    train = balanced(train, settings.max_images, settings.seed)
-    outputs = 1 if is_regression else len(train.classes)
-    recipe = Recipe(args.model, outputs, flags.key_values(args.model_arg))
+    train, val = opened(args.train, split="train"), opened(args.val, split="val")
+    data = FitData.of(train, val, seed=args.seed, task=args.task, max_images=args.max_images)
+    settings = checked(FitSettings(**given), data)
+    task = data.fit.task(data.train)
+    recipe = Recipe(args.model, task.network_outputs(data.train.classes), flags.key_values(args.model_arg))
     check_network(asdict(recipe))
     net = load_network(**asdict(recipe), weights=args.weights)
-    device = resolve_device(args.device)
-    reducer = Reducer.start() if args.distributed else Reducer()
-    options = settings.options(device, reducer)
+    settings = replace(settings, reducer=Reducer.start() if args.distributed else Reducer())
     check_target(out)
     if len(name) > MAX_NAME:
         raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(name)}")
-    check_attainable_rates(val, alpha=settings.alpha, coverage=settings.coverage, options=options)
-    if reducer.rank == 0:
-        known = f"numbers of {train.target}" if is_regression else f"{len(train.classes)} classes"
-        print(f"train: {train.name}, {len(train)} images, {known}; val: {val.name}, {len(val)} images")
+    is_first = settings.reducer.rank == 0
+    if is_first:
+        print(
+            f"train: {data.train.name}, {len(data.train)} images, {data.fit.said_of(data.train)}; "
+            f"val: {data.val.name}, {len(data.val)} images"
+        )
         print(f"preprocessing: {preprocess}", flush=True)
     if args.dry_run:
-        print(first_look(net, train, val, options), flush=True)
-        print(estimate(settings, net, train, val, options))
+        print(data.fit.first_look(net, data.train, data.val, settings.compute(), settings.seed), flush=True)
+        print(estimate(settings, net, data))
         return
-    provenance = provenance_of(recipe, args.weights, settings, train, val)
-    check_disjoint(train, val, provenance)
+    provenance = provenance_of(recipe, args.weights, settings, data)
+    check_disjoint(data, provenance)
     try:
         check_text({"name": name, **provenance})
     except ValueError as error:
         raise UsageError(f"expected names and flags in UTF-8, got {error}; change it") from error
     folder = out.with_name(f".{out.name}.stages")
-    checkpoint = Checkpoint.of(folder, job_of(provenance, train, device.type), reducer)
+    checkpoint = Checkpoint.of(folder, job_of(provenance, settings, data), settings.reducer)
     resumed = checkpoint.is_resumed and not args.fresh
     if is_bundle(out) and not args.overwrite and not resumed:
         raise UsageError(f"{out} holds a bundle already; give --overwrite to replace it, or another --out")
     if not resumed:
         checkpoint.clear()
-    if reducer.rank == 0:
-        print(first_look(net, train, val, options), flush=True)
+    if is_first:
+        print(data.fit.first_look(net, data.train, data.val, settings.compute(), settings.seed), flush=True)
     if args.cache != "off":
-        folder = Path(args.cache) if args.cache else None
-        train, val = (cached(data, folder, processes=reducer.world) for data in (train, val))
-    report, projection, psc = run_stages(settings, net, train, val, name, provenance, checkpoint, options)
-    if reducer.rank > 0:
+        data = data.cached(Path(args.cache) if args.cache else None, processes=settings.reducer.world)
+    report, projection, model = run_stages(settings, net, data, name, provenance, checkpoint)
+    if not is_first:
         return
-    manifest = psc.save(out)
+    manifest = model.save(out)
     page.remove(out)
     (out / "collapse.csv").write_text(to_csv(report))
     print(f"wrote {out} (version {manifest.version})", flush=True)
     content = Content(manifest.version)
     if not args.no_report:
-        saved = replace(psc, version=manifest.version)
-        content = collect_fit(saved, net, train, val, projection.report, options)
+        saved = replace(model, version=manifest.version)
+        content = collect_fit(saved, net, data, projection.report, settings)
         content.save(out)
-    facts = facts_of(out, content)
+    facts = facts_of(read_bundle(out), content)
     page.write_card(facts)
     print(facts.to_text())
     if not args.no_report:
         print(f"report: {page.write(facts, out)}")
     checkpoint.clear()
     print(f"next: {page.serve_command(out, manifest)}")
-
-
-def check_task(data: ImageDataset, task: str) -> None:
-    """Reject images without what the task predicts, by :class:`UsageError`."""
-    if (data.target is not None) == (task == TASKS[1]):
-        return
-    if data.target is None:
-        raise UsageError(f"expected a table of images and numbers for --task {task}, {data.name} has classes")
-    raise UsageError(f"{data.name} has numbers of {data.target}; give --task {TASKS[1]}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

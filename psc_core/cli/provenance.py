@@ -1,33 +1,31 @@
-"""What a bundle records of its origin, and what of it makes two fits the same job."""
+"""Record a bundle's origin, and say what of it makes two fits the same job."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
-from psc_core.fitting.settings import LATE, FitSettings
+from psc_core.fitting.data import FitData
 from psc_core.network.load import Recipe
+from psc_core.tasks.fit.settings import FitSettings
 from psc_core.version import __version__
 
 
-def provenance_of(
-    recipe: Recipe, weights: Path, settings: FitSettings, train: ImageDataset, val: ImageDataset
-) -> dict[str, Any]:
+def provenance_of(recipe: Recipe, weights: Path, settings: FitSettings, data: FitData) -> dict[str, Any]:
     """Enough to fit the bundle again, and no path of this machine; JSON types."""
     return {
         "psc_version": __version__,
         "model": recipe.spec,
         "model_args": dict(recipe.model_args),
         "weights_sha256": file_digest(weights),
-        "train": origin_of(train),
-        "val": origin_of(val),
-        "settings": asdict(settings),
+        "train": origin_of(data.train),
+        "val": origin_of(data.val),
+        "settings": settings.recorded(),
     }
 
 
@@ -37,22 +35,23 @@ def origin_of(data: ImageDataset) -> dict[str, Any]:
     return {"name": name, "images": len(data), "rows": data.examples, "sha256": data.digest()}
 
 
-def job_of(provenance: Mapping[str, Any], train: ImageDataset, device: str) -> dict[str, Any]:
-    """What the stages in a checkpoint depend on, JSON types."""
-    settings = {key: value for key, value in provenance["settings"].items() if key not in LATE}
-    return {**provenance, "settings": settings, "preprocess": train.preprocess.to_json(), "device": device}
+def job_of(provenance: Mapping[str, Any], settings: FitSettings, data: FitData) -> dict[str, Any]:
+    """Return what the stages in a checkpoint depend on, JSON types."""
+    on = {"preprocess": data.train.preprocess.to_json(), "device": settings.compute().device.type}
+    return {**provenance, "settings": settings.of_stages(), **on}
 
 
-def check_disjoint(train: ImageDataset, val: ImageDataset, provenance: Mapping[str, Any]) -> None:
+def check_disjoint(data: FitData, provenance: Mapping[str, Any]) -> None:
     """Reject the training images as validation images; the digests of files cover their names and sizes only.
 
     Raises:
         UsageError: They are the same.
     """
-    if provenance["train"]["sha256"] == provenance["val"]["sha256"] and bool((train.image(0) == val.image(0)).all()):
+    is_same = provenance["train"]["sha256"] == provenance["val"]["sha256"]
+    if is_same and bool((data.train.image(0) == data.val.image(0)).all()):
         raise UsageError(
-            f"expected --val to be images that the network was not trained on, {val.name} holds the same images as "
-            "--train; calibration on training images does not hold for new ones, so hold some images out"
+            f"expected --val to be images that the network was not trained on, {data.val.name} holds the same images "
+            "as --train; calibration on training images does not hold for new ones, so hold some images out"
         )
 
 

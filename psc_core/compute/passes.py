@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from psc_core.compute.allocator import release_freed_memory
+from psc_core.compute.distributed import Reducer
 from psc_core.data.dataset import Batch, ImageDataset
 from psc_core.precision import Precision
 
@@ -33,11 +34,12 @@ LOG_SECONDS: Final = 30.0
 
 @dataclass(frozen=True)
 class Compute:
-    """Where and how features are computed while fitting."""
+    """The device, precision and batch size with which features are computed while fitting."""
 
     device: torch.device
     precision: Precision = "fp32"  # or "bf16", of the network
     batch_images: int = 256  # maximum batch size
+    reducer: Reducer = field(default_factory=Reducer)  # this process among those that fit one model
 
     @property
     def batch_size(self) -> int:

@@ -24,10 +24,10 @@ from psc_core.images.preprocess import Preprocess
 from psc_core.target import Target
 
 SEEDS = (0, 1)
-"""Of the angles of rotated-mnist's training and test images."""
+"""Seeds of the angles of rotated-mnist's training and test images."""
 
 LARGEST_ANGLE = 60.0
-"""Of the digits of rotated-mnist, degrees in either direction."""
+"""Largest rotation of the digits of rotated-mnist, degrees in either direction."""
 
 _DIGITS = tuple("0123456789")
 _FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")

@@ -78,6 +78,12 @@ class ImageDataset:
         """First label of each image, ``int64 (n,)``."""
         return self.labels[self.offsets[:-1]]
 
+    @property
+    def is_ambiguous(self) -> bool:
+        """True if some image has labels of several classes."""
+        firsts = self.first_labels().repeat_interleave(self.offsets.diff())
+        return bool((self.labels != firsts).any())
+
     def subset(self, positions: Tensor) -> ImageDataset:
         """The images at ``positions`` (``int64``), in that order, with their labels and groups."""
         labels, counts = self._labels_of(positions)
@@ -85,9 +91,13 @@ class ImageDataset:
         where = torch.full((len(self),), -1, dtype=torch.int64)
         where[positions] = torch.arange(len(positions))
         groups = {name: kept[kept >= 0] for name, group in self.groups.items() for kept in [where[group]]}
-        values = None if self.values is None else self.values[positions]
         return replace(
-            self, indices=self.indices[positions], labels=labels, offsets=offsets, groups=groups, values=values
+            self,
+            indices=self.indices[positions],
+            labels=labels,
+            offsets=offsets,
+            groups=groups,
+            values=self._values_of(positions),
         )
 
     def _labels_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,6 +105,10 @@ class ImageDataset:
         counts = self.offsets[positions + 1] - self.offsets[positions]
         shift = (self.offsets[positions] - counts.cumsum(0) + counts).repeat_interleave(counts)
         return self.labels[shift.add_(torch.arange(len(shift)))], counts
+
+    def _values_of(self, positions: Tensor) -> Tensor | None:
+        """Numbers of the images at ``positions``, in that order; None where there are classes."""
+        return None if self.values is None else self.values[positions]
 
     def batches(self, batch_images: int, *, order: Tensor | None = None) -> Iterator[Batch]:
         """Stream the images in batches, decoded by threads one batch ahead of the consumer; the last may be smaller.
@@ -123,7 +137,7 @@ class ImageDataset:
             images = torch.from_numpy(np.stack(list(pool.map(self.image, positions.tolist(), chunksize=16))))
         labels, counts = self._labels_of(positions)
         image_index = torch.arange(len(positions)).repeat_interleave(counts)
-        return Batch(images, labels, image_index, None if self.values is None else self.values[positions])
+        return Batch(images, labels, image_index, self._values_of(positions))
 
     def digest(self) -> str:
         """SHA-256 over the stored images' fingerprints and the labels or the target's values, for provenance."""
@@ -198,9 +212,9 @@ def held_out(dataset: ImageDataset, split: str, every: int) -> ImageDataset:
 
 
 def balanced(dataset: ImageDataset, count: int | None, seed: int = 0) -> ImageDataset:
-    """At most ``count`` random images (all for None), as many of each class as there are, in their order.
+    """Choose at most ``count`` random images (all for None), as many of each class as there are, in their order.
 
-    An image with several labels counts for the first.  Classes that have fewer images than their share leave the rest
+    An image with several labels counts for the first.  Classes that have fewer images than their quota leave the rest
     to the others.
     """
     if count is None or count >= len(dataset):

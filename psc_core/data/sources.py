@@ -43,7 +43,7 @@ class ArraySource:
         return preprocess.from_image(Image.fromarray(self.images[index]))
 
     def fits(self, preprocess: Preprocess) -> bool:
-        """Whether ``preprocess`` leaves these images unchanged, so that they need not be read one by one."""
+        """Return whether ``preprocess`` leaves these images unchanged, so that they need not be read one by one."""
         return preprocess.resize is None and (1, *self.images.shape[1:]) == preprocess.shape
 
     def fingerprint(self, index: int) -> bytes:

@@ -1,15 +1,9 @@
-"""Images with a measured number each, for regression: a table beside image files, and bins of the numbers.
-
-Collapse, projection, density and gates work on classes.  For a regression these are *bins*: the numbers between two
-neighbouring quantiles of the training images, so that each bin has about as many of them.  (The analogy is ours.)
-"""
+"""Images with a measured number each: a table beside image files."""
 
 from __future__ import annotations
 
 import csv
 import os
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,12 +23,6 @@ FILE_COLUMN: Final = "file"
 
 TABLES: Final = (".csv", ".parquet")
 """Suffixes of tables."""
-
-BINS: Final = 10
-"""Maximum number of bins."""
-
-IMAGES_PER_BIN: Final = 20
-"""Training images that a bin should have; fewer images make fewer bins."""
 
 
 def measured(
@@ -58,51 +46,6 @@ def measured(
         name, (target.name,), source, torch.arange(count), labels, offsets, preprocess,
         target=target, values=values.double(),
     )  # fmt: skip
-
-
-def quantile_edges(values: Float[Tensor, " n"]) -> Float[Tensor, " edges"]:
-    """The numbers that part the bins, ascending: quantiles of ``values`` without repetition.
-
-    Raises:
-        DataError: All values are equal.
-    """
-    bins = min(BINS, max(2, len(values) // IMAGES_PER_BIN))
-    ascending = values.double().sort().values
-    if ascending[0] == ascending[-1]:
-        raise DataError(f"expected numbers that differ between images, all are {float(ascending[0]):g}; nothing to fit")
-    at = torch.arange(1, bins) * len(values) // bins
-    edges = ascending[at]
-    edges = edges[torch.cat([edges[:1] > ascending[0], edges.diff() > 0])]
-    return edges if len(edges) else ascending[ascending > ascending[0]][:1]  # More than half are the smallest.
-
-
-def in_bins(dataset: ImageDataset, edges: Float[Tensor, " edges"]) -> ImageDataset:
-    """``dataset`` with the bin of each number as its label; a number equal to an edge belongs to the bin above it."""
-    assert dataset.values is not None
-    ends = ["", *(f"{edge:.4g}" for edge in edges.tolist()), ""]
-    names = [_bin_name(low, high) for low, high in pairwise(ends)]
-    if len(set(names)) < len(names):  # Numbers that four digits do not tell apart.
-        names = [f"{name} (bin {index})" for index, name in enumerate(names)]
-    labels = torch.bucketize(dataset.values, edges, right=True)
-    return replace(dataset, labels=labels, classes=tuple(names))
-
-
-def _bin_name(low: str, high: str) -> str:
-    return f"{low} to {high}" if low and high else f"below {high}" if high else f"{low} and above"
-
-
-def binned(train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
-    """Both in bins of the training images' numbers; as they are where they have classes.
-
-    Raises:
-        DataError: One has a target that the other lacks, or all numbers are equal.
-    """
-    if train.target != val.target:
-        raise DataError(f"expected the same target for training and validation, got {train.target} and {val.target}")
-    if train.values is None:
-        return train, val
-    edges = quantile_edges(train.values)
-    return in_bins(train, edges), in_bins(val, edges)
 
 
 def open_table(path: Path, preprocess: Preprocess, *, target: str | None = None, unit: str = "") -> ImageDataset:
@@ -138,7 +81,7 @@ def open_table(path: Path, preprocess: Preprocess, *, target: str | None = None,
 
 
 def _read_table(path: Path) -> dict[str, list[Any]]:
-    """Its columns by name."""
+    """Read a table: its columns by name."""
     if path.suffix == ".parquet":
         try:
             from pyarrow import parquet

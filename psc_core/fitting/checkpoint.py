@@ -1,4 +1,4 @@
-"""What an interrupted fit keeps: the collapse report and the projection, in a directory beside the bundle.
+"""The stages that an interrupted fit keeps: the collapse report and the projection, in a directory beside the bundle.
 
 A stage is used again only by the same job: data, weights, version, preprocessing, kind of device and the settings that
 these stages read, compared by digest.
@@ -46,13 +46,13 @@ class Checkpoint:
 
     @classmethod
     def of(cls, folder: Path, job: Mapping[str, Any], reducer: Reducer | None = None) -> Checkpoint:
-        """That of ``job`` (JSON types) in ``folder``, which may hold stages of another job."""
+        """Return the checkpoint of ``job`` (JSON types) in ``folder``, which may hold stages of another job."""
         key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
         return cls(folder, key, reducer or Reducer())
 
     @classmethod
     def open(cls, folder: Path, job: Mapping[str, Any], reducer: Reducer | None = None) -> Checkpoint:
-        """That of ``job`` (JSON types) in ``folder``, which is emptied if another job left it."""
+        """Return the checkpoint of ``job`` (JSON types) in ``folder``, which is emptied if another job left it."""
         kept = cls.of(folder, job, reducer)
         if not kept.is_resumed:
             kept.clear()
@@ -60,7 +60,7 @@ class Checkpoint:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether an interrupted run of this job left the folder."""
+        """True where an interrupted run of this job left the folder."""
         return self._stamp.exists() and self._stamp.read_text() == self.key
 
     def load_collapse(self) -> CollapseReport | None:

@@ -1,25 +1,34 @@
-"""What the last stage of either task fits before it calibrates (density, head, gates), and what a bundle says of it."""
+"""The last stage before calibration: density, head and gates, the scorer made of them, and what a bundle records."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from psc_core.bundle.manifest import layers_of
 from psc_core.collapse.report import Candidate
-from psc_core.data.dataset import ImageDataset, split_validation
+from psc_core.compute.passes import Compute
+from psc_core.data.dataset import ImageDataset
+from psc_core.density import Density, kind_of
+from psc_core.density.fit.density import fit_density
 from psc_core.errors import UsageError
-from psc_core.fitting.checks import check_own_output
-from psc_core.fitting.gates import ChosenGates, choose_gates
-from psc_core.fitting.options import FitOptions
-from psc_core.fitting.scorer import cut, fit_scorer
+from psc_core.fitting.data import FitData
+from psc_core.fitting.early_layers import TEXTURE_DENSITY, ChosenGates, Readers, choose_gates, early_layers
+from psc_core.fitting.features import Layers, Read, cut, own_outputs, read
+from psc_core.gates.fit.choice import GateChoice
 from psc_core.model.pipeline import Scorer
-from psc_core.network.backbone import Backbone
+from psc_core.network.backbone import Backbone, example_input
 from psc_core.projection.fit.report import ProjectionReport
 from psc_core.projection.module import Projection
+from psc_core.tasks.fit.settings import FitSettings
+from psc_core.tasks.fit.task import HeadJob
+from psc_core.tasks.head import Reader
 
 
 @dataclass(frozen=True)
@@ -44,76 +53,145 @@ class FittedParts:
         """Names of the gates; none without."""
         return () if self.gates is None else self.gates.names
 
-    def report(
-        self,
-        candidate: Candidate,
-        projection: FittedProjection,
-        metrics: Mapping[str, Any],
-        provenance: Mapping[str, Any] | None,
-    ) -> dict[str, Any]:
-        """What a bundle records of its fit; ``metrics`` are those of the calibration split."""
-        gates = {} if self.gates is None else {"gates": self.gates.choice.to_json()}
-        report = {
-            "collapse": candidate.report and {**candidate.report.to_json(), "notes": list(candidate.notes)},
-            "metrics": {**metrics, "projection": projection_metrics(projection.report), **gates},
-            "provenance": dict(provenance or {}),
-        }
-        recorded: dict[str, Any] = rounded(report)
-        return recorded
+    @property
+    def choice(self) -> GateChoice | None:
+        """The comparison that chose the gates."""
+        return None if self.gates is None else self.gates.choice
 
 
 def fit_parts(
-    net: nn.Module,
-    candidate: Candidate,
-    projection: FittedProjection,
-    train: ImageDataset,
-    val: ImageDataset,
-    *,
-    head: str | None,
-    density: str,
-    pca: int | None,
-    keep_output: bool,
-    with_gates: bool,
-    options: FitOptions,
-    head_layers: Sequence[str] = (),
+    net: nn.Module, candidate: Candidate, projection: FittedProjection, data: FitData, settings: FitSettings
 ) -> FittedParts:
-    """Density and head on ``train``, with free numbers chosen on the selection split of ``val``, and the gates.
+    """Fit density and head on the training images, with free numbers chosen on the selection split, and the gates.
 
     Args:
         net: The whole network.
         candidate: The layer(s) it is cut behind.
         projection: Of the candidate.
-        train: Training images.
-        val: Validation images.
-        head: Its kind; None for base predictions of a classifier.
-        density: Its kind.
-        pca: Dimension that it works in; None to choose.
-        keep_output: Whether the network's own output is served.
-        with_gates: Whether gates make the OOD score.
-        options: Shared options.
-        head_layers: Layers that the head reads beside z.
+        data: The images.
+        settings: With the kind of head.
 
     Raises:
         FitError: Features that cannot be fitted; the message says why.
         NetworkError: The network cannot be cut.
     """
-    compute = options.compute()
-    selection, _ = split_validation(val, options.seed)
-    backbone = cut(net, (*candidate.layers, *head_layers), train, compute, keep_output=keep_output)
+    compute, keep_output = settings.compute(), settings.predictions == "base"
+    task = data.fit.task(data.train)
+    without_head = task.reader_without_head() if keep_output else None
+    assert settings.head is not None
+    layers = _layers(net, candidate, data, compute, settings, reads_layers=task.heads[settings.head].reads_layers)
+    backbone = cut(net, layers.names, data.train, compute, keep_output=keep_output)
     if keep_output:
-        check_own_output(backbone, train, compute)
-    scorer = fit_scorer(
-        backbone, projection.projection, train, selection, density=density, pca=pca, head=head, options=options
+        check_own_output(backbone, data.train, compute, task.network_outputs(data.train.classes))
+    device_projection = projection.projection.to(compute.device)
+    with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
+        folders = [Path(tempfile.mkdtemp(dir=scratch)) for _ in range(2)]
+        is_pooled = kind_of(settings.density).input_kind == "pooled"
+        train = read(backbone, layers, device_projection, data.train, compute, folders[0], pooled=is_pooled)
+        density = fit_density(
+            train.density_input,
+            train.features.labels,
+            num_classes=len(data.train.classes),
+            kind=settings.density,
+            pca=settings.pca,
+            class_names=data.train.classes,
+            images=train.features.images,
+        ).to(compute.device)
+        head = without_head or _fit_head(
+            backbone, layers, device_projection, train, data, compute, settings, folders[1]
+        )
+        textures = {layer: _fit_texture(train, layer, data, compute) for layer in layers.texture}
+    gates = None
+    if settings.ood_score == "gates":
+        readers = Readers(backbone.fused(compute.precision), layers, device_projection, density, head, textures)
+        gates = choose_gates(readers, data, compute, settings.seed)
+    texture = None if gates is None else gates.texture
+    kept = layers_of(layers.candidate, layers.head, None if texture is None else texture.layer)
+    if tuple(kept) != layers.names:
+        backbone = cut(net, kept, data.train, compute, keep_output=keep_output)
+    scorer = Scorer(
+        data.train.preprocess,
+        backbone.fused(compute.precision),
+        device_projection,
+        density,
+        head,
+        compute.precision,
+        None if texture is None else texture.density,
+        [kept.index(name) for name in layers.head],
     )
-    if not with_gates:
-        return FittedParts(backbone, scorer, None)
-    gates = choose_gates(net, candidate.layers, scorer, train, val, selection, options)
-    if gates.texture is not None:
-        layers = layers_of(candidate.layers, head_layers, gates.texture.layer)
-        backbone = cut(net, layers, train, compute, keep_output=keep_output)
-        positions = [layers.index(name) for name in head_layers]
-        scorer = scorer.with_backbone(backbone.fused(compute.precision), gates.texture.density, positions)
     return FittedParts(backbone, scorer, gates)
+
+
+def _layers(
+    net: nn.Module,
+    candidate: Candidate,
+    data: FitData,
+    compute: Compute,
+    settings: FitSettings,
+    *,
+    reads_layers: bool,
+) -> Layers:
+    early: tuple[str, ...] = ()
+    with_gates = settings.ood_score == "gates"
+    if with_gates or reads_layers:
+        example = example_input(data.train.preprocess).to(compute.device)
+        early = tuple(early_layers(net.to(compute.device), candidate.layers, example))
+    return Layers(candidate.layers, early if reads_layers else (), early if with_gates else ())
+
+
+def _fit_head(
+    backbone: Backbone,
+    layers: Layers,
+    projection: Projection,
+    train: Read,
+    data: FitData,
+    compute: Compute,
+    settings: FitSettings,
+    folder: Path,
+) -> Reader:
+    read_by_head = layers._replace(texture=())
+    selection = read(backbone, read_by_head, projection, data.selection, compute, folder, pooled=False)
+    own = own_outputs(backbone, data.selection, compute) if backbone.keep_output else None
+    assert settings.head is not None
+    job = HeadJob(
+        settings.head,
+        train.features,
+        data.train,
+        selection.features,
+        data.selection,
+        own,
+        settings.seed,
+        compute.device,
+    )
+    return data.fit.fit_head(job)
+
+
+def _fit_texture(train: Read, layer: str, data: FitData, compute: Compute) -> Density:
+    return fit_density(
+        train.texture[layer],
+        train.features.labels,
+        num_classes=len(data.train.classes),
+        kind=TEXTURE_DENSITY,
+        class_names=data.train.classes,
+        images=train.features.images,
+    ).to(compute.device)
+
+
+def check_own_output(backbone: Backbone, train: ImageDataset, compute: Compute, expected: int) -> None:
+    """Reject a network whose own output is not what the task predicts.
+
+    Raises:
+        UsageError: It has another number of outputs.
+    """
+    with torch.inference_mode():
+        output = backbone(example_input(train.preprocess).to(compute.device))[1]
+    width = None if output is None else output.shape[1]
+    if width != expected:
+        of_each = f", one for each class of {train.name}" if expected == len(train.classes) else ""
+        raise UsageError(
+            f"expected a network of {expected} output{'s' * (expected > 1)}{of_each}, got {width}; use the data it was "
+            "trained for, and a factory that reads num_classes"
+        )
 
 
 def check_same_layers(candidate: Candidate, projection: FittedProjection) -> None:
@@ -125,8 +203,26 @@ def check_same_layers(candidate: Candidate, projection: FittedProjection) -> Non
         )
 
 
+def report_of(
+    candidate: Candidate,
+    projection: FittedProjection,
+    parts: FittedParts,
+    metrics: Mapping[str, Any],
+    provenance: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return what a bundle records of its fit; ``metrics`` are those of the calibration split."""
+    gates = {} if parts.choice is None else {"gates": parts.choice.to_json()}
+    report = {
+        "collapse": candidate.report and {**candidate.report.to_json(), "notes": list(candidate.notes)},
+        "metrics": {**metrics, "projection": projection_metrics(projection.report), **gates},
+        "provenance": dict(provenance or {}),
+    }
+    recorded: dict[str, Any] = rounded(report)
+    return recorded
+
+
 def projection_metrics(report: ProjectionReport) -> dict[str, Any]:
-    """What a bundle records of its projection."""
+    """Return what a bundle records of its projection."""
     choice = report.choice
     return {
         "nc1": choice.nc1,
@@ -140,7 +236,7 @@ def projection_metrics(report: ProjectionReport) -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """Numbers of a report to 9 digits: the version hashes them, and the last ones depend on how sums were split."""
+    """Return a report's numbers to 9 digits: the version hashes them, and the last ones depend on how sums split."""
     if isinstance(value, float):
         return float(f"{value:.9g}")
     if isinstance(value, Mapping):

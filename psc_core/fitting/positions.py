@@ -3,7 +3,7 @@
 NC1 and NC4 ask only what tells the known classes apart, and one component a channel is often enough for that: it says
 what is in the image and not where.  A density lives on the rest, too.  So it is fitted with d_proj spatial components,
 with twice as many, and so on, and asked to tell images made from the selection split
-(:mod:`psc_core.gates.fit.made_up`) from the images as they are; the fewest components within :data:`TOLERANCE` of the
+(:mod:`psc_core.gates.fit.made_up`) from the images as they are; the fewest components within :data:`AUROC_LOSS` of the
 best mean AUROC are kept.
 """
 
@@ -26,7 +26,7 @@ from psc_core.network.backbone import Backbone, FeatureStep, feature_step
 from psc_core.projection.fit.projection import SizedProjection
 from psc_core.projection.module import Projection
 
-TOLERANCE: Final = 0.005
+AUROC_LOSS: Final = 0.005
 """Loss of mean AUROC that fewer components may cost."""
 
 TRAINING_IMAGES: Final = 10_000
@@ -87,8 +87,8 @@ def usable(
 
 
 def fewest_positions(found: Mapping[int, float]) -> int:
-    """The smallest number of spatial components within :data:`TOLERANCE` of the best."""
-    return min(d for d, value in found.items() if value >= max(found.values()) - TOLERANCE)
+    """The smallest number of spatial components within :data:`AUROC_LOSS` of the best."""
+    return min(d for d, value in found.items() if value >= max(found.values()) - AUROC_LOSS)
 
 
 @torch.inference_mode()

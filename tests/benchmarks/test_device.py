@@ -13,7 +13,7 @@ from benchmarks.device import report, run
 from benchmarks.device.subjects import SUBJECTS, Plain, Subject, enable_dropout, fused, unfused, with_dropout
 from benchmarks.device.timing import operations, ratio, take_turns, traffic
 from psc_core.images.preprocess import PRESETS
-from psc_core.model.outputs import Outputs
+from psc_core.tasks.outputs import Outputs
 
 CPU = torch.device("cpu")
 NETWORK = "benchmarks.networks:wide_resnet10_1"
@@ -69,7 +69,8 @@ def test_parts_end_with_the_outputs(name: str, density: str) -> None:
     subject = next(each for each in (TINY, *SUBJECTS) if each.name == name)
     pipeline = subject.pipeline(subject.network(), "fp32", CPU, density=density)
     pixels = images(3, subject.preprocess.channels, subject.size)
-    named, outputs = run.parts(pipeline, pixels, CPU), Outputs(pipeline(pixels), pipeline.gate_names)
+    named = run.parts(pipeline, pixels, CPU)
+    outputs = Outputs(pipeline(pixels), pipeline.scorer.head.score_names, pipeline.gate_names)
     assert tuple(named) == report.PARTS and bool(pipeline.gate_names) == subject.shipped
     torch.testing.assert_close(named["pack"](), outputs.packed)
     torch.testing.assert_close(outputs.probabilities.sum(1), torch.ones(3))

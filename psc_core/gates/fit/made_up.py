@@ -91,19 +91,13 @@ TRANSFORMS: Final[Mapping[str, Callable[[Pixels], Pixels]]] = {
     "contrast": raise_contrast,
     "framed": frame,
 }
-"""Those that need one image each."""
-
-
-def is_ambiguous(dataset: ImageDataset) -> bool:
-    """Whether some image has labels of several classes."""
-    firsts = dataset.first_labels().repeat_interleave(dataset.offsets.diff())
-    return bool((dataset.labels != firsts).any())
+"""Alterations that need one image each."""
 
 
 def made_up_batches(
     dataset: ImageDataset, compute: Compute, description: str, *, mixed: bool, seed: int
 ) -> Iterator[Mapping[str, Pixels]]:
-    """At most :data:`IMAGES` images, batch by batch on the device: as they are, and each kind made from them.
+    """Yield at most :data:`IMAGES` images, batch by batch on the device: as they are, and each kind made from them.
 
     Args:
         dataset: Images of known classes.

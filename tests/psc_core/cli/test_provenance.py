@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from psc_core import FitSettings
 from psc_core.cli import fit as cli
 from psc_core.cli.provenance import check_disjoint, provenance_of
-from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import image_folder
-from psc_core.fitting.settings import FitSettings
+from psc_core.fitting.data import FitData
 from psc_core.images.preprocess import PRESETS
 from psc_core.network.load import Recipe
 from tests.psc_core.cli.support import run
@@ -28,10 +28,10 @@ def write_bitmaps(root: Path, shade: int) -> Path:
     return root
 
 
-def provenance(train: ImageDataset, val: ImageDataset, folder: Path) -> dict[str, Any]:
+def provenance(data: FitData, folder: Path) -> dict[str, Any]:
     weights = folder / "weights"
     weights.write_bytes(b"")
-    return provenance_of(Recipe("torchvision:resnet18", 2), weights, FitSettings(), train, val)
+    return provenance_of(Recipe("torchvision:resnet18", 2), weights, FitSettings(), data)
 
 
 def test_rejects_training_images_as_validation(tiny_job, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
@@ -45,11 +45,12 @@ def test_rejects_training_images_as_validation(tiny_job, data_root: Path, tmp_pa
 
 def test_accepts_other_images_of_equal_names_and_sizes(tmp_path: Path) -> None:
     train, val = (image_folder(write_bitmaps(tmp_path / str(n), n), PRESETS["mnist"]) for n in (10, 20))
-    origin = provenance(train, val, tmp_path)
+    data = FitData.of(train, val)
+    origin = provenance(data, tmp_path)
     assert origin["train"]["sha256"] == origin["val"]["sha256"]
-    check_disjoint(train, val, origin)
+    check_disjoint(data, origin)
 
 
 def test_undecodable_folder_name(tmp_path: Path) -> None:
     data = image_folder(write_bitmaps(tmp_path / os.fsdecode(b"caf\xe9"), 0), PRESETS["mnist"])
-    assert provenance(data, data, tmp_path)["train"]["name"] == "caf\N{REPLACEMENT CHARACTER}"
+    assert provenance(FitData.of(data, data), tmp_path)["train"]["name"] == "caf\N{REPLACEMENT CHARACTER}"

@@ -14,8 +14,9 @@ import torch
 from psc_core.collapse.measure import measure_layers
 from psc_core.compute import distributed
 from psc_core.compute.distributed import Process, Reducer
+from psc_core.data.dataset import balanced
 from psc_core.errors import UsageError
-from psc_core.fitting import stages as fit
+from psc_core.fitting import paper as fit
 from tests.psc_core.collapse.test_measure import Net, images, on_cpu
 
 PROGRAM = """
@@ -97,11 +98,12 @@ def test_shard_may_be_empty() -> None:
 
 
 def test_rejects_fewer_images_than_processes() -> None:
-    few = images(0, 40).subset(torch.arange(2))
-    Reducer(1, 2).require(few)
-    for rank in range(3):
-        with pytest.raises(UsageError, match="for each of 3 processes, got 2"):
-            fit.measure_collapse(Net(), few, few, options=fit.FitOptions(device="cpu", reducer=Reducer(rank, 3)))
+    few = balanced(images(0, 40), 2 * len(images(0, 40).classes))
+    Reducer(1, len(few)).require(few)
+    world = len(few) + 1
+    for rank in range(world):
+        with pytest.raises(UsageError, match=f"for each of {world} processes, got {len(few)}"):
+            fit.measure_collapse(Net(), few, few, device="cpu", reducer=Reducer(rank, world))
 
 
 def test_single_process_neither_shards_nor_sums() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -106,3 +107,10 @@ def test_balanced_takes_as_many_of_each_class_as_there_are(labels: list[int], co
     left = [labels.count(k) > taken[k] for k in range(4)]
     assert all(taken[k] >= max(taken) - 1 for k in range(4) if left[k])
     assert balanced(data, None) is data and torch.equal(balanced(data, count, seed).indices, chosen.indices)
+
+
+def test_images_are_ambiguous_where_their_labels_differ() -> None:
+    once = numbered(torch.tensor([0, 1, 2, 1]))
+    twice = replace(once, labels=once.labels.repeat_interleave(2), offsets=2 * once.offsets)
+    assert not once.is_ambiguous and not twice.is_ambiguous
+    assert replace(twice, labels=twice.labels.roll(1)).is_ambiguous

@@ -1,4 +1,4 @@
-"""Tables of images and numbers, and the bins of these."""
+"""Tables of images and numbers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.sources import ArraySource
 from psc_core.data.spec import open_dataset
-from psc_core.data.targets import binned, in_bins, measured, quantile_edges
+from psc_core.data.targets import measured
 from psc_core.errors import DataError, UsageError
 from psc_core.images.preprocess import PRESETS
 from psc_core.target import Target
@@ -28,28 +26,6 @@ def numbers(values: list[float]) -> ImageDataset:
     return measured("some", AGE, source, torch.tensor(values, dtype=torch.float64), TINY)
 
 
-@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=300).filter(lambda v: min(v) < max(v)))
-def test_bins_part_the_numbers(values: list[float]) -> None:
-    train, again = binned(numbers(values), numbers(values))
-    edges = quantile_edges(torch.tensor(values))
-    assert train.labels.tolist() == [sum(value >= edge for edge in edges.tolist()) for value in values]
-    counts = train.labels.bincount(minlength=len(train.classes))
-    assert 2 <= len(train.classes) <= 10 and int(counts.min()) > 0
-    assert len(set(train.classes)) == len(train.classes) == len(edges) + 1
-    assert torch.equal(train.labels, again.labels)
-
-
-def test_many_numbers_fill_bins_alike() -> None:
-    train = in_bins(numbers([float(i) for i in range(400)]), quantile_edges(torch.arange(400.0)))
-    assert train.labels.bincount().tolist() == [40] * 10
-    assert (train.classes[0], train.classes[1], train.classes[-1]) == ("below 40", "40 to 80", "360 and above")
-
-
-def test_equal_numbers_are_refused() -> None:
-    with pytest.raises(DataError, match="all are 4; nothing to fit"):
-        quantile_edges(torch.full((30,), 4.0))
-
-
 def test_subset_and_batches_keep_the_numbers() -> None:
     data = numbers([3.0, 1.0, 2.0]).subset(torch.tensor([2, 0]))
     (batch,) = data.batches(5)
@@ -61,12 +37,6 @@ def test_subset_and_batches_keep_the_numbers() -> None:
 def test_unusable_numbers_are_refused(values: list[float], said: str) -> None:
     with pytest.raises(DataError, match=said):
         numbers(values)
-
-
-def test_another_target_for_validation_is_refused() -> None:
-    other = measured("other", Target(name="dose"), numbers([1.0, 2.0]).source, torch.tensor([1.0, 2.0]), TINY)
-    with pytest.raises(DataError, match="got age, years and dose"):
-        binned(numbers([1.0, 2.0]), other)
 
 
 def table(folder: Path, text: str) -> str:

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from psc_core import FitOptions, fit_projection, load_network, measure_collapse, open_dataset
+from psc_core import FitSettings, fit_projection, load_network, measure_collapse, open_dataset
 from psc_core.data.dataset import ImageDataset
 from psc_core.fitting.parts import FittedProjection
 from psc_core.images.preprocess import PRESETS
 from tests.conftest import TinyJob
 
 FACTORY = "tests.tiny:network"
-OPTIONS = FitOptions(device="cpu")
+SETTINGS = FitSettings(device="cpu")
 
 
 @pytest.fixture(scope="session")
@@ -35,5 +35,5 @@ def val(data_root: Path) -> ImageDataset:
 
 @pytest.fixture(scope="session")
 def projection(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> FittedProjection:
-    candidate = measure_collapse(net, train, val, options=OPTIONS).candidate("4")
-    return fit_projection(net, candidate, train, val, options=OPTIONS)
+    candidate = measure_collapse(net, train, val, settings=SETTINGS).candidate("4")
+    return fit_projection(net, candidate, train, val, settings=SETTINGS)

@@ -8,20 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from psc_core import FitOptions, fit_projection, fit_psc, measure_collapse
+from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.fitting.parts import FittedProjection
+from psc_core.tasks.head import Head
 
-OPTIONS = FitOptions(device="cpu")
+SETTINGS = FitSettings(device="cpu")
 
 
 def test_the_density_alone_is_calibrated(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
 ) -> None:
-    candidate = measure_collapse(net, train, val, layers="^4$", options=OPTIONS).candidate("4")
-    psc = fit_psc(net, candidate, projection, train, val, head="duq", ood_score="density", options=OPTIONS)
-    calibrates = split_validation(val, OPTIONS.seed)[1]
+    candidate = measure_collapse(net, train, val, layers="^4$", settings=SETTINGS).candidate("4")
+    psc = fit_psc(net, candidate, projection, train, val, head="duq", ood_score="density", settings=SETTINGS)
+    calibrates = split_validation(val, SETTINGS.seed)[1]
     found = psc.predict(next(calibrates.batches(len(calibrates))).images)
     assert torch.equal(found.ood_score, -found.log_density)
     torch.testing.assert_close(psc.calibration.ood_scores, found.ood_score.sort().values)
@@ -32,18 +33,19 @@ def test_the_density_alone_is_calibrated(
 def test_calibration_split_selects_nothing(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
 ) -> None:
-    calibrates = torch.isin(val.indices, split_validation(val, OPTIONS.seed)[1].indices)
+    calibrates = torch.isin(val.indices, split_validation(val, SETTINGS.seed)[1].indices)
     other = replace(val, labels=torch.where(calibrates, (val.labels + 1) % 10, val.labels))
     collapse, other_collapse = (
-        measure_collapse(net, train, data, layers="^4$", options=OPTIONS) for data in (val, other)
+        measure_collapse(net, train, data, layers="^4$", settings=SETTINGS) for data in (val, other)
     )
     assert collapse == other_collapse
     candidate = collapse.candidate("4")
-    assert fit_projection(net, candidate, train, other, options=OPTIONS).report.choice == projection.report.choice
+    assert fit_projection(net, candidate, train, other, settings=SETTINGS).report.choice == projection.report.choice
     one, two = (
-        fit_psc(net, candidate, projection, train, data, head="duq", options=OPTIONS).pipeline for data in (val, other)
+        fit_psc(net, candidate, projection, train, data, head="duq", settings=SETTINGS).pipeline
+        for data in (val, other)
     )
-    assert one.scorer.head is not None and two.scorer.head is not None
+    assert isinstance(one.scorer.head, Head) and isinstance(two.scorer.head, Head)
     assert one.scorer.head.record == two.scorer.head.record
     for name, tensor in one.state_dict().items():
         assert torch.equal(tensor, two.state_dict()[name]), name
@@ -58,8 +60,8 @@ def test_risk_reaches_the_ambiguity_threshold(
 ) -> None:
     for found in (0.3, None):
         monkeypatch.setattr(
-            "psc_core.fitting.calibrate.ambiguity_threshold", lambda *_, risk, found=found: found and risk
+            "psc_core.tasks.classification.fit.task.ambiguity_threshold", lambda *_, risk, found=found: found and risk
         )
-        psc = fit_psc(net, Candidate(("4",), ""), projection, train, val, head="duq", risk=0.3, options=OPTIONS)
+        psc = fit_psc(net, Candidate(("4",), ""), projection, train, val, head="duq", risk=0.3, settings=SETTINGS)
         assert psc.policy.ambiguity_threshold == pytest.approx(found or 2 * math.log(10))
         assert psc.report["metrics"]["risk"] == {"promised": 0.3, "confidence": 0.95, "threshold": found}

@@ -20,7 +20,7 @@ from psc_core.fitting import stages as fit
 from psc_core.fitting.checkpoint import agreed
 from tests.conftest import ROOT, TinyJob
 
-STAGES = ("measure_collapse", "fit_projection", "fit_psc")
+STAGES = ("collapse", "project", "fit_model")
 NAME = ("--name", "digits")
 
 
@@ -81,7 +81,7 @@ def files_of(folder: Path) -> list[Path]:
 def test_equal_jobs_give_equal_bytes(
     tiny_job: TinyJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str
 ) -> None:
-    monkeypatch.setattr("psc_core.heads.fit.sngp.FEATURES", 64)
+    monkeypatch.setattr("psc_core.tasks.classification.fit.sngp.FEATURES", 64)
     first, second = tmp_path / "first", tmp_path / "second"
     for out in (first, second):
         assert cli.main(arguments(tiny_job, out, "--head", head)) == 0
@@ -113,9 +113,9 @@ def test_seed_changes_the_version(tiny_job: TinyJob, tmp_path: Path, uninterrupt
 @pytest.mark.parametrize(
     ("stage", "files", "left"),
     [
-        ("measure_collapse", set(), ["measure_collapse", "fit_projection", "fit_psc"]),
-        ("fit_projection", {"job.txt", "collapse.json"}, ["fit_projection", "fit_psc"]),
-        ("fit_psc", {"job.txt", "collapse.json", "fitted_projection.safetensors"}, ["fit_psc"]),
+        ("collapse", set(), ["collapse", "project", "fit_model"]),
+        ("project", {"job.txt", "collapse.json"}, ["project", "fit_model"]),
+        ("fit_model", {"job.txt", "collapse.json", "fitted_projection.safetensors"}, ["fit_model"]),
     ],
 )
 def test_resumed_fit_gives_the_same_bundle(
@@ -152,7 +152,7 @@ def test_fit_that_was_interrupted_in_its_report_goes_on(
         assert cli.main(arguments(tiny_job, out, *other)) == ExitCode.BAD_INPUT
     assert kept(out) == stages and calls == []
     assert cli.main(arguments(tiny_job, out)) == 0
-    assert calls == ["fit_psc"]
+    assert calls == ["fit_model"]
     assert version(out) == uninterrupted and (out / "report.html").exists()
     assert kept(out) == set()
 
@@ -160,7 +160,7 @@ def test_fit_that_was_interrupted_in_its_report_goes_on(
 @pytest.mark.parametrize("change", [("--seed", "1"), ("--mean", "0.2"), ("--epsilon", "0.3"), ("--fresh",)])
 def test_changed_job_starts_again(tiny_job: TinyJob, tmp_path: Path, calls: list[str], change: tuple[str, ...]) -> None:
     out = tmp_path / "bundle"
-    interrupt(tiny_job, out, "fit_psc")
+    interrupt(tiny_job, out, "fit_model")
     calls.clear()
     assert cli.main(arguments(tiny_job, out, *change)) == 0
     assert calls == list(STAGES)
@@ -174,19 +174,19 @@ def test_later_settings_keep_the_checkpoint(
     assert cli.main(arguments(tiny_job, out, "--pca", "9999")) == 2
     calls.clear()
     assert cli.main(arguments(tiny_job, out, *change)) == 0
-    assert calls == ["fit_psc"]
+    assert calls == ["fit_model"]
 
 
 def test_incomplete_stage_is_fitted_again(
     tiny_job: TinyJob, tmp_path: Path, uninterrupted: str, calls: list[str]
 ) -> None:
     out = tmp_path / "bundle"
-    interrupt(tiny_job, out, "fit_psc")
+    interrupt(tiny_job, out, "fit_model")
     folder = next(tmp_path.glob(".*.stages"))
     (folder / "fitted_projection.safetensors").rename(folder / "fitted_projection.safetensors.part")
     calls.clear()
     assert cli.main(arguments(tiny_job, out)) == 0
-    assert calls == ["fit_projection", "fit_psc"]
+    assert calls == ["project", "fit_model"]
     assert version(out) == uninterrupted
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from psc_core import FitSettings
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
-from psc_core.fitting.options import FitOptions
-from psc_core.fitting.parts import FittedProjection, check_same_layers, fit_parts, rounded
+from psc_core.fitting.data import FitData
+from psc_core.fitting.parts import FittedProjection, check_same_layers, fit_parts, report_of, rounded
 
-OPTIONS = FitOptions(device="cpu")
+SETTINGS = FitSettings(device="cpu")
 CANDIDATE = Candidate(("4",), "")
 
 
@@ -19,23 +22,12 @@ CANDIDATE = Candidate(("4",), "")
 def test_gates_add_the_layer_of_the_texture(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection, with_gates: bool
 ) -> None:
-    parts = fit_parts(
-        net,
-        CANDIDATE,
-        projection,
-        train,
-        val,
-        head="duq",
-        density="gda",
-        pca=None,
-        keep_output=False,
-        with_gates=with_gates,
-        options=OPTIONS,
-    )
+    settings = replace(SETTINGS, head="duq", density="gda", ood_score="gates" if with_gates else "density")
+    parts = fit_parts(net, CANDIDATE, projection, FitData.of(train, val), settings)
     assert (parts.gates is not None) == with_gates == ("texture" in parts.gate_names)
     assert (parts.scorer.texture is not None) == with_gates
     assert len(parts.backbone.layers) == 1 + with_gates and parts.backbone.layers[0] == "4"
-    report = parts.report(CANDIDATE, projection, {"accuracy": 1 / 3}, None)
+    report = report_of(CANDIDATE, projection, parts, {"accuracy": 1 / 3}, None)
     assert report["metrics"]["accuracy"] == 0.333333333
     assert ("gates" in report["metrics"]) == with_gates
 

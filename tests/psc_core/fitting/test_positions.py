@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from psc_core import FitOptions, fit_projection, fit_psc, measure_collapse
+from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import UsageError
 from psc_core.fitting.checkpoint import Checkpoint
@@ -17,7 +17,7 @@ from psc_core.gates.fit import made_up
 from psc_core.metrics.ranking import auroc
 from psc_core.projection.fit.ranks import RankChoice
 
-OPTIONS = FitOptions(device="cpu")
+SETTINGS = FitSettings(device="cpu")
 
 
 def test_fewest_within_the_tolerance_of_the_best() -> None:
@@ -48,22 +48,22 @@ def test_classes_of_one_example_are_left_out() -> None:
 def test_compared_density_is_the_one_that_is_fitted(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset
 ) -> None:
-    candidate = measure_collapse(net, train, val, options=OPTIONS).candidate("4")
-    plain = fit_projection(net, candidate, train, val, c_proj=6, minimum_dim=1, options=OPTIONS)
-    kept = fit_projection(net, candidate, train, val, c_proj=6, minimum_dim=1, density="gda", options=OPTIONS)
+    candidate = measure_collapse(net, train, val, settings=SETTINGS).candidate("4")
+    plain = fit_projection(net, candidate, train, val, c_proj=6, minimum_dim=1, settings=SETTINGS)
+    kept = fit_projection(net, candidate, train, val, c_proj=6, minimum_dim=1, density="gda", settings=SETTINGS)
     assert plain.report.positions == () and len(kept.report.positions) > 1
     found = dict(kept.report.positions)
     assert next(iter(found)) == plain.projection.d_proj
     assert kept.projection.d_proj == kept.report.choice.d_proj == fewest_positions(found)
-    selection = split_validation(val, OPTIONS.seed)[0]
+    selection = split_validation(val, SETTINGS.seed)[0]
     made: dict[str, list[torch.Tensor]] = {}
-    for batch in made_up.made_up_batches(selection, OPTIONS.compute(), "", mixed=True, seed=OPTIONS.seed):
+    for batch in made_up.made_up_batches(selection, SETTINGS.compute(), "", mixed=True, seed=SETTINGS.seed):
         for kind, images in batch.items():
             made.setdefault(kind, []).append(images)
     for d_proj, expected in found.items():
-        sized = fit_projection(net, candidate, train, val, c_proj=6, d_proj=d_proj, options=OPTIONS)
+        sized = fit_projection(net, candidate, train, val, c_proj=6, d_proj=d_proj, settings=SETTINGS)
         psc = fit_psc(
-            net, candidate, sized, train, val, density="gda", head="duq", ood_score="density", options=OPTIONS
+            net, candidate, sized, train, val, density="gda", head="duq", ood_score="density", settings=SETTINGS
         )
         scores = {kind: psc.predict(torch.cat(images)).ood_score for kind, images in made.items()}
         aurocs = [auroc(scores["real"], of_kind) for kind, of_kind in scores.items() if kind != "real"]
@@ -74,17 +74,17 @@ def test_compared_density_is_the_one_that_is_fitted(
 def test_sizes_are_not_compared_where_nothing_depends_on_them(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset, more: dict[str, object]
 ) -> None:
-    candidate = measure_collapse(net, train, val, options=OPTIONS).candidate("4")
-    assert fit_projection(net, candidate, train, val, options=OPTIONS, **more).report.positions == ()  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="expected density to be one of gda"):
-        fit_projection(net, candidate, train, val, options=OPTIONS, density="kde")
+    candidate = measure_collapse(net, train, val, settings=SETTINGS).candidate("4")
+    assert fit_projection(net, candidate, train, val, settings=SETTINGS, **more).report.positions == ()  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="expected density of a classifier to be one of gda"):
+        fit_projection(net, candidate, train, val, settings=SETTINGS, density="kde")
 
 
 def test_checkpoint_keeps_what_was_compared(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset, tmp_path: Path
 ) -> None:
-    candidate = measure_collapse(net, train, val, options=OPTIONS).candidate("4")
-    fitted = fit_projection(net, candidate, train, val, c_proj=6, minimum_dim=1, density="gda", options=OPTIONS)
+    candidate = measure_collapse(net, train, val, settings=SETTINGS).candidate("4")
+    fitted = fit_projection(net, candidate, train, val, c_proj=6, minimum_dim=1, density="gda", settings=SETTINGS)
     checkpoint = Checkpoint.open(tmp_path / "stages", {})
     checkpoint.save_projection(fitted)
     kept = checkpoint.load_projection()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from psc_core import PRESETS, PSC, FitOptions, fit_projection, fit_psc, load_network, open_dataset
+from psc_core import PRESETS, PSC, FitSettings, fit_projection, fit_psc, load_network, open_dataset
 from psc_core.collapse.report import Candidate
 from tests.conftest import TinyJob
 
@@ -39,12 +39,12 @@ def test_candidate(
         open_dataset(f"{name}:{data_root}", split=split, preprocess=PRESETS["mnist"])
         for name, split in (("mnist", "train"), ("mnist", "val"), ("fashion-mnist", "test"))
     )
-    options = FitOptions(device="cpu", max_memory_bytes=budget)
+    settings = FitSettings(device="cpu", max_memory=budget)
     candidate = Candidate(layers, "named by the test")
-    projection = fit_projection(net, candidate, train, val, minimum_dim=8, options=options)
+    projection = fit_projection(net, candidate, train, val, minimum_dim=8, settings=settings)
     assert tuple(projection.projection.positions) == positions
     assert bool(projection.report.note) == reduced
-    psc = fit_psc(net, candidate, projection, train, val, options=options)
+    psc = fit_psc(net, candidate, projection, train, val, settings=settings)
     psc.save(tmp_path / "bundle")
     again = PSC.load(tmp_path / "bundle", device="cpu", allow_factories=(FACTORY,))
     digits = next(iter(val.batches(100))).images

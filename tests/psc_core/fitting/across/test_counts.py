@@ -11,34 +11,33 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from psc_core import FitSettings, fit_projection, fit_psc
 from psc_core.collapse.measure import measure_layers
 from psc_core.compute.passes import MAXIMUM_CPU_BATCH, Compute
-from psc_core.fitting.options import FitOptions
-from psc_core.fitting.stages import fit_projection, fit_psc
-from psc_core.heads.fit import softmax
 from psc_core.numerics.scatter import ClassScatter, class_pairs
+from psc_core.tasks.classification.fit import softmax
 from tests import tiny
 from tests.psc_core.fitting.support import counted, typical
 
-OPTIONS = FitOptions(device="cpu")
+SETTINGS = FitSettings(device="cpu")
 
 
-def test_fit_reads_training_images_five_times(data_root: Path) -> None:
-    """Collapse, moments, sizes, features, early layers; the selection split five times, the calibration split once."""
+def test_fit_reads_training_images_four_times(data_root: Path) -> None:
+    """Collapse, moments, sizes, features; the selection split five times, the calibration split once."""
     net = tiny.network().eval()
     (train, train_reads), (val, val_reads) = counted(data_root, "train"), counted(data_root, "val")
-    candidate = measure_layers(net, train, val, OPTIONS.compute()).candidate("4")
+    candidate = measure_layers(net, train, val, SETTINGS.compute()).candidate("4")
     assert (typical(train_reads), set(val_reads.values())) == (1, {1})
     train_reads.clear(), val_reads.clear()
-    projection = fit_projection(net, candidate, train, val, minimum_dim=8, options=OPTIONS)
+    projection = fit_projection(net, candidate, train, val, minimum_dim=8, settings=SETTINGS)
     assert typical(train_reads) == 2
     assert set(val_reads.values()) == {1} and len(val_reads) == len(val) // 2
     train_reads.clear(), val_reads.clear()
-    fit_psc(net, candidate, projection, train, val, options=OPTIONS)
-    assert typical(train_reads) == 2
+    fit_psc(net, candidate, projection, train, val, settings=SETTINGS)
+    assert typical(train_reads) == 1
     assert sorted(val_reads.values()) == [1] * (len(val) - len(val) // 2) + [3] * (len(val) // 2)
     train_reads.clear(), val_reads.clear()
-    fit_psc(net, candidate, projection, train, val, ood_score="density", options=OPTIONS)
+    fit_psc(net, candidate, projection, train, val, ood_score="density", settings=SETTINGS)
     assert set(train_reads.values()) == {1}
     assert set(val_reads.values()) == {1} and len(val_reads) == len(val)
 
@@ -66,7 +65,7 @@ def test_collapse_takes_one_forward_pass(data_root: Path) -> None:
     (train, _), (val, _) = counted(data_root, "train"), counted(data_root, "val")
     net = tiny.network().eval()
     with FirstConvolution() as seen:
-        measure_layers(net, train, val, OPTIONS.compute())
+        measure_layers(net, train, val, SETTINGS.compute())
     examples = seen.images - len(train) - len(val)
     assert 0 < examples <= 16
 

@@ -14,19 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import ArraySource
-from psc_core.fitting.options import FitOptions
-from psc_core.fitting.stages import fit_projection, fit_psc, measure_collapse
-from psc_core.heads.fit import preconditioning, softmax
 from psc_core.images.preprocess import PRESETS
 from psc_core.numerics import matrix
+from psc_core.tasks.classification.fit import preconditioning, softmax
 
 BYTES_AN_IMAGE = 100
 """Labels, offsets and positions, and as much again while they are put in order."""
 
 CLASSES = 4
-OPTIONS = FitOptions(device="cpu")
+SETTINGS = FitSettings(device="cpu")
 
 
 class LiveBytes(TorchDispatchMode):
@@ -79,9 +78,9 @@ def maximum_bytes(images: int) -> int:
     net = net.append(nn.Linear(64, CLASSES)).eval()
     train, val = repeated(images), repeated(400)
     with LiveBytes() as live:
-        candidate = measure_collapse(net, train, val, options=OPTIONS).candidate("0")
-        projection = fit_projection(net, candidate, train, val, c_proj=64, d_proj=8, options=OPTIONS)
-        fit_psc(net, candidate, projection, train, val, options=OPTIONS)
+        candidate = measure_collapse(net, train, val, settings=SETTINGS).candidate("0")
+        projection = fit_projection(net, candidate, train, val, c_proj=64, d_proj=8, settings=SETTINGS)
+        fit_psc(net, candidate, projection, train, val, settings=SETTINGS)
     return live.maximum
 
 

@@ -9,21 +9,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from psc_core import PSCRegressor, fit_projection, measure_collapse, open_dataset
+from psc_core import (
+    FitSettings,
+    PSCRegressor,
+    fit_projection,
+    fit_psc,
+    fit_regressor,
+    measure_collapse,
+    open_dataset,
+)
 from psc_core.cli.fit import main
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.targets import binned
 from psc_core.errors import DataError, UsageError
-from psc_core.fitting.options import FitOptions
-from psc_core.fitting.regression import calibration_metrics, fit_regressor
-from psc_core.fitting.stages import fit_psc
 from psc_core.images.preprocess import PRESETS
 from psc_core.model.load import load_model
+from psc_core.tasks.regression.fit.bins import binned
 from tests import tiny
 from tests.conftest import TinyJob
 
 ALLOW = ("tests.tiny:network",)
-CPU = FitOptions(device="cpu")
+CPU = FitSettings(device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +41,13 @@ def test_the_library_fits_what_the_command_line_fits(
     angle_job: TinyJob, angle_bundle: Path, turned: tuple[ImageDataset, ImageDataset]
 ) -> None:
     train, val = turned
-    candidate = measure_collapse(angle_job.net, train, val, options=CPU).candidate()
-    projection = fit_projection(angle_job.net, candidate, train, val, minimum_dim=8, options=CPU)
-    ours = fit_regressor(angle_job.net, candidate, projection, train, val, coverage=0.9, options=CPU)
+    candidate = measure_collapse(angle_job.net, train, val, settings=CPU).candidate()
+    projection = fit_projection(angle_job.net, candidate, train, val, minimum_dim=8, settings=CPU)
+    ours = fit_regressor(angle_job.net, candidate, projection, train, val, coverage=0.9, settings=CPU)
     theirs = PSCRegressor.load(angle_bundle, device="cpu", allow_factories=ALLOW)
     images = next(val.batches(20)).images
     torch.testing.assert_close(ours.predict(images).outputs.packed, theirs.predict(images).outputs.packed)
     assert ours.classes == theirs.classes == binned(train, val)[0].classes
-
-
-def test_metrics_are_those_of_the_calibration_split() -> None:
-    y, mean = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 3.0])
-    metrics = calibration_metrics(mean, torch.ones(3), y)
-    assert metrics["validation_images"] == 3 and metrics["rmse"] == pytest.approx((1 / 3) ** 0.5)
 
 
 def test_the_networks_own_mean_is_kept(
@@ -74,8 +73,8 @@ def test_a_bundle_records_its_task(angle_bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--task", "classification"), "give --task regression"),
-        (("--head", "laplace"), "expected a --head of blr, dve"),
+        (("--task", "classification"), "the task of these images is regression"),
+        (("--head", "laplace"), "expected head of a regression to be one of blr, dve"),
         (("--coverage", "0.999"), "expected coverage"),
     ],
 )
@@ -90,15 +89,15 @@ def test_classes_are_no_numbers(
     tiny_job: TinyJob, tmp_path: Path, capsys: pytest.CaptureFixture[str], turned: tuple[ImageDataset, ImageDataset]
 ) -> None:
     assert main([*tiny_job.args, "--task", "regression", "--out", str(tmp_path / "out")]) == 2
-    assert "expected a table of images and numbers" in capsys.readouterr().err
+    assert "the task of these images is classification" in capsys.readouterr().err
     train, val = turned
     net = tiny.network(1).eval()
-    candidate = measure_collapse(net, train, val, options=CPU).candidate("2")
-    projection = fit_projection(net, candidate, train, val, c_proj=2, d_proj=2, options=CPU)
+    candidate = measure_collapse(net, train, val, settings=CPU).candidate("2")
+    projection = fit_projection(net, candidate, train, val, c_proj=2, d_proj=2, settings=CPU)
     with pytest.raises(UsageError, match="ood_score of a regression to be one of gates, density, got 'entropy'"):
-        fit_regressor(net, candidate, projection, train, val, ood_score="entropy", options=CPU)
-    with pytest.raises(UsageError, match="use fit_regressor"):
-        fit_psc(net, candidate, projection, train, val, options=CPU)
+        fit_regressor(net, candidate, projection, train, val, ood_score="entropy", settings=CPU)
+    with pytest.raises(UsageError, match="which a classifier does not predict"):
+        fit_psc(net, candidate, projection, train, val, settings=CPU)
     with pytest.raises(DataError, match="expected the same target"):
         digits = open_dataset(f"mnist:{Path('tests/data')}", split="val", preprocess=PRESETS["mnist"])
-        fit_regressor(net, candidate, projection, train, digits, options=CPU)
+        fit_regressor(net, candidate, projection, train, digits, settings=CPU)

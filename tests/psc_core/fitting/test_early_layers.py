@@ -10,22 +10,22 @@ import torch
 from torch import nn
 from torchvision import models
 
-from psc_core import PSC, FitOptions, fit_psc, open_dataset
+from psc_core import PSC, FitSettings, fit_psc, open_dataset
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.fitting.calibrate import score_dataset
-from psc_core.fitting.gates import early_layers, is_ambiguous
+from psc_core.fitting.early_layers import early_layers
 from psc_core.fitting.parts import FittedProjection
-from psc_core.gates.gates import readings_of
+from psc_core.gates.combined import readings_of
 from psc_core.images.preprocess import PRESETS
 
 FACTORY = "tests.tiny:network"
-OPTIONS = FitOptions(device="cpu")
+SETTINGS = FitSettings(device="cpu")
 
 
 @pytest.fixture(scope="module")
 def psc(net: nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection) -> PSC:
-    return fit_psc(net, Candidate(("4",), ""), projection, train, val, head="duq", options=OPTIONS)
+    return fit_psc(net, Candidate(("4",), ""), projection, train, val, head="duq", settings=SETTINGS)
 
 
 def test_what_is_served_was_fitted(psc: PSC, val: ImageDataset, tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_what_is_served_was_fitted(psc: PSC, val: ImageDataset, tmp_path: Path) 
     assert psc.layers == ("4",) and psc.backbone.layers[1:] == (psc.report["metrics"]["gates"]["chosen"][8],)
     psc.save(tmp_path / "bundle")
     served = PSC.load(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY])
-    calibrates = split_validation(val, OPTIONS.seed)[1]
+    calibrates = split_validation(val, SETTINGS.seed)[1]
     images = next(calibrates.batches(len(calibrates))).images
     fitted, told = psc.predict(images), served.predict(images)
     assert torch.equal(told.outputs.packed, fitted.outputs.packed)
@@ -45,11 +45,11 @@ def test_what_is_served_was_fitted(psc: PSC, val: ImageDataset, tmp_path: Path) 
 
 
 def test_score_is_that_of_the_gates(psc: PSC, val: ImageDataset) -> None:
-    selection, calibrates = split_validation(val, OPTIONS.seed)
+    selection, calibrates = split_validation(val, SETTINGS.seed)
     gates = psc.pipeline.gates
     assert gates is not None
     readings = [
-        readings_of(gates.names, score_dataset(psc.pipeline.scorer, half, OPTIONS.compute(), "")[0].scores)
+        readings_of(gates.names, score_dataset(psc.pipeline.scorer, half, SETTINGS.compute(), "").scores)
         for half in (selection, calibrates)
     ]
     torch.testing.assert_close(gates.ascending, readings[0].sort(dim=0).values.T)
@@ -70,24 +70,19 @@ def test_ambiguous_images_are_no_alarm(
 ) -> None:
     both = torch.stack([train.labels, (train.labels + 1) % 10], dim=1).flatten()
     doubtful = replace(train, labels=both, offsets=2 * train.offsets)
-    assert is_ambiguous(doubtful) and not is_ambiguous(train)
-    psc = fit_psc(net, Candidate(("4",), ""), projection, doubtful, val, head="duq", options=OPTIONS)
+    assert doubtful.is_ambiguous and not train.is_ambiguous
+    psc = fit_psc(net, Candidate(("4",), ""), projection, doubtful, val, head="duq", settings=SETTINGS)
     assert psc.gates == ("texture", "kind")
     report = psc.report["metrics"]["gates"]
     assert "mixed" not in report["kinds"] and "several labels" in report["reason"]
-
-
-def test_same_labels_are_not_ambiguous(val: ImageDataset) -> None:
-    twice = replace(val, labels=val.labels.repeat_interleave(2), offsets=2 * val.offsets)
-    assert not is_ambiguous(twice)
 
 
 def test_first_layer_leaves_no_texture(net: nn.Module, train: ImageDataset, val: ImageDataset, tmp_path: Path) -> None:
     from psc_core import fit_projection
 
     candidate = Candidate(("0",), "")
-    fitted = fit_projection(net, candidate, train, val, options=OPTIONS)
-    psc = fit_psc(net, candidate, fitted, train, val, head="duq", options=OPTIONS)
+    fitted = fit_projection(net, candidate, train, val, settings=SETTINGS)
+    psc = fit_psc(net, candidate, fitted, train, val, head="duq", settings=SETTINGS)
     assert psc.gates == ("kind", "confidence") and psc.backbone.layers == ("0",)
     psc.save(tmp_path / "bundle")
     assert PSC.load(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY]).gates == psc.gates

@@ -1,0 +1,125 @@
+"""The images of a fit: checked, labelled and split once, at the entrance; every stage takes them from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from psc_core.calibration.conformal import check_rates
+from psc_core.data.cache import cached
+from psc_core.data.dataset import ImageDataset, balanced, split_validation
+from psc_core.errors import DataError, UsageError
+from psc_core.tasks.fit.task import TaskFit, task_fit, task_fit_for
+
+
+@dataclass(frozen=True)
+class FitData:
+    """Training images, and validation images in two halves.
+
+    Attributes:
+        train: Training images.
+        val: All validation images.
+        selection: Validation images that select the layer, the sizes, the prior precision and the temperature.
+        calibration: Validation images that only calibrate, so that stated rates hold.
+        fit: How models of what these images are labelled with are fitted.
+    """
+
+    train: ImageDataset
+    val: ImageDataset
+    selection: ImageDataset
+    calibration: ImageDataset
+    fit: TaskFit
+
+    @classmethod
+    def of(
+        cls,
+        train: ImageDataset,
+        val: ImageDataset,
+        *,
+        seed: int = 0,
+        task: str | None = None,
+        max_images: int | None = None,
+    ) -> FitData:
+        """Check, label and split images as they were opened.
+
+        Args:
+            train: Training images.
+            val: Validation images, none of them trained on.
+            seed: Splits the validation images, and draws training images.
+            task: One of :data:`psc_core.tasks.TASKS`; None for the one of the images' labels.
+            max_images: Training images that are used, balanced over classes; None for all.
+
+        Raises:
+            UsageError: The images are not labelled with what the task predicts.
+            DataError: Classes or numbers that differ between the two, or too few images.
+        """
+        fit = task_fit_for(train) if task is None else task_fit(task)
+        if not fit.takes(train):
+            raise UsageError(
+                f"{train.name} has {task_fit_for(train).said_of(train)}, which a {fit.task_type.noun} does not "
+                f"predict; the task of these images is {task_fit_for(train).task_type.name}"
+            )
+        if train.target != val.target:
+            raise DataError(
+                f"expected the same target for training and validation, got {train.target} and {val.target}"
+            )
+        train, val = fit.labelled(train, val)
+        train = balanced(train, max_images, seed)
+        check_classes(train, val)
+        return cls(train, val, *split_validation(val, seed), fit)
+
+    @classmethod
+    def without_validation(cls, train: ImageDataset) -> FitData:
+        """Return training images that stand for the validation images too, for a stage that only selects by them."""
+        fit = task_fit_for(train)
+        train = fit.labelled(train, train)[0]
+        return cls(train, train, train, train, fit)
+
+    def fewer(self, training_images: int, validation_images: int, seed: int) -> FitData:
+        """Return so many random images, balanced over classes, split as all of them are."""
+        train, val = balanced(self.train, training_images, seed), balanced(self.val, validation_images, seed)
+        return FitData(train, val, *split_validation(val, seed), self.fit)
+
+    def cached(self, folder: Path | None, *, processes: int) -> FitData:
+        """Return the same images with their pixels kept, see :func:`psc_core.data.cache.cached`."""
+        train, val = (cached(data, folder, processes=processes) for data in (self.train, self.val))
+        selection, calibration = (replace(half, source=val.source) for half in (self.selection, self.calibration))
+        return FitData(train, val, selection, calibration, self.fit)
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """True where some image has labels of several classes."""
+        return self.train.is_ambiguous or self.val.is_ambiguous
+
+    def check_rates(self, *, alpha: float, coverage: float) -> None:
+        """Reject rates that the calibration split is too small for.
+
+        Raises:
+            UsageError: ``alpha`` below 1/(n + 1) or ``coverage`` above n/(n + 1).
+        """
+        try:
+            check_rates(len(self.calibration), alpha=alpha, coverage=coverage)
+        except UsageError as error:
+            raise UsageError(f"{error} (half of the {len(self.val)} validation images calibrate)") from error
+
+
+def check_classes(train: ImageDataset, val: ImageDataset) -> None:
+    """Require the same classes in both, at least two of them, each with at least two training images.
+
+    Raises:
+        DataError: They differ or have too few images.
+    """
+    if train.classes != val.classes:
+        odd = sorted(set(train.classes) ^ set(val.classes))
+        raise DataError(
+            f"expected the same class folders for training and validation, they differ in {odd[:10]}; "
+            "make the folders match (one without images is enough for a class that validation lacks)"
+        )
+    if len(train.classes) < 2:
+        raise DataError(f"expected at least two classes, got {list(train.classes)}; give a folder for each class")
+    counts = torch.bincount(train.labels, minlength=len(train.classes))
+    if counts.min() < 2:
+        rare = train.classes[int(counts.argmin())]
+        raise DataError(f"expected at least two training images of each class, got {int(counts.min())} of {rare!r}")

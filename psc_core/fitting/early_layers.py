@@ -1,0 +1,171 @@
+"""Choose the gates of a model: which early layer tells strange texture, on images made from the validation images.
+
+Which gates there are is a rule, not a choice: ``kind`` always, ``texture`` wherever a layer lies before the candidate,
+and ``confidence`` unless images are ambiguous by nature, that is, some training or validation image has labels of
+several classes.  There a high entropy is no reason to call an image out of distribution.  A task without entropies has
+no such gate (:attr:`.TaskFit.why_no_confidence`).  Choosing the gates on made-up images too was tried: it dropped gates
+that real images need, because made-up far images have stranger textures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from psc_core.compute.passes import Compute
+from psc_core.data.dataset import ImageDataset
+from psc_core.density import Density
+from psc_core.errors import NetworkError
+from psc_core.fitting.data import FitData
+from psc_core.fitting.features import Layers
+from psc_core.gates.combined import CONFIDENCE, KIND, TEXTURE
+from psc_core.gates.fit.choice import GateChoice
+from psc_core.gates.fit.combined import fit_gates
+from psc_core.gates.fit.made_up import REAL, made_up_batches
+from psc_core.metrics.ranking import auroc
+from psc_core.model.pipeline import average_positions, embed, score
+from psc_core.network.backbone import Backbone
+from psc_core.network.layers import LayerInfo, list_layers
+from psc_core.projection.module import Projection
+from psc_core.tasks.head import Reader
+
+DEPTHS: Final = (1 / 3, 1 / 2, 2 / 3)
+"""The fractions of the way to the candidate at which early layers are compared."""
+
+TEXTURE_DENSITY: Final = "gda"
+"""Kind of the density of an early layer: the length of features tells textures apart."""
+
+
+class Texture(NamedTuple):
+    """An early layer and the density of its features, averaged over positions."""
+
+    layer: str
+    density: Density
+
+
+class ChosenGates(NamedTuple):
+    """The gates of a model."""
+
+    names: tuple[str, ...]  # some of :data:`psc_core.gates.combined.GATES`
+    texture: Texture | None
+    choice: GateChoice
+
+
+class Readers(NamedTuple):
+    """The modules that give the readings of all gates before one early layer is chosen."""
+
+    backbone: Backbone  # as it runs, cut behind all of ``layers``
+    layers: Layers
+    projection: Projection
+    density: Density
+    head: Reader
+    textures: Mapping[str, Density]  # of each early layer
+
+
+def choose_gates(readers: Readers, data: FitData, compute: Compute, seed: int) -> ChosenGates:
+    """Choose one of a few early layers on images made from the selection split.
+
+    Args:
+        readers: Fitted on the training images.
+        data: All validation images are looked through for images of several labels.
+        compute: Device, precision, batch size.
+        seed: Draws images.
+
+    Raises:
+        FitError: Readings that gates cannot be fitted to.
+    """
+    ambiguous = data.is_ambiguous
+    readings = made_up_readings(readers, data.selection, compute, mixed=not ambiguous, seed=seed)
+    entropies = readings[REAL].get(CONFIDENCE)
+    informative = entropies is not None and not ambiguous and bool(entropies.min() < entropies.max())
+    names: tuple[str, ...] = (KIND, CONFIDENCE) if informative else (KIND,)
+    reason = data.fit.why_no_confidence or _reason(ambiguous)
+    choice = compare(readings, names, tuple(readers.textures), reason=reason)
+    if not readers.textures:
+        return ChosenGates(names, None, choice)
+    layer = {option_name(layer, names): layer for layer in readers.textures}[choice.chosen]
+    return ChosenGates((TEXTURE, *names), Texture(layer, readers.textures[layer]), choice)
+
+
+def early_layers(net: nn.Module, layers: Sequence[str], example: Tensor) -> list[str]:
+    """Blocks, or operations of a network without blocks, at :data:`DEPTHS` of the way to the first of ``layers``."""
+    order = {layer.name: layer.index for layer in list_layers(net, example, granularity="all")}
+    end = min(order.get(name, len(order)) for name in layers)
+    for granularity in ("blocks", "operations"):
+        try:
+            listed: list[LayerInfo] = list_layers(net, example, granularity=granularity)
+        except NetworkError:  # It has none of them.
+            continue
+        before = [layer.name for layer in listed if order.get(layer.name, end) < end]
+        if before:
+            return list(dict.fromkeys(before[max(0, round(depth * len(before)) - 1)] for depth in DEPTHS))
+    return []
+
+
+Readings = Mapping[str, Tensor]
+"""The readings of n images, (n,) by gate; those of early layers by layer."""
+
+
+@torch.inference_mode()
+def made_up_readings(
+    readers: Readers, selection: ImageDataset, compute: Compute, *, mixed: bool, seed: int
+) -> dict[str, Readings]:
+    """Return the readings of real images of ``selection``, and of each kind of image made from them."""
+    autocast = torch.autocast(compute.device.type, torch.bfloat16, enabled=compute.precision == "bf16")
+    parts: dict[str, list[Readings]] = {}
+    for made in made_up_batches(selection, compute, "made-up images", mixed=mixed, seed=seed):
+        for kind, images in made.items():
+            with autocast:
+                features, output = readers.backbone(selection.preprocess.standardise(images))
+            readings = _readings(readers, features, output)
+            parts.setdefault(kind, []).append({name: values.cpu() for name, values in readings.items()})
+    return {kind: {name: torch.cat([part[name] for part in of_kind]) for name in of_kind[0]}
+            for kind, of_kind in parts.items()}  # fmt: skip
+
+
+def _readings(readers: Readers, features: Sequence[Tensor], output: Tensor | None) -> dict[str, Tensor]:
+    layers = readers.layers
+    candidate, others = layers.of(features, layers.candidate), layers.of(features, layers.head)
+    embedding = embed(readers.projection, readers.density, candidate, others, output)
+    scores = score(readers.density, readers.head, embedding).scores
+    found = {KIND: -scores["log_density"]}
+    if "predictive_entropy" in scores:
+        found[CONFIDENCE] = scores["predictive_entropy"]
+    for (layer, density), of_layer in zip(readers.textures.items(), layers.of(features, layers.texture), strict=True):
+        found[layer] = -density(average_positions([of_layer])).log_density
+    return found
+
+
+def compare(
+    readings: Mapping[str, Readings], names: Sequence[str], layers: Sequence[str], *, reason: str
+) -> GateChoice:
+    """AUROC of all gates with each early layer, and of less than that for comparison, on each kind of made-up image."""
+    real, kinds = readings[REAL], [kind for kind in readings if kind != REAL]
+    full = {option_name(layer, names): [layer, *names] for layer in layers} or {option_name(None, names): list(names)}
+    fewer = {option_name(None, names): list(names), **{name: [name] for name in names}}
+    fewer |= {option_name(layer, ()): [layer] for layer in layers}
+    aurocs = {}
+    for option, columns in (fewer | full).items():
+        inside = torch.stack([real[column] for column in columns], dim=1)
+        gates = fit_gates(_as_gates(columns, layers), inside, inside)
+        scores = {kind: gates.score(torch.stack([readings[kind][name] for name in columns], dim=1)) for kind in kinds}
+        aurocs[option] = {kind: auroc(gates.score(inside), of_kind) for kind, of_kind in scores.items()}
+    return GateChoice(aurocs, tuple(full), reason)
+
+
+def _reason(ambiguous: bool) -> str:
+    if ambiguous:
+        return "some images have several labels, so confidence is no gate and mixed images are none of the kinds"
+    return "no image has several labels, so confidence is a gate"
+
+
+def option_name(layer: str | None, names: Sequence[str]) -> str:
+    """Return the name of an option in tables, ``texture[layer1] + kind``."""
+    return " + ".join([*([] if layer is None else [f"{TEXTURE}[{layer}]"]), *names])
+
+
+def _as_gates(columns: Sequence[str], layers: Sequence[str]) -> list[str]:
+    return [TEXTURE if column in layers else column for column in columns]

@@ -1,0 +1,141 @@
+"""Read a network once over a data set and keep the features of every layer that a fit needs, on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from psc_core.compute.passes import Compute, passes
+from psc_core.data.dataset import ImageDataset, stable_order
+from psc_core.model.pipeline import average_positions
+from psc_core.network.backbone import Backbone, example_input, feature_step, truncate
+from psc_core.numerics.matrix import FeatureFile, FeatureMatrix, blocks
+from psc_core.projection.module import Projection
+from psc_core.tasks.fit.task import Features
+
+
+class Layers(NamedTuple):
+    """The layers that the last stage reads; an early layer may be read by both head and gates."""
+
+    candidate: tuple[str, ...]
+    head: tuple[str, ...]  # beside z
+    texture: tuple[str, ...]  # one of which the gate "texture" will read
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Each layer once, in the order in which the network is cut behind them."""
+        return tuple(dict.fromkeys((*self.candidate, *self.head, *self.texture)))
+
+    def of(self, features: Sequence[Tensor], layers: Sequence[str]) -> list[Tensor]:
+        """Return those of some layers among the features of :attr:`names`."""
+        return [features[self.names.index(layer)] for layer in layers]
+
+
+class Read(NamedTuple):
+    """The features that one pass keeps of n labelled examples, ordered by class."""
+
+    features: Features  # that the head reads
+    density_input: FeatureMatrix  # (n, D) z, or (n, C) features of the candidate averaged over positions
+    texture: Mapping[str, FeatureMatrix]  # features of each early layer, averaged over positions
+
+
+def cut(net: nn.Module, layers: Sequence[str], data: ImageDataset, compute: Compute, *, keep_output: bool) -> Backbone:
+    """Return ``net`` cut behind some layers, on the device, checked on one input."""
+    example = example_input(data.preprocess).to(compute.device)
+    return truncate(net.to(compute.device), layers, keep_output=keep_output, example=example)
+
+
+def read(
+    backbone: Backbone,
+    layers: Layers,
+    projection: Projection,
+    dataset: ImageDataset,
+    compute: Compute,
+    folder: Path,
+    *,
+    pooled: bool,
+) -> Read:
+    """Keep the features of every labelled example in ``folder``, so that memory does not grow with the images.
+
+    They are written class by class, because a density reads one class at a time.
+
+    Args:
+        backbone: The network cut behind ``layers.names``.
+        layers: Which of them is read by what.
+        projection: Of the candidate, on the device.
+        dataset: The images.
+        compute: Device, precision, batch size, processes.
+        folder: Where to; empty.
+        pooled: Whether the density reads features averaged over positions, and not z.
+    """
+    features_of = feature_step(backbone, compute.precision)
+    with torch.inference_mode():
+        example = backbone(example_input(dataset.preprocess).to(compute.device))[0]
+    channels = [layer.shape[1] for layer in layers.of(example, (*layers.candidate, *layers.head, *layers.texture))]
+    of_candidate, of_head = len(layers.candidate), len(layers.candidate) + len(layers.head)
+    widths = (projection.c_proj * projection.d_proj, *channels[of_candidate:of_head])
+    averaged = sum(channels[:of_candidate]) if pooled else 0
+
+    def step(images: Tensor) -> list[Float[Tensor, "batch _"]]:
+        found = features_of(images)
+        candidate = layers.of(found, layers.candidate)
+        parts = [projection(candidate), *(average_positions([layer]) for layer in layers.of(found, layers.head))]
+        parts += [average_positions(candidate)] if pooled else []
+        early = [average_positions([layer]) for layer in layers.of(found, layers.texture)]
+        return [torch.cat(part, dim=1) for part in (parts, early) if part]
+
+    columns = [sum(widths) + averaged, *([sum(channels[of_head:])] if layers.texture else [])]
+    kept = store(step, columns, dataset, compute, folder)
+    z = kept[0].columns(0, widths[0])
+    counts = dataset.labels.bincount(minlength=len(dataset.classes))
+    images = torch.arange(len(dataset)).repeat_interleave(dataset.offsets.diff())[stable_order(dataset.labels)]
+    labels = torch.arange(len(counts)).repeat_interleave(counts)
+    ends = accumulate(channels[of_head:])
+    return Read(
+        Features(kept[0].columns(0, sum(widths)), labels, images, widths),
+        kept[0].columns(sum(widths), averaged) if pooled else z,
+        {
+            layer: kept[1].columns(end - width, width)
+            for layer, width, end in zip(layers.texture, channels[of_head:], ends, strict=True)
+        },
+    )
+
+
+def store(
+    step: Callable[[Tensor], Sequence[Tensor]],
+    columns: Sequence[int],
+    dataset: ImageDataset,
+    compute: Compute,
+    folder: Path,
+) -> list[FeatureFile]:
+    """Return what ``step(images)`` gives, (B, columns) each, for every labelled example, class by class, in files."""
+    reducer = compute.reducer
+    kept = [FeatureFile(folder / str(number), (dataset.examples, width)) for number, width in enumerate(columns)]
+    order = stable_order(dataset.labels)
+    where = torch.empty_like(order)
+    where[order] = torch.arange(len(where))
+    if reducer.world > 1:
+        where = where[reducer.shard_examples(dataset)]
+    at = 0
+    for features, batch in passes(reducer.shard(dataset), compute, "features", step):
+        for file, part in zip(kept, features, strict=True):
+            values = batch.per_example(part).cpu()
+            file.write(where[at : at + len(values)], values)
+        at += len(batch.labels)
+    if reducer.world > 1:
+        for file in kept:
+            for chunk, block in blocks(file):
+                file.write(chunk, reducer.sum_(block))
+    return kept
+
+
+def own_outputs(backbone: Backbone, data: ImageDataset, compute: Compute) -> Float[Tensor, "n outputs"]:
+    """Return what the network itself gives for every image, on the CPU."""
+    outputs = passes(data, compute, f"the network on {data.name}", backbone)
+    return torch.cat([output.float().cpu() for (_, output), _ in outputs])

@@ -1,0 +1,211 @@
+"""The stages of a fit by the names of the paper's pseudo-code.
+
+    net        = load_network("torchvision:resnet18", weights="net.safetensors", num_classes=10)
+    candidate  = measure_collapse(net, train, val).candidate()
+    projection = fit_projection(net, candidate, train, method="tucker")
+    psc        = fit_psc(net, candidate, projection, train, val, head="laplace")
+
+Every setting of :class:`psc_core.FitSettings` may be given by its name, or all of them as ``settings``; the defaults
+agree with how the candidate was chosen.  ``layer`` and ``task`` are of ``psc-fit`` alone: here the candidate and the
+function say them.  Each call checks and splits the images anew, always alike for one seed; ``psc-fit`` does that once
+and calls :mod:`.stages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import nn
+
+from psc_core.collapse.report import Candidate, CollapseReport
+from psc_core.data.dataset import ImageDataset
+from psc_core.errors import UsageError
+from psc_core.fitting import stages
+from psc_core.fitting.data import FitData
+from psc_core.fitting.parts import FittedProjection
+from psc_core.model.predictor import PSC
+from psc_core.model.regressor import PSCRegressor
+from psc_core.tasks.fit.settings import FitSettings, settings_for
+
+
+def measure_collapse(
+    net: nn.Module, train: ImageDataset, val: ImageDataset, *, settings: FitSettings | None = None, **changes: Any
+) -> CollapseReport:
+    """Measure NC1 on ``train`` and NC4 (R² of a regression) on the selection split of ``val``, after every layer.
+
+    Example:
+        >>> from functools import partial
+        >>> from psc_core import PRESETS, open_dataset
+        >>> open_split = partial(open_dataset, "mnist:tests/data", preprocess=PRESETS["mnist"])
+        >>> train, val = open_split(split="train"), open_split(split="val")
+        >>> net = nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10)).eval()
+        >>> [layer.name for layer in measure_collapse(net, train, val).layers]
+        ['1', '3:input', '3']
+
+    Args:
+        net: Trained network in eval mode.
+        train: Training images.
+        val: Validation images, none of them trained on.
+        settings: Settings of all stages.
+        changes: Settings by name, as ``layers`` or ``granularity``.
+
+    Raises:
+        UsageError: An unknown option, ε outside (0, 1), or a pattern that matches no layer.
+        DataError: Classes that differ or have too few images.
+        FitError: Features that are not finite.
+        NetworkError: The network cannot be run or cut.
+    """
+    settings = replace(settings or FitSettings(), **changes)
+    return stages.collapse(net, _data(train, val, settings), settings)
+
+
+def fit_projection(
+    net: nn.Module,
+    candidate: Candidate,
+    train: ImageDataset,
+    val: ImageDataset | None = None,
+    *,
+    method: str = "tucker",
+    settings: FitSettings | None = None,
+    **changes: Any,
+) -> FittedProjection:
+    """Fit moments and Tucker factors on ``train``; sizes on the selection split of ``val`` (else on ``train``).
+
+    Example:
+        >>> from psc_core import PRESETS, open_dataset
+        >>> train = open_dataset("mnist:tests/data", split="train", preprocess=PRESETS["mnist"])
+        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(1352, 10)).eval()
+        >>> fit_projection(net, Candidate(("0",), "by hand"), train, c_proj=4, d_proj=3).projection.config()
+        {'method': 'tucker', 'positions': [169], 'channels': 8, 'c_proj': 4, 'd_proj': 3}
+
+    Args:
+        net: Trained network in eval mode.
+        candidate: The layer(s) it is cut behind.
+        train: Training images.
+        val: Validation images, or None to choose the sizes on all of ``train``.
+        method: ``"tucker"``.
+        settings: Settings of all stages.
+        changes: Settings by name, as ``c_proj``, ``d_proj``, ``minimum_dim``; and ``density``, the kind that will be
+            fitted, because one that reads z needs more spatial components.
+
+    Raises:
+        UsageError: An unknown method or density, or settings of another seed or epsilon than the candidate's.
+        FitError: Constant features, or sizes larger than the layer allows.
+        NetworkError: The network cannot be cut.
+    """
+    if method != "tucker":
+        raise UsageError(f"expected method 'tucker', got {method!r}")
+    settings = settings_for(candidate, settings, changes)
+    data = FitData.without_validation(train) if val is None else _data(train, val, settings)
+    return stages.project(net, candidate, data, settings)
+
+
+def fit_psc(
+    net: nn.Module,
+    candidate: Candidate,
+    projection: FittedProjection,
+    train: ImageDataset,
+    val: ImageDataset,
+    *,
+    name: str = "psc",
+    provenance: Mapping[str, Any] | None = None,
+    settings: FitSettings | None = None,
+    **changes: Any,
+) -> PSC:
+    """Fit density and head on z of ``train``, and calibrate them on the calibration split of ``val``.
+
+    Example:
+        >>> from functools import partial
+        >>> from psc_core import PRESETS, open_dataset
+        >>> open_split = partial(open_dataset, "mnist:tests/data", preprocess=PRESETS["mnist"])
+        >>> train, val = open_split(split="train"), open_split(split="val")
+        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(1352, 10)).eval()
+        >>> candidate = measure_collapse(net, train, val).candidate("0")
+        >>> projection = fit_projection(net, candidate, train, val)
+        >>> psc = fit_psc(net, candidate, projection, train, val, head="duq")
+        >>> psc.predict(next(val.batches(3)).images).probabilities.shape
+        torch.Size([3, 10])
+
+    Args:
+        net: Trained network, from :func:`psc_core.load_network`; the result of another ``nn.Module`` predicts, but
+            cannot be saved, because a bundle names the function that builds its network.
+        candidate: The layer(s) it is cut behind.
+        projection: From :func:`fit_projection`.
+        train: Training images.
+        val: Validation images.
+        name: Model name.
+        provenance: Recorded in the bundle.
+        settings: Settings of all stages.
+        changes: Settings by name: ``head`` (``"laplace"``, ``"sngp"``, ``"duq"``), ``density`` (``"gda"``, the paper's,
+            ``"tied"``, ``"gda++"``, ``"mahalanobis++"``, ``"pooled++"``, ``"rmd"``), ``predictions`` (``"psc"``, the
+            head's, or ``"base"``, the network's own), ``alpha``, ``coverage``, ``risk``, ``ood_score`` (``"gates"`` or
+            ``"density"``, the paper's), ``pca``.
+
+    Raises:
+        UsageError: An unknown option, rates outside (0, 1) or that so few validation images cannot keep, images with
+            numbers, or a projection of other layers or settings of another seed or epsilon than the candidate's.
+        DataError: Classes that differ or have too few images.
+        FitError: Features or outputs that cannot be fitted; the message says why.
+        NetworkError: The network cannot be cut.
+    """
+    settings = settings_for(candidate, settings, changes)
+    data = _data(train, val, settings, PSC.task_type.name)
+    fitted = stages.fit_model(net, candidate, projection, data, settings, name=name, provenance=provenance)
+    return cast(PSC, fitted)
+
+
+def fit_regressor(
+    net: nn.Module,
+    candidate: Candidate,
+    projection: FittedProjection,
+    train: ImageDataset,
+    val: ImageDataset,
+    *,
+    name: str = "psc",
+    provenance: Mapping[str, Any] | None = None,
+    settings: FitSettings | None = None,
+    **changes: Any,
+) -> PSCRegressor:
+    """Fit density of bins and head on z of ``train``, and calibrate them on the calibration split of ``val``.
+
+    Example:
+        >>> from functools import partial
+        >>> from psc_core import PRESETS, open_dataset
+        >>> open_split = partial(open_dataset, "rotated-mnist:tests/data", preprocess=PRESETS["mnist"])
+        >>> train, val = open_split(split="train"), open_split(split="val")
+        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(1352, 1)).eval()
+        >>> candidate = measure_collapse(net, train, val).candidate("0")
+        >>> projection = fit_projection(net, candidate, train, val, c_proj=4, d_proj=4)
+        >>> model = fit_regressor(net, candidate, projection, train, val, coverage=0.9)
+        >>> model.target, model.predict(next(val.batches(3)).images).interval.shape
+        (Target(name='angle', unit='degrees'), torch.Size([3, 2]))
+
+    Args:
+        net: Trained network of one output, from :func:`psc_core.load_network`.
+        candidate: The layer(s) it is cut behind.
+        projection: From :func:`fit_projection`.
+        train: Training images with numbers.
+        val: Validation images with numbers of the same target.
+        name: Model name.
+        provenance: Recorded in the bundle.
+        settings: Settings of all stages.
+        changes: Settings by name, as of :func:`fit_psc`; ``head`` is ``"blr"`` or ``"dve"``, and ``max_width`` the
+            width of an interval above which an image is uncertain, in the target's unit.
+
+    Raises:
+        UsageError: An unknown option, rates that so few validation images cannot keep, images without numbers, or a
+            projection of other layers or settings of another seed or epsilon than the candidate's.
+        DataError: Numbers that are all equal, or of another target.
+        FitError: Features or outputs that cannot be fitted; the message says why.
+        NetworkError: The network cannot be cut.
+    """
+    settings = settings_for(candidate, settings, changes)
+    data = _data(train, val, settings, PSCRegressor.task_type.name)
+    fitted = stages.fit_model(net, candidate, projection, data, settings, name=name, provenance=provenance)
+    return cast(PSCRegressor, fitted)
+
+
+def _data(train: ImageDataset, val: ImageDataset, settings: FitSettings, task: str | None = None) -> FitData:
+    return FitData.of(train, val, seed=settings.seed, task=task, max_images=settings.max_images)

@@ -1,0 +1,125 @@
+"""The fit of a classifier."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from psc_core.compute.passes import Compute, passes
+from psc_core.data.dataset import ImageDataset
+from psc_core.metrics import classification
+from psc_core.rates import check_fraction
+from psc_core.tasks.classification.fit.calibrate import (
+    CONFIDENCE,
+    ambiguity_threshold,
+    fit_calibration,
+    unreachable_entropy,
+)
+from psc_core.tasks.classification.fit.head import fit_head
+from psc_core.tasks.classification.heads import ClassifierHead
+from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.task import Classification
+from psc_core.tasks.fit.settings import FitSettings
+from psc_core.tasks.fit.task import Calibrated, HeadJob, TaskFit
+from psc_core.tasks.head import Scored
+
+OWN_IMAGES: Final = 1000
+"""Maximum number of images of :func:`own_accuracy`."""
+
+ACCURACY_GAP: Final = 0.1
+"""Loss of accuracy from training to validation images up to which the network is not warned about."""
+
+
+class ClassificationFit(TaskFit):
+    """The fit of a classifier."""
+
+    task_type = Classification
+
+    def takes(self, data: ImageDataset) -> bool:
+        return data.target is None
+
+    def check(self, settings: FitSettings) -> None:
+        check_fraction(settings.risk, "risk")
+
+    def fit_head(self, job: HeadJob) -> ClassifierHead:
+        classes = job.train_data.classes
+        return fit_head(
+            job.train.head_input,
+            job.train.labels,
+            job.selection.head_input[:],
+            job.selection.labels,
+            num_classes=len(classes),
+            kind=job.kind,
+            seed=job.seed,
+            device=job.device,
+            class_names=classes,
+            images=job.train.images,
+        )
+
+    def calibrate(
+        self, scored: Scored, ood_score: Float[Tensor, " n"], images: ImageDataset, settings: FitSettings
+    ) -> Calibrated:
+        """Return calibration scores, and the entropy below which the error rate ``settings.risk`` is kept.
+
+        An image with several labels counts once, with its first.
+        """
+        labels, entropies = images.first_labels(), scored.scores["predictive_entropy"]
+        calibration = fit_calibration(ood_score, entropies, scored.probabilities, labels)
+        threshold = ambiguity_threshold(entropies, scored.probabilities.argmax(1) == labels, risk=settings.risk)
+        metrics = {
+            **calibration_metrics(scored, labels),
+            "risk": {"promised": settings.risk, "confidence": CONFIDENCE, "threshold": threshold},
+        }
+        if threshold is None:
+            threshold = unreachable_entropy(calibration.num_classes)
+        policy = Policy(alpha=settings.alpha, ambiguity_threshold=threshold, coverage=settings.coverage)
+        return Calibrated(calibration, policy, metrics)
+
+    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute, seed: int) -> str:
+        of_train, of_val = (own_accuracy(net, data, compute, seed) for data in (train, val))
+        if of_train is None or of_val is None:
+            return "the network itself does not give one output for each class, so its accuracy is not known"
+        text = (
+            f"the network itself: accuracy {of_train:.3f} on training and {of_val:.3f} on validation images (at most "
+            f"{OWN_IMAGES:,} of each); if it should be higher, check the preprocessing"
+        )
+        if of_val < of_train - ACCURACY_GAP:
+            text += "\nwarning: validation images are much harder for it; are they prepared as the training images?"
+        return text
+
+
+FIT: Final = ClassificationFit()
+
+
+def calibration_metrics(scored: Scored, labels: Tensor) -> dict[str, Any]:
+    """Return metrics of the calibration split, on which nothing that they measure was selected."""
+    probabilities = scored.probabilities.double()
+    confidence, predicted = probabilities.max(1)
+    return {
+        "validation_images": len(labels),
+        "accuracy": classification.accuracy(probabilities, labels),
+        "nll_nats": classification.nll(probabilities, labels),
+        "ece": classification.ece(confidence, predicted == labels),
+        "mean_entropy_nats": float(scored.scores["predictive_entropy"].double().mean()),
+    }
+
+
+def own_accuracy(net: nn.Module, data: ImageDataset, compute: Compute, seed: int) -> float | None:
+    """Return the network's own accuracy on random images; None if it does not have one output for each class.
+
+    Of an image with several labels, the fraction that is predicted counts.  A first look that a person can compare with
+    what is known of the network: images that are resized, cropped or standardised otherwise than in training lower it,
+    and nothing else shows that.
+    """
+    chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:OWN_IMAGES]
+    correct = 0.0
+    for logits, batch in passes(data.subset(chosen), compute, f"the network on {data.name}", net.to(compute.device)):
+        if logits.shape[1:] != (len(data.classes),):
+            return None
+        hits = logits.argmax(1).cpu()[batch.image_index] == batch.labels
+        labels_of_image = batch.image_index.bincount()[batch.image_index]
+        correct += float((hits / labels_of_image).sum())
+    return correct / len(chosen)

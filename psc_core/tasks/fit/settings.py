@@ -1,0 +1,109 @@
+"""The settings of a fit: the flags of ``psc-fit`` with their defaults, and what a bundle records of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final
+
+import torch
+
+from psc_core.collapse.measure import DEFAULT_MEMORY_BYTES
+from psc_core.collapse.report import EPSILON, Candidate
+from psc_core.compute.device import resolve_device
+from psc_core.compute.distributed import Reducer
+from psc_core.compute.passes import Compute
+from psc_core.errors import UsageError
+from psc_core.precision import PRECISIONS
+
+_LAST: Final = {"last": True}
+"""Marks what only the last stage reads: changing it after an error does not start again."""
+
+_HERE: Final = {"here": True}
+"""Marks what is of this run and machine alone: no bundle records it."""
+
+PREDICTIONS: Final = ("psc", "base")
+"""The predictions that a model can give: the head's, or the network's own."""
+
+OOD_SCORES: Final = ("gates", "density")
+"""The parts that an OOD score, and with it the p-value, can be made of."""
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """Settings of all stages; the names are those of the flags and of a bundle's provenance.
+
+    Example:
+        >>> FitSettings(device="cpu", batch_images=32).compute().batch_size
+        32
+    """
+
+    task: str = "classification"
+    layer: str = "auto"  # candidate layer; auto: chosen by collapse
+    layers: str | None = None  # regular expression of the layers that are measured; None for all
+    granularity: str = "operations"
+    epsilon: float = EPSILON
+    c_proj: int | None = None  # None: chosen, as d_proj and pca
+    d_proj: int | None = None
+    minimum_dim: int = 64
+    no_second_scaling: bool = False
+    density: str = "pooled++"
+    pca: int | None = field(default=None, metadata=_LAST)
+    head: str | None = field(default=None, metadata=_LAST)  # None: the first of the task
+    predictions: str = field(default="psc", metadata=_LAST)
+    alpha: float = field(default=0.05, metadata=_LAST)
+    coverage: float = field(default=0.95, metadata=_LAST)
+    risk: float = field(default=0.05, metadata=_LAST)  # of a classifier
+    max_width: float | None = field(default=None, metadata=_LAST)  # of a regression, target's unit; None for no limit
+    ood_score: str = field(default="gates", metadata=_LAST)
+    precision: str = "fp32"
+    batch_images: int = 256
+    max_images: int | None = None  # training images that are used, balanced over classes; None for all
+    max_memory: int = DEFAULT_MEMORY_BYTES  # bytes
+    seed: int = 0
+    device: str | torch.device = field(default="auto", metadata=_HERE)  # auto, cpu, cuda or cuda:N
+    reducer: Reducer = field(default_factory=Reducer, metadata=_HERE)  # this process among those that fit
+
+    def of_task(self, task: str, heads: Collection[str]) -> FitSettings:
+        """Return the settings of one task, with its first head where none is named."""
+        return replace(self, task=task, head=self.head or next(iter(heads)))
+
+    def compute(self) -> Compute:
+        """Return device, precision, batch size and processes.
+
+        Raises:
+            UsageError: An unknown precision, or a device that is not there.
+        """
+        if self.precision not in PRECISIONS:
+            raise UsageError(f"expected a precision of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        return Compute(resolve_device(self.device), self.precision, self.batch_images, self.reducer)
+
+    def recorded(self) -> dict[str, Any]:
+        """Return what a bundle records, JSON types."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if "here" not in each.metadata}
+
+    def of_stages(self) -> dict[str, Any]:
+        """Return what the stages in a checkpoint read, JSON types."""
+        last = {each.name for each in fields(self) if "last" in each.metadata}
+        return {name: value for name, value in self.recorded().items() if name not in last}
+
+
+def settings_for(candidate: Candidate, settings: FitSettings | None, changes: dict[str, Any]) -> FitSettings:
+    """Return ``settings`` with ``changes``, or defaults that agree with how a candidate was chosen.
+
+    Raises:
+        UsageError: They have another seed, so that images of the calibration split chose the candidate, or another
+            epsilon.
+    """
+    report = candidate.report
+    chosen: dict[str, Any] = {} if report is None else {"epsilon": report.epsilon}
+    if report is not None and report.seed is not None:
+        chosen["seed"] = report.seed
+    wanted = replace(settings or FitSettings(**chosen), **changes)
+    for name, value in chosen.items():
+        if getattr(wanted, name) != value:
+            raise UsageError(
+                f"expected {name}={value!r}, with which {'+'.join(candidate.layers)} was chosen as the candidate, "
+                f"got {getattr(wanted, name)!r}; use the same settings in every stage"
+            )
+    return wanted

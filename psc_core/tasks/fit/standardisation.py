@@ -1,0 +1,63 @@
+"""Standardised features, which every head is fitted to and stores how to make.
+
+``φ = (z − center) · inverse_scale`` has unit variance in every column, measured on the training features, so that
+priors and length-scales mean the same whatever the units of z.  A column that is constant in training carries no
+signal; it is divided by the largest deviation of any column, so that a later change counts as a change of that column.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from psc_core.errors import FitError
+from psc_core.numerics import linalg
+from psc_core.numerics.matrix import FeatureMatrix, as_matrix, blocks
+
+CONSTANT_COLUMN: Final = 1e-6
+"""Standard deviation, relative to the largest, below which a column counts as constant."""
+
+
+class Standardisation(NamedTuple):
+    """Mean and reciprocal standard deviation of each column, float64; every head stores both."""
+
+    center: Float[Tensor, " dim"]
+    inverse_scale: Float[Tensor, " dim"]
+
+    def __call__(self, z: Float[Tensor, "n dim"] | FeatureMatrix) -> FeatureMatrix:
+        """φ as float64, computed when it is read: memory does not grow with the images."""
+        return as_matrix(z).map(
+            lambda part: part.to(torch.float64, copy=True).sub_(self.center).mul_(self.inverse_scale),
+            z.shape[1],
+            torch.float64,
+        )
+
+
+def in_memory(features: FeatureMatrix) -> Float[Tensor, "n dim"]:
+    """The whole matrix as one float32 tensor."""
+    whole = torch.empty(features.shape, device=features.device)
+    for chunk, block in blocks(features):
+        whole[chunk] = block
+    return whole
+
+
+def fit_standardisation(z: Float[Tensor, "n dim"] | FeatureMatrix) -> Standardisation:
+    """Column means and standard deviations.
+
+    Raises:
+        FitError: No column varies.
+    """
+    center = linalg.mean_of_rows(z)
+    squares = torch.zeros_like(center)
+    for _, block in blocks(z):
+        squares += (block.double() - center).square().sum(0)
+    deviation = (squares / len(z)).sqrt()
+    largest = deviation.max()
+    rounding = torch.finfo(z.dtype).eps * center.abs()
+    varies = (deviation > CONSTANT_COLUMN * largest) & (deviation > rounding)
+    if not varies.any():
+        raise FitError("expected features that differ between images, all are equal; choose another layer")
+    return Standardisation(center, torch.where(varies, deviation, largest).reciprocal())

@@ -1,0 +1,124 @@
+"""The interface between a fit and the task of what it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from psc_core.compute.passes import Compute
+from psc_core.data.dataset import ImageDataset
+from psc_core.errors import UsageError
+from psc_core.numerics.matrix import FeatureMatrix
+from psc_core.tasks import TASKS, module_of
+from psc_core.tasks.calibration import BaseCalibration
+from psc_core.tasks.fit.settings import FitSettings
+from psc_core.tasks.head import Head, Scored
+from psc_core.tasks.policy import BasePolicy
+from psc_core.tasks.task import Task
+
+
+class Features(NamedTuple):
+    """The features of n labelled examples, ordered by class, on disk."""
+
+    head_input: FeatureMatrix  # z, and behind it those of the other layers that the head reads
+    labels: Int[Tensor, " n"]  # class indices, ascending
+    images: Int[Tensor, " n"]  # which image of the data set each one shows
+    widths: tuple[int, ...]  # columns of z, and of each other layer in head_input
+
+
+class HeadJob(NamedTuple):
+    """The features and data that a head is fitted to, and the settings of that."""
+
+    kind: str
+    train: Features
+    train_data: ImageDataset
+    selection: Features  # which free numbers are chosen on
+    selection_data: ImageDataset
+    own: Float[Tensor, "images outputs"] | None  # the network's own outputs for the selection split, if they are served
+    seed: int
+    device: torch.device
+
+
+class Calibrated(NamedTuple):
+    """A calibration, the policy that goes with it, and the metrics of the calibration split."""
+
+    calibration: BaseCalibration
+    policy: BasePolicy
+    metrics: Mapping[str, Any]  # on which nothing that they measure was selected, JSON types
+
+
+class TaskFit:
+    """The way in which models of one task are fitted; ``FIT`` in ``fit.task`` of its folder is the only instance."""
+
+    task_type: ClassVar[type[Task]]
+
+    why_no_confidence: ClassVar[str] = ""
+    """The reason why no gate reads an entropy, a sentence; empty for a task that has entropies."""
+
+    def takes(self, data: ImageDataset) -> bool:
+        """Return whether the images are labelled with what the task predicts."""
+        raise NotImplementedError
+
+    def labelled(self, train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
+        """Return both with the classes that collapse, projection, density and gates work on.
+
+        Raises:
+            DataError: They cannot be, or the two do not belong together.
+        """
+        return train, val
+
+    def task(self, train: ImageDataset) -> Task:
+        """Return what a model of these images predicts."""
+        return self.task_type()
+
+    def said_of(self, train: ImageDataset) -> str:
+        """Return what the images are labelled with, for people."""
+        return f"{len(train.classes)} classes"
+
+    def check(self, settings: FitSettings) -> None:
+        """Reject settings of this task alone; raises :class:`UsageError`."""
+
+    def fit_head(self, job: HeadJob) -> Head:
+        """Return a fitted head, on the job's device.
+
+        Raises:
+            FitError: Features that cannot be fitted.
+        """
+        raise NotImplementedError
+
+    def calibrate(
+        self, scored: Scored, ood_score: Float[Tensor, " n"], images: ImageDataset, settings: FitSettings
+    ) -> Calibrated:
+        """Return what n images of the calibration split give, as the served pipeline scored them.
+
+        Raises:
+            FitError: Scores that are not finite.
+        """
+        raise NotImplementedError
+
+    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute, seed: int) -> str:
+        """Return the network's own quality in words, which shows whether images reach it as in training."""
+        raise NotImplementedError
+
+
+def task_fit(name: str) -> TaskFit:
+    """Return how models of a task are fitted; raises :class:`UsageError` for one that is not in ``TASKS``."""
+    if name not in TASKS:
+        raise UsageError(f"expected a task of {', '.join(TASKS)}, got {name!r}")
+    found: TaskFit = module_of(name, "psc_core.tasks.{}.fit.task").FIT
+    return found
+
+
+def task_fit_for(data: ImageDataset) -> TaskFit:
+    """Return how a model of these images is fitted, by what they are labelled with."""
+    return next(fit for fit in map(task_fit, TASKS) if fit.takes(data))
+
+
+def one_of(option: str, value: object, allowed: Sequence[str], noun: str) -> None:
+    """Require one of some values; raises :class:`UsageError`."""
+    if value not in allowed:
+        raise UsageError(f"expected {option} of a {noun} to be one of {', '.join(allowed)}, got {value!r}")

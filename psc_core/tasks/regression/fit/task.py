@@ -1,0 +1,118 @@
+"""The fit of a regression."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from psc_core.compute.passes import Compute, passes
+from psc_core.data.dataset import ImageDataset
+from psc_core.metrics import regression
+from psc_core.tasks.fit.settings import FitSettings
+from psc_core.tasks.fit.task import Calibrated, HeadJob, TaskFit
+from psc_core.tasks.head import Scored
+from psc_core.tasks.regression.fit.bins import binned
+from psc_core.tasks.regression.fit.calibrate import fit_calibration
+from psc_core.tasks.regression.fit.head import fit_head
+from psc_core.tasks.regression.heads import RegressionHead
+from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.task import Regression
+
+OWN_IMAGES: Final = 1000
+"""Maximum number of images of :func:`own_error`, unless it is told."""
+
+
+class RegressionFit(TaskFit):
+    """The fit of a regression: density and gates work on bins of the numbers."""
+
+    task_type = Regression
+    why_no_confidence = "a regression has no class probabilities, so confidence is no gate"
+
+    def takes(self, data: ImageDataset) -> bool:
+        return data.target is not None
+
+    def labelled(self, train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
+        return binned(train, val)
+
+    def task(self, train: ImageDataset) -> Regression:
+        assert train.target is not None
+        return Regression(target=train.target)
+
+    def said_of(self, train: ImageDataset) -> str:
+        return f"numbers of {train.target}"
+
+    def fit_head(self, job: HeadJob) -> RegressionHead:
+        assert job.train_data.values is not None and job.selection_data.values is not None
+        return fit_head(
+            job.train.head_input,
+            job.train_data.values[job.train.images],
+            job.selection.head_input[:],
+            job.selection_data.values[job.selection.images],
+            kind=job.kind,
+            seed=job.seed,
+            device=job.device,
+            val_mean=None if job.own is None else job.own[job.selection.images, 0],
+            widths=job.train.widths,
+            images=job.train.images,
+        )
+
+    def calibrate(
+        self, scored: Scored, ood_score: Float[Tensor, " n"], images: ImageDataset, settings: FitSettings
+    ) -> Calibrated:
+        """Return OOD scores and residuals of the images."""
+        assert images.values is not None
+        mean, deviation = scored.scores["mean"], torch.hypot(scored.scores["aleatoric"], scored.scores["epistemic"])
+        calibration = fit_calibration(ood_score, mean, deviation, images.values)
+        policy = ValuePolicy(alpha=settings.alpha, max_width=settings.max_width, coverage=settings.coverage)
+        return Calibrated(calibration, policy, calibration_metrics(mean, deviation, images.values))
+
+    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute, seed: int) -> str:
+        assert train.target is not None and train.values is not None
+        of_train, of_val = (own_error(net, data, compute, seed) for data in (train, val))
+        if of_train is None or of_val is None:
+            return "the network itself does not give one number, so its error is not known"
+        spread, unit = float(train.values.std(correction=0)), f" {train.target.unit}".rstrip()
+        text = (
+            f"the network itself: RMSE {of_train:.4g} on training and {of_val:.4g}{unit} on validation images (at most "
+            f"{OWN_IMAGES:,} of each), the numbers' own deviation is {spread:.4g}; if it should be lower, check the "
+            "preprocessing"
+        )
+        if of_val > spread:
+            text += (
+                "\nwarning: always predicting the mean would be better; is the network's output in the table's unit?"
+            )
+        return text
+
+
+FIT: Final = RegressionFit()
+
+
+def calibration_metrics(
+    mean: Float[Tensor, " n"], deviation: Float[Tensor, " n"], values: Float[Tensor, " n"]
+) -> dict[str, Any]:
+    """Return metrics of the calibration split, on which nothing that they measure was selected."""
+    mean, deviation = mean.double(), deviation.double()
+    return {
+        "validation_images": len(values),
+        "rmse": regression.rmse(mean, values),
+        "r2": regression.r2(mean, values),
+        "nll_nats": regression.nll(mean, deviation, values),
+        "crps": regression.crps(mean, deviation, values),
+    }
+
+
+def own_error(
+    net: nn.Module, data: ImageDataset, compute: Compute, seed: int, images: int = OWN_IMAGES
+) -> float | None:
+    """Return the RMSE of the network itself on random images; None if it does not have one output."""
+    chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:images]
+    squares = 0.0
+    for output, batch in passes(data.subset(chosen), compute, f"the network on {data.name}", net.to(compute.device)):
+        if output.ndim != 2 or output.shape[1] != 1 or batch.values is None:
+            return None
+        squares += float((output[:, 0].cpu().double() - batch.values).square().sum())
+    return math.sqrt(squares / len(chosen))

@@ -1,0 +1,119 @@
+"""The images of a fit: what is checked, labelled and split before anything is fitted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from psc_core import FitSettings, fit_psc, measure_collapse
+from psc_core.collapse.report import Candidate
+from psc_core.data.dataset import ImageDataset, split_validation
+from psc_core.data.sources import ArraySource
+from psc_core.data.targets import measured
+from psc_core.errors import DataError, FitError, UsageError
+from psc_core.fitting.data import FitData
+from psc_core.fitting.parts import FittedProjection
+from psc_core.target import Target
+from tests.psc_core.data.support import TINY
+
+SETTINGS = FitSettings(device="cpu")
+
+
+def test_rejects_unattainable_rates(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
+) -> None:
+    candidate = measure_collapse(net, train, val, layers="^4$", settings=SETTINGS).candidate("4")
+    for rates, message in (({"alpha": 1e-4}, "alpha"), ({"coverage": 0.9999}, "coverage")):
+        with pytest.raises(UsageError, match=message):
+            fit_psc(net, candidate, projection, train, val, head="duq", settings=SETTINGS, **rates)
+    with pytest.raises(FitError, match="pca"):
+        fit_psc(net, candidate, projection, train, val, pca=999, settings=SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"predictions": "both"}, "predictions of a classifier to be one of psc, base"),
+        ({"head": "mlp"}, "head of a classifier to be one of laplace"),
+        ({"density": "kde"}, "density of a classifier to be one of gda"),
+        ({"ood_score": "entropy"}, "ood_score of a classifier to be one of gates, density, got 'entropy'"),
+        ({"risk": 1.0}, "risk between 0 and 1"),
+    ],
+)
+def test_rejects_invalid_options_before_any_image_is_read(
+    net: torch.nn.Module,
+    train: ImageDataset,
+    val: ImageDataset,
+    projection: FittedProjection,
+    monkeypatch: pytest.MonkeyPatch,
+    option: dict[str, Any],
+    message: str,
+) -> None:
+    monkeypatch.setattr("psc_core.fitting.parts.cut", None)
+    with pytest.raises(UsageError, match=message):
+        fit_psc(net, Candidate(("4",), ""), projection, train, val, settings=SETTINGS, **option)
+
+
+def test_rejects_other_classes_or_fewer_than_two(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> None:
+    with pytest.raises(DataError, match="the same class folders"):
+        measure_collapse(net, train, replace(val, classes=(*val.classes[:-1], "x")), settings=SETTINGS)
+    alone = [replace(data, classes=("all",), labels=torch.zeros_like(data.labels)) for data in (train, val)]
+    with pytest.raises(DataError, match="at least two classes"):
+        measure_collapse(net, *alone, settings=SETTINGS)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_rejects_classes_of_fewer_than_two_images(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, count: int
+) -> None:
+    labels = train.labels.clone()
+    labels[labels == 3] = 4
+    labels[:count] = 3
+    with pytest.raises(DataError, match=f"two training images of each class, got {count} of '3'"):
+        measure_collapse(net, replace(train, labels=labels), val, settings=SETTINGS)
+
+
+def test_base_predictions_need_one_output_per_class(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
+) -> None:
+    wide = torch.nn.Sequential(*list(net)[:-1], torch.nn.Linear(16, 20)).eval()  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match=r"expected a network of 10 outputs, .* got 20"):
+        fit_psc(wide, Candidate(("4",), ""), projection, train, val, predictions="base", settings=SETTINGS)
+
+
+def test_halves_are_split_once_and_stay_with_their_images(train: ImageDataset, val: ImageDataset) -> None:
+    data = FitData.of(train, val, seed=3)
+    assert (data.train, data.val, data.fit.task_type.name) == (train, val, "classification")
+    halves = split_validation(val, 3)
+    for half, expected in zip((data.selection, data.calibration), halves, strict=True):
+        assert torch.equal(half.indices, expected.indices)
+    kept = data.cached(None, processes=1)
+    assert kept.selection.source is kept.calibration.source is kept.val.source
+    fewer = data.fewer(100, 40, seed=0)
+    assert (len(fewer.train), len(fewer.selection), len(fewer.calibration)) == (100, 20, 20)
+    assert len(FitData.of(train, val, max_images=50).train) == 50
+
+
+def test_rejects_another_target_for_validation() -> None:
+    source, two = ArraySource(np.zeros((2, 3, 3), np.uint8)), torch.tensor([1.0, 2.0])
+    age, dose = (measured("some", Target(name=name), source, two, TINY) for name in ("age", "dose"))
+    with pytest.raises(DataError, match="got age and dose"):
+        FitData.of(age, dose)
+
+
+def test_images_without_validation_stand_for_it(train: ImageDataset) -> None:
+    data = FitData.without_validation(train)
+    assert data.train is data.selection and data.fit.takes(train)
+
+
+def test_rejects_images_of_another_task(train: ImageDataset, val: ImageDataset) -> None:
+    with pytest.raises(
+        UsageError, match=r"has 10 classes, .* regression .* the task of these images is classification"
+    ):
+        FitData.of(train, val, task="regression")
+    with pytest.raises(UsageError, match="a task of regression, classification, got 'sorting'"):
+        FitData.of(train, val, task="sorting")

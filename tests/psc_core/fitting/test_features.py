@@ -1,0 +1,72 @@
+"""One pass keeps the features of every layer that a fit reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from psc_core import FitSettings, fit_psc
+from psc_core.collapse.report import Candidate
+from psc_core.data.dataset import ImageDataset
+from psc_core.fitting.features import Layers, cut, read
+from psc_core.fitting.parts import FittedProjection
+from psc_core.tasks.classification.fit import sngp, softmax
+
+SETTINGS = FitSettings(device="cpu")
+
+
+def test_seed_reaches_the_head(
+    net: torch.nn.Module,
+    train: ImageDataset,
+    val: ImageDataset,
+    projection: FittedProjection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sngp, "FEATURES", 8)
+    monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (1.0,))
+    candidate = Candidate(("4",), "")
+    one, two = (
+        fit_psc(
+            net, candidate, projection, train, val, head="sngp", settings=replace(SETTINGS, seed=seed)
+        ).pipeline.state_dict()
+        for seed in (0, 1)
+    )
+    # The length-scale moves the frequencies alone.
+    assert not torch.equal(one["scorer.head.phases"], two["scorer.head.phases"])
+
+
+def test_features_are_ordered_by_class_and_each_is_of_its_image(
+    net: torch.nn.Module, val: ImageDataset, projection: FittedProjection, tmp_path: Path
+) -> None:
+    compute, layers = SETTINGS.compute(), Layers(("4",), ("2",), ("0", "2"))
+    assert layers.names == ("4", "2", "0")
+    backbone = cut(net, layers.names, val, compute, keep_output=False)
+    found = read(backbone, layers, projection.projection, val, compute, tmp_path, pooled=True)
+    order = val.labels.argsort(stable=True)
+    assert torch.equal(found.features.labels, val.labels[order])
+    assert torch.equal(found.features.images, order)
+    with torch.inference_mode():
+        candidate, second, first = backbone(val.preprocess.standardise(next(val.batches(len(val))).images))[0]
+        z = projection.projection([candidate])
+    read_by_head = torch.cat([z, second.mean(2)], dim=1)[order]
+    assert found.features.widths == (z.shape[1], second.shape[1])
+    for got, expected in (
+        (found.features.head_input, read_by_head),
+        (found.density_input, candidate.mean(2)[order]),
+        (found.texture["0"], first.mean(2)[order]),
+        (found.texture["2"], second.mean(2)[order]),
+    ):
+        torch.testing.assert_close(got[:], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_density_may_read_z(
+    net: torch.nn.Module, val: ImageDataset, projection: FittedProjection, tmp_path: Path
+) -> None:
+    compute, layers = SETTINGS.compute(), Layers(("4",), (), ())
+    backbone = cut(net, layers.names, val, compute, keep_output=False)
+    found = read(backbone, layers, projection.projection, val, compute, tmp_path, pooled=False)
+    assert torch.equal(found.density_input[:], found.features.head_input[:])
+    assert found.texture == {}

@@ -1,0 +1,54 @@
+"""The four calls of the paper's pseudo-code: results, and clear errors before anything is fitted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
+from psc_core.collapse.report import Candidate
+from psc_core.data.dataset import ImageDataset
+from psc_core.errors import FitError, UsageError
+from psc_core.fitting.parts import FittedProjection
+
+FACTORY = "tests.tiny:network"
+SETTINGS = FitSettings(device="cpu")
+
+
+def test_unknown_options(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> None:
+    candidate = measure_collapse(net, train, val, layers="^4$", settings=SETTINGS).candidate()
+    with pytest.raises(UsageError, match="'tucker'"):
+        fit_projection(net, candidate, train, method="pca", settings=SETTINGS)
+
+
+def test_fit_that_cannot_be_probed_is_an_error_of_the_fit(
+    net: torch.nn.Module,
+    train: ImageDataset,
+    val: ImageDataset,
+    projection: FittedProjection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("psc_core.model.base.FUSION_TOLERANCE", {"fp32": -1.0})
+    with pytest.raises(FitError, match="same features"):
+        fit_psc(net, Candidate(("4",), ""), projection, train, val, head="duq", settings=SETTINGS)
+
+
+def test_sizes_without_validation_images(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> None:
+    candidate = measure_collapse(net, train, val, layers="^4$", settings=SETTINGS).candidate()
+    fitted = fit_projection(net, candidate, train, settings=SETTINGS)
+    assert fitted.projection.c_proj * fitted.projection.d_proj >= 64
+    assert fitted.report.choice.nc4 >= fitted.report.scaled_nc4 - 0.01
+
+
+def test_settings_are_given_by_name(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> None:
+    named = measure_collapse(net, train, val, layers="^4$", device="cpu", seed=3, epsilon=0.1)
+    assert (named.seed, named.epsilon, named.pattern) == (3, 0.1, "^4$")
+    with pytest.raises(UsageError, match="expected seed=3"):
+        fit_projection(net, named.candidate(), train, val, seed=0)
+
+
+def test_projection_of_another_layer_is_refused(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
+) -> None:
+    with pytest.raises(UsageError, match=r"expected a projection of the candidate 2, got one of 4"):
+        fit_psc(net, Candidate(("2",), ""), projection, train, val, settings=SETTINGS)

@@ -1,0 +1,56 @@
+"""What a fit asks of a classifier: the network's own accuracy, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from psc_core import PRESETS, FitSettings, open_dataset
+from psc_core.data.dataset import ImageDataset, labelled
+from psc_core.data.sources import ArraySource
+from psc_core.tasks.classification.fit.task import FIT, own_accuracy
+from tests.conftest import TinyJob
+
+COMPUTE = FitSettings(device="cpu").compute()
+
+
+@pytest.fixture(scope="module")
+def train(data_root: Path) -> ImageDataset:
+    return open_dataset(f"mnist:{data_root}", split="train", preprocess=PRESETS["mnist"])
+
+
+def test_own_accuracy_counts_the_fraction_of_labels_that_is_predicted(train: ImageDataset) -> None:
+    data = replace(train, labels=train.labels.repeat_interleave(2), offsets=2 * train.offsets)
+    k = len(data.classes)
+    data.labels[::6] = (data.labels[::6] + 1) % k
+    images = torch.cat([batch.images for batch in data.batches(256)])
+    lookup = {image.numpy().tobytes(): i for i, image in enumerate(images)}
+    answers = torch.randint(0, k, (len(data),), generator=torch.Generator().manual_seed(0))
+    answers[: len(data) // 2] = data.labels[::2][: len(data) // 2]
+
+    class Remembers(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            pixels = ((x - shift) / scale).round().to(torch.uint8)
+            return torch.nn.functional.one_hot(answers[[lookup[each.numpy().tobytes()] for each in pixels]], k).float()
+
+    scale, shift = data.preprocess.scale_and_shift()
+    pairs = data.labels.view(-1, 2)
+    expected = float((pairs == answers[:, None]).double().mean())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("psc_core.tasks.classification.fit.task.OWN_IMAGES", len(data))
+        assert own_accuracy(Remembers(), data, COMPUTE, seed=0) == pytest.approx(expected)
+        more = torch.nn.Sequential(Remembers(), torch.nn.Linear(k, k + 1))
+        assert own_accuracy(more, data, COMPUTE, seed=0) is None
+
+
+def test_warns_of_validation_images_that_are_prepared_otherwise(
+    tiny_job: TinyJob, train: ImageDataset, data_root: Path
+) -> None:
+    val = open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
+    turned = torch.cat([batch.images for batch in val.batches(256)])[:, 0].flip(1).numpy()
+    others = labelled("turned", val.classes, ArraySource(turned), val.labels, val.preprocess)
+    said = FIT.first_look(tiny_job.net, train, others, COMPUTE, 0)
+    assert "warning: validation images are much harder for it" in said

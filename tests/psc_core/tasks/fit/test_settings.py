@@ -1,0 +1,52 @@
+"""The settings of a fit agree with the flags of ``psc-fit``, and later stages with the candidate's."""
+
+from __future__ import annotations
+
+import pytest
+
+from psc_core import FitSettings
+from psc_core.cli.fit import parser
+from psc_core.collapse.report import Candidate, CollapseReport
+from psc_core.errors import UsageError
+from psc_core.tasks.fit.settings import settings_for
+
+NEEDED = ["--model", "torchvision:resnet18", "--weights", "w", "--train", "a", "--val", "b", "--out", "c"]
+REPORT = CollapseReport((), epsilon=0.1, granularity="blocks", pattern=None, train_examples=1, val_examples=1, seed=3)
+
+
+def test_flags_have_the_defaults() -> None:
+    assert vars(parser().parse_args(NEEDED)).items() >= FitSettings().recorded().items()
+
+
+def test_a_bundle_records_what_no_machine_decides() -> None:
+    recorded = FitSettings(device="cpu", seed=5).recorded()
+    assert recorded["seed"] == 5 and not {"device", "reducer"} & set(recorded)
+
+
+def test_the_last_stage_alone_reads_what_a_checkpoint_does_not_know() -> None:
+    settings = FitSettings()
+    last = {"pca", "head", "predictions", "alpha", "coverage", "risk", "max_width", "ood_score"}
+    assert set(settings.recorded()) - set(settings.of_stages()) == last
+
+
+@pytest.mark.parametrize("settings", [FitSettings(device="cpu", precision="fp8"), FitSettings(device="tpu")])
+def test_unknown_values_are_refused(settings: FitSettings) -> None:
+    with pytest.raises(UsageError, match=r"expected a (precision|device)"):
+        settings.compute()
+
+
+def test_a_task_has_a_default_head() -> None:
+    assert FitSettings().of_task("regression", ["blr", "dve"]).head == "blr"
+    assert FitSettings(head="dve").of_task("regression", ["blr", "dve"]) == FitSettings(task="regression", head="dve")
+
+
+def test_later_stages_take_the_seed_and_the_epsilon_of_the_candidate() -> None:
+    candidate, by_hand = Candidate(("4",), "", (), REPORT), Candidate(("4",), "by hand")
+    assert settings_for(candidate, None, {"alpha": 0.1}) == FitSettings(seed=3, epsilon=0.1, alpha=0.1)
+    assert settings_for(by_hand, FitSettings(seed=7), {"head": "duq"}) == FitSettings(seed=7, head="duq")
+    with pytest.raises(UsageError, match=r"expected seed=3, with which 4 was chosen as the candidate, got 0"):
+        settings_for(candidate, FitSettings(epsilon=0.1), {})
+    with pytest.raises(UsageError, match=r"expected epsilon=0\.1, .* got 0\.2"):
+        settings_for(candidate, None, {"epsilon": 0.2})
+    with pytest.raises(TypeError, match="hat"):
+        settings_for(candidate, None, {"hat": 1})

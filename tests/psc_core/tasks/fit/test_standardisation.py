@@ -1,0 +1,26 @@
+"""Standardisation of features."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psc_core.tasks.fit.standardisation import fit_standardisation
+from tests.psc_core.tasks.classification.heads.support import SEEDS
+from tests.reference import heads as naive
+
+
+def test_column_that_only_rounds_is_constant() -> None:
+    z = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
+    z[:, 1] = 1e7 + torch.arange(200) % 2
+    scale = fit_standardisation(z).inverse_scale
+    assert scale[1] == scale[0]
+
+
+@given(st.integers(2, 30), st.integers(1, 6), SEEDS, st.sampled_from([1e-3, 1.0, 1e3]))
+def test_standardisation_matches_loops(n: int, dim: int, seed: int, scale: float) -> None:
+    random = torch.Generator().manual_seed(seed)
+    z = scale * torch.randn(n, dim, generator=random, dtype=torch.float64)
+    z[:, 1:2] = 5 * scale  # a constant column
+    torch.testing.assert_close(fit_standardisation(z)(z)[:], naive.standardise(z))
