@@ -18,8 +18,9 @@ from typing import Final
 
 import pytest
 
+from psc_core.tasks import TASKS
 from tests.conftest import ROOT, TinyJob
-from tests.toys import density, head, network_family, output_field
+from tests.toys import density, head, network_family, output_field, task
 
 COPIED: Final = ("psc_core", "app", "docs", "tests")
 LEFT_OUT: Final = shutil.ignore_patterns("data", "attacks", "browser", "deploy", "benchmarks")
@@ -28,11 +29,14 @@ Edits = Mapping[str, Sequence[tuple[str, str]]]
 """Path → (text that occurs once, its replacement); an empty text: a new file."""
 
 
-def listed_files(heading: str, name: str) -> set[str]:
-    """The files of a recipe's table; ``NAME`` stands for the name of what is added."""
+def listed_files(heading: str, **placeholders: str) -> set[str]:
+    """The files of a recipe's table; ``NAME`` and ``TASK`` stand for what is added, and to which task."""
     sections = re.split(r"^## ", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
     (section,) = [section for section in sections if section.startswith(heading + "\n")]
-    return {file.replace("NAME", name) for file in re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)}
+    files = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+    for placeholder, value in placeholders.items():
+        files = [file.replace(placeholder, value) for file in files]
+    return set(files)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -47,6 +51,7 @@ def apply(edits: Edits, folder: Path) -> set[str]:
         for old, new in replacements:
             assert not old or text.count(old) == 1, f"{path} has {text.count(old)} times {old!r}"
             text = text.replace(old, new) if old else new
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
     after = contents(folder)
     return {path for path in after if after[path] != before.get(path)}
@@ -68,21 +73,47 @@ def run(program: str, folder: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
-def test_adding_a_density(copy: Path, tiny_job: TinyJob) -> None:
-    assert apply(density.EDITS, copy) == listed_files("Adding a density", "spherical")
-    run(density.PROGRAM, copy, json.dumps(tiny_job.args))
+@pytest.fixture(scope="session")
+def jobs(tiny_job: TinyJob, angle_job: TinyJob) -> dict[str, tuple[str, ...]]:
+    """Arguments of a quick ``psc-fit`` run for each task."""
+    return {"classification": tiny_job.args, "regression": angle_job.args}
 
 
-def test_adding_a_head(copy: Path, tiny_job: TinyJob) -> None:
-    assert apply(head.EDITS, copy) == listed_files("Adding a head", "centroid")
-    run(head.PROGRAM, copy, json.dumps(tiny_job.args))
+@pytest.fixture(scope="session")
+def bundles(tiny_bundle: Path, angle_bundle: Path) -> dict[str, str]:
+    """A bundle of each task."""
+    return {"classification": str(tiny_bundle), "regression": str(angle_bundle)}
 
 
-def test_adding_a_network_family(copy: Path, tiny_job: TinyJob) -> None:
-    assert apply(network_family.EDITS, copy) == listed_files("Adding a network family", "tiny")
-    run(network_family.PROGRAM, copy, json.dumps(tiny_job.args))
+def test_has_a_bundle_of_each_task(jobs: Mapping[str, Sequence[str]], bundles: Mapping[str, str]) -> None:
+    assert {*jobs} == {*bundles} == {*head.NAMES} == {*output_field.NAMES} == {*TASKS}
 
 
-def test_adding_an_output_field(copy: Path, shipped_bundle: Path) -> None:
-    assert apply(output_field.EDITS, copy) == listed_files("Adding an output field", "max_probability_gap")
-    run(output_field.PROGRAM, copy, str(shipped_bundle))
+def test_adding_a_density(copy: Path, jobs: Mapping[str, Sequence[str]]) -> None:
+    assert apply(density.EDITS, copy) == listed_files("Adding a density")
+    run(density.PROGRAM, copy, json.dumps(jobs))
+
+
+@pytest.mark.parametrize("of", TASKS)
+def test_adding_a_head(copy: Path, jobs: Mapping[str, Sequence[str]], of: str) -> None:
+    kind = head.NAMES[of]
+    assert apply(head.EDITS[of], copy) == listed_files("Adding a head", NAME=kind, TASK=of)
+    run(head.PROGRAM, copy, of, kind, json.dumps(jobs[of]))
+
+
+def test_adding_a_network_family(copy: Path, jobs: Mapping[str, Sequence[str]]) -> None:
+    assert apply(network_family.EDITS, copy) == listed_files("Adding a network family")
+    run(network_family.PROGRAM, copy, json.dumps(jobs))
+
+
+@pytest.mark.parametrize("of", TASKS)
+def test_adding_an_output_field(copy: Path, bundles: Mapping[str, str], of: str) -> None:
+    """Its own task gives it everywhere, models of the other are served as before."""
+    assert apply(output_field.EDITS[of], copy) == listed_files("Adding an output field", TASK=of)
+    run(output_field.PROGRAM, copy, output_field.NAMES[of], of, json.dumps(bundles))
+
+
+def test_adding_a_task(copy: Path, bundles: Mapping[str, str], data_root: Path, tmp_path: Path) -> None:
+    """A folder on each floor that has one for a task, and a line in ``TASKS``."""
+    assert apply(task.EDITS, copy) == listed_files("Adding a task", NAME=task.NAME)
+    run(task.PROGRAM, copy, str(tmp_path), str(data_root), json.dumps(bundles))

@@ -69,8 +69,8 @@ class RelativeDensity(TiedDensity):''',
     ],
     "tests/psc_core/bundle/test_format.py": [
         (
-            "JOBS: dict[str, tuple[str, ...]] = {\n",
-            """JOBS: dict[str, tuple[str, ...]] = {
+            "CLASSIFICATION: dict[str, tuple[str, ...]] = {\n",
+            """CLASSIFICATION: dict[str, tuple[str, ...]] = {
     "spherical": ("--density", "spherical"),
 """,
         )
@@ -89,7 +89,7 @@ tests = ["tests/psc_core/density", "tests/psc_core/bundle/test_format.py"]
 tests += ["-k", "(spherical or tables_match_layouts) and not second_reader"]
 assert pytest.main(["-q", "--noconftest", "-p", "no:cacheprovider", *tests]) == 0
 
-from psc_core import PSC
+from psc_core import load_model
 from psc_core.cli.fit import main
 from psc_core.data.spec import open_dataset
 from psc_core.density.fit.density import fit_density
@@ -99,16 +99,17 @@ from tests.psc_core.density.support import images
 z, labels = images(240, 4, 3)
 assert_close_to_twin(fit_density(z, labels, num_classes=3, kind="spherical"), z, labels, z, None)
 
-assert main([*json.loads(sys.argv[1]), "--density", "spherical", "--out", "bundle"]) == 0
-psc = PSC.load("bundle", device="cpu", allow_factories=["tests.tiny:network"])
-assert type(psc.pipeline.scorer.density).__name__ == "SphericalDensity"
 from pathlib import Path
 import numpy as np
 import torch
 from tests.second_reader import SecondReader
 
-density = psc.pipeline.scorer.density
-z = torch.randn(20, density.sizes["dim"])
-theirs = SecondReader(Path("bundle")).log_density(z.double().numpy(), [])
-np.testing.assert_allclose(theirs, density(z).log_density.numpy(), rtol=1e-4, atol=1e-3)
+for task, arguments in json.loads(sys.argv[1]).items():
+    assert main([*arguments, "--density", "spherical", "--out", task]) == 0
+    model = load_model(task, device="cpu", allow_factories=["tests.tiny:network"])
+    density = model.pipeline.scorer.density
+    assert (type(density).__name__, model.task.name) == ("SphericalDensity", task)
+    z = torch.randn(20, density.sizes["dim"])
+    theirs = SecondReader(Path(task)).log_density(z.double().numpy(), [])
+    np.testing.assert_allclose(theirs, density(z).log_density.numpy(), rtol=1e-4, atol=1e-3)
 """

@@ -1,7 +1,9 @@
-"""A head: a softmax over squared distances to the class means."""
+"""A head for each task: a softmax over squared distances to the class means, and a ridge regression."""
 
-EDITS = {
-    "psc_core/heads/centroid.py": [
+NAMES = {"classification": "centroid", "regression": "ridge"}
+
+_CENTROID = {
+    "psc_core/tasks/classification/heads/centroid.py": [
         (
             "",
             '''"""Class means: ``softmax(−‖φ − m_c‖² / 2t)``; epistemic: the squared distance to the nearest."""
@@ -14,10 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.heads.base import Head, HeadOutput
+from psc_core.tasks.classification.heads.base import ClassifierHead, HeadOutput
 
 
-class CentroidHead(Head):
+class CentroidHead(ClassifierHead):
     """The head of the module's text."""
 
     kind = "centroid"
@@ -38,25 +40,27 @@ class CentroidHead(Head):
 ''',
         )
     ],
-    "psc_core/heads/__init__.py": [
+    "psc_core/tasks/classification/heads/__init__.py": [
         (
-            "from psc_core.heads.duq import DuqHead\n",
-            "from psc_core.heads.centroid import CentroidHead\nfrom psc_core.heads.duq import DuqHead\n",
+            "from psc_core.tasks.classification.heads.duq import DuqHead\n",
+            "from psc_core.tasks.classification.heads.centroid import CentroidHead\n"
+            "from psc_core.tasks.classification.heads.duq import DuqHead\n",
         ),
         ("(LaplaceHead, SngpHead, DuqHead)", "(LaplaceHead, SngpHead, DuqHead, CentroidHead)"),
     ],
-    "psc_core/heads/fit/centroid.py": [
+    "psc_core/tasks/classification/fit/centroid.py": [
         (
             "",
-            '''"""Fit :class:`psc_core.heads.centroid.CentroidHead`: class means and a temperature."""
+            '''"""Fit :class:`..heads.centroid.CentroidHead`: class means and a temperature."""
 
 from __future__ import annotations
 
 import torch
 
-from psc_core.heads.centroid import CentroidHead
-from psc_core.heads.fit.data import HeadData, in_memory
-from psc_core.heads.fit.posterior import nll
+from psc_core.tasks.classification.fit.data import HeadData
+from psc_core.tasks.classification.fit.posterior import nll
+from psc_core.tasks.classification.heads.centroid import CentroidHead
+from psc_core.tasks.fit.standardisation import in_memory
 
 TEMPERATURES = tuple(10.0 ** (k / 8) for k in range(-8, 25))
 
@@ -75,10 +79,11 @@ def fit_centroid(data: HeadData) -> CentroidHead:
 ''',
         )
     ],
-    "psc_core/heads/fit/head.py": [
+    "psc_core/tasks/classification/fit/head.py": [
         (
-            "from psc_core.heads.fit.data import",
-            "from psc_core.heads.fit.centroid import fit_centroid\nfrom psc_core.heads.fit.data import",
+            "from psc_core.tasks.classification.fit.data import",
+            "from psc_core.tasks.classification.fit.centroid import fit_centroid\n"
+            "from psc_core.tasks.classification.fit.data import",
         ),
         ('    "duq": fit_duq,\n', '    "duq": fit_duq,\n    "centroid": fit_centroid,\n'),
     ],
@@ -95,15 +100,15 @@ def fit_centroid(data: HeadData) -> CentroidHead:
 def standardise(''',
         )
     ],
-    "tests/psc_core/heads/test_centroid.py": [
+    "tests/psc_core/tasks/classification/heads/test_centroid.py": [
         (
             "",
             """from __future__ import annotations
 
 import torch
 
-from psc_core.heads.fit.head import fit_head
-from tests.psc_core.heads.support import images
+from psc_core.tasks.classification.fit.head import fit_head
+from tests.psc_core.tasks.classification.heads.support import images
 from tests.reference import heads as naive
 
 
@@ -130,8 +135,8 @@ def _log_sum_exp(""",
     ],
     "tests/psc_core/bundle/test_format.py": [
         (
-            "JOBS: dict[str, tuple[str, ...]] = {\n",
-            """JOBS: dict[str, tuple[str, ...]] = {
+            "CLASSIFICATION: dict[str, tuple[str, ...]] = {\n",
+            """CLASSIFICATION: dict[str, tuple[str, ...]] = {
     "centroid": ("--head", "centroid"),
 """,
         )
@@ -143,27 +148,205 @@ def _log_sum_exp(""",
     ],
 }
 
+_RIDGE = {
+    "psc_core/tasks/regression/heads/ridge.py": [
+        (
+            "",
+            '''r"""Ridge regression: ``mean = b + wᵀφ``, a constant noise σ, and ``epistemic = σ √(φᵀ(ΦᵀΦ + I)⁻¹φ)``."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from psc_core.tasks.regression.heads.base import RegressionHead, ValueOutput
+
+
+class RidgeHead(RegressionHead):
+    """The head of the module's text; ``root`` (D, D) is a square root of σ² (ΦᵀΦ + I)⁻¹."""
+
+    kind = "ridge"
+    layout: ClassVar = {
+        "center": ("dim",),
+        "inverse_scale": ("dim",),
+        "weight": ("dim",),
+        "bias": (),
+        "root": ("dim", "dim"),
+        "noise": (),
+    }
+    weight: Tensor
+    bias: Tensor
+    root: Tensor
+    noise: Tensor
+
+    def forward(self, z: Float[Tensor, "batch dim"]) -> ValueOutput:
+        """Mean, the constant noise, and what the weights leave unknown."""
+        phi = self.standardise(z)
+        return ValueOutput(phi @ self.weight + self.bias, self.noise.expand(len(z)), (phi @ self.root).norm(dim=1))
+''',
+        )
+    ],
+    "psc_core/tasks/regression/heads/__init__.py": [
+        (
+            "\n__all__",
+            "from psc_core.tasks.regression.heads.ridge import RidgeHead\n\n__all__",
+        ),
+        ("(BayesianLinearHead, DeepVecchiaHead)", "(BayesianLinearHead, DeepVecchiaHead, RidgeHead)"),
+    ],
+    "psc_core/tasks/regression/fit/ridge.py": [
+        (
+            "",
+            '''"""Fit :class:`..heads.ridge.RidgeHead`: normal equations, and the noise of the selection split."""
+
+from __future__ import annotations
+
+import torch
+
+from psc_core.tasks.regression.fit.blr import gaussian_nll
+from psc_core.tasks.regression.fit.data import HeadData
+from psc_core.tasks.regression.heads.ridge import RidgeHead
+
+
+def fit_ridge(data: HeadData) -> RidgeHead:
+    """Weights by the normal equations; the noise is the deviation of what is left of the selection split."""
+    phi = data.train[:]
+    gram = phi.T @ phi + torch.eye(phi.shape[1], dtype=phi.dtype, device=phi.device)
+    weight = torch.linalg.solve(gram, phi.T @ data.train_values)
+    mean = data.val @ weight if data.val_mean is None else data.val_mean
+    noise = (data.val_values - mean).square().mean().sqrt()
+    root = noise * torch.linalg.cholesky(torch.linalg.inv(gram))
+    variance = noise.square() + (data.val @ root).square().sum(1)
+    return RidgeHead(
+        {
+            **data.standardisation._asdict(),
+            "weight": data.scale * weight,
+            "bias": data.center,
+            "root": data.scale * root,
+            "noise": data.scale * noise,
+        },
+        record={"val_nll": gaussian_nll(data.val_values, mean, variance)},
+    )
+''',
+        )
+    ],
+    "psc_core/tasks/regression/fit/head.py": [
+        (
+            "from psc_core.tasks.regression.heads.base import",
+            "from psc_core.tasks.regression.fit.ridge import fit_ridge\n"
+            "from psc_core.tasks.regression.heads.base import",
+        ),
+        ('"dve": fit_dve}', '"dve": fit_dve, "ridge": fit_ridge}'),
+    ],
+    "tests/reference/heads.py": [
+        (
+            "def standardise(",
+            '''def ridge(phi: Tensor, values: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean of new images, and the deviation that the weights leave, in units of the noise: by dense inverses."""
+    posterior = torch.linalg.inv(phi.T @ phi + torch.eye(phi.shape[1], dtype=phi.dtype))
+    means = [values.mean() + row @ posterior @ (phi.T @ (values - values.mean())) for row in new]
+    return torch.stack(means), torch.stack([(row @ posterior @ row).sqrt() for row in new])
+
+
+def standardise(''',
+        )
+    ],
+    "tests/psc_core/tasks/regression/heads/test_ridge.py": [
+        (
+            "",
+            """from __future__ import annotations
+
+import torch
+
+from psc_core.tasks.regression.fit.head import fit_head
+from tests.psc_core.tasks.regression.heads.support import images
+from tests.reference import heads as naive
+
+
+def test_outputs_are_the_definition_in_float64() -> None:
+    z, y = images(200, 4)
+    head = fit_head(z, y, z, y, kind="ridge")
+    phi = naive.standardise(z.double())
+    mean, deviation = naive.ridge(phi, y, phi)
+    got = head(z)
+    torch.testing.assert_close(got.mean.double(), mean, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got.epistemic.double(), deviation * float(head.noise), rtol=1e-4, atol=1e-5)
+    assert float(got.aleatoric[0]) == float(head.noise)
+""",
+        )
+    ],
+    "docs/method.md": [
+        ("| `dve` | the deep", "| `ridge` | ridge regression with a constant noise |\n| `dve` | the deep")
+    ],
+    "tests/second_reader.py": [
+        ('"dve": _dve}', '"dve": _dve, "ridge": _ridge}'),
+        (
+            "def _log_sum_exp(",
+            """def _ridge(t: dict[str, Array], phi: Array) -> tuple[Array, Array, Array]:
+    aleatoric = np.full(len(phi), float(t["noise"]))
+    return phi @ t["weight"] + t["bias"], aleatoric, np.sqrt(((phi @ t["root"]) ** 2).sum(1))
+
+
+def _log_sum_exp(""",
+        ),
+    ],
+    "tests/psc_core/bundle/test_format.py": [
+        (
+            "REGRESSION: dict[str, tuple[str, ...]] = {\n",
+            """REGRESSION: dict[str, tuple[str, ...]] = {
+    "ridge": ("--head", "ridge"),
+""",
+        )
+    ],
+    "docs/bundle-format.md": [
+        (
+            "| tensor of dve |",
+            """| tensor of ridge | shape | meaning |
+| --- | --- | --- |
+| `center`, `inverse_scale` | (D) | as at [Head](#head) |
+| `weight`, `bias` | (D), () | mean of the number |
+| `root`, `noise` | (D, D), () | R, and the deviation of the noise |
+
+| tensor of dve |""",
+        ),
+        (
+            "    dve   of layer l:",
+            "    ridge  mean = φ · weight + bias;   epistemic = ‖ φ · root ‖;   aleatoric = noise\n"
+            "    dve   of layer l:",
+        ),
+    ],
+}
+
+EDITS = {"classification": _CENTROID, "regression": _RIDGE}
+
 PROGRAM = """
 import json, sys
 import pytest
 
-tests = ["tests/psc_core/heads", "tests/psc_core/bundle/test_format.py"]
-tests += ["-k", "(centroid or tables_match_layouts) and not second_reader"]
+task, kind, arguments = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+tests = [f"tests/psc_core/tasks/{task}/heads", "tests/psc_core/bundle/test_format.py"]
+tests += ["-k", f"({kind} or tables_match) and not second_reader and not files and not documented"]
 assert pytest.main(["-q", "--noconftest", "-p", "no:cacheprovider", *tests]) == 0
 
-from psc_core import PSC
-from psc_core.cli.fit import main
-
-assert main([*json.loads(sys.argv[1]), "--head", "centroid", "--out", "bundle"]) == 0
-psc = PSC.load("bundle", device="cpu", allow_factories=["tests.tiny:network"])
-assert type(psc.pipeline.scorer.head).__name__ == "CentroidHead"
 from pathlib import Path
 import numpy as np
 import torch
+from psc_core import load_model, open_dataset
+from psc_core.cli.fit import main
 from tests.second_reader import SecondReader
 
-head = psc.pipeline.scorer.head
-z = torch.randn(20, head.sizes["dim"])
-for got, expected in zip(SecondReader(Path("bundle")).classify(z.double().numpy(), None), head(z), strict=True):
-    np.testing.assert_allclose(got, expected.numpy(), rtol=1e-3, atol=1e-4)
+assert main([*arguments, "--head", kind, "--out", "bundle"]) == 0
+model, reader = load_model("bundle", device="cpu", allow_factories=["tests.tiny:network"]), SecondReader(Path("bundle"))
+head = model.pipeline.scorer.head
+assert head.kind == kind and model.task.name == task
+data = open_dataset(arguments[arguments.index("--val") + 1], split="val", preprocess=model.preprocess)
+images = next(data.batches(20)).images
+with torch.inference_mode():
+    features, _ = model.pipeline.scorer.backbone(model.pipeline.scorer.standardise(images))
+answer = {"classification": reader.answer, "regression": reader.answer_values}[task]([f.numpy() for f in features])
+ours = model.predict(images)
+names = {"classification": ("epistemic", "probabilities"), "regression": ("mean", "aleatoric", "epistemic")}[task]
+for name in names:
+    np.testing.assert_allclose(getattr(answer, name), getattr(ours, name).numpy(), rtol=1e-3, atol=1e-3)
 """

@@ -45,11 +45,11 @@ import pytest
 tests = ["tests/psc_core/network/test_builders.py", "-k", "tiny_networks"]
 assert pytest.main(["-q", "--noconftest", "-p", "no:cacheprovider", *tests]) == 0
 
-from psc_core import PSC
+from psc_core import load_model
 from psc_core.cli.fit import main
 
-arguments = json.loads(sys.argv[1])
-arguments[arguments.index("--model") + 1] = "tiny:network"
-assert main([*arguments, "--out", "bundle"]) == 0
-assert PSC.load("bundle", device="cpu").classes  # nothing has to be allowed
+for task, arguments in json.loads(sys.argv[1]).items():
+    arguments[arguments.index("--model") + 1] = "tiny:network"
+    assert main([*arguments, "--out", task]) == 0
+    assert load_model(task, device="cpu").task.name == task  # nothing has to be allowed
 """

@@ -1,0 +1,137 @@
+"""Nothing outside the modules of tasks asks which task a model has; the few places that do are named here."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from psc_core.tasks import TASKS
+from psc_core.tasks.answer import scores_of
+from psc_core.tasks.task import task_type
+from tests.conftest import ROOT
+
+LIMIT: Final = 5
+"""Switches outside the tasks' own modules."""
+
+SWITCHES: Final = Counter(
+    {
+        # Images have numbers or not, and so has a subset of them and a digest.
+        "psc_core/data/dataset.py: self.values is None": 1,
+        "psc_core/data/dataset.py: self.values is not None": 1,
+        # The paper's NC4 is of classes; of numbers R² takes its place.
+        "psc_core/collapse/measure.py: val.values is None": 1,
+        # The gate "confidence" reads a score that only a classifier has.
+        "psc_core/fitting/early_layers.py: 'predictive_entropy' in scores": 1,
+        # ``GET /model`` names the target, null for a model without.
+        "psc_core/model/base.py: getattr(self.task, 'target', None)": 1,
+    }
+)
+"""Where they are, how often, and why."""
+
+FACES: Final = ("psc_core.model.predictor", "psc_core.model.regressor")
+"""Modules of the models of one task, beside those that bear its name."""
+
+ATTRIBUTES: Final = frozenset({"target", "values", "is_regression"})
+"""What only the data, manifests or models of one task have, or have as something else than None."""
+
+OWN_SCORES: Final = frozenset(
+    name for name, count in Counter(each for task in TASKS for each in scores_of(task_type(task).answer)).items()
+    if count == 1
+)  # fmt: skip
+"""Scores that only one task has."""
+
+
+def is_of_one_task(path: Path) -> bool:
+    """Whether a source belongs to one task, or to what tasks share: its folder or its own name says so."""
+    relative = path.relative_to(ROOT).with_suffix("")
+    words = {*relative.parts, *relative.stem.split("_")}
+    return "tasks" in relative.parts or bool(words & {*TASKS}) or ".".join(relative.parts) in FACES
+
+
+def types_of_one_task(tree: ast.Module) -> set[str]:
+    """Names that a module imports from the modules of one task, and the faces, from wherever they are imported."""
+    found = {"PSC", "PSCRegressor"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and {*node.module.split(".")} & {*TASKS}:
+            found |= {each.asname or each.name for each in node.names}
+    return found
+
+
+def is_switch(node: ast.AST, types: set[str]) -> bool:
+    """Whether an expression asks for the task: for a type, a name, an attribute or a score that only one task has."""
+    match node:
+        case ast.Call(func=ast.Name("isinstance" | "issubclass"), args=[_, kinds]):
+            return any(isinstance(each, ast.Name) and each.id in types for each in ast.walk(kinds))
+        case ast.Call(func=ast.Name("getattr" | "hasattr"), args=[_, ast.Constant(name), *_]):
+            return name in ATTRIBUTES
+        case ast.Compare(left=left, comparators=comparators):
+            sides = (left, *comparators)
+            constants = {each.value for side in sides for each in ast.walk(side) if isinstance(each, ast.Constant)}
+            return bool(constants & {*TASKS, *OWN_SCORES}) or (None in constants and any(map(is_attribute, sides)))
+        case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test) | ast.UnaryOp(op=ast.Not(), operand=test):
+            return is_attribute(test)
+        case ast.BoolOp(values=values):
+            return any(map(is_attribute, values))
+        case ast.match_case(pattern=pattern):
+            return any(isinstance(each, ast.Name) and each.id in types for each in ast.walk(pattern))
+        case _:
+            return False
+
+
+def is_attribute(node: ast.AST) -> bool:
+    """Whether an expression is one of :data:`ATTRIBUTES`."""
+    return isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES
+
+
+def inside(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and everything below it, but what is asserted: that only tells a type checker what is known."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.Assert):
+            yield from inside(child)
+
+
+def switches_of(text: str) -> list[str]:
+    """The switches in a source, as text."""
+    tree = ast.parse(text)
+    types = types_of_one_task(tree)
+    found = [node for node in inside(tree) if is_switch(node, types)]
+    return [ast.unparse(node.test if isinstance(node, ast.If | ast.IfExp | ast.While) else node) for node in found]
+
+
+def test_switches_on_the_task_are_few_and_named() -> None:
+    sources = [file for package in ("psc_core", "app") for file in (ROOT / package).rglob("*.py")]
+    found = Counter(
+        f"{file.relative_to(ROOT).as_posix()}: {switch}"
+        for file in sources
+        if not is_of_one_task(file)
+        for switch in switches_of(file.read_text(encoding="utf-8"))
+    )
+    assert found == SWITCHES
+    assert found.total() <= LIMIT
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "isinstance(model, PSCRegressor)", "isinstance(task, (Regression, Other))", "data.target is None",
+        "task.name == 'classification'", "kind in ('regression', 'other')", "hasattr(manifest, 'target')",
+        "'mean' in outputs.scores", "not batch.values", "model.is_regression and asked",
+    ],
+)  # fmt: skip
+def test_a_switch_is_seen(condition: str) -> None:
+    imported = "from psc_core.tasks.regression.task import Regression"
+    assert len(switches_of(f"{imported}\nif {condition}:\n    pass")) == 1
+    assert len(switches_of(f"{imported}\nfound = {condition}")) == 1
+
+
+@pytest.mark.parametrize(
+    "condition", ["isinstance(error, PSCError)", "train.target != val.target", "model.task.heads", "x in seen.values()"]
+)
+def test_what_is_no_switch_is_not(condition: str) -> None:
+    assert switches_of(f"if {condition}:\n    assert data.values is not None") == []

@@ -1,0 +1,1 @@
+"""Several labels, each of which holds for an image or does not."""

@@ -1,0 +1,66 @@
+"""Conformal calibration of several labels: p-values as for a classifier, and which labels are undecided.
+
+With p_y the probability that an image's own label set gives to the true value of a label, n calibration images and
+coverage 1 − α, a value of a label is possible where its probability is at least
+
+    ``1 − t``,   t = the ⌈(n + 1)(1 − α)⌉-th smallest ``max over labels of 1 − p_y`` of the calibration images
+
+and all true values of a future in-distribution image are possible with probability ≥ 1 − α (split conformal).
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from psc_core.calibration.conformal import check_ascending, check_rates, decision_p_value
+from psc_core.errors import BundleError
+from psc_core.rates import tolerant_ceil
+from psc_core.tasks.calibration import BaseCalibration
+from psc_core.tasks.multilabel.policy import LabelPolicy
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """A policy in terms of the outputs, for one set of calibration images."""
+
+    policy: LabelPolicy
+    ood_p_value: float  # an image is out of distribution when its p-value is at most this
+    possible: float  # the smallest probability of a value of a label that is possible
+
+
+@dataclass(frozen=True)
+class Calibration(BaseCalibration):
+    """Scores of n calibration images, float32, each sorted for itself."""
+
+    misses: Float[Tensor, " n"]  # of the label that is told worst, 1 minus the probability of its true value; ascending
+
+    def thresholds(self, policy: LabelPolicy) -> Thresholds:
+        return Thresholds(policy, decision_p_value(policy.alpha, len(self)), self.possible(policy.coverage))
+
+    def possible(self, coverage: float) -> float:
+        """Return the smallest probability of a possible value.
+
+        Raises:
+            UsageError: ``coverage`` is not in (0, 1), or n is too small for it.
+        """
+        check_rates(len(self), coverage=coverage)
+        return 1 - float(self.misses[tolerant_ceil((len(self) + 1) * coverage) - 1])
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"ood_scores": self.ood_scores, "misses": self.misses}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
+        expected = {"ood_scores", "misses"}
+        if set(tensors) != expected:
+            raise BundleError(f"expected calibration tensors {sorted(expected)}, got {reprlib.repr(sorted(tensors))}")
+        scores = [tensors["ood_scores"], tensors["misses"]]
+        check_ascending(scores)
+        if scores[1][0] < 0 or scores[1][-1] > 1:
+            raise BundleError("expected calibration misses from 0 to 1; fit it again")
+        return cls(*scores)

@@ -1,0 +1,90 @@
+"""How a model of several labels is fitted."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from psc_core.compute.passes import Compute, passes
+from psc_core.data.dataset import ImageDataset
+from psc_core.tasks.fit.settings import FitSettings
+from psc_core.tasks.fit.task import Calibrated, Features, HeadJob, TaskFit
+from psc_core.tasks.head import Scored
+from psc_core.tasks.multilabel.calibration import Calibration
+from psc_core.tasks.multilabel.fit.head import FITS
+from psc_core.tasks.multilabel.heads import LabelHead
+from psc_core.tasks.multilabel.policy import LabelPolicy
+from psc_core.tasks.multilabel.task import MultiLabel
+
+OWN_IMAGES: Final = 1000
+"""Maximum number of images of :func:`own_accuracy`."""
+
+
+class MultiLabelFit(TaskFit):
+    """How a model of several labels is fitted: an example is an image with one label that holds."""
+
+    task_type = MultiLabel
+    fits = FITS
+    why_no_confidence = "images have several labels by nature, so confidence is no gate"
+
+    def takes(self, data: ImageDataset) -> bool:
+        return data.target is None and data.is_ambiguous
+
+    def said_of(self, train: ImageDataset) -> str:
+        return f"some of {len(train.classes)} labels each"
+
+    def fit_head(self, job: HeadJob) -> LabelHead:
+        train = _images_of(job.train), held(job.train_data)
+        selection = _images_of(job.selection), held(job.selection_data)
+        return FITS[job.kind](*(part.to(job.device) for part in (*train, *selection)))
+
+    def calibrate(
+        self, scored: Scored, ood_score: Float[Tensor, " n"], images: ImageDataset, settings: FitSettings
+    ) -> Calibrated:
+        """Return OOD scores, and how badly the worst label of each image is told."""
+        true = held(images)
+        missed = torch.where(true, 1 - scored.probabilities, scored.probabilities)
+        calibration = Calibration(ood_score.float().sort().values, missed.amax(1).sort().values)
+        policy = LabelPolicy(alpha=settings.alpha, max_undecided=0, coverage=settings.coverage)
+        right = (scored.probabilities >= 0.5) == true
+        metrics = {
+            "validation_images": len(images),
+            "accuracy": float(right.double().mean()),
+            "exact": float(right.all(1).double().mean()),
+        }
+        return Calibrated(calibration, policy, metrics)
+
+    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute, seed: int) -> str:
+        found = [own_accuracy(net, data, compute, seed) for data in (train, val)]
+        return (
+            f"the network itself: {found[0]:.3f} of the labels right on training, {found[1]:.3f} on validation images"
+        )
+
+
+FIT: Final = MultiLabelFit()
+
+
+def held(data: ImageDataset) -> Bool[Tensor, "n labels"]:
+    """Return which labels each image has."""
+    found = torch.zeros(len(data), len(data.classes), dtype=torch.bool)
+    found[torch.arange(len(data)).repeat_interleave(data.offsets.diff()), data.labels] = True
+    return found
+
+
+def own_accuracy(net: nn.Module, data: ImageDataset, compute: Compute, seed: int) -> float:
+    """Return the fraction of labels that the network itself gets right on random images."""
+    chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:OWN_IMAGES]
+    sample = data.subset(chosen)
+    outputs = passes(sample, compute, f"the network on {data.name}", net.to(compute.device))
+    logits = torch.cat([output.cpu() for output, _ in outputs])
+    return float(((logits >= 0) == held(sample)).double().mean())
+
+
+def _images_of(features: Features) -> Float[Tensor, "n dim"]:
+    """Return the features of each image once, in the order of the data set; an image has an example for each label."""
+    first = torch.empty(int(features.images.max()) + 1, dtype=torch.int64)
+    first[features.images] = torch.arange(len(features.images))
+    return features.head_input[:][first]

@@ -1,0 +1,76 @@
+"""A task: several labels, each of which holds for an image or does not.  Its files lie in the folder ``multilabel``."""
+
+from pathlib import Path
+
+NAME = "multilabel"
+
+_FILES = Path(__file__).with_name(NAME)
+
+EDITS = {
+    "psc_core/tasks/__init__.py": [('    "classification",\n', '    "multilabel",\n    "classification",\n')],
+    **{
+        file.relative_to(_FILES).as_posix(): [("", file.read_text())]
+        for file in (_FILES / "psc_core").rglob("*")
+        if file.suffix in (".py", ".jinja")
+    },
+    "docs/service.md": [
+        (
+            "\n## Clients\n",
+            """
+A multi-label model answers with `labels` (those that hold), `undecided` (those that may as well be the other way),
+the `probabilities` of all, `entropy` (nats, of the least certain label), and the fields that all answers have.
+
+## Clients
+""",
+        )
+    ],
+    "docs/bundle-format.md": [
+        (
+            "\n### Information\n",
+            """
+### Multi-label
+
+A bundle with `task` = `multilabel` gives each label a probability of its own; K is the number of labels.
+`policy.max_undecided` (integer ≥ 0) is in place of `ambiguity_threshold`. Of the head `logistic`, `head.sizes` has
+`dim` = D and `labels` = K.
+
+| tensor of logistic | shape | meaning |
+| --- | --- | --- |
+| `center`, `inverse_scale` | (D) | as at [Head](#head) |
+| `weight`, `bias` | (K, D), (K) | of the logits |
+
+    probabilities = 1 / (1 + exp(−W φ − b));   epistemic = ‖ φ ‖² / D
+
+| tensor of the calibration | type, shape | meaning |
+| --- | --- | --- |
+| `ood_scores` | float32 (n) | ood_score, ascending |
+| `misses` | float32 (n) | 1 minus the probability of the true value of the label that is told worst, ascending |
+
+    possible = 1 − misses[⌈(n + 1) · coverage⌉ − 1];   a label is undecided ⇔ min(p, 1 − p) ≥ possible
+
+### Information
+""",
+        )
+    ],
+    "tests/psc_core/tasks/test_task.py": [
+        (
+            "ONE_OF_EACH: dict[str, tuple[Task, Any]] = {\n",
+            """ONE_OF_EACH: dict[str, tuple[Task, Any]] = {
+    "multilabel": (
+        MultiLabel(),
+        multilabel.Thresholds(LabelPolicy(alpha=0.05, max_undecided=0, coverage=0.9), 0.05, 0.3),
+    ),
+""",
+        ),
+        (
+            "from psc_core.tasks.outputs import FloatArray, Outputs\n",
+            """from psc_core.tasks.multilabel import calibration as multilabel
+from psc_core.tasks.multilabel.policy import LabelPolicy
+from psc_core.tasks.multilabel.task import MultiLabel
+from psc_core.tasks.outputs import FloatArray, Outputs
+""",
+        ),
+    ],
+}
+
+PROGRAM = (_FILES / "use.py").read_text()
