@@ -101,8 +101,10 @@ def check_version(file: Path, version: str) -> None:
     """Note the bundle's version beside its outputs.
 
     Raises:
-        UsageError: The folder has outputs of another bundle.
+        UsageError: The folder has outputs of another bundle, or something else by that name.
     """
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        raise UsageError(f"{file} is a link or no regular file; remove it, or give another --out")
     if file.exists() and (found := file.read_text().strip()) != version:
         raise UsageError(f"{file.parent} has outputs of the bundle {found}, this one is {version}; give another --out")
     file.write_text(version + "\n")

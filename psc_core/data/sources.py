@@ -14,6 +14,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from psc_core.errors import DataError, ImageError
+from psc_core.images.files import read_file
 from psc_core.images.preprocess import Preprocess
 
 
@@ -88,7 +89,7 @@ class FileSource:
     def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
         path = self.path(index)
         with _naming(path):
-            return preprocess.from_bytes(path.read_bytes())
+            return preprocess.from_bytes(read_file(path))
 
     def fingerprint(self, index: int) -> bytes:
         path = self.path(index)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from psc_core.errors import UsageError
 from psc_core.images.decode import to_grey_or_rgb
+from psc_core.images.files import read_file
 from psc_core.images.preprocess import Pixels, Preprocess
 
 ImageLike = str | Path | bytes | Image.Image | npt.NDArray[Any]
@@ -49,7 +50,7 @@ def read_image(image: ImageLike, preprocess: Preprocess) -> npt.NDArray[np.uint8
     """
     if isinstance(image, str | Path):
         try:
-            image = Path(image).read_bytes()
+            image = read_file(image)
         except (OSError, ValueError) as error:
             raise UsageError(f"cannot read an image: {error}") from error
     if isinstance(image, bytes):

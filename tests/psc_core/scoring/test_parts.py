@@ -81,6 +81,37 @@ def test_an_image_that_cannot_be_read_is_a_row_with_its_error(scored: Path) -> N
     assert {bad[name] for name in columns} == {None}
 
 
+def test_a_hostile_folder_is_rows_with_errors(tmp_path: Path) -> None:
+    images, out = tmp_path / "images", tmp_path / "out"
+    images.mkdir()
+    (images / "good.png").write_bytes((SHIPPED_BUNDLE / "examples" / "clean.png").read_bytes())
+    os.mkfifo(images / "pipe.png")
+    (images / "zero.png").symlink_to("/dev/zero")
+    with (images / "sparse.png").open("wb") as file:
+        file.truncate(40 << 30)
+    run(images, out)
+    errors = {row["item"]: row["error"] for row in rows_of(out)}
+    assert errors.pop("good.png") is None and set(errors) == {"pipe.png", "zero.png", "sparse.png"}
+    assert all(error.startswith(("expected a regular file", "expected a file of at most")) for error in errors.values())
+
+
+def test_does_not_write_through_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    out.mkdir()
+    (out / cli.VERSION_FILE).symlink_to(elsewhere)
+    command = [
+        str(SHIPPED_BUNDLE / "examples"),
+        "--bundle",
+        str(SHIPPED_BUNDLE),
+        "--out",
+        str(out),
+        "--format",
+        "jsonl",
+    ]
+    assert cli.main(command) == 2
+    assert "is a link" in capsys.readouterr().err and not elsewhere.exists()
+
+
 def test_part_without_any_image(tmp_path: Path) -> None:
     writer = PartWriter(PSC.load(SHIPPED_BUNDLE, device="cpu"), tmp_path, "jsonl")
     count = writer(0, [NamedImage("a", b""), NamedImage("b", str(tmp_path / "missing.png"))])

@@ -1,0 +1,33 @@
+"""Read image files from folders that others may have filled: regular files only, of a bounded size."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from psc_core.errors import ImageTooLarge, UnsupportedImage
+
+MAX_FILE_BYTES: Final = 256 << 20
+"""Maximum size of an image file, bytes."""
+
+
+def read_file(path: str | Path) -> bytes:
+    """Return the content of an image file, which may be a link to one.
+
+    Raises:
+        UnsupportedImage: It is no regular file: a pipe would wait for ever, a device has no end.
+        ImageTooLarge: It has more than :data:`MAX_FILE_BYTES`.
+        OSError: It cannot be read.
+        ValueError: Nothing can have this path.
+    """
+    # Without waiting: to open a pipe would last until somebody writes to it.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise UnsupportedImage("expected a regular file, got a folder, a pipe or a device; remove it")
+        # A sparse file claims gigabytes and has none; one that grows while it is read gives what it had.
+        if status.st_size > MAX_FILE_BYTES:
+            raise ImageTooLarge(f"expected a file of at most {MAX_FILE_BYTES} bytes, got {status.st_size}")
+        return file.read(status.st_size)
