@@ -6,6 +6,7 @@ images of known classes, orange for made-up and out-of-distribution ones, grey f
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from typing import Any, Final
@@ -27,9 +28,16 @@ Figures = dict[str, Figure | None]
 KNOWN: Final = "#2b6cb0"
 UNKNOWN: Final = "#c05621"
 LIMIT: Final = "#555555"
-_STYLE: Final[Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+_STYLE: Final[Any] = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "text.parse_math": False,  # Names of classes, layers and sets are plain text, with any number of dollars.
+}
 
 
+@rc_context(_STYLE)
 def draw(facts: Facts) -> dict[str, Figure]:
     """Draw every figure that there is something to draw for, by name."""
     manifest, content = facts.manifest, facts.content
@@ -47,11 +55,18 @@ def draw(facts: Facts) -> dict[str, Figure]:
     return {name: figure for name, figure in found.items() if figure is not None}
 
 
+@rc_context(_STYLE)
+def png(figure: Figure) -> bytes:
+    """Return a drawn figure as PNG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
 def axes_of(width: float, height: float, columns: int = 1) -> tuple[Figure, Any]:
     """Return a figure of this size, inches, and its axes: one, or an array of ``columns``."""
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained", dpi=110)
-        return figure, figure.subplots(1, columns)
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=110)
+    return figure, figure.subplots(1, columns)
 
 
 def collapse(report: CollapseReport, chosen: Sequence[str]) -> Figure:

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
-from matplotlib.figure import Figure
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template, pass_eval_context
+from jinja2.nodes import EvalContext
 from PIL import Image
 from torch import Tensor
 
@@ -32,12 +32,24 @@ _WIDE: Final = 5.0
 _HERE: Final = Path()
 """The bundle in commands of its files, which are the same wherever it lies."""
 
+_CONTROLS: Final = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029], " ")
+
+
+@pass_eval_context
+def _plain(template: EvalContext, value: object) -> object:
+    """Return a text of the card without control characters, line ends and tags; the page is escaped whole."""
+    if template.autoescape or not isinstance(value, str):
+        return value
+    return value.translate(_CONTROLS).replace("<", "&lt;")
+
+
 _TEMPLATES: Final = Environment(
     loader=PackageLoader("psc_core.report", ""),
     autoescape=lambda name: name is not None and name.endswith(f"{PAGE}.jinja"),
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
+    finalize=_plain,
 )
 
 
@@ -48,7 +60,7 @@ def write(facts: Facts, folder: Path) -> Path:
         OSError: ``folder`` cannot be written to.
     """
     drawn = figures.draw(facts)
-    pngs = {name: _png(figure) for name, figure in drawn.items()}
+    pngs = {name: figures.png(figure) for name, figure in drawn.items()}
     (folder / FIGURES).mkdir(exist_ok=True)
     for name, png in pngs.items():
         (folder / FIGURES / f"{name}.png").write_bytes(png)
@@ -135,12 +147,6 @@ def _picture(pixels: Tensor) -> bytes:
     image = Image.fromarray(channels_last.squeeze(2) if channels_last.shape[2] == 1 else channels_last)
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 

@@ -87,6 +87,20 @@ def test_page_escapes_names(shipped: Facts, tmp_path: Path) -> None:
     assert "<script>" not in written and "&lt;script&gt;" in written
 
 
+@pytest.mark.filterwarnings("ignore:Glyph")  # No font draws an escape code.
+def test_names_are_plain_text(shipped: Facts, tmp_path: Path) -> None:
+    name = r"$\frac{1}{0$ <script>alert(1)</script>" + "\n# Heading\x1b[31m"
+    manifest = shipped.manifest.model_copy(update={"classes": (name, *shipped.manifest.classes[1:]), "layers": (name,)})
+    sets = tuple(replace(images, name=name) for images in shipped.content.sets)
+    hostile = replace(shipped, folder=tmp_path, manifest=manifest, content=replace(shipped.content, sets=sets))
+    written = page.write(hostile, tmp_path).read_text()
+    page.write_card(hostile)
+    card = (tmp_path / page.CARD).read_text()
+    assert r"$\frac{1}{0$ &lt;script>alert(1)&lt;/script> # Heading [31m, " in card
+    assert all("<script>" not in text for text in (written, card))
+    assert "\n# Heading" not in card and "\x1b" not in card
+
+
 def test_page_without_images(shipped: Facts, tmp_path: Path) -> None:
     risk = {"risk": {"promised": 0.05, "confidence": 0.95, "threshold": None}}
     manifest = shipped.manifest.model_copy(update={"metrics": {**shipped.manifest.metrics, **risk}})
