@@ -80,6 +80,8 @@ class SecondReader:
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text("utf-8"))
         if self.manifest["schema_version"] != 4 or self.manifest["version"] != version_of(self.manifest):
             raise Rejected("schema or version")
+        if "task" in self.manifest:  # Neither a classifier nor a regression.
+            raise Rejected("task")
         self.parts: dict[str, dict[str, Array]] = {}
         for name, entry in self.manifest["files"].items():
             blob = (folder / name).read_bytes()

@@ -30,7 +30,7 @@ from psc_core.tasks.regression.fit import dve
 from psc_core.tasks.regression.heads import HEADS as VALUE_HEADS
 from psc_core.tasks.task import task_type
 from tests.conftest import TinyJob
-from tests.second_reader import Rejected, SecondReader, parse_safetensors
+from tests.second_reader import Rejected, SecondReader, parse_safetensors, version_of
 
 ALLOW = ("tests.tiny:network",)
 DOCUMENT = Path(__file__).parents[3] / "docs" / "bundle-format.md"
@@ -225,7 +225,14 @@ def test_second_reader_rejects_altered_bundles(bundles: dict[str, Path], tmp_pat
     body = json.loads((bundles["rmd-base"] / "manifest.json").read_text())
     body["policy"]["alpha"] = 0.5
     (tmp_path / "manifest.json").write_text(json.dumps(body))
-    with pytest.raises(Rejected):
+    with pytest.raises(Rejected, match="version"):
+        SecondReader(tmp_path)
+
+
+def test_second_reader_rejects_other_tasks(tiny_bundle: Path, tmp_path: Path) -> None:
+    body = {**json.loads((tiny_bundle / "manifest.json").read_text()), "task": "ranking"}
+    (tmp_path / "manifest.json").write_text(json.dumps({**body, "version": version_of(body)}))
+    with pytest.raises(Rejected, match="task"):
         SecondReader(tmp_path)
 
 

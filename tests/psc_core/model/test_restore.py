@@ -88,7 +88,7 @@ def test_rejects_tensors_of_no_texture(bundle: Path) -> None:
 
 def test_rejects_other_number_of_classes(bundle: Path) -> None:
     assign(bundle, "classes", ["a", "b", "c"])
-    with pytest.raises(BundleError, match="num_classes to be 3, got 10"):
+    with pytest.raises(BundleError, match=r"head\.sizes\.classes to be 3, got 10"):
         PSC.load(bundle, device="cpu", allow_factories=ALLOW)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from psc_core.target import Target
 from psc_core.tasks import TASKS
@@ -78,6 +79,15 @@ def test_documents_are_answers(of_task: tuple[Task, Any]) -> None:
     answers = [task.answer.model_validate({name: _plain(value) for name, value in each.items()}) for each in documents]
     assert len(answers) == 40 and all(each.cells() for each in answers)
     assert set(task.columns()) >= {*outputs.scores, "decision", "is_ood", "gates"}
+
+
+def test_tells_predictions_apart(of_task: tuple[Task, Any]) -> None:
+    task, _ = of_task
+    names, packed = drawn(task, ()).scores, torch.from_numpy(drawn(task, ()).packed)
+    said, none = task.difference(Outputs(packed, names, ()), Outputs(packed.clone(), names, ()))
+    assert said and float(none.abs().max()) == 0
+    _, some = task.difference(Outputs(packed, names, ()), Outputs(packed + 0.01, names, ()))
+    assert float(some.abs().min()) > 1e-3
 
 
 def test_counts_labels_and_abstentions(of_task: tuple[Task, Any]) -> None:

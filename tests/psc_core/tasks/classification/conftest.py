@@ -1,4 +1,4 @@
-"""Fixtures for the tests of heads."""
+"""Fixtures for the tests of a classifier's heads and their fits."""
 
 from __future__ import annotations
 
