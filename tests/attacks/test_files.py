@@ -162,5 +162,5 @@ def test_rejects_other_tensor_shapes(bundle: Path, part: str, shape: tuple[int, 
 def test_rejects_values_that_overflow(bundle: Path, part: str) -> None:
     largest = float(np.finfo(np.float32).max)
     change_tensor(bundle, part, lambda tensor: torch.full_like(tensor, largest))
-    with pytest.raises(BundleError, match="not finite"):
+    with pytest.raises(BundleError, match="finite features and outputs"):
         PSC.load(bundle, device="cpu", allow_factories=forge.ALLOW)
