@@ -12,14 +12,15 @@ All comparisons are between float32 scores as they were produced, without roundi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.errors import BundleError, UsageError
+from psc_core.errors import BundleError, FitError, UsageError
 from psc_core.rates import check_fraction, ood_rank, tolerant_ceil
 
 MAXIMUM_SCORE: Final = 1e12
@@ -81,6 +82,29 @@ def check_rates(n: int, *, alpha: float | None = None, coverage: float | None = 
             )
 
 
+def check_finite(scores: Mapping[str, Tensor]) -> None:
+    """Require finite scores of calibration images, by their names in words.
+
+    Raises:
+        FitError: Some are not.
+    """
+    for name, part in scores.items():
+        if count := int((~part.isfinite()).sum()):
+            raise FitError(
+                f"expected finite {name} of calibration images, got {count} that are not; check the precision"
+            )
+
+
+def check_names(tensors: Iterable[str], expected: Set[str]) -> None:
+    """Require these tensors of a calibration.
+
+    Raises:
+        BundleError: There are others, or fewer.
+    """
+    if set(tensors) != expected:
+        raise BundleError(f"expected calibration tensors {sorted(expected)}, got {reprlib.repr(sorted(tensors))}")
+
+
 def check_ascending(scores: Sequence[Tensor]) -> None:
     """Require ascending finite float32 scores of one length, at least one.
 
@@ -95,4 +119,17 @@ def check_ascending(scores: Sequence[Tensor]) -> None:
         raise BundleError(
             "expected ascending finite float32 calibration scores of one length, got "
             f"{[(str(part.dtype), tuple(part.shape)) for part in scores]}; fit it again"
+        )
+
+
+def check_range(name: str, ascending: Float[Tensor, " n"], low: float, high: float, *, rounding: float = 0.0) -> None:
+    """Require ascending scores from ``low`` to ``high``, by which they may be missed by ``rounding``.
+
+    Raises:
+        BundleError: Some lie outside.
+    """
+    if ascending[0] < low - rounding or ascending[-1] > high + rounding:
+        raise BundleError(
+            f"expected calibration {name} from {low:g} to {high:g}, got {float(ascending[0]):g} to "
+            f"{float(ascending[-1]):g}; fit it again"
         )

@@ -9,7 +9,6 @@ only raise coverage.  p-values are those of :mod:`psc_core.calibration.conformal
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -21,6 +20,8 @@ from torch import Tensor
 from psc_core.calibration.conformal import (
     MAXIMUM_SCORE,
     check_ascending,
+    check_names,
+    check_range,
     check_rates,
     decision_p_value,
 )
@@ -86,9 +87,7 @@ class Calibration(BaseCalibration):
         Raises:
             BundleError: A tensor is missing, has another type or length, or its scores do not ascend or are not finite.
         """
-        expected = {"scores", "entropies", "label_probabilities", "labels", "num_classes"}
-        if set(tensors) != expected:
-            raise BundleError(f"expected calibration tensors {sorted(expected)}, got {reprlib.repr(sorted(tensors))}")
+        check_names(tensors, {"scores", "entropies", "label_probabilities", "labels", "num_classes"})
         scores = [tensors[name] for name in ("scores", "entropies", "label_probabilities")]
         labels, classes = tensors["labels"], tensors["num_classes"]
         check_ascending(scores)
@@ -105,9 +104,5 @@ class Calibration(BaseCalibration):
             )
         limits = ((-MAXIMUM_SCORE, MAXIMUM_SCORE), (0.0, math.log(max(int(classes), 1))), (0.0, 1.0))
         for name, part, (low, high) in zip(("scores", "entropies", "label_probabilities"), scores, limits, strict=True):
-            if part[0] < low - ROUNDING or part[-1] > high + ROUNDING:
-                raise BundleError(
-                    f"expected calibration {name} from {low:g} to {high:g}, got {float(part[0]):g} to "
-                    f"{float(part[-1]):g}; fit it again"
-                )
+            check_range(name, part, low, high, rounding=ROUNDING)
         return cls(-scores[0].flip(0), scores[1], scores[2], labels, int(classes))

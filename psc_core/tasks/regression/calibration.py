@@ -11,7 +11,6 @@ with normalised residuals: Papadopoulos et al. 2002; Lei et al. 2018).
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,10 +20,11 @@ from torch import Tensor
 from psc_core.calibration.conformal import (
     MAXIMUM_SCORE,
     check_ascending,
+    check_names,
+    check_range,
     check_rates,
     decision_p_value,
 )
-from psc_core.errors import BundleError
 from psc_core.rates import tolerant_ceil
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.regression.policy import ValuePolicy
@@ -73,15 +73,9 @@ class Calibration(BaseCalibration):
         Raises:
             BundleError: A tensor is missing, has another type or length, or is not ascending, finite and in range.
         """
-        expected = {"ood_scores", "residuals"}
-        if set(tensors) != expected:
-            raise BundleError(f"expected calibration tensors {sorted(expected)}, got {reprlib.repr(sorted(tensors))}")
+        check_names(tensors, {"ood_scores", "residuals"})
         scores = [tensors["ood_scores"], tensors["residuals"]]
         check_ascending(scores)
         for name, low in (("ood_scores", -MAXIMUM_SCORE), ("residuals", 0.0)):
-            if tensors[name][0] < low or tensors[name][-1] > MAXIMUM_SCORE:
-                raise BundleError(
-                    f"expected calibration {name} from {low:g} to {MAXIMUM_SCORE:g}, got {float(tensors[name][0]):g} "
-                    f"to {float(tensors[name][-1]):g}; fit it again"
-                )
+            check_range(name, tensors[name], low, MAXIMUM_SCORE)
         return cls(*scores)

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from scipy import stats
 from torch import Tensor
 
-from psc_core.errors import FitError
+from psc_core.calibration.conformal import check_finite
 from psc_core.rates import check_fraction, tolerant_ceil
 from psc_core.tasks.classification.calibration import Calibration
 
@@ -40,12 +40,7 @@ def fit_calibration(
         FitError: Scores that are not finite.
     """
     given = probabilities.gather(1, labels[:, None])[:, 0].float()
-    for name, scores in (("OOD scores", ood_score), ("entropies", entropy), ("probabilities", given)):
-        if not scores.isfinite().all():
-            raise FitError(
-                f"expected finite {name} of calibration images, got "
-                f"{int((~scores.isfinite()).sum())} that are not; check the precision"
-            )
+    check_finite({"OOD scores": ood_score, "entropies": entropy, "probabilities": given})
     order = given.argsort(stable=True)
     return Calibration(
         ood_scores=ood_score.float().sort().values,

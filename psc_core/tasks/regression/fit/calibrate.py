@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.errors import FitError
+from psc_core.calibration.conformal import check_finite
 from psc_core.tasks.regression.calibration import Calibration
 
 
@@ -27,10 +27,5 @@ def fit_calibration(
         FitError: Scores that are not finite.
     """
     residuals = ((values.double() - mean.double()).abs() / deviation.double()).float()
-    for name, scores in (("OOD scores", ood_score), ("residuals", residuals)):
-        if not scores.isfinite().all():
-            raise FitError(
-                f"expected finite {name} of calibration images, got {int((~scores.isfinite()).sum())} that are not; "
-                "check the precision"
-            )
+    check_finite({"OOD scores": ood_score, "residuals": residuals})
     return Calibration(ood_score.float().sort().values, residuals.sort().values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -10,12 +9,12 @@ import sys
 import pytest
 import torch
 
-from psc_core.errors import BundleError, FitError, NetworkError, UsageError
-from psc_core.fitted import restore
+from psc_core.errors import FitError, NetworkError, UsageError
 from psc_core.tasks.classification.answer import SCORES
 from psc_core.tasks.classification.fit.head import fit_head
 from psc_core.tasks.classification.heads import HEADS, OwnProbabilities, entropy
 from tests.psc_core.tasks.classification.heads.support import KINDS, fit, images
+from tests.psc_core.tasks.support import check_round_trip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -54,14 +53,7 @@ def test_degenerate_features(kind: str) -> None:
 def test_round_trip(kind: str) -> None:
     z, _ = images(20, 6, 3)
     head = fit(kind)
-    again = restore(HEADS, json.loads(json.dumps(head.config())), head.state_dict())
-    assert type(again) is type(head)
-    assert again.config() == head.config()
-    assert all(torch.equal(one, other) for one, other in zip(head(z), again(z), strict=True))
-    state = dict(head.state_dict())
-    state.popitem()
-    with pytest.raises(BundleError, match="expected tensors"):
-        restore(HEADS, head.config(), state)
+    check_round_trip(HEADS, head, z)
     assert fit(kind).config() == head.config()
 
 

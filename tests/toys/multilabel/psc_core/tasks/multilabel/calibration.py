@@ -10,15 +10,13 @@ and all true values of a future in-distribution image are possible with probabil
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.calibration.conformal import check_ascending, check_rates, decision_p_value
-from psc_core.errors import BundleError
+from psc_core.calibration.conformal import check_ascending, check_names, check_range, check_rates, decision_p_value
 from psc_core.rates import tolerant_ceil
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.multilabel.policy import LabelPolicy
@@ -56,11 +54,8 @@ class Calibration(BaseCalibration):
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
-        expected = {"ood_scores", "misses"}
-        if set(tensors) != expected:
-            raise BundleError(f"expected calibration tensors {sorted(expected)}, got {reprlib.repr(sorted(tensors))}")
+        check_names(tensors, {"ood_scores", "misses"})
         scores = [tensors["ood_scores"], tensors["misses"]]
         check_ascending(scores)
-        if scores[1][0] < 0 or scores[1][-1] > 1:
-            raise BundleError("expected calibration misses from 0 to 1; fit it again")
+        check_range("misses", tensors["misses"], 0.0, 1.0)
         return cls(*scores)
