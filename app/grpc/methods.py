@@ -31,7 +31,7 @@ _PUBLIC: Final = frozenset({"ServerLive", "ServerReady", "ModelReady", "ServerMe
 
 _ADMIN: Final = frozenset({"RepositoryModelLoad", "RepositoryModelUnload"})
 
-_SMALL_SECONDS: Final = 5.0
+SMALL_SECONDS: Final = 5.0
 _SMALL_BYTES: Final = 64 * 1024
 """Limits of a message without images: a name, a version, a flag."""
 
@@ -124,7 +124,7 @@ async def _answer(request: Request) -> Response:
         service_to_predict(request)
     message = METHODS[method][0]()
     if message.DESCRIPTOR.fields:  # An empty message says nothing: it is not waited for.
-        body = await read_body(request, min(_SMALL_SECONDS, service_of(request).settings.upload_seconds))
+        body = await read_body(request, min(SMALL_SECONDS, service_of(request).settings.upload_seconds))
         if len(body) > _SMALL_BYTES:
             raise BodyTooLarge(f"expected a message of at most {_SMALL_BYTES} bytes, got {len(body)}; send less")
         message = _parsed(body, method)

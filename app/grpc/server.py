@@ -18,6 +18,7 @@ import orjson
 from starlette.types import ASGIApp, Message
 
 from app.grpc.messages import METHODS, PREFIX
+from app.grpc.methods import SMALL_SECONDS
 from app.grpc.places import Places
 from app.http.problems import GRPC_CODES
 from app.service import Service
@@ -41,8 +42,10 @@ async def serving(app: ASGIApp, service: Service) -> AsyncIterator[None]:
     """
     settings = service.settings
     largest = min(settings.grpc_message_bytes, settings.max_body_bytes)
+    with_images = Places(settings.max_buffered_bytes // largest, settings.upload_seconds)
+    without = Places(_SMALL_AT_ONCE, min(SMALL_SECONDS, settings.upload_seconds))
     server = grpc.aio.server(
-        handlers=[_Calls(app, Places(settings.max_buffered_bytes // largest), Places(_SMALL_AT_ONCE))],
+        handlers=[_Calls(app, with_images, without)],
         options=[
             ("grpc.max_receive_message_length", largest),
             ("grpc.max_connection_idle_ms", 1000 * settings.keep_alive_seconds),
@@ -85,7 +88,8 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         return grpc.stream_unary_rpc_method_handler(partial(self._call, details.method)) if is_known else None
 
     async def _call(self, path: str, messages: AsyncIterator[bytes], context: Any) -> bytes:
-        has_read, has_left = False, asyncio.Event()
+        has_left = asyncio.Event()
+        reading: asyncio.Task[Message] | None = None
         places = self._with_images if path == PREFIX + "ModelInfer" else self._without
         host = context.peer().rpartition(":")[0]  # Of all its connections.
         start, body = dict[str, Any](), bytearray()
@@ -101,15 +105,22 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
             "client": (context.peer(), 0),
         }
 
+        async def first_message() -> Message:
+            async with places.place(host):
+                async for message in messages:
+                    return {"type": "http.request", "body": message}
+            return {"type": "http.disconnect"}
+
         async def receive() -> Message:
-            nonlocal has_read
-            if has_read:
-                await has_left.wait()
-            else:
-                has_read = True
-                async with places.place(host):
-                    async for message in messages:
-                        return {"type": "http.request", "body": message}
+            nonlocal reading
+            if reading is None:
+                reading = asyncio.ensure_future(first_message())
+                try:
+                    return await reading
+                except asyncio.CancelledError:
+                    if not has_left.is_set():
+                        raise
+            await has_left.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
@@ -123,6 +134,8 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
             await asyncio.shield(answer)
         except asyncio.CancelledError:  # The client has left, or its deadline has passed: as when HTTP's disconnects.
             has_left.set()
+            if reading is not None:  # It waits for its place no longer.
+                reading.cancel()
             raise
         except Exception:
             logger.exception("a call failed")

@@ -24,7 +24,10 @@ HIGHER: Final[Mapping[str, int]] = {
     "inference.InferTensorContents.uint_contents": MAXIMUM_VALUES,
     "inference.InferTensorContents.bytes_contents": 1 << 14,
 }
-"""Fields that may occur more often: the pixels and the files of images."""
+"""Fields that may occur more often: the files of images, and the pixels, bytes of which are counted."""
+
+MAXIMUM_UNPACKED: Final = 1 << 14
+"""Maximum occurrences of a field one by one, each a step of the walk; writers pack numbers by themselves."""
 
 _VARINT, _FIXED64, _LENGTH, _GROUPS, _FIXED32 = 0, 1, 2, (3, 4), 5
 _NEVER_PACKED: Final = (FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
@@ -50,10 +53,11 @@ def _count(body: memoryview, message: Any, seen: Counter[str]) -> None:
         # Packed numbers have at least a byte each; counting them more closely would cost a pass.
         is_packed = field is not None and wire_type == _LENGTH and field.type not in _NEVER_PACKED
         seen[name] += len(content) if is_packed else 1
-        if seen[name] > (limit := HIGHER.get(name, MAXIMUM_OCCURRENCES)):
+        limit = HIGHER.get(name, MAXIMUM_OCCURRENCES)
+        if seen[name] > (limit := limit if is_packed else min(limit, MAXIMUM_UNPACKED)):
             raise MalformedRequest(
-                f"expected at most {limit} {name.rpartition('.')[2]} in a message, got more; send fewer, and pixels "
-                "as raw_input_contents"
+                f"expected at most {limit} {'bytes of ' * is_packed}{name.rpartition('.')[2]} in a message, got more; "
+                "send fewer, and pixels as raw_input_contents"
             )
         if field is not None and field.type == FieldDescriptor.TYPE_MESSAGE and wire_type == _LENGTH:
             _count(content, field.message_type, seen)

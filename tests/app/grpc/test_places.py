@@ -24,6 +24,7 @@ class Calls:
     def __init__(self, places: Places) -> None:
         self.places = places
         self.holding: list[str] = []
+        self.let_in: list[str] = []
         self.go = asyncio.Event()
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -35,6 +36,7 @@ class Calls:
     async def _hold(self, client: str) -> None:
         async with self.places.place(client):
             self.holding.append(client)
+            self.let_in.append(client)
             try:
                 await self.go.wait()
             finally:
@@ -42,8 +44,8 @@ class Calls:
 
 
 @asynccontextmanager
-async def calls(count: int) -> AsyncIterator[Calls]:
-    held = Calls(Places(count))
+async def calls(count: int, seconds: float = 1e6) -> AsyncIterator[Calls]:
+    held = Calls(Places(count, seconds))
     yield held
     held.go.set()
     await asyncio.gather(*held.tasks, return_exceptions=True)
@@ -116,6 +118,52 @@ async def test_a_waiting_one_that_leaves_spares_the_others(monkeypatch: pytest.M
         assert not first.done()
 
 
+async def test_who_could_have_no_place_takes_none_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.05)
+    async with calls(4) as held:
+        held.start("greedy", 3)
+        (other,) = held.start("other")
+        held.start("greedy", 3)
+        await until(lambda: sum(each.done() for each in held.tasks) == 3)  # Its own give up, one for each that waits.
+        await asyncio.sleep(0.1)
+        assert not other.done()
+
+
+async def test_who_waits_comes_before_those_of_clients_with_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.2)
+    async with calls(8) as held:
+        for greedy in ("a", "b"):
+            held.start(greedy, 50)
+        held.start("modest")
+        await settled()
+        assert len(held.holding) == 8 and "modest" not in held.holding
+        await until(lambda: "modest" in held.let_in)
+        assert held.let_in.index("modest") == 8  # The first of those that waited.
+
+
+async def test_a_call_that_ends_while_others_are_let_in_ends_alone() -> None:
+    async with calls(1) as held:
+        (first,) = held.start("a")
+        late, last = held.start("b", 2)
+        await settled()
+        late.cancel()  # And has not had its turn when the place becomes free.
+        first.cancel()
+        await settled()
+        assert first.cancelled() and late.cancelled() and not last.done()
+        assert held.holding == ["b"]
+
+
+async def test_who_only_waits_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GRACE_SECONDS", 3600)
+    async with calls(1, 0.3) as held:
+        held.places._grace = 3600.0
+        (first,) = held.start("a")
+        (late,) = held.start("b")
+        with pytest.raises(TooManyRequests, match="no place for the message became free"):
+            await late
+        assert not first.done()
+
+
 async def test_too_many_that_wait_are_refused() -> None:
     async with calls(1) as held:
         held.start("a", 1 + MAXIMUM_WAITING * 3 // 4)
@@ -131,7 +179,7 @@ async def test_too_many_that_wait_are_refused() -> None:
 
 
 async def test_a_timeout_of_the_caller_is_the_callers() -> None:
-    places = Places(1)
+    places = Places(1, 60)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01), places.place("a"):
             await asyncio.Event().wait()

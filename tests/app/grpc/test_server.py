@@ -167,6 +167,19 @@ async def test_no_more_messages_arrive_at_once_than_memory_is_allowed() -> None:
 
 
 @pytest.mark.anyio
+async def test_who_leaves_waits_for_no_place() -> None:
+    async with calling(max_body_bytes=1000, max_buffered_bytes=1999) as (app, _), channel_to(app) as channel:
+        silent = [channel.stream_unary(PREFIX + "ModelInfer")(silence()) for _ in range(5)]
+        await until(lambda: app.service.inflight == 5)
+        for call in silent[1:]:
+            call.cancel()
+        await until(lambda: app.service.inflight == 1)
+        assert not silent[0].done()
+        silent[0].cancel()
+        await until(lambda: app.service.inflight == 0)
+
+
+@pytest.mark.anyio
 async def test_overload_says_when_to_come_back() -> None:
     async with calling(max_queue_images=1, max_batch_size=1, max_images_per_request=1) as (app, client):
         app.model.pipeline.gate.clear()

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from app.errors import MalformedRequest
 from app.grpc.messages import METHODS
-from app.grpc.wire import HIGHER, MAXIMUM_OCCURRENCES, check_counts
+from app.grpc.wire import HIGHER, MAXIMUM_OCCURRENCES, MAXIMUM_UNPACKED, check_counts
 
 REQUEST = METHODS["ModelInfer"][0]
 TENSOR = {"name": "images", "datatype": "UINT8", "shape": [1, 8, 8, 1]}
@@ -84,6 +84,32 @@ def test_pixels_and_files_may_be_many() -> None:
     pixels = TENSOR | {"contents": {"uint_contents": [255] * 100_000}}
     files = TENSOR | {"contents": {"bytes_contents": [b"x"] * 2000}}
     check_counts(REQUEST(inputs=[pixels, files]).SerializeToString(), REQUEST)
+
+
+def test_packed_pixels_are_counted_by_their_bytes() -> None:
+    most = HIGHER["inference.InferTensorContents.uint_contents"]
+    check_counts(REQUEST(inputs=[TENSOR | {"contents": {"uint_contents": [1] * most}}]).SerializeToString(), REQUEST)
+    body = REQUEST(inputs=[TENSOR | {"contents": {"uint_contents": [255] * most}}]).SerializeToString()
+    with pytest.raises(MalformedRequest, match=f"at most {most} bytes of uint_contents in a message"):
+        check_counts(body, REQUEST)
+
+
+def test_pixels_one_by_one_are_few() -> None:
+    for count, refused in ((MAXIMUM_UNPACKED, False), (MAXIMUM_UNPACKED + 1, True)):
+        contents = b"\x20\x01" * count
+        tensor = b"\x2a" + varint(len(contents)) + contents
+        body = b"\x2a" + varint(len(tensor)) + tensor
+        assert len(REQUEST.FromString(body).inputs[0].contents.uint_contents) == count
+        if refused:
+            with pytest.raises(MalformedRequest, match=f"at most {MAXIMUM_UNPACKED} uint_contents in a message"):
+                check_counts(body, REQUEST)
+        else:
+            check_counts(body, REQUEST)
+
+
+def varint(number: int) -> bytes:
+    """A length of the wire format."""
+    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + varint(number >> 7)
 
 
 def test_groups_are_refused() -> None:
