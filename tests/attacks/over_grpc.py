@@ -53,9 +53,9 @@ def infer(channel: grpc.Channel, message: bytes) -> str:
     return "OK"
 
 
-def many_fields(field: bytes, count: int, *, at_once: int = 1) -> Seen:
-    """A good message that goes on with many of a field."""
-    message = good_message() + field * count
+def many_fields(fields: bytes, *, at_once: int = 1) -> Seen:
+    """A good message that goes on with many fields."""
+    message = good_message() + fields
     with serving() as (started, connect), connect() as channel:
         before = started.peak_bytes()
         with longest_stall(started.url) as longest, ThreadPoolExecutor(at_once) as pool:
@@ -67,15 +67,30 @@ def many_fields(field: bytes, count: int, *, at_once: int = 1) -> Seen:
 
 
 def empty_outputs(_url: str) -> Seen:
-    return many_fields(EMPTY_OUTPUT, 10_000_000)
+    return many_fields(EMPTY_OUTPUT * 10_000_000)
 
 
 def few_empty_outputs(_url: str) -> Seen:
-    return many_fields(EMPTY_OUTPUT, 400_000)
+    return many_fields(EMPTY_OUTPUT * 400_000)
 
 
 def parameters(_url: str) -> Seen:
-    return many_fields(PARAMETER, 3_000_000, at_once=4)
+    return many_fields(PARAMETER * 3_000_000, at_once=4)
+
+
+def numbers_one_by_one(_url: str) -> Seen:
+    """Pixels of an input that are not packed, as many as might be if they were."""
+    contents = b"\x20\x01" * (1 << 22)
+    return many_fields(b"\x2a" + nested(b"\x2a" + nested(contents)), at_once=4)
+
+
+def nested(content: bytes) -> bytes:
+    """A field's content behind its length, as the wire format writes it."""
+    size, length = len(content), bytearray()
+    while size > 127:
+        length.append(size & 127 | 128)
+        size >>= 7
+    return bytes((*length, size)) + content
 
 
 def silent_streams(_url: str) -> Seen:

@@ -321,6 +321,7 @@ CASES = (
     Case("gRPC: 10 million empty outputs", "23.9 GB, then the kernel killed it", over_grpc.empty_outputs),
     Case("gRPC: 400,000 empty outputs", "/healthz waited 2.5 s", over_grpc.few_empty_outputs),
     Case("gRPC: 3 million parameters, 4 at once", "/healthz waited 3.9 s", over_grpc.parameters),
+    Case("gRPC: 4 million pixels one by one, 4 at once", "6 s of the only parser each", over_grpc.numbers_one_by_one),
     Case("gRPC: 16 calls of each method that send nothing", "no other call answered", over_grpc.silent_streams),
     Case("the example, after all of these", "", still_answers),
 )
