@@ -13,7 +13,7 @@ Penultimate features (the input h of the last linear layer), all their component
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -23,10 +23,10 @@ from benchmarks import fitting
 from benchmarks.checkpoints import Trained
 from benchmarks.fitting import Penultimate
 from benchmarks.runs import Run
-from psc_core import FitSettings
-from psc_core.data.dataset import ImageDataset, split_validation
+from psc_core.data.dataset import ImageDataset
 from psc_core.evaluation.baselines import full_density
 from psc_core.fitting.calibrate import calibrate, score_dataset
+from psc_core.fitting.data import FitData
 from psc_core.model.pipeline import Pipeline
 from psc_core.model.predictor import PSC
 from psc_core.tasks.classification.heads import entropy
@@ -110,7 +110,7 @@ def fit_pscs(run: Run, trained: Trained) -> Pscs:
     """Fit once for each density, and calibrate once for each OOD score."""
     of_density: dict[str, PSC] = {}
     pipelines = {}
-    splits = split_validation(trained.val, run.seed)
+    data = FitData.of(trained.fit_on, trained.val, seed=run.seed)
     for name, options in PSC_OPTIONS.items():
         density = options["density"]
         if density not in of_density:
@@ -118,12 +118,9 @@ def fit_pscs(run: Run, trained: Trained) -> Pscs:
             of_density[density] = fitting.psc_of(run, trained, parts, **options)
             pipelines[name] = of_density[density].pipeline
         else:
-            scorer = of_density[density].pipeline.scorer
-            calibrated = calibrate(
-                scorer, *splits, fitting.compute_of(run), ood_score=options["ood_score"], risk=FitSettings.risk
-            )
-            pipelines[name] = calibrated.pipeline
-    selected = score_dataset(pipelines[DENSITY].scorer, splits[0], fitting.compute_of(run), "selection")[0].scores
+            settings = replace(fitting.settings_of(run), ood_score=options["ood_score"])
+            pipelines[name] = calibrate(of_density[density].pipeline.scorer, data, settings).pipeline
+    selected = score_dataset(pipelines[DENSITY].scorer, data.selection, fitting.compute_of(run), "selection").scores
     weight = upper_spread(-selected["log_density"]) / upper_spread(selected["predictive_entropy"])
     return Pscs(of_density[PSC_OPTIONS[DEFAULT]["density"]], pipelines, weight)
 

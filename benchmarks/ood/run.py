@@ -55,7 +55,7 @@ def one_setting(run: Run, setting: Setting) -> Json:
         selection = split_validation(trained.val, run.seed)[0]
         val = fitting.penultimate_features(run, trained, selection, per_example=False)
         fitted, failed = fit_all(run, trained, val)
-        fitted = [*detectors.of_psc(list(pscs.pipelines)), *fitted]
+        fitted = [*detectors.of_psc([*pscs.pipelines, detectors.WITH_ENTROPY]), *fitted]
         inside = detectors.read(run, trained, pscs, trained.test_on)
         outside = {
             name: detectors.read(run, trained, pscs, data) for name, data in test_images(run, setting, trained).items()

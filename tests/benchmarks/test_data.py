@@ -48,7 +48,7 @@ def test_random_images_are_reproducible_and_ordered(root: Path) -> None:
     assert data.random_images(whole, None) is whole
 
 
-def test_few_training_images_keep_the_test_set(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_training_images_keep_the_test_set(root: Path) -> None:
     few, whole = (open_split(spec, "train") for spec in ("benchmarks.data:cifar10_few_5000", f"cifar10:{root}"))
     assert len(few) == min(5000, len(whole)) and bool(torch.isin(few.indices, whole.indices).all())
     assert len(open_split("benchmarks.data:cifar10_few_5000")) == len(open_split(f"cifar10:{root}"))

@@ -54,6 +54,7 @@ def test_ensemble_and_dropout_run_every_member_and_pass() -> None:
     dropped = enable_dropout(fused(with_dropout(net, TINY.stages), "layer2", "fp32", CPU))
     answers = [Plain([dropped], TINY.preprocess, "fp32")(images(2)) for _ in range(2)]
     assert not torch.equal(*answers)  # each pass drops other activations
+    assert Plain([dropped], TINY.preprocess, "fp32", passes=4)(images(2)).shape == (2, 11)
 
 
 def test_counts_operations_and_bytes() -> None:
@@ -63,17 +64,28 @@ def test_counts_operations_and_bytes() -> None:
     assert traffic(lambda _: a @ b, x) == 4 * (24 + 48 + 32)
 
 
-@pytest.mark.parametrize(("name", "density"), [("tiny", "gda"), ("tiny", "tied"), ("ResNet-18, 28", "gda")])
+@pytest.mark.parametrize(
+    ("name", "density", "precision"),
+    [
+        ("tiny", "gda", "fp32"),
+        ("tiny", "tied", "fp32"),
+        ("ResNet-18, 28", "gda", "fp32"),
+        ("ResNet-18, 28", "gda", "bf16"),
+    ],
+)
 @torch.inference_mode()
-def test_parts_end_with_the_outputs(name: str, density: str) -> None:
+def test_parts_end_with_the_outputs(name: str, density: str, precision: str) -> None:
     subject = next(each for each in (TINY, *SUBJECTS) if each.name == name)
-    pipeline = subject.pipeline(subject.network(), "fp32", CPU, density=density)
+    pipeline = subject.pipeline(subject.network(), precision, CPU, density=density)
+    assert pipeline.scorer.precision == precision
     pixels = images(3, subject.preprocess.channels, subject.size)
     named = run.parts(pipeline, pixels, CPU)
     outputs = Outputs(pipeline(pixels), pipeline.scorer.head.score_names, pipeline.gate_names)
     assert tuple(named) == report.PARTS and bool(pipeline.gate_names) == subject.shipped
     torch.testing.assert_close(named["pack"](), outputs.packed)
+    assert bool(outputs.packed.isfinite().all())
     torch.testing.assert_close(outputs.probabilities.sum(1), torch.ones(3))
+    assert operations(pipeline, pixels) == 3 * operations(pipeline, pixels[:1])
     named["density"]()
 
 
@@ -98,10 +110,12 @@ def test_a_quick_run_measures_every_cell_and_adds_to_the_record(
     words = ["--device", "cpu", "--quick", "--missing", "--out", str(tmp_path)]
     run.main(words)
     record = json.loads(file.read_text())
-    cells = record["subjects"]["tiny"]["cells"]
+    cells, (alternatives,) = (record["subjects"]["tiny"][part] for part in ("cells", "alternatives"))
+    assert set(alternatives["over_psc"]) == {"ensemble", "ensemble_fused", "mc_dropout_fused"}
     assert [(cell["precision"], cell["bucket"]) for cell in cells] == [("fp32", 1), ("bf16", 1)]
     for cell in cells:
         assert set(cell["ms"]) == {"psc", "plain", "plain_fused"}
+        assert set(cell["parts_ms"]) == set(report.PARTS)
         assert 0 < cell["tail_fraction"] < 1
         assert 0.5 < cell["operations_over_plain"] < 1  # the network is cut before its end
     run.main(words)

@@ -50,7 +50,9 @@ def test_parts_are_done_failed_out_of_time_or_skipped(
         "data": Part("platform {data}"),
     }
     monkeypatch.setattr(run, "PARTS", parts)
-    assert run.main(["--device", "cpu", "--out", str(tmp_path), "--minutes", "0.05"]) == 1
+    words = ["--device", "cpu", "--out", str(tmp_path), "--minutes"]
+    assert run.main([*words, "5", "good", "bad"]) == 1
+    assert run.main([*words, "0.02", "long", "cuda", "data"]) == 0  # Nothing that must end within the limit.
     shown = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines() if ": " in line)
     assert [how.split(",")[0] for how in shown.values()] == ["done", "failed", "out of time", "skipped", "skipped"]
     assert "no_such_module" in shown["bad"] and shown["data"] == "skipped, needs --data"

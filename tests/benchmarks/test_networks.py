@@ -14,6 +14,8 @@ from benchmarks.networks import (
     fold_spectral_norm,
     wide_resnet10_1,
 )
+from psc_core.network.backbone import truncate
+from psc_core.network.layers import list_layers
 
 PARAMETERS = {
     "resnet18": 11_173_962,
@@ -51,6 +53,21 @@ def test_shortcut_of_mod_equals_loops(stride: int, side: int) -> None:
             torch.testing.assert_close(found[:, :3, i, j], pixels.mean((2, 3)))
 
 
+@pytest.mark.parametrize("name", ["resnet18_mod", "resnet50_mod", "wide_resnet10_1_mod"])
+def test_mod_changes_activations_and_shortcuts_alone(name: str) -> None:
+    net, plain = (NETWORKS[each](10, 1).eval() for each in (name, name.removesuffix("_mod")))
+    assert not any(isinstance(module, nn.ReLU) for module in net.modules())
+    assert {module.negative_slope for module in net.modules() if isinstance(module, nn.LeakyReLU)} == {0.01}
+    lost = set(plain.state_dict()) - set(net.state_dict())
+    assert set(net.state_dict()) < set(plain.state_dict())
+    assert lost and all(".downsample." in entry or ".shortcut." in entry for entry in lost)
+    example = torch.zeros(1, 1, 28, 28)
+    layer = list_layers(net, example)[-3].name
+    assert truncate(net, [layer], keep_output=True, example=example).is_traced
+    bound_spectral_norm(net, 3.0, example)
+    assert fold_spectral_norm(net)(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+
+
 def dense_norm(layer: nn.Module, input_shape: tuple[int, ...]) -> float:
     """Spectral norm of a layer without bias as one dense matrix."""
     basis = torch.eye(int(torch.Size(input_shape).numel())).view(-1, *input_shape[1:])
@@ -82,3 +99,14 @@ def test_folding_keeps_the_outputs_of_a_bounded_network() -> None:
     assert set(net.state_dict()) == set(wide_resnet10_1(10, 3).state_dict())
     with torch.inference_mode():
         torch.testing.assert_close(net(x), bounded)
+
+
+def test_bounded_network_trains_under_autocast() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, 2, 1), nn.Flatten(), nn.Linear(36, 2)
+    )
+    bound_spectral_norm(net, 0.1, torch.zeros(1, 1, 6, 6)).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        net(torch.randn(8, 1, 6, 6)).float().sum().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in net.parameters())

@@ -8,8 +8,9 @@ import torch
 
 from benchmarks.fitting import Penultimate
 from benchmarks.ood import peers, tables
-from benchmarks.ood.detectors import Images, fdbd, scored
+from benchmarks.ood.detectors import Images, fdbd, fit_penultimate, scored
 from benchmarks.ood.settings import SHIFTS
+from psc_core.evaluation.baselines import full_density
 
 
 def features(count: int, classes: int, seed: int) -> Penultimate:
@@ -27,6 +28,21 @@ def test_fdbd_equals_loops() -> None:
         c = int(f.argmax())
         terms = [(f[c] - f[k]) / np.linalg.norm(weight[c] - weight[k]) for k in range(3) if k != c]
         assert scores[i].item() == pytest.approx(-np.mean(terms) / np.linalg.norm(h - mean.double().numpy()), rel=1e-5)
+
+
+def test_sum_is_in_upper_spreads_of_validation_images() -> None:
+    train, val, new = (features(n, 3, seed) for seed, n in enumerate((120, 50, 9)))
+    fitted = {each.name: each for each in fit_penultimate(train, val, 3, torch.nn.Linear(6, 3))}
+    density = full_density(train.features, train.labels, num_classes=3, kind="gda++")
+
+    def both(of: Penultimate) -> np.ndarray:
+        p = of.logits.softmax(1)
+        return np.stack([-density(of.features).log_density.double().numpy(), -(p * p.log()).sum(1).numpy()])
+
+    middle, high = np.quantile(both(val), [0.5, 0.95], axis=1)
+    expected = (both(new) / (high - middle)[:, None]).sum(0)
+    images = Images(new.features, new.logits, new.labels)
+    np.testing.assert_allclose(scored(fitted["penultimate gda++ + entropy"], images).numpy(), expected, rtol=1e-5)
 
 
 def test_every_peer_fits_and_tells_far_features_apart() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving.client import CONNECTION_LOST, Generator, Load, Response, Target, summary
+from benchmarks.serving.client import CONNECTION_LOST, Generator, Load, Response, Target, Timer, summary
 from benchmarks.serving.load import back_to_normal, phase
 from benchmarks.serving.processes import mean_batch, scraped
 from tests.app.fakes import png
@@ -61,6 +61,19 @@ def test_scraped_metrics_leave_the_model_out() -> None:
     assert scraped(text) == before
     assert mean_batch(before, {"psc_batch_size_sum": 8.0, "psc_batch_size_count": 4.0}) == 2.5
     assert mean_batch(before, before) is None
+
+
+def test_timer_is_never_early() -> None:
+    async def sleep() -> list[float]:
+        late = []
+        with Timer() as timer:
+            for seconds in (1e-9, 2e-4, 3e-3, 2e-4):
+                began = time.perf_counter()
+                await timer.sleep(seconds)
+                late.append(time.perf_counter() - began - seconds)
+        return late
+
+    assert min(asyncio.run(sleep())) >= 0.0
 
 
 def test_waiting_for_a_busy_generator_counts() -> None:

@@ -196,6 +196,14 @@ def test_tables_match_a_regressions_layouts(kind: str) -> None:
     assert sorted(said) == sorted(VALUE_HEADS[kind].layout)
 
 
+def test_table_matches_a_regressions_calibration(regressions: dict[str, Path]) -> None:
+    table = TEXT.split("\n### Regression\n")[1].split("| tensor of the calibration |")[1].split("\n\n")[0]
+    said = re.findall(r"^\| `([a-z_]+)` \|", table, re.M)
+    for path in regressions.values():
+        with safe_open(path / "calibration.safetensors", "numpy") as file:
+            assert sorted(file.keys()) == sorted(said)
+
+
 def test_fits_cover_every_kind(bundles: dict[str, Path]) -> None:
     manifests = {name: json.loads((path / "manifest.json").read_text()) for name, path in bundles.items()}
     assert {m["density"]["kind"] for m in manifests.values()} == set(DENSITIES)

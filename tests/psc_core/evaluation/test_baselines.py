@@ -18,6 +18,7 @@ from psc_core.evaluation import baselines as module
 from psc_core.evaluation.baselines import (
     Baselines,
     fit_baselines,
+    full_density,
     knn_score,
     max_softmax_score,
 )
@@ -139,6 +140,15 @@ def test_mahalanobis_equals_dense_formula(fitted: Baselines) -> None:
     gap = asked[:, None] - means
     expected = torch.einsum("bki,ij,bkj->bk", gap, precision, gap).amin(1).sqrt()
     assert torch.allclose(fitted.score(query).scores["mahalanobis++"], expected, rtol=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["gda", "gda++", "tied", "mahalanobis++", "rmd"])
+def test_full_density_keeps_the_rank_of_the_features(kind: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    z = torch.randn(400, 5, generator=generator) @ torch.randn(5, 12, generator=generator)
+    density = full_density(z, torch.arange(400) % 3, num_classes=3, kind=kind)
+    assert density.record["components"] == 5
+    assert bool(density(z).log_density.isfinite().all())
 
 
 def test_noise_is_detected(fitted: Baselines) -> None:

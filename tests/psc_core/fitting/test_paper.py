@@ -11,7 +11,6 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import FitError, UsageError
 from psc_core.fitting.parts import FittedProjection
 
-FACTORY = "tests.tiny:network"
 SETTINGS = FitSettings(device="cpu")
 
 

@@ -31,9 +31,11 @@ OFFERS: dict[str, tuple[str, ...]] = {
 """Modules by the place of the task's name, and what each offers in this order."""
 
 
-def arguments(function: Any) -> list[str] | None:
-    """Names of a function's arguments; None of what is no function."""
-    return list(inspect.signature(function).parameters) if inspect.isfunction(function) else None
+def arguments(function: Any) -> list[tuple[str, Any, Any]] | None:
+    """Names, kinds and defaults of a function's arguments; None of what is no function."""
+    if not inspect.isfunction(function):
+        return None
+    return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
 
 
 @pytest.mark.parametrize("module", OFFERS)
