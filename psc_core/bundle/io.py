@@ -26,6 +26,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from psc_core.bundle.manifest import (
+    GRAPH,
     PARTS,
     SCHEMA,
     FileEntry,
@@ -59,11 +60,13 @@ class Bundle:
     path: Path  # the directory that it was read from
     manifest: Manifest
     parts: Mapping[str, Mapping[str, Tensor]]  # tensors of each of PARTS, by name
+    graph: bytes | None = None  # the ONNX model of the network, in place of its tensors
 
 
 def is_bundle(path: Path) -> bool:
     """Return whether a folder has a bundle's files, be they damaged or of another version."""
-    return (path / "manifest.json").is_file() and (path / f"{PARTS[0]}.safetensors").is_file()
+    networks = (f"{PARTS[0]}.safetensors", GRAPH)
+    return (path / "manifest.json").is_file() and any((path / name).is_file() for name in networks)
 
 
 def check_target(path: Path) -> None:
@@ -86,7 +89,9 @@ def check_target(path: Path) -> None:
         raise BundleError(f"cannot write to {path.parent}: {error.strerror}; choose another place") from error
 
 
-def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapping[str, Tensor]]) -> Manifest:
+def write_bundle(
+    path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapping[str, Tensor]], graph: bytes | None = None
+) -> Manifest:
     """Write a bundle to the directory ``path``, replacing one there; its other files and folders stay.
 
     Equal input gives equal bytes.
@@ -94,6 +99,7 @@ def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapp
     Args:
         fields: The manifest without ``version`` and ``files``, which are computed here.
         parts: Tensors by part name, a subset of :data:`PARTS`.
+        graph: The ONNX model of the network, in place of its tensors.
 
     Raises:
         BundleError: ``path`` exists and is not a bundle, or cannot be replaced.
@@ -101,6 +107,8 @@ def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapp
     """
     check_target(path)
     blobs = {f"{part}.safetensors": _serialise(tensors) for part, tensors in parts.items()}
+    if graph is not None:
+        blobs[GRAPH] = graph
     files = {name: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for name, blob in blobs.items()}
     body = json.loads(json.dumps({**fields, "files": files}))
     check_text(body)
@@ -118,7 +126,7 @@ def write_bundle(path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapp
             retired = path.with_name(f"{scratch.name}.old")
             path.rename(retired)
             scratch.rename(path)
-            ours = {"manifest.json", *(f"{part}.safetensors" for part in PARTS)}
+            ours = {"manifest.json", GRAPH, *(f"{part}.safetensors" for part in PARTS)}
             for kept in retired.iterdir():
                 if kept.name not in ours:
                     kept.rename(path / kept.name)
@@ -213,13 +221,20 @@ def read_bundle(path: Path) -> Bundle:
         BundleError: Something is missing, unexpected, altered, damaged or not finite; the message names it.
     """
     manifest, version = _parse_manifest(path)
-    parts = {name.removesuffix(".safetensors"): _read_part(path, name, entry) for name, entry in manifest.files.items()}
+    graph: bytes | None = None
+    parts: dict[str, Mapping[str, Tensor]] = {}
+    for name, entry in manifest.files.items():
+        blob = _read_entry(path, name, entry)
+        if name == GRAPH:
+            graph = blob
+        else:
+            parts[name.removesuffix(".safetensors")] = _tensors_of(path / name, blob)
     if manifest.version != version:
         raise BundleError(
             f"{path}: expected version {version}, the digest of manifest.json, it says "
             f"{manifest.version}; the manifest was edited, copy the bundle again"
         )
-    return Bundle(path, manifest, parts)
+    return Bundle(path, manifest, parts, graph)
 
 
 def _read_file(folder: Path, name: str, limit: int) -> bytes:
@@ -240,7 +255,8 @@ def _read_file(folder: Path, name: str, limit: int) -> bytes:
         raise BundleError(f"{file}: cannot be read ({reason}); copy the bundle again") from error
 
 
-def _read_part(folder: Path, name: str, entry: FileEntry) -> dict[str, Tensor]:
+def _read_entry(folder: Path, name: str, entry: FileEntry) -> bytes:
+    """The content of a file, as the manifest describes it."""
     file = folder / name
     blob = _read_file(folder, name, entry.bytes)
     if len(blob) != entry.bytes:
@@ -251,6 +267,10 @@ def _read_part(folder: Path, name: str, entry: FileEntry) -> dict[str, Tensor]:
             f"{file}: expected SHA-256 {entry.sha256[:12]}…, got {digest[:12]}…; the file was altered "
             "or damaged, copy the bundle again"
         )
+    return blob
+
+
+def _tensors_of(file: Path, blob: bytes) -> dict[str, Tensor]:
     try:
         header = blob[8 : 8 + int.from_bytes(blob[:8], "little")]
         json.loads(header.decode(), object_pairs_hook=_reject_duplicates)  # Of which readers may keep either.

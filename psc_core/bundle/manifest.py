@@ -30,6 +30,9 @@ PARTS = ("backbone", "projection", "density", "head", "calibration", "gates")
 MAX_PART_BYTES: Final = 16 << 30
 """Maximum size of a tensor file."""
 
+GRAPH: Final = "backbone.onnx"
+"""The network of a bundle that no name can build, in place of its tensors."""
+
 MAX_NAME: Final = 200
 """Maximum length of a model name, characters."""
 
@@ -81,7 +84,7 @@ class _Hooks(_Strict):
 
 
 class _Backbone(_Strict):
-    network: _Network
+    network: _Network | None
     layers: list[str]
     keep_output: bool
     hooks: _Hooks | None
@@ -174,6 +177,9 @@ class Manifest(_Strict):
         of_texture = texture.density.sizes if texture else {"classes": classes}
         missing = {part for part, field in (("head", head), ("gates", self.gates)) if field is None}
         needed = {f"{part}.safetensors" for part in PARTS if part not in missing}
+        network = self.backbone.network
+        if network is None:
+            needed = {GRAPH, *needed} - {f"{PARTS[0]}.safetensors"}
         head_layers = [] if head is None else head.layers
         outputs = self.task.network_outputs(self.classes)
         agreements: tuple[Agreement, ...] = (
@@ -182,7 +188,8 @@ class Manifest(_Strict):
             *self.task.agreements(self),
             ("backbone.keep_output", self.predictions == "base", self.backbone.keep_output),
             ("backbone.layers", layers_of(self.layers, head_layers, last_layer), self.backbone.layers),
-            ("backbone.network.num_classes", outputs, self.backbone.network.num_classes),
+            ("backbone.network.num_classes", outputs, outputs if network is None else network.num_classes),
+            ("backbone.hooks", None, None if network is not None else self.backbone.hooks),
             ("projection.positions (their number)", len(self.layers), len(self.projection.positions)),
             ("density.sizes.classes", classes, self.density.sizes.get("classes")),
             ("gates.texture.density.sizes.classes", classes, of_texture.get("classes", 0)),

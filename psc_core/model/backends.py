@@ -6,16 +6,24 @@ was trained; ``onnx`` is ONNX Runtime.
 
 from __future__ import annotations
 
+import copy
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from psc_core.errors import NetworkError
 from psc_core.images.preprocess import Preprocess
 from psc_core.model import BACKENDS, Backend
-from psc_core.model.base import FittedModel
 from psc_core.model.pipeline import Pipeline
-from psc_core.network.onnx import INSTALLED, to_onnx
+from psc_core.network.backbone import Backbone, onnx_backbone
+from psc_core.network.onnx import INSTALLED
+from psc_core.network.onnx.export import export_here, to_onnx
+from psc_core.network.onnx.restore import restore_body
 from psc_core.tasks.outputs import Outputs
+
+if TYPE_CHECKING:
+    from psc_core.model.base import FittedModel
 
 OUTPUT_TOLERANCE = 1e-4
 """Maximum difference between two backends in a probability, a mean in standard deviations, and a log density relative
@@ -27,9 +35,11 @@ _CHECKED_IMAGES = 32
 def available_backends(psc: FittedModel) -> tuple[Backend, ...]:
     """The backends that a model can run on, ``folded`` first.
 
-    Only a traced float32 network on a CPU has more than one.
+    Only a traced float32 network on a CPU has more than one, and an ONNX graph runs in ONNX Runtime alone.
     """
     scorer = psc.pipeline.scorer
+    if psc.backbone.onnx is not None:
+        return ("onnx",)
     if psc.device.type != "cpu" or scorer.precision != "fp32" or not psc.pipeline.is_traced:
         return BACKENDS[:1]
     return BACKENDS if INSTALLED else BACKENDS[:2]
@@ -42,7 +52,7 @@ def pipeline_on(psc: FittedModel, backend: Backend) -> Pipeline:
         NetworkError: The backend is not installed, the network cannot be exported, or its outputs differ from those
             that were calibrated.
     """
-    if backend == "folded":
+    if backend == "folded" or psc.backbone.onnx is not None:
         return psc.pipeline
     if backend == "plain":
         return psc.pipeline.with_backbone(psc.backbone)
@@ -53,6 +63,28 @@ def pipeline_on(psc: FittedModel, backend: Backend) -> Pipeline:
     with torch.inference_mode():
         check_agreement(psc, psc.outputs(psc.pipeline(images)), psc.outputs(pipeline(images)))
     return pipeline
+
+
+def storable_backbone(psc: FittedModel) -> Backbone:
+    """Return the network as a bundle holds it: as it is where a name builds it again, else as an ONNX graph.
+
+    Raises:
+        NetworkError: It cannot be exported, or the graph gives other outputs.
+    """
+    if psc.backbone.onnx is not None or psc.backbone.cut.recipe is not None:
+        return psc.backbone
+    scorer, kept = psc.pipeline.scorer, psc.backbone
+    if scorer.precision != "fp32":
+        raise NetworkError("a network that no name builds is stored as an ONNX graph, of float32; fit with fp32")
+    outputs = len(kept.layers) + kept.keep_output
+    body = restore_body(export_here(kept, psc.preprocess.shape), psc.preprocess.shape, outputs=outputs)
+    graph = onnx_backbone(body, kept.layers, keep_output=kept.keep_output)
+    images = _smooth_noise(psc.preprocess)
+    with torch.inference_mode():
+        calibrated = psc.pipeline(images.to(psc.device)).cpu()
+        other = copy.deepcopy(psc.pipeline).cpu().with_backbone(graph)(images)
+    check_agreement(psc, psc.outputs(calibrated), psc.outputs(other))
+    return graph
 
 
 def check_agreement(psc: FittedModel, calibrated: Outputs[Tensor], other: Outputs[Tensor]) -> None:

@@ -16,6 +16,7 @@ from psc_core.compute.device import resolve_device
 from psc_core.errors import BundleError, FitError
 from psc_core.gates.combined import Gates
 from psc_core.images.preprocess import Preprocess
+from psc_core.model.backends import storable_backbone
 from psc_core.model.inputs import ImageLike, as_batch
 from psc_core.model.pipeline import Pipeline, Scorer
 from psc_core.model.restore import restore_parts
@@ -143,17 +144,19 @@ class FittedModel:
         """Write the bundle directory ``path``; equal models give equal bytes.
 
         Raises:
-            NetworkError: The network did not come from :func:`psc_core.load_network`.
+            NetworkError: No name builds the network again, and it cannot be exported to ONNX.
             BundleError: ``path`` is no place for a bundle.
         """
         scorer, gates = self.pipeline.scorer, self.pipeline.gates
         head = scorer.head if isinstance(scorer.head, Head) else None
+        backbone = storable_backbone(self)
         parts = {
-            "backbone": self.backbone.state_dict(),
             "projection": scorer.projection.state_dict(),
             "density": scorer.density.state_dict(),
             "calibration": self.calibration.tensors(),
         }
+        if backbone.onnx is None:
+            parts["backbone"] = backbone.state_dict()
         if head is not None:
             parts["head"] = head.state_dict()
         if gates is not None:
@@ -168,7 +171,7 @@ class FittedModel:
             "predictions": self.predictions,
             "layers": self.layers,
             "policy": self.policy.model_dump(),
-            "backbone": self.backbone.spec(),
+            "backbone": backbone.spec(),
             "projection": scorer.projection.config(),
             "density": scorer.density.config(),
             "head": None if head is None else {**head.config(), **self._other_layers()},
@@ -178,7 +181,7 @@ class FittedModel:
             "metrics": self.report.get("metrics", {}),
             "provenance": self.report.get("provenance", {}),
         }
-        return write_bundle(Path(path), fields, parts)
+        return write_bundle(Path(path), fields, parts, backbone.onnx)
 
     def _gates_config(self, gates: Gates) -> dict[str, Any]:
         texture = self.pipeline.scorer.texture

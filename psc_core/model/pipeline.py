@@ -29,7 +29,6 @@ from psc_core.density import Density
 from psc_core.gates.combined import TEXTURE, Gates, readings_of
 from psc_core.images.preprocess import Inputs, Pixels, Preprocess, standardise
 from psc_core.network.backbone import Backbone, FeaturesAndLogits
-from psc_core.network.onnx import OnnxBackbone
 from psc_core.precision import Precision
 from psc_core.projection.module import Projection
 from psc_core.tasks.head import Reader, Scored
@@ -100,7 +99,7 @@ class Scorer(nn.Module):
     def __init__(
         self,
         preprocess: Preprocess,
-        backbone: Backbone | OnnxBackbone,
+        backbone: Backbone,
         projection: Projection,
         density: Density,
         head: Reader,
@@ -123,7 +122,7 @@ class Scorer(nn.Module):
 
     def with_backbone(
         self,
-        backbone: Backbone | OnnxBackbone,
+        backbone: Backbone,
         texture: Density | None,
         head_layers: Sequence[int] = (),
         precision: Precision | None = None,
@@ -204,7 +203,7 @@ class Pipeline(nn.Module):
         """True if its network runs as a graph, see :attr:`psc_core.network.backbone.Backbone.is_traced`."""
         return self.scorer.backbone.is_traced
 
-    def with_backbone(self, backbone: Backbone | OnnxBackbone, precision: Precision | None = None) -> Pipeline:
+    def with_backbone(self, backbone: Backbone, precision: Precision | None = None) -> Pipeline:
         """A pipeline that shares everything else with this one; by default the precision too."""
         scorer = self.scorer.with_backbone(backbone, self.scorer.texture, self.scorer.head_layers, precision)
         return Pipeline(scorer, self.calibration_scores, self.gates)

@@ -17,7 +17,8 @@ from psc_core.calibration.conformal import check_rates
 from psc_core.density import Density, restore_density
 from psc_core.errors import BundleError, PSCError
 from psc_core.gates.combined import Gates
-from psc_core.network.backbone import Backbone, rebuild_backbone
+from psc_core.network.backbone import Backbone, onnx_backbone, rebuild_backbone
+from psc_core.network.onnx.restore import restore_body
 from psc_core.projection.module import Projection
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.head import Reader
@@ -53,7 +54,7 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
         calibration = _restore_calibration(manifest, tensors["calibration"])
         check_rates(len(calibration), alpha=manifest.policy.alpha, coverage=manifest.policy.coverage)
         texture, gates = _restore_gates(manifest, tensors["gates"]) if manifest.gates else (None, None)
-        backbone = rebuild_backbone(manifest.backbone.model_dump(), tensors["backbone"], allow_factories)
+        backbone = _restore_backbone(bundle, allow_factories)
     except PSCError as error:
         raise BundleError(f"{bundle.path}: {error}") from error
     except Exception as error:  # A hostile file can make a network's constructor fail in any way.
@@ -61,6 +62,17 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
     layers = manifest.backbone.layers
     head_layers = () if manifest.head is None else tuple(layers.index(name) for name in manifest.head.layers)
     return Parts(backbone, projection, density, head, calibration, texture, gates, head_layers)
+
+
+def _restore_backbone(bundle: Bundle, allow_factories: Collection[str]) -> Backbone:
+    spec = bundle.manifest.backbone
+    if bundle.graph is None:
+        return rebuild_backbone(spec.model_dump(), bundle.parts["backbone"], allow_factories)
+    if bundle.manifest.precision != "fp32":
+        raise BundleError(f"expected precision fp32 of an ONNX network, got {bundle.manifest.precision}")
+    size = bundle.manifest.preprocess.shape
+    body = restore_body(bundle.graph, size, outputs=len(spec.layers) + spec.keep_output)
+    return onnx_backbone(body, spec.layers, keep_output=spec.keep_output)
 
 
 def _restore_head(manifest: Manifest, tensors: Mapping[str, Mapping[str, Tensor]]) -> Reader:

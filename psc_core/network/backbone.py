@@ -21,6 +21,8 @@ from psc_core.network.cut import HookedNetwork, HookPlan, cut_graph, plan_stop
 from psc_core.network.fuse import fuse, images_format
 from psc_core.network.layout import INPUT, Layout, canonical, layout_of
 from psc_core.network.load import BUILT_BY_HAND, Recipe, bounded_size, load_network, load_weights, recipe_of
+from psc_core.network.onnx.body import OnnxBody
+from psc_core.network.onnx.network import OnnxNetwork
 from psc_core.precision import Precision
 
 FeatureStep = Callable[[Tensor], list[Tensor]]
@@ -40,10 +42,10 @@ class Cut:
     """A cut through a network: many threads may run a graph, which also compiles, but one at a time hooks."""
 
     layers: tuple[str, ...]
-    layouts: tuple[Layout, ...]  # where each has its channels
+    layouts: tuple[Layout, ...] | None  # where each has its channels; None if the body gives canonical features
     keep_output: bool  # whether the logits are kept too
     hooks: HookPlan | None  # None for a graph
-    recipe: Recipe | None  # of the whole network; None for one built by hand
+    recipe: Recipe | None  # of the whole network; None for one that no name can build
 
 
 class Backbone(nn.Module):
@@ -71,8 +73,13 @@ class Backbone(nn.Module):
 
     @property
     def is_traced(self) -> bool:
-        """True if it runs as a graph, which several threads may call and which can be captured, and not by hooks."""
-        return self.cut.hooks is None
+        """True if it runs as a graph of PyTorch's, which several threads may call and which can be captured."""
+        return self.cut.hooks is None and self.onnx is None
+
+    @property
+    def onnx(self) -> bytes | None:
+        """The ONNX model that it runs; None for a network of PyTorch."""
+        return self.body.model if isinstance(self.body, OnnxBody) else None
 
     @property
     def recipe(self) -> Recipe:
@@ -88,6 +95,9 @@ class Backbone(nn.Module):
     def forward(self, x: Inputs) -> FeaturesAndLogits:
         """Features of each layer, and the logits if ``keep_output``."""
         outputs = self.body(x.contiguous(memory_format=self.memory_format))
+        kept = outputs[-1] if self.keep_output else None
+        if self.cut.layouts is None:
+            return list(outputs[: len(self.layers)]), kept
         features = []
         for name, layout, output in zip(self.layers, self.cut.layouts, outputs, strict=False):
             kind = layout.kind(output.shape)
@@ -96,7 +106,7 @@ class Backbone(nn.Module):
                     f"expected a map, tokens or a vector after {name}, got the shape {tuple(output.shape)}"
                 )
             features.append(canonical(output, kind))
-        return features, outputs[-1] if self.keep_output else None
+        return features, kept
 
     def fused(self, precision: Precision) -> Backbone:
         """A faster copy (:func:`psc_core.network.fuse.fuse`) with the same features up to rounding; not for storing."""
@@ -110,7 +120,7 @@ class Backbone(nn.Module):
         """
         hooks = self.cut.hooks
         return {
-            "network": asdict(self.recipe),
+            "network": None if self.onnx is not None else asdict(self.recipe),
             "layers": list(self.layers),
             "keep_output": self.keep_output,
             "hooks": None if hooks is None else {"stop": hooks.stop, "dropped": list(hooks.dropped)},
@@ -132,6 +142,11 @@ def cut_network(net: nn.Module, layers: Sequence[str], *, keep_output: bool, hoo
     return Backbone(body, Cut(tuple(layers), layouts, keep_output, hooks, recipe_of(net)))
 
 
+def onnx_backbone(body: OnnxBody, layers: Sequence[str], *, keep_output: bool) -> Backbone:
+    """An ONNX graph whose outputs are canonical features of ``layers``, then the logits if ``keep_output``."""
+    return Backbone(body, Cut(tuple(layers), None, keep_output, None, None))
+
+
 def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, example: Inputs | None = None) -> Backbone:
     """Cut ``net`` after ``layers``; the result shares its weights.
 
@@ -145,6 +160,10 @@ def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, exampl
     Raises:
         NetworkError: Unknown layer, a network that cannot be traced without an example, or one with random outputs.
     """
+    if isinstance(net, OnnxNetwork):
+        if example is None:
+            raise NetworkError("an ONNX network is cut for images of one size; pass an example input")
+        return onnx_backbone(net.cut(layers, example, keep_output=keep_output), layers, keep_output=keep_output)
     modules = dict(net.named_modules())
     for name in layers:
         if name.removesuffix(INPUT) not in modules or not name:

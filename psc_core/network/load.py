@@ -2,6 +2,7 @@
 
 * ``torchvision:NAME``: a classification network of torchvision;
 * ``timm:NAME``: a network of timm (``pip install 'psc[timm]'``);
+* ``onnx:FILE``: an ONNX file, run by ONNX Runtime (``pip install 'psc[onnx]'``);
 * ``package.module:factory``: a function ``factory(num_classes=…, **model_args) -> nn.Module``.  Importing it runs its
   code: whoever writes the spec permits that, while one that a bundle names must be on an allow-list
   (:func:`psc_core.network.backbone.rebuild_backbone`).
@@ -27,15 +28,13 @@ from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
 from psc_core.network.builders import BUILDERS, from_factory
+from psc_core.network.onnx.network import open_onnx
 
 RECIPE: Final = "psc_recipe"
 """Attribute of a loaded network that holds its :class:`Recipe`, so that a bundle can rebuild it."""
 
-BUILT_BY_HAND: Final = (
-    "a bundle cannot rebuild a network built by hand; build it in a function and load it with "
-    "load_network('package.module:function', …)"
-)
-"""The reason why a network without a recipe cannot be saved, and what to do."""
+BUILT_BY_HAND: Final = "no name builds this network again; a bundle holds it as an ONNX graph"
+"""The reason why a network has no recipe."""
 
 MAX_WEIGHTS: Final = 1 << 31
 """Maximum number of weights of a network in a bundle (8 GiB of float32)."""
@@ -78,7 +77,7 @@ def load_network(
     """Build a classifier, in evaluation mode.
 
     Args:
-        spec: ``torchvision:NAME``, ``timm:NAME`` or ``package.module:factory``.
+        spec: ``torchvision:NAME``, ``timm:NAME``, ``onnx:FILE`` or ``package.module:factory``.
         weights: Safetensors file of the state dict; ``None`` keeps the random initialisation, which draws from torch's
             global generator.
         num_classes: Number of logits.
@@ -93,11 +92,15 @@ def load_network(
         >>> net(torch.zeros(2, 1, 28, 28)).shape
         torch.Size([2, 10])
     """
+    family, _, name = spec.partition(":")
+    if family == "onnx":
+        if weights is not None or model_args:
+            raise NetworkError(f"{spec} holds its weights and its form; leave out weights and model arguments")
+        return open_onnx(Path(name))
     recipe = Recipe(spec, num_classes, dict(model_args or {}))
     if recipe.is_factory:
         net = from_factory(spec, num_classes, recipe.model_args)
     else:
-        family, _, name = spec.partition(":")
         net = BUILDERS[family](name, num_classes, recipe.model_args)
     if weights is not None:
         load_weights(net, read_tensors(Path(weights)), num_classes=num_classes, origin=str(weights))

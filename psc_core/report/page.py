@@ -103,8 +103,10 @@ def serve_command(folder: Path, manifest: Manifest) -> str:
 
 def _permission(manifest: Manifest) -> str:
     """Return the flag without which a network of one's own is not imported."""
-    recipe = Recipe(**dict(manifest.backbone.network))
-    return f" --allow-factories {shlex.quote(recipe.spec)}" if recipe.is_factory else ""
+    network = manifest.backbone.network
+    if network is None or not Recipe(**dict(network)).is_factory:
+        return ""
+    return f" --allow-factories {shlex.quote(network.spec)}"
 
 
 def _template(facts: Facts, name: str) -> Template:

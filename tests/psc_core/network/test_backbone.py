@@ -322,7 +322,7 @@ def test_rejects_unsupported_outputs() -> None:
 
 
 def test_network_built_by_hand_has_no_spec() -> None:
-    with pytest.raises(NetworkError, match="built by hand"):
+    with pytest.raises(NetworkError, match="no name builds"):
         truncate(Baked(), ["first"], keep_output=False).spec()
 
 

@@ -65,7 +65,7 @@ def test_recipe_round_trip() -> None:
     assert Recipe("a.b:c", 3).is_factory
     assert truncate(net, ["layer3"], keep_output=False).recipe == recipe
     assert recipe_of(tiny(3)) is None
-    with pytest.raises(NetworkError, match="built by hand"):
+    with pytest.raises(NetworkError, match="no name builds"):
         _ = truncate(tiny(3), ["1"], keep_output=False).recipe
 
 

@@ -1,8 +1,9 @@
-"""A truncated network in ONNX Runtime, which on a CPU takes less time than PyTorch; needs the extra ``psc[onnx]``.
+"""Export a truncated network of PyTorch to ONNX, whose runtime takes less time on a CPU, and needs no code.
 
-A process of its own exports the network, because exporting changes PyTorch's state for all threads.  It builds the
-network as a bundle's is built: ``python -m psc_core.network.onnx FOLDER`` reads :data:`SPEC` and :data:`WEIGHTS` from
-a folder and writes :data:`MODEL` beside them.
+While serving, a process of its own exports the network, because exporting changes PyTorch's state for all threads.  It
+builds the network as a bundle's is built: ``python -m psc_core.network.onnx.export FOLDER`` reads :data:`SPEC` and
+:data:`WEIGHTS` from a folder and writes :data:`MODEL` beside them.  A network that no name can build is exported where
+it is.
 
 Exporting takes seconds, so its result is kept in the user's cache folder (``$XDG_CACHE_HOME/psc``, else
 ``~/.cache/psc``), by the digest of spec, weights and versions; the folder may be deleted at any time, and need not be
@@ -12,68 +13,38 @@ writable.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
-from typing import Any, Final
+from typing import Final
 
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
-from psc_core.images.preprocess import Inputs
-from psc_core.network.backbone import Backbone, FeaturesAndLogits, rebuild_backbone
+from psc_core.network.backbone import Backbone, onnx_backbone, rebuild_backbone
+from psc_core.network.onnx import INSTALLED, NEEDED, PACKAGES
+from psc_core.network.onnx.body import OnnxBody
+from psc_core.network.onnx.network import Size
+from psc_core.network.onnx.rewrite import INPUT
 from psc_core.version import __version__
 
-PACKAGES: Final = ("onnx", "onnxscript", "onnxruntime")
-INSTALLED: Final = all(importlib.util.find_spec(name) for name in PACKAGES)
 SPEC: Final = "spec.json"
 WEIGHTS: Final = "weights.safetensors"
 MODEL: Final = "model.onnx"
 
 
-class OnnxBackbone(nn.Module):
-    """A truncated network on the CPU, called like :class:`psc_core.network.backbone.Backbone`.
-
-    A session keeps its number of threads, so there is one for each number that PyTorch uses.  ``model`` is from
-    :func:`to_onnx`; its last output is the logits with ``keep_output``.
-    """
-
-    is_traced = True
-
-    def __init__(self, model: bytes, *, keep_output: bool) -> None:
-        super().__init__()
-        self.keep_output = keep_output
-        self._model = model
-        self._sessions: dict[int, Any] = {}
-
-    def forward(self, x: Inputs) -> FeaturesAndLogits:
-        """Canonical features (batch, channels, spatial) of each layer, and the logits if the network keeps them."""
-        arrays = self._session(torch.get_num_threads()).run(None, {"images": x.contiguous().numpy()})
-        outputs = [torch.from_numpy(array) for array in arrays]
-        return (outputs[:-1], outputs[-1]) if self.keep_output else (outputs, None)
-
-    def _session(self, threads: int) -> Any:
-        if threads not in self._sessions:
-            import onnxruntime
-
-            options = onnxruntime.SessionOptions()
-            options.intra_op_num_threads = threads
-            options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # Decoders need the cores.
-            cpu = ["CPUExecutionProvider"]
-            self._sessions[threads] = onnxruntime.InferenceSession(self._model, options, providers=cpu)
-        return self._sessions[threads]
-
-
-def to_onnx(backbone: Backbone, size: tuple[int, int, int]) -> OnnxBackbone:
-    """Export a truncated network.
+def to_onnx(backbone: Backbone, size: Size) -> Backbone:
+    """Return a truncated network in ONNX Runtime, exported once.
 
     Args:
         backbone: As it was fitted, traced, float32; it does not change.
@@ -89,7 +60,7 @@ def to_onnx(backbone: Backbone, size: tuple[int, int, int]) -> OnnxBackbone:
     if model is None:
         model = export_apart(spec, weights, "+".join(backbone.layers))
         write_checked(kept, model)
-    return OnnxBackbone(model, keep_output=backbone.keep_output)
+    return onnx_backbone(OnnxBody(model), backbone.layers, keep_output=backbone.keep_output)
 
 
 def cache_file(spec: bytes, weights: bytes) -> Path:
@@ -149,15 +120,38 @@ def export(folder: Path) -> None:
     """Write the ONNX model, for any number of images, of the network whose spec and weights lie in ``folder``."""
     spec = json.loads((folder / SPEC).read_text())
     backbone = rebuild_backbone(spec, load_file(folder / WEIGHTS), allow_factories=[spec["network"]["spec"]])
-    images = torch.zeros(2, *spec["size"])
+    (folder / MODEL).write_bytes(_exported(backbone, spec["size"]))
+
+
+def export_here(backbone: Backbone, size: Size) -> bytes:
+    """The ONNX model of a network, for any number of images, exported in this process.
+
+    Raises:
+        NetworkError: It cannot be exported, or what exports is not installed.
+    """
+    if not INSTALLED:
+        raise NetworkError(NEEDED)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return _exported(copy.deepcopy(backbone).cpu(), size)
+    except Exception as error:  # Whatever the network's own code raises, or PyTorch of it.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise NetworkError(
+            f"the network after {'+'.join(backbone.layers)} has no ONNX model: {reason[:300]}"
+        ) from error
+
+
+def _exported(backbone: Backbone, size: Sequence[int]) -> bytes:
+    images = torch.zeros(2, *size)
     any_number = ({0: torch.export.Dim.DYNAMIC},)
     with torch.no_grad():
         program = torch.onnx.export(
-            _SideBySide(backbone), (images,), dynamo=True, input_names=["images"], dynamic_shapes=any_number
+            _SideBySide(backbone), (images,), dynamo=True, input_names=[INPUT], dynamic_shapes=any_number, verbose=False
         )
     if program is None:
-        raise NetworkError("PyTorch gave no ONNX program; use --backend folded")
-    (folder / MODEL).write_bytes(program.model_proto.SerializeToString())
+        raise NetworkError("PyTorch gave no ONNX program")
+    data: bytes = program.model_proto.SerializeToString()
+    return data
 
 
 class _SideBySide(nn.Module):

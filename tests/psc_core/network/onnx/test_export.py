@@ -14,7 +14,7 @@ from torch import nn
 from psc_core.errors import NetworkError
 from psc_core.network.backbone import Backbone, truncate
 from psc_core.network.load import load_network, recipe_of
-from psc_core.network.onnx import read_checked, to_onnx
+from psc_core.network.onnx.export import read_checked, to_onnx
 
 SIZE = (1, 28, 28)
 
@@ -88,17 +88,17 @@ def test_a_warm_step_runs_nothing_in_onednn(tmp_path: Path) -> None:
     program = tmp_path / "step.py"
     program.write_text(
         "import torch\n"
-        "from tests.psc_core.network.test_onnx import SIZE, backbone\n"
-        "from psc_core.network.onnx import to_onnx\n"
+        "from tests.psc_core.network.onnx.test_export import SIZE, backbone\n"
+        "from psc_core.network.onnx.export import to_onnx\n"
         "net = backbone(['2'])\n"
         "exported, images = to_onnx(net, SIZE), torch.randn(4, *SIZE)\n"
         "with torch.inference_mode(), torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):\n"
         "    for run in (exported, net):\n"
-        "        print(type(run).__name__, flush=True)\n"
+        "        print(type(run.body).__name__, flush=True)\n"
         "        run(images)\n"
     )
     environment = {"PYTHONPATH": ":".join(sys.path), "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     log = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=True).stdout
-    in_onnx, in_pytorch = log.split("Backbone\n")[1:]
+    in_onnx, in_pytorch = log.partition("OnnxBody\n")[2].split("GraphModule\n")
     assert "reorder" not in in_onnx and "convolution" not in in_onnx
     assert "convolution" in in_pytorch

@@ -1,0 +1,18 @@
+"""Networks as ONNX graphs, run by ONNX Runtime alone; needs the extra ``psc[onnx]``.
+
+::
+
+    file or bundle ─▶ model (read, checked) ─▶ graph (layers, logits) ─▶ rewrite (cut) ─▶ backbone (run)
+    network of PyTorch ─▶ export ─────────────────────────────────────────────────────────────▲
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Final
+
+PACKAGES: Final = ("onnx", "onnxscript", "onnxruntime")
+INSTALLED: Final = all(importlib.util.find_spec(name) for name in PACKAGES)
+"""True if networks can be exported to ONNX and run."""
+
+NEEDED: Final = "an ONNX graph needs ONNX Runtime; pip install 'psc[onnx]'"

@@ -1,0 +1,99 @@
+"""An ONNX graph that runs like the body of a cut network: images to one tensor per layer, and the logits."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from psc_core.errors import NetworkError
+from psc_core.network.onnx import NEEDED
+from psc_core.network.onnx.rewrite import INPUT
+
+_PROVIDERS: Final = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+class OnnxBody(nn.Module):
+    """A graph in ONNX Runtime, on the device that the module is moved to; many threads may call it.
+
+    A session keeps its number of threads, so on a CPU there is one for each number that PyTorch uses.
+
+    Args:
+        model: From :mod:`.export` or :func:`.rewrite.cut`: float32 ``images`` (batch, channels, height, width) to
+            float32 outputs (batch, …).  A graph for one image is run once for each.
+    """
+
+    place: Tensor
+
+    def __init__(self, model: bytes) -> None:
+        super().__init__()
+        self.model = model
+        self._sessions: dict[tuple[torch.device, int], Any] = {}
+        self.register_buffer("place", torch.empty(0), persistent=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_sessions": {}}  # A session cannot be copied.
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Outputs of a batch, on the device of ``x``.
+
+        Raises:
+            NetworkError: ONNX Runtime cannot compute it, or is not installed for this device.
+        """
+        session = self._session()
+        if session.get_inputs()[0].shape[0] == 1 and len(x) != 1:
+            return tuple(map(torch.cat, zip(*(self(x[at : at + 1]) for at in range(len(x))), strict=True)))
+        x = x.contiguous()
+        where = x.device.type, x.device.index or 0, np.float32
+        binding = session.io_binding()
+        binding.bind_input(INPUT, *where, tuple(x.shape), x.data_ptr())
+        outputs = []
+        for output in session.get_outputs():
+            values = x.new_empty((len(x), *output.shape[1:]))
+            binding.bind_output(output.name, *where, tuple(values.shape), values.data_ptr())
+            outputs.append(values)
+        if x.is_cuda:
+            torch.cuda.current_stream(x.device).synchronize()  # ONNX Runtime has a stream of its own.
+        try:
+            session.run_with_iobinding(binding)
+        except Exception as error:  # Its errors have no common class that is public.
+            raise NetworkError(f"ONNX Runtime cannot compute the network: {str(error)[:300]}") from error
+        return tuple(outputs)
+
+    def _session(self) -> Any:
+        device = self.place.device
+        threads = torch.get_num_threads() if device.type == "cpu" else 0
+        if (device, threads) not in self._sessions:
+            self._sessions[device, threads] = _start(self.model, device, threads)
+        return self._sessions[device, threads]
+
+
+def _start(model: bytes, device: torch.device, threads: int) -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise NetworkError(NEEDED) from error
+    provider = _PROVIDERS.get(device.type, device.type)
+    if provider not in onnxruntime.get_available_providers():
+        raise NetworkError(
+            f"ONNX Runtime has no {provider}, so the network does not run on {device}; for a GPU pip install "
+            "onnxruntime-gpu in place of onnxruntime, or choose --device cpu"
+        )
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # Errors; what it warns of is how it rewrites the graph.
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # Decoders need the cores.
+    try:
+        session = onnxruntime.InferenceSession(
+            model, options, providers=[(provider, {"device_id": device.index or 0} if device.type == "cuda" else {})]
+        )
+        shapes = [value.shape for value in (*session.get_inputs(), *session.get_outputs())]
+    except Exception as error:  # Its errors have no common class that is public.
+        raise NetworkError(f"ONNX Runtime cannot load the network: {str(error)[:300]}") from error
+    for shape in shapes:
+        if not all(isinstance(side, int) for side in shape[1:]):
+            raise NetworkError(f"expected inputs and outputs of known shapes, got {shape}")
+    return session

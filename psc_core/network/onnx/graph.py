@@ -1,0 +1,202 @@
+"""The layers and the logits of an ONNX graph.
+
+A layer is a tensor that the graph computes, named as in the file.  ``operations`` lists the outputs of convolutions,
+poolings and products with weights, as in the paper; of a graph with attention, whose products lie inside blocks, the
+sums that end its blocks in place of products of tokens.  ``blocks`` lists these sums, and of convolutional networks the
+sums of residual connections, after their activation.  ``all`` lists every tensor of features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
+
+from psc_core.errors import NetworkError
+from psc_core.network.layers import LayerInfo
+from psc_core.network.layout import Kind
+from psc_core.network.onnx.model import BATCH, Shape
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto
+
+_CONVOLUTIONS: Final = frozenset({"Conv", "ConvInteger", "ConvTranspose", "DeformConv", "QLinearConv"})
+_PRODUCTS: Final = frozenset({"Gemm", "MatMul", "MatMulInteger", "QLinearMatMul"})
+_POOLINGS: Final = frozenset({"AveragePool", "GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "LpPool", "MaxPool"})
+_SAME: Final = frozenset({"Cast", "DequantizeLinear", "Dropout", "Flatten", "Identity", "QuantizeLinear", "Reshape",
+                          "Squeeze", "Unsqueeze"})  # fmt: skip
+"""Operators that keep the values of a tensor, up to their shape and rounding."""
+
+_FLOATS: Final = (1, 10, 11, 16)  # FLOAT, FLOAT16, DOUBLE, BFLOAT16
+
+
+class Graph:
+    """What the operations of a model say of its tensors.
+
+    Args:
+        model: One input and one output, see :mod:`.rewrite`.
+        sizes: From :func:`psc_core.network.onnx.model.sizes_of`.
+        batch: Images that these sizes are for.
+    """
+
+    def __init__(self, model: ModelProto, sizes: Mapping[str, tuple[int, Shape]], batch: int = BATCH) -> None:
+        self.nodes = tuple(model.graph.node)
+        self.constants = {tensor.name for tensor in model.graph.initializer}
+        self.sizes = sizes
+        self.batch = batch
+        self.output: str = model.graph.output[0].name
+        self.producers: dict[str, NodeProto] = {name: node for node in self.nodes for name in node.output if name}
+        self.constants |= {node.output[0] for node in self.nodes if node.op_type == "Constant"}
+
+    @cached_property
+    def logits(self) -> str:
+        """The tensor of the logits: the output, or what a softmax at the end reads."""
+        for name in self._same_values(self.output):
+            node = self.producers.get(name)
+            if node is not None and node.op_type == "Softmax":
+                return str(node.input[0])
+        return self.output
+
+    @cached_property
+    def head(self) -> NodeProto | None:
+        """The operation with weights that makes the logits."""
+        for name in self._same_values(self.logits):
+            node = self.producers.get(name)
+            if node is not None and node.op_type == "Add":  # A bias.
+                node = next((self.producers[each] for each in node.input if each in self.producers), None)
+            if node is not None and node.op_type in _CONVOLUTIONS | _PRODUCTS:
+                return node
+        return None
+
+    def layers(self, granularity: str) -> list[LayerInfo]:
+        """List the layers in the order of the graph, see the module docstring.
+
+        Raises:
+            NetworkError: There are none.
+        """
+        layers = [layer for name in self._names(granularity) if (layer := self.layer(name)) is not None]
+        if not layers:
+            raise NetworkError(f"the graph has no layers of granularity {granularity!r}; use another one")
+        order = {name: index for index, node in enumerate(self.nodes) for name in node.output}
+        of_head = order[self.head.output[0]] if self.head is not None else len(self.nodes)
+        hidden = [layer for layer in layers if order[layer.name] < of_head]
+        outputs = [layer for layer in layers if order[layer.name] >= of_head]
+        if self.head is not None:
+            reads = list(self._same_values(str(self.head.input[0])))
+            if not hidden or hidden[-1].name not in reads:
+                penultimate = next((layer for name in reads[::-1] if (layer := self.layer(name))), None)
+                hidden += [penultimate] if penultimate is not None else []
+        roles = ["hidden"] * (len(hidden) - 1) + ["penultimate"] * bool(hidden) + ["output"] * len(outputs)
+        found = enumerate(zip([*hidden, *outputs], roles, strict=True))
+        return [replace(layer, index=index, role=role) for index, (layer, role) in found]
+
+    @property
+    def classes(self) -> int:
+        """Number of logits."""
+        return self.sizes[self.logits][1][-1]
+
+    def kind(self, name: str) -> Kind | None:
+        """Return which axis of a tensor holds the channels; None for what is no batch of float features."""
+        known = self.sizes.get(name)
+        if known is None or known[0] not in _FLOATS or known[1][:1] != (self.batch,) or name in self.constants:
+            return None
+        rank = len(known[1])
+        if rank == 4:
+            return "map_last" if self._channels_last(name) else "map"
+        return {2: "vector", 3: "tokens"}.get(rank)  # type: ignore[return-value]
+
+    def layer(self, name: str) -> LayerInfo | None:
+        """Describe a tensor as a hidden layer; None for what is no batch of float features."""
+        kind = self.kind(name)
+        if kind is None:
+            return None
+        shape = self.sizes[name][1]
+        channels, grid = (shape[1], shape[2:]) if kind == "map" else (shape[-1], shape[1:-1] or (1,))
+        return LayerInfo(name, 0, kind, (channels, math.prod(grid)), grid, "hidden")
+
+    def _names(self, granularity: str) -> Iterator[str]:
+        sums = dict(self._sums())
+        attends = any(node.op_type == "Softmax" and str(node.input[0]) != self.logits for node in self.nodes)
+        for node in self.nodes:
+            name = str(node.output[0]) if node.output else ""
+            is_block = name in sums.values()
+            if granularity == "all":
+                yield from (str(each) for each in node.output if each)
+            elif granularity == "blocks" or (attends and self._is_of_tokens(name)):
+                yield from [name] * is_block
+            elif self._is_operation(node):
+                yield name
+
+    def _is_operation(self, node: NodeProto) -> bool:
+        if node.op_type in _CONVOLUTIONS | _POOLINGS:
+            return True
+        if node.op_type in _PRODUCTS:
+            return any(self._is_constant(str(name)) for name in node.input)
+        return node.op_type == "ReduceMean" and self._pools(node)
+
+    def _pools(self, node: NodeProto) -> bool:
+        """Return whether a mean is over all positions of a map, or all tokens."""
+        before, after = self.sizes.get(str(node.input[0])), self.sizes.get(str(node.output[0]))
+        if before is None or after is None or len(before[1]) < 3:
+            return False
+        channels = before[1][1] if self.kind(str(node.input[0])) == "map" else before[1][-1]
+        kept = [side for side in after[1][1:] if side != 1] or [1]
+        return kept == [channels]
+
+    def _is_of_tokens(self, name: str) -> bool:
+        known = self.sizes.get(name)
+        return known is not None and (len(known[1]) == 3 or self.kind(name) == "map_last")
+
+    def _sums(self) -> Iterator[tuple[str, str]]:
+        """Sums of two tensors of features of one shape, each with the tensor after its activation."""
+        readers: dict[str, list[NodeProto]] = {}
+        for node in self.nodes:
+            for name in node.input:
+                readers.setdefault(str(name), []).append(node)
+        for node in self.nodes:
+            shapes = [self.sizes.get(str(name)) for name in node.input]
+            if node.op_type != "Add" or any(name in self.constants for name in node.input) or shapes[0] != shapes[1]:
+                continue
+            total = str(node.output[0])
+            after = readers.get(total, [])
+            is_activated = len(after) == 1 and after[0].op_type in ("Relu", "Clip")
+            yield total, str(after[0].output[0]) if is_activated else total
+
+    def _is_constant(self, name: str) -> bool:
+        """Return whether a tensor is made of constants alone, as a quantised weight is."""
+        if name in self.constants:
+            return True
+        node = self.producers.get(name)
+        return (
+            node is not None and bool(node.input) and all(self._is_constant(str(each)) for each in node.input if each)
+        )
+
+    def _same_values(self, name: str) -> Iterator[str]:
+        """The tensor and those before it that have its values."""
+        while True:
+            yield name
+            node = self.producers.get(name)
+            if node is None or node.op_type not in _SAME:
+                return
+            name = str(node.input[0])
+
+    def _channels_last(self, name: str) -> bool:
+        """Return whether a tensor of four axes has its channels on the last, by what it is computed from."""
+        seen, waiting = set(), [name]
+        while waiting:
+            node = self.producers.get(waiting.pop(0))
+            if node is None or id(node) in seen:
+                continue
+            seen.add(id(node))
+            if node.op_type in _CONVOLUTIONS | _POOLINGS | {"BatchNormalization", "InstanceNormalization"}:
+                return False
+            if node.op_type in ("MatMul", "LayerNormalization"):
+                return True
+            if node.op_type == "Transpose":
+                order = next((list(each.ints) for each in node.attribute if each.name == "perm"), [])
+                if order in ([0, 3, 1, 2], [0, 2, 3, 1]):
+                    return order == [0, 2, 3, 1]
+            waiting += [str(each) for each in node.input if each not in self.constants]
+        return False

@@ -1,0 +1,299 @@
+"""Read an ONNX model that anybody may have written, and refuse what could do more than compute a network.
+
+A model passes if its operators are ONNX's own, without random numbers, subgraphs, functions, sequences, texts or sizes
+that depend on values; if all its constants are in the file, or in a file beside it; and if every tensor for a batch of
+two images has a known size within :data:`MAX_ELEMENTS`.  Nothing is computed to find that out but the integers that
+sizes are made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from psc_core.errors import NetworkError
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, TensorProto
+
+Shape = tuple[int, ...]
+
+BATCH: Final = 2
+"""Images for which sizes are found out; two tell the axis of the batch from an axis of length one."""
+
+MAX_BYTES: Final = (1 << 31) - 1
+"""Maximum size of a model, the limit of its format."""
+
+MAX_NODES: Final = 1 << 16
+"""Maximum number of operations."""
+
+MAX_ELEMENTS: Final = 1 << 28
+"""Maximum number of elements of a tensor for a batch of two images."""
+
+_NOT_REPEATABLE: Final = "Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike"
+_SIZED_BY_VALUES: Final = "Compress NonMaxSuppression NonZero Unique"
+_NOT_OF_TENSORS: Final = (
+    "ConcatFromSequence ImageDecoder Optional OptionalGetElement OptionalHasElement RegexFullMatch SequenceAt "
+    "SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceLength SequenceMap SplitToSequence "
+    "StringConcat StringNormalizer StringSplit TfIdfVectorizer"
+)
+_REFUSED: Final = frozenset(f"{_NOT_REPEATABLE} {_SIZED_BY_VALUES} {_NOT_OF_TENSORS}".split())
+
+_ON_SIZES: Final = "Add Cast Concat Constant Div Gather Mul Range Reshape Slice Squeeze Sub Transpose Unsqueeze"
+_FOLDED: Final = frozenset(_ON_SIZES.split())
+"""Operators on sizes that are computed to know what follows from them."""
+
+_MAX_FOLDED: Final = 1 << 10
+"""Maximum number of integers that such an operation takes or gives."""
+
+
+def read_model(path: Path) -> ModelProto:
+    """Read an ONNX file of the user's, with the constants that lie beside it.
+
+    Raises:
+        NetworkError: The file cannot be read, or :func:`check_model` refuses it.
+    """
+    model = parse_model(_read(path), str(path))
+    folder = path.parent.resolve()
+    for tensor in _tensors(model):
+        if tensor.data_location == tensor.EXTERNAL:
+            _fill(tensor, folder, str(path))
+    check_model(model, str(path))
+    return model
+
+
+def parse_model(data: bytes, origin: str) -> ModelProto:
+    """Parse a serialized model; ``origin`` is for messages.
+
+    Raises:
+        NetworkError: It is none, or the package that parses it is not installed.
+    """
+    try:
+        import onnx
+        from google.protobuf.message import DecodeError
+    except ImportError as error:
+        from psc_core.network.onnx import NEEDED
+
+        raise NetworkError(f"{origin}: {NEEDED}") from error
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(data)
+    except DecodeError as error:
+        raise NetworkError(f"{origin} is not an ONNX file; export the network with torch.onnx.export") from error
+    if not model.graph.node:
+        raise NetworkError(f"{origin} is not an ONNX file with a network; export it with torch.onnx.export")
+    return model
+
+
+def check_model(model: ModelProto, origin: str) -> None:
+    """Refuse a model with anything but ONNX's own operators on tensors, all of its constants inside.
+
+    Raises:
+        NetworkError: The message names the operation or the tensor.
+    """
+    import onnx
+
+    foreign = sorted({node.domain for node in model.graph.node} - {"", "ai.onnx"}) or [
+        function.name for function in model.functions
+    ]
+    if foreign:
+        raise NetworkError(
+            f"{origin} uses operators of {', '.join(foreign[:3])}, expected ONNX's own; export it without them"
+        )
+    if len(model.graph.node) > MAX_NODES:
+        raise NetworkError(f"{origin}: expected at most {MAX_NODES} operations, got {len(model.graph.node)}")
+    for node in model.graph.node:
+        is_known = isinstance(node.op_type, str) and onnx.defs.has(node.op_type)  # bytes if it is no UTF-8
+        if node.op_type in _REFUSED or not is_known:
+            raise NetworkError(
+                f"{origin}: the operator {node.op_type!r} is not supported; export the network without it"
+            )
+        if any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute):
+            raise NetworkError(
+                f"{origin}: the operator {node.op_type} holds a graph of its own, which is not supported; export the "
+                "network without control flow"
+            )
+    if model.graph.sparse_initializer:
+        raise NetworkError(f"{origin} has sparse constants, which are not supported; store them dense")
+    for tensor in _tensors(model):
+        _check_tensor(tensor, origin)
+    try:
+        onnx.checker.check_model(model)
+    except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
+        raise NetworkError(f"{origin} is not a valid ONNX model: {_first_line(error)}; export it again") from error
+
+
+def sizes_of(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape]]:
+    """Return element type and shape of each tensor that is computed from a batch of two images, and of the input.
+
+    The model has one input, (batch, …) with known sizes but for the batch.
+
+    Raises:
+        NetworkError: A size is not known before computing, or above :data:`MAX_ELEMENTS`.
+    """
+    import onnx
+
+    probe = onnx.ModelProto()
+    probe.CopyFrom(model)
+    del probe.graph.value_info[:]
+    shape = probe.graph.input[0].type.tensor_type.shape
+    if not shape.dim[0].HasField("dim_value"):
+        shape.dim[0].dim_value = BATCH
+    for output in probe.graph.output:
+        output.type.tensor_type.ClearField("shape")
+    while True:
+        found = _infer(probe, origin)
+        unknown = [node for node in probe.graph.node if any(name and found.get(name) is None for name in node.output)]
+        for name, known in found.items():
+            if known is not None and math.prod(known[1]) > MAX_ELEMENTS:
+                raise NetworkError(
+                    f"{origin}: tensor {name!r} has the shape {known[1]}, expected at most {MAX_ELEMENTS} elements for "
+                    f"{BATCH} images; use smaller images or another network"
+                )
+        if not unknown:
+            return {name: known for name, known in found.items() if known is not None}
+        if not _fold(probe, found):
+            raise NetworkError(
+                f"{origin}: the size of {unknown[0].output[0]!r} ({unknown[0].op_type}) is not known before it is "
+                "computed; export the network with fixed image sizes"
+            )
+
+
+def _infer(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape] | None]:
+    """Infer type and shape of all tensors; None where the shape is not known."""
+    import onnx
+
+    try:
+        inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+    except Exception as error:  # The library raises its own types, and RuntimeError for shapes that do not fit.
+        raise NetworkError(f"{origin}: its shapes do not fit together: {_first_line(error)}") from error
+    found: dict[str, tuple[int, Shape] | None] = {}
+    for value in (*inferred.graph.input, *inferred.graph.value_info, *inferred.graph.output):
+        kind = value.type.tensor_type
+        sizes = tuple(axis.dim_value if axis.HasField("dim_value") else -1 for axis in kind.shape.dim)
+        is_known = kind.HasField("shape") and min(sizes, default=0) >= 0
+        found[value.name] = (kind.elem_type, sizes) if is_known else None
+    return found
+
+
+def _fold(model: ModelProto, found: Mapping[str, tuple[int, Shape] | None]) -> bool:
+    """Replace operations on a few integers by their result, which inference does not do for all; True if some were."""
+    from onnx import numpy_helper
+    from onnx.reference import ReferenceEvaluator
+
+    opsets = {imported.domain: imported.version for imported in model.opset_import}
+    values = {
+        tensor.name: numpy_helper.to_array(tensor)
+        for tensor in model.graph.initializer
+        if tensor.data_type in (tensor.INT64, tensor.INT32) and math.prod(tensor.dims) <= _MAX_FOLDED
+    }
+    done = []
+    for node in model.graph.node:
+        known = found.get(node.input[0]) if node.input else None
+        if node.op_type == "Shape" and known is not None:
+            bounds = {attribute.name: attribute.i for attribute in node.attribute}
+            result = np.asarray(known[1][bounds.get("start", 0) : bounds.get("end")], np.int64)
+        elif node.op_type in _FOLDED and all(name in values for name in node.input if name):
+            given = {name: values[name] for name in node.input if name}
+            if node.op_type == "Range" and len(range(*(int(value) for value in given.values()))) > _MAX_FOLDED:
+                continue
+            outputs: Any = ReferenceEvaluator(node, opsets=opsets).run(None, given)
+            result = np.asarray(outputs[0])
+        else:
+            continue
+        if result.dtype in (np.int64, np.int32) and result.size <= _MAX_FOLDED:
+            values[node.output[0]] = result
+            done.append(node)
+    for node in done:
+        model.graph.node.remove(node)
+        model.graph.initializer.append(numpy_helper.from_array(values[node.output[0]], node.output[0]))
+    return bool(done)
+
+
+def _tensors(model: ModelProto) -> Iterator[TensorProto]:
+    """All constants of a model."""
+    yield from model.graph.initializer
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+
+
+def _check_tensor(tensor: TensorProto, origin: str) -> None:
+    """Refuse a constant that is not whole inside the model, before its size is allocated."""
+    from onnx import helper
+
+    if tensor.data_location == tensor.EXTERNAL or tensor.external_data:
+        raise NetworkError(f"{origin}: the constant {tensor.name!r} lies in another file; store it inside the model")
+    is_numeric = tensor.data_type in helper.get_all_tensor_dtypes() and tensor.data_type != tensor.STRING
+    if not is_numeric or min(tensor.dims, default=0) < 0:
+        raise NetworkError(f"{origin}: the constant {tensor.name!r} is no array of numbers; export the model again")
+    size = math.prod(tensor.dims)
+    if tensor.HasField("raw_data"):
+        expected, got = (size * _bits(tensor.data_type) + 7) // 8, len(tensor.raw_data)
+    else:
+        field = helper.tensor_dtype_to_field(tensor.data_type)
+        per_number = 2 if tensor.data_type in (tensor.COMPLEX64, tensor.COMPLEX128) else 1
+        expected, got = size * per_number, len(getattr(tensor, field))
+        if _bits(tensor.data_type) < 8:  # Several are packed in one number.
+            expected = (size * _bits(tensor.data_type) + 7) // 8
+    if expected != got:
+        raise NetworkError(
+            f"{origin}: the constant {tensor.name!r} claims the shape {tuple(tensor.dims)}, its data has another size; "
+            "export the model again"
+        )
+
+
+def _bits(data_type: int) -> int:
+    """Bits of a number of this type."""
+    from onnx import TensorProto, helper
+
+    if data_type in (TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT4E2M1):
+        return 4
+    return 8 * int(helper.tensor_dtype_to_np_dtype(data_type).itemsize)
+
+
+def _fill(tensor: TensorProto, folder: Path, origin: str) -> None:
+    """Read a constant that lies in a file of its own, in the model's folder."""
+    where = {entry.key: entry.value for entry in tensor.external_data}
+    file = folder / where.get("location", "")
+    try:
+        offset, length = int(where.get("offset", 0)), int(where.get("length", -1))
+        is_inside = file.resolve(strict=True).is_relative_to(folder) and file.is_file()
+        if not is_inside or offset < 0:
+            raise ValueError("it is not a file in the model's folder")
+        with file.open("rb") as stream:
+            size = file.stat().st_size - offset
+            if length > size:
+                raise ValueError("it is too short")
+            stream.seek(offset)
+            tensor.raw_data = stream.read(size if length < 0 else length)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise NetworkError(
+            f"{origin}: cannot read the constant {tensor.name!r} from {where.get('location', '')!r}: {reason}; keep "
+            "the files of an export in one folder"
+        ) from error
+    tensor.data_location = tensor.DEFAULT
+    del tensor.external_data[:]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if not path.is_file():
+            raise NetworkError(f"there is no ONNX file {path}; give the file that the network was exported to")
+        if path.stat().st_size > MAX_BYTES:
+            raise NetworkError(f"{path}: expected at most {MAX_BYTES} bytes, got {path.stat().st_size}")
+        return path.read_bytes()
+    except OSError as error:
+        raise NetworkError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,140 @@
+"""A classifier from an ONNX file, which a fit uses as it uses a network of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from psc_core.errors import NetworkError
+from psc_core.network.layers import LayerInfo
+from psc_core.network.onnx.body import OnnxBody
+from psc_core.network.onnx.graph import Graph
+from psc_core.network.onnx.model import BATCH, read_model, sizes_of
+from psc_core.network.onnx.rewrite import cut, with_any_batch, with_one_input, with_size
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+Size = tuple[int, int, int]
+
+_APART = 1e-4
+"""Maximum difference between images computed together and alone, relative to the largest value."""
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """The network for images of one size."""
+
+    model: ModelProto
+    graph: Graph
+    logits: OnnxBody
+
+
+class OnnxNetwork(nn.Module):
+    """A whole network: images (batch, channels, height, width), standardised, to logits (batch, classes)."""
+
+    place: Tensor
+
+    def __init__(self, model: ModelProto, origin: str) -> None:
+        super().__init__()
+        self.origin = origin
+        self._model = with_one_input(model, origin)
+        self._sized: dict[Size, _Sized] = {}
+        self.register_buffer("place", torch.empty(0), persistent=False)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits, of a network that ends in a softmax too.
+
+        Raises:
+            NetworkError: The images have another size than the network is for.
+        """
+        logits: Tensor = self._of_size(_size(x)).logits.to(x.device)(x)[0]
+        return logits
+
+    def layers(self, example: Tensor, granularity: str) -> list[LayerInfo]:
+        """List the layers, see :mod:`.graph`."""
+        return self._of_size(_size(example)).graph.layers(granularity)
+
+    def cut(self, layers: Sequence[str], example: Tensor, *, keep_output: bool) -> OnnxBody:
+        """Return the network up to some layers, whose outputs are canonical features of each, then the logits.
+
+        Raises:
+            NetworkError: A layer that is not in the graph, or has no features.
+        """
+        sized = self._of_size(_size(example))
+        found = []
+        for name in layers:
+            layer = sized.graph.layer(name)
+            if layer is None:
+                near = ", ".join(get_close_matches(name, list(sized.graph.sizes), n=3)) or "see list_layers"
+                raise NetworkError(f"{self.origin} has no layer {name!r}; similar names: {near}")
+            found.append(layer)
+        logits = (sized.graph.logits, sized.graph.classes) if keep_output else None
+        return OnnxBody(cut(sized.model, found, logits).SerializeToString()).to(self.place.device)
+
+    def notes(self, example: Tensor) -> list[str]:
+        """What differs from a network of PyTorch, in sentences."""
+        graph = self._of_size(_size(example)).graph
+        found = []
+        if graph.logits != graph.output:
+            found.append("it ends in a softmax; the logits before it are used")
+        if graph.batch == 1:
+            found.append("it takes one image at a time")
+        return found
+
+    def _of_size(self, size: Size) -> _Sized:
+        if size not in self._sized:
+            self._sized[size] = self._fixed(size)
+        return self._sized[size]
+
+    def _fixed(self, size: Size) -> _Sized:
+        model = with_size(self._model, size, self.origin)
+        is_any = not model.graph.input[0].type.tensor_type.shape.dim[0].HasField("dim_value")
+        if is_any:
+            return _sized(model, self.origin, BATCH)
+        one = _sized(model, self.origin, model.graph.input[0].type.tensor_type.shape.dim[0].dim_value)
+        if one.graph.batch != 1:
+            raise NetworkError(
+                f"{self.origin} takes batches of {one.graph.batch} images only; export it with a dynamic batch axis"
+            )
+        try:
+            several = _sized(with_any_batch(model), self.origin, BATCH)
+            return several if _agree(one.logits, several.logits, size) else one
+        except NetworkError:
+            return one  # The graph keeps a length of one somewhere.
+
+
+def _sized(model: ModelProto, origin: str, batch: int) -> _Sized:
+    graph = Graph(model, sizes_of(model, origin), batch)
+    shape = graph.sizes[graph.logits][1]
+    if len(shape) != 2 or shape[0] != batch:
+        raise NetworkError(f"{origin}: expected a classifier that returns logits (batch, classes), got {shape}")
+    return _Sized(model, graph, OnnxBody(cut(model, [], (graph.logits, graph.classes)).SerializeToString()))
+
+
+def _agree(one: OnnxBody, several: OnnxBody, size: Size) -> bool:
+    images = torch.randn(3, *size, generator=torch.Generator().manual_seed(0))
+    (alone,), (together,) = one(images), several(images)
+    return bool((alone - together).abs().max() <= _APART * alone.abs().max())
+
+
+def _size(x: Tensor) -> Size:
+    if x.ndim != 4:
+        raise NetworkError(f"expected images (batch, channels, height, width), got {tuple(x.shape)}")
+    return x.shape[1], x.shape[2], x.shape[3]
+
+
+def open_onnx(path: Path) -> OnnxNetwork:
+    """Read a classifier from an ONNX file.
+
+    Raises:
+        NetworkError: The file is refused, see :mod:`.model`, or is no network of one image.
+    """
+    return OnnxNetwork(read_model(path), path.name)

@@ -1,0 +1,39 @@
+"""The network of a bundle from its ONNX file, which anybody may have written."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from psc_core.errors import NetworkError
+from psc_core.network.onnx.body import OnnxBody
+from psc_core.network.onnx.model import check_model, parse_model, sizes_of
+from psc_core.network.onnx.network import Size
+from psc_core.network.onnx.rewrite import INPUT
+
+_ORIGIN: Final = "backbone.onnx"
+_FLOAT: Final = 1
+
+
+def restore_body(data: bytes, size: Size, *, outputs: int) -> OnnxBody:
+    """Check a stored graph and prepare to run it; nothing is computed.
+
+    Args:
+        data: The file.
+        size: (channels, height, width) of the images.
+        outputs: Number of layers, and one more for logits.
+
+    Raises:
+        NetworkError: A graph that :mod:`.model` refuses, or of other inputs or outputs than a bundle's.
+    """
+    model = parse_model(data, _ORIGIN)
+    check_model(model, _ORIGIN)
+    if [value.name for value in model.graph.input] != [INPUT]:
+        raise NetworkError(f"{_ORIGIN}: expected one input named {INPUT}; fit the bundle again")
+    sizes = sizes_of(model, _ORIGIN)
+    kind, (batch, *got) = sizes[INPUT]
+    if kind != _FLOAT or tuple(got) != size:
+        raise NetworkError(f"{_ORIGIN}: expected images of the shape {size}, got {tuple(got)}; fit the bundle again")
+    found = [sizes.get(value.name) for value in model.graph.output]
+    if len(found) != outputs or any(each is None or each[0] != _FLOAT or each[1][:1] != (batch,) for each in found):
+        raise NetworkError(f"{_ORIGIN}: expected {outputs} outputs (batch, …) of float32; fit the bundle again")
+    return OnnxBody(data)

@@ -1,0 +1,203 @@
+"""ONNX files that anybody may have written: refused by name, or harmless."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+from psc_core.errors import NetworkError
+from psc_core.network.onnx.model import check_model, parse_model, sizes_of
+from psc_core.network.onnx.restore import restore_body
+
+SIZE = (1, 8, 8)
+
+
+@cache
+def good() -> bytes:
+    """Features of one layer, and logits."""
+    weights = numpy_helper.from_array(np.ones((4, 1, 3, 3), np.float32), "weights")
+    head = numpy_helper.from_array(np.ones((3, 4), np.float32), "head")
+    sides = numpy_helper.from_array(np.array([0, 0, -1]), "sides")
+    nodes = [
+        helper.make_node("Conv", ["images", "weights"], ["map"], kernel_shape=[3, 3]),
+        helper.make_node("Reshape", ["map", "sides"], ["features"]),
+        helper.make_node("ReduceMean", ["features", "axis"], ["pooled"], keepdims=0),
+        helper.make_node("Gemm", ["pooled", "head"], ["logits"], transB=1),
+    ]
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        nodes,
+        "net",
+        [value("images", TensorProto.FLOAT, ["batch", *SIZE])],
+        [value("features", TensorProto.FLOAT, ["batch", 4, 36]), value("logits", TensorProto.FLOAT, ["batch", 3])],
+        [weights, head, sides, numpy_helper.from_array(np.array([2]), "axis")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    return bytes(model.SerializeToString())
+
+
+def edited(change: Callable[[onnx.ModelProto], None]) -> bytes:
+    model = onnx.load_model_from_string(good())
+    change(model)
+    return bytes(model.SerializeToString())
+
+
+def test_a_good_file_runs() -> None:
+    features, logits = restore_body(good(), SIZE, outputs=2)(torch.ones(3, *SIZE))
+    assert features.shape == (3, 4, 36) and bool((features == 9).all())
+    assert logits.shape == (3, 3) and bool((logits == 36).all())
+
+
+def external(model: onnx.ModelProto) -> None:
+    tensor = model.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="/etc/passwd")
+
+
+def gigabytes(model: onnx.ModelProto) -> None:
+    model.graph.initializer[0].dims[0] = 1 << 40
+
+
+def grown(model: onnx.ModelProto) -> None:
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1 << 40, 1, 1, 1]), "huge"))
+    model.graph.node.insert(2, helper.make_node("Expand", ["features", "huge"], ["more"]))
+
+
+def filled(model: onnx.ModelProto) -> None:
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1 << 30, 1 << 30]), "huge"))
+    model.graph.node.insert(2, helper.make_node("ConstantOfShape", ["huge"], ["more"]))
+
+
+def counted(model: onnx.ModelProto) -> None:
+    for name, number in (("first", 0), ("last", 1 << 40), ("step", 1)):
+        model.graph.initializer.append(numpy_helper.from_array(np.array(number), name))
+    model.graph.node.insert(2, helper.make_node("Range", ["first", "last", "step"], ["more"]))
+
+
+def subgraph(model: onnx.ModelProto) -> None:
+    inner = helper.make_graph([], "inner", [], [])
+    model.graph.node.append(helper.make_node("If", ["logits"], ["more"], then_branch=inner, else_branch=inner))
+
+
+def added(operator: str, domain: str = "") -> Callable[[onnx.ModelProto], None]:
+    return lambda model: model.graph.node.append(helper.make_node(operator, ["logits"], ["more"], domain=domain))
+
+
+def function(model: onnx.ModelProto) -> None:
+    body = [helper.make_node("Relu", ["a"], ["b"])]
+    model.functions.append(helper.make_function("", "Mine", ["a"], ["b"], body, [helper.make_opsetid("", 18)]))
+
+
+def sparse(model: onnx.ModelProto) -> None:
+    values = numpy_helper.from_array(np.ones(1, np.float32), "sparse")
+    places = numpy_helper.from_array(np.zeros(1, np.int64), "places")
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [1 << 40]))
+
+
+def text(model: onnx.ModelProto) -> None:
+    model.graph.initializer.append(helper.make_tensor("text", TensorProto.STRING, [1], [b"a"]))
+
+
+def misfit(model: onnx.ModelProto) -> None:
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.ones((4, 2, 3, 3), np.float32), "weights"))
+
+
+def circular(model: onnx.ModelProto) -> None:
+    model.graph.node[0].input[0] = "features"
+
+
+def renamed(model: onnx.ModelProto) -> None:
+    model.graph.input[0].name = "other"
+
+
+def resized(model: onnx.ModelProto) -> None:
+    model.graph.input[0].type.tensor_type.shape.dim[2].dim_value = 9
+
+
+def lost(model: onnx.ModelProto) -> None:
+    del model.graph.output[1]
+
+
+def as_float64(model: onnx.ModelProto) -> None:
+    model.graph.output[1].type.tensor_type.elem_type = TensorProto.DOUBLE
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (external, "'weights' lies in another file"),
+        (gigabytes, "'weights' claims the shape"),
+        (grown, "'more' has the shape"),
+        (filled, "'more' has the shape"),
+        (counted, "'more' has the shape"),
+        (subgraph, "the operator If holds a graph"),
+        (added("Unheard"), "the operator 'Unheard' is not supported"),
+        (added("NonZero"), "the operator 'NonZero' is not supported"),
+        (added("RandomNormalLike"), "the operator 'RandomNormalLike' is not supported"),
+        (added("Gelu", "com.microsoft"), "uses operators of com.microsoft"),
+        (function, "uses operators of Mine"),
+        (sparse, "sparse constants"),
+        (text, "'text' is no array of numbers"),
+        (misfit, "ONNX Runtime cannot"),
+        (circular, "not a valid ONNX model"),
+        (renamed, "expected one input named images|not a valid"),
+        (resized, r"expected images of the shape \(1, 8, 8\)|do not fit"),
+        (lost, "expected 2 outputs"),
+        (as_float64, "outputs|do not fit"),
+    ],
+)
+def test_refuses_by_name(change: Callable[[onnx.ModelProto], None], message: str) -> None:
+    with pytest.raises(NetworkError, match=message):
+        restore_body(edited(change), SIZE, outputs=2)(torch.ones(2, *SIZE))
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00" * 99, b"not ONNX", good()[:50], good()[: len(good()) // 2]])
+def test_refuses_what_is_no_model(data: bytes) -> None:
+    with pytest.raises(NetworkError):
+        restore_body(data, SIZE, outputs=2)
+
+
+@given(
+    places=st.lists(st.tuples(st.integers(0, len(good()) - 1), st.integers(0, 255)), min_size=1, max_size=4),
+    cut=st.integers(0, 8),
+)
+def test_a_damaged_file_is_refused_or_runs(places: list[tuple[int, int]], cut: int) -> None:
+    data = bytearray(good())
+    for place, byte in places:
+        data[place] = byte
+    del data[places[0][0] : places[0][0] + cut]
+    try:
+        outputs = restore_body(bytes(data), SIZE, outputs=2)(torch.ones(2, *SIZE))
+    except NetworkError:
+        return
+    assert [len(output) for output in outputs] == [2, 2]
+
+
+def test_sizes_made_of_computed_integers_are_known() -> None:
+    """As PyTorch writes the mean over two axes of a map of any size."""
+
+    def ranged(model: onnx.ModelProto) -> None:
+        for name, number in (("zero", np.array(0)), ("one", np.array(1)), ("last", np.array([2]))):
+            model.graph.initializer.append(numpy_helper.from_array(number, name))
+        nodes = [
+            helper.make_node("Shape", ["features"], ["shape"]),
+            helper.make_node("Gather", ["shape", "last"], ["length"]),
+            helper.make_node("Squeeze", ["length"], ["count"]),
+            helper.make_node("Range", ["zero", "count", "one"], ["places"]),
+            helper.make_node("Gather", ["features", "places"], ["gathered"], axis=2),
+        ]
+        model.graph.node.extend(nodes)
+
+    data = edited(ranged)
+    model = parse_model(data, "test")
+    check_model(model, "test")
+    assert sizes_of(model, "test")["gathered"] == (TensorProto.FLOAT, (2, 4, 36))
