@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from psc_core.errors import BundleError
 from psc_core.model.base import FittedModel
+from psc_core.network.onnx.body import OnnxBody
 
 logger = logging.getLogger("psc.models")
 
@@ -67,7 +68,12 @@ def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> N
 
 @torch.inference_mode()
 def cost_of_an_image(model: FittedModel) -> tuple[int, int]:
-    """Bytes of the largest output of a module, and floating-point operations, for one image."""
+    """Bytes of the largest output of a module, and floating-point operations, for one image.
+
+    The operations of an ONNX graph are not known, and count as none.
+    """
+    if isinstance(model.backbone.body, OnnxBody):
+        return 4 * model.backbone.body.largest, 0
     largest = 0
 
     def measure(_module: nn.Module, _inputs: Any, output: Any) -> None:

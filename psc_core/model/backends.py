@@ -65,26 +65,26 @@ def pipeline_on(psc: FittedModel, backend: Backend) -> Pipeline:
     return pipeline
 
 
-def storable_backbone(psc: FittedModel) -> Backbone:
-    """Return the network as a bundle holds it: as it is where a name builds it again, else as an ONNX graph.
+def storable_backbone(psc: FittedModel, *, graph: bool) -> Backbone:
+    """Return the network as a bundle holds it: as an ONNX graph if ``graph`` or no name builds it again, else as it is.
 
     Raises:
         NetworkError: It cannot be exported, or the graph gives other outputs.
     """
-    if psc.backbone.onnx is not None or psc.backbone.cut.recipe is not None:
+    if psc.backbone.onnx is not None or (psc.backbone.cut.recipe is not None and not graph):
         return psc.backbone
     scorer, kept = psc.pipeline.scorer, psc.backbone
     if scorer.precision != "fp32":
-        raise NetworkError("a network that no name builds is stored as an ONNX graph, of float32; fit with fp32")
+        raise NetworkError("a network is stored as an ONNX graph in float32 only; fit with precision fp32")
     outputs = len(kept.layers) + kept.keep_output
     body = restore_body(export_here(kept, psc.preprocess.shape), psc.preprocess.shape, outputs=outputs)
-    graph = onnx_backbone(body, kept.layers, keep_output=kept.keep_output)
-    images = _smooth_noise(psc.preprocess)
+    stored = onnx_backbone(body, kept.layers, keep_output=kept.keep_output)
+    images = _smooth_noise(psc.preprocess) if psc.trial is None else psc.trial
     with torch.inference_mode():
         calibrated = psc.pipeline(images.to(psc.device)).cpu()
-        other = copy.deepcopy(psc.pipeline).cpu().with_backbone(graph)(images)
+        other = copy.deepcopy(psc.pipeline).cpu().with_backbone(stored)(images)
     check_agreement(psc, psc.outputs(calibrated), psc.outputs(other))
-    return graph
+    return stored
 
 
 def check_agreement(psc: FittedModel, calibrated: Outputs[Tensor], other: Outputs[Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ FUSION_TOLERANCE = {"fp32": 0.01, "bf16": 0.5}
 MAX_BATCH = 64
 """Images that prediction sends through the pipeline at once."""
 
+TRIAL_IMAGES: Final = 64
+"""Calibration images that a fitted model keeps, for trying a copy of it."""
+
 
 AnyModel = TypeVar("AnyModel", bound="FittedModel")
 
@@ -58,6 +61,7 @@ class FittedModel:
     name: str
     report: Mapping[str, Any] = field(default_factory=dict, repr=False)  # collapse, metrics, provenance; JSON types
     version: str = ""  # digest of the bundle, empty before it is saved
+    trial: Tensor | None = field(default=None, repr=False, compare=False)  # calibration images; no bundle holds them
 
     @property
     def target(self) -> Target | None:
@@ -140,8 +144,13 @@ class FittedModel:
         """Return the decisions under the bundle's policy."""
         return self.task.decide(outputs, self.calibration.thresholds(self.policy))
 
-    def save(self, path: str | Path) -> Manifest:
+    def save(self, path: str | Path, *, graph: bool = False) -> Manifest:
         """Write the bundle directory ``path``; equal models give equal bytes.
+
+        Args:
+            path: Where to.
+            graph: Store the network as an ONNX graph, which needs neither its code nor its library to be loaded.  A
+                network that no name builds again, from :func:`psc_core.load_network`, is stored so in any case.
 
         Raises:
             NetworkError: No name builds the network again, and it cannot be exported to ONNX.
@@ -149,7 +158,7 @@ class FittedModel:
         """
         scorer, gates = self.pipeline.scorer, self.pipeline.gates
         head = scorer.head if isinstance(scorer.head, Head) else None
-        backbone = storable_backbone(self)
+        backbone = storable_backbone(self, graph=graph)
         parts = {
             "projection": scorer.projection.state_dict(),
             "density": scorer.density.state_dict(),

@@ -68,8 +68,6 @@ def _restore_backbone(bundle: Bundle, allow_factories: Collection[str]) -> Backb
     spec = bundle.manifest.backbone
     if bundle.graph is None:
         return rebuild_backbone(spec.model_dump(), bundle.parts["backbone"], allow_factories)
-    if bundle.manifest.precision != "fp32":
-        raise BundleError(f"expected precision fp32 of an ONNX network, got {bundle.manifest.precision}")
     size = bundle.manifest.preprocess.shape
     body = restore_body(bundle.graph, size, outputs=len(spec.layers) + spec.keep_output)
     return onnx_backbone(body, spec.layers, keep_output=spec.keep_output)

@@ -109,7 +109,13 @@ class Backbone(nn.Module):
         return features, kept
 
     def fused(self, precision: Precision) -> Backbone:
-        """A faster copy (:func:`psc_core.network.fuse.fuse`) with the same features up to rounding; not for storing."""
+        """A faster copy (:func:`psc_core.network.fuse.fuse`) with the same features up to rounding; not for storing.
+
+        Raises:
+            NetworkError: An ONNX graph in another precision than float32.
+        """
+        if self.onnx is not None and precision != "fp32":
+            raise NetworkError(f"an ONNX network computes in float32, got precision {precision}; leave it out")
         return Backbone(fuse(self.body, precision=precision), self.cut, images_format(self.body, precision))
 
     def spec(self) -> dict[str, Any]:

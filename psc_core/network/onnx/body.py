@@ -23,13 +23,15 @@ class OnnxBody(nn.Module):
     Args:
         model: From :mod:`.export` or :func:`.rewrite.cut`: float32 ``images`` (batch, channels, height, width) to
             float32 outputs (batch, …).  A graph for one image is run once for each.
+        largest: Elements of its largest tensor for one image, where they have been counted.
     """
 
     place: Tensor
 
-    def __init__(self, model: bytes) -> None:
+    def __init__(self, model: bytes, *, largest: int = 0) -> None:
         super().__init__()
         self.model = model
+        self.largest = largest
         self._sessions: dict[tuple[torch.device, int], Any] = {}
         self.register_buffer("place", torch.empty(0), persistent=False)
 

@@ -35,7 +35,7 @@ from psc_core.network.backbone import Backbone, onnx_backbone, rebuild_backbone
 from psc_core.network.onnx import INSTALLED, NEEDED, PACKAGES
 from psc_core.network.onnx.body import OnnxBody
 from psc_core.network.onnx.network import Size
-from psc_core.network.onnx.rewrite import INPUT
+from psc_core.network.onnx.rewrite import INPUT, without_notes
 from psc_core.version import __version__
 
 SPEC: Final = "spec.json"
@@ -150,8 +150,7 @@ def _exported(backbone: Backbone, size: Sequence[int]) -> bytes:
         )
     if program is None:
         raise NetworkError("PyTorch gave no ONNX program")
-    data: bytes = program.model_proto.SerializeToString()
-    return data
+    return bytes(without_notes(program.model_proto).SerializeToString())
 
 
 class _SideBySide(nn.Module):

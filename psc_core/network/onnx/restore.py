@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from psc_core.errors import NetworkError
@@ -36,4 +37,5 @@ def restore_body(data: bytes, size: Size, *, outputs: int) -> OnnxBody:
     found = [sizes.get(value.name) for value in model.graph.output]
     if len(found) != outputs or any(each is None or each[0] != _FLOAT or each[1][:1] != (batch,) for each in found):
         raise NetworkError(f"{_ORIGIN}: expected {outputs} outputs (batch, …) of float32; fit the bundle again")
-    return OnnxBody(data)
+    largest = max(math.prod(shape) for _, shape in sizes.values()) // batch
+    return OnnxBody(data, largest=largest)
