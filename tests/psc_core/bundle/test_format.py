@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from psc_core import PRESETS, PSC, PSCRegressor, open_dataset
 from psc_core.bundle.io import MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES
-from psc_core.bundle.manifest import MAX_ARGUMENT, PARTS, Manifest
+from psc_core.bundle.manifest import GRAPH, MAX_ARGUMENT, PARTS, Manifest
 from psc_core.density import DENSITIES
 from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE
 from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS
@@ -296,7 +296,7 @@ def test_documented_fields_exist(bundles: dict[str, Path]) -> None:
     known = {*Manifest.model_fields, "task", *of_tasks}
     sections = "|".join(known)
     dotted = {word for word in WORDS if re.fullmatch(rf"({sections})\.[a-z_.]+", word) and not word.endswith(".json")}
-    assert dotted - real == {"collapse.csv", *(f"{part}.safetensors" for part in PARTS)}
+    assert dotted - real == {"collapse.csv", GRAPH, *(f"{part}.safetensors" for part in PARTS)}
     top = re.findall(r"^\| `([a-z_]+)` \| (?:integer|text|list of text|object|object or null) \|", TEXT, re.M)
     assert set(top) == known
 
