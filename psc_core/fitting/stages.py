@@ -44,8 +44,6 @@ def collapse(net: nn.Module, data: FitData, settings: FitSettings) -> CollapseRe
         epsilon=settings.epsilon,
         layers=settings.layers,
         granularity=settings.granularity,
-        max_memory_bytes=settings.max_memory,
-        reducer=settings.reducer,
         seed=settings.seed,
     )
 
@@ -73,8 +71,6 @@ def project(net: nn.Module, candidate: Candidate, data: FitData, settings: FitSe
         c_proj=settings.c_proj,
         d_proj=settings.d_proj,
         second_scaling=not settings.no_second_scaling,
-        max_memory_bytes=settings.max_memory,
-        reducer=settings.reducer,
     )
     choice = choose_ranks(
         sized.nc1,
