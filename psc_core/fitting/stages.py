@@ -90,11 +90,9 @@ def project(net: nn.Module, candidate: Candidate, data: FitData, settings: FitSe
             backbone,
             sized,
             [(size.c_proj, size.d_proj) for size in sizes],
-            data.train,
-            data.selection,
+            data,
             compute,
             density=settings.density,
-            mixed=not (data.train.is_ambiguous or data.selection.is_ambiguous),
             seed=settings.seed,
         )
         kept = settings.reducer.first(fewest_positions(compared))
