@@ -72,9 +72,14 @@ def score(density: Density, head: Reader, embedding: Embedding) -> Scored:
     return Scored({**scores, "log_density": log_density}, probabilities)
 
 
-def ood_score_of(scores: Mapping[str, Tensor], gates: Gates | None) -> Float[Tensor, " batch"]:
-    """The score of the gates, or −log density without any, nats; higher is more unusual."""
-    return -scores["log_density"] if gates is None else gates.score(readings_of(gates.names, scores))
+def ood_score_of(
+    scores: Mapping[str, Tensor], gates: Gates | None
+) -> tuple[Float[Tensor, " batch"], list[Float[Tensor, "batch gates"]]]:
+    """The score of the gates and their p-values; without any −log density and none.  Nats, higher is more unusual."""
+    if gates is None:
+        return -scores["log_density"], []
+    readings = readings_of(gates.names, scores)
+    return gates.score(readings), [gates.p_values(readings)]
 
 
 class Scorer(nn.Module):
@@ -215,11 +220,7 @@ class Pipeline(nn.Module):
 
     def outputs(self, scored: Scored) -> Float[Tensor, "batch columns"]:
         """Packed outputs: the scores, the probabilities, the p-values of the gates."""
-        if self.gates is None:
-            ood_score, of_gates = -scored.scores["log_density"], []
-        else:
-            readings = readings_of(self.gates.names, scored.scores)
-            ood_score, of_gates = self.gates.score(readings), [self.gates.p_values(readings)]
+        ood_score, of_gates = ood_score_of(scored.scores, self.gates)
         p_value = conformal_p_values(self.calibration_scores, ood_score)
         scores = {**scored.scores, "ood_score": ood_score, "ood_p_value": p_value}
         return pack(self.scorer.head.score_names, scores, scored.probabilities, of_gates)
