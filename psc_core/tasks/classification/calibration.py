@@ -52,6 +52,12 @@ class Calibration(BaseCalibration):
     labels: Int[Tensor, " n"]  # the true label of each entry of label_probabilities
     num_classes: int  # K
 
+    def check_classes(self, count: int) -> None:
+        if self.num_classes != count:
+            raise BundleError(
+                f"expected a calibration of {count} classes, got one of {self.num_classes}; fit the bundle again"
+            )
+
     def thresholds(self, policy: Policy) -> Thresholds:
         """Translate a policy into thresholds.
 

@@ -47,6 +47,9 @@ class Regression(Task):
     def manifest_fields(self) -> dict[str, Any]:
         return self.model_dump()
 
+    def number(self) -> Target:
+        return self.target
+
     def network_outputs(self, classes: Sequence[str]) -> int:
         return 1
 

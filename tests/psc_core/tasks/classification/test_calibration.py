@@ -94,6 +94,12 @@ def test_rejects_unusable_tensors() -> None:
             Calibration.from_tensors(tensors)
 
 
+def test_rejects_scores_of_other_classes() -> None:
+    calibrate().check_classes(calibrate().num_classes)
+    with pytest.raises(BundleError, match="calibration of 7 classes"):
+        calibrate().check_classes(7)
+
+
 def test_rejects_another_type_of_num_classes() -> None:
     tensors = calibrate().tensors()
     with pytest.raises(BundleError, match=r"int64 num_classes .* got torch\.int32"):
