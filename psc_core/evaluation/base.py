@@ -45,11 +45,11 @@ class ObservedRate:
 
     @property
     def assessment(self) -> str:
-        """``"as promised"``, ``"higher than promised"`` or ``"lower than promised"``, by the beta-binomial interval."""
+        """``"as stated"``, ``"higher than stated"`` or ``"lower than stated"``, by the beta-binomial interval."""
         low, high = self.calibrated_acceptance
         if low <= self.count <= high:
-            return "as promised"
-        return "higher than promised" if self.count > high else "lower than promised"
+            return "as stated"
+        return "higher than stated" if self.count > high else "lower than stated"
 
 
 def observed_rate(happened: Bool[Tensor, " n"], nominal: float, calibration_images: int) -> ObservedRate:

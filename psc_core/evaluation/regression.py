@@ -196,4 +196,4 @@ def _rate(rate: ObservedRate, *, inverted: bool = False) -> str:
     seen, (low, high), nominal = rate.rate, rate.interval, rate.promised
     if inverted:
         seen, low, high, nominal = 1 - seen, 1 - high, 1 - low, 1 - nominal
-    return f"{seen:.2%} ({low:.2%} to {high:.2%}), promised {nominal:.2%}"
+    return f"{seen:.2%} ({low:.2%} to {high:.2%}), stated {nominal:.2%}"
