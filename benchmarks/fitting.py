@@ -103,7 +103,10 @@ def _store(run: Run, trained: Trained, train: ImageDataset, **settings: str) -> 
         **settings,
     }
     words = [trained.job.name, train.name, *settings.values(), str(len(train)), f"s{run.seed}.stages"]
-    return Checkpoint.open(run.checkpoints / "-".join(filter(None, words)), job)
+    kept = Checkpoint.of(run.checkpoints / "-".join(filter(None, words)), job)
+    if not kept.is_resumed:
+        kept.clear()
+    return kept
 
 
 def psc_of(run: Run, trained: Trained, parts: Stages, *, density: str = "gda", ood_score: str = "density") -> PSC:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import IntEnum
+from importlib import import_module
 from typing import Any
 
 
@@ -74,6 +75,14 @@ class UndecodableImage(ImageError):
 
 class DeviceError(PSCError):
     """The compute device failed; the process should be replaced."""
+
+
+def needs(what: str, extra: str, *modules: str, error: type[PSCError] = UsageError) -> Any:
+    """Import the modules of an extra and return the last; without them raise ``error``: ``what`` needs them."""
+    try:
+        return [import_module(name) for name in modules][-1]
+    except ImportError as missing:
+        raise error(f"{what} needs {missing.name or modules[-1]}; pip install 'psc[{extra}]'") from missing
 
 
 def fault(item: Any, kind: str = "") -> str:

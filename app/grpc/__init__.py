@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psc_core.errors import UsageError
+from psc_core.errors import needs
 
 
 def check_installed() -> None:
@@ -11,10 +11,4 @@ def check_installed() -> None:
     Raises:
         UsageError: The gRPC extra is not installed.
     """
-    try:
-        import google.protobuf  # noqa: F401
-        import grpc  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"grpc_port needs gRPC, but {error.name} is not installed; pip install 'psc[grpc]' or leave grpc_port unset"
-        ) from error
+    needs("grpc_port", "grpc", "google.protobuf", "grpc")

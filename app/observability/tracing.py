@@ -16,7 +16,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from psc_core.errors import UsageError
+from psc_core.errors import needs
 
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 _ids: Final = random.Random()  # Ids must be unlikely to meet, not hard to guess.
@@ -70,13 +70,7 @@ def check_installed() -> None:
     Raises:
         UsageError: The OpenTelemetry extra is not installed.
     """
-    try:
-        import opentelemetry.exporter.otlp.proto.http.trace_exporter
-        import opentelemetry.sdk.trace.export  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"otel needs OpenTelemetry, but {error.name} is not installed; pip install 'psc[otel]' or switch otel off"
-        ) from error
+    needs("otel", "otel", "opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk.trace.export")
 
 
 def configure_export() -> None:

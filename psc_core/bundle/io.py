@@ -193,7 +193,7 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
     except UsageError as error:
         raise BundleError(f"{file}: field preprocess: {error}; fit the bundle again") from error
     except BundleError as error:
-        raise BundleError(f"{file}: {error}; use a newer version of psc") from error
+        raise BundleError(f"{file}: {error}") from error
 
 
 def _place(field: str) -> tuple[int, str]:

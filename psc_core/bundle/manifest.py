@@ -19,7 +19,7 @@ from psc_core.images.preprocess import Preprocess
 from psc_core.precision import Precision
 from psc_core.tasks import TASKS
 from psc_core.tasks.policy import BasePolicy
-from psc_core.tasks.task import Agreement, Task, task_type_of
+from psc_core.tasks.task import Agreement, Task, task_type, task_type_of
 
 SCHEMA: Final = 4
 """Version of the bundle format, the only one that is written and read."""
@@ -45,6 +45,9 @@ _REPEATED: Final = (
     "max_images", "seed",
 )  # fmt: skip
 """Settings of a fit that :func:`fit_command` repeats: all but how much of a machine it may take."""
+
+_REMOVED: Final = {"ood_score": "density+entropy"}
+"""Values of settings that older bundles record and ``psc-fit`` no longer takes."""
 
 _MAX_REPEATED: Final = 1000
 """Maximum length of what :func:`fit_command` repeats, characters."""
@@ -215,13 +218,19 @@ def manifest_of(body: Any) -> Manifest:
     Raises:
         ValidationError: A field is wrong, or two do not agree.
         UsageError: The preprocessing cannot be.
-        BundleError: The task is not known.
+        BundleError: The task is not known, or is told by another field.
     """
     if not isinstance(body, dict):
         return Manifest.model_validate(body)
     found = task_type_of(body)
     if found is None:
-        raise BundleError(f"expected field task to be one of {', '.join(TASKS)}, got {short(body.get('task'))}")
+        name = body.get("task")
+        if name not in TASKS:
+            raise BundleError(
+                f"expected field task to be one of {', '.join(TASKS)}, got {short(name)}; use a newer version of psc"
+            )
+        kind = task_type(name)
+        raise BundleError(f"leave out the field task; a {kind.noun} has the field {' and '.join(kind.model_fields)}")
     return _manifest_type(found).model_validate_json(json.dumps(body))
 
 
@@ -260,7 +269,7 @@ def _repeated(provenance: Any) -> str:
         words += ["--model-arg", f"{_plain(name)}={_plain(value)}"]
     for name in _REPEATED:
         value = provenance["settings"].get(name)
-        if value is not None and value is not False:
+        if value is not None and value is not False and value != _REMOVED.get(name):
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [_plain(value)])]
     line = " ".join(words)
     if len(line) > _MAX_REPEATED:

@@ -15,7 +15,7 @@ from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
 from psc_core.evaluation.evaluate import evaluate as measure
 from psc_core.images.preprocess import Preprocess
-from psc_core.model.load import load_model
+from psc_core.model.load import face_of
 from psc_core.report import page
 from psc_core.report.collect import collect_test
 from psc_core.report.content import FILE, Content
@@ -64,9 +64,12 @@ def evaluate(args: argparse.Namespace) -> None:
         raise UsageError("expected --weights, --train and --val together, or none of them")
     if args.out and not args.overwrite:
         flags.check_free(args.out, WRITTEN)
-    model = load_model(args.bundle, device=args.device, allow_factories=args.allow_factories)
+    bundle = read_bundle(args.bundle)
+    face = face_of(bundle.manifest.task)
+    model = face.from_bundle(bundle, device=args.device, allow_factories=args.allow_factories)
     task = module_of(model.task.name, "psc_core.evaluation.{}")
     id_data = task.open_images(model, args.id)
+    task.check_images(model, id_data)
     ood = open_others(args.ood, model.preprocess)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -80,7 +83,7 @@ def evaluate(args: argparse.Namespace) -> None:
         (args.out / "report.md").write_text(found.report.to_markdown())
         fitted = Content.load(args.bundle, model.task.name) if (args.bundle / FILE).exists() else Content(model.version)
         content = fitted.extended_by(collect_test(model, id_data, ood, found))
-        print(f"report: {page.write(facts_of(read_bundle(args.bundle), content), args.out)}")
+        print(f"report: {page.write(facts_of(bundle, content), args.out)}")
 
 
 def open_others(given: Iterable[str], preprocess: Preprocess) -> dict[str, ImageDataset]:

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from psc_core.cli.flags import positive
-from psc_core.errors import UsageError, fault
+from psc_core.errors import UsageError, fault, needs
 from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, Preprocess
 
 
@@ -102,15 +102,11 @@ def from_torchvision(name: str) -> Preprocess:
 
 def from_timm(name: str) -> Preprocess:
     """Return the preprocessing of a timm model, named as ``resnet50.a1_in1k``."""
-    try:
-        import timm
-        from timm.data.config import resolve_data_config as resolve
-    except ImportError as error:
-        raise UsageError("timm is not installed; pip install 'psc[timm]'") from error
+    timm = needs(f"timm:{name}", "timm", "timm")
     if not timm.is_model(name):
         raise UsageError(f"timm has no model {name!r}")
     pretrained: Any = timm.get_pretrained_cfg(name)
-    config: dict[str, Any] = resolve({}, pretrained_cfg=pretrained.to_dict())  # type: ignore[no-untyped-call]
+    config: dict[str, Any] = timm.data.resolve_data_config({}, pretrained_cfg=pretrained.to_dict())
     channels, height, width = config["input_size"]
     mode = config["crop_mode"]
     if mode not in ("center", "squash") or channels not in (1, 3):

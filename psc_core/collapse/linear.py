@@ -15,7 +15,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from psc_core.collapse.ridge import CountSketch, RidgeSums, fit_ridge, r_squared, r_squared_error
-from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import Batch, ImageDataset
 from psc_core.network.backbone import feature_step, truncate
@@ -45,10 +44,7 @@ def squared_errors(
     train: ImageDataset,
     val: ImageDataset,
     compute: Compute,
-    *,
     example: Tensor,
-    budget: int,
-    reducer: Reducer,
 ) -> SquaredErrors:
     """Fit a ridge regression to every layer and predict the validation images.
 
@@ -57,15 +53,14 @@ def squared_errors(
         layers: To be read, in order.
         train: With numbers.
         val: With numbers.
-        compute: Device and batch size.
+        compute: Its memory is for the features of one batch of all layers of a group.
         example: One input.
-        budget: Bytes for the features of one batch and the sums of all layers of a group.
-        reducer: The processes; each reads its own shard.
     """
     assert val.values is not None
+    reducer = compute.reducer
     own = torch.arange(reducer.rank, len(val), reducer.world)
     found: dict[str, Tensor] = {}
-    for group in _groups(layers, 4 * compute.batch_size, budget):
+    for group in _groups(layers, 4 * compute.batch_size, compute.max_memory):
         names = [layer.name for layer in group]
         step = feature_step(truncate(net, names, keep_output=False, example=example))
         sketches = [CountSketch(math.prod(layer.shape), compute.device) for layer in group]

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from psc_core.collapse.linear import squared_errors
 from psc_core.collapse.report import EPSILON, NC4, R2, CollapseReport, LayerCollapse, best_layer
-from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset, stable_order
 from psc_core.errors import FitError
@@ -45,9 +44,6 @@ from psc_core.numerics.scatter import (
     nc1_from_scatter,
 )
 from psc_core.rates import check_fraction
-
-DEFAULT_MEMORY_BYTES = 1 << 30
-"""Memory budget for class means and the features of one batch."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +78,6 @@ def measure_layers(
     epsilon: float = EPSILON,
     layers: str | None = None,
     granularity: str = "operations",
-    max_memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    reducer: Reducer | None = None,
     seed: int | None = None,
 ) -> CollapseReport:
     """Measure NC1 and NC4 after the layers of ``net``.
@@ -92,13 +86,11 @@ def measure_layers(
         net: A classifier.  It is moved to the device and put in evaluation mode.
         train: All images that NC1 is measured on, some of every class; each process reads its own shard.
         val: All images that NC4 is measured on, of the same classes, likewise.
-        compute: Device, which must support float64, and batch size; the network runs in float32 whatever the precision,
-            so that the choice of the layer does not depend on it.
+        compute: Its device must support float64; the network runs in float32 whatever its precision, so that the
+            choice of the layer does not depend on it.
         epsilon: Neural collapse cutoff ε on NC1, recorded in the report.
         layers: Regular expression of layer names; the penultimate layer is always measured too.
         granularity: Which modules are layers, see :mod:`psc_core.network.layers`.
-        max_memory_bytes: Memory budget for class means and the features of one batch.
-        reducer: This process among several; a single process by default.
         seed: Of the split that ``val`` is one half of, recorded in the report.
 
     Raises:
@@ -113,8 +105,8 @@ def measure_layers(
     every = list_layers(net.to(compute.device), example, granularity=granularity)
     names = {layer.name for layer in select_layers(every, layers)}
     wanted = [layer for layer in every if layer.name in names or layer.role == "penultimate"]
-    measurement = _Measurement(train, val, counts.double().to(compute.device), compute, reducer or Reducer())
-    groups = column_groups(wanted, len(counts), compute.batch_size, max_memory_bytes)
+    measurement = _Measurement(train, val, counts.double().to(compute.device), compute)
+    groups = column_groups(wanted, len(counts), compute.batch_size, compute.max_memory)
     by_nearest_mean = val.values is None  # of its class; numbers are told by a linear fit
     for number, group in enumerate(groups, 1):
         cut_after = list(dict.fromkeys(part.layer.name for part in group))
@@ -126,9 +118,7 @@ def measure_layers(
     if by_nearest_mean:
         measure, nc4_of, error_of = NC4, measurement.nc4, measurement.error
     else:
-        errors = squared_errors(
-            net, wanted, train, val, compute, example=example, budget=max_memory_bytes, reducer=measurement.reducer
-        )
+        errors = squared_errors(net, wanted, train, val, compute, example)
         measure, nc4_of, error_of = R2, errors.r_squared, errors.error
     measured = []
     for layer in wanted:
@@ -179,9 +169,8 @@ def column_groups(
 class _Measurement:
     """Passes over this process's images, and the sums that they add up for each layer."""
 
-    def __init__(
-        self, train: ImageDataset, val: ImageDataset, counts: Tensor, compute: Compute, reducer: Reducer
-    ) -> None:
+    def __init__(self, train: ImageDataset, val: ImageDataset, counts: Tensor, compute: Compute) -> None:
+        reducer = compute.reducer
         self.train = reducer.shard(train)
         self.val = reducer.shard(val)
         self.own_examples = reducer.shard_examples(val).to(counts.device)
@@ -189,7 +178,6 @@ class _Measurement:
         self.val_offsets = val.offsets
         self.counts = counts
         self.compute = compute
-        self.reducer = reducer
         self.sums: dict[str, _LayerSums] = {}
         self.distances = torch.empty(0)
 
@@ -204,7 +192,7 @@ class _Measurement:
             for columns, scatter in zip(features, statistics, strict=True):
                 scatter.add(columns, pairs)
         for part, scatter in zip(group, statistics, strict=True):
-            scatter.all_reduce(self.reducer.sum_)
+            scatter.all_reduce(self.compute.reducer.sum_)
             between, magnitude = between_scatter(scatter.means, self.counts)
             sums = self.sums.setdefault(part.layer.name, _LayerSums())
             sums.within += float(scatter.within)
@@ -248,7 +236,7 @@ class _Measurement:
                     distances = self.distances[where].add_(distances.cpu())
                 if part.is_last:
                     correct[i, own] = (distances.argmin(1).to(device)[image_index] == labels).to(correct.dtype)
-        for part, row in zip(group, self.reducer.sum_(correct).cpu().numpy(), strict=True):
+        for part, row in zip(group, self.compute.reducer.sum_(correct).cpu().numpy(), strict=True):
             if part.is_last:
                 self.sums[part.layer.name].correct = np.packbits(row)
 

@@ -34,12 +34,13 @@ LOG_SECONDS: Final = 30.0
 
 @dataclass(frozen=True)
 class Compute:
-    """The device, precision and batch size with which features are computed while fitting."""
+    """What features are computed with while fitting."""
 
     device: torch.device
     precision: Precision = "fp32"  # or "bf16", of the network
     batch_images: int = 256  # maximum batch size
     reducer: Reducer = field(default_factory=Reducer)  # this process among those that fit one model
+    max_memory: int = 1 << 30  # budget of one stage's statistics and the features of a batch, bytes
 
     @property
     def batch_size(self) -> int:

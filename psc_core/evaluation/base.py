@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import Batch, ImageDataset
@@ -16,6 +17,7 @@ from psc_core.images.preprocess import Pixels
 from psc_core.metrics import intervals
 from psc_core.metrics.intervals import CountInterval, RateInterval
 from psc_core.model.base import FittedModel
+from psc_core.network.backbone import example_input
 
 PRIMARY: Final = "psc"
 """The score that the service decides by, and the predictor that it serves; others are compared with it."""
@@ -43,11 +45,11 @@ class ObservedRate:
 
     @property
     def assessment(self) -> str:
-        """``"as promised"``, ``"higher than promised"`` or ``"lower than promised"``, by the beta-binomial interval."""
+        """``"as stated"``, ``"higher than stated"`` or ``"lower than stated"``, by the beta-binomial interval."""
         low, high = self.calibrated_acceptance
         if low <= self.count <= high:
-            return "as promised"
-        return "higher than promised" if self.count > high else "lower than promised"
+            return "as stated"
+        return "higher than stated" if self.count > high else "lower than stated"
 
 
 def observed_rate(happened: Bool[Tensor, " n"], nominal: float, calibration_images: int) -> ObservedRate:
@@ -83,6 +85,13 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON types."""
         raise NotImplementedError
+
+
+@torch.inference_mode()
+def gives(net: nn.Module, outputs: int, data: ImageDataset, compute: Compute) -> bool:
+    """Return whether a network, which moves to the device, gives so many numbers for an image of ``data``."""
+    output = net.to(compute.device)(example_input(data.preprocess).to(compute.device))
+    return bool(output.shape[1:] == (outputs,))
 
 
 def served(

@@ -22,7 +22,7 @@ from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
-from psc_core.evaluation.base import PRIMARY, observed_rate, served
+from psc_core.evaluation.base import PRIMARY, gives, observed_rate, served
 from psc_core.evaluation.baselines import Baselines, OwnNetwork, fit_baselines
 from psc_core.evaluation.classification_report import ClassificationReport
 from psc_core.evaluation.losses import METRICS, Losses, losses_of
@@ -127,10 +127,7 @@ def open_baselines(model: PSC, weights: Path, train: str, val: str, *, batch_ima
 
 def own_network(net: nn.Module, data: ImageDataset, compute: Compute) -> OwnNetwork | None:
     """Return the network itself, on the device; None if it does not give one output for each class of ``data``."""
-    net.to(compute.device)
-    with torch.inference_mode():
-        output = net(example_input(data.preprocess).to(compute.device))
-    return OwnNetwork(net, data.preprocess) if output.shape[1:] == (len(data.classes),) else None
+    return OwnNetwork(net, data.preprocess) if gives(net, len(data.classes), data, compute) else None
 
 
 @torch.inference_mode()

@@ -18,11 +18,10 @@ from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
-from psc_core.evaluation.base import PRIMARY, ObservedRate, Report, observed_rate, served
+from psc_core.evaluation.base import PRIMARY, ObservedRate, Report, gives, observed_rate, served
 from psc_core.images.preprocess import Pixels, Preprocess
 from psc_core.metrics import ranking, regression
 from psc_core.model.regressor import PSCRegressor
-from psc_core.network.backbone import example_input
 from psc_core.precision import Precision
 
 
@@ -125,10 +124,7 @@ def open_baselines(model: PSCRegressor, weights: Path, train: str, val: str, *, 
 
 def own_network(net: nn.Module, data: ImageDataset, compute: Compute) -> OwnNetwork | None:
     """Return the network itself, on the device; None if it does not give one number."""
-    net.to(compute.device)
-    with torch.inference_mode():
-        output = net(example_input(data.preprocess).to(compute.device))
-    return OwnNetwork(net, data.preprocess, compute.precision) if output.shape[1:] == (1,) else None
+    return OwnNetwork(net, data.preprocess, compute.precision) if gives(net, 1, data, compute) else None
 
 
 @torch.inference_mode()
@@ -200,4 +196,4 @@ def _rate(rate: ObservedRate, *, inverted: bool = False) -> str:
     seen, (low, high), nominal = rate.rate, rate.interval, rate.promised
     if inverted:
         seen, low, high, nominal = 1 - seen, 1 - high, 1 - low, 1 - nominal
-    return f"{seen:.2%} ({low:.2%} to {high:.2%}), promised {nominal:.2%}"
+    return f"{seen:.2%} ({low:.2%} to {high:.2%}), stated {nominal:.2%}"

@@ -45,7 +45,7 @@ def calibrate(scorer: Scorer, data: FitData, settings: FitSettings, gates: Seque
     if gates:
         selected = score_dataset(scorer, data.selection, compute, "selection").scores
         fitted_gates = fit_gates(gates, readings_of(gates, selected), readings_of(gates, scored.scores))
-    ood_score = ood_score_of(scored.scores, fitted_gates)
+    ood_score, _ = ood_score_of(scored.scores, fitted_gates)
     calibration, policy, metrics = data.fit.calibrate(scored, ood_score, data.calibration, settings)
     return CalibratedPipeline(Pipeline(scorer, calibration.ood_scores, fitted_gates), calibration, policy, metrics)
 

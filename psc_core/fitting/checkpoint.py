@@ -50,14 +50,6 @@ class Checkpoint:
         key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
         return cls(folder, key, reducer or Reducer())
 
-    @classmethod
-    def open(cls, folder: Path, job: Mapping[str, Any], reducer: Reducer | None = None) -> Checkpoint:
-        """Return the checkpoint of ``job`` (JSON types) in ``folder``, which is emptied if another job left it."""
-        kept = cls.of(folder, job, reducer)
-        if not kept.is_resumed:
-            kept.clear()
-        return kept
-
     @property
     def is_resumed(self) -> bool:
         """True where an interrupted run of this job left the folder."""

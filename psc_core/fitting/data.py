@@ -71,10 +71,10 @@ class FitData:
         return cls(train, val, *split_validation(val, seed), fit)
 
     @classmethod
-    def without_validation(cls, train: ImageDataset) -> FitData:
+    def without_validation(cls, train: ImageDataset, *, seed: int, max_images: int | None) -> FitData:
         """Return training images that stand for the validation images too, for a stage that only selects by them."""
         fit = task_fit_for(train)
-        train = fit.labelled(train, train)[0]
+        train = balanced(fit.labelled(train, train)[0], max_images, seed)
         return cls(train, train, train, train, fit)
 
     def fewer(self, training_images: int, validation_images: int, seed: int) -> FitData:

@@ -15,22 +15,18 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from psc_core.compute.passes import Compute
-from psc_core.data.dataset import ImageDataset
 from psc_core.density import Density
 from psc_core.errors import NetworkError
 from psc_core.fitting.data import FitData
 from psc_core.fitting.features import Layers
-from psc_core.gates.combined import CONFIDENCE, KIND, TEXTURE
+from psc_core.gates.combined import CONFIDENCE, KIND, TEXTURE, readings_of
 from psc_core.gates.fit.choice import GateChoice
 from psc_core.gates.fit.combined import fit_gates
 from psc_core.gates.fit.made_up import REAL, made_up_batches
 from psc_core.metrics.ranking import auroc
-from psc_core.model.pipeline import average_positions, embed, score
-from psc_core.network.backbone import Backbone
+from psc_core.model.pipeline import Scorer, average_positions
 from psc_core.network.layers import LayerInfo, list_layers
-from psc_core.projection.module import Projection
-from psc_core.tasks.head import Reader
+from psc_core.tasks.fit.settings import FitSettings
 
 DEPTHS: Final = (1 / 3, 1 / 2, 2 / 3)
 """The fractions of the way to the candidate at which early layers are compared."""
@@ -54,40 +50,33 @@ class ChosenGates(NamedTuple):
     choice: GateChoice
 
 
-class Readers(NamedTuple):
-    """The modules that give the readings of all gates before one early layer is chosen."""
-
-    backbone: Backbone  # as it runs, cut behind all of ``layers``
-    layers: Layers
-    projection: Projection
-    density: Density
-    head: Reader
-    textures: Mapping[str, Density]  # of each early layer
-
-
-def choose_gates(readers: Readers, data: FitData, compute: Compute, seed: int) -> ChosenGates:
+def choose_gates(
+    scorer: Scorer, layers: Layers, textures: Mapping[str, Density], data: FitData, settings: FitSettings
+) -> ChosenGates:
     """Choose one of a few early layers on images made from the selection split.
 
     Args:
-        readers: Fitted on the training images.
+        scorer: Fitted on the training images, without a texture.
+        layers: Those that its network is cut behind.
+        textures: The density of each early layer.
         data: All validation images are looked through for images of several labels.
-        compute: Device, precision, batch size.
-        seed: Draws images.
+        settings: Device, precision, batch size, and the seed that draws images.
 
     Raises:
         FitError: Readings that gates cannot be fitted to.
     """
     ambiguous = data.is_ambiguous
-    readings = made_up_readings(readers, data.selection, compute, mixed=not ambiguous, seed=seed)
+    names: tuple[str, ...] = (KIND,) if ambiguous or data.fit.why_no_confidence else (KIND, CONFIDENCE)
+    readings = made_up_readings(scorer, layers, textures, names, data, settings)
     entropies = readings[REAL].get(CONFIDENCE)
-    informative = entropies is not None and not ambiguous and bool(entropies.min() < entropies.max())
-    names: tuple[str, ...] = (KIND, CONFIDENCE) if informative else (KIND,)
+    if entropies is not None and not entropies.min() < entropies.max():
+        names = (KIND,)
     reason = data.fit.why_no_confidence or _reason(ambiguous)
-    choice = compare(readings, names, tuple(readers.textures), reason=reason)
-    if not readers.textures:
+    choice = compare(readings, names, tuple(textures), reason=reason)
+    if not textures:
         return ChosenGates(names, None, choice)
-    layer = {option_name(layer, names): layer for layer in readers.textures}[choice.chosen]
-    return ChosenGates((TEXTURE, *names), Texture(layer, readers.textures[layer]), choice)
+    layer = {option_name(layer, names): layer for layer in textures}[choice.chosen]
+    return ChosenGates((TEXTURE, *names), Texture(layer, textures[layer]), choice)
 
 
 def early_layers(net: nn.Module, layers: Sequence[str], example: Tensor) -> list[str]:
@@ -111,32 +100,26 @@ Readings = Mapping[str, Tensor]
 
 @torch.inference_mode()
 def made_up_readings(
-    readers: Readers, selection: ImageDataset, compute: Compute, *, mixed: bool, seed: int
+    scorer: Scorer,
+    layers: Layers,
+    textures: Mapping[str, Density],
+    names: Sequence[str],
+    data: FitData,
+    settings: FitSettings,
 ) -> dict[str, Readings]:
-    """Return the readings of real images of ``selection``, and of each kind of image made from them."""
-    autocast = torch.autocast(compute.device.type, torch.bfloat16, enabled=compute.precision == "bf16")
+    """Return the readings of real images of the selection split, and of each kind of image made from them."""
+    compute, mixed = settings.compute(), not data.is_ambiguous
     parts: dict[str, list[Readings]] = {}
-    for made in made_up_batches(selection, compute, "made-up images", mixed=mixed, seed=seed):
+    for made in made_up_batches(data.selection, compute, "made-up images", mixed=mixed, seed=settings.seed):
         for kind, images in made.items():
-            with autocast:
-                features, output = readers.backbone(selection.preprocess.standardise(images))
-            readings = _readings(readers, features, output)
-            parts.setdefault(kind, []).append({name: values.cpu() for name, values in readings.items()})
+            features, output = scorer.features(scorer.standardise(images))
+            scores = scorer.score(scorer.embedding(features, output)).scores
+            readings = dict(zip(names, readings_of(names, scores).cpu().unbind(1), strict=True))
+            for (layer, density), early in zip(textures.items(), layers.of(features, layers.texture), strict=True):
+                readings[layer] = -density(average_positions([early])).log_density.cpu()
+            parts.setdefault(kind, []).append(readings)
     return {kind: {name: torch.cat([part[name] for part in of_kind]) for name in of_kind[0]}
             for kind, of_kind in parts.items()}  # fmt: skip
-
-
-def _readings(readers: Readers, features: Sequence[Tensor], output: Tensor | None) -> dict[str, Tensor]:
-    layers = readers.layers
-    candidate, others = layers.of(features, layers.candidate), layers.of(features, layers.head)
-    embedding = embed(readers.projection, readers.density, candidate, others, output)
-    scores = score(readers.density, readers.head, embedding).scores
-    found = {KIND: -scores["log_density"]}
-    if "predictive_entropy" in scores:
-        found[CONFIDENCE] = scores["predictive_entropy"]
-    for (layer, density), of_layer in zip(readers.textures.items(), layers.of(features, layers.texture), strict=True):
-        found[layer] = -density(average_positions([of_layer])).log_density
-    return found
 
 
 def compare(

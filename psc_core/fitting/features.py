@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from psc_core.compute.passes import Compute, passes
@@ -91,10 +91,11 @@ def read(
         return [torch.cat(part, dim=1) for part in (parts, early) if part]
 
     columns = [sum(widths) + averaged, *([sum(channels[of_head:])] if layers.texture else [])]
-    kept = store(step, columns, dataset, compute, folder)
+    order = stable_order(dataset.labels)
+    kept = store(step, columns, dataset, order, compute, folder)
     z = kept[0].columns(0, widths[0])
     counts = dataset.labels.bincount(minlength=len(dataset.classes))
-    images = torch.arange(len(dataset)).repeat_interleave(dataset.offsets.diff())[stable_order(dataset.labels)]
+    images = torch.arange(len(dataset)).repeat_interleave(dataset.offsets.diff())[order]
     labels = torch.arange(len(counts)).repeat_interleave(counts)
     ends = accumulate(channels[of_head:])
     return Read(
@@ -111,13 +112,13 @@ def store(
     step: Callable[[Tensor], Sequence[Tensor]],
     columns: Sequence[int],
     dataset: ImageDataset,
+    order: Int[Tensor, " examples"],
     compute: Compute,
     folder: Path,
 ) -> list[FeatureFile]:
-    """Return what ``step(images)`` gives, (B, columns) each, for every labelled example, class by class, in files."""
+    """Return what ``step(images)`` gives, (B, columns) each, for every labelled example, in ``order``, in files."""
     reducer = compute.reducer
     kept = [FeatureFile(folder / str(number), (dataset.examples, width)) for number, width in enumerate(columns)]
-    order = stable_order(dataset.labels)
     where = torch.empty_like(order)
     where[order] = torch.arange(len(where))
     if reducer.world > 1:

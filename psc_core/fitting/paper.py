@@ -98,7 +98,10 @@ def fit_projection(
     if method != "tucker":
         raise UsageError(f"expected method 'tucker', got {method!r}")
     settings = settings_for(candidate, settings, changes)
-    data = FitData.without_validation(train) if val is None else _data(train, val, settings)
+    if val is None:
+        data = FitData.without_validation(train, seed=settings.seed, max_images=settings.max_images)
+    else:
+        data = _data(train, val, settings)
     return stages.project(net, candidate, data, settings)
 
 

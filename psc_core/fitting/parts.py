@@ -19,7 +19,7 @@ from psc_core.density import Density, kind_of
 from psc_core.density.fit.density import fit_density
 from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
-from psc_core.fitting.early_layers import TEXTURE_DENSITY, ChosenGates, Readers, choose_gates, early_layers
+from psc_core.fitting.early_layers import TEXTURE_DENSITY, ChosenGates, choose_gates, early_layers
 from psc_core.fitting.features import Layers, Read, cut, own_outputs, read
 from psc_core.gates.fit.choice import GateChoice
 from psc_core.model.pipeline import Scorer
@@ -101,14 +101,6 @@ def fit_parts(
             backbone, layers, device_projection, train, data, compute, settings, folders[1]
         )
         textures = {layer: _fit_texture(train, layer, data, compute) for layer in layers.texture}
-    gates = None
-    if settings.ood_score == "gates":
-        readers = Readers(backbone.fused(compute.precision), layers, device_projection, density, head, textures)
-        gates = choose_gates(readers, data, compute, settings.seed)
-    texture = None if gates is None else gates.texture
-    kept = layers_of(layers.candidate, layers.head, None if texture is None else texture.layer)
-    if tuple(kept) != layers.names:
-        backbone = cut(net, kept, data.train, compute, keep_output=keep_output)
     scorer = Scorer(
         data.train.preprocess,
         backbone.fused(compute.precision),
@@ -116,9 +108,17 @@ def fit_parts(
         density,
         head,
         compute.precision,
-        None if texture is None else texture.density,
-        [kept.index(name) for name in layers.head],
+        head_layers=[layers.names.index(name) for name in layers.head],
     )
+    if settings.ood_score != "gates":
+        return FittedParts(backbone, scorer, None)
+    gates = choose_gates(scorer, layers, textures, data, settings)
+    layer, texture = gates.texture or (None, None)
+    kept = layers_of(layers.candidate, layers.head, layer)
+    if tuple(kept) != layers.names:
+        backbone = cut(net, kept, data.train, compute, keep_output=keep_output)
+    head_layers = [kept.index(name) for name in layers.head]
+    scorer = scorer.with_backbone(backbone.fused(compute.precision), texture, head_layers)
     return FittedParts(backbone, scorer, gates)
 
 

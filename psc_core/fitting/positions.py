@@ -18,8 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from psc_core.compute.passes import Compute, passes
-from psc_core.data.dataset import ImageDataset
 from psc_core.density.fit.density import fit_density
+from psc_core.fitting.data import FitData
 from psc_core.gates.fit.made_up import REAL, made_up_batches
 from psc_core.metrics.ranking import auroc
 from psc_core.network.backbone import Backbone, FeatureStep, feature_step
@@ -37,12 +37,10 @@ def compare_positions(
     backbone: Backbone,
     sized: SizedProjection,
     sizes: Sequence[tuple[int, int]],
-    train: ImageDataset,
-    selection: ImageDataset,
+    data: FitData,
     compute: Compute,
     *,
     density: str,
-    mixed: bool,
     seed: int,
 ) -> dict[int, float]:
     """Mean AUROC of made-up against real images by number of spatial components.
@@ -51,20 +49,18 @@ def compare_positions(
         backbone: Network cut behind the candidate layer(s).
         sized: The largest projection.
         sizes: (c_proj, d_proj) to compare, within it.
-        train: Training images.
-        selection: Selection split of the validation images.
+        data: The images.
         compute: Device, precision and batch size.
         density: Kind of the density that reads z.
-        mixed: Whether mixed images are among those made up.
         seed: Draws images.
     """
     step = feature_step(backbone, compute.precision)
-    chosen = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))[:TRAINING_IMAGES]
+    chosen = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(seed))[:TRAINING_IMAGES]
     kept, of_batches = [], []
-    for features, batch in passes(train.subset(chosen), compute, "positions: features", step):
+    for features, batch in passes(data.train.subset(chosen), compute, "positions: features", step):
         kept.append(batch.per_example(sized.largest(features)).cpu())
         of_batches.append(batch.labels)
-    made = _made_up_features(sized.largest, step, train, selection, compute, mixed=mixed, seed=seed)
+    made = _made_up_features(sized.largest, step, data, compute, seed)
     z, labels, classes = usable(torch.cat(kept), torch.cat(of_batches))
     found = {}
     for c_proj, d_proj in sizes:
@@ -93,21 +89,15 @@ def fewest_positions(found: Mapping[int, float]) -> int:
 
 @torch.inference_mode()
 def _made_up_features(
-    largest: Projection,
-    step: FeatureStep,
-    train: ImageDataset,
-    selection: ImageDataset,
-    compute: Compute,
-    *,
-    mixed: bool,
-    seed: int,
+    largest: Projection, step: FeatureStep, data: FitData, compute: Compute, seed: int
 ) -> dict[str, Float[Tensor, "n dim"]]:
     autocast = torch.autocast(compute.device.type, torch.bfloat16, enabled=compute.precision == "bf16")
     parts: dict[str, list[Tensor]] = {}
+    mixed, selection = not data.is_ambiguous, data.selection
     for made in made_up_batches(selection, compute, "positions: made-up images", mixed=mixed, seed=seed):
         for kind, images in made.items():
             with autocast:
-                features = step(train.preprocess.standardise(images))
+                features = step(selection.preprocess.standardise(images))
             parts.setdefault(kind, []).append(largest(features).cpu())
     return {kind: torch.cat(values) for kind, values in parts.items()}
 

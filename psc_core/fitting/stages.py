@@ -46,8 +46,6 @@ def collapse(net: nn.Module, data: FitData, settings: FitSettings) -> CollapseRe
         epsilon=settings.epsilon,
         layers=settings.layers,
         granularity=settings.granularity,
-        max_memory_bytes=settings.max_memory,
-        reducer=settings.reducer,
         seed=settings.seed,
     )
 
@@ -75,8 +73,6 @@ def project(net: nn.Module, candidate: Candidate, data: FitData, settings: FitSe
         c_proj=settings.c_proj,
         d_proj=settings.d_proj,
         second_scaling=not settings.no_second_scaling,
-        max_memory_bytes=settings.max_memory,
-        reducer=settings.reducer,
     )
     choice = choose_ranks(
         sized.nc1,
@@ -96,11 +92,9 @@ def project(net: nn.Module, candidate: Candidate, data: FitData, settings: FitSe
             backbone,
             sized,
             [(size.c_proj, size.d_proj) for size in sizes],
-            data.train,
-            data.selection,
+            data,
             compute,
             density=settings.density,
-            mixed=not (data.train.is_ambiguous or data.selection.is_ambiguous),
             seed=settings.seed,
         )
         kept = settings.reducer.first(fewest_positions(compared))

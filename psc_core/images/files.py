@@ -19,14 +19,14 @@ def read_file(path: str | Path) -> bytes:
     Raises:
         UnsupportedImage: It is no regular file: a pipe would wait for ever, a device has no end.
         ImageTooLarge: It has more than :data:`MAX_FILE_BYTES`.
-        OSError: It cannot be read.
+        OSError: It cannot be read, as a folder.
         ValueError: Nothing can have this path.
     """
     # Without waiting: to open a pipe would last until somebody writes to it.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise UnsupportedImage("expected a regular file, got a folder, a pipe or a device; remove it")
+            raise UnsupportedImage("expected a regular file, got a pipe or a device; remove it")
         # A sparse file claims gigabytes and has none; one that grows while it is read gives what it had.
         if status.st_size > MAX_FILE_BYTES:
             raise ImageTooLarge(f"expected a file of at most {MAX_FILE_BYTES} bytes, got {status.st_size}")

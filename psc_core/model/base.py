@@ -21,7 +21,6 @@ from psc_core.model.inputs import ImageLike, as_batch
 from psc_core.model.pipeline import Pipeline, Scorer
 from psc_core.model.restore import restore_parts
 from psc_core.network.backbone import Backbone
-from psc_core.target import Target
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.head import Head
 from psc_core.tasks.outputs import FloatArray, Matrix, Outputs
@@ -62,11 +61,6 @@ class FittedModel:
     report: Mapping[str, Any] = field(default_factory=dict, repr=False)  # collapse, metrics, provenance; JSON types
     version: str = ""  # digest of the bundle, empty before it is saved
     trial: Tensor | None = field(default=None, repr=False, compare=False)  # calibration images; no bundle holds them
-
-    @property
-    def target(self) -> Target | None:
-        """The number that it predicts; None for a model that predicts something else."""
-        return getattr(self.task, "target", None)
 
     @property
     def device(self) -> torch.device:

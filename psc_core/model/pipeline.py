@@ -50,30 +50,14 @@ def average_positions(features: Sequence[Float[Tensor, "batch _ _"]]) -> Float[T
     return torch.cat([layer.float().mean(2) for layer in features], dim=1)
 
 
-def embed(
-    projection: Projection,
-    density: Density,
-    candidate: Sequence[Float[Tensor, "batch _ _"]],
-    others: Sequence[Float[Tensor, "batch _ _"]],
-    output: Float[Tensor, "batch outputs"] | None,
-) -> Embedding:
-    """Return what density and head read, from the features of the candidate and of ``others``, which the head reads."""
-    z = projection(candidate)
-    head_input = torch.cat([z, average_positions(others)], dim=1) if others else z
-    density_input = average_positions(candidate) if density.input_kind == "pooled" else z
-    return Embedding(z, head_input, density_input, None if output is None else output.float(), None)
-
-
-def score(density: Density, head: Reader, embedding: Embedding) -> Scored:
-    """Return the log density, the other scores and the probabilities; nothing of an early layer."""
-    log_density = density(embedding.density_input).log_density
-    scores, probabilities = head.score(embedding.head_input, embedding.output)
-    return Scored({**scores, "log_density": log_density}, probabilities)
-
-
-def ood_score_of(scores: Mapping[str, Tensor], gates: Gates | None) -> Float[Tensor, " batch"]:
-    """The score of the gates, or −log density without any, nats; higher is more unusual."""
-    return -scores["log_density"] if gates is None else gates.score(readings_of(gates.names, scores))
+def ood_score_of(
+    scores: Mapping[str, Tensor], gates: Gates | None
+) -> tuple[Float[Tensor, " batch"], list[Float[Tensor, "batch gates"]]]:
+    """The score of the gates and their p-values; without any −log density and none.  Nats, higher is more unusual."""
+    if gates is None:
+        return -scores["log_density"], []
+    readings = readings_of(gates.names, scores)
+    return gates.score(readings), [gates.p_values(readings)]
 
 
 class Scorer(nn.Module):
@@ -143,11 +127,22 @@ class Scorer(nn.Module):
 
     def embed(self, images: Pixels) -> Embedding:
         """Return what density and head read."""
-        features, output = self.features(self.standardise(images))
-        early = None if self.texture is None else average_positions(features[-1:])
+        return self.embedding(*self.features(self.standardise(images)))
+
+    def embedding(
+        self, features: Sequence[Float[Tensor, "batch _ _"]], output: Float[Tensor, "batch outputs"] | None
+    ) -> Embedding:
+        """Return what density and head read, from what :meth:`features` gives."""
         candidate = features[: len(self.projection.positions)]
         others = [features[position] for position in self.head_layers]
-        return embed(self.projection, self.density, candidate, others, output)._replace(early=early)
+        z = self.projection(candidate)
+        return Embedding(
+            z,
+            torch.cat([z, average_positions(others)], dim=1) if others else z,
+            average_positions(candidate) if self.density.input_kind == "pooled" else z,
+            None if output is None else output.float(),
+            None if self.texture is None else average_positions(features[-1:]),
+        )
 
     def score(self, embedding: Embedding) -> Scored:
         """Return the scores and the probabilities from what density and head read.
@@ -155,14 +150,12 @@ class Scorer(nn.Module):
         Raises:
             NetworkError: There is neither a head nor the network's output.
         """
-        scores, probabilities = score(self.density, self.head, embedding)
-        return Scored({**scores, **self._texture_of(embedding)}, probabilities)
-
-    def _texture_of(self, embedding: Embedding) -> dict[str, Tensor]:
-        """The reading of the gate "texture", of a model that has it."""
-        if self.texture is None or embedding.early is None:
-            return {}
-        return {TEXTURE: -self.texture(embedding.early).log_density}
+        log_density = self.density(embedding.density_input).log_density
+        scores, probabilities = self.head.score(embedding.head_input, embedding.output)
+        scores = {**scores, "log_density": log_density}
+        if self.texture is not None and embedding.early is not None:
+            scores[TEXTURE] = -self.texture(embedding.early).log_density
+        return Scored(scores, probabilities)
 
     def forward(self, images: Pixels) -> Scored:
         """Probabilities and scores of a batch, the same for an image in any batch."""
@@ -214,11 +207,7 @@ class Pipeline(nn.Module):
 
     def outputs(self, scored: Scored) -> Float[Tensor, "batch columns"]:
         """Packed outputs: the scores, the probabilities, the p-values of the gates."""
-        if self.gates is None:
-            ood_score, of_gates = -scored.scores["log_density"], []
-        else:
-            readings = readings_of(self.gates.names, scored.scores)
-            ood_score, of_gates = self.gates.score(readings), [self.gates.p_values(readings)]
+        ood_score, of_gates = ood_score_of(scored.scores, self.gates)
         p_value = conformal_p_values(self.calibration_scores, ood_score)
         scores = {**scored.scores, "ood_score": ood_score, "ood_p_value": p_value}
         return pack(self.scorer.head.score_names, scores, scored.probabilities, of_gates)

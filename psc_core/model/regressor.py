@@ -41,10 +41,12 @@ class PSCRegressor(FittedModel):
     calibration: Calibration = field(repr=False)
     policy: ValuePolicy  # default thresholds
 
-    if TYPE_CHECKING:
+    @property
+    def target(self) -> Target:
+        """The number that it predicts."""
+        return self.task.target
 
-        @property
-        def target(self) -> Target: ...
+    if TYPE_CHECKING:
 
         def predict(self, images: Sequence[ImageLike] | Tensor) -> Prediction: ...
 

@@ -82,14 +82,12 @@ def _restore_head(manifest: Manifest, tensors: Mapping[str, Mapping[str, Tensor]
 
 
 def _restore_calibration(manifest: Manifest, tensors: Mapping[str, Tensor]) -> BaseCalibration:
-    restored, classes = manifest.task.calibration.from_tensors(tensors), len(manifest.classes)
-    expected = manifest.calibration.images, classes
-    got = len(restored), getattr(restored, "num_classes", classes)
-    if expected != got:
+    restored, images = manifest.task.calibration.from_tensors(tensors), manifest.calibration.images
+    if len(restored) != images:
         raise BundleError(
-            f"expected a calibration of {expected[0]} images and {expected[1]} classes, got one of {got[0]} and "
-            f"{got[1]}; fit the bundle again"
+            f"expected a calibration of {images} images, got one of {len(restored)}; fit the bundle again"
         )
+    restored.check_classes(len(manifest.classes))
     return restored
 
 

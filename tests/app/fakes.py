@@ -141,10 +141,6 @@ class FakeModel:
         )
     )
 
-    @property
-    def target(self) -> Target | None:
-        return getattr(self.task, "target", None)
-
     def outputs(self, packed: Matrix) -> Outputs[Matrix]:
         """Packed outputs, read by name."""
         return Outputs(packed, self.score_names, self.gates)

@@ -45,7 +45,7 @@ def model_document(served: ServedModel, names: tuple[str, ...]) -> ModelDocument
         gates=list(model.gates),
         device=str(model.device),
         backend=served.backend,
-        target=model.target,
+        target=model.task.number(),
         classes=list(model.classes),
         input=model.preprocess.to_json(),
         policy=served.thresholds.policy,

@@ -14,7 +14,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from psc_core.compute.allocator import release_freed_memory
-from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import FitError
@@ -51,8 +50,6 @@ def fit_tucker(
     c_proj: int | None,
     d_proj: int | None,
     second_scaling: bool,
-    max_memory_bytes: int,
-    reducer: Reducer,
 ) -> SizedProjection:
     """Fit the largest projection and measure its sizes.
 
@@ -60,13 +57,11 @@ def fit_tucker(
         backbone: Network cut behind the candidate layer(s).
         train: Training images.
         selection: Validation images that NC4 is measured on.
-        compute: Device, precision and batch size.
+        compute: Its memory is for the covariance tensor, whose correlation takes as much again, and for the class
+            means of the scaled layer.
         c_proj: Channel components that are wanted, or None.
         d_proj: Spatial components that are wanted, or None.
         second_scaling: Whether z is standardised again.
-        max_memory_bytes: Budget of the covariance tensor (its correlation takes as much again), and of the class
-            means of the scaled layer.
-        reducer: Sums over processes.
 
     Raises:
         FitError: ``c_proj`` or ``d_proj`` is larger than the layer, or the part of it that is measured, allows.
@@ -77,20 +72,20 @@ def fit_tucker(
     shapes = [(layer.shape[1], layer.shape[2]) for layer in features]
     if all(d == 1 for _, d in shapes):
         shapes = [(1, c) for c, _ in shapes]  # as reshape_features lays out vectors
-    positions = [reduced_positions(c, d, max_memory_bytes // len(shapes) ** 2) for c, d in shapes]
+    positions = [reduced_positions(c, d, compute.max_memory // len(shapes) ** 2) for c, d in shapes]
     have = [d for _, d in shapes]
     note = ""
     if positions != have:
-        budget = f"{max_memory_bytes >> 20} MiB"
+        budget = f"{compute.max_memory >> 20} MiB"
         note = f"positions {have} → {positions} by average pooling, to keep the covariance within {budget}"
     c_max, d_max = largest_sizes(shapes[0][0], sum(positions), c_proj, d_proj)
-    shard = reducer.shard(train)
+    shard = compute.reducer.shard(train)
 
     def features_of_examples() -> Iterator[Tensor]:
         for features, batch in passes(shard, compute, "moments", step):
             yield batch.per_example(reshape_features(features, positions)).float()
 
-    moments = channel_moments(features_of_examples(), all_reduce=reducer.sum_)
+    moments = channel_moments(features_of_examples(), all_reduce=compute.reducer.sum_)
     mean, std, correlation = moments.mean, moments.std(), moments.correlation()
     del moments  # The covariance is as large as the budget allows, and so is what the decomposition needs beside it.
     release_freed_memory()
@@ -99,9 +94,7 @@ def fit_tucker(
     c_max, d_max = a.shape[1], b.shape[1]
     zeros, ones = torch.zeros(c_max * d_max), torch.ones(c_max * d_max)
     largest = Projection.from_moments(positions, mean, std, a, b, zeros, ones).to(compute.device)
-    sized = measure_sizes(
-        largest, shard, selection, compute=compute, step=step, max_memory_bytes=max_memory_bytes, reducer=reducer
-    )
+    sized = measure_sizes(largest, shard, selection, compute, step)
     z_mean, z_std = sized.block.mean_and_std()
     if second_scaling:
         largest = largest.with_second_scaling(z_mean, z_std)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset, stable_order
 from psc_core.network.backbone import FeatureStep
@@ -41,30 +40,21 @@ class Sizes:
 
 
 def measure_sizes(
-    largest: Projection,
-    train: ImageDataset,
-    selection: ImageDataset,
-    *,
-    compute: Compute,
-    step: FeatureStep,
-    max_memory_bytes: int,
-    reducer: Reducer,
+    largest: Projection, train: ImageDataset, selection: ImageDataset, compute: Compute, step: FeatureStep
 ) -> Sizes:
-    """Both passes, once for each range of columns of the scaled layer whose class means fit ``max_memory_bytes``.
+    """Both passes, once for each range of columns of the scaled layer whose class means fit ``compute.max_memory``.
 
     Args:
         largest: The largest projection, without second scaling, on the device.
         train: This process's shard of the training images.
         selection: Images that NC4 is measured on.
-        compute: Device, precision and batch size.
+        compute: Device, batch size, memory and processes.
         step: Features of a batch of images.
-        max_memory_bytes: Budget of the class means.
-        reducer: Sums over processes.
     """
     classes, device = len(train.classes), compute.device
     c_max, d_max = largest.c_proj, largest.d_proj
     width = largest.mean.numel()
-    columns_at_once = min(width, max(MIN_COLUMNS, max_memory_bytes // (8 * classes)))
+    columns_at_once = min(width, max(MIN_COLUMNS, compute.max_memory // (8 * classes)))
     ranges = [slice(start, min(width, start + columns_at_once)) for start in range(0, width, columns_at_once)]
     block = ClassScatter(classes, c_max * d_max, device, by_column=True)
     hits = torch.zeros(c_max, d_max, dtype=torch.int64, device=device)
@@ -81,9 +71,9 @@ def measure_sizes(
             scaled.add(x.flatten(1)[:, columns], pairs)
             if first:
                 block.add(largest.project(x).flatten(1), pairs)
-        scaled.all_reduce(reducer.sum_)
+        scaled.all_reduce(compute.reducer.sum_)
         if first:
-            block.all_reduce(reducer.sum_)
+            block.all_reduce(compute.reducer.sum_)
             means = block.means.view(-1, c_max, d_max)
         parts = between_scatter(scaled.means, scaled.counts)
         within, between, level = within + float(scaled.within), between + float(parts[0]), level + float(parts[1])

@@ -12,7 +12,7 @@ from psc_core.metrics.classification import ECE_BINS
 from psc_core.report import words
 from psc_core.report.classification.sets import ImageSet
 from psc_core.report.facts import Facts
-from psc_core.report.figures import KNOWN, LIMIT, Figures, axes_of, last_measured, scores
+from psc_core.report.figures import KNOWN, LIMIT, Figures, axes_of, scores
 
 MAX_CONFUSED: Final = 20
 """Classes in the confusion matrix, those with the most errors."""
@@ -20,8 +20,7 @@ MAX_CONFUSED: Final = 20
 
 def draw(facts: Facts) -> Figures:
     """Draw the figures of this task."""
-    sets, limit = facts.content.sets, facts.limits["entropies"]
-    last = last_measured(sets)
+    sets, limit, last = facts.content.sets, facts.limits["entropies"], facts.measured
     found: Figures = {"entropies": scores(sets, "entropy", "predictive entropy, nats", limit)}
     if isinstance(last, ImageSet):
         found |= {

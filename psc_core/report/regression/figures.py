@@ -12,7 +12,7 @@ import torch
 from matplotlib.figure import Figure
 
 from psc_core.report.facts import Facts
-from psc_core.report.figures import KNOWN, LIMIT, UNKNOWN, Figures, axes_of, last_measured, scores
+from psc_core.report.figures import KNOWN, LIMIT, UNKNOWN, Figures, axes_of, scores
 from psc_core.report.regression.sets import ValueSet
 from psc_core.target import Target
 from psc_core.tasks.regression.calibration import Calibration
@@ -25,7 +25,7 @@ COVERAGES: Final = 19
 def draw(facts: Facts) -> Figures:
     """Draw the figures of this task."""
     sets, target = facts.content.sets, cast(Regression, facts.manifest.task).target
-    last, unit = last_measured(sets), f", {target.unit}" if target.unit else ""
+    last, unit = facts.measured, f", {target.unit}" if target.unit else ""
     found: Figures = {"deviations": scores(sets, "deviation", f"predicted deviation{unit}", facts.limits["deviations"])}
     if isinstance(last, ValueSet):
         found |= {

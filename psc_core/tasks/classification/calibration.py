@@ -52,6 +52,12 @@ class Calibration(BaseCalibration):
     labels: Int[Tensor, " n"]  # the true label of each entry of label_probabilities
     num_classes: int  # K
 
+    def check_classes(self, count: int) -> None:
+        if self.num_classes != count:
+            raise BundleError(
+                f"expected a calibration of {count} classes, got one of {self.num_classes}; fit the bundle again"
+            )
+
     def thresholds(self, policy: Policy) -> Thresholds:
         """Translate a policy into thresholds.
 
@@ -91,13 +97,14 @@ class Calibration(BaseCalibration):
         scores = [tensors[name] for name in ("scores", "entropies", "label_probabilities")]
         labels, classes = tensors["labels"], tensors["num_classes"]
         check_ascending(scores)
-        if len(labels) != len(scores[0]):
+        if labels.shape != scores[0].shape:
             raise BundleError(
-                f"expected a label for each of {len(scores[0])} calibration images, got {len(labels)}; fit it again"
+                f"expected a label for each of {len(scores[0])} calibration images, got labels of shape "
+                f"{tuple(labels.shape)}; fit it again"
             )
         if classes.dtype != torch.int64 or classes.ndim:
             raise BundleError(f"expected one int64 num_classes of the calibration, got {classes.dtype} {classes.shape}")
-        if labels.dtype != torch.int64 or labels.ndim != 1 or labels.min() < 0 or labels.max() >= classes:
+        if labels.dtype != torch.int64 or labels.min() < 0 or labels.max() >= classes:
             raise BundleError(
                 f"expected int64 calibration labels 0 … {int(classes) - 1}, got {labels.dtype} "
                 f"{int(labels.min())} … {int(labels.max())}; fit it again"

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import torch
 
-from psc_core.collapse.measure import DEFAULT_MEMORY_BYTES
 from psc_core.collapse.report import EPSILON, Candidate
 from psc_core.compute.device import resolve_device
 from psc_core.compute.distributed import Reducer
@@ -59,7 +58,7 @@ class FitSettings:
     precision: str = "fp32"
     batch_images: int = 256
     max_images: int | None = None  # training images that are used, balanced over classes; None for all
-    max_memory: int = DEFAULT_MEMORY_BYTES  # bytes
+    max_memory: int = Compute.max_memory  # bytes
     seed: int = 0
     device: str | torch.device = field(default="auto", metadata=_HERE)  # auto, cpu, cuda or cuda:N
     reducer: Reducer = field(default_factory=Reducer, metadata=_HERE)  # this process among those that fit
@@ -69,14 +68,14 @@ class FitSettings:
         return replace(self, task=task, head=self.head or next(iter(heads)))
 
     def compute(self) -> Compute:
-        """Return device, precision, batch size and processes.
+        """Return device, precision, batch size, processes and memory.
 
         Raises:
             UsageError: An unknown precision, or a device that is not there.
         """
         if self.precision not in PRECISIONS:
             raise UsageError(f"expected a precision of {', '.join(PRECISIONS)}, got {self.precision!r}")
-        return Compute(resolve_device(self.device), self.precision, self.batch_images, self.reducer)
+        return Compute(resolve_device(self.device), self.precision, self.batch_images, self.reducer, self.max_memory)
 
     def recorded(self) -> dict[str, Any]:
         """Return what a bundle records, JSON types."""

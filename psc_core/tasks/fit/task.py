@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from psc_core.compute.passes import Compute
+from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.numerics.matrix import FeatureMatrix
@@ -49,6 +49,10 @@ class Calibrated(NamedTuple):
     calibration: BaseCalibration
     policy: BasePolicy
     metrics: Mapping[str, Any]  # on which nothing that they measure was selected, JSON types
+
+
+OWN_IMAGES: Final = 1000
+"""Maximum number of images of :func:`own_outputs`."""
 
 
 class TaskFit:
@@ -103,6 +107,23 @@ class TaskFit:
     def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute, seed: int) -> str:
         """Return the network's own quality in words, which shows whether images reach it as in training."""
         raise NotImplementedError
+
+
+def own_outputs(
+    net: nn.Module, data: ImageDataset, compute: Compute, seed: int, width: int
+) -> tuple[Float[Tensor, "images outputs"], ImageDataset] | None:
+    """Return the outputs of the network itself for random images, and these; None if not ``width`` numbers each.
+
+    A first look that a person can compare with what is known of the network: images that are resized, cropped or
+    standardised otherwise than in training make it worse, and nothing else shows that.
+    """
+    drawn = data.subset(torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:OWN_IMAGES])
+    kept = []
+    for output, _ in passes(drawn, compute, f"the network on {data.name}", net.to(compute.device)):
+        if output.shape[1:] != (width,):
+            return None
+        kept.append(output.cpu())
+    return torch.cat(kept), drawn
 
 
 def task_fit(name: str) -> TaskFit:

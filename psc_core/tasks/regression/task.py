@@ -19,7 +19,7 @@ from psc_core.tasks.regression.calibration import Calibration, Thresholds
 from psc_core.tasks.regression.decide import ABSTAIN_OOD, ABSTAIN_UNCERTAIN, Decisions, decide
 from psc_core.tasks.regression.policy import ValuePolicy
 from psc_core.tasks.regression.prediction import Prediction
-from psc_core.tasks.task import GATES_OUTPUT, Agreement, Datatype, Task, gate_members, score_members, unusual_components
+from psc_core.tasks.task import GATES_OUTPUT, Datatype, Task, gate_members, score_members, unusual_components
 
 
 class Regression(Task):
@@ -47,8 +47,8 @@ class Regression(Task):
     def manifest_fields(self) -> dict[str, Any]:
         return self.model_dump()
 
-    def agreements(self, manifest: Any) -> Sequence[Agreement]:
-        return (("head (there is one)", True, manifest.head is not None),)
+    def number(self) -> Target:
+        return self.target
 
     def network_outputs(self, classes: Sequence[str]) -> int:
         return 1

@@ -73,6 +73,7 @@ def test_missing_bundle(tmp_path: Path) -> None:
         ),
         ({"target": {"name": "age", "unit": "years"}}, r"field policy\.max_width: Field required"),
         ({"task": "ranking"}, "expected field task to be one of regression, classification, got 'ranking'"),
+        ({"task": "regression"}, "leave out the field task; a regression has the field target"),
         ({"policy": 3}, r"field policy:"),
         ({"classes": ["one"]}, "field classes:"),
         ({"surprise": 1}, "field surprise:"),

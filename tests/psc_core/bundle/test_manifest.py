@@ -71,6 +71,13 @@ def test_an_older_bundle_names_the_command_that_fits_it_again(shipped_bundle: Pa
     assert {str(args[name]) for name in ("weights", "preprocess", "train", "val", "out")} == {"FILE", "DIR"}
 
 
+def test_a_value_that_is_gone_is_not_repeated() -> None:
+    recorded = {"model": "SPEC", "model_args": {}, "settings": {"ood_score": "density+entropy", "seed": 0}}
+    _, *words = shlex.split(fit_command({"provenance": recorded}))
+    args = parser().parse_args(words)
+    assert (args.ood_score, args.seed) == (FitSettings.ood_score, 0) and "--seed" in words
+
+
 GENERAL = "psc-fit --model SPEC --weights FILE --preprocess FILE --train DIR --val DIR --out DIR"
 
 

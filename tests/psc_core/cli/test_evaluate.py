@@ -108,6 +108,16 @@ def test_baselines_need_the_same_classes(tiny_job, tiny_bundle: Path, data_root:
     assert "expected the model's 10 classes in fashion-mnist, got 10 (missing: " in err
 
 
+def test_images_of_other_classes_are_refused_before_baselines_are_fitted(
+    tiny_bundle: Path, data_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digits, clothes = f"mnist:{data_root}", f"fashion-mnist:{data_root}"
+    words = ["--bundle", str(tiny_bundle), "--id", clothes, "--allow-factories", "tests.tiny:network"]
+    words += ["--weights", "none", "--train", digits, "--val", digits, "--device", "cpu"]
+    code, _, err = run(capsys, cli_eval.main, words)
+    assert code == 2 and "expected the model's 10 classes in fashion-mnist" in err
+
+
 def test_os_errors_give_one_line(tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "file").write_text("")
     words = ["--bundle", str(tiny_bundle), "--id", f"mnist:{data_root}", "--allow-factories", "tests.tiny:network"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def test_equals_ridge_on_whole_matrices(turned: tuple[ImageDataset, ImageDataset
 def test_small_budgets_make_more_groups(turned: tuple[ImageDataset, ImageDataset]) -> None:
     train, val = turned
     whole, few = (
-        measure_layers(network(), train, val, COMPUTE, max_memory_bytes=budget) for budget in (1 << 30, 1 << 14)
+        measure_layers(network(), train, val, replace(COMPUTE, max_memory=budget)) for budget in (1 << 30, 1 << 14)
     )
     for one, other in zip(whole.layers, few.layers, strict=True):
         assert one.nc4 == pytest.approx(other.nc4, abs=1e-9)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +26,8 @@ from tests.reference import collapse as reference
 PLAIN = Preprocess("L", 6, 6, None, (0.0,), (1.0,))
 
 
-def on_cpu(batch_images: int = 64) -> Compute:
-    return Compute(torch.device("cpu"), batch_images=batch_images)
+def on_cpu(batch_images: int = 64, **others: Any) -> Compute:
+    return Compute(torch.device("cpu"), batch_images=batch_images, **others)
 
 
 def images(seed: int, count: int, labels: Tensor | None = None, classes: int = 3) -> ImageDataset:
@@ -163,7 +164,7 @@ def test_groups_and_column_ranges_change_nothing(budget: int, monkeypatch: pytes
     monkeypatch.setattr(collapse, "MIN_COLUMNS", 7)
     net, train, val = Net(), images(0, 40), images(1, 21, torch.randint(0, 3, (21, 2)))
     whole = measure_layers(net, train, val, on_cpu(8))
-    parts = measure_layers(net, train, val, on_cpu(8), max_memory_bytes=budget)
+    parts = measure_layers(net, train, val, on_cpu(8, max_memory=budget))
     assert len(collapse.column_groups(list_layers(net, torch.zeros(1, 1, 6, 6)), 3, 8, budget)) > 1
     for one, other in zip(whole.layers, parts.layers, strict=True):
         assert other.nc1 == pytest.approx(one.nc1, rel=1e-6)
@@ -197,7 +198,7 @@ def test_wide_layer_runs_in_column_ranges() -> None:
 
     torch.manual_seed(0)
     train, val = images(0, 400, classes=200, labels=torch.arange(400) % 200), images(1, 50, classes=200)
-    few = measure_layers(Wide(), train, val, on_cpu(50), layers="wide", max_memory_bytes=8 << 20)
+    few = measure_layers(Wide(), train, val, on_cpu(50, max_memory=8 << 20), layers="wide")
     torch.manual_seed(0)
     whole = measure_layers(Wide(), train, val, on_cpu(50), layers="wide")
     assert few.layer("wide").nc1 == pytest.approx(whole.layer("wide").nc1, rel=1e-9)

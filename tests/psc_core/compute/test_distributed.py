@@ -27,9 +27,7 @@ from tests.psc_core.collapse.test_measure import Net, images, on_cpu
 reducer = Reducer.start()
 labels = torch.randint(0, 3, (41, 2), generator=torch.Generator().manual_seed(0))
 reports = [
-    measure_layers(
-        Net(), images(0, 41, labels), images(1, 21), on_cpu(8), reducer=reducer, max_memory_bytes=budget
-    )
+    measure_layers(Net(), images(0, 41, labels), images(1, 21), on_cpu(8, reducer=reducer, max_memory=budget))
     for budget in (1 << 30, 900)
 ]
 total = reducer.sum_(torch.tensor([float(reducer.rank + 1)]))

@@ -143,7 +143,7 @@ def test_equals_loops(psc: PSC) -> None:
 
 def test_rates_hold_on_exchangeable_data(psc: PSC) -> None:
     report = report_of(psc, inside(2000, 5), {})
-    assert report.false_alarms.assessment == report.misses.assessment == "as promised"
+    assert report.false_alarms.assessment == report.misses.assessment == "as stated"
 
 
 def test_batch_size_changes_nothing(psc: PSC) -> None:

@@ -14,7 +14,7 @@ def test_json_holds_every_number_and_the_summary() -> None:
     assert data["classification"]["psc"]["nll"] == 0.136
     assert data["separation"]["hard"]["gda"]["auroc_difference"] == {"value": -0.05, "standard_error": 0.01}
     assert data["false_alarms"]["calibrated_acceptance"] == [20, 80]
-    assert data["false_alarms"]["rate"] == 0.05 and data["misses"]["assessment"] == "higher than promised"
+    assert data["false_alarms"]["rate"] == 0.05 and data["misses"]["assessment"] == "higher than stated"
     assert data["summary"] == REPORT.summary()
 
 

@@ -23,8 +23,8 @@ def test_wins_ties_and_losses() -> None:
     accepts = "2.0% is accepted where both thresholds accept 95 % of mnist, 3.0% with one threshold on knn."
     assert rest[:3] == [f"{name}: {accepts}" for name in ("fashion", "near|far", "hard")]
     assert "Accuracy: best is psc and base and temperature" in rest[3]
-    assert rest[-2] == "False alarms: 50 of 1000 (5.00%), as promised (5.00%; 20…80 expected at 99%)."
-    assert "higher than promised" in rest[-1]
+    assert rest[-2] == "False alarms: 50 of 1000 (5.00%), as stated (5.00%; 20…80 expected at 99%)."
+    assert "higher than stated" in rest[-1]
 
 
 def test_psc_alone() -> None:

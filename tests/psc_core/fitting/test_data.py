@@ -106,8 +106,8 @@ def test_rejects_another_target_for_validation() -> None:
 
 
 def test_images_without_validation_stand_for_it(train: ImageDataset) -> None:
-    data = FitData.without_validation(train)
-    assert data.train is data.selection and data.fit.takes(train)
+    data = FitData.without_validation(train, seed=0, max_images=50)
+    assert data.train is data.selection and data.fit.takes(train) and len(data.train) == 50
 
 
 def test_rejects_images_of_another_task(train: ImageDataset, val: ImageDataset) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
 from psc_core.collapse.report import Candidate
-from psc_core.data.dataset import ImageDataset
+from psc_core.data.dataset import ImageDataset, balanced
 from psc_core.errors import FitError, UsageError
 from psc_core.fitting.parts import FittedProjection
 
@@ -37,6 +37,8 @@ def test_sizes_without_validation_images(net: torch.nn.Module, train: ImageDatas
     fitted = fit_projection(net, candidate, train, settings=SETTINGS)
     assert fitted.projection.c_proj * fitted.projection.d_proj >= 64
     assert fitted.report.choice.nc4 >= fitted.report.scaled_nc4 - 0.01
+    few = fit_projection(net, candidate, train, max_images=60, settings=SETTINGS).report
+    assert torch.equal(few.nc1, fit_projection(net, candidate, balanced(train, 60), settings=SETTINGS).report.nc1)
 
 
 def test_settings_are_given_by_name(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> None:

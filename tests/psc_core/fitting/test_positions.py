@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
+from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import UsageError
 from psc_core.fitting.checkpoint import Checkpoint
+from psc_core.fitting.data import FitData
 from psc_core.fitting.positions import fewest_positions, usable
+from psc_core.fitting.stages import project
 from psc_core.gates.fit import made_up
 from psc_core.metrics.ranking import auroc
 from psc_core.projection.fit.ranks import RankChoice
@@ -70,6 +75,25 @@ def test_compared_density_is_the_one_that_is_fitted(
         assert sum(aurocs) / len(aurocs) == pytest.approx(expected, abs=1e-3)
 
 
+def test_no_images_are_mixed_where_any_are_ambiguous(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Be they of the calibration split alone; as for the gates."""
+    asked = []
+
+    def recorded(*given: Any, mixed: bool, seed: int) -> Iterator[Mapping[str, torch.Tensor]]:
+        asked.append(mixed)
+        return made_up.made_up_batches(*given, mixed=mixed, seed=seed)
+
+    monkeypatch.setattr("psc_core.fitting.positions.made_up_batches", recorded)
+    settings = replace(SETTINGS, c_proj=6, minimum_dim=1, density="gda")
+    plain = FitData.of(train, val)
+    two_labels = torch.stack([val.labels, (val.labels + 1) % 10], dim=1).flatten()
+    for data in (plain, replace(plain, val=replace(val, labels=two_labels, offsets=2 * val.offsets))):
+        project(net, Candidate(("4",), "named by the test"), data, settings)
+    assert asked == [True, False]
+
+
 @pytest.mark.parametrize("more", [{"density": "pooled++"}, {"density": "gda", "d_proj": 2}, {}])
 def test_sizes_are_not_compared_where_nothing_depends_on_them(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset, more: dict[str, object]
@@ -85,7 +109,7 @@ def test_checkpoint_keeps_what_was_compared(
 ) -> None:
     candidate = measure_collapse(net, train, val, settings=SETTINGS).candidate("4")
     fitted = fit_projection(net, candidate, train, val, c_proj=6, minimum_dim=1, density="gda", settings=SETTINGS)
-    checkpoint = Checkpoint.open(tmp_path / "stages", {})
+    checkpoint = Checkpoint.of(tmp_path / "stages", {})
     checkpoint.save_projection(fitted)
     kept = checkpoint.load_projection()
     assert kept is not None and kept.report.positions == fitted.report.positions != ()

@@ -34,6 +34,16 @@ def test_refuses_a_file_that_claims_too_much(tmp_path: Path) -> None:
         read_file(tmp_path / "sparse")
 
 
+def test_a_folder_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    before = os.dup(0)  # The lowest free one.
+    os.close(before)
+    with pytest.raises(IsADirectoryError):
+        read_file(tmp_path)
+    after = os.dup(0)
+    os.close(after)
+    assert after <= before
+
+
 def test_a_missing_file_is_the_callers(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_file(tmp_path / "none")

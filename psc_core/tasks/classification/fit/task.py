@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from psc_core.compute.passes import Compute, passes
+from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.metrics import classification
 from psc_core.rates import check_fraction
@@ -23,11 +22,8 @@ from psc_core.tasks.classification.heads import ClassifierHead
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.task import Classification
 from psc_core.tasks.fit.settings import FitSettings
-from psc_core.tasks.fit.task import Calibrated, HeadJob, TaskFit
+from psc_core.tasks.fit.task import OWN_IMAGES, Calibrated, HeadJob, TaskFit, own_outputs
 from psc_core.tasks.head import Scored
-
-OWN_IMAGES: Final = 1000
-"""Maximum number of images of :func:`own_accuracy`."""
 
 ACCURACY_GAP: Final = 0.1
 """Loss of accuracy from training to validation images up to which the network is not warned about."""
@@ -110,16 +106,12 @@ def calibration_metrics(scored: Scored, labels: Tensor) -> dict[str, Any]:
 def own_accuracy(net: nn.Module, data: ImageDataset, compute: Compute, seed: int) -> float | None:
     """Return the network's own accuracy on random images; None if it does not have one output for each class.
 
-    Of an image with several labels, the fraction that is predicted counts.  A first look that a person can compare with
-    what is known of the network: images that are resized, cropped or standardised otherwise than in training lower it,
-    and nothing else shows that.
+    Of an image with several labels, the fraction that is predicted counts.
     """
-    chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:OWN_IMAGES]
-    correct = 0.0
-    for logits, batch in passes(data.subset(chosen), compute, f"the network on {data.name}", net.to(compute.device)):
-        if logits.shape[1:] != (len(data.classes),):
-            return None
-        hits = logits.argmax(1).cpu()[batch.image_index] == batch.labels
-        labels_of_image = batch.image_index.bincount()[batch.image_index]
-        correct += float((hits / labels_of_image).sum())
-    return correct / len(chosen)
+    found = own_outputs(net, data, compute, seed, len(data.classes))
+    if found is None:
+        return None
+    logits, drawn = found
+    labels = drawn.offsets.diff()  # of each image
+    hits = logits.argmax(1).repeat_interleave(labels) == drawn.labels
+    return float((hits / labels.repeat_interleave(labels)).sum()) / len(drawn)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from psc_core.compute.passes import Compute, passes
+from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.metrics import regression
 from psc_core.tasks.fit.settings import FitSettings
-from psc_core.tasks.fit.task import Calibrated, HeadJob, TaskFit
+from psc_core.tasks.fit.task import OWN_IMAGES, Calibrated, HeadJob, TaskFit, own_outputs
 from psc_core.tasks.head import Scored
 from psc_core.tasks.regression.fit.bins import binned
 from psc_core.tasks.regression.fit.calibrate import fit_calibration
@@ -21,9 +20,6 @@ from psc_core.tasks.regression.fit.head import fit_head
 from psc_core.tasks.regression.heads import RegressionHead
 from psc_core.tasks.regression.policy import ValuePolicy
 from psc_core.tasks.regression.task import Regression
-
-OWN_IMAGES: Final = 1000
-"""Maximum number of images of :func:`own_error`, unless it is told."""
 
 
 class RegressionFit(TaskFit):
@@ -105,14 +101,11 @@ def calibration_metrics(
     }
 
 
-def own_error(
-    net: nn.Module, data: ImageDataset, compute: Compute, seed: int, images: int = OWN_IMAGES
-) -> float | None:
-    """Return the RMSE of the network itself on random images; None if it does not have one output."""
-    chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:images]
-    squares = 0.0
-    for output, batch in passes(data.subset(chosen), compute, f"the network on {data.name}", net.to(compute.device)):
-        if output.ndim != 2 or output.shape[1] != 1 or batch.values is None:
-            return None
-        squares += float((output[:, 0].cpu().double() - batch.values).square().sum())
-    return math.sqrt(squares / len(chosen))
+def own_error(net: nn.Module, data: ImageDataset, compute: Compute, seed: int) -> float | None:
+    """Return the RMSE of the network itself on random images with numbers; None if it does not have one output."""
+    found = own_outputs(net, data, compute, seed, 1)
+    if found is None:
+        return None
+    output, drawn = found
+    assert drawn.values is not None
+    return regression.rmse(output[:, 0], drawn.values)

@@ -82,6 +82,8 @@ def test_rejects_unusable_tensors() -> None:
         "short": {**tensors, "entropies": tensors["entropies"][:-1]},
         "NaN": {**tensors, "entropies": tensors["entropies"] * math.nan},
         "labels": {**tensors, "labels": tensors["labels"] + 3},
+        "one label": {**tensors, "labels": torch.tensor(1)},
+        "pairs of labels": {**tensors, "labels": tensors["labels"][:, None]},
         "entropies below 0": {**tensors, "entropies": tensors["entropies"] - 1},
         "probabilities above 1": {**tensors, "label_probabilities": tensors["label_probabilities"] + 1},
         "scores of no density": {**tensors, "scores": tensors["scores"] * 1e30},
@@ -90,6 +92,12 @@ def test_rejects_unusable_tensors() -> None:
     for tensors in bad.values():
         with pytest.raises(BundleError, match="expected"):
             Calibration.from_tensors(tensors)
+
+
+def test_rejects_scores_of_other_classes() -> None:
+    calibrate().check_classes(calibrate().num_classes)
+    with pytest.raises(BundleError, match="calibration of 7 classes"):
+        calibrate().check_classes(7)
 
 
 def test_rejects_another_type_of_num_classes() -> None:

@@ -40,7 +40,7 @@ def test_own_accuracy_counts_the_fraction_of_labels_that_is_predicted(train: Ima
     pairs = data.labels.view(-1, 2)
     expected = float((pairs == answers[:, None]).double().mean())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("psc_core.tasks.classification.fit.task.OWN_IMAGES", len(data))
+        patch.setattr("psc_core.tasks.fit.task.OWN_IMAGES", len(data))
         assert own_accuracy(Remembers(), data, COMPUTE, seed=0) == pytest.approx(expected)
         more = torch.nn.Sequential(Remembers(), torch.nn.Linear(k, k + 1))
         assert own_accuracy(more, data, COMPUTE, seed=0) is None
