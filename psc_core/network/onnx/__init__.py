@@ -14,5 +14,3 @@ from typing import Final
 PACKAGES: Final = ("onnx", "onnxscript", "onnxruntime")
 INSTALLED: Final = all(importlib.util.find_spec(name) for name in PACKAGES)
 """True if networks can be exported to ONNX and run."""
-
-NEEDED: Final = "an ONNX graph needs ONNX Runtime; pip install 'psc[onnx]'"

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from psc_core.errors import NetworkError
-from psc_core.network.onnx import NEEDED
+from psc_core.errors import NetworkError, needs
 from psc_core.network.onnx.rewrite import INPUT
 
 _PROVIDERS: Final = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -74,10 +73,7 @@ class OnnxBody(nn.Module):
 
 
 def _start(model: bytes, device: torch.device, threads: int) -> Any:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise NetworkError(NEEDED) from error
+    onnxruntime = needs("an ONNX network", "onnx", "onnxruntime", error=NetworkError)
     provider = _PROVIDERS.get(device.type, device.type)
     if provider not in onnxruntime.get_available_providers():
         raise NetworkError(

@@ -30,9 +30,9 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from psc_core.errors import NetworkError
+from psc_core.errors import NetworkError, needs
 from psc_core.network.backbone import Backbone, onnx_backbone, rebuild_backbone
-from psc_core.network.onnx import INSTALLED, NEEDED, PACKAGES
+from psc_core.network.onnx import PACKAGES
 from psc_core.network.onnx.body import OnnxBody
 from psc_core.network.onnx.network import Size
 from psc_core.network.onnx.rewrite import INPUT, without_notes
@@ -129,8 +129,7 @@ def export_here(backbone: Backbone, size: Size) -> bytes:
     Raises:
         NetworkError: It cannot be exported, or what exports is not installed.
     """
-    if not INSTALLED:
-        raise NetworkError(NEEDED)
+    needs("a network that no name builds is stored as an ONNX graph, which", "onnx", *PACKAGES, error=NetworkError)
     try:
         with warnings.catch_warnings(action="ignore"):
             return _exported(copy.deepcopy(backbone).cpu(), size)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from psc_core.errors import NetworkError
+from psc_core.errors import NetworkError, needs
 
 if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto
@@ -72,17 +72,10 @@ def parse_model(data: bytes, origin: str) -> ModelProto:
     Raises:
         NetworkError: It is none, or the package that parses it is not installed.
     """
-    try:
-        import onnx
-        from google.protobuf.message import DecodeError
-    except ImportError as error:
-        from psc_core.network.onnx import NEEDED
-
-        raise NetworkError(f"{origin}: {NEEDED}") from error
-    model = onnx.ModelProto()
+    model: ModelProto = needs(origin, "onnx", "onnx", error=NetworkError).ModelProto()
     try:
         model.ParseFromString(data)
-    except DecodeError as error:
+    except needs(origin, "onnx", "google.protobuf.message", error=NetworkError).DecodeError as error:
         raise NetworkError(f"{origin} is not an ONNX file; export the network with torch.onnx.export") from error
     if not model.graph.node:
         raise NetworkError(f"{origin} is not an ONNX file with a network; export it with torch.onnx.export")
