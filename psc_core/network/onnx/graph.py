@@ -65,7 +65,7 @@ class Graph:
         for name in self._same_values(self.logits):
             node = self.producers.get(name)
             if node is not None and node.op_type == "Add":  # A bias.
-                node = next((self.producers[each] for each in node.input if each in self.producers), None)
+                node = next((self.producers.get(each) for each in node.input if not self._is_constant(each)), None)
             if node is not None and node.op_type in _CONVOLUTIONS | _PRODUCTS:
                 return node
         return None

@@ -43,7 +43,9 @@ _NOT_OF_TENSORS: Final = (
 )
 _REFUSED: Final = frozenset(f"{_NOT_REPEATABLE} {_SIZED_BY_VALUES} {_NOT_OF_TENSORS}".split())
 
-_ON_SIZES: Final = "Add Cast Concat Constant Div Gather Mul Range Reshape Slice Squeeze Sub Transpose Unsqueeze"
+_ON_SIZES: Final = (
+    "Add Cast Concat Constant ConstantOfShape Div Gather Mul Range Reshape Slice Squeeze Sub Transpose Unsqueeze"
+)
 _FOLDED: Final = frozenset(_ON_SIZES.split())
 """Operators on sizes that are computed to know what follows from them."""
 
@@ -192,7 +194,7 @@ def _fold(model: ModelProto, found: Mapping[str, tuple[int, Shape] | None]) -> b
             result = np.asarray(known[1][bounds.get("start", 0) : bounds.get("end")], np.int64)
         elif node.op_type in _FOLDED and all(name in values for name in node.input if name):
             given = {name: values[name] for name in node.input if name}
-            if node.op_type == "Range" and len(range(*(int(value) for value in given.values()))) > _MAX_FOLDED:
+            if _length(node.op_type, [value.tolist() for value in given.values()]) > _MAX_FOLDED:
                 continue
             outputs: Any = ReferenceEvaluator(node, opsets=opsets).run(None, given)
             result = np.asarray(outputs[0])
@@ -205,6 +207,13 @@ def _fold(model: ModelProto, found: Mapping[str, tuple[int, Shape] | None]) -> b
         model.graph.node.remove(node)
         model.graph.initializer.append(numpy_helper.from_array(values[node.output[0]], node.output[0]))
     return bool(done)
+
+
+def _length(operator: str, given: list[Any]) -> int:
+    """How many numbers an operator gives that may give more than it takes; 0 of any other."""
+    if operator == "Range":
+        return len(range(*given))
+    return math.prod(given[0]) if operator == "ConstantOfShape" else 0
 
 
 def _tensors(model: ModelProto) -> Iterator[TensorProto]:

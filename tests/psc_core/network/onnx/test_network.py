@@ -141,6 +141,28 @@ def test_channels_last_and_integer_inputs(tmp_path: Path) -> None:
     torch.testing.assert_close(other(images), net(images / 255), rtol=1e-4, atol=1e-5)
 
 
+def test_a_bias_that_is_computed_from_constants_is_no_layer(tmp_path: Path) -> None:
+    """As Keras writes a dense layer: a product, and the sum with a converted bias."""
+    file = written(convolutional(), tmp_path / "net.onnx")
+
+    def split(model: onnx.ModelProto) -> None:
+        head = model.graph.node[-1]
+        weight, bias = head.input[1:]
+        kind = TensorProto.FLOAT
+        nodes = [
+            helper.make_node("Cast", [bias], ["converted"], to=kind),
+            helper.make_node("Transpose", [weight], ["turned"], perm=[1, 0]),
+            helper.make_node("MatMul", [head.input[0], "turned"], ["product"]),
+            helper.make_node("Add", ["converted", "product"], [head.output[0]]),
+        ]
+        model.graph.node.remove(head)
+        model.graph.node.extend(nodes)
+
+    expected = list_layers(open_onnx(file), X[:1])
+    found = list_layers(changed(file, split), X[:1])
+    assert [(layer.role, layer.shape) for layer in found] == [(layer.role, layer.shape) for layer in expected]
+
+
 def test_quantised_networks_have_the_same_layers(tmp_path: Path) -> None:
     from onnxruntime import quantization
 
