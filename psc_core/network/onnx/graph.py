@@ -62,13 +62,16 @@ class Graph:
     @cached_property
     def head(self) -> NodeProto | None:
         """The operation with weights that makes the logits."""
-        for name in self._same_values(self.logits):
-            node = self.producers.get(name)
-            if node is not None and node.op_type == "Add":  # A bias.
-                node = next((self.producers.get(each) for each in node.input if not self._is_constant(each)), None)
-            if node is not None and node.op_type in _CONVOLUTIONS | _PRODUCTS:
+        name = self.logits
+        while True:
+            *_, first = self._same_values(name)
+            node = self.producers.get(first)
+            if node is None or node.op_type in _CONVOLUTIONS | _PRODUCTS:
                 return node
-        return None
+            computed = [str(each) for each in node.input if not self._is_constant(str(each))]
+            if node.op_type != "Add" or len(computed) != 1:  # With a constant it is a bias.
+                return None
+            (name,) = computed
 
     def layers(self, granularity: str) -> list[LayerInfo]:
         """List the layers in the order of the graph, see the module docstring.

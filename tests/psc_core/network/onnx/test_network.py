@@ -152,7 +152,8 @@ def test_a_bias_that_is_computed_from_constants_is_no_layer(tmp_path: Path) -> N
         nodes = [
             helper.make_node("Cast", [bias], ["converted"], to=kind),
             helper.make_node("Transpose", [weight], ["turned"], perm=[1, 0]),
-            helper.make_node("MatMul", [head.input[0], "turned"], ["product"]),
+            helper.make_node("MatMul", [head.input[0], "turned"], ["raw"]),
+            helper.make_node("Identity", ["raw"], ["product"]),
             helper.make_node("Add", ["converted", "product"], [head.output[0]]),
         ]
         model.graph.node.remove(head)
