@@ -25,7 +25,7 @@ from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.data import FitData
 from psc_core.fitting.stages import checked
 from psc_core.network.layers import GRANULARITIES
-from psc_core.network.load import Recipe, load_network
+from psc_core.network.load import Recipe, load_network, notes_of
 from psc_core.precision import PRECISIONS
 from psc_core.report import page
 from psc_core.report.collect import collect_fit
@@ -74,7 +74,8 @@ def parser() -> argparse.ArgumentParser:
     net.add_argument("--model", required=True, metavar="SPEC", help=specs)
     text = "argument of the network's constructor; repeat for more (stem=small, in_channels=1, …)"
     net.add_argument("--model-arg", action="append", default=[], metavar="K=V", help=text)
-    net.add_argument("--weights", type=Path, required=True, metavar="FILE", help="state dict, .safetensors")
+    text = "checkpoint: .safetensors, .pth, .pt, .bin, .ckpt, or .index.json; nothing in it is run"
+    net.add_argument("--weights", type=Path, required=True, metavar="FILE", help=text)
     data = cli.add_argument_group("data")
     data.add_argument("--train", required=True, metavar="DIR", help="training images")
     data.add_argument("--val", required=True, metavar="DIR", help="validation images, none of them trained on")
@@ -166,6 +167,8 @@ def fit(args: argparse.Namespace) -> None:
             f"train: {data.train.name}, {len(data.train)} images, {data.fit.said_of(data.train)}; "
             f"val: {data.val.name}, {len(data.val)} images"
         )
+        if notes := notes_of(net):
+            print(f"weights: {'; '.join(notes)}")
         print(f"preprocessing: {preprocess}", flush=True)
     if args.dry_run:
         print(data.fit.first_look(net, data.train, data.val, settings.compute(), settings.seed), flush=True)

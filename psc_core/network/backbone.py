@@ -20,7 +20,8 @@ from psc_core.images.preprocess import Inputs, Preprocess
 from psc_core.network.cut import HookedNetwork, HookPlan, cut_graph, plan_stop
 from psc_core.network.fuse import fuse, images_format
 from psc_core.network.layout import INPUT, Layout, canonical, layout_of
-from psc_core.network.load import BUILT_BY_HAND, Recipe, bounded_size, load_network, load_weights, recipe_of
+from psc_core.network.load import BUILT_BY_HAND, Recipe, bounded_size, load_network, recipe_of
+from psc_core.network.weights import load_weights
 from psc_core.precision import Precision
 
 FeatureStep = Callable[[Tensor], list[Tensor]]
