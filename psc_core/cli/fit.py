@@ -24,6 +24,7 @@ from psc_core.errors import UsageError
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.data import FitData
 from psc_core.fitting.stages import checked
+from psc_core.network.backbone import check_output, example_input
 from psc_core.network.layers import GRANULARITIES
 from psc_core.network.load import Recipe, load_network, notes_of
 from psc_core.precision import PRECISIONS
@@ -153,14 +154,16 @@ def fit(args: argparse.Namespace) -> None:
     train, val = opened(args.train, split="train"), opened(args.val, split="val")
     data = FitData.of(train, val, seed=args.seed, task=args.task, max_images=args.max_images)
     settings = checked(FitSettings(**given), data)
+    check_target(out)
+    if len(name) > MAX_NAME:
+        raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(name)}")
     task = data.fit.task(data.train)
     recipe = Recipe(args.model, task.network_outputs(data.train.classes), flags.key_values(args.model_arg))
     check_network(asdict(recipe))
     net = load_network(**asdict(recipe), weights=args.weights)
     settings = replace(settings, reducer=Reducer.start() if args.distributed else Reducer())
-    check_target(out)
-    if len(name) > MAX_NAME:
-        raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(name)}")
+    device = settings.compute().device
+    check_output(net.to(device), example_input(preprocess).to(device), recipe.num_classes, name=recipe.spec)
     is_first = settings.reducer.rank == 0
     if is_first:
         print(

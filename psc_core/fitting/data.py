@@ -112,10 +112,9 @@ def check_classes(train: ImageDataset, val: ImageDataset) -> None:
         DataError: They differ or have too few images.
     """
     if train.classes != val.classes:
-        odd = sorted(set(train.classes) ^ set(val.classes))
         raise DataError(
-            f"expected the same class folders for training and validation, they differ in {odd[:10]}; "
-            "make the folders match (one without images is enough for a class that validation lacks)"
+            f"expected the same class folders for training and validation, {_difference(train, val)}; make the "
+            "folders match (one without images is enough for a class that validation lacks)"
         )
     if len(train.classes) < 2:
         raise DataError(f"expected at least two classes, got {list(train.classes)}; give a folder for each class")
@@ -123,3 +122,14 @@ def check_classes(train: ImageDataset, val: ImageDataset) -> None:
     if counts.min() < 2:
         rare = train.classes[int(counts.argmin())]
         raise DataError(f"expected at least two training images of each class, got {int(counts.min())} of {rare!r}")
+
+
+def _difference(train: ImageDataset, val: ImageDataset) -> str:
+    """Say which classes one of two data sets has and the other lacks."""
+    lacking = [
+        f"{data.name} lacks {', '.join(map(repr, names[:5]))}{f' and {len(names) - 5} more' * (len(names) > 5)}"
+        for data, other in ((val, train), (train, val))
+        for names in [sorted(set(other.classes) - set(data.classes))]
+        if names
+    ]
+    return " and ".join(lacking) or "they have them in another order"

@@ -59,8 +59,16 @@ def test_rejects_invalid_options_before_any_image_is_read(
 
 
 def test_rejects_other_classes_or_fewer_than_two(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> None:
-    with pytest.raises(DataError, match="the same class folders"):
-        measure_collapse(net, train, replace(val, classes=(*val.classes[:-1], "x")), settings=SETTINGS)
+    for classes, message in (
+        (
+            (*val.classes[:-1], "x"),
+            r"same class folders .*, mnist lacks '9' and mnist lacks 'x'; make the folders match",
+        ),
+        (val.classes[:2], r", mnist lacks '2', '3', '4', '5', '6' and 3 more; make"),
+        (val.classes[::-1], ", they have them in another order; make"),
+    ):
+        with pytest.raises(DataError, match=message):
+            measure_collapse(net, train, replace(val, classes=classes), settings=SETTINGS)
     alone = [replace(data, classes=("all",), labels=torch.zeros_like(data.labels)) for data in (train, val)]
     with pytest.raises(DataError, match="at least two classes"):
         measure_collapse(net, *alone, settings=SETTINGS)
