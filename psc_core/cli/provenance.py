@@ -24,16 +24,16 @@ def provenance_of(recipe: Recipe, weights: Path, settings: FitSettings, data: Fi
         "model": recipe.spec,
         "model_args": dict(recipe.model_args),
         "weights_sha256": digest_of(files_of(weights)),
-        "train": origin_of(data.train),
-        "val": origin_of(data.val),
+        "train": origin_of(data.train, data.left_out[0]),
+        "val": origin_of(data.val, data.left_out[1]),
         "settings": settings.recorded(),
     }
 
 
-def origin_of(data: ImageDataset) -> dict[str, Any]:
-    """Name, sizes and digest of a data set."""
+def origin_of(data: ImageDataset, left_out: int) -> dict[str, Any]:
+    """Name, sizes and digest of a data set, and how many images were left out of it."""
     name = os.fsencode(Path(data.name).name).decode(errors="replace")
-    return {"name": name, "images": len(data), "rows": data.examples, "sha256": data.digest()}
+    return {"name": name, "images": len(data), "rows": data.examples, "sha256": data.digest(), "left_out": left_out}
 
 
 def job_of(provenance: Mapping[str, Any], settings: FitSettings, data: FitData) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -19,6 +19,9 @@ from psc_core.tasks.fit.settings import FitSettings
 from psc_core.tasks.head import Head, Scored
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.task import Task
+
+OWN_IMAGES: Final = 1000
+"""Maximum number of images of each set by which :meth:`TaskFit.first_look` judges a network."""
 
 
 class Features(NamedTuple):

@@ -23,11 +23,8 @@ from psc_core.tasks.classification.heads import ClassifierHead
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.task import Classification
 from psc_core.tasks.fit.settings import FitSettings
-from psc_core.tasks.fit.task import Calibrated, HeadJob, TaskFit
+from psc_core.tasks.fit.task import OWN_IMAGES, Calibrated, HeadJob, TaskFit
 from psc_core.tasks.head import Scored
-
-OWN_IMAGES: Final = 1000
-"""Maximum number of images of :func:`own_accuracy`."""
 
 ACCURACY_GAP: Final = 0.1
 """Loss of accuracy from training to validation images up to which the network is not warned about."""

@@ -13,7 +13,7 @@ from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset
 from psc_core.metrics import regression
 from psc_core.tasks.fit.settings import FitSettings
-from psc_core.tasks.fit.task import Calibrated, HeadJob, TaskFit
+from psc_core.tasks.fit.task import OWN_IMAGES, Calibrated, HeadJob, TaskFit
 from psc_core.tasks.head import Scored
 from psc_core.tasks.regression.fit.bins import binned
 from psc_core.tasks.regression.fit.calibrate import fit_calibration
@@ -21,9 +21,6 @@ from psc_core.tasks.regression.fit.head import fit_head
 from psc_core.tasks.regression.heads import RegressionHead
 from psc_core.tasks.regression.policy import ValuePolicy
 from psc_core.tasks.regression.task import Regression
-
-OWN_IMAGES: Final = 1000
-"""Maximum number of images of :func:`own_error`, unless it is told."""
 
 
 class RegressionFit(TaskFit):
