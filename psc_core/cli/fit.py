@@ -138,7 +138,9 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--max-memory", type=flags.byte_count, default=budget, metavar="SIZE", help=text)
     text = "where decoded images are kept until the end, or off to decode them in every pass (default: the system's)"
     run.add_argument("--cache", metavar="DIR|off", help=text)
-    text = "leave out up to N images that cannot be decoded; with --cache off, finding them takes a pass more, and 0 none"
+    text = (
+        "leave out up to N images that cannot be decoded; with --cache off, finding them takes a pass more, and 0 none"
+    )
     text = f"{text} (default: {MAX_BAD_IMAGES})"
     run.add_argument("--max-bad-images", type=flags.whole, default=MAX_BAD_IMAGES, metavar="N", help=text)
     run.add_argument("--distributed", action="store_true", help="be one of the processes that torchrun started")

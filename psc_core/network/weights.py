@@ -26,6 +26,7 @@ from psc_core.network.checkpoints import is_whole_network, needs_code, read_chec
 _LEVELS: Final = 2
 _PREFIX_PARTS: Final = 16
 _AVERAGE: Final = re.compile(r"(^|[._])(ema|averaged?|shadow)([._]|$)", re.IGNORECASE)
+_ONE_OF_SEVERAL: Final = re.compile(r"-\d+-of-\d+\.")
 _COUNTER: Final = "num_batches_tracked"  # of batch normalisation, which evaluation does not read
 
 
@@ -76,6 +77,8 @@ def read_weights(path: Path, wanted: Mapping[str, Tensor]) -> Weights:
     fitting = sorted((place for place in places if place.found == needed), key=lambda place: place.is_average)
     if not fitting and is_whole_network(checkpoint):
         raise needs_code(path, "a whole network")
+    if not fitting and _ONE_OF_SEVERAL.search(path.name):
+        raise NetworkError(f"{path} is one of several files that hold the network's tensors; give their .index.json")
     if not places:
         raise NetworkError(f"{path} holds no tensors by name; give the network's state dict")
     place, others = (fitting[0], fitting[1:]) if fitting else (max(places, key=lambda place: place.found), [])

@@ -167,6 +167,15 @@ def test_rejects_what_has_no_tensors_by_name(tmp_path: Path) -> None:
             read(checkpoint, tmp_path)
 
 
+def test_one_of_several_files_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model-00001-of-00002.bin"
+    torch.save({"0.weight": state()["0.weight"]}, path)
+    with pytest.raises(NetworkError, match=r"is one of several files .*; give their \.index\.json"):
+        read_weights(path, network().state_dict())
+    torch.save(state(), path)
+    assert read_weights(path, network().state_dict()).notes == ()
+
+
 def test_rejects_a_whole_network(tmp_path: Path) -> None:
     for checkpoint in (network(), {"model": network(), "anchors": torch.ones(2)}):
         with pytest.raises(NetworkError) as caught:
