@@ -19,7 +19,7 @@ from benchmarks.train import Job, train
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS, Preprocess
-from psc_core.network.load import load_weights, read_tensors
+from psc_core.network.weights import load_weights, read_weights
 
 SPECTRAL_NORM = 3.0
 """The paper's bound."""
@@ -111,6 +111,7 @@ def obtain(run: Run, job: Job) -> Trained:
         open_dataset(run.spec(job.data), split=split, preprocess=preprocess) for split in ("train", "val", "test")
     )
     net = NETWORKS[job.network](len(images.classes), preprocess.channels)
-    load_weights(net, read_tensors(weights), num_classes=len(images.classes), origin=weights.name)
+    tensors = read_weights(weights, net.state_dict()).tensors
+    load_weights(net, tensors, num_classes=len(images.classes), origin=weights.name)
     fit_on = random_images(images, scale_of(run).fit_images, run.seed)
     return Trained(job, net.eval().to(run.device), images, val, test, fit_on, images_to_test(run, test))

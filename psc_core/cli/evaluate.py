@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     text = "out-of-distribution images; repeat for more"
     cli.add_argument("--ood", action="append", default=[], metavar="NAME=DIR", help=text)
     beside = cli.add_argument_group("baselines (all three or none)")
-    beside.add_argument("--weights", type=Path, metavar="FILE", help="the whole network's state dict, .safetensors")
+    beside.add_argument("--weights", type=Path, metavar="FILE", help="the whole network's checkpoint, as for psc-fit")
     beside.add_argument("--train", metavar="DIR", help="training images")
     beside.add_argument("--val", metavar="DIR", help="validation images")
     text = "network factories package.module:factory that the bundle may import"

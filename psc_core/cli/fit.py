@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from torch import nn
 
 from psc_core.bundle.io import check_target, is_bundle, read_bundle
 from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
@@ -18,14 +20,17 @@ from psc_core.cli.provenance import check_disjoint, job_of, provenance_of
 from psc_core.cli.run import run_stages
 from psc_core.collapse.report import to_csv
 from psc_core.compute.distributed import Reducer
+from psc_core.compute.readable import only_readable
+from psc_core.data.dataset import drawn
 from psc_core.data.spec import open_dataset
 from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.data import FitData
 from psc_core.fitting.stages import checked
+from psc_core.network.backbone import check_output, example_input
 from psc_core.network.layers import GRANULARITIES
-from psc_core.network.load import Recipe, load_network
+from psc_core.network.load import Recipe, load_network, notes_of
 from psc_core.precision import PRECISIONS
 from psc_core.report import page
 from psc_core.report.collect import collect_fit
@@ -34,7 +39,11 @@ from psc_core.report.facts import facts_of
 from psc_core.tasks import TASKS
 from psc_core.tasks.classification.fit.calibrate import CONFIDENCE
 from psc_core.tasks.fit.settings import OOD_SCORES, PREDICTIONS, FitSettings
+from psc_core.tasks.fit.task import OWN_IMAGES
 from psc_core.tasks.task import task_type
+
+MAX_BAD_IMAGES: Final = 10
+"""Images that cannot be decoded and are left out of a fit, unless it is told."""
 
 _EXAMPLE = """example:
   psc-fit --model torchvision:resnet18 --weights net.safetensors --train images/train --val images/val --out bundle
@@ -74,7 +83,8 @@ def parser() -> argparse.ArgumentParser:
     net.add_argument("--model", required=True, metavar="SPEC", help=specs)
     text = "argument of the network's constructor; repeat for more (stem=small, in_channels=1, …)"
     net.add_argument("--model-arg", action="append", default=[], metavar="K=V", help=text)
-    net.add_argument("--weights", type=Path, required=True, metavar="FILE", help="state dict, .safetensors")
+    text = "checkpoint: .safetensors, .pth, .pt, .bin, .ckpt, or .index.json; nothing in it is run"
+    net.add_argument("--weights", type=Path, required=True, metavar="FILE", help=text)
     data = cli.add_argument_group("data")
     data.add_argument("--train", required=True, metavar="DIR", help="training images")
     data.add_argument("--val", required=True, metavar="DIR", help="validation images, none of them trained on")
@@ -128,6 +138,11 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--max-memory", type=flags.byte_count, default=budget, metavar="SIZE", help=text)
     text = "where decoded images are kept until the end, or off to decode them in every pass (default: the system's)"
     run.add_argument("--cache", metavar="DIR|off", help=text)
+    text = (
+        "leave out up to N images that cannot be decoded; with --cache off, finding them takes a pass more, and 0 none"
+    )
+    text = f"{text} (default: {MAX_BAD_IMAGES})"
+    run.add_argument("--max-bad-images", type=flags.whole, default=MAX_BAD_IMAGES, metavar="N", help=text)
     run.add_argument("--distributed", action="store_true", help="be one of the processes that torchrun started")
     text = "write no report; it holds pictures of training and validation images, or their numbers"
     run.add_argument("--no-report", action="store_true", help=text)
@@ -152,24 +167,28 @@ def fit(args: argparse.Namespace) -> None:
     train, val = opened(args.train, split="train"), opened(args.val, split="val")
     data = FitData.of(train, val, seed=args.seed, task=args.task, max_images=args.max_images)
     settings = checked(FitSettings(**given), data)
+    check_target(out)
+    if len(name) > MAX_NAME:
+        raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(name)}")
     task = data.fit.task(data.train)
     recipe = Recipe(args.model, task.network_outputs(data.train.classes), flags.key_values(args.model_arg))
     check_network(asdict(recipe))
     net = load_network(**asdict(recipe), weights=args.weights)
     settings = replace(settings, reducer=Reducer.start() if args.distributed else Reducer())
-    check_target(out)
-    if len(name) > MAX_NAME:
-        raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(name)}")
+    device = settings.compute().device
+    check_output(net.to(device), example_input(preprocess).to(device), recipe.num_classes, name=recipe.spec)
     is_first = settings.reducer.rank == 0
     if is_first:
         print(
             f"train: {data.train.name}, {len(data.train)} images, {data.fit.said_of(data.train)}; "
             f"val: {data.val.name}, {len(data.val)} images"
         )
+        if notes := notes_of(net):
+            print(f"weights: {'; '.join(notes)}")
         print(f"preprocessing: {preprocess}", flush=True)
     if args.dry_run:
-        print(data.fit.first_look(net, data.train, data.val, settings.compute(), settings.seed), flush=True)
-        print(estimate(settings, net, data))
+        print(look(net, data, settings, args.max_bad_images), flush=True)
+        print(estimate(settings, net, data, args.max_bad_images))
         return
     provenance = provenance_of(recipe, args.weights, settings, data)
     check_disjoint(data, provenance)
@@ -178,16 +197,22 @@ def fit(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise UsageError(f"expected names and flags in UTF-8, got {error}; change it") from error
     folder = out.with_name(f".{out.name}.stages")
-    checkpoint = Checkpoint.of(folder, job_of(provenance, settings, data), settings.reducer)
-    resumed = checkpoint.is_resumed and not args.fresh
-    if is_bundle(out) and not args.overwrite and not resumed:
-        raise UsageError(f"{out} holds a bundle already; give --overwrite to replace it, or another --out")
-    if not resumed:
-        checkpoint.clear()
-    if is_first:
-        print(data.fit.first_look(net, data.train, data.val, settings.compute(), settings.seed), flush=True)
+    check_replaced(out, args.overwrite or (folder.exists() and not args.fresh))
     if args.cache != "off":
         data = data.cached(Path(args.cache) if args.cache else None, processes=settings.reducer.world)
+    if is_first:
+        print(look(net, data, settings, args.max_bad_images), flush=True)
+    data, left_out = data.readable(args.max_bad_images, settings.seed, settings.reducer)
+    if left_out:
+        data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
+        provenance = provenance_of(recipe, args.weights, settings, data)
+        if is_first:
+            print(*left_out, sep="\n", flush=True)
+    checkpoint = Checkpoint.of(folder, job_of(provenance, settings, data), settings.reducer)
+    resumed = checkpoint.is_resumed and not args.fresh
+    check_replaced(out, args.overwrite or resumed)
+    if not resumed:
+        checkpoint.clear()
     report, projection, model = run_stages(settings, net, data, name, provenance, checkpoint)
     if not is_first:
         return
@@ -207,6 +232,20 @@ def fit(args: argparse.Namespace) -> None:
         print(f"report: {page.write(facts, out)}")
     checkpoint.clear()
     print(f"next: {page.serve_command(out, manifest)}")
+
+
+def look(net: nn.Module, data: FitData, settings: FitSettings, max_bad_images: int) -> str:
+    """Return what the network itself makes of a few random images, so that it is seen before all are decoded."""
+    train, val = (
+        only_readable(drawn(images, OWN_IMAGES, settings.seed), max_bad_images) for images in (data.train, data.val)
+    )
+    return data.fit.first_look(net, train, val, settings.compute(), settings.seed)
+
+
+def check_replaced(out: Path, is_allowed: bool) -> None:
+    """Raise :class:`UsageError` if there is a bundle already that may not be replaced."""
+    if is_bundle(out) and not is_allowed:
+        raise UsageError(f"{out} holds a bundle already; give --overwrite to replace it, or another --out")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -93,6 +93,11 @@ def positive(text: str, wanted: str = "a positive integer") -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    """Zero or a positive integer (argparse type)."""
+    return 0 if text == "0" else positive(text, "0 or a positive integer")
+
+
 def positive_or_auto(text: str) -> int | None:
     """``"auto"`` → None, else a positive integer (argparse type)."""
     return None if text == "auto" else positive(text, "a positive integer or auto")

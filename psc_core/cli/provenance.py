@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
+from psc_core.network.checkpoints import files_of
 from psc_core.network.load import Recipe
 from psc_core.tasks.fit.settings import FitSettings
 from psc_core.version import __version__
@@ -22,17 +23,17 @@ def provenance_of(recipe: Recipe, weights: Path, settings: FitSettings, data: Fi
         "psc_version": __version__,
         "model": recipe.spec,
         "model_args": dict(recipe.model_args),
-        "weights_sha256": file_digest(weights),
-        "train": origin_of(data.train),
-        "val": origin_of(data.val),
+        "weights_sha256": digest_of(files_of(weights)),
+        "train": origin_of(data.train, data.left_out[0]),
+        "val": origin_of(data.val, data.left_out[1]),
         "settings": settings.recorded(),
     }
 
 
-def origin_of(data: ImageDataset) -> dict[str, Any]:
-    """Name, sizes and digest of a data set."""
+def origin_of(data: ImageDataset, left_out: int) -> dict[str, Any]:
+    """Name, sizes and digest of a data set, and how many images were left out of it."""
     name = os.fsencode(Path(data.name).name).decode(errors="replace")
-    return {"name": name, "images": len(data), "rows": data.examples, "sha256": data.digest()}
+    return {"name": name, "images": len(data), "rows": data.examples, "sha256": data.digest(), "left_out": left_out}
 
 
 def job_of(provenance: Mapping[str, Any], settings: FitSettings, data: FitData) -> dict[str, Any]:
@@ -55,7 +56,10 @@ def check_disjoint(data: FitData, provenance: Mapping[str, Any]) -> None:
         )
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256, hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def digest_of(files: Sequence[Path]) -> str:
+    """SHA-256 of the files one after the other, hexadecimal."""
+    sha = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            hashlib.file_digest(file, lambda: sha)
+    return sha.hexdigest()

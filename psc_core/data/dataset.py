@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,9 @@ from psc_core.data.sources import ArraySource, ImageSource
 from psc_core.errors import DataError
 from psc_core.images.preprocess import Preprocess
 from psc_core.target import Target
+
+DECODERS: Final = min(4, os.cpu_count() or 1)
+"""Number of threads that decode images."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class ImageDataset:
             DataError: An image cannot be read; the message names it.
         """
         order = torch.arange(len(self)) if order is None else order
-        threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "psc-decode")
+        threads = ThreadPoolExecutor(DECODERS, "psc-decode")
         with threads as pool, ThreadPoolExecutor(1, "psc-collate") as collator:
             ahead: Future[Batch] | None = None
             for start in range(0, len(self), batch_images):
@@ -209,6 +213,11 @@ def held_out(dataset: ImageDataset, split: str, every: int) -> ImageDataset:
     position = torch.arange(len(dataset))
     is_val = position % every == every - 1
     return dataset.subset(position[is_val if split == "val" else ~is_val])
+
+
+def drawn(dataset: ImageDataset, count: int, seed: int = 0) -> ImageDataset:
+    """At most ``count`` random images."""
+    return dataset.subset(torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))[:count])
 
 
 def balanced(dataset: ImageDataset, count: int | None, seed: int = 0) -> ImageDataset:

@@ -102,7 +102,7 @@ def open_baselines(model: PSC, weights: Path, train: str, val: str, *, batch_ima
 
     Args:
         model: The fitted model.
-        weights: State dict of the whole network, ``.safetensors``.
+        weights: Checkpoint of the whole network.
         train: Spec of the training images.
         val: Spec of the validation images.
         batch_images: Maximum number of images in a batch.

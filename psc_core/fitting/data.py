@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from psc_core.calibration.conformal import check_rates
+from psc_core.compute.distributed import Reducer
+from psc_core.compute.readable import NONE, SHOWN, check_count, find_unreadable, without
 from psc_core.data.cache import cached
 from psc_core.data.dataset import ImageDataset, balanced, split_validation
 from psc_core.errors import DataError, UsageError
@@ -24,6 +26,7 @@ class FitData:
         selection: Validation images that select the layer, the sizes, the prior precision and the temperature.
         calibration: Validation images that only calibrate, so that stated rates hold.
         fit: How models of what these images are labelled with are fitted.
+        left_out: How many training and validation images were left out, because they cannot be decoded.
     """
 
     train: ImageDataset
@@ -31,6 +34,7 @@ class FitData:
     selection: ImageDataset
     calibration: ImageDataset
     fit: TaskFit
+    left_out: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(
@@ -80,13 +84,38 @@ class FitData:
     def fewer(self, training_images: int, validation_images: int, seed: int) -> FitData:
         """Return so many random images, balanced over classes, split as all of them are."""
         train, val = balanced(self.train, training_images, seed), balanced(self.val, validation_images, seed)
-        return FitData(train, val, *split_validation(val, seed), self.fit)
+        selection, calibration = split_validation(val, seed)
+        return replace(self, train=train, val=val, selection=selection, calibration=calibration)
 
     def cached(self, folder: Path | None, *, processes: int) -> FitData:
         """Return the same images with their pixels kept, see :func:`psc_core.data.cache.cached`."""
         train, val = (cached(data, folder, processes=processes) for data in (self.train, self.val))
         selection, calibration = (replace(half, source=val.source) for half in (self.selection, self.calibration))
-        return FitData(train, val, selection, calibration, self.fit)
+        return replace(self, train=train, val=val, selection=selection, calibration=calibration)
+
+    def readable(self, at_most: int, seed: int, reducer: Reducer | None = None) -> tuple[FitData, tuple[str, ...]]:
+        """Return the images that can be decoded, and what is said of those that cannot, for people.
+
+        Args:
+            at_most: How many may be left out; for 0 none are looked for, and the first that is met ends the fit.
+            seed: Splits the validation images that are kept.
+            reducer: This process among those that fit one model.
+
+        Raises:
+            DataError: More than ``at_most`` cannot be decoded, or too few can.
+        """
+        if not at_most:
+            return self, ()
+        train = find_unreadable(self.train, at_most, reducer)
+        val = find_unreadable(self.val, at_most - len(train), reducer) if len(train) <= at_most else NONE
+        check_count(at_most, train, val)
+        count, reasons = len(train) + len(val), (*train.reasons, *val.reasons)[:SHOWN]
+        if not count:
+            return self, ()
+        kept = FitData.of(without(self.train, train), without(self.val, val), seed=seed, task=self.fit.task_type.name)
+        of_each = f"{len(train)} of {self.train.name}, {len(val)} of {self.val.name}"
+        said = (*(f"left out: {reason}" for reason in reasons), f"left out {count} that cannot be decoded: {of_each}")
+        return replace(kept, left_out=(len(train), len(val))), said
 
     @property
     def is_ambiguous(self) -> bool:
@@ -112,10 +141,9 @@ def check_classes(train: ImageDataset, val: ImageDataset) -> None:
         DataError: They differ or have too few images.
     """
     if train.classes != val.classes:
-        odd = sorted(set(train.classes) ^ set(val.classes))
         raise DataError(
-            f"expected the same class folders for training and validation, they differ in {odd[:10]}; "
-            "make the folders match (one without images is enough for a class that validation lacks)"
+            f"expected the same class folders for training and validation, {_difference(train, val)}; make the "
+            "folders match (one without images is enough for a class that validation lacks)"
         )
     if len(train.classes) < 2:
         raise DataError(f"expected at least two classes, got {list(train.classes)}; give a folder for each class")
@@ -123,3 +151,14 @@ def check_classes(train: ImageDataset, val: ImageDataset) -> None:
     if counts.min() < 2:
         rare = train.classes[int(counts.argmin())]
         raise DataError(f"expected at least two training images of each class, got {int(counts.min())} of {rare!r}")
+
+
+def _difference(train: ImageDataset, val: ImageDataset) -> str:
+    """Say which classes one of two data sets has and the other lacks."""
+    lacking = [
+        f"{data.name} lacks {', '.join(map(repr, names[:5]))}{f' and {len(names) - 5} more' * (len(names) > 5)}"
+        for data, other in ((val, train), (train, val))
+        for names in [sorted(set(other.classes) - set(data.classes))]
+        if names
+    ]
+    return " and ".join(lacking) or "they have them in another order"

@@ -20,9 +20,10 @@ from psc_core.images.preprocess import Inputs, Preprocess
 from psc_core.network.cut import HookedNetwork, HookPlan, cut_graph, plan_stop
 from psc_core.network.fuse import fuse, images_format
 from psc_core.network.layout import INPUT, Layout, canonical, layout_of
-from psc_core.network.load import BUILT_BY_HAND, Recipe, bounded_size, load_network, load_weights, recipe_of
+from psc_core.network.load import BUILT_BY_HAND, Recipe, bounded_size, load_network, recipe_of
 from psc_core.network.onnx.body import OnnxBody
 from psc_core.network.onnx.network import OnnxNetwork
+from psc_core.network.weights import load_weights
 from psc_core.precision import Precision
 
 FeatureStep = Callable[[Tensor], list[Tensor]]
@@ -214,13 +215,59 @@ def _agrees(backbone: Backbone, net: nn.Module, example: Tensor) -> bool:
 def _check_repeatable(backbone: Backbone, example: Tensor) -> None:
     """Reject a network with random outputs; one that agrees with its trace has passed this test already."""
     for first, second in zip(backbone.body(example), backbone.body(example), strict=True):
-        scale = float(first.abs().max()) if first.numel() else 0.0
-        apart = float((first - second).abs().max()) if scale else 0.0
-        if apart > _REPEATABLE * scale:
-            raise NetworkError(
-                "expected the same output for the same image, two passes differ by "
-                f"{apart / scale:.1%}; is dropout always on? F.dropout needs training=self.training"
-            )
+        _check_same(first, second)
+
+
+def _check_same(first: Tensor, second: Tensor) -> None:
+    scale = float(first.abs().max()) if first.numel() else 0.0
+    apart = float((first - second).abs().max()) if scale else 0.0
+    if apart > _REPEATABLE * scale:
+        raise NetworkError(
+            "expected the same output for the same image, two passes differ by "
+            f"{apart / scale:.1%}; is dropout always on? F.dropout needs training=self.training"
+        )
+
+
+@torch.inference_mode()
+def check_output(net: nn.Module, example: Inputs, outputs: int, *, name: str) -> None:
+    """Run ``net`` on one image, before any other is read: its outputs are (1, ``outputs``), finite and repeatable.
+
+    Raises:
+        NetworkError: They are not, or the network cannot run; the message has its ``name``.
+    """
+    try:
+        first, second = net(example), net(example)
+    except Exception as error:
+        raise NetworkError(
+            f"{name} cannot run an input of shape {tuple(example.shape)}: {type(error).__name__}: {error}; check the "
+            "preset, the image size and the model arguments"
+        ) from error
+    if not isinstance(first, Tensor):
+        raise NetworkError(
+            f"expected {name} to return a tensor of shape (1, {outputs}) for one image, got {_described(first)}; wrap "
+            "it in a function that returns a module whose output is the logits alone"
+        )
+    if tuple(first.shape) != (1, outputs):
+        raise NetworkError(
+            f"expected {name} to return a tensor of shape (1, {outputs}) for one image, got {tuple(first.shape)}; use "
+            "the data that it was trained for, and a factory that reads num_classes and returns logits"
+        )
+    if not bool(first.isfinite().all()):
+        raise NetworkError(
+            f"expected finite outputs, {name} gives NaN or infinity for an image of noise; check its weights, and the "
+            "mean and std of the preprocessing"
+        )
+    try:
+        _check_same(first, second)
+    except NetworkError as error:
+        raise NetworkError(f"{name}: {error}") from error
+
+
+def _described(output: object) -> str:
+    """Say what a network returned instead of a tensor."""
+    if isinstance(output, Mapping):
+        return f"a {type(output).__name__} of {', '.join(map(str, output))}"
+    return f"a {type(output).__name__}" + (f" of {len(output)}" if isinstance(output, tuple | list) else "")
 
 
 def rebuild_backbone(

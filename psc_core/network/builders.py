@@ -77,7 +77,7 @@ def from_timm(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.
     if forbidden := sorted(_TIMM_FILES & set(args)):
         raise NetworkError(
             f"model arguments {', '.join(forbidden)} are not allowed, because they read files or download; give the "
-            "weights as a safetensors file"
+            "weights as a file of their own"
         )
     if "in_channels" in args:
         args["in_chans"] = args.pop("in_channels")

@@ -1,4 +1,4 @@
-"""Load a network by its *spec*, with weights from a safetensors file; nothing is ever downloaded.
+"""Load a network by its *spec*, with the weights of a checkpoint; nothing is ever downloaded.
 
 * ``torchvision:NAME``: a classification network of torchvision;
 * ``timm:NAME``: a network of timm (``pip install 'psc[timm]'``);
@@ -17,21 +17,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
 from psc_core.network.builders import BUILDERS, from_factory
 from psc_core.network.onnx.network import open_onnx
+from psc_core.network.weights import load_weights, read_weights
 
 RECIPE: Final = "psc_recipe"
 """Attribute of a loaded network that holds its :class:`Recipe`, so that a bundle can rebuild it."""
+
+NOTES: Final = "psc_weights_notes"
+"""Attribute of a loaded network that says what was done to find its weights in their file."""
 
 BUILT_BY_HAND: Final = "no name builds this network again; a bundle holds it as an ONNX graph"
 """The reason why a network has no recipe."""
@@ -78,8 +79,9 @@ def load_network(
 
     Args:
         spec: ``torchvision:NAME``, ``timm:NAME``, ``onnx:FILE`` or ``package.module:factory``.
-        weights: Safetensors file of the state dict; ``None`` keeps the random initialisation, which draws from torch's
-            global generator.
+        weights: Checkpoint, ``.safetensors``, ``.pth``, ``.pt``, ``.bin``, ``.ckpt`` or ``.index.json``; nothing in it
+            is run, and :func:`notes_of` says how the network was found in it.  ``None`` keeps the random
+            initialisation, which draws from torch's global generator.
         num_classes: Number of logits.
         model_args: Arguments of the builder.
 
@@ -103,7 +105,9 @@ def load_network(
     else:
         net = BUILDERS[family](name, num_classes, recipe.model_args)
     if weights is not None:
-        load_weights(net, read_tensors(Path(weights)), num_classes=num_classes, origin=str(weights))
+        read = read_weights(Path(weights), net.state_dict())
+        load_weights(net, read.tensors, num_classes=num_classes, origin=read.origin)
+        setattr(net, NOTES, read.notes)
     setattr(net, RECIPE, recipe)
     return net.eval()
 
@@ -113,66 +117,9 @@ def recipe_of(net: nn.Module) -> Recipe | None:
     return getattr(net, RECIPE, None)
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU.
-
-    Raises:
-        NetworkError: No such file, or not a safetensors file.
-    """
-    if not path.is_file():
-        raise NetworkError(f"there is no file of weights {path}; give a safetensors file")
-    try:
-        return safetensors.torch.load_file(path)
-    except (SafetensorError, ValueError) as error:
-        raise NetworkError(
-            f"{path} is not a safetensors file ({error}); convert a PyTorch checkpoint with "
-            "safetensors.torch.save_file(net.state_dict(), FILE)"
-        ) from error
-
-
-def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, num_classes: int, origin: str) -> None:
-    """Copy ``state`` into ``net``.
-
-    Batch counters (``num_batches_tracked``) may be missing, because evaluation does not read them.
-    The number of classes of the data and the ``origin`` of the tensors are for messages.
-
-    Raises:
-        NetworkError: Missing, unexpected or non-finite tensors, or tensors of the wrong shape.
-    """
-    wanted = net.state_dict()
-    missing = [key for key in wanted if key not in state and not key.endswith("num_batches_tracked")]
-    unexpected = [key for key in state if key not in wanted]
-    if missing or unexpected:
-        raise NetworkError(
-            f"{origin} does not fit the network: {_count('missing', missing)}, {_count('unexpected', unexpected)}; "
-            "check the model name and its arguments" + _prefix_hint(missing, unexpected)
-        )
-    for key, tensor in state.items():
-        expected, got = tuple(wanted[key].shape), tuple(tensor.shape)
-        if expected != got:
-            if got and expected == (num_classes, *got[1:]):
-                raise NetworkError(
-                    f"{origin} is for {got[0]} classes ({key} is {got}), the data has {num_classes}; use the data that "
-                    "the network was trained on"
-                )
-            raise NetworkError(f"{origin}: expected {key} of shape {expected}, got {got}; check the model arguments")
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise NetworkError(f"{origin}: expected finite weights, {key} has NaN or infinity; train it again")
-    wanted.update(state)  # keeps the version metadata that some modules read
-    net.load_state_dict(wanted)
-
-
-def _count(what: str, keys: list[str]) -> str:
-    shown = ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
-    return f"{len(keys)} {what}" + (f" ({shown})" if keys else "")
-
-
-def _prefix_hint(missing: list[str], unexpected: list[str]) -> str:
-    """A hint if unexpected names are missing ones with a prefix; batch counters are never missing."""
-    for key, name in product(unexpected, sorted(missing, key=len, reverse=True)):
-        if key.endswith(f".{name}"):
-            return f"; its names have the prefix {key.removesuffix(name)!r}: remove it"
-    return ""
+def notes_of(net: nn.Module) -> tuple[str, ...]:
+    """Return what was done to find the weights of a network from :func:`load_network` in their file, for people."""
+    return getattr(net, NOTES, ())
 
 
 @contextmanager

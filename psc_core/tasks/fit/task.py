@@ -20,6 +20,9 @@ from psc_core.tasks.head import Head, Scored
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.task import Task
 
+OWN_IMAGES: Final = 1000
+"""Maximum number of images of each set by which :meth:`TaskFit.first_look` judges a network."""
+
 
 class Features(NamedTuple):
     """The features of n labelled examples, ordered by class, on disk."""
@@ -49,10 +52,6 @@ class Calibrated(NamedTuple):
     calibration: BaseCalibration
     policy: BasePolicy
     metrics: Mapping[str, Any]  # on which nothing that they measure was selected, JSON types
-
-
-OWN_IMAGES: Final = 1000
-"""Maximum number of images of :func:`own_outputs`."""
 
 
 class TaskFit:

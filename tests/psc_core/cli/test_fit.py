@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from psc_core.bundle.io import read_bundle
 from psc_core.cli import fit as cli
+from psc_core.data.dataset import ImageDataset
+from psc_core.data.sources import FileSource
+from psc_core.data.spec import open_dataset
+from psc_core.fitting import stages
+from psc_core.images.preprocess import PRESETS, Preprocess
+from tests import tiny
 from tests.psc_core.cli.support import run
 
 
@@ -170,3 +181,123 @@ def test_checks_the_output_first(  # type: ignore[no-untyped-def]
         assert message in err
         assert "layer" not in printed
     assert (tmp_path / "other" / "thesis.txt").read_text() == "years of work"
+
+
+def written(data: ImageDataset, root: Path, count: int) -> Path:
+    """The first images of each class as files."""
+    seen: Counter[int] = Counter()
+    for position, label in enumerate(data.first_labels().tolist()):
+        file = root / data.classes[label] / f"{seen[label]:04}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if seen[label] < count:
+            Image.fromarray(data.image(position)[0]).save(file)
+        seen[label] += 1
+    return root
+
+
+@pytest.fixture
+def folder_args(tiny_job, tmp_path: Path, data_root: Path) -> list[str]:  # type: ignore[no-untyped-def]
+    """The job with digits in folders."""
+    args = [*tiny_job.args, "--layers", "^[24]$", "--alpha", "0.2", "--coverage", "0.8", "--no-report"]
+    for split, count in (("train", 12), ("val", 4)):
+        data = open_dataset(f"mnist:{data_root}", split=split, preprocess=PRESETS["mnist"])
+        args[args.index(f"--{split}") + 1] = str(written(data, tmp_path / split, count))
+    return args
+
+
+@pytest.fixture
+def without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "load_network", lambda *_, **__: pytest.fail("the network was loaded"))
+
+
+@pytest.mark.usefixtures("without_network")
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_folders_that_differ_are_told_before_the_network_is_loaded(
+    folder_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    shutil.rmtree(tmp_path / "val" / "7")
+    code, _, err = run(capsys, cli.main, [*folder_args, *more, "--out", str(tmp_path / "b")])
+    assert code == 2 and f"training and validation, {tmp_path / 'val'} lacks '7'; make the folders match" in err
+
+
+def test_an_output_of_the_wrong_form_is_told_before_any_image_is_decoded(
+    folder_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ImageDataset, "image", lambda *_: pytest.fail("an image was decoded"))
+    args = [*folder_args, "--size", "5", "--model-arg", "in_channels=1", "--out", str(tmp_path / "b")]
+    args[args.index("--model") + 1] = f"{__name__}:squeezed"
+    code, _, err = run(capsys, cli.main, args)
+    assert (
+        code == 2
+        and f"expected {__name__}:squeezed to return a tensor of shape (1, 10) for one image, got (10,)" in err
+    )
+
+
+def squeezed(num_classes: int, in_channels: int) -> torch.nn.Module:
+    """A network that loses the batch axis of a single image."""
+    net = tiny.network(num_classes, in_channels)
+    net.register_forward_hook(lambda _module, _args, output: output.squeeze())
+    return net
+
+
+def test_few_images_that_cannot_be_decoded_are_left_out(  # type: ignore[no-untyped-def]
+    folder_args: list[str], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = [
+        tmp_path / "train" / "3" / "0002.png",
+        tmp_path / "val" / "5" / "0000.png",
+        tmp_path / "val" / "5" / "0001.png",
+    ]
+    for file in bad:
+        file.write_bytes(file.read_bytes()[:40])
+    out, said = tmp_path / "b", "left out 3 that cannot be decoded: 1 of"
+    code, printed, err = run(capsys, cli.main, [*folder_args, "--max-bad-images", "2", "--out", str(out)])
+    assert code == 2 and "expected at most 2 images that cannot be decoded, found more: " in err and str(bad[0]) in err
+    assert "--max-bad-images" in err and said not in printed
+    code, printed, err = run(capsys, cli.main, [*folder_args, "--max-bad-images", "0", "--out", str(out)])
+    assert code == 2 and "damaged or truncated" in err
+
+    code, printed, err = run(capsys, cli.main, [*folder_args, "--dry-run", "--out", str(out)])
+    assert code == 0 and said in printed, err
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "fit_model", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(capsys, cli.main, [*folder_args, "--out", str(out)])[0] == 130
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "collapse", lambda *_: pytest.fail("the stage was kept"))
+        code, printed, err = run(capsys, cli.main, [*folder_args, "--out", str(out)])
+    assert code == 0 and said in printed, err
+    assert all(f"left out: {file}" in printed for file in bad)
+    provenance = read_bundle(out).manifest.provenance
+    assert [provenance[split][key] for split in ("train", "val") for key in ("images", "left_out")] == [119, 1, 38, 2]
+
+    for file in bad:
+        file.unlink()
+    assert run(capsys, cli.main, [*folder_args, "--cache", "off", "--out", str(tmp_path / "b2")])[0] == 0
+    other = read_bundle(tmp_path / "b2")
+    assert other.parts.keys() == read_bundle(out).parts.keys()
+    for part, tensors in read_bundle(out).parts.items():
+        assert all(torch.equal(tensor, other.parts[part][key]) for key, tensor in tensors.items()), part
+
+
+def test_each_image_is_decoded_once(folder_args: list[str], tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    reads = Counter[str]()
+    decode = FileSource.read
+
+    def counted(source: FileSource, index: int, preprocess: Preprocess) -> Any:
+        reads[str(source.path(index))] += 1
+        return decode(source, index, preprocess)
+
+    monkeypatch.setattr(FileSource, "read", counted)
+    assert run(capsys, cli.main, [*folder_args, "--out", str(tmp_path / "b")])[0] == 0
+    assert len(reads) == 160 and set(reads.values()) == {1}
+
+
+def test_says_how_weights_were_found(tiny_job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    state = {f"module.{name}": tensor for name, tensor in tiny_job.net.state_dict().items()}
+    torch.save({"state_dict": state, "args": argparse.Namespace(lr=0.1)}, tmp_path / "best.pth.tar")
+    args = [*tiny_job.args, "--dry-run", "--out", str(tmp_path / "b")]
+    args[args.index("--weights") + 1] = str(tmp_path / "best.pth.tar")
+    code, out, err = run(capsys, cli.main, args)
+    assert code == 0, err
+    assert 'weights: found under "state_dict" of best.pth.tar; removed the prefix "module."\n' in out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from PIL import Image
 
 from psc_core import FitSettings
 from psc_core.cli import fit as cli
-from psc_core.cli.provenance import check_disjoint, provenance_of
+from psc_core.cli.provenance import check_disjoint, digest_of, provenance_of
 from psc_core.data.spec import image_folder
 from psc_core.fitting.data import FitData
 from psc_core.images.preprocess import PRESETS
@@ -54,3 +55,10 @@ def test_accepts_other_images_of_equal_names_and_sizes(tmp_path: Path) -> None:
 def test_undecodable_folder_name(tmp_path: Path) -> None:
     data = image_folder(write_bitmaps(tmp_path / os.fsdecode(b"caf\xe9"), 0), PRESETS["mnist"])
     assert provenance(FitData.of(data, data), tmp_path)["train"]["name"] == "caf\N{REPLACEMENT CHARACTER}"
+
+
+def test_the_digest_of_weights_covers_every_file(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.bin", tmp_path / "2.bin"
+    first.write_bytes(b"one"), second.write_bytes(b"two")
+    assert digest_of([first]) == hashlib.sha256(b"one").hexdigest()
+    assert digest_of([first, second]) == hashlib.sha256(b"onetwo").hexdigest()

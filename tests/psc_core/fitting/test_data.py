@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,13 @@ from psc_core import FitSettings, fit_psc, measure_collapse
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.data.sources import ArraySource
+from psc_core.data.spec import image_folder
 from psc_core.data.targets import measured
 from psc_core.errors import DataError, FitError, UsageError
 from psc_core.fitting.data import FitData
 from psc_core.fitting.parts import FittedProjection
 from psc_core.target import Target
-from tests.psc_core.data.support import TINY
+from tests.psc_core.data.support import TINY, write_folder
 
 SETTINGS = FitSettings(device="cpu")
 
@@ -59,8 +61,16 @@ def test_rejects_invalid_options_before_any_image_is_read(
 
 
 def test_rejects_other_classes_or_fewer_than_two(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> None:
-    with pytest.raises(DataError, match="the same class folders"):
-        measure_collapse(net, train, replace(val, classes=(*val.classes[:-1], "x")), settings=SETTINGS)
+    for classes, message in (
+        (
+            (*val.classes[:-1], "x"),
+            r"same class folders .*, mnist lacks '9' and mnist lacks 'x'; make the folders match",
+        ),
+        (val.classes[:2], r", mnist lacks '2', '3', '4', '5', '6' and 3 more; make"),
+        (val.classes[::-1], ", they have them in another order; make"),
+    ):
+        with pytest.raises(DataError, match=message):
+            measure_collapse(net, train, replace(val, classes=classes), settings=SETTINGS)
     alone = [replace(data, classes=("all",), labels=torch.zeros_like(data.labels)) for data in (train, val)]
     with pytest.raises(DataError, match="at least two classes"):
         measure_collapse(net, *alone, settings=SETTINGS)
@@ -117,3 +127,40 @@ def test_rejects_images_of_another_task(train: ImageDataset, val: ImageDataset) 
         FitData.of(train, val, task="regression")
     with pytest.raises(UsageError, match="a task of regression, classification, got 'sorting'"):
         FitData.of(train, val, task="sorting")
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> FitData:
+    """Two classes; of the training images one cannot be decoded, of the validation images two of class b."""
+    train, val = (write_folder(tmp_path / name, {"a": 6, "b": 6}) for name in ("train", "val"))
+    for file in (train / "a" / "1.png", val / "b" / "0.png", val / "b" / "5.png"):
+        file.write_bytes(b"text")
+    return FitData.of(image_folder(train, TINY), image_folder(val, TINY), seed=3)
+
+
+def test_leaves_out_what_cannot_be_decoded(folders: FitData, tmp_path: Path) -> None:
+    data, said = folders.readable(3, seed=3)
+    assert (len(data.train), len(data.val), data.left_out) == (11, 10, (1, 2))
+    assert len(data.selection) == len(data.calibration) == 5
+    assert sorted([*data.selection.indices.tolist(), *data.calibration.indices.tolist()]) == [*range(6), *range(7, 11)]
+    assert [line.partition(": ")[0] for line in said[:3]] == ["left out"] * 3
+    assert said[3] == f"left out 3 that cannot be decoded: 1 of {tmp_path / 'train'}, 2 of {tmp_path / 'val'}"
+    (tmp_path / "train" / "a" / "1.png").unlink(), (tmp_path / "val" / "b" / "0.png").unlink()
+    (tmp_path / "val" / "b" / "5.png").unlink()
+    without = FitData.of(*(image_folder(tmp_path / name, TINY) for name in ("train", "val")), seed=3)
+    for name in ("train", "val", "selection", "calibration"):
+        assert getattr(data, name).digest() == getattr(without, name).digest(), name
+    assert data.readable(3, seed=3) == (data, ())
+
+
+def test_too_many_that_cannot_be_decoded_end_the_fit(folders: FitData) -> None:
+    with pytest.raises(DataError, match=r"at most 2 images that cannot .* found more: .*1\.png: .*--max-bad-images"):
+        folders.readable(2, seed=0)
+    assert folders.readable(0, seed=0) == (folders, ())
+
+
+def test_a_class_without_images_that_can_be_decoded_ends_the_fit(folders: FitData, tmp_path: Path) -> None:
+    for number in range(5):
+        (tmp_path / "train" / "a" / f"{number}.png").write_bytes(b"")
+    with pytest.raises(DataError, match="at least two training images of each class, got 1 of 'a'"):
+        folders.readable(10, seed=0)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
 from psc_core.images.preprocess import PRESETS
-from psc_core.network.backbone import Backbone, example_input, rebuild_backbone, truncate
+from psc_core.network.backbone import Backbone, check_output, example_input, rebuild_backbone, truncate
 from psc_core.network.layers import list_layers
 from psc_core.network.layout import INPUT, canonical
 from psc_core.network.load import load_network
@@ -356,3 +356,40 @@ def test_example_input_is_reproducible_and_standardised() -> None:
     assert example.shape == (1, 3, 32, 32) and example.dtype == torch.float32
     assert torch.equal(example, example_input(PRESETS["cifar10"]))
     assert abs(float(example.mean())) < 0.5
+
+
+class Gives(nn.Module):
+    """Returns what it is told to of the mean of each channel."""
+
+    def __init__(self, output: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, x: Tensor) -> Any:
+        return self.output(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (
+            lambda x: x[0],
+            r"expected my:net to return a tensor of shape \(1, 3\) for one image, got \(3,\); use the data",
+        ),
+        (lambda x: x[:, :2], r"of shape \(1, 3\) for one image, got \(1, 2\)"),
+        (lambda x: (x, x), r"got a tuple of 2; wrap it in a function"),
+        (lambda x: {"logits": x, "features": x}, "got a dict of logits, features; wrap it"),
+        (lambda x: None, "got a NoneType; wrap it"),
+        (lambda x: x / 0, "my:net gives NaN or infinity for an image of noise"),
+        (lambda x: nn.functional.dropout(x), "my:net: expected the same output .* is dropout always on"),
+        (lambda x: x @ x.new_zeros(9, 3), r"my:net cannot run an input of shape \(1, 3, 4, 4\): RuntimeError"),
+    ],
+)
+def test_an_output_that_cannot_be_used_is_told_by_one_image(output: Callable[[Tensor], Any], message: str) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(NetworkError, match=message):
+        check_output(Gives(output), torch.randn(1, 3, 4, 4), 3, name="my:net")
+
+
+def test_an_output_of_the_right_form_is_accepted() -> None:
+    check_output(Gives(lambda x: x), torch.randn(1, 3, 4, 4), 3, name="my:net")

@@ -1,0 +1,103 @@
+"""Find images that cannot be decoded before anything is computed from a data set, so that few of them end no fit.
+
+Where pixels are cached (:mod:`psc_core.data.cache`), this pass is the one that decodes them, and costs nothing more.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from psc_core.compute.distributed import Reducer
+from psc_core.compute.passes import track
+from psc_core.data.dataset import DECODERS, ImageDataset
+from psc_core.data.sources import ArraySource
+from psc_core.errors import DataError, ImageError
+
+SHOWN: Final = 5
+"""Number of images that are named."""
+
+_AT_ONCE: Final = 256
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """The images of a data set that cannot be decoded; where there are too many, not all of them."""
+
+    positions: Int[Tensor, " n"]  # in the data set, ascending
+    reasons: tuple[str, ...]  # of the first :data:`SHOWN`, each with the image's name
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+NONE: Final = Unreadable(torch.empty(0, dtype=torch.int64), ())
+
+
+def find_unreadable(dataset: ImageDataset, at_most: int, reducer: Reducer | None = None) -> Unreadable:
+    """Decode each image; of several processes each decodes its own, and all are told of the same.
+
+    Args:
+        dataset: The images; those of an array need no decoding.
+        at_most: How many there may be: the search ends early where there are more.
+        reducer: This process among those that fit one model.
+    """
+    reducer = reducer or Reducer()
+    is_bad = torch.zeros(len(dataset), dtype=torch.int64)
+    if not isinstance(dataset.source, ArraySource):
+        chunks = torch.split(torch.arange(reducer.rank, len(dataset), reducer.world), _AT_ONCE)
+        with ThreadPoolExecutor(DECODERS, "psc-decode") as pool:
+            for chunk in track(chunks, total=len(chunks), description=f"decoding {dataset.name}"):
+                reasons = pool.map(lambda position: why_unreadable(dataset, position), chunk.tolist())
+                is_bad[chunk] = torch.tensor([reason is not None for reason in reasons], dtype=torch.int64)
+                if int(is_bad.sum()) > at_most:
+                    break
+    positions = reducer.sum_(is_bad).nonzero().flatten()
+    first = (why_unreadable(dataset, position) for position in positions[:SHOWN].tolist())
+    return Unreadable(positions, tuple(filter(None, first)))
+
+
+def why_unreadable(dataset: ImageDataset, position: int) -> str | None:
+    """Return why an image cannot be decoded, with its name; None if it can."""
+    try:
+        dataset.image(position)
+    except (DataError, ImageError) as error:
+        return str(error)
+    return None
+
+
+def without(dataset: ImageDataset, found: Unreadable) -> ImageDataset:
+    """Return the other images; the data set itself if nothing was found."""
+    if not len(found):
+        return dataset
+    is_kept = torch.ones(len(dataset), dtype=torch.bool)
+    is_kept[found.positions] = False
+    return dataset.subset(is_kept.nonzero().flatten())
+
+
+def only_readable(dataset: ImageDataset, at_most: int) -> ImageDataset:
+    """Return the images that can be decoded; for 0 none are looked for.
+
+    Raises:
+        DataError: More than ``at_most`` cannot.
+    """
+    if not at_most:
+        return dataset
+    found = find_unreadable(dataset, at_most)
+    check_count(at_most, found)
+    return without(dataset, found)
+
+
+def check_count(at_most: int, *found: Unreadable) -> None:
+    """Raise :class:`DataError` where more than ``at_most`` images of some data sets cannot be decoded."""
+    count, reasons = sum(map(len, found)), [reason for each in found for reason in each.reasons]
+    if count > at_most:
+        raise DataError(
+            f"expected at most {at_most} images that cannot be decoded, found more: {'; '.join(reasons[:SHOWN])}"
+            f"{'; …' * (count > SHOWN)}; repair or remove them, or leave out more by --max-bad-images"
+        )

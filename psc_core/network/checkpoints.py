@@ -1,0 +1,201 @@
+"""Read the file in which training left a network, whatever wrote it, without running anything that it names.
+
+=====================  ===========================================================================================
+safetensors            its tensors, memory-mapped
+``torch.save``         ``torch.load(weights_only=True)``: memory-mapped; read where it is of the form before PyTorch 1.6
+``….index.json``       the tensors of the files beside it that its ``weight_map`` names
+=====================  ===========================================================================================
+
+The content tells the format, for suffixes are used freely.  Beside its tensors a checkpoint may hold objects of any
+class, as settings and metrics; ``weights_only`` would refuse the whole file for one of them, so each becomes an empty
+stand-in.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import stat
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+from zipfile import ZIP_STORED, ZipFile
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from psc_core.errors import NetworkError
+
+SUFFIXES: Final = ".safetensors, .pth, .pt, .bin, .ckpt, or the .index.json of several files"
+"""Usual names of checkpoints, for people."""
+
+INDEX: Final = ".index.json"
+"""Suffix of a file that names others, in which the tensors are."""
+
+MAX_TEXT: Final = 64 << 20
+"""Maximum size of what is parsed as a whole, an index or the pickle beside the tensors, bytes."""
+
+MAX_CLASSES: Final = 1000
+"""Maximum number of classes that get a stand-in."""
+
+_OLDER_FORM: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""First bytes of what ``torch.save`` wrote before it wrote zip archives."""
+
+_SHOWN: Final = 100
+
+
+def read_checkpoint(path: Path) -> Any:
+    """Return what a checkpoint holds, its tensors on the CPU.
+
+    Raises:
+        NetworkError: No such file, none of these formats, damage, or content that only code can load.
+    """
+    _check_regular(path)
+    if path.name.endswith(INDEX):
+        return _read_parts(path)
+    with path.open("rb") as file:
+        head = file.read(len(_OLDER_FORM))
+    if path.suffix == ".safetensors" or head[8:9] == b"{":  # The length of a header, and the header.
+        with _damage_is_told(path):
+            return safetensors.torch.load_file(path)
+    if head.startswith(b"PK"):
+        return _read_archive(path)
+    if head == _OLDER_FORM:
+        return _load(path, None)
+    raise NetworkError(f"{path} is no checkpoint of a kind that can be read; expected {SUFFIXES}")
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a checkpoint: itself, and behind an index those that it names.
+
+    Raises:
+        NetworkError: An index that cannot be read.
+    """
+    return [path, *sorted(set(_read_index(path).values()))] if path.name.endswith(INDEX) else [path]
+
+
+def is_whole_network(checkpoint: object) -> bool:
+    """Return whether a network was saved itself, and not its state dict, alone or in a dictionary."""
+    parts = [checkpoint, *(checkpoint.values() if isinstance(checkpoint, Mapping) else ())]
+    return any(isinstance(part, _StandIn) and part.is_network for part in parts)
+
+
+def needs_code(path: Path, what: str) -> NetworkError:
+    """Return the error of a checkpoint that only code can load."""
+    return NetworkError(
+        f"{path} holds {what}, and loading that runs code which the file names; only if you trust it, convert it: "
+        f'net = torch.load("{path.name}", weights_only=False); '
+        'safetensors.torch.save_file(net.state_dict(), "net.safetensors")'
+    )
+
+
+def shortened(name: str) -> str:
+    """Return a name as a message shows it; a file may hold names of any length."""
+    return name if len(name) <= _SHOWN else f"{name[:_SHOWN]}…"
+
+
+def _check_regular(path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        raise NetworkError(f"there is no file of weights {path}; give one: {SUFFIXES}") from error
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+        raise NetworkError(f"{path} is {kind}; give a file of weights: {SUFFIXES}")
+
+
+@contextmanager
+def _damage_is_told(path: Path) -> Iterator[None]:
+    """A context whose errors say that the file is damaged; what readers raise at any bytes is no short list."""
+    try:
+        yield
+    except NetworkError:
+        raise
+    except Exception as error:
+        raise NetworkError(
+            f"{path} is damaged, or no checkpoint ({type(error).__name__} while reading it); copy it again"
+        ) from error
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor, by the tensors' names."""
+    _check_regular(path)
+    if path.stat().st_size > MAX_TEXT:
+        raise NetworkError(f"expected an index of at most {MAX_TEXT} bytes, {path} has more; copy it again")
+    with _damage_is_told(path):
+        files = {name: Path(file) for name, file in dict(json.loads(path.read_bytes())["weight_map"]).items()}
+    for file in files.values():
+        if file.name != str(file) or file.name.endswith(INDEX):
+            raise NetworkError(f"expected {path} to name files of weights beside it, got {shortened(str(file))!r}")
+    return {name: path.parent / file for name, file in files.items()}
+
+
+def _read_parts(path: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    files = _read_index(path)
+    for file in sorted(set(files.values())):
+        held = read_checkpoint(file)
+        for name in (name for name, where in files.items() if where == file):
+            if not isinstance(held, Mapping) or not isinstance(held.get(name), Tensor):
+                raise NetworkError(
+                    f"{file} lacks {shortened(name)}, which {path.name} looks for there; copy both again"
+                )
+            tensors[name] = held[name]
+    return tensors
+
+
+def _read_archive(path: Path) -> Any:
+    """Read what ``torch.save`` wrote; nothing in it is packed, so that it takes no more memory than its bytes."""
+    with _damage_is_told(path), ZipFile(path) as archive:
+        entries = archive.infolist()
+    names = {entry.filename.rpartition("/")[2] for entry in entries if entry.filename.count("/") == 1}
+    if "constants.pkl" in names:
+        raise NetworkError(
+            f"{path} is a TorchScript archive, which is code; only if you trust it, convert it: "
+            f'net = torch.jit.load("{path.name}"); safetensors.torch.save_file(net.state_dict(), "net.safetensors")'
+        )
+    if "data.pkl" not in names:
+        raise NetworkError(f"{path} is a zip archive, but not one of torch.save; expected {SUFFIXES}")
+    is_packed = any(entry.compress_type != ZIP_STORED for entry in entries)
+    if is_packed or sum(entry.file_size for entry in entries) > path.stat().st_size:
+        raise NetworkError(f"{path} is packed, which torch.save does not do; save it again")
+    if any(entry.file_size > MAX_TEXT for entry in entries if entry.filename.endswith("/data.pkl")):
+        raise NetworkError(f"{path} has more than {MAX_TEXT} bytes beside its tensors; save the state dict alone")
+    with _damage_is_told(path):
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    if len(unknown) > MAX_CLASSES:
+        raise needs_code(path, f"objects of {len(unknown)} classes")
+    return _load(path, unknown)
+
+
+class _StandIn:
+    """Stands for an object of a class that is not loaded, without its content."""
+
+    is_network = False
+
+    def __new__(cls, *_args: object, **_named: object) -> _StandIn:
+        return super().__new__(cls)
+
+    def __init__(self, *_args: object, **_named: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        self.is_network = isinstance(state, Mapping) and "_modules" in state
+
+
+def _load(path: Path, unknown: list[str] | None) -> Any:
+    """Load what ``torch.save`` wrote, with stand-ins for ``unknown`` classes; None for the older form, without any."""
+    stand_ins: list[Any] = [(type("StandIn", (_StandIn,), {}), name) for name in unknown or ()]
+    with warnings.catch_warnings(), _damage_is_told(path):
+        warnings.simplefilter("ignore")  # of unusual pickles
+        try:
+            with torch.serialization.safe_globals(stand_ins):
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=unknown is not None)
+        except pickle.UnpicklingError as error:
+            if unknown == []:
+                raise  # It names nothing that could be refused.
+            what = f" ({shortened(unknown[0])})" if unknown else ""
+            raise needs_code(path, f"a whole network or other objects{what}") from error
