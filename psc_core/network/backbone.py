@@ -20,7 +20,7 @@ from psc_core.images.preprocess import Inputs, Preprocess
 from psc_core.network.cut import HookedNetwork, HookPlan, cut_graph, plan_stop
 from psc_core.network.fuse import fuse, images_format
 from psc_core.network.layout import INPUT, Layout, canonical, layout_of
-from psc_core.network.load import BUILT_BY_HAND, Recipe, bounded_size, load_network, load_weights, recipe_of
+from psc_core.network.load import BUILT_BY_HAND, Recipe, bounded_size, build, load_weights, recipe_of
 from psc_core.precision import Precision
 
 FeatureStep = Callable[[Tensor], list[Tensor]]
@@ -215,7 +215,7 @@ def rebuild_backbone(
             f"code, so allow it only if you trust it: --allow-factories {recipe.spec}, or allow_factories in Python"
         )
     with torch.random.fork_rng(devices=[]), torch.no_grad(), bounded_size(recipe):
-        net = load_network(**spec["network"])
+        net = build(recipe)
     hooks = spec["hooks"] and HookPlan(spec["hooks"]["stop"], tuple(spec["hooks"]["dropped"]))
     backbone = cut_network(net, spec["layers"], keep_output=spec["keep_output"], hooks=hooks)
     for key, tensor in backbone.state_dict().items():

@@ -2,6 +2,8 @@
 
 * ``torchvision:NAME``: a classification network of torchvision;
 * ``timm:NAME``: a network of timm (``pip install 'psc[timm]'``);
+* ``hf:DIR``, ``timm:local-dir:DIR``: a folder of transformers (``pip install 'psc[hf]'``) or of timm, with its weights;
+  ORG/NAME in the place of DIR is looked for in the Hugging Face cache (:mod:`psc_core.network.described.families`);
 * ``package.module:factory``: a function ``factory(num_classes=…, **model_args) -> nn.Module``.  Importing it runs its
   code: whoever writes the spec permits that, while one that a bundle names must be on an allow-list
   (:func:`psc_core.network.backbone.rebuild_backbone`).
@@ -27,6 +29,8 @@ from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
 from psc_core.network.builders import BUILDERS, from_factory
+from psc_core.network.described import hugging_face
+from psc_core.network.described.families import describe
 
 RECIPE: Final = "psc_recipe"
 """Attribute of a loaded network that holds its :class:`Recipe`, so that a bundle can rebuild it."""
@@ -72,20 +76,21 @@ def load_network(
     spec: str,
     *,
     weights: str | Path | None = None,
-    num_classes: int,
+    num_classes: int | None = None,
     model_args: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Build a classifier, in evaluation mode.
 
     Args:
-        spec: ``torchvision:NAME``, ``timm:NAME`` or ``package.module:factory``.
-        weights: Safetensors file of the state dict; ``None`` keeps the random initialisation, which draws from torch's
-            global generator.
-        num_classes: Number of logits.
+        spec: ``torchvision:NAME``, ``timm:NAME``, ``hf:DIR``, ``timm:local-dir:DIR`` or ``package.module:factory``.
+        weights: Safetensors file of the state dict; ``None`` takes those of the folder, where there is one, else keeps
+            the random initialisation, which draws from torch's global generator.
+        num_classes: Number of logits; None for the folder's.
         model_args: Arguments of the builder.
 
     Raises:
-        NetworkError: Unknown spec, factory that cannot be imported, invalid arguments, or weights that do not fit.
+        NetworkError: Unknown spec, factory that cannot be imported, invalid arguments, a folder that lacks something,
+            or weights that do not fit.
 
     Example:
         >>> args = {"stem": "small", "in_channels": 1}
@@ -93,14 +98,40 @@ def load_network(
         >>> net(torch.zeros(2, 1, 28, 28)).shape
         torch.Size([2, 10])
     """
-    recipe = Recipe(spec, num_classes, dict(model_args or {}))
+    described = describe(spec)
+    outputs = num_classes or described.outputs
+    if outputs is None:
+        raise NetworkError(f"{spec} does not say its number of classes; give num_classes")
+    if described.outputs not in (None, outputs):
+        raise NetworkError(
+            f"{spec} is for {described.outputs} classes, the data has {outputs}; use the data that the network was "
+            "trained on"
+        )
+    recipe = Recipe(described.spec or spec, outputs, {**described.model_args, **(model_args or {})})
+    if described.folder is not None and not described.spec:
+        if model_args:
+            raise NetworkError(f"{spec} says its arguments itself; leave out {', '.join(model_args)}")
+        classifier = hugging_face.load(described.folder)
+        if weights is not None:
+            load_weights(classifier.model, read_tensors(Path(weights)), num_classes=outputs, origin=str(weights))
+        return classifier
+    net = build(recipe)
+    for file in described.weights if weights is None else (Path(weights),):
+        load_weights(net, read_tensors(file), num_classes=outputs, origin=str(file))
+    return net
+
+
+def build(recipe: Recipe) -> nn.Module:
+    """Build a network without its weights; no folder is read, so others may have written the recipe.
+
+    Raises:
+        NetworkError: Unknown spec, factory that cannot be imported, or invalid arguments.
+    """
     if recipe.is_factory:
-        net = from_factory(spec, num_classes, recipe.model_args)
+        net = from_factory(recipe.spec, recipe.num_classes, recipe.model_args)
     else:
-        family, _, name = spec.partition(":")
-        net = BUILDERS[family](name, num_classes, recipe.model_args)
-    if weights is not None:
-        load_weights(net, read_tensors(Path(weights)), num_classes=num_classes, origin=str(weights))
+        family, _, name = recipe.spec.partition(":")
+        net = BUILDERS[family](name, recipe.num_classes, recipe.model_args)
     setattr(net, RECIPE, recipe)
     return net.eval()
 
@@ -184,7 +215,7 @@ def bounded_size(recipe: Recipe) -> Iterator[None]:
     """
     if not recipe.is_factory:
         with _counting(), suppress(RuntimeError), torch.device("meta"):  # a builder that cannot run on it is skipped
-            load_network(recipe.spec, num_classes=recipe.num_classes, model_args=recipe.model_args)
+            build(recipe)
     with _counting():
         yield
 
