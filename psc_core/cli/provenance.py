@@ -4,35 +4,47 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
+from psc_core.network.described.families import is_described
 from psc_core.network.load import Recipe
 from psc_core.tasks.fit.settings import FitSettings
 from psc_core.version import __version__
 
 
-def provenance_of(recipe: Recipe, weights: Path, settings: FitSettings, data: FitData) -> dict[str, Any]:
+def provenance_of(recipe: Recipe, weights: Sequence[Path], settings: FitSettings, data: FitData) -> dict[str, Any]:
     """Enough to fit the bundle again, and no path of this machine; JSON types."""
     return {
         "psc_version": __version__,
-        "model": recipe.spec,
+        "model": without_path(recipe.spec),
         "model_args": dict(recipe.model_args),
-        "weights_sha256": file_digest(weights),
+        "weights_sha256": digest_of(weights),
         "train": origin_of(data.train),
         "val": origin_of(data.val),
         "settings": settings.recorded(),
     }
 
 
+def without_path(spec: str) -> str:
+    """Return the spec of a network with the name of its folder, where it has one, in the place of the path."""
+    family, _, name = spec.partition(":")
+    is_folder = is_described(spec) and Path(name).expanduser().is_dir()
+    return f"{family}:{_printable(name)}" if is_folder else spec
+
+
+def _printable(path: str) -> str:
+    """Return the last name in a path as text that UTF-8 can hold."""
+    return os.fsencode(Path(path).resolve().name).decode(errors="replace")
+
+
 def origin_of(data: ImageDataset) -> dict[str, Any]:
     """Name, sizes and digest of a data set."""
-    name = os.fsencode(Path(data.name).name).decode(errors="replace")
-    return {"name": name, "images": len(data), "rows": data.examples, "sha256": data.digest()}
+    return {"name": _printable(data.name), "images": len(data), "rows": data.examples, "sha256": data.digest()}
 
 
 def job_of(provenance: Mapping[str, Any], settings: FitSettings, data: FitData) -> dict[str, Any]:
@@ -55,7 +67,10 @@ def check_disjoint(data: FitData, provenance: Mapping[str, Any]) -> None:
         )
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256, hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def digest_of(files: Sequence[Path]) -> str:
+    """SHA-256 of the files one after the other, hexadecimal."""
+    sha = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            hashlib.file_digest(file, lambda: sha)
+    return sha.hexdigest()
