@@ -21,6 +21,7 @@ from psc_core.cli.run import run_stages
 from psc_core.collapse.report import to_csv
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.readable import only_readable
+from psc_core.data.classes import in_network_order
 from psc_core.data.dataset import drawn
 from psc_core.data.spec import open_dataset
 from psc_core.density import DENSITIES
@@ -29,6 +30,7 @@ from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.data import FitData
 from psc_core.fitting.stages import checked
 from psc_core.network.backbone import check_output, example_input
+from psc_core.network.described.families import describe
 from psc_core.network.layers import GRANULARITIES
 from psc_core.network.load import Recipe, load_network, notes_of
 from psc_core.precision import PRECISIONS
@@ -47,6 +49,8 @@ MAX_BAD_IMAGES: Final = 10
 
 _EXAMPLE = """example:
   psc-fit --model torchvision:resnet18 --weights net.safetensors --train images/train --val images/val --out bundle
+
+  psc-fit --model hf:my-vit --train images/train --val images/val --out bundle
 
   psc-fit --task regression … --train images/train.csv --val images/val.csv --target age --unit years --out bundle
 
@@ -79,12 +83,20 @@ def parser() -> argparse.ArgumentParser:
         method.add_argument(flag, type=flags.open_unit_interval, default=default, help=f"{text} (default: {default})")
 
     net = cli.add_argument_group("network")
-    specs = "torchvision:NAME, timm:NAME or package.module:factory"
+    specs = (
+        "torchvision:NAME, timm:NAME or package.module:factory; hf:DIR or timm:local-dir:DIR, a folder of transformers "
+        "or timm, which says weights, classes and preprocessing itself; hf:ORG/NAME, in the Hugging Face cache"
+    )
     net.add_argument("--model", required=True, metavar="SPEC", help=specs)
     text = "argument of the network's constructor; repeat for more (stem=small, in_channels=1, …)"
     net.add_argument("--model-arg", action="append", default=[], metavar="K=V", help=text)
-    text = "checkpoint: .safetensors, .pth, .pt, .bin, .ckpt, or .index.json; nothing in it is run"
-    net.add_argument("--weights", type=Path, required=True, metavar="FILE", help=text)
+    text = (
+        "checkpoint: .safetensors, .pth, .pt, .bin, .ckpt or .index.json; nothing in it is run (default: the weights of "
+        "hf:, timm:local-dir: and onnx:)"
+    )
+    net.add_argument("--weights", type=Path, metavar="FILE", help=text)
+    text = "get from the Hugging Face hub what its cache lacks of hf:ORG/NAME"
+    net.add_argument("--allow-download", action="store_true", help=text)
     data = cli.add_argument_group("data")
     data.add_argument("--train", required=True, metavar="DIR", help="training images")
     data.add_argument("--val", required=True, metavar="DIR", help="validation images, none of them trained on")
@@ -153,6 +165,10 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--seed", type=flags.seed, default=0, metavar="N", help=text)
     run.add_argument("--name", help="model name (default: the name of --out)")
     run.add_argument("--out", type=Path, required=True, metavar="DIR", help="bundle to write")
+    text = (
+        "store the network as an ONNX graph, which a server loads without its code and library; always of hf: and onnx:"
+    )
+    run.add_argument("--graph", action="store_true", help=text)
     run.add_argument("--overwrite", action="store_true", help="replace the bundle that --out holds, and its report")
     return cli
 
@@ -162,18 +178,24 @@ def fit(args: argparse.Namespace) -> None:
     out = args.out.resolve()
     name = args.name or out.name
     given = {field.name: getattr(args, field.name) for field in fields(FitSettings) if hasattr(args, field.name)}
-    preprocess = preprocessing.preprocess_from(args)
+    described = describe(args.model, allow_download=args.allow_download)
+    if args.weights is None and not described.weights:
+        raise UsageError(f"expected --weights FILE, the trained weights of {args.model}, which has none with it")
+    preprocess = preprocessing.preprocess_from(args, described.preparation)
     opened = partial(open_dataset, preprocess=preprocess, target=args.target, unit=args.unit)
-    train, val = opened(args.train, split="train"), opened(args.val, split="val")
+    train, said = in_network_order(opened(args.train, split="train"), described.classes)
+    val, _ = in_network_order(opened(args.val, split="val"), described.classes)
     data = FitData.of(train, val, seed=args.seed, task=args.task, max_images=args.max_images)
     settings = checked(FitSettings(**given), data)
     check_target(out)
     if len(name) > MAX_NAME:
         raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(name)}")
     task = data.fit.task(data.train)
-    recipe = Recipe(args.model, task.network_outputs(data.train.classes), flags.key_values(args.model_arg))
+    model_args = flags.key_values(args.model_arg)
+    outputs = task.network_outputs(data.train.classes)
+    recipe = Recipe(described.spec or args.model, outputs, {**described.model_args, **model_args})
     check_network(asdict(recipe))
-    net = load_network(**asdict(recipe), weights=args.weights)
+    net = load_network(args.model, weights=args.weights, num_classes=outputs, model_args=model_args)
     settings = replace(settings, reducer=Reducer.start() if args.distributed else Reducer())
     device = settings.compute().device
     check_output(net.to(device), example_input(preprocess).to(device), recipe.num_classes, name=recipe.spec)
@@ -183,14 +205,16 @@ def fit(args: argparse.Namespace) -> None:
             f"train: {data.train.name}, {len(data.train)} images, {data.fit.said_of(data.train)}; "
             f"val: {data.val.name}, {len(data.val)} images"
         )
+        if said:
+            print(said)
         if notes := notes_of(net):
-            print(f"weights: {'; '.join(notes)}")
+            print(f"network: {'; '.join(notes)}")
         print(f"preprocessing: {preprocess}", flush=True)
     if args.dry_run:
         print(look(net, data, settings, args.max_bad_images), flush=True)
         print(estimate(settings, net, data, args.max_bad_images))
         return
-    provenance = provenance_of(recipe, args.weights, settings, data)
+    provenance = provenance_of(recipe, [args.weights] if args.weights else described.weights, settings, data)
     check_disjoint(data, provenance)
     try:
         check_text({"name": name, **provenance})
@@ -216,7 +240,7 @@ def fit(args: argparse.Namespace) -> None:
     report, projection, model = run_stages(settings, net, data, name, provenance, checkpoint)
     if not is_first:
         return
-    manifest = model.save(out)
+    manifest = model.save(out, graph=args.graph)
     page.remove(out)
     (out / "collapse.csv").write_text(to_csv(report))
     print(f"wrote {out} (version {manifest.version})", flush=True)

@@ -3,28 +3,34 @@
 It has to be what the network was trained with: a wrong size or filter costs accuracy without any error.
 ``--preprocess`` takes it from where it is written down: a JSON file with the fields of
 :class:`psc_core.images.preprocess.Preprocess` (as under ``preprocess`` in a manifest), the transforms of torchvision's
-weights, or the data configuration of a timm model.  The other flags change single fields of it, or of ``--preset``.
+weights, or the data configuration of a timm model.  Without it and without ``--preset``, a network that describes
+itself says it (:mod:`psc_core.network.described.families`).  The other flags change single fields.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
 
 from psc_core.cli.flags import positive
 from psc_core.errors import UsageError, fault, needs
 from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, Preprocess
+from psc_core.network.described.base import Part, Preparation
+from psc_core.network.described.preparation import of_timm
+
+DEFAULT: Final = "imagenet"
+"""Preset for networks that say nothing of their preprocessing."""
 
 
 def add_flags(cli: argparse.ArgumentParser) -> None:
     """Flags that :func:`preprocess_from` reads."""
     group = cli.add_argument_group("preprocessing")
-    text = "size, colour mode and statistics (default: imagenet)"
-    group.add_argument("--preset", choices=sorted(PRESETS), default="imagenet", help=text)
+    text = f"size, colour mode and statistics (default: what the network's folder says, else {DEFAULT})"
+    group.add_argument("--preset", choices=sorted(PRESETS), help=text)
     text = "instead of a preset: a JSON file, torchvision:ResNet50_Weights.IMAGENET1K_V2 or timm:NAME"
     group.add_argument("--preprocess", metavar="FROM", help=text)
     group.add_argument("--size", type=positive, metavar="N", help="resize to N × N pixels and crop nothing")
@@ -35,17 +41,28 @@ def add_flags(cli: argparse.ArgumentParser) -> None:
     group.add_argument("--std", type=float, nargs="+", help="standard deviation of each channel on [0, 1]")
 
 
-def preprocess_from(args: argparse.Namespace) -> Preprocess:
+def preprocess_from(args: argparse.Namespace, described: Preparation | None = None) -> Preprocess:
     """The preprocessing that the flags describe.
 
+    Args:
+        args: Of the flags.
+        described: What the network says of it, which flags replace, all of it or in part; None if it says nothing.
+
     Raises:
-        UsageError: Flags that contradict each other, or a source that cannot be read.
+        UsageError: Flags that contradict each other, a source that cannot be read, or a part of the network's
+            preprocessing that PSC cannot do and no flag replaces.
     """
     if args.size and (args.resize or args.crop):
         raise UsageError("expected --size (no crop) or --resize and --crop, got both; leave one out")
     if bool(args.resize) != bool(args.crop):
         raise UsageError("expected --resize and --crop together, got one; for no crop use --size")
-    start = named(args.preprocess) if args.preprocess else PRESETS[args.preset]
+    if args.preprocess:
+        start = named(args.preprocess)
+    elif args.preset or described is None:
+        start = PRESETS[args.preset or DEFAULT]
+    else:
+        start = described.preprocess
+        check_replaced(described, args)
     changes: dict[str, Any] = {}
     if args.size or args.crop:
         side = args.size or args.crop
@@ -56,6 +73,25 @@ def preprocess_from(args: argparse.Namespace) -> Preprocess:
     if args.interpolation:
         changes["interpolation"] = args.interpolation
     return replace(start, **changes)
+
+
+def check_replaced(described: Preparation, args: argparse.Namespace) -> None:
+    """Require flags for each part of a network's preprocessing that PSC cannot do as it is written down.
+
+    Raises:
+        UsageError: They are missing; the message names them.
+    """
+    near = described.preprocess
+    nearest = f"--size {near.height}" if near.resize is None else f"--resize {near.resize} --crop {near.height}"
+    remedies: dict[Part, tuple[bool, str]] = {
+        "whole": (False, "--preset or --preprocess"),
+        "size": (bool(args.size or args.crop), f"{nearest}, which is near, or another size"),
+        "interpolation": (bool(args.interpolation), f"--interpolation {' or '.join(INTERPOLATIONS)}"),
+        "statistics": (bool(args.mean and args.std), "--mean and --std"),
+    }
+    for part, (is_replaced, remedy) in remedies.items():
+        if part in described.unlike and not is_replaced:
+            raise UsageError(f"{described.unlike[part]}; say how images are prepared by {remedy}")
 
 
 def named(source: str) -> Preprocess:
@@ -103,17 +139,13 @@ def from_torchvision(name: str) -> Preprocess:
 def from_timm(name: str) -> Preprocess:
     """Return the preprocessing of a timm model, named as ``resnet50.a1_in1k``."""
     timm = needs(f"timm:{name}", "timm", "timm")
-    if not timm.is_model(name):
+    config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    if config is None:
         raise UsageError(f"timm has no model {name!r}")
-    pretrained: Any = timm.get_pretrained_cfg(name)
-    config: dict[str, Any] = timm.data.resolve_data_config({}, pretrained_cfg=pretrained.to_dict())
-    channels, height, width = config["input_size"]
-    mode = config["crop_mode"]
-    if mode not in ("center", "squash") or channels not in (1, 3):
-        raise UsageError(f"{name} crops by {mode!r} and has {channels} channels; give a JSON file")
-    resize = int(max(height, width) / config["crop_pct"]) if mode == "center" else None
-    mean, std, interpolation = tuple(config["mean"]), tuple(config["std"]), supported(config["interpolation"], name)
-    return Preprocess("RGB" if channels == 3 else "L", height, width, resize, mean, std, interpolation)
+    found = of_timm(asdict(config), name)
+    for reason in found.unlike.values():
+        raise UsageError(f"{reason}; give a JSON file")
+    return found.preprocess
 
 
 def supported(interpolation: str, name: str) -> str:

@@ -12,28 +12,46 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
 from psc_core.network.checkpoints import files_of
+from psc_core.network.described.families import is_described
 from psc_core.network.load import Recipe
 from psc_core.tasks.fit.settings import FitSettings
 from psc_core.version import __version__
 
 
-def provenance_of(recipe: Recipe, weights: Path, settings: FitSettings, data: FitData) -> dict[str, Any]:
+def provenance_of(recipe: Recipe, weights: Sequence[Path], settings: FitSettings, data: FitData) -> dict[str, Any]:
     """Enough to fit the bundle again, and no path of this machine; JSON types."""
     return {
         "psc_version": __version__,
-        "model": recipe.spec,
+        "model": without_path(recipe.spec),
         "model_args": dict(recipe.model_args),
-        "weights_sha256": digest_of(files_of(weights)),
+        "weights_sha256": digest_of([file for path in weights for file in files_of(path)]),
         "train": origin_of(data.train, data.left_out[0]),
         "val": origin_of(data.val, data.left_out[1]),
         "settings": settings.recorded(),
     }
 
 
+def without_path(spec: str) -> str:
+    """Return the spec of a network with the name of its file or folder, where it has one, in the place of the path."""
+    family, _, name = spec.partition(":")
+    is_path = is_described(spec) and Path(name).expanduser().exists()
+    return f"{family}:{_printable(name)}" if is_path else spec
+
+
+def _printable(path: str) -> str:
+    """Return the last name in a path as text that UTF-8 can hold."""
+    return os.fsencode(Path(path).resolve().name).decode(errors="replace")
+
+
 def origin_of(data: ImageDataset, left_out: int) -> dict[str, Any]:
     """Name, sizes and digest of a data set, and how many images were left out of it."""
-    name = os.fsencode(Path(data.name).name).decode(errors="replace")
-    return {"name": name, "images": len(data), "rows": data.examples, "sha256": data.digest(), "left_out": left_out}
+    return {
+        "name": _printable(data.name),
+        "images": len(data),
+        "rows": data.examples,
+        "sha256": data.digest(),
+        "left_out": left_out,
+    }
 
 
 def job_of(provenance: Mapping[str, Any], settings: FitSettings, data: FitData) -> dict[str, Any]:

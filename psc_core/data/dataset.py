@@ -88,6 +88,14 @@ class ImageDataset:
         firsts = self.first_labels().repeat_interleave(self.offsets.diff())
         return bool((self.labels != firsts).any())
 
+    def in_order(self, classes: Sequence[str]) -> ImageDataset:
+        """The same images and class names with the labels in the order of ``classes``; itself if those are others."""
+        if {*classes} != {*self.classes} or len(classes) != len(self.classes) or tuple(classes) == self.classes:
+            return self
+        position = {name: label for label, name in enumerate(classes)}
+        moved = torch.tensor([position[name] for name in self.classes])
+        return replace(self, classes=tuple(classes), labels=moved[self.labels])
+
     def subset(self, positions: Tensor) -> ImageDataset:
         """The images at ``positions`` (``int64``), in that order, with their labels and groups."""
         labels, counts = self._labels_of(positions)

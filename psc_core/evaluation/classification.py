@@ -72,12 +72,12 @@ class ScoredImages:
 
 
 def open_images(model: PSC, spec: str) -> ImageDataset:
-    """Open the labelled test images that ``spec`` names.
+    """Open the labelled test images that ``spec`` names, with the classes in the model's order.
 
     Raises:
         DataError: The spec or what it names is invalid.
     """
-    return open_dataset(spec, split="test", preprocess=model.preprocess)
+    return open_dataset(spec, split="test", preprocess=model.preprocess).in_order(model.classes)
 
 
 def check_images(model: PSC, data: ImageDataset) -> None:
@@ -111,7 +111,8 @@ def open_baselines(model: PSC, weights: Path, train: str, val: str, *, batch_ima
         UsageError: Data of other classes, or a network without a layer before its output.
     """
     images = [
-        open_dataset(spec, split=split, preprocess=model.preprocess) for spec, split in ((train, "train"), (val, "val"))
+        open_dataset(spec, split=split, preprocess=model.preprocess).in_order(model.classes)
+        for spec, split in ((train, "train"), (val, "val"))
     ]
     for data in images:
         check_images(model, data)

@@ -116,8 +116,8 @@ class Preprocess:
         """The part of an image, left, top, right, bottom, that is resized to the input; without a crop, all of it."""
         if self.resize is None:
             return 0.0, 0.0, float(width), float(height)
-        scale = self.resize / min(width, height)
-        resized_width, resized_height = (max(self.resize, round(side * scale)) for side in (width, height))
+        # Rounded down, as torchvision, timm and transformers do it.
+        resized_width, resized_height = (self.resize * side // min(width, height) for side in (width, height))
         left, top = (resized_width - self.width) // 2, (resized_height - self.height) // 2
         x, y = width / resized_width, height / resized_height
         return left * x, top * y, (left + self.width) * x, (top + self.height) * y

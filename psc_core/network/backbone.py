@@ -20,7 +20,7 @@ from psc_core.images.preprocess import Inputs, Preprocess
 from psc_core.network.cut import HookedNetwork, HookPlan, cut_graph, plan_stop
 from psc_core.network.fuse import fuse, images_format
 from psc_core.network.layout import INPUT, Layout, canonical, layout_of
-from psc_core.network.load import BUILT_BY_HAND, Recipe, bounded_size, load_network, recipe_of
+from psc_core.network.load import BUILT_BY_HAND, Recipe, bounded_size, build, recipe_of
 from psc_core.network.onnx.body import OnnxBody
 from psc_core.network.onnx.network import OnnxNetwork
 from psc_core.network.weights import load_weights
@@ -287,7 +287,7 @@ def rebuild_backbone(
             f"code, so allow it only if you trust it: --allow-factories {recipe.spec}, or allow_factories in Python"
         )
     with torch.random.fork_rng(devices=[]), torch.no_grad(), bounded_size(recipe):
-        net = load_network(**spec["network"])
+        net = build(recipe)
     hooks = spec["hooks"] and HookPlan(spec["hooks"]["stop"], tuple(spec["hooks"]["dropped"]))
     backbone = cut_network(net, spec["layers"], keep_output=spec["keep_output"], hooks=hooks)
     for key, tensor in backbone.state_dict().items():

@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
 
 from psc_core.errors import NetworkError
-from psc_core.network.layout import INPUT
+from psc_core.network.layout import INPUT, value_of
 
 
 def shared_copy(net: nn.Module) -> nn.Module:
@@ -80,7 +80,8 @@ class _Recorder(fx.Tracer):
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
-    def _record(self, name: str, value: Any) -> None:
+    def _record(self, name: str, output: Any) -> None:
+        value = value_of(output)
         if name in self.wanted and isinstance(value, fx.Proxy):
             self.values[name] = value.clone().node
 
@@ -178,7 +179,7 @@ class HookedNetwork(nn.Module):
         values: dict[str, Tensor] = {}
 
         def catch(name: str, _module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
-            value = args[0] if name.endswith(INPUT) else output
+            value = args[0] if name.endswith(INPUT) else value_of(output)
             if not isinstance(value, Tensor):
                 raise NetworkError(f"expected a tensor from layer {name}, got {type(value).__name__}")
             # Later modules may change it in place.

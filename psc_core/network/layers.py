@@ -1,8 +1,8 @@
 """The layers of a network in execution order.
 
-A *layer* is a module; its value is the output of the module's last call.  The one exception is ``NAME:input``, the
-input of the output layer NAME.  It is listed if no module's output equals it (a class token, functional pooling),
-because it is the penultimate layer of the literature.
+A *layer* is a module; its value is the output of the module's last call, of several tensors the first.  The one
+exception is ``NAME:input``, the input of the output layer NAME.  It is listed if no module's output equals it (a class
+token, functional pooling), because it is the penultimate layer of the literature.
 
 Granularity: ``operations`` lists every convolution, pooling and linear layer, as in the paper; a block with attention
 is listed as a whole.  ``blocks`` lists residual, ConvNeXt, transformer and Swin blocks.  ``all`` lists every module.
@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, UsageError
-from psc_core.network.layout import CONVOLUTIONS, INPUT, Kind, is_pooling, layout_of
+from psc_core.network.layout import CONVOLUTIONS, INPUT, Kind, is_pooling, layout_of, value_of
 
 GRANULARITIES: Final = ("operations", "blocks", "all")
 
@@ -112,6 +112,7 @@ def _run(net: nn.Module, example: Tensor) -> _Run:
 
     def remember(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         shapes.pop(name, None)
+        output = value_of(output)
         if isinstance(output, Tensor) and output.is_floating_point() and output.shape[:1] == (2,):
             shapes[name] = tuple(output.shape)
             if output[0].numel() in read_sizes:
@@ -167,7 +168,8 @@ def _names(net: nn.Module, granularity: str) -> set[str]:
 def _blocks(net: nn.Module) -> set[str]:
     """The innermost members of containers whose members are mostly composite modules.
 
-    A stage is a container of blocks, and a list of stages is a container too, hence the innermost.
+    A stage is a container of blocks, and a list of stages is a container too, hence the innermost.  A convolution with
+    its normalisation is no block, though libraries make it a module.
     """
     members = set()
     containers = (nn.Sequential, nn.ModuleList)
@@ -176,5 +178,11 @@ def _blocks(net: nn.Module) -> set[str]:
             children = dict(container.named_children())
             composite = [key for key, m in children.items() if not isinstance(m, containers) and list(m.children())]
             if 2 * len(composite) > len(children):
-                members |= {f"{name}.{key}" if name else key for key in composite}
+                blocks = [key for key in composite if _operations(children[key]) > 1]
+                members |= {f"{name}.{key}" if name else key for key in blocks}
     return {name for name in members if not any(other.startswith(f"{name}.") for other in members)}
+
+
+def _operations(net: nn.Module) -> int:
+    """Number of convolutions and linear layers."""
+    return sum(isinstance(module, _WEIGHTED) for module in net.modules())

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from jaxtyping import Float
@@ -31,6 +31,11 @@ BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBat
 
 INPUT: Final = ":input"
 """After a module's name: its input, not its output."""
+
+
+def value_of(output: Any) -> Any:
+    """The value of a layer: what its module returns, or the first of several, as blocks with attention return."""
+    return output[0] if isinstance(output, tuple) and output else output
 
 
 def canonical(features: Float[Tensor, "batch ..."], kind: Kind) -> Float[Tensor, "batch channels spatial"]:

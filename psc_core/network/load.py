@@ -3,6 +3,8 @@
 * ``torchvision:NAME``: a classification network of torchvision;
 * ``timm:NAME``: a network of timm (``pip install 'psc[timm]'``);
 * ``onnx:FILE``: an ONNX file, run by ONNX Runtime (``pip install 'psc[onnx]'``);
+* ``hf:DIR``, ``timm:local-dir:DIR``: a folder of transformers (``pip install 'psc[hf]'``) or of timm, with its weights;
+  ORG/NAME in the place of DIR is looked for in the Hugging Face cache (:mod:`psc_core.network.described.families`);
 * ``package.module:factory``: a function ``factory(num_classes=…, **model_args) -> nn.Module``.  Importing it runs its
   code: whoever writes the spec permits that, while one that a bundle names must be on an allow-list
   (:func:`psc_core.network.backbone.rebuild_backbone`).
@@ -25,8 +27,13 @@ from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
 from psc_core.network.builders import BUILDERS, from_factory
-from psc_core.network.onnx.network import open_onnx
+from psc_core.network.described import hugging_face
+from psc_core.network.described.families import describe
+from psc_core.network.onnx.network import OnnxNetwork, open_onnx
 from psc_core.network.weights import load_weights, read_weights
+
+ONNX: Final = "onnx:"
+"""Family of networks in ONNX files."""
 
 RECIPE: Final = "psc_recipe"
 """Attribute of a loaded network that holds its :class:`Recipe`, so that a bundle can rebuild it."""
@@ -72,21 +79,23 @@ def load_network(
     spec: str,
     *,
     weights: str | Path | None = None,
-    num_classes: int,
+    num_classes: int | None = None,
     model_args: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Build a classifier, in evaluation mode.
 
     Args:
-        spec: ``torchvision:NAME``, ``timm:NAME``, ``onnx:FILE`` or ``package.module:factory``.
+        spec: ``torchvision:NAME``, ``timm:NAME``, ``hf:DIR``, ``timm:local-dir:DIR``, ``onnx:FILE`` or
+            ``package.module:factory``.
         weights: Checkpoint, ``.safetensors``, ``.pth``, ``.pt``, ``.bin``, ``.ckpt`` or ``.index.json``; nothing in it
-            is run, and :func:`notes_of` says how the network was found in it.  ``None`` keeps the random
-            initialisation, which draws from torch's global generator.
-        num_classes: Number of logits.
+            is run, and :func:`notes_of` says how the network was found in it.  ``None`` takes those of the folder,
+            where there is one, else keeps the random initialisation, which draws from torch's global generator.
+        num_classes: Number of logits; None for the folder's.
         model_args: Arguments of the builder.
 
     Raises:
-        NetworkError: Unknown spec, factory that cannot be imported, invalid arguments, or weights that do not fit.
+        NetworkError: Unknown spec, factory that cannot be imported, invalid arguments, a folder that lacks something,
+            or weights that do not fit.
 
     Example:
         >>> args = {"stem": "small", "in_channels": 1}
@@ -94,20 +103,51 @@ def load_network(
         >>> net(torch.zeros(2, 1, 28, 28)).shape
         torch.Size([2, 10])
     """
-    family, _, name = spec.partition(":")
-    if family == "onnx":
+    if spec.startswith(ONNX):
         if weights is not None or model_args:
             raise NetworkError(f"{spec} holds its weights and its form; leave out weights and model arguments")
-        return open_onnx(Path(name))
-    recipe = Recipe(spec, num_classes, dict(model_args or {}))
+        return open_onnx(Path(spec.removeprefix(ONNX)).expanduser())
+    described = describe(spec)
+    outputs = num_classes or described.outputs
+    if outputs is None:
+        raise NetworkError(f"{spec} does not say its number of classes; give num_classes")
+    if described.outputs not in (None, outputs):
+        raise NetworkError(
+            f"{spec} is for {described.outputs} classes, the data has {outputs}; use the data that the network was "
+            "trained on"
+        )
+    recipe = Recipe(described.spec or spec, outputs, {**described.model_args, **(model_args or {})})
+    if described.folder is not None and not described.spec:
+        if model_args:
+            raise NetworkError(f"{spec} says its arguments itself; leave out {', '.join(model_args)}")
+        classifier = hugging_face.load(described.folder)
+        if weights is not None:
+            setattr(classifier, NOTES, _read_into(classifier.model, Path(weights), outputs))
+        return classifier
+    net = build(recipe)
+    for file in described.weights if weights is None else (Path(weights),):
+        setattr(net, NOTES, _read_into(net, file, outputs))
+    return net
+
+
+def _read_into(net: nn.Module, file: Path, outputs: int) -> tuple[str, ...]:
+    """Copy the weights in a file, and return what was done to find them."""
+    read = read_weights(file, net.state_dict())
+    load_weights(net, read.tensors, num_classes=outputs, origin=read.origin)
+    return read.notes
+
+
+def build(recipe: Recipe) -> nn.Module:
+    """Build a network without its weights; no folder is read, so others may have written the recipe.
+
+    Raises:
+        NetworkError: Unknown spec, factory that cannot be imported, or invalid arguments.
+    """
     if recipe.is_factory:
-        net = from_factory(spec, num_classes, recipe.model_args)
+        net = from_factory(recipe.spec, recipe.num_classes, recipe.model_args)
     else:
-        net = BUILDERS[family](name, num_classes, recipe.model_args)
-    if weights is not None:
-        read = read_weights(Path(weights), net.state_dict())
-        load_weights(net, read.tensors, num_classes=num_classes, origin=read.origin)
-        setattr(net, NOTES, read.notes)
+        family, _, name = recipe.spec.partition(":")
+        net = BUILDERS[family](name, recipe.num_classes, recipe.model_args)
     setattr(net, RECIPE, recipe)
     return net.eval()
 
@@ -118,8 +158,8 @@ def recipe_of(net: nn.Module) -> Recipe | None:
 
 
 def notes_of(net: nn.Module) -> tuple[str, ...]:
-    """Return what was done to find the weights of a network from :func:`load_network` in their file, for people."""
-    return getattr(net, NOTES, ())
+    """Return what was done to find a network from :func:`load_network` in its file, for people."""
+    return net.notes if isinstance(net, OnnxNetwork) else getattr(net, NOTES, ())
 
 
 @contextmanager
@@ -134,7 +174,7 @@ def bounded_size(recipe: Recipe) -> Iterator[None]:
     """
     if not recipe.is_factory:
         with _counting(), suppress(RuntimeError), torch.device("meta"):  # a builder that cannot run on it is skipped
-            load_network(recipe.spec, num_classes=recipe.num_classes, model_args=recipe.model_args)
+            build(recipe)
     with _counting():
         yield
 

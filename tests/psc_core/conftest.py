@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from psc_core import PRESETS, PSC, open_dataset
+from tests import folders
 
 ALLOW = ("tests.tiny:network",)
 
@@ -21,3 +22,30 @@ def psc(tiny_bundle: Path) -> PSC:
 def digits(data_root: Path) -> torch.Tensor:
     test = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
     return next(iter(test.batches(100))).images
+
+
+@pytest.fixture(scope="session")
+def digit_folders(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> tuple[Path, Path]:
+    """Folders of training and validation images with the names of digits."""
+    root = tmp_path_factory.mktemp("digits")
+    return tuple(  # type: ignore[return-value]
+        folders.write_digits(root / split, data_root, split, images) for split, images in (("train", 600), ("val", 150))
+    )
+
+
+@pytest.fixture(scope="session")
+def hf_job(tmp_path_factory: pytest.TempPathFactory, digit_folders: tuple[Path, Path]) -> folders.Job:
+    """A vision transformer of transformers, trained on digits."""
+    pytest.importorskip("transformers", reason="folders of transformers need it: pip install 'psc[hf]'")
+    net = folders.transformer("vit")
+    folders.train(net, digit_folders[0], epochs=6)
+    return folders.Job(folders.save_transformer(tmp_path_factory.mktemp("hf") / "my-vit", net), *digit_folders)
+
+
+@pytest.fixture(scope="session")
+def timm_job(tmp_path_factory: pytest.TempPathFactory, digit_folders: tuple[Path, Path]) -> folders.Job:
+    """A residual network of timm, trained on digits."""
+    pytest.importorskip("timm", reason="folders of timm need it: pip install 'psc[timm]'")
+    net = folders.timm_network()
+    folders.train(net, digit_folders[0], epochs=3)
+    return folders.Job(folders.save_timm(tmp_path_factory.mktemp("timm") / "my-net", net), *digit_folders)

@@ -79,15 +79,16 @@ class OnnxNetwork(nn.Module):
         logits = (sized.graph.logits, sized.graph.classes) if keep_output else None
         return OnnxBody(cut(sized.model, found, logits).SerializeToString()).to(self.place.device)
 
-    def notes(self, example: Tensor) -> list[str]:
-        """What differs from a network of PyTorch, in sentences."""
-        graph = self._of_size(_size(example)).graph
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What differs from a network of PyTorch, as far as images have shown."""
+        graphs = [sized.graph for sized in self._sized.values()]
         found = []
-        if graph.logits != graph.output:
-            found.append("it ends in a softmax; the logits before it are used")
-        if graph.batch == 1:
-            found.append("it takes one image at a time")
-        return found
+        if any(graph.logits != graph.output for graph in graphs):
+            found.append("ends in a softmax, whose input are the logits")
+        if any(graph.batch == 1 for graph in graphs):
+            found.append("takes one image at a time")
+        return tuple(found)
 
     def _of_size(self, size: Size) -> _Sized:
         if size not in self._sized:

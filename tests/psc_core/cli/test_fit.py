@@ -21,6 +21,7 @@ from psc_core.data.spec import open_dataset
 from psc_core.fitting import stages
 from psc_core.images.preprocess import PRESETS, Preprocess
 from tests import tiny
+from tests.folders import Job
 from tests.psc_core.cli.support import run
 
 
@@ -300,4 +301,50 @@ def test_says_how_weights_were_found(tiny_job, tmp_path: Path, capsys: pytest.Ca
     args[args.index("--weights") + 1] = str(tmp_path / "best.pth.tar")
     code, out, err = run(capsys, cli.main, args)
     assert code == 0, err
-    assert 'weights: found under "state_dict" of best.pth.tar; removed the prefix "module."\n' in out
+    assert 'network: found under "state_dict" of best.pth.tar; removed the prefix "module."\n' in out
+
+
+def words_of(job: Job, **flags: str) -> list[str]:
+    given = {"model": f"hf:{job.model}", "train": str(job.train), "val": str(job.val), **flags}
+    return [word for flag, value in given.items() for word in (f"--{flag}", value)]
+
+
+def test_weights_are_required_where_no_folder_has_them(tiny_job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    words = [*tiny_job.args, "--out", str(tmp_path / "b")]
+    at = words.index("--weights")
+    code, _, err = run(capsys, cli.main, [*words[:at], *words[at + 2 :]])
+    assert code == 2
+    assert "expected --weights FILE, the trained weights of tests.tiny:network, which has none with it" in err
+
+
+def test_a_network_that_is_not_there_is_told_before_data_is_opened(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    words = ["--model", "hf:acme/nowhere", "--train", "nowhere", "--val", "nowhere", "--out", str(tmp_path / "b")]
+    code, _, err = run(capsys, cli.main, words)
+    assert code == 2 and "give --allow-download to get it from the hub" in err
+
+
+def test_odd_classes_are_named_before_anything_is_run(hf_job: Job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    train = Path(shutil.copytree(hf_job.train, tmp_path / "train"))
+    shutil.rmtree(train / "nine")
+    code, out, err = run(capsys, cli.main, [*words_of(hf_job, train=str(train)), "--out", str(tmp_path / "b")])
+    assert code == 2 and out == "" and "10 classes in" in err and "got 9 (missing: nine)" in err
+
+
+def test_an_order_that_is_assumed_is_told(hf_job: Job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    folders = {name: Path(shutil.copytree(getattr(hf_job, name), tmp_path / name)) for name in ("train", "val")}
+    for root in folders.values():
+        for folder in [*root.iterdir()]:
+            folder.rename(root / f"n{folder.name}")
+    flags = {name: str(root) for name, root in folders.items()}
+    _, out, _ = run(capsys, cli.main, [*words_of(hf_job, **flags), "--layer", "none", "--out", str(tmp_path / "b")])
+    assert "no class of" in out and "their order is taken to be that of its outputs" in out
+
+
+def test_a_preprocessing_that_psc_cannot_do(hf_job: Job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    model = Path(shutil.copytree(hf_job.model, tmp_path / "net"))
+    (model / "preprocessor_config.json").unlink()
+    words = [*words_of(hf_job, model=f"hf:{model}"), "--out", str(tmp_path / "b")]
+    code, _, err = run(capsys, cli.main, words)
+    assert code == 2 and "has no preprocessor_config.json; say how images are prepared by --preset or --pre" in err
+    _, out, _ = run(capsys, cli.main, [*words, "--preset", "cifar10", "--layer", "none"])
+    assert "preprocessing: RGB, resized to 32 × 32 pixels" in out

@@ -12,12 +12,13 @@ import pytest
 from psc_core.cli.preprocessing import add_flags, preprocess_from
 from psc_core.errors import UsageError
 from psc_core.images.preprocess import PRESETS, Preprocess
+from psc_core.network.described.base import Part, Preparation
 
 
-def parsed(*words: str) -> Preprocess:
+def parsed(*words: str, described: Preparation | None = None) -> Preprocess:
     cli = argparse.ArgumentParser()
     add_flags(cli)
-    return preprocess_from(cli.parse_args(words))
+    return preprocess_from(cli.parse_args(words), described)
 
 
 IMAGENET = PRESETS["imagenet"]
@@ -76,3 +77,51 @@ def test_says_what_is_wrong(words: str, message: str) -> None:
         pytest.importorskip("timm")
     with pytest.raises(UsageError, match=message):
         parsed(*words.split())
+
+
+OWN = Preprocess("RGB", 96, 96, 100, (0.5,) * 3, (0.25,) * 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", OWN),
+        ("--preset mnist", PRESETS["mnist"]),
+        ("--preset imagenet", IMAGENET),
+        ("--preprocess torchvision:ResNet50_Weights.IMAGENET1K_V2", replace(IMAGENET, resize=232)),
+        ("--size 64", replace(OWN, height=64, width=64, resize=None)),
+        ("--mean 0.1 0.2 0.3", replace(OWN, mean=(0.1, 0.2, 0.3))),
+        ("--interpolation bicubic", replace(OWN, interpolation="bicubic")),
+    ],
+)
+def test_flags_replace_what_the_network_says(words: str, expected: Preprocess) -> None:
+    assert parsed(*words.split(), described=Preparation(OWN)) == expected
+
+
+@pytest.mark.parametrize(
+    ("part", "remedy", "enough", "not_enough"),
+    [
+        ("whole", "--preset or --preprocess", "--preset imagenet", "--size 64 --interpolation bicubic"),
+        ("size", "--resize 100 --crop 96, which is near", "--resize 100 --crop 96", "--interpolation bicubic"),
+        ("interpolation", "--interpolation bilinear or bicubic", "--interpolation bicubic", "--size 64"),
+        ("statistics", "--mean and --std", "--mean 0 0 0 --std 1 1 1", "--mean 0 0 0"),
+    ],
+)
+def test_what_cannot_be_done_needs_a_flag(part: Part, remedy: str, enough: str, not_enough: str) -> None:
+    described = Preparation(OWN, {part: "net/config.json says something else"})
+    for words in ("", not_enough):
+        with pytest.raises(UsageError, match=f"^net/config.json says something else; say .* by {remedy}"):
+            parsed(*words.split(), described=described)
+    for words in (enough, "--preset mnist"):
+        assert isinstance(parsed(*words.split(), described=described), Preprocess)
+
+
+def test_the_nearest_size_without_a_crop() -> None:
+    with pytest.raises(UsageError, match="by --size 28, which is near"):
+        parsed(described=Preparation(PRESETS["mnist"], {"size": "it says something else"}))
+
+
+def test_a_timm_model_that_psc_cannot_prepare_images_for() -> None:
+    pytest.importorskip("timm")
+    with pytest.raises(UsageError, match="crops by 'border'; give a JSON file"):
+        parsed("--preprocess", "timm:deepseek_vit_412m")

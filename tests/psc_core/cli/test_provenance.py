@@ -12,7 +12,7 @@ from PIL import Image
 
 from psc_core import FitSettings
 from psc_core.cli import fit as cli
-from psc_core.cli.provenance import check_disjoint, digest_of, provenance_of
+from psc_core.cli.provenance import check_disjoint, digest_of, provenance_of, without_path
 from psc_core.data.spec import image_folder
 from psc_core.fitting.data import FitData
 from psc_core.images.preprocess import PRESETS
@@ -32,7 +32,7 @@ def write_bitmaps(root: Path, shade: int) -> Path:
 def provenance(data: FitData, folder: Path) -> dict[str, Any]:
     weights = folder / "weights"
     weights.write_bytes(b"")
-    return provenance_of(Recipe("torchvision:resnet18", 2), weights, FitSettings(), data)
+    return provenance_of(Recipe("torchvision:resnet18", 2), [weights], FitSettings(), data)
 
 
 def test_rejects_training_images_as_validation(tiny_job, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
@@ -57,8 +57,15 @@ def test_undecodable_folder_name(tmp_path: Path) -> None:
     assert provenance(FitData.of(data, data), tmp_path)["train"]["name"] == "caf\N{REPLACEMENT CHARACTER}"
 
 
-def test_the_digest_of_weights_covers_every_file(tmp_path: Path) -> None:
-    first, second = tmp_path / "1.bin", tmp_path / "2.bin"
-    first.write_bytes(b"one"), second.write_bytes(b"two")
-    assert digest_of([first]) == hashlib.sha256(b"one").hexdigest()
-    assert digest_of([first, second]) == hashlib.sha256(b"onetwo").hexdigest()
+def test_no_path_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "my-vit").mkdir()
+    assert without_path(f"hf:{tmp_path}/my-vit/") == without_path(f"hf:{tmp_path}/my-vit/../my-vit") == "hf:my-vit"
+    for spec in ("hf:acme/net", "timm:resnet18", "torchvision:resnet18", "package.module:factory"):
+        assert without_path(spec) == spec
+
+
+def test_digest_of_weights_in_parts(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("1", "2", "whole")]
+    for file, content in zip(files, (b"ab", b"c", b"abc"), strict=True):
+        file.write_bytes(content)
+    assert digest_of(files[:2]) == digest_of(files[2:]) == hashlib.sha256(b"abc").hexdigest()

@@ -45,8 +45,8 @@ def test_bytes_and_image_agree() -> None:
 def test_crop_equals_resizing_all_and_cropping_then(width: int, height: int, seed: int) -> None:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
     image, preprocess = Image.fromarray(pixels), PRESETS["imagenet"]
-    scale = 256 / min(width, height)
-    resized = image.resize((max(256, round(width * scale)), max(256, round(height * scale))), Image.Resampling.BILINEAR)
+    shorter = min(width, height)
+    resized = image.resize((256 * width // shorter, 256 * height // shorter), Image.Resampling.BILINEAR)
     left, top = (resized.width - 224) // 2, (resized.height - 224) // 2
     cropped = np.asarray(resized)[top : top + 224, left : left + 224]
     difference = preprocess.from_image(image).transpose(1, 2, 0).astype(int) - cropped

@@ -53,9 +53,25 @@ def test_concurrent_traces_restore_torch() -> None:
 
 def test_hooks_reject_non_tensor_outputs() -> None:
     class Pair(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x, x
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [x, x]
 
     net = nn.Sequential(Pair())
-    with pytest.raises(NetworkError, match="expected a tensor from layer 0, got tuple"):
+    with pytest.raises(NetworkError, match="expected a tensor from layer 0, got list"):
         HookedNetwork(net, ["0"], HookPlan(), keep_output=False)(torch.zeros(1, 1, 1, 1))
+
+
+def test_the_first_of_several_outputs_is_the_layers() -> None:
+    class Attending(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return 2 * x, x.softmax(1)
+
+    class First(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return pair[0] + 1
+
+    net = nn.Sequential(Attending(), First()).eval()
+    images = torch.randn(2, 3)
+    hooked = HookedNetwork(net, ["0", "1"], HookPlan(), keep_output=False)(images)
+    for twice, plus_one in (hooked, cut_graph(net, ["0", "1"], keep_output=False)(images)):
+        assert torch.equal(twice, 2 * images) and torch.equal(plus_one, 2 * images + 1)

@@ -64,6 +64,26 @@ def test_blocks(
     assert layers[-1].role == "penultimate"
 
 
+def test_a_convolution_with_its_normalisation_is_no_block() -> None:
+    def convolution() -> nn.Module:
+        unit = nn.Module()
+        unit.convolution, unit.normalisation = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+        unit.forward = lambda x: unit.normalisation(unit.convolution(x))
+        return unit
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(convolution(), convolution())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.layer(x)
+
+    net = nn.Sequential(nn.Sequential(Residual(), Residual()), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))
+    names = [layer.name for layer in list_layers(net, torch.randn(1, 3, 8, 8), granularity="blocks")]
+    assert names[:2] == ["0.0", "0.1"]
+
+
 def test_attention_blocks_replace_their_operations() -> None:
     names = [layer.name for layer in list_layers(network("vit_b_16", image_size=32), torch.randn(1, 3, 32, 32))]
     assert names[:2] == ["conv_proj", "encoder.layers.encoder_layer_0"]

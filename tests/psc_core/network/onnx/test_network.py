@@ -102,7 +102,7 @@ def test_transformers_have_blocks_and_run_one_by_one_where_they_must(tmp_path: P
     net = Attention().eval()
     other = open_onnx(written(net, tmp_path / "net.onnx", images))
     torch.testing.assert_close(other(X), net(X), rtol=1e-4, atol=1e-5)
-    assert other.notes(X[:1]) == [] if images is None else ["it takes one image at a time"]
+    assert other.notes == (() if images is None else ("takes one image at a time",))
     for granularity, count in (("operations", 5), ("blocks", 3)):
         layers = list_layers(other, X[:1], granularity=granularity)
         assert len(layers) == count
@@ -119,7 +119,7 @@ def test_a_softmax_at_the_end_is_left_out(tmp_path: Path) -> None:
     net = convolutional()
     other = open_onnx(written(nn.Sequential(net, nn.Softmax(1)).eval(), tmp_path / "net.onnx"))
     torch.testing.assert_close(other(X), net(X), rtol=1e-4, atol=1e-5)
-    assert other.notes(X[:1]) == ["it ends in a softmax; the logits before it are used"]
+    assert other.notes == ("ends in a softmax, whose input are the logits",)
 
 
 def test_channels_last_and_integer_inputs(tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""The folder of a network: on disk, or in the cache of the Hugging Face hub; and the JSON files in it."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from psc_core.errors import NetworkError
+
+MAX_JSON: Final = 16 << 20
+"""Maximum size of a JSON file, bytes; 21,000 class names take 2 MB."""
+
+_ON_THE_HUB: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SAFE: Final = ("*.json", "*.safetensors")
+_PICKLED: Final = ("pytorch_model*.bin",)
+
+
+def folder_of(name: str, *, allow_download: bool = False) -> Path:
+    """Return the folder ``name``, or, if there is none, that of the model ORG/NAME in the Hugging Face cache.
+
+    Args:
+        name: Path, or ORG/NAME.
+        allow_download: Ask the hub for what the cache lacks.
+
+    Raises:
+        NetworkError: There is neither.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if not _ON_THE_HUB.fullmatch(name):
+        raise NetworkError(f"there is no folder {folder}; give the folder of a network, or ORG/NAME of the hub")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise NetworkError(f"there is no folder {folder}, and the hub needs pip install 'psc[hf]'") from error
+
+    def fetched(patterns: Sequence[str]) -> Path:
+        return Path(snapshot_download(name, allow_patterns=[*patterns], local_files_only=not allow_download))
+
+    try:
+        found = fetched(_SAFE)
+        return found if any(found.glob("*.safetensors")) else fetched(_PICKLED)
+    except LocalEntryNotFoundError as error:
+        if allow_download:
+            raise NetworkError(f"cannot download {name}: the hub cannot be reached; is there a network?") from error
+        raise NetworkError(
+            f"there is no folder {name}, and the Hugging Face cache has no model of this name; give --allow-download "
+            "to get it from the hub"
+        ) from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise NetworkError(f"cannot download {name}: {str(error).strip().splitlines()[0]}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, which may be a link: the hub's cache keeps files so.
+
+    Raises:
+        NetworkError: There is no such file, or none that holds a JSON object of a bounded size.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_JSON:
+            raise NetworkError(f"expected {path} to be a regular file of at most {MAX_JSON} bytes; replace it")
+        with path.open("rb") as file:
+            found = json.loads(file.read(MAX_JSON))
+    except OSError as error:
+        raise NetworkError(f"cannot read {path}: {error.strerror}; is that the folder of a network?") from error
+    except (ValueError, RecursionError) as error:
+        raise NetworkError(f"{path} is not JSON ({error}); save the network again") from error
+    if not isinstance(found, dict):
+        raise NetworkError(f"expected {path} to hold a JSON object, got {type(found).__name__}; save the network again")
+    return found
+
+
+def weights_in(folder: Path, names: Sequence[str]) -> tuple[Path, ...]:
+    """Return the weights of a folder: the first of these files that is there, or those that it is the index of.
+
+    Raises:
+        NetworkError: There are none, or an index names a file that is not there or not in the folder.
+    """
+    for name in names:
+        path = folder / name
+        if path.is_file():
+            return _parts_of(path) if path.suffix == ".json" else (path,)
+    raise NetworkError(f"{folder} has no weights, expected one of {', '.join(names)}; save the network again")
+
+
+def _parts_of(index: Path) -> tuple[Path, ...]:
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
+        raise NetworkError(f"{index} has no weight_map; save the network again")
+    names = sorted(set(listed.values()))
+    for name in names:
+        if Path(name).name != name or not (index.parent / name).is_file():
+            raise NetworkError(f"{index} names the file {name!r}, which is not beside it; copy the whole folder")
+    return tuple(index.parent / name for name in names)

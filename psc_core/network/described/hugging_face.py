@@ -1,0 +1,154 @@
+"""Folders of transformers (``save_pretrained``): ``config.json``, ``preprocessor_config.json`` and weights.
+
+The network is transformers' own, built from the folder; no code in the folder is run, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from psc_core.errors import NetworkError
+from psc_core.images.preprocess import PRESETS
+from psc_core.network.described import timm
+from psc_core.network.described.base import Described, Preparation
+from psc_core.network.described.files import read_json, weights_in
+from psc_core.network.described.preparation import of_processor
+
+CONFIG: Final = "config.json"
+PROCESSOR: Final = "preprocessor_config.json"
+ADAPTER: Final = "adapter_config.json"
+WEIGHTS: Final = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
+
+_OUTPUTS: Final = 2
+"""Number of outputs that transformers does not write down."""
+
+_NO_NAME: Final = re.compile(r"LABEL_\d+")
+"""Names that transformers gives to classes without one."""
+
+
+class Logits(nn.Module):
+    """A classifier of transformers that gives its logits as a tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.model(pixel_values=images).logits
+        return logits
+
+
+def describe(folder: Path) -> Described:
+    """Read the description of a network in a folder, also one of timm; JSON only.
+
+    Raises:
+        NetworkError: A file is missing or malformed, or the network needs more than transformers.
+    """
+    if (folder / ADAPTER).exists():
+        raise NetworkError(
+            f"{folder} holds an adapter ({ADAPTER}); merge it into its network with merge_and_unload() and save that"
+        )
+    file = folder / CONFIG
+    config = read_json(file)
+    if timm.is_of_timm(config):
+        return timm.describe(folder)
+    if config.get("auto_map"):
+        raise NetworkError(
+            f"{file} names code of its own (auto_map), which is not run; build the network in a function and give that "
+            "as package.module:function"
+        )
+    if config.get("quantization_config"):
+        raise NetworkError(f"{file} is of a quantised network; save it in float32")
+    if not isinstance(config.get("model_type"), str):
+        raise NetworkError(f"{file} has no model_type, so it is not of transformers; is it the folder of a network?")
+    outputs, classes = _labels(config, file)
+    return Described(
+        folder=folder,
+        outputs=outputs,
+        classes=classes,
+        preparation=_preparation(folder, config),
+        weights=weights_in(folder, WEIGHTS),
+    )
+
+
+def _labels(config: Mapping[str, Any], file: Path) -> tuple[int, tuple[str, ...] | None]:
+    """Number of the outputs, and their names where they have some."""
+    labels = config.get("id2label")
+    if labels is None:
+        return int(config.get("num_labels") or _OUTPUTS), None
+    if not isinstance(labels, dict) or {str(i) for i in range(len(labels))} != {*labels}:
+        raise NetworkError(f"expected id2label of {file} to name the outputs 0, 1, …; mend it")
+    names = [labels[str(i)] for i in range(len(labels))]
+    if not all(isinstance(name, str) for name in names):
+        raise NetworkError(f"expected id2label of {file} to hold names; mend it")
+    named = len(names) > 1 and not all(map(_NO_NAME.fullmatch, names))
+    return len(names), tuple(names) if named else None
+
+
+def _preparation(folder: Path, config: Mapping[str, Any]) -> Preparation:
+    file = folder / PROCESSOR
+    if not file.exists():
+        return Preparation(PRESETS["imagenet"], {"whole": f"{folder} has no {PROCESSOR}"})
+    return of_processor(read_json(file), config, str(file))
+
+
+def load(folder: Path) -> Logits:
+    """Build the network of a folder, in float32 and evaluation mode; its module ``model`` is transformers' own.
+
+    Raises:
+        NetworkError: transformers is missing or cannot build it, or the folder lacks some of its weights.
+    """
+    try:
+        from transformers import AutoModelForImageClassification
+    except ImportError as error:
+        raise NetworkError(f"hf:{folder} needs transformers; pip install 'psc[hf]'") from error
+    safe = weights_in(folder, WEIGHTS)[0].suffix == ".safetensors"
+    try:
+        with _quiet():
+            model, found = AutoModelForImageClassification.from_pretrained(
+                folder,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=safe,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,  # They are told of below, with the others.
+                output_loading_info=True,
+            )
+    except Exception as error:  # Each architecture rejects a configuration in its own way.
+        reason = next(iter(str(error).strip().splitlines()), "no reason given")
+        raise NetworkError(f"transformers cannot load {folder}: {type(error).__name__}: {reason}") from error
+    if absent := sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}):
+        raise NetworkError(
+            f"{folder} has no weights of the right shape for {', '.join(absent[:3])}{', …' * (len(absent) > 3)}; is it "
+            "a trained classifier?"
+        )
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise NetworkError(f"{folder}: expected finite weights, {name} has NaN or infinity; train it again")
+    classifier: Logits = Logits(model).eval()
+    return classifier
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A context in which transformers reports neither progress nor what :func:`load` reports itself."""
+    logging: Any = importlib.import_module("transformers.utils.logging")
+    verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_progress:
+            logging.enable_progress_bar()

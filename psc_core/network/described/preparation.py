@@ -1,0 +1,261 @@
+"""Preprocessing as it is written down by transformers, ``preprocessor_config.json``, and timm, ``pretrained_cfg``.
+
+A :class:`psc_core.images.preprocess.Preprocess` resizes to the input, or resizes the shorter side and keeps the middle;
+bilinearly or bicubically, antialiased; then it standardises.  What is written down otherwise is told of, part by part,
+so that a flag can replace that part alone.
+
+In transformers the class of a processor decides what its numbers mean:
+
+================================  ==================================================================================
+``size`` of a number              the shorter side for :data:`SHORTER_SIDE`, both sides for :data:`BOTH_SIDES`
+ConvNext                          below 384: shorter side to ⌊size / crop_pct⌋, then the middle; else both sides
+Levit, PoolFormer                 shorter side to ⌊size · 256/224⌋, to ⌊size / crop_pct⌋, before the crop
+EfficientNet                      ``rescale_offset``: pixel · factor − 1; ``include_top``: twice by ``image_std``
+================================  ==================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from psc_core.errors import NetworkError, UsageError, fault
+from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, Preprocess
+from psc_core.network.described.base import Part, Preparation
+
+BOTH_SIDES: Final = ("ViT", "DeiT", "Beit", "Blip", "DINOv3ViT", "EfficientNet", "Pvt", "Segformer", "Siglip")
+SHORTER_SIDE: Final = ("Bit", "CLIP", "ConvNext", "Levit", "MobileNetV1", "MobileNetV2", "PoolFormer")
+"""Image processors of transformers that are known here, without the suffix of their names."""
+
+_OLDEST: Final = {"beit": "Beit", "convnext": "ConvNext", "deit": "DeiT", "swin": "ViT", "vit": "ViT"}
+"""Kinds of networks whose oldest files do not name the processor."""
+
+_RESAMPLE: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+"""Pillow's filters by number."""
+
+_UNKNOWN_STEPS: Final = ("do_pad", "do_flip_channel_order", "do_color_quantize", "do_align_long_axis", "do_thumbnail")
+
+Geometry = tuple[int, int, int | None]
+"""(height, width, resize) of a :class:`Preprocess`."""
+
+
+class _Processor(BaseModel):
+    """The fields of ``preprocessor_config.json`` that say how an image becomes an input."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+    image_processor_type: str | None = None
+    feature_extractor_type: str | None = None  # its name in older files
+    do_resize: bool | None = None
+    size: int | tuple[int, int] | dict[str, int | None] | None = None
+    resample: int | None = None
+    crop_pct: float | None = None
+    do_center_crop: bool | None = None
+    crop_size: int | tuple[int, int] | dict[str, int | None] | None = None
+    do_rescale: bool | None = None
+    rescale_factor: float | None = None
+    rescale_offset: bool | None = None
+    include_top: bool | None = None
+    do_normalize: bool | None = None
+    image_mean: float | tuple[float, ...] | None = None
+    image_std: float | tuple[float, ...] | None = None
+
+
+class _Unlike(Exception):
+    """The reason why a part cannot be as it is written down, and the nearest geometry."""
+
+    def __init__(self, reason: str, nearest: Geometry | None = None) -> None:
+        super().__init__(reason)
+        self.nearest = nearest
+
+
+class _Network(NamedTuple):
+    """What a network's own configuration says of its images."""
+
+    kind: str  # its model_type
+    channels: int
+    image_size: int | None
+
+
+def of_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin: str) -> Preparation:
+    """Read the preprocessing of a transformers image processor.
+
+    Args:
+        written: The content of ``preprocessor_config.json``.
+        config: The network's own configuration.
+        origin: Where the first is written, for messages.
+
+    Raises:
+        NetworkError: A field has another type, or means no valid input.
+    """
+    try:
+        processor = _Processor.model_validate(dict(written))
+    except ValidationError as error:
+        raise NetworkError(f"{origin}: {fault(error.errors()[0], 'field')}; save the image processor again") from error
+    channels, side = config.get("num_channels", 3), config.get("image_size")
+    side = side[0] if isinstance(side, list) and side else side
+    net = _Network(str(config.get("model_type")), _mode_of(channels, origin), side if isinstance(side, int) else None)
+    unlike: dict[Part, str] = {}
+    kind = _kind_of(processor, net)
+    if reason := _unknown(processor, kind):
+        unlike["whole"] = f"{origin} {reason}"
+    try:
+        geometry = _geometry(processor, kind, net)
+    except _Unlike as reason:
+        unlike["size"], geometry = f"{origin} {reason}", reason.nearest or (_side(net), _side(net), None)
+    try:
+        interpolation = _interpolation(processor, kind)
+    except _Unlike as reason:
+        unlike["interpolation"], interpolation = f"{origin} {reason}", "bicubic"
+    try:
+        mean, std = _statistics(processor, kind, net.channels)
+    except _Unlike as reason:
+        unlike["statistics"] = f"{origin} {reason}"
+        mean, std = ((0.5,) * net.channels,) * 2
+    return Preparation(_preprocess(net.channels, geometry, mean, std, interpolation, origin), unlike)
+
+
+def of_timm(written: Mapping[str, Any], origin: str) -> Preparation:
+    """Read the preprocessing for evaluation in timm's ``pretrained_cfg``; what is missing is timm's default.
+
+    Raises:
+        NetworkError: A field has another type, or means no valid input.
+    """
+    imagenet, unlike = PRESETS["imagenet"], dict[Part, str]()
+    try:
+        channels, height, width = map(operator.index, written.get("input_size") or (3, 224, 224))
+        mean, std = (tuple(map(float, written.get(key) or getattr(imagenet, key))) for key in ("mean", "std"))
+        fraction = float(written.get("crop_pct") or 0.875)
+        resized = [math.floor(side / fraction) for side in (height, width)]
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise NetworkError(f"{origin}: expected input_size, mean, std and crop_pct of numbers: {error}") from error
+    mode, interpolation = written.get("crop_mode") or "center", written.get("interpolation") or "bicubic"
+    resize = max(resized) if mode == "center" else None
+    if mode not in ("center", "squash"):
+        unlike["size"] = f"{origin} crops by {mode!r}"
+    elif mode == "center" and height != width:
+        unlike["size"] = f"{origin} crops to {height} × {width} pixels, which are no square"
+    elif mode == "squash" and resized != [height, width]:
+        unlike["size"] = f"{origin} resizes to {resized[0]} × {resized[1]} and then crops to {height} × {width}"
+    if interpolation not in INTERPOLATIONS:
+        unlike["interpolation"], interpolation = f"{origin} resizes by the filter {interpolation!r}", "bicubic"
+    channels = _mode_of(channels, origin)
+    if len(mean) != channels or len(std) != channels:
+        unlike["statistics"] = f"{origin} has {len(mean)} means and {len(std)} deviations for {channels} channels"
+        mean, std = ((0.5,) * channels,) * 2
+    return Preparation(_preprocess(channels, (height, width, resize), mean, std, interpolation, origin), unlike)
+
+
+def _preprocess(
+    channels: int, geometry: Geometry, mean: Sequence[float], std: Sequence[float], interpolation: str, origin: str
+) -> Preprocess:
+    try:
+        return Preprocess("RGB" if channels == 3 else "L", *geometry, tuple(mean), tuple(std), interpolation)
+    except UsageError as error:
+        raise NetworkError(f"{origin}: {error}") from error
+
+
+def _mode_of(channels: object, origin: str) -> int:
+    if channels not in (1, 3):
+        raise NetworkError(f"{origin}: expected a network for images of 1 or 3 channels, got {channels}")
+    return int(str(channels))
+
+
+def _side(net: _Network) -> int:
+    return net.image_size or 224
+
+
+def _kind_of(processor: _Processor, net: _Network) -> str:
+    """The class of a processor without suffix, ``"ViT"`` of ``ViTImageProcessorFast``."""
+    name = processor.image_processor_type or processor.feature_extractor_type
+    return re.sub("(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", name) if name else _OLDEST.get(net.kind, "")
+
+
+def _unknown(processor: _Processor, kind: str) -> str:
+    """The reason why nothing can be said of the preprocessing as a whole; empty if it can."""
+    if kind not in (*BOTH_SIDES, *SHORTER_SIDE):
+        return f"is of an image processor that PSC does not know, {kind or 'without a name'}"
+    steps = [step for step in _UNKNOWN_STEPS if (processor.model_extra or {}).get(step)]
+    return f"changes images as PSC does not: {', '.join(steps)}" if steps else ""
+
+
+def _geometry(processor: _Processor, kind: str, net: _Network) -> Geometry:
+    if processor.do_resize is False:
+        raise _Unlike("does not resize images")
+    size = _sides(processor.size, square=kind in BOTH_SIDES)
+    wants_crop = processor.crop_size is not None if processor.do_center_crop is None else processor.do_center_crop
+    crop = _sides(processor.crop_size, square=True) if wants_crop else {}
+    if size.keys() == {"shortest_edge"}:
+        shorter = size["shortest_edge"]
+        if kind == "ConvNext":
+            if shorter >= 384:
+                return shorter, shorter, None
+            crop = {"height": shorter, "width": shorter}
+        if kind == "ConvNext" or (kind == "PoolFormer" and processor.crop_pct):
+            shorter = int(shorter / (processor.crop_pct or 224 / 256))
+        elif kind == "Levit":
+            shorter = int(256 / 224 * shorter)
+        if crop.keys() != {"height", "width"}:
+            raise _Unlike("keeps proportions and crops nothing", (shorter, shorter, shorter))
+        if max(crop.values()) > shorter:
+            raise _Unlike(f"crops to more than the shorter side of {shorter} pixels", (shorter, shorter, shorter))
+        return crop["height"], crop["width"], shorter
+    if size.keys() != {"height", "width"}:
+        raise _Unlike(f"has the size {processor.size}, which is not of one input")
+    height, width = size["height"], size["width"]
+    if crop and crop != size:
+        if crop.keys() != {"height", "width"} or max(crop.values()) > min(height, width):
+            raise _Unlike(f"resizes to {height} × {width} pixels and then crops to {processor.crop_size}")
+        raise _Unlike(
+            f"resizes to {height} × {width} pixels, whatever the proportions, and then crops to {crop['height']} × "
+            f"{crop['width']}",
+            (crop["height"], crop["width"], min(height, width)),
+        )
+    return height, width, None
+
+
+def _sides(size: int | tuple[int, int] | dict[str, int | None] | None, *, square: bool) -> dict[str, int]:
+    if isinstance(size, tuple):
+        return dict(zip(("height", "width"), size, strict=True))
+    if isinstance(size, int):
+        return {"height": size, "width": size} if square else {"shortest_edge": size}
+    return {name: side for name, side in (size or {}).items() if side is not None}
+
+
+def _interpolation(processor: _Processor, kind: str) -> str:
+    number = 2 if processor.resample is None and kind == "ViT" else processor.resample
+    if number is None:
+        raise _Unlike("does not say by which filter images are resized")
+    name = _RESAMPLE[number] if 0 <= number < len(_RESAMPLE) else str(number)
+    if name not in INTERPOLATIONS:
+        raise _Unlike(f"resizes by the filter {name!r}")
+    return name
+
+
+def _statistics(processor: _Processor, kind: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation on [0, 1] of pixels that are scaled, shifted and standardised."""
+    factor, offset = processor.rescale_factor or 1 / 255, 1.0 if processor.rescale_offset else 0.0
+    if processor.do_rescale is False:
+        factor, offset = 1.0, 0.0
+    wanted = processor.do_normalize is not False
+    again = kind == "EfficientNet" and processor.include_top is not False
+    mean, std = (0.0,) * channels, (1.0,) * channels
+    if wanted or again:
+        if processor.image_mean is None or processor.image_std is None:
+            raise _Unlike("does not say by which mean and deviation images are standardised")
+        written_mean, written_std = (
+            value if isinstance(value, tuple) else (value,) * channels
+            for value in (processor.image_mean, processor.image_std)
+        )
+        if len(written_mean) != channels or len(written_std) != channels:
+            raise _Unlike(f"has {len(written_mean)} means and {len(written_std)} deviations for {channels} channels")
+        mean = written_mean if wanted else mean
+        std = tuple(value ** (wanted + again) for value in written_std)
+    # (pixel · factor − offset − mean) / std, where pixel = 255 x
+    scale = 255 * factor
+    return tuple((value + offset) / scale for value in mean), tuple(value / scale for value in std)

@@ -1,0 +1,94 @@
+"""Folders of timm (``timm.models.save_for_hf``): ``config.json`` and ``model.safetensors``.
+
+The network is built by the name of its architecture, so a bundle needs no folder.  What timm would take from the
+folder's ``pretrained_cfg`` and not from its own of that name is among the arguments: channels, pooling, and the size of
+the input where that is fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from psc_core.errors import NetworkError
+from psc_core.network.described.base import Described
+from psc_core.network.described.files import read_json, weights_in
+from psc_core.network.described.preparation import of_timm
+
+CONFIG: Final = "config.json"
+WEIGHTS: Final = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
+
+
+def is_of_timm(config: Mapping[str, Any]) -> bool:
+    """Return whether a ``config.json`` is timm's, or that of a timm network in transformers."""
+    return "architecture" in config and config.get("model_type", "timm_wrapper") == "timm_wrapper"
+
+
+def describe(folder: Path) -> Described:
+    """Read the description of a timm network in a folder; JSON only.
+
+    Raises:
+        NetworkError: A file is missing or malformed.
+    """
+    file = folder / CONFIG
+    config = read_json(file)
+    if not is_of_timm(config) or not isinstance(config["architecture"], str):
+        raise NetworkError(f"{file} names no architecture of timm; is it a folder for hf:{folder}?")
+    # Older files have no level of their own for what is of the weights.
+    pretrained = config.get("pretrained_cfg", config)
+    model_args = config.get("model_args") or {}
+    if not isinstance(pretrained, dict) or not isinstance(model_args, dict):
+        raise NetworkError(f"expected pretrained_cfg and model_args of {file} to be JSON objects; save it again")
+    outputs = model_args.get("num_classes", config.get("num_classes", pretrained.get("num_classes")))
+    if not isinstance(outputs, int) or outputs < 1:
+        raise NetworkError(f"expected {file} to have a positive num_classes, got {outputs}; it is no classifier")
+    names = config.get("label_names") or pretrained.get("label_names") or pretrained.get("labels")
+    return Described(
+        spec=f"timm:{config['architecture']}",
+        model_args=_arguments(pretrained, model_args),
+        folder=folder,
+        outputs=outputs,
+        classes=_names(names, outputs, file),
+        preparation=of_timm(_with_size(pretrained, model_args), str(file)),
+        weights=weights_in(folder, WEIGHTS),
+    )
+
+
+def _arguments(pretrained: Mapping[str, Any], model_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that give the network of the folder by name; ``num_classes`` is none, it is given apart."""
+    implied: dict[str, Any] = {}
+    size = pretrained.get("input_size")
+    if isinstance(size, list) and len(size) == 3:
+        if size[0] != 3:
+            implied["in_chans"] = size[0]
+        if pretrained.get("fixed_input_size"):
+            implied["img_size"] = size[1:]
+    if pretrained.get("global_pool"):
+        implied["global_pool"] = pretrained["global_pool"]
+    return {name: value for name, value in {**implied, **model_args}.items() if name != "num_classes"}
+
+
+def _with_size(pretrained: Mapping[str, Any], model_args: Mapping[str, Any]) -> dict[str, Any]:
+    """``pretrained`` with the channels, and with the fixed size, that the arguments give."""
+    size = pretrained.get("input_size") or [3, 224, 224]
+    if not isinstance(size, list):
+        return dict(pretrained)
+    if model_args.get("in_chans"):
+        size = [model_args["in_chans"], *size[1:]]
+    fixed = model_args.get("img_size")
+    if fixed and pretrained.get("fixed_input_size"):
+        size = [size[0], *((fixed, fixed) if isinstance(fixed, int) else fixed)]
+    return {**pretrained, "input_size": size}
+
+
+def _names(written: Any, outputs: int, file: Path) -> tuple[str, ...] | None:
+    """Class names in the order of the outputs; None without names, or with gaps between their numbers."""
+    if isinstance(written, dict):
+        numbered = {str(i): written.get(str(i)) for i in range(outputs)}
+        written = None if None in numbered.values() else list(numbered.values())
+    if written is None or outputs < 2:
+        return None
+    if not isinstance(written, list) or len(written) != outputs or not all(isinstance(name, str) for name in written):
+        raise NetworkError(f"expected {outputs} label_names in {file}, one for each output; mend it")
+    return tuple(written)

@@ -1,0 +1,97 @@
+"""Networks in folders that describe themselves, from the folder to a fitted model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from psc_core import FitSettings, fit_projection, fit_psc, load_model, load_network, measure_collapse, open_dataset
+from psc_core.bundle.io import read_bundle
+from psc_core.cli.evaluate import main as evaluate
+from psc_core.cli.fit import main
+from psc_core.data.classes import in_network_order
+from psc_core.data.dataset import ImageDataset
+from psc_core.network.described.families import describe
+from tests import folders
+from tests.psc_core.cli.support import run
+
+FAST = ("--device", "cpu", "--minimum-dim", "4", "--no-report", "--ood-score", "density", "--coverage", "0.9")
+
+
+def opened(job: folders.Job, spec: str) -> tuple[ImageDataset, ImageDataset]:
+    described = describe(spec)
+    assert described.preparation is not None
+    parts = {"train": job.train, "val": job.val}
+    train, val = (
+        in_network_order(
+            open_dataset(str(root), split=split, preprocess=described.preparation.preprocess), described.classes
+        )[0]
+        for split, root in parts.items()
+    )
+    return train, val
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("vit", "resnet", "swin") else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in folders.CONFIGURATIONS
+    ],
+)
+def test_networks_of_transformers_are_fitted(kind: str, digit_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the networks are transformers'")
+    spec = f"hf:{folders.save_transformer(tmp_path, folders.transformer(kind))}"
+    train, val = opened(folders.Job(tmp_path, *digit_folders), spec)
+    net = load_network(spec, num_classes=len(train.classes))
+    settings = FitSettings(device="cpu", minimum_dim=4, ood_score="density", coverage=0.9, granularity="blocks")
+    candidate = measure_collapse(net, train, val, settings=settings).candidate()
+    projection = fit_projection(net, candidate, train, val, settings=settings)
+    model = fit_psc(net, candidate, projection, train, val, settings=settings)
+    images = next(val.batches(20)).images
+    once, again = model.predict(images), model.predict(images)
+    assert model.classes == folders.NAMES
+    assert torch.equal(once.probabilities, again.probabilities)
+
+
+def test_a_trained_network_is_right_in_its_own_order(hf_job: folders.Job) -> None:
+    spec = f"hf:{hf_job.model}"
+    train, val = opened(hf_job, spec)
+    net, batch = load_network(spec), next(val.batches(len(val)))
+    with torch.inference_mode():
+        predicted = net(val.preprocess.standardise(batch.images)).argmax(1)
+    assert float((predicted == batch.labels).float().mean()) > 0.3  # 0.1 in another order
+    assert train.classes == folders.NAMES != tuple(sorted(folders.NAMES))
+
+
+def test_a_folder_of_timm_needs_no_other_flag(timm_job: folders.Job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    folder = Path(shutil.copytree(timm_job.model, tmp_path / "net"))
+    words = ["--model", f"timm:local-dir:{folder}", "--train", str(timm_job.train), "--val", str(timm_job.val)]
+    code, out, err = run(capsys, main, [*words, *FAST, "--out", str(tmp_path / "b")])
+    assert code == 0, err
+    assert "classes are in the order of the network's outputs, by their names" in out
+    assert f"preprocessing: {folders.SIZE}" in out
+    shutil.rmtree(folder)
+    manifest = read_bundle(tmp_path / "b").manifest
+    assert manifest.classes == folders.NAMES
+    assert manifest.backbone.network.spec == manifest.provenance["model"] == "timm:test_resnet"
+    assert str(tmp_path) not in manifest.model_dump_json()
+    model = load_model(tmp_path / "b", device="cpu")
+    files = [next((timm_job.val / name).iterdir()) for name in folders.NAMES]
+    assert model.predict(files).probabilities.shape == (10, 10)
+
+    weights = str(timm_job.model / "model.safetensors")
+    words = ["--bundle", str(tmp_path / "b"), "--id", str(timm_job.val), "--device", "cpu", "--weights", weights]
+    code, out, err = run(capsys, evaluate, [*words, "--train", str(timm_job.train), "--val", str(timm_job.val)])
+    assert code == 0, err
+    assert "Classification" in out
+
+
+def test_a_folder_of_transformers_is_fitted_up_to_the_bundle(hf_job: folders.Job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    words = ["--model", f"hf:{hf_job.model}", "--train", str(hf_job.train), "--val", str(hf_job.val)]
+    code, out, err = run(capsys, main, [*words, *FAST, "--out", str(tmp_path / "b")])
+    assert "classes are in the order of the network's outputs, by their names" in out
+    assert f"preprocessing: {folders.SIZE}" in out and "◀ candidate" in out
+    assert code == 2 and "a bundle cannot rebuild a network built by hand" in err

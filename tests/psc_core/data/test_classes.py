@@ -1,0 +1,87 @@
+"""The order of classes: by their names, where these are the network's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psc_core import PRESETS, open_dataset
+from psc_core.data.classes import in_network_order, match
+from psc_core.errors import DataError
+from tests.conftest import ROOT
+
+NAMES = st.lists(
+    st.text(st.characters(categories=["L", "N"], include_characters=" _-"), min_size=1, max_size=6),
+    min_size=2,
+    max_size=8,
+    unique=True,
+)
+
+
+@given(names=NAMES, data=st.data())
+def test_equal_names_take_the_order_of_the_network(names: list[str], data: st.DataObject) -> None:
+    of_network = data.draw(st.permutations(names))
+    matched = match(names, of_network, "images")
+    assert matched.classes == tuple(of_network)
+    assert bool(matched.note) == (of_network != names)
+
+
+@given(count=st.integers(2, 8), data=st.data())
+def test_case_and_separators_make_no_difference(count: int, data: st.DataObject) -> None:
+    plain = [f"class {letter} of many" for letter in "abcdefgh"[:count]]
+    spelled = [
+        data.draw(st.sampled_from([str.upper, str.title, str.lower]))(
+            name.replace(" ", data.draw(st.sampled_from(" _-")))
+        )
+        for name in plain
+    ]
+    of_network = data.draw(st.permutations(plain))
+    assert match(spelled, of_network, "images").classes == tuple(spelled[plain.index(name)] for name in of_network)
+
+
+def test_equal_names_are_not_confused_with_similar_ones() -> None:
+    assert match(["A", "a", "b_c", "b c"], ["b c", "a", "A", "b_c"], "").classes == ("b c", "a", "A", "b_c")
+    with pytest.raises(DataError, match=r"got 3 \(some share a name\); use the images"):
+        match(["A", "a", "c"], ["a", "C", "A "], "images")
+
+
+def test_other_names_keep_their_order() -> None:
+    matched = match(["n01440764", "n01443537"], ["tench", "goldfish"], "images/train")
+    assert matched.classes == ("n01440764", "n01443537")
+    assert matched.note == (
+        "no class of images/train has a name of the network's (tench, goldfish); their order is taken to be that of "
+        "its outputs"
+    )
+
+
+@pytest.mark.parametrize(
+    ("of_images", "message"),
+    [
+        (["cat", "dog"], r"expected the network's 3 classes in images, got 2 \(missing: bird\)"),
+        (["bird", "cat", "dog", "eel"], r"got 4 \(unknown: eel\)"),
+        (["bird", "cat", "hound"], r"got 3 \(unknown: hound; missing: dog\)"),
+        (["x", "y"], r"got 2 \(unknown: x, y; missing: bird, dog, cat\)"),
+        ([f"c{i:02}" for i in range(20)], r"unknown: c00, .*, c09, …; missing"),
+    ],
+)
+def test_odd_classes_are_named(of_images: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        match(of_images, ["bird", "dog", "cat"], "images")
+
+
+@given(order=st.permutations([str(digit) for digit in range(10)]))
+def test_labels_keep_their_names(order: list[str]) -> None:
+    data = open_dataset(f"mnist:{ROOT}/tests/data", split="test", preprocess=PRESETS["mnist"])
+    ordered, _ = in_network_order(data, order)
+    assert ordered.classes == tuple(order)
+    assert [ordered.classes[label] for label in ordered.labels] == [data.classes[label] for label in data.labels]
+    back = ordered.in_order(data.classes)
+    assert torch.equal(back.labels, data.labels) and back.digest() == data.digest()
+
+
+def test_nothing_to_order() -> None:
+    data = open_dataset(f"mnist:{ROOT}/tests/data", split="test", preprocess=PRESETS["mnist"])
+    assert in_network_order(data, None) == (data, "")
+    assert data.in_order(data.classes) is data.in_order(["other"]) is data.in_order([*data.classes[1:], "x"]) is data

@@ -1,0 +1,56 @@
+"""Which specs describe themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from psc_core.errors import NetworkError
+from psc_core.network.described.base import Described
+from psc_core.network.described.families import FAMILIES, describe, is_described
+from psc_core.network.load import load_network
+from tests import folders
+
+
+@pytest.mark.parametrize("spec", ["torchvision:resnet18", "timm:resnet18", "package.module:factory", "nothing", ""])
+def test_others_say_nothing(spec: str) -> None:
+    assert describe(spec) == Described()
+    assert not is_described(spec)
+
+
+@pytest.mark.parametrize("prefix", FAMILIES)
+def test_needs_the_folder(prefix: str) -> None:
+    assert is_described(f"{prefix}nowhere")
+    with pytest.raises(NetworkError, match="there is no folder nowhere"):
+        describe(f"{prefix}nowhere")
+
+
+def test_describes_without_the_library_or_the_weights(
+    hf_job: folders.Job, timm_job: folders.Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("transformers", "timm", "safetensors.torch"):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    for spec in (f"hf:{hf_job.model}", f"timm:local-dir:{timm_job.model}", f"hf:{timm_job.model}"):
+        found = describe(spec)
+        assert found.classes == folders.NAMES and found.outputs == 10
+        assert found.preparation is not None
+        assert (found.preparation.preprocess, found.preparation.unlike) == (folders.SIZE, {})
+        assert [file.name for file in found.weights] == ["model.safetensors"]
+
+
+def test_number_of_classes_is_the_folders(hf_job: folders.Job, timm_job: folders.Job) -> None:
+    for spec in (f"hf:{hf_job.model}", f"timm:local-dir:{timm_job.model}"):
+        with pytest.raises(NetworkError, match="is for 10 classes, the data has 3"):
+            load_network(spec, num_classes=3)
+    with pytest.raises(NetworkError, match="torchvision:resnet18 does not say its number of classes"):
+        load_network("torchvision:resnet18")
+
+
+def test_a_folder_is_never_read_for_a_bundle(timm_job: folders.Job, hf_job: Path) -> None:
+    from psc_core.network.load import Recipe, build
+
+    with pytest.raises(NetworkError, match="timm has no network 'local-dir:"):
+        build(Recipe(f"timm:local-dir:{timm_job.model}", 10))
+    with pytest.raises(NetworkError, match="cannot import the factory hf:"):
+        build(Recipe("hf:net", 10))
