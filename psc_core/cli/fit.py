@@ -84,15 +84,16 @@ def parser() -> argparse.ArgumentParser:
 
     net = cli.add_argument_group("network")
     specs = (
-        "torchvision:NAME, timm:NAME or package.module:factory; hf:DIR or timm:local-dir:DIR, a folder of transformers "
-        "or timm, which says weights, classes and preprocessing itself; hf:ORG/NAME, in the Hugging Face cache"
+        "torchvision:NAME, timm:NAME or package.module:factory; onnx:FILE; hf:DIR or timm:local-dir:DIR, a folder of "
+        "transformers or timm, which says weights, classes and preprocessing itself; hf:ORG/NAME, in the Hugging Face "
+        "cache"
     )
     net.add_argument("--model", required=True, metavar="SPEC", help=specs)
     text = "argument of the network's constructor; repeat for more (stem=small, in_channels=1, …)"
     net.add_argument("--model-arg", action="append", default=[], metavar="K=V", help=text)
     text = (
-        "checkpoint: .safetensors, .pth, .pt, .bin, .ckpt or .index.json; nothing in it is run (default: the weights of "
-        "hf:, timm:local-dir: and onnx:)"
+        "checkpoint: .safetensors, .pth, .pt, .bin, .ckpt or .index.json; nothing in it is run (default: those that "
+        "hf:, timm:local-dir: and onnx: have)"
     )
     net.add_argument("--weights", type=Path, metavar="FILE", help=text)
     text = "get from the Hugging Face hub what its cache lacks of hf:ORG/NAME"
@@ -165,9 +166,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--seed", type=flags.seed, default=0, metavar="N", help=text)
     run.add_argument("--name", help="model name (default: the name of --out)")
     run.add_argument("--out", type=Path, required=True, metavar="DIR", help="bundle to write")
-    text = (
-        "store the network as an ONNX graph, which a server loads without its code and library; always of hf: and onnx:"
-    )
+    text = "store the network as an ONNX graph, which a server loads without its code; always so of hf: and onnx:"
     run.add_argument("--graph", action="store_true", help=text)
     run.add_argument("--overwrite", action="store_true", help="replace the bundle that --out holds, and its report")
     return cli
@@ -214,7 +213,8 @@ def fit(args: argparse.Namespace) -> None:
         print(look(net, data, settings, args.max_bad_images), flush=True)
         print(estimate(settings, net, data, args.max_bad_images))
         return
-    provenance = provenance_of(recipe, [args.weights] if args.weights else described.weights, settings, data)
+    weights = [args.weights] if args.weights else described.weights
+    provenance = provenance_of(recipe, weights, settings, data)
     check_disjoint(data, provenance)
     try:
         check_text({"name": name, **provenance})
@@ -229,7 +229,7 @@ def fit(args: argparse.Namespace) -> None:
     data, left_out = data.readable(args.max_bad_images, settings.seed, settings.reducer)
     if left_out:
         data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
-        provenance = provenance_of(recipe, args.weights, settings, data)
+        provenance = provenance_of(recipe, weights, settings, data)
         if is_first:
             print(*left_out, sep="\n", flush=True)
     checkpoint = Checkpoint.of(folder, job_of(provenance, settings, data), settings.reducer)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+from psc_core.errors import NetworkError
 from psc_core.network.described import hugging_face, timm
 from psc_core.network.described.base import Described
 from psc_core.network.described.files import folder_of
@@ -48,10 +49,16 @@ def _in_folder(of_folder: Callable[[Path], Described]) -> Callable[[str, bool], 
     return lambda name, allow_download: of_folder(folder_of(name, allow_download=allow_download))
 
 
+def _of_file(path: Path) -> Described:
+    if not path.is_file():
+        raise NetworkError(f"there is no file {path}; give the ONNX file that the network was exported to")
+    return Described(weights=(path,))
+
+
 FAMILIES: Final[Mapping[str, Callable[[str, bool], Described]]] = {
     "hf:": _in_folder(hugging_face.describe),
     "timm:local-dir:": _in_folder(timm.describe),
     "timm:hf-hub:": _in_folder(timm.describe),
-    "onnx:": lambda name, _: Described(weights=(Path(name).expanduser(),)),
+    "onnx:": lambda name, _: _of_file(Path(name).expanduser()),
 }
 """Prefix of the spec → function of the rest of it and of whether to download."""

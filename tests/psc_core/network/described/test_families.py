@@ -20,9 +20,9 @@ def test_others_say_nothing(spec: str) -> None:
 
 
 @pytest.mark.parametrize("prefix", FAMILIES)
-def test_needs_the_folder(prefix: str) -> None:
+def test_needs_the_folder_or_the_file(prefix: str) -> None:
     assert is_described(f"{prefix}nowhere")
-    with pytest.raises(NetworkError, match="there is no folder nowhere"):
+    with pytest.raises(NetworkError, match=r"there is no (folder|file) nowhere"):
         describe(f"{prefix}nowhere")
 
 
