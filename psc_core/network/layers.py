@@ -166,7 +166,7 @@ def _names(net: nn.Module, granularity: str) -> set[str]:
 
 
 def _blocks(net: nn.Module) -> set[str]:
-    """The innermost members of containers whose members are mostly composite modules.
+    """The innermost members of containers whose members are mostly modules of several operations.
 
     A stage is a container of blocks, and a list of stages is a container too, hence the innermost.  A convolution with
     its normalisation is no block, though libraries make it a module.
@@ -176,10 +176,9 @@ def _blocks(net: nn.Module) -> set[str]:
     for name, container in net.named_modules():
         if isinstance(container, containers):
             children = dict(container.named_children())
-            composite = [key for key, m in children.items() if not isinstance(m, containers) and list(m.children())]
-            if 2 * len(composite) > len(children):
-                blocks = [key for key in composite if _operations(children[key]) > 1]
-                members |= {f"{name}.{key}" if name else key for key in blocks}
+            several = [key for key, m in children.items() if not isinstance(m, containers) and _operations(m) > 1]
+            if 2 * len(several) > len(children):
+                members |= {f"{name}.{key}" if name else key for key in several}
     return {name for name in members if not any(other.startswith(f"{name}.") for other in members)}
 
 

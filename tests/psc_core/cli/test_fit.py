@@ -348,3 +348,9 @@ def test_a_preprocessing_that_psc_cannot_do(hf_job: Job, tmp_path: Path, capsys)
     assert code == 2 and "has no preprocessor_config.json; say how images are prepared by --preset or --pre" in err
     _, out, _ = run(capsys, cli.main, [*words, "--preset", "cifar10", "--layer", "none"])
     assert "preprocessing: RGB, resized to 32 × 32 pixels" in out
+
+
+def test_a_size_that_the_network_cannot_read(hf_job: Job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = run(capsys, cli.main, [*words_of(hf_job, size="64"), "--out", str(tmp_path / "b")])
+    assert code == 2 and out == ""
+    assert "cannot run an input of shape (1, 3, 64, 64)" in err and "check the preset, the image size" in err
