@@ -15,8 +15,8 @@ from psc_core.bundle.manifest import SCHEMA, Manifest
 from psc_core.compute.device import resolve_device
 from psc_core.errors import BundleError, FitError
 from psc_core.gates.combined import Gates
+from psc_core.images.inputs import ImageLike, as_batch
 from psc_core.images.preprocess import Preprocess
-from psc_core.model.inputs import ImageLike, as_batch
 from psc_core.model.pipeline import Pipeline, Scorer
 from psc_core.model.restore import restore_parts
 from psc_core.network.backbone import Backbone

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from psc_core.model.inputs import ImageLike
+    from psc_core.images.inputs import ImageLike
     from psc_core.tasks.classification.decide import Decisions
     from psc_core.tasks.classification.prediction import Prediction
     from psc_core.tasks.outputs import FloatArray, Outputs

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from psc_core.model.inputs import ImageLike
+    from psc_core.images.inputs import ImageLike
     from psc_core.target import Target
     from psc_core.tasks.outputs import FloatArray, Outputs
     from psc_core.tasks.regression.decide import Decisions
