@@ -76,6 +76,10 @@ class DeviceError(PSCError):
     """The compute device failed; the process should be replaced."""
 
 
+class LoaderWarning(UserWarning):
+    """A loader that can be read, but gives images on which promises of a model may not hold."""
+
+
 def fault(item: Any, kind: str = "") -> str:
     """``"kind where: message"``, of what pydantic found wrong: one item of ``ValidationError.errors()``.
 
