@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from psc_core.collapse.measure import measure_layers
 from psc_core.collapse.report import Candidate, CollapseReport
+from psc_core.data.dataset import ImageDataset
 from psc_core.density import DENSITIES
 from psc_core.fitting.calibrate import calibrate
 from psc_core.fitting.data import FitData
 from psc_core.fitting.features import cut
 from psc_core.fitting.parts import FittedProjection, check_same_layers, fit_parts, report_of
 from psc_core.fitting.positions import compare_positions, fewest_positions
-from psc_core.model.base import FittedModel
+from psc_core.model.base import TRIAL_IMAGES, FittedModel
 from psc_core.model.load import face_of
 from psc_core.projection.fit.projection import fit_tucker
 from psc_core.projection.fit.ranks import choose_ranks
@@ -159,6 +161,13 @@ def fit_model(
         layers=tuple(candidate.layers),
         name=name,
         report=report_of(candidate, projection, parts, calibrated.metrics, provenance),
+        trial=trial_of(data.calibration),
     )
     model.probe()  # As in loading: a model that cannot be loaded is not saved.
     return model
+
+
+def trial_of(calibration: ImageDataset) -> Tensor:
+    """Return the first calibration images, with which a copy of the model can be tried."""
+    first = calibration.subset(torch.arange(min(TRIAL_IMAGES, len(calibration))))
+    return torch.cat([batch.images for batch in first.batches(TRIAL_IMAGES)])
