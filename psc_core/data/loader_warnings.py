@@ -5,6 +5,7 @@ In which order a loader gives the images does not matter, and shuffling is none 
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.sources import TensorSource
@@ -37,11 +38,10 @@ OUTSIDE: Final = 0.05
 def warn_of_random(data: Any, name: str) -> None:
     """Warn where an example of the data set differs when it is read again."""
     dataset = dataset_of(data)
-    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or isinstance(
-        dataset, list | tuple | Mapping
-    ):
+    count = _length(dataset) or 0
+    if not hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset | list | tuple | Mapping):
         return
-    for index in sorted({at * len(dataset) // READ_TWICE for at in range(READ_TWICE)} if len(dataset) else ()):
+    for index in sorted({at * count // READ_TWICE for at in range(READ_TWICE)} if count else ()):
         if not _same(dataset[index], dataset[index]):
             _warn(
                 f"{name} changes its images at random, example {index} read twice differs: what is fitted and "
@@ -75,7 +75,7 @@ def warn_of_range(name: str, preprocess: Preprocess, low: Sequence[float], high:
 
 def warn_of_overlap(train_loader: Any, val_loader: Any, train: ImageDataset, val: ImageDataset) -> None:
     """Warn where validation images were trained on: p-values and coverage do not hold for new images then."""
-    count = len(_prints(train) & _prints(val))
+    count = len(_digests(train) & _digests(val))
     if _is_whole(train_loader) and _is_whole(val_loader) and dataset_of(train_loader) is dataset_of(val_loader):
         count = len(val)
     if count > REPEATED * len(val):
@@ -87,7 +87,7 @@ def warn_of_overlap(train_loader: Any, val_loader: Any, train: ImageDataset, val
 
 def warn_of_repeated(val: ImageDataset) -> None:
     """Warn where validation images repeat, as they do where a sampler draws them with replacement."""
-    count = len(val) - len(_prints(val)) if isinstance(val.source, TensorSource) else 0
+    count = len(val) - len(_digests(val)) if isinstance(val.source, TensorSource) else 0
     if count > REPEATED * len(val):
         _warn(
             f"{count} of {len(val)} validation images are repeated, so that fewer calibrate than are counted; give "
@@ -112,13 +112,15 @@ def _length(data: Any) -> int | None:
     return None
 
 
-def _prints(data: ImageDataset) -> set[bytes]:
-    """A short print of each image that a loader gave, equal for equal images."""
+def _digests(data: ImageDataset) -> set[bytes]:
+    """A digest of each image that a loader gave, equal for equal images."""
     if not isinstance(data.source, TensorSource):
         return set()
     images = data.source.images.reshape(len(data.source), -1)
     step = max(1, images.shape[1] // COMPARED)
-    return {images[index, ::step].tobytes() for index in data.indices.tolist()}
+    return {
+        hashlib.blake2b(images[index, ::step].tobytes(), digest_size=16).digest() for index in data.indices.tolist()
+    }
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -139,4 +141,4 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, LoaderWarning, stacklevel=6)
+    warnings.warn(text, LoaderWarning, stacklevel=2)

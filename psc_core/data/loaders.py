@@ -43,6 +43,9 @@ LABEL_KEYS: Final = ("labels", "label", "targets", "target", "y")
 MAX_NUMBERED: Final = 1 << 16
 """Maximum number of classes that nobody named."""
 
+JOINED: Final = 1024
+"""Labels of batches that are joined at once, so that those of single examples take little memory."""
+
 
 def open_loader(
     data: Any,
@@ -120,19 +123,22 @@ def spool(data: Any, name: str, preprocess: Preprocess | None) -> Spooled:
         DataError: A batch that cannot be used.
     """
     labels: list[Tensor] = []
-    ranges: list[npt.NDArray[Any]] = []
+    low = high = None
     with scratch_file(name) as scratch:
         for number, element in enumerate(elements(data, name)):
             images, of_images = batch_of(element, f"{name}, batch {number}", preprocess)
             if number == 0:
                 scratch.check_room(images.nbytes * _length(data), images.dtype)  # Before hours are spent on reading.
             scratch.append(images)
-            ranges.append(np.stack([images.min(axis=(0, 2, 3)), images.max(axis=(0, 2, 3))]))
+            lowest, highest = images.min(axis=(0, 2, 3)), images.max(axis=(0, 2, 3))
+            low = lowest if low is None else np.minimum(low, lowest)
+            high = highest if high is None else np.maximum(high, highest)
             labels.append(of_images)
-        if not labels:
+            if len(labels) == JOINED:
+                labels = [_joined(labels, name)]
+        if low is None or high is None:
             raise DataError(f"{name} gave no images; an iterator gives them only once, so give the loader itself")
         images = scratch.images()
-    low, high = np.min(ranges, axis=0)[0], np.max(ranges, axis=0)[1]
     return Spooled(images, _joined(labels, name), tuple(map(float, low)), tuple(map(float, high)))
 
 

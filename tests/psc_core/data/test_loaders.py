@@ -21,6 +21,7 @@ from torchvision.datasets import ImageFolder
 from psc_core import PRESETS, open_dataset, open_loader
 from psc_core.data import scratch
 from psc_core.data.dataset import ImageDataset
+from psc_core.data.loaders import JOINED
 from psc_core.errors import DataError, LoaderWarning, UsageError
 from psc_core.images.preprocess import Preprocess
 from psc_core.images.statistics import ObservedPreprocess
@@ -39,6 +40,13 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
         yield from zip(INPUTS, LABELS.tolist(), strict=True)
+
+
+class Counted(Stream):
+    """The same of known number."""
+
+    def __len__(self) -> int:
+        return len(INPUTS)
 
 
 class Plain:
@@ -69,6 +77,8 @@ SPAWNED = {"num_workers": 2, "multiprocessing_context": "spawn"}
         PAIRS,
         Subset(PAIRS, range(10)),
         Stream(),
+        Counted(),
+        DataLoader(Counted(), batch_size=3),
         Plain(),
         list(PAIRS),
         [(INPUTS, LABELS)],
@@ -88,6 +98,13 @@ def test_every_kind_of_loader_gives_the_same(data: Any) -> None:
     assert opened.classes == ("0", "1", "2") and opened.name == "pairs"
     assert isinstance(opened.preprocess, ObservedPreprocess)
     assert opened.image(0).dtype == np.uint8 and opened.image(0).shape == (3, 4, 5)
+
+
+def test_labels_of_many_single_examples_are_joined() -> None:
+    count = 2 * JOINED + 3
+    labels = torch.randint(0, 5, (count,))
+    opened = open_loader(list(zip(torch.rand(count, 1, 1, 1), labels, strict=True)), classes="abcde")
+    assert torch.equal(opened.labels, labels)
 
 
 def test_a_loader_is_iterated_once_in_its_order() -> None:
