@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from psc_core.data.dataset import ImageDataset as ImageDataset
+    from psc_core.data.loaders import open_loader as open_loader
     from psc_core.data.spec import open_dataset as open_dataset
     from psc_core.fitting.paper import fit_projection as fit_projection
     from psc_core.fitting.paper import fit_psc as fit_psc
@@ -41,6 +42,7 @@ _MODULES = {
     "load_network": "network.load",
     "measure_collapse": "fitting.paper",
     "open_dataset": "data.spec",
+    "open_loader": "data.loaders",
 }
 
 __all__ = [*_MODULES]

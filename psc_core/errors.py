@@ -77,6 +77,10 @@ class DeviceError(PSCError):
     """The compute device failed; the process should be replaced."""
 
 
+class LoaderWarning(UserWarning):
+    """A loader that can be read, but gives images on which promises of a model may not hold."""
+
+
 def needs(what: str, extra: str, *modules: str, error: type[PSCError] = UsageError) -> Any:
     """Import the modules of an extra and return the last; without them raise ``error``: ``what`` needs them."""
     try:

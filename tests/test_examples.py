@@ -30,6 +30,16 @@ def test_every_example_is_listed() -> None:
     assert set(listed) == EXAMPLES and len(listed) == len(EXAMPLES)
 
 
+def test_in_memory(tmp_path: Path) -> None:
+    said = run("in_memory.py", tmp_path)
+    assert "Prediction for 200 images: " in said and "the most unusual digit: abstain_ood" in said
+    digits, clothes = map(float, re.findall(r"([\d.]+)% are called out", said))
+    assert digits < 15 and clothes > 85
+    again = re.search(r"calibrated on 600 images: ([\d.]+)% of the digits\n$", said)
+    assert again is not None and float(again[1]) < 15
+    assert not list(tmp_path.iterdir())
+
+
 def test_own_model(tmp_path: Path) -> None:
     said = run("own_model.py", tmp_path)
     assert "◀ candidate" in said and "nothing has collapsed" not in said

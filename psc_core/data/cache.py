@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.sources import ArraySource, ImageSource
+from psc_core.data.sources import ArraySource, ImageSource, StoredImage, TensorSource
 from psc_core.errors import UsageError
 from psc_core.images.preprocess import Preprocess
 
@@ -38,7 +38,7 @@ class CachedSource:
     def __len__(self) -> int:
         return len(self.source)
 
-    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
+    def read(self, index: int, preprocess: Preprocess) -> StoredImage:
         if preprocess != self.preprocess:
             return self.source.read(index, preprocess)
         if not self.is_decoded[index]:
@@ -63,7 +63,7 @@ def cached(dataset: ImageDataset, folder: Path | None = None, *, processes: int 
         UsageError: ``folder`` is no directory that can be written to.
     """
     source, shape = dataset.source, (len(dataset.source), *dataset.preprocess.shape)
-    if isinstance(source, ArraySource) and source.fits(dataset.preprocess):
+    if isinstance(source, ArraySource | TensorSource) and source.fits(dataset.preprocess):
         return dataset
     size = int(np.prod(shape))
     try:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.data.sources import ArraySource, ImageSource
+from psc_core.data.sources import ArraySource, ImageSource, StoredImage, TensorSource
 from psc_core.errors import DataError
 from psc_core.images.preprocess import Preprocess
 from psc_core.target import Target
@@ -32,7 +32,7 @@ DECODERS: Final = min(4, os.cpu_count() or 1)
 class Batch:
     """Images and their labelled examples: example m is image ``image_index[m]`` with the class ``labels[m]``."""
 
-    images: Tensor  # uint8 (batch, channels, height, width)
+    images: Tensor  # (batch, channels, height, width) uint8 pixels, or float32 inputs as a loader made them
     labels: Tensor  # int64 (examples,)
     image_index: Tensor  # int64 (examples,)
     values: Tensor | None = None  # float64 (batch,) of the target; None where there are classes
@@ -75,7 +75,11 @@ class ImageDataset:
         return len(self.labels)
 
     def image(self, index: int) -> npt.NDArray[np.uint8]:
-        """Image ``index`` as ``uint8 (channels, height, width)``."""
+        """Image ``index`` as a picture, ``uint8 (channels, height, width)``."""
+        pixels: npt.NDArray[np.uint8] = self.preprocess.to_pixels(torch.tensor(self._read(index))[None])[0].numpy()
+        return pixels
+
+    def _read(self, index: int) -> StoredImage:
         return self.source.read(int(self.indices[index]), self.preprocess)
 
     def first_labels(self) -> Tensor:
@@ -143,10 +147,10 @@ class ImageDataset:
                 yield ahead.result()
 
     def _collate(self, positions: Tensor, pool: ThreadPoolExecutor) -> Batch:
-        if isinstance(self.source, ArraySource) and self.source.fits(self.preprocess):
-            images = torch.from_numpy(self.source.images[self.indices[positions].numpy()][:, None])
+        if isinstance(self.source, ArraySource | TensorSource) and self.source.fits(self.preprocess):
+            images = torch.from_numpy(self.source.take(self.indices[positions].numpy()))
         else:
-            images = torch.from_numpy(np.stack(list(pool.map(self.image, positions.tolist(), chunksize=16))))
+            images = torch.from_numpy(np.stack(list(pool.map(self._read, positions.tolist(), chunksize=16))))
         labels, counts = self._labels_of(positions)
         image_index = torch.arange(len(positions)).repeat_interleave(counts)
         return Batch(images, labels, image_index, self._values_of(positions))

@@ -1,4 +1,4 @@
-"""Random access to stored images: an array, encoded files in memory, or files on disk."""
+"""Random access to stored images: arrays, encoded files in memory, or files on disk."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from psc_core.errors import DataError, ImageError
 from psc_core.images.files import read_file
 from psc_core.images.preprocess import Preprocess
 
+StoredImage = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
+"""One image (channels, height, width): ``uint8`` pixels, or the ``float32`` input that a loader made of it."""
+
 
 @runtime_checkable  # so that annotations can be checked at run time
 class ImageSource(Protocol):
@@ -24,8 +27,8 @@ class ImageSource(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
-        """Image ``index`` as ``uint8 (channels, height, width)``."""
+    def read(self, index: int, preprocess: Preprocess) -> StoredImage:
+        """Image ``index`` of the size that ``preprocess`` gives."""
 
     def fingerprint(self, index: int) -> bytes:
         """Bytes that identify the stored image, for :meth:`psc_core.data.dataset.ImageDataset.digest`."""
@@ -46,6 +49,44 @@ class ArraySource:
     def fits(self, preprocess: Preprocess) -> bool:
         """Return whether ``preprocess`` leaves these images unchanged, so that they need not be read one by one."""
         return preprocess.resize is None and (1, *self.images.shape[1:]) == preprocess.shape
+
+    def take(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+        """Images ``(n, 1, height, width)``, where they fit."""
+        return self.images[indices][:, None]
+
+    def fingerprint(self, index: int) -> bytes:
+        return bytes(self.images[index].data)
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """Images of the network's size as one array (n, channels, height, width), ``float32`` inputs or ``uint8`` pixels.
+
+    No preprocessing can give them another size.
+    """
+
+    images: npt.NDArray[Any]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def read(self, index: int, preprocess: Preprocess) -> StoredImage:
+        if not self.fits(preprocess):
+            raise DataError(
+                f"expected images of shape {preprocess.shape}, these were given as {self.images.shape[1:]}; open them "
+                "with a preprocess of that size"
+            )
+        image: StoredImage = self.images[index]
+        return image
+
+    def fits(self, preprocess: Preprocess) -> bool:
+        """Return whether they have the size that ``preprocess`` gives."""
+        return self.images.shape[1:] == preprocess.shape
+
+    def take(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Images ``(n, channels, height, width)``."""
+        taken: npt.NDArray[Any] = self.images[indices]
+        return taken
 
     def fingerprint(self, index: int) -> bytes:
         return bytes(self.images[index].data)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import Batch, ImageDataset
 from psc_core.errors import UsageError
-from psc_core.images.preprocess import Pixels
+from psc_core.images.preprocess import Images
 from psc_core.metrics import intervals
 from psc_core.metrics.intervals import CountInterval, RateInterval
 from psc_core.model.base import FittedModel
@@ -96,7 +96,7 @@ def gives(net: nn.Module, outputs: int, data: ImageDataset, compute: Compute) ->
 
 def served(
     model: FittedModel, data: ImageDataset, batch_images: int
-) -> Iterator[tuple[Batch, Pixels, Float[Tensor, "batch columns"]]]:
+) -> Iterator[tuple[Batch, Images, Float[Tensor, "batch columns"]]]:
     """Yield each batch of ``data``, its images on the model's device, and the pipeline's packed outputs on the CPU.
 
     Raises:

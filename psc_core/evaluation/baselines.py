@@ -28,7 +28,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -39,7 +39,7 @@ from psc_core.density.fit.density import fit_density
 from psc_core.density.gaussian import ClasswiseDensity
 from psc_core.errors import FitError, NetworkError
 from psc_core.fitting.parts import check_own_output
-from psc_core.images.preprocess import Preprocess
+from psc_core.images.preprocess import Images, Preprocess
 from psc_core.network.backbone import Backbone, example_input, truncate
 from psc_core.numerics import linalg
 from psc_core.tasks.classification.fit.temperature import fit_temperature
@@ -80,7 +80,7 @@ class Baselines:
     bank: Float[Tensor, "images dim"]  # training features of unit length
 
     @torch.no_grad()
-    def score(self, images: UInt8[Tensor, "batch channels height width"]) -> BaselineOutputs:
+    def score(self, images: Images) -> BaselineOutputs:
         """Return all scores and probabilities of a batch, on the device of ``images``."""
         features, logits = penultimate_and_logits(self.backbone, self.preprocess.standardise(images))
         tempered = logits / self.temperature
@@ -105,7 +105,7 @@ class OwnNetwork:
     preprocess: Preprocess
 
     @torch.no_grad()
-    def score(self, images: UInt8[Tensor, "batch channels height width"]) -> BaselineOutputs:
+    def score(self, images: Images) -> BaselineOutputs:
         """Return its softmax, in float64."""
         logits = self.net(self.preprocess.standardise(images)).double()
         return BaselineOutputs({"max-softmax": max_softmax_score(logits)}, {"base": logits.softmax(1)})

@@ -19,7 +19,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
 from psc_core.evaluation.base import PRIMARY, ObservedRate, Report, gives, observed_rate, served
-from psc_core.images.preprocess import Pixels, Preprocess
+from psc_core.images.preprocess import Images, Preprocess
 from psc_core.metrics import ranking, regression
 from psc_core.model.regressor import PSCRegressor
 from psc_core.precision import Precision
@@ -45,7 +45,7 @@ class OwnNetwork:
     preprocess: Preprocess
     precision: Precision
 
-    def score(self, images: Pixels) -> Float[Tensor, " batch"]:
+    def score(self, images: Images) -> Float[Tensor, " batch"]:
         """Return its numbers, float64."""
         inputs = self.preprocess.standardise(images)
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.precision == "bf16"):

@@ -1,20 +1,24 @@
-"""Calibrate a scorer on validation images, through the path that serves."""
+"""Calibrate a scorer on validation images, through the path that serves; and a fitted model again, on others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from psc_core.calibration.conformal import check_rates
 from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.fitting.data import FitData
-from psc_core.gates.combined import readings_of
+from psc_core.gates.combined import Gates, readings_of
 from psc_core.gates.fit.combined import fit_gates
+from psc_core.model.base import FittedModel
 from psc_core.model.pipeline import Pipeline, Scorer, ood_score_of
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.fit.settings import FitSettings
+from psc_core.tasks.fit.task import task_fit
 from psc_core.tasks.head import Scored
 from psc_core.tasks.policy import BasePolicy
 
@@ -48,6 +52,36 @@ def calibrate(scorer: Scorer, data: FitData, settings: FitSettings, gates: Seque
     ood_score, _ = ood_score_of(scored.scores, fitted_gates)
     calibration, policy, metrics = data.fit.calibrate(scored, ood_score, data.calibration, settings)
     return CalibratedPipeline(Pipeline(scorer, calibration.ood_scores, fitted_gates), calibration, policy, metrics)
+
+
+def recalibrate(model: FittedModel, data: ImageDataset, settings: FitSettings) -> CalibratedPipeline:
+    """Calibrate a fitted model on ``data`` alone; what was selected stays, the gates' readings of it too.
+
+    Raises:
+        UsageError: Rates that so few images cannot keep.
+        FitError: Scores that are not finite.
+    """
+    fit = task_fit(model.task.name)
+    fit.check(settings)
+    check_rates(len(data), alpha=settings.alpha, coverage=settings.coverage)
+    scored = score_dataset(model.pipeline.scorer, data, settings.compute(), "calibration")
+    gates = model.pipeline.gates
+    if gates is not None:
+        readings = readings_of(gates.names, scored.scores).float().sort(dim=0).values.T
+        gates = Gates(gates.names, gates.ascending.cpu(), gates.scales.cpu(), readings, gates.texture_counts_below)
+    ood_score, _ = ood_score_of(scored.scores, gates)
+    calibration, policy, metrics = fit.calibrate(scored, ood_score, data, settings)
+    return CalibratedPipeline(
+        Pipeline(model.pipeline.scorer, calibration.ood_scores, gates), calibration, policy, metrics
+    )
+
+
+def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
+    """Return the settings that a fitted model was calibrated with, with ``changes``."""
+    own = {each.name for each in fields(FitSettings)}
+    rates = {name: value for name, value in model.policy.model_dump().items() if name in own}
+    risk = model.report.get("metrics", {}).get("risk", {}).get("promised", FitSettings.risk)
+    return replace(FitSettings(risk=risk, device=model.device, **rates), **changes)
 
 
 @torch.inference_mode()

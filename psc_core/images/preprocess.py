@@ -2,7 +2,8 @@
 
 The host half (colour mode, resize, centre crop) gives ``uint8 (channels, height, width)``, the smallest array that can
 be copied to the device.  The device half scales to [0, 1] and standardises: ``(x / 255 − mean) / std``.  Fitting,
-evaluation and the service use both halves of this one class.
+evaluation and the service use both halves of this one class.  What is floating-point already is the network's input, as
+a loader of the user's own made it, and passes the device half unchanged; :meth:`Preprocess.to_pixels` is its inverse.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from psc_core.images.limits import DEFAULT_MAX_PIXELS
 Pixels = UInt8[Tensor, "batch channels height width"]
 Inputs = Float[Tensor, "batch channels height width"]
 """Images of the network's size, before and after standardisation."""
+
+Images = Pixels | Inputs
+"""Images of the network's size, whether or not they are standardised."""
 
 MAX_INPUT_PIXELS: Final = 1 << 22
 """Maximum size of the network input, height × width."""
@@ -55,6 +59,9 @@ class Preprocess:
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)  # of the field of a manifest
+
+    is_known: ClassVar[bool] = True
+    """False where nobody said how files become inputs, see :mod:`.statistics`."""
 
     mode: str  # "L" (one grey channel) or "RGB"
     height: int
@@ -132,10 +139,24 @@ class Preprocess:
         """One image of noise, the same on every call, for use without real images."""
         return torch.randint(0, 256, (1, *self.shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
-    def standardise(self, images: Pixels) -> Inputs:
-        """Device half: ``uint8`` to standardised ``float32``, on the device of ``images``."""
+    def standardise(self, images: Images) -> Inputs:
+        """Device half: ``uint8`` to standardised ``float32``, on the device of ``images``; floats stay as they are."""
         scale, shift = self.scale_and_shift()
         return standardise(images, scale.to(images.device), shift.to(images.device))
+
+    def to_pixels(self, images: Images) -> Pixels:
+        """Inverse of :meth:`standardise`, clamped and rounded; ``uint8`` images stay as they are.
+
+        Example:
+            >>> pixels = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
+            >>> mnist = PRESETS["mnist"]
+            >>> torch.equal(mnist.to_pixels(mnist.standardise(pixels)), pixels)
+            True
+        """
+        if not images.is_floating_point():
+            return images
+        scale, shift = (part.to(images.device) for part in self.scale_and_shift())
+        return ((images - shift) / scale).clamp(0, 255).round().to(torch.uint8)
 
     def __str__(self) -> str:
         size = f"{self.height} × {self.width} pixels"
@@ -148,9 +169,19 @@ class Preprocess:
         return {name: value for name, value in asdict(self).items() if (name, value) != ("interpolation", "bilinear")}
 
 
-def standardise(images: Pixels, scale: Float[Tensor, "channels 1 1"], shift: Float[Tensor, "channels 1 1"]) -> Inputs:
-    """``images`` · ``scale`` + ``shift``, all on one device."""
+def standardise(images: Images, scale: Float[Tensor, "channels 1 1"], shift: Float[Tensor, "channels 1 1"]) -> Inputs:
+    """``images`` · ``scale`` + ``shift``, all on one device; of floats, which are inputs already, a copy."""
+    if images.is_floating_point():
+        return images.clone()  # A network may change its input in place.
     return images.float().mul_(scale).add_(shift)
+
+
+def mode_of(channels: int) -> str:
+    """Return the colour mode of images with so many channels; raises :class:`UsageError` for other than 1 and 3."""
+    mode = next((mode for mode, count in _CHANNELS.items() if count == channels), None)
+    if mode is None:
+        raise UsageError(f"expected images of 1 channel (grey) or 3 (RGB), got {channels}")
+    return mode
 
 
 PRESETS: Mapping[str, Preprocess] = {

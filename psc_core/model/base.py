@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -13,11 +14,11 @@ from torch import Tensor, nn
 from psc_core.bundle.io import Bundle, read_bundle, write_bundle
 from psc_core.bundle.manifest import SCHEMA, Manifest
 from psc_core.compute.device import resolve_device
-from psc_core.errors import BundleError, FitError
+from psc_core.errors import BundleError, FitError, UsageError
 from psc_core.gates.combined import Gates
+from psc_core.images.inputs import ImageLike, as_batch
 from psc_core.images.preprocess import Preprocess
 from psc_core.model.backends import storable_backbone
-from psc_core.model.inputs import ImageLike, as_batch
 from psc_core.model.pipeline import Pipeline, Scorer
 from psc_core.model.restore import restore_parts
 from psc_core.network.backbone import Backbone
@@ -34,8 +35,12 @@ FUSION_TOLERANCE = {"fp32": 0.01, "bf16": 0.5}
 MAX_BATCH = 64
 """Images that prediction sends through the pipeline at once."""
 
+
 TRIAL_IMAGES: Final = 64
 """Calibration images that a fitted model keeps, for trying a copy of it."""
+
+LIVE: Final = "psc_core.fitting.live"
+"""The module that fits and calibrates in this process, imported by its name when first used: no service loads it."""
 
 
 AnyModel = TypeVar("AnyModel", bound="FittedModel")
@@ -124,15 +129,38 @@ class FittedModel:
 
         Args:
             images: A list of paths, encoded files (bytes), Pillow images or ``uint8`` arrays (height, width) or
-                (height, width, 3), of any size; or a tensor ``uint8 (n, channels, height, width)`` already of the
-                network's input size.
+                (height, width, 3), of any size; or a tensor (n, channels, height, width) already of the network's input
+                size: ``uint8`` pixels, or floats as a loader gives them, which enter the network as they are.
 
         Raises:
             ImageError: An image cannot be decoded.
-            UsageError: Another type, a file that cannot be read, or a tensor of another shape.
+            UsageError: Another type, a file that cannot be read, a tensor of another shape, inputs that are not finite,
+                or pixels where nobody said how they become inputs.
         """
         outputs = self.compute(images)
         return self.task.prediction(outputs, self.decide(self.outputs(outputs.packed.numpy())), self.classes)
+
+    def __call__(self, images: Sequence[ImageLike] | Tensor) -> BasePrediction:
+        """Return the same as :meth:`predict`."""
+        return self.predict(images)
+
+    def calibrate(self: AnyModel, loader: Any, **settings: Any) -> AnyModel:
+        """Return this model with p-values, thresholds and prediction sets from other validation images.
+
+        All of them calibrate, none selects; the ambiguity threshold is chosen again, everything else stays.  This model
+        does not change: ``psc = psc.calibrate(loader)``.
+
+        Args:
+            loader: As of :meth:`psc_core.PSC.fit`, or an :class:`psc_core.ImageDataset`; images that nothing was
+                trained or fitted on.
+            settings: ``alpha``, ``coverage``, ``risk`` or ``max_width`` where they change, and ``batch_images``.
+
+        Raises:
+            UsageError: Something that is no loader, images of another size, or rates that so few cannot keep.
+            DataError: Batches that cannot be used, or other classes.
+        """
+        model: AnyModel = import_module(LIVE).calibrate(self, loader, **settings)
+        return model
 
     def decide(self, outputs: Outputs[FloatArray]) -> Any:
         """Return the decisions under the bundle's policy."""
@@ -149,7 +177,13 @@ class FittedModel:
         Raises:
             NetworkError: No name builds the network again, and it cannot be exported to ONNX.
             BundleError: ``path`` is no place for a bundle.
+            UsageError: Nobody said how files become inputs, which a bundle has to hold.
         """
+        if not self.preprocess.is_known:
+            raise UsageError(
+                "a bundle has to say how files become inputs; fit with the mean and std of your transform, "
+                f"{type(self).__name__}.fit(net, train, val, mean=(…), std=(…)), or with preprocess=…"
+            )
         scorer, gates = self.pipeline.scorer, self.pipeline.gates
         head = scorer.head if isinstance(scorer.head, Head) else None
         backbone = storable_backbone(self, graph=graph)

@@ -7,6 +7,8 @@
                                                 └▶ projection ─▶ z ─┬───────┴▶ density ───────┼▶ OOD score ─▶ p-value
                                                                     └▶ head ─▶ p ─▶ entropy ──┘
 
+Floating-point images are the network's inputs already and enter behind ``standardise``.
+
 What the head gives is its task's: of a regression a mean and two standard deviations in place of p, and no gate reads
 its uncertainty.  It may read earlier layers too, averaged over positions, behind z.
 
@@ -27,7 +29,7 @@ from torch import Tensor, nn
 from psc_core.calibration.conformal import conformal_p_values
 from psc_core.density import Density
 from psc_core.gates.combined import TEXTURE, Gates, readings_of
-from psc_core.images.preprocess import Inputs, Pixels, Preprocess, standardise
+from psc_core.images.preprocess import Images, Inputs, Preprocess, standardise
 from psc_core.network.backbone import Backbone, FeaturesAndLogits
 from psc_core.precision import Precision
 from psc_core.projection.module import Projection
@@ -115,7 +117,7 @@ class Scorer(nn.Module):
         own = (self.projection, self.density, self.head, precision or self.precision)
         return Scorer(self.preprocess, backbone, *own, texture, head_layers)
 
-    def standardise(self, images: Pixels) -> Inputs:
+    def standardise(self, images: Images) -> Inputs:
         """The network's input, as :meth:`Preprocess.standardise` with scale and shift on the device already."""
         return standardise(images, self.scale, self.shift)
 
@@ -125,7 +127,7 @@ class Scorer(nn.Module):
             result: FeaturesAndLogits = self.backbone(inputs)
         return result
 
-    def embed(self, images: Pixels) -> Embedding:
+    def embed(self, images: Images) -> Embedding:
         """Return what density and head read."""
         return self.embedding(*self.features(self.standardise(images)))
 
@@ -157,7 +159,7 @@ class Scorer(nn.Module):
             scores[TEXTURE] = -self.texture(embedding.early).log_density
         return Scored(scores, probabilities)
 
-    def forward(self, images: Pixels) -> Scored:
+    def forward(self, images: Images) -> Scored:
         """Probabilities and scores of a batch, the same for an image in any batch."""
         return self.score(self.embed(images))
 
@@ -201,7 +203,7 @@ class Pipeline(nn.Module):
         scorer = self.scorer.with_backbone(backbone, self.scorer.texture, self.scorer.head_layers, precision)
         return Pipeline(scorer, self.calibration_scores, self.gates)
 
-    def forward(self, images: Pixels) -> Float[Tensor, "batch columns"]:
+    def forward(self, images: Images) -> Float[Tensor, "batch columns"]:
         """Packed outputs of a batch, the same for an image in any batch."""
         return self.outputs(self.scorer(images))
 
@@ -212,7 +214,7 @@ class Pipeline(nn.Module):
         scores = {**scored.scores, "ood_score": ood_score, "ood_p_value": p_value}
         return pack(self.scorer.head.score_names, scores, scored.probabilities, of_gates)
 
-    def explain(self, images: Pixels) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
+    def explain(self, images: Images) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
         """Packed outputs and their explanation, see :meth:`Scorer.explain`, from one pass."""
         embedding = self.scorer.embed(images)
         explanation = self.scorer.explain(embedding)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from psc_core.model.base import FittedModel
+from psc_core.images.statistics import Statistics
+from psc_core.model.base import LIVE, FittedModel
 from psc_core.tasks.classification.calibration import Calibration
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.task import Classification
@@ -13,9 +15,11 @@ from psc_core.tasks.classification.task import Classification
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from psc_core.model.inputs import ImageLike
+    from psc_core.images.inputs import ImageLike
+    from psc_core.images.preprocess import Preprocess
+    from psc_core.images.statistics import Statistic
     from psc_core.tasks.classification.decide import Decisions
     from psc_core.tasks.classification.prediction import Prediction
     from psc_core.tasks.outputs import FloatArray, Outputs
@@ -39,8 +43,69 @@ class PSC(FittedModel):
     calibration: Calibration = field(repr=False)
     policy: Policy  # default thresholds
 
+    @classmethod
+    def fit(
+        cls,
+        net: nn.Module,
+        train: Any,
+        val: Any,
+        *,
+        preprocess: Preprocess | None = None,
+        mean: Statistic | None = None,
+        std: Statistic | None = None,
+        classes: Sequence[str] | None = None,
+        name: str = "psc",
+        **settings: Any,
+    ) -> PSC:
+        """Fit uncertainty to a trained network in memory, from loaders: layer, projection, density, head, calibration.
+
+        Each loader is read once into a scratch file, so that its order, shuffling and workers do not matter; what
+        augments or drops images is warned about (:class:`psc_core.errors.LoaderWarning`).  The network is copied: yours
+        keeps its mode and its device, and may be trained on.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from torch.utils.data import DataLoader, TensorDataset
+            >>> images, labels = torch.randn(400, 1, 8, 8), torch.arange(400) % 4
+            >>> images += labels[:, None, None, None]
+            >>> train, val = TensorDataset(images[:200], labels[:200]), TensorDataset(images[200:], labels[200:])
+            >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+            >>> psc = PSC.fit(net, DataLoader(train, batch_size=64, shuffle=True), val, layer="0", head="duq")
+            >>> psc(images[:3]).probabilities.shape
+            torch.Size([3, 4])
+
+        Args:
+            net: Trained network of any type whose output is logits (batch, classes).
+            train: A DataLoader of training images, a data set of (image, label), any iterable of batches, or an
+                :class:`psc_core.ImageDataset`.  Floats are the network's inputs; Pillow images, ``uint8`` arrays and
+                tensors need a ``preprocess``.
+            val: Validation images likewise, none of them trained on: half of them select, half calibrate.
+            preprocess: How files become inputs, where they are more than resized.
+            mean: Of each channel, as the loaders' transform subtracts it; with it and ``std`` the model predicts files
+                too and can be saved.  Without, inputs are only known by their range.
+            std: Of each channel, likewise.
+            classes: Names of the classes; None for "0", "1", … of the network's outputs.
+            name: Model name.
+            settings: As of :func:`psc_core.fit_psc`; and ``layer``, to name the candidate; and ``device``, the
+                network's where it is not given.
+
+        Raises:
+            UsageError: Something that is no loader or does not fit on the disk, or settings that cannot be used.
+            DataError: Batches that cannot be used, or classes with too few images.
+            FitError: Features that cannot be fitted; the message says why.
+            NetworkError: The network returns no logits, or cannot be copied or cut.
+        """
+        of = Statistics(preprocess, mean, std)
+        model: PSC = import_module(LIVE).fit(
+            cls.task_type.name, net, (train, val), statistics=of, classes=classes, name=name, **settings
+        )
+        return model
+
     if TYPE_CHECKING:
 
         def predict(self, images: Sequence[ImageLike] | Tensor) -> Prediction: ...
+
+        def __call__(self, images: Sequence[ImageLike] | Tensor) -> Prediction: ...
 
         def decide(self, outputs: Outputs[FloatArray]) -> Decisions: ...

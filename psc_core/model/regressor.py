@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from psc_core.model.base import FittedModel
+from psc_core.images.statistics import Statistics
+from psc_core.model.base import LIVE, FittedModel
+from psc_core.target import Target
 from psc_core.tasks.regression.calibration import Calibration
 from psc_core.tasks.regression.policy import ValuePolicy
 from psc_core.tasks.regression.task import Regression
@@ -13,10 +16,11 @@ from psc_core.tasks.regression.task import Regression
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from psc_core.model.inputs import ImageLike
-    from psc_core.target import Target
+    from psc_core.images.inputs import ImageLike
+    from psc_core.images.preprocess import Preprocess
+    from psc_core.images.statistics import Statistic
     from psc_core.tasks.outputs import FloatArray, Outputs
     from psc_core.tasks.regression.decide import Decisions
     from psc_core.tasks.regression.prediction import Prediction
@@ -46,8 +50,63 @@ class PSCRegressor(FittedModel):
         """The number that it predicts."""
         return self.task.target
 
+    @classmethod
+    def fit(
+        cls,
+        net: nn.Module,
+        train: Any,
+        val: Any,
+        *,
+        target: str = "value",
+        unit: str = "",
+        preprocess: Preprocess | None = None,
+        mean: Statistic | None = None,
+        std: Statistic | None = None,
+        name: str = "psc",
+        **settings: Any,
+    ) -> PSCRegressor:
+        """Fit uncertainty to a trained network of one output in memory, from loaders of images and numbers.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from torch.utils.data import TensorDataset
+            >>> images = torch.randn(400, 1, 8, 8)
+            >>> pairs = TensorDataset(images[:200], images[:200].mean((1, 2, 3)))
+            >>> others = TensorDataset(images[200:], images[200:].mean((1, 2, 3)))
+            >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 1))
+            >>> model = PSCRegressor.fit(net, pairs, others, layer="0", target="age", unit="years")
+            >>> str(model.target), model(images[:3]).interval.shape
+            ('age, years', torch.Size([3, 2]))
+
+        Args:
+            net: Trained network whose output is (batch, 1), in the unit of the numbers.
+            train: As of :meth:`psc_core.PSC.fit`, with numbers for labels.
+            val: Likewise, none of the images trained on.
+            target: Name of the number.
+            unit: Of the number.
+            preprocess: As of :meth:`psc_core.PSC.fit`, and so are ``mean``, ``std`` and ``name``.
+            mean: Of each channel.
+            std: Of each channel.
+            name: Model name.
+            settings: As of :func:`psc_core.fit_regressor`; and ``layer`` and ``device``.
+
+        Raises:
+            UsageError: Something that is no loader or does not fit on the disk, or settings that cannot be used.
+            DataError: Batches that cannot be used, or numbers that are all equal.
+            FitError: Features that cannot be fitted; the message says why.
+            NetworkError: The network cannot be copied or cut.
+        """
+        of, predicted = Statistics(preprocess, mean, std), Target(name=target, unit=unit)
+        model: PSCRegressor = import_module(LIVE).fit(
+            cls.task_type.name, net, (train, val), statistics=of, target=predicted, name=name, **settings
+        )
+        return model
+
     if TYPE_CHECKING:
 
         def predict(self, images: Sequence[ImageLike] | Tensor) -> Prediction: ...
+
+        def __call__(self, images: Sequence[ImageLike] | Tensor) -> Prediction: ...
 
         def decide(self, outputs: Outputs[FloatArray]) -> Decisions: ...

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 
 from psc_core.errors import ImageError, UsageError
+from psc_core.images.inputs import read_image
 from psc_core.model.base import MAX_BATCH, FittedModel
-from psc_core.model.inputs import read_image
 from psc_core.scoring.inputs import NamedImage
 from psc_core.scoring.outputs import Columns, columns_of, merge, names_in, write
 

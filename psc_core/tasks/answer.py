@@ -94,6 +94,10 @@ def response_type(document: Mapping[str, Any]) -> type[Response]:
     return next((kind for kind in kinds if kind.is_of(document)), kinds[-1])
 
 
+ASKED_FOR: Final = ("top", "explanation")
+"""Fields that an answer has only where a request asks for them."""
+
+
 def scores_of(prediction: type[BaseAnswer]) -> tuple[str, ...]:
     """Names of the fields that are scores, in their order."""
     return tuple(name for name, field in prediction.model_fields.items() if _SCORE in field.metadata)

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from psc_core.errors import UsageError
+from psc_core.tasks.answer import ASKED_FOR, BaseAnswer
 from psc_core.tasks.outputs import Outputs
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
-@dataclass(frozen=True)
+SHOWN: Final = 10
+"""Images that the text of predictions shows."""
+
+Positions = int | np.integer[Any] | slice | Sequence[int] | npt.NDArray[Any] | Tensor
+"""One image of several, or some of them: a slice, their positions, or a mask."""
+
+AnyPrediction = TypeVar("AnyPrediction", bound="BasePrediction")
+
+
+@dataclass(frozen=True, repr=False)
 class BasePrediction:
     """Predictions for n images; every score of the task's answer is an attribute, ``float32 (n,)``."""
 
+    answer: ClassVar[type[BaseAnswer]]
     decision_names: ClassVar[tuple[str, ...]]
 
     outputs: Outputs[Tensor]  # of the network step
@@ -23,6 +40,13 @@ class BasePrediction:
 
     def __len__(self) -> int:
         return len(self.outputs)
+
+    def __getitem__(self: AnyPrediction, images: Positions) -> AnyPrediction:
+        """Return the predictions for some of the images."""
+        at = images if isinstance(images, slice) else torch.as_tensor(images).cpu().reshape(-1)
+        of_decisions = at if isinstance(at, slice) else at.numpy()
+        decisions = type(self.decisions)(*(part[of_decisions] for part in self.decisions))
+        return replace(self, outputs=replace(self.outputs, packed=self.outputs.packed[at]), decisions=decisions)
 
     def __getattr__(self, name: str) -> Tensor:
         outputs = self.__dict__.get("outputs")  # Absent while it is unpickled.
@@ -56,3 +80,61 @@ class BasePrediction:
             return [dict(zip(self.gates, row, strict=True)) for row in rows] or [None] * len(self)
         values: Sequence[Any] | Tensor = getattr(self, field)
         return values
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Return a dictionary for each image, of JSON types: the answer of ``POST /predict`` for it."""
+        names = [name for name in self._fields() if name != "gates" or self.outputs.gates]
+        columns = (_listed(self.column(name)) for name in names)
+        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+    def to_pandas(self) -> DataFrame:
+        """Return a table with a row for each image and a column for each field, ``gates.NAME`` for each gate.
+
+        Raises:
+            UsageError: pandas is not installed.
+        """
+        try:
+            from pandas import DataFrame
+        except ImportError as error:
+            raise UsageError("to_pandas needs pandas; pip install 'psc[pandas]'") from error
+        columns: dict[str, Any] = {}
+        for name in self._fields():
+            if name == "gates":
+                columns |= {f"gates.{gate}": p_values.numpy() for gate, p_values in self.gates.items()}
+            else:
+                columns[name] = _cells(self.column(name))
+        return DataFrame(columns)
+
+    @classmethod
+    def _fields(cls) -> list[str]:
+        """The fields of an answer but those that a request asks for."""
+        return [name for name in cls.answer.model_fields if name not in ASKED_FOR]
+
+    def __repr__(self) -> str:
+        """A line for all images and a table of the first ones."""
+        counts = Counter(self.decision)
+        told = ", ".join(f"{counts[name]} {name}" for name in self.decision_names if counts[name])
+        title = f"{type(self).__name__} for {len(self)} image{'s' * (len(self) != 1)}{': ' * bool(told)}{told}"
+        rows = [self.answer.model_validate(row).cells() for row in self[:SHOWN].to_dict()]
+        if not rows:
+            return title
+        table = [["", *rows[0]], *([str(index), *row.values()] for index, row in enumerate(rows))]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ("  ".join(map(str.rjust, row, widths)) for row in table)
+        more = [f"… {len(self) - SHOWN} more"] if len(self) > SHOWN else []
+        return "\n".join([title, *lines, *more])
+
+
+def _listed(column: Sequence[Any] | Tensor) -> list[Any]:
+    """The cells of a column as JSON types."""
+    if isinstance(column, Tensor):
+        listed: list[Any] = column.tolist()
+        return listed
+    return [list(cell) if isinstance(cell, tuple) else cell for cell in column]
+
+
+def _cells(column: Sequence[Any] | Tensor) -> Any:
+    """A column of a table: an array of numbers, or what each image has of several."""
+    if isinstance(column, Tensor):
+        return column.numpy() if column.ndim == 1 else column.tolist()
+    return list(column)

@@ -17,7 +17,7 @@ from torch import Tensor
 from psc_core.fitted import restore
 from psc_core.target import Target
 from psc_core.tasks import TASKS, module_of
-from psc_core.tasks.answer import BaseAnswer, Response
+from psc_core.tasks.answer import ASKED_FOR, BaseAnswer, Response
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.head import Head, Reader
 from psc_core.tasks.outputs import FloatArray, Outputs
@@ -137,11 +137,7 @@ class Task(BaseModel):
 
     def columns(self) -> dict[str, Any]:
         """Return the types of the columns that ``psc-score`` writes: an answer's fields but those that one asks for."""
-        return {
-            name: field.annotation
-            for name, field in self.answer.model_fields.items()
-            if name not in ("top", "explanation")
-        }
+        return {name: field.annotation for name, field in self.answer.model_fields.items() if name not in ASKED_FOR}
 
     def difference(self, outputs: Outputs[Tensor], other: Outputs[Tensor]) -> tuple[str, Tensor]:
         """Return what is predicted, in words, and how far two outputs for the same images are apart in it.

@@ -97,7 +97,7 @@ TRANSFORMS: Final[Mapping[str, Callable[[Pixels], Pixels]]] = {
 def made_up_batches(
     dataset: ImageDataset, compute: Compute, description: str, *, mixed: bool, seed: int
 ) -> Iterator[Mapping[str, Pixels]]:
-    """Yield at most :data:`IMAGES` images, batch by batch on the device: as they are, and each kind made from them.
+    """Yield at most :data:`IMAGES` images, batch by batch on the device: their pixels, and each kind made from them.
 
     Args:
         dataset: Images of known classes.
@@ -109,8 +109,9 @@ def made_up_batches(
     generator = torch.Generator().manual_seed(seed)
     drawn = dataset.subset(torch.randperm(len(dataset), generator=generator)[:IMAGES])
     for batch in track_images(drawn, compute, description):
-        made = {REAL: batch.images, **{kind: make(batch.images) for kind, make in TRANSFORMS.items()}}
+        pixels = dataset.preprocess.to_pixels(batch.images)
+        made = {REAL: pixels, **{kind: make(pixels) for kind, make in TRANSFORMS.items()}}
         if mixed:
-            labels = batch.labels[torch.searchsorted(batch.image_index, torch.arange(len(batch.images)))]
-            made[MIXED] = mix(batch.images, labels, generator)
+            labels = batch.labels[torch.searchsorted(batch.image_index, torch.arange(len(pixels)))]
+            made[MIXED] = mix(pixels, labels, generator)
         yield {kind: images.to(compute.device) for kind, images in made.items()}

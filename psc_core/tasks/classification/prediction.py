@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psc_core.tasks.classification.answer import DECISIONS
+from psc_core.tasks.classification.answer import DECISIONS, ImagePrediction
 from psc_core.tasks.classification.decide import Decisions
 from psc_core.tasks.prediction import BasePrediction
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction(BasePrediction):
     """Predictions for n images, on the CPU.
 
@@ -26,8 +26,13 @@ class Prediction(BasePrediction):
         >>> prediction = PSC.load(bundle).predict([f"{bundle}/examples/clean.png"])
         >>> prediction.labels, prediction.prediction_set, prediction.predictive_entropy < 0.1
         (('7',), (('7',),), tensor([True]))
+        >>> prediction
+        Prediction for 1 image: 1 accept
+           label  confidence  entropy  log density  p-value  decision
+        0      7       1.000    0.001      1131.69   0.8958    accept
     """
 
+    answer = ImagePrediction
     decision_names = DECISIONS
 
     decisions: Decisions

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset
-from psc_core.errors import UsageError
+from psc_core.errors import DataError, UsageError
 from psc_core.numerics.matrix import FeatureMatrix
 from psc_core.tasks import TASKS, module_of
 from psc_core.tasks.calibration import BaseCalibration
@@ -77,6 +77,18 @@ class TaskFit:
     def task(self, train: ImageDataset) -> Task:
         """Return what a model of these images predicts."""
         return self.task_type()
+
+    def check_same(self, task: Task, classes: Sequence[str], data: ImageDataset) -> None:
+        """Require images labelled with what a fitted model of these ``classes`` predicts.
+
+        Raises:
+            DataError: They have other classes, or numbers of another target.
+        """
+        if tuple(classes) != data.classes:
+            odd = sorted(set(classes) ^ set(data.classes)) or list(data.classes)
+            raise DataError(
+                f"expected {data.name} to have the model's classes in their order, they differ in {odd[:10]}"
+            )
 
     def said_of(self, train: ImageDataset) -> str:
         """Return what the images are labelled with, for people."""

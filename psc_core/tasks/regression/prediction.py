@@ -11,17 +11,18 @@ from torch import Tensor
 
 from psc_core.target import Target
 from psc_core.tasks.prediction import BasePrediction
-from psc_core.tasks.regression.answer import DECISIONS
+from psc_core.tasks.regression.answer import DECISIONS, ValuePrediction
 from psc_core.tasks.regression.decide import Decisions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction(BasePrediction):
     """Predictions of a regression for n images, on the CPU.
 
     Every score of :class:`.answer.ValuePrediction` is an attribute, ``float32 (n,)``, as ``mean``.
     """
 
+    answer = ValuePrediction
     decision_names = DECISIONS
 
     decisions: Decisions

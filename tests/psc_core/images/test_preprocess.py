@@ -54,6 +54,18 @@ def test_crop_equals_resizing_all_and_cropping_then(width: int, height: int, see
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
+def test_pixels_come_back_from_inputs(name: str) -> None:
+    preprocess = PRESETS[name]
+    levels = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, preprocess.channels, 16, 16)
+    inputs = preprocess.standardise(levels)
+    assert torch.equal(preprocess.to_pixels(inputs), levels)
+    assert torch.equal(preprocess.to_pixels(levels), levels)
+    assert torch.equal(preprocess.standardise(inputs), inputs)
+    assert preprocess.standardise(inputs) is not inputs
+    assert preprocess.to_pixels(torch.full_like(inputs, 1e9)).unique().tolist() == [255]
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
 def test_normalise_equals_float64_formula(name: str) -> None:
     preprocess = PRESETS[name]
     images = torch.randint(0, 256, (3, preprocess.channels, 5, 4), dtype=torch.uint8)

@@ -33,10 +33,13 @@ def test_empty_batch(psc: PSC) -> None:
 
 
 def test_rejects_wrong_input(psc: PSC) -> None:
-    with pytest.raises(UsageError, match="expected uint8 images"):
-        psc.predict(torch.zeros(2, 1, 28, 28))
-    with pytest.raises(UsageError, match="expected uint8 images"):
-        psc.predict(torch.zeros(2, 3, 28, 28, dtype=torch.uint8))
+    for wrong in (torch.zeros(2, 1, 28, 28, dtype=torch.int64), torch.zeros(2, 3, 28, 28, dtype=torch.uint8)):
+        with pytest.raises(UsageError, match="expected uint8 pixels or float inputs of shape"):
+            psc.predict(wrong)
+    with pytest.raises(UsageError, match=r"one image \(1, 28, 28\); add an axis, images\[None\]"):
+        psc.predict(torch.zeros(1, 28, 28))
+    with pytest.raises(UsageError, match="expected finite inputs"):
+        psc.predict(torch.full((2, 1, 28, 28), torch.nan))
     with pytest.raises(ImageError):
         psc.predict([b"nonsense"])
     with pytest.raises(UsageError, match=r"missing\.png"):
@@ -45,6 +48,14 @@ def test_rejects_wrong_input(psc: PSC) -> None:
         psc.predict([np.zeros((28, 28))])
     with pytest.raises(UsageError, match=r"got an array of uint8 \(28, 28, 2\)"):
         psc.predict([np.zeros((28, 28, 2), np.uint8)])
+
+
+def test_inputs_enter_behind_the_standardisation(psc: PSC, digits: torch.Tensor) -> None:
+    inputs = psc.preprocess.standardise(digits)
+    expected = psc.predict(digits)
+    for floats in (inputs, inputs.double(), inputs.clone().requires_grad_()):
+        assert torch.equal(psc(floats).outputs.packed, expected.outputs.packed)
+    assert torch.equal(inputs, psc.preprocess.standardise(digits)), "the caller's tensor stays as it is"
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError("full")])

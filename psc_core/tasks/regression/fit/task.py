@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
+from psc_core.errors import DataError
 from psc_core.metrics import regression
 from psc_core.tasks.fit.settings import FitSettings
 from psc_core.tasks.fit.task import OWN_IMAGES, Calibrated, HeadJob, TaskFit, own_outputs
@@ -20,6 +22,7 @@ from psc_core.tasks.regression.fit.head import fit_head
 from psc_core.tasks.regression.heads import RegressionHead
 from psc_core.tasks.regression.policy import ValuePolicy
 from psc_core.tasks.regression.task import Regression
+from psc_core.tasks.task import Task
 
 
 class RegressionFit(TaskFit):
@@ -37,6 +40,10 @@ class RegressionFit(TaskFit):
     def task(self, train: ImageDataset) -> Regression:
         assert train.target is not None
         return Regression(target=train.target)
+
+    def check_same(self, task: Task, classes: Sequence[str], data: ImageDataset) -> None:
+        if not isinstance(task, Regression) or data.target != task.target:
+            raise DataError(f"expected {data.name} to have numbers of the model's target, got {data.target}")
 
     def said_of(self, train: ImageDataset) -> str:
         return f"numbers of {train.target}"

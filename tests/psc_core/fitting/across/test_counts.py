@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from psc_core import FitSettings, fit_projection, fit_psc
 from psc_core.collapse.measure import measure_layers
 from psc_core.compute.passes import MAXIMUM_CPU_BATCH, Compute
+from psc_core.model.base import TRIAL_IMAGES
 from psc_core.numerics.scatter import ClassScatter, class_pairs
 from psc_core.tasks.classification.fit import softmax
 from tests import tiny
@@ -23,7 +24,7 @@ SETTINGS = FitSettings(device="cpu")
 
 
 def test_fit_reads_training_images_four_times(data_root: Path) -> None:
-    """Collapse, moments, sizes, features; the selection split five times, the calibration split once."""
+    """Collapse, moments, sizes, features; the selection split five times, the other once and its trial twice."""
     net = tiny.network().eval()
     (train, train_reads), (val, val_reads) = counted(data_root, "train"), counted(data_root, "val")
     candidate = measure_layers(net, train, val, SETTINGS.compute()).candidate("4")
@@ -35,11 +36,12 @@ def test_fit_reads_training_images_four_times(data_root: Path) -> None:
     train_reads.clear(), val_reads.clear()
     fit_psc(net, candidate, projection, train, val, settings=SETTINGS)
     assert typical(train_reads) == 1
-    assert sorted(val_reads.values()) == [1] * (len(val) - len(val) // 2) + [3] * (len(val) // 2)
+    calibrating = len(val) - len(val) // 2
+    assert sorted(val_reads.values()) == [1] * (calibrating - TRIAL_IMAGES) + [2] * TRIAL_IMAGES + [3] * (len(val) // 2)
     train_reads.clear(), val_reads.clear()
     fit_psc(net, candidate, projection, train, val, ood_score="density", settings=SETTINGS)
     assert set(train_reads.values()) == {1}
-    assert set(val_reads.values()) == {1} and len(val_reads) == len(val)
+    assert sum(val_reads.values()) == len(val) + TRIAL_IMAGES and len(val_reads) == len(val)
 
 
 def test_batch_size_on_a_cpu() -> None:

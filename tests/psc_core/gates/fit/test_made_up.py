@@ -8,7 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.gates.fit.made_up import CONTRAST, TRANSFORMS, mix
+from psc_core.compute.passes import Compute
+from psc_core.data.dataset import labelled
+from psc_core.data.sources import TensorSource
+from psc_core.gates.fit.made_up import CONTRAST, MIXED, REAL, TRANSFORMS, made_up_batches, mix
+from psc_core.images.preprocess import Preprocess
 
 
 def random_images(seed: int, count: int, channels: int, height: int, width: int) -> torch.Tensor:
@@ -50,6 +54,19 @@ def test_transforms_match_the_twin(kind: str, seed: int, count: int, channels: i
 def test_other_shapes_stay(kind: str) -> None:
     images = random_images(0, 2, 3, 8, 12)
     assert TRANSFORMS[kind](images).shape == images.shape
+
+
+def test_inputs_of_a_loader_are_altered_as_pixels() -> None:
+    pixels = random_images(0, 6, 1, 4, 4)
+    labels, preprocess = torch.arange(6) % 2, Preprocess("L", 4, 4, None, (0.2,), (0.3,))
+    inputs = preprocess.standardise(pixels)
+    made = [
+        next(made_up_batches(labelled("noise", "ab", TensorSource(images.numpy()), labels, preprocess),
+                             Compute(torch.device("cpu")), "made up", mixed=True, seed=0))
+        for images in (pixels, inputs)
+    ]  # fmt: skip
+    assert made[0].keys() == made[1].keys() > {REAL, MIXED}
+    assert all(torch.equal(made[0][kind], made[1][kind]) for kind in made[0])
 
 
 @given(st.integers(0, 1000), st.integers(1, 12), st.integers(1, 4))

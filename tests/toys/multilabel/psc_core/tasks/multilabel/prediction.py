@@ -10,15 +10,16 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from psc_core.tasks.multilabel.answer import DECISIONS
+from psc_core.tasks.multilabel.answer import DECISIONS, LabelPrediction
 from psc_core.tasks.multilabel.decide import Decisions
 from psc_core.tasks.prediction import BasePrediction
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction(BasePrediction):
     """Predictions of several labels for n images, on the CPU."""
 
+    answer = LabelPrediction
     decision_names = DECISIONS
 
     decisions: Decisions

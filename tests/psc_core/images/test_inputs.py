@@ -14,7 +14,8 @@ from PIL import Image
 
 from psc_core import PSC
 from psc_core.errors import UsageError
-from psc_core.model.inputs import as_batch, read_image
+from psc_core.images.inputs import as_batch, read_image
+from psc_core.images.statistics import Statistics
 
 
 def png(image: torch.Tensor) -> bytes:
@@ -50,6 +51,20 @@ def test_rejects_a_single_image(psc: PSC, image: Any) -> None:
         inspect.unwrap(as_batch)(image, psc.preprocess)  # Without the type checks of the tests.
     with pytest.raises(UsageError, match=r"expected paths, encoded .* got a int"):
         inspect.unwrap(read_image)(1, psc.preprocess)
+
+
+def test_pixels_need_a_known_preprocess() -> None:
+    observed = Statistics().preprocess_of((1, 4, 4), [-1.0], [1.0])
+    inputs = torch.rand(2, 1, 4, 4)
+    assert torch.equal(as_batch(inputs.double(), observed), inputs)
+    for pixels in (torch.zeros(2, 1, 4, 4, dtype=torch.uint8), [np.zeros((4, 4), np.uint8)], ["a.png"]):
+        with pytest.raises(UsageError, match="does not know how pixels become inputs"):
+            as_batch(pixels, observed)
+
+
+def test_a_list_of_tensors_is_told_to_be_stacked(psc: PSC) -> None:
+    with pytest.raises(UsageError, match=r"got a Tensor; make one batch of tensors, torch\.stack"):
+        inspect.unwrap(read_image)(torch.zeros(1, 28, 28), psc.preprocess)
 
 
 def test_pillow_image_equals_its_file(psc: PSC) -> None:

@@ -1,0 +1,144 @@
+"""Warnings of what a loader does that costs a model images, or its promises.
+
+In which order a loader gives the images does not matter, and shuffling is none of these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from psc_core.data.dataset import ImageDataset
+from psc_core.data.sources import TensorSource
+from psc_core.errors import LoaderWarning
+from psc_core.images.preprocess import Preprocess
+
+READ_TWICE: Final = 8
+"""Examples of a data set that are read twice to see whether they change; a coin may fall the same way for some."""
+
+REPEATED: Final = 0.01
+"""Fraction of the validation images that may be training images too: real data sets have a few by accident."""
+
+COMPARED: Final = 4096
+"""Maximum number of values by which two images are compared."""
+
+OUTSIDE: Final = 0.05
+"""How far inputs may lie outside black and white, on the [0, 1] scale."""
+
+
+def warn_of_random(data: Any, name: str) -> None:
+    """Warn where an example of the data set differs when it is read again."""
+    dataset = dataset_of(data)
+    count = _length(dataset) or 0
+    if not hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset | list | tuple | Mapping):
+        return
+    for index in sorted({at * count // READ_TWICE for at in range(READ_TWICE)} if count else ()):
+        if not _same(dataset[index], dataset[index]):
+            _warn(
+                f"{name} changes its images at random, example {index} read twice differs: what is fitted and "
+                "calibrated on augmented images does not hold for images as they come; give a loader without "
+                "augmentation"
+            )
+            return
+
+
+def warn_of_dropped(data: Any, name: str, count: int) -> None:
+    """Warn where a loader left out the last images, of which it gave ``count``."""
+    drops = any(getattr(each, "drop_last", False) for each in (data, getattr(data, "batch_sampler", None)))
+    expected = _length(data.sampler) if isinstance(data, DataLoader) else None
+    if drops and (expected is None or count < expected):
+        left = "images" if expected is None else f"{expected - count} images"
+        _warn(f"the loader of {name} drops {left} of its last batch; give one with drop_last=False")
+
+
+def warn_of_range(name: str, preprocess: Preprocess, low: Sequence[float], high: Sequence[float]) -> None:
+    """Warn of inputs that no pixel gives: another transform than was said made them."""
+    darkest, brightest = (
+        [value * std + mean for value, mean, std in zip(ends, preprocess.mean, preprocess.std, strict=True)]
+        for ends in (low, high)
+    )
+    if min(darkest) < -OUTSIDE or max(brightest) > 1 + OUTSIDE:
+        _warn(
+            f"inputs of {name} from {min(low):.3g} to {max(high):.3g} would be pixels from {min(darkest):.3g} to "
+            f"{max(brightest):.3g} on the scale from 0 to 1; are mean and std those of the loader's transform?"
+        )
+
+
+def warn_of_overlap(train_loader: Any, val_loader: Any, train: ImageDataset, val: ImageDataset) -> None:
+    """Warn where validation images were trained on: p-values and coverage do not hold for new images then."""
+    count = len(_digests(train) & _digests(val))
+    if _is_whole(train_loader) and _is_whole(val_loader) and dataset_of(train_loader) is dataset_of(val_loader):
+        count = len(val)
+    if count > REPEATED * len(val):
+        _warn(
+            f"{count} of {len(val)} validation images are training images too: rates and p-values calibrated on them "
+            "do not hold for new images; hold some images out"
+        )
+
+
+def warn_of_repeated(val: ImageDataset) -> None:
+    """Warn where validation images repeat, as they do where a sampler draws them with replacement."""
+    count = len(val) - len(_digests(val)) if isinstance(val.source, TensorSource) else 0
+    if count > REPEATED * len(val):
+        _warn(
+            f"{count} of {len(val)} validation images are repeated, so that fewer calibrate than are counted; give "
+            "each once, without a sampler that draws with replacement"
+        )
+
+
+def dataset_of(data: Any) -> Any:
+    """The data set behind a DataLoader; anything else is one itself."""
+    return data.dataset if isinstance(data, DataLoader) else data
+
+
+def _is_whole(data: Any) -> bool:
+    """Return whether a loader gives all of its data set."""
+    return not isinstance(data, DataLoader) or _length(data.sampler) == _length(data.dataset)
+
+
+def _length(data: Any) -> int | None:
+    """How many examples there are; None where nobody knows."""
+    with suppress(TypeError, NotImplementedError):
+        return len(data)
+    return None
+
+
+def _digests(data: ImageDataset) -> set[bytes]:
+    """A digest of each image that a loader gave, equal for equal images."""
+    if not isinstance(data.source, TensorSource):
+        return set()
+    images = data.source.images.reshape(len(data.source), -1)
+    step = max(1, images.shape[1] // COMPARED)
+    return {
+        hashlib.blake2b(images[index, ::step].tobytes(), digest_size=16).digest() for index in data.indices.tolist()
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two readings of an example are equal, in what augmentation changes."""
+    match one:
+        case Tensor():
+            return torch.equal(one, other)
+        case np.ndarray():
+            return np.array_equal(one, other)
+        case Image.Image():
+            return bool(one.tobytes() == other.tobytes())
+        case Mapping():
+            return all(_same(one[key], other[key]) for key in one)
+        case list() | tuple():
+            return all(map(_same, one, other))
+        case _:
+            return True
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, LoaderWarning, stacklevel=2)

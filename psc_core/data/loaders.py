@@ -1,0 +1,297 @@
+"""A data set from what a training loop has: a DataLoader, a data set of (image, label), or any iterable of batches.
+
+Everything is read once and kept in a scratch file, like :mod:`.cache` keeps pixels: the passes of a fit read that, so
+order, shuffling, workers and collate functions of a loader do not matter.  Floating-point images are the network's
+inputs and are kept as they are (float32); ``uint8`` tensors, Pillow images, arrays and files are read through a
+:class:`Preprocess`, as a service reads them.
+
+A batch, or a single example of a data set, is a tuple or list that begins with images and labels, or a mapping with one
+of :data:`IMAGE_KEYS` and one of :data:`LABEL_KEYS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+
+from psc_core.data.dataset import ImageDataset, labelled
+from psc_core.data.loader_warnings import warn_of_dropped, warn_of_random, warn_of_range
+from psc_core.data.scratch import scratch_file
+from psc_core.data.sources import TensorSource
+from psc_core.data.targets import measured
+from psc_core.errors import DataError, UsageError
+from psc_core.images.inputs import described, read_image
+from psc_core.images.preprocess import Preprocess
+from psc_core.images.statistics import Statistic, Statistics
+from psc_core.target import Target
+
+IMAGE_KEYS: Final = ("pixel_values", "image", "images", "img", "x")
+"""Keys of a mapping that hold images, the first that is there."""
+
+LABEL_KEYS: Final = ("labels", "label", "targets", "target", "y")
+"""Keys of a mapping that hold labels, likewise."""
+
+MAX_NUMBERED: Final = 1 << 16
+"""Maximum number of classes that nobody named."""
+
+JOINED: Final = 1024
+"""Labels of batches that are joined at once, so that those of single examples take little memory."""
+
+
+def open_loader(
+    data: Any,
+    *,
+    preprocess: Preprocess | None = None,
+    mean: Statistic | None = None,
+    std: Statistic | None = None,
+    classes: Sequence[str] | None = None,
+    target: str | None = None,
+    unit: str = "",
+    name: str = "images",
+) -> ImageDataset:
+    """Read a loader once, and open what it gave as a data set.
+
+    Args:
+        data: A DataLoader, a data set of (image, label), or any iterable of batches.  A training loader should neither
+            drop images nor change them at random: :class:`psc_core.errors.LoaderWarning` says where it does.
+        preprocess: How files become inputs; needed for images that are not inputs yet.
+        mean: Of each channel on the [0, 1] scale, as the loader's transform subtracts it: stands for a ``preprocess``
+            that resizes a file to the size of the inputs.
+        std: What the transform divides by, likewise.
+        classes: Names of the classes; None for "0", "1", … up to the largest label.
+        target: Name of the number that each image has instead of a class, for a regression.
+        unit: Of that number.
+        name: In messages and reports.
+
+    Raises:
+        UsageError: ``data`` is no loader, does not fit on the disk, needs a ``preprocess`` or does not have its size.
+        DataError: A batch without images or labels, of another shape, or with labels out of range.
+
+    Example:
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> pairs = TensorDataset(torch.rand(100, 3, 8, 8), torch.arange(100) % 4)
+        >>> data = open_loader(DataLoader(pairs, batch_size=32, shuffle=True), mean=(0.0,) * 3, std=(1.0,) * 3)
+        >>> len(data), data.classes, next(data.batches(2)).images.dtype
+        (100, ('0', '1', '2', '3'), torch.float32)
+    """
+    wanted = None if target is None else Target(name=target, unit=unit)
+    return read_loader(data, name, Statistics(preprocess, mean, std), classes, wanted)
+
+
+@dataclass(frozen=True)
+class Spooled:
+    """Images of n examples in a scratch file, and their labels."""
+
+    images: npt.NDArray[Any]  # (n, channels, height, width), float32 inputs or uint8 pixels
+    labels: Tensor  # (n,) or (n, labels of an image)
+    low: tuple[float, ...]  # smallest value of each channel
+    high: tuple[float, ...]
+
+
+def read_loader(
+    data: Any, name: str, statistics: Statistics, classes: Sequence[str] | None, target: Target | None
+) -> ImageDataset:
+    """Return what a loader gives as a data set of classes, or of numbers where there is a ``target``."""
+    warn_of_random(data, name)
+    spooled = spool(data, name, statistics.preprocess)
+    warn_of_dropped(data, name, len(spooled.images))
+    preprocess = statistics.preprocess_of(spooled.images.shape[1:], spooled.low, spooled.high)
+    if spooled.images.dtype == np.float32 and preprocess.is_known:
+        warn_of_range(name, preprocess, spooled.low, spooled.high)
+    source = TensorSource(spooled.images)
+    if target is not None:
+        return measured(name, target, source, _numbers(spooled.labels, name), preprocess)
+    labels = _class_indices(spooled.labels, name, None if classes is None else len(classes))
+    names = _numbered(int(labels.max()), name) if classes is None else tuple(classes)
+    return labelled(name, names, source, labels, preprocess)
+
+
+def spool(data: Any, name: str, preprocess: Preprocess | None) -> Spooled:
+    """Read all batches into a scratch file without a name.
+
+    Raises:
+        UsageError: ``data`` is no loader, or does not fit on the disk; pixels without a ``preprocess``.
+        DataError: A batch that cannot be used.
+    """
+    labels: list[Tensor] = []
+    low = high = None
+    with scratch_file(name) as scratch:
+        for number, element in enumerate(elements(data, name)):
+            images, of_images = batch_of(element, f"{name}, batch {number}", preprocess)
+            if number == 0:
+                scratch.check_room(images.nbytes * _length(data), images.dtype)  # Before hours are spent on reading.
+            scratch.append(images)
+            lowest, highest = images.min(axis=(0, 2, 3)), images.max(axis=(0, 2, 3))
+            low = lowest if low is None else np.minimum(low, lowest)
+            high = highest if high is None else np.maximum(high, highest)
+            labels.append(of_images)
+            if len(labels) == JOINED:
+                labels = [_joined(labels, name)]
+        if low is None or high is None:
+            raise DataError(f"{name} gave no images; an iterator gives them only once, so give the loader itself")
+        images = scratch.images()
+    return Spooled(images, _joined(labels, name), tuple(map(float, low)), tuple(map(float, high)))
+
+
+def elements(data: Any, name: str) -> Iterator[Any]:
+    """What a loader or data set gives, one by one: batches, or single examples.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if isinstance(data, Tensor | np.ndarray | str | bytes | Mapping):
+        pass
+    elif hasattr(data, "__iter__"):
+        return iter(data)
+    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return (data[index] for index in range(len(data)))  # Many data sets do not end an iteration by themselves.
+    raise UsageError(
+        f"expected a DataLoader, a data set of (image, label) or an iterable of batches for {name}, got "
+        f"{described(data)}"
+    )
+
+
+def batch_of(element: Any, where: str, preprocess: Preprocess | None) -> tuple[npt.NDArray[Any], Tensor]:
+    """Return the images (n, channels, height, width) and labels (n, …) of a batch, or of a single example.
+
+    Raises:
+        UsageError: Pixels without a ``preprocess``.
+        DataError: It has no images or no labels, or another number of the one than of the other.
+    """
+    images, labels = _pair(element, where)
+    if isinstance(images, Image.Image | bytes | str | Path) or getattr(images, "ndim", None) in (2, 3):
+        images, labels = [images], [labels]
+    pixels = _images_of(images, where, preprocess)
+    found = _tensor_of(labels, where)
+    if len(found) != len(pixels):
+        raise DataError(f"{where}: expected a label for each of {len(pixels)} images, got {len(found)}")
+    return pixels, found
+
+
+def _pair(element: Any, where: str) -> tuple[Any, Any]:
+    if isinstance(element, Mapping):
+        found = [next((key for key in keys if key in element), None) for keys in (IMAGE_KEYS, LABEL_KEYS)]
+        if None not in found:
+            return element[found[0]], element[found[1]]
+        raise DataError(
+            f"{where}: expected one of {', '.join(IMAGE_KEYS)} and one of {', '.join(LABEL_KEYS)} in a mapping, got "
+            f"{', '.join(map(str, element))}; let the collate function return (images, labels)"
+        )
+    if isinstance(element, tuple | list) and len(element) >= 2:
+        return element[0], element[1]
+    raise DataError(f"{where}: expected (images, labels), got {described(element)}; put a single batch into a list")
+
+
+def _images_of(images: Any, where: str, preprocess: Preprocess | None) -> npt.NDArray[Any]:
+    """Floats as they are; pixels, pictures and files through ``preprocess``."""
+    if isinstance(images, list | tuple) and images and all(map(_is_float, images)):
+        if len({tuple(each.shape) for each in images}) > 1:
+            raise DataError(f"{where}: expected inputs of one shape; resize them in the transform")
+        images = torch.stack([torch.as_tensor(each) for each in images])
+    if isinstance(images, np.ndarray) and _is_float(images):
+        images = torch.from_numpy(images)
+    if isinstance(images, Tensor) and images.is_floating_point():
+        return _inputs_of(images, where)
+    if preprocess is None:
+        raise UsageError(
+            f"{where}: images that are no float inputs ({described(next(iter(images), images))}) need preprocess=…, "
+            "which says how they become inputs"
+        )
+    return np.stack([_read(image, preprocess) for image in images])
+
+
+def _is_float(image: Any) -> bool:
+    if isinstance(image, np.ndarray):
+        return bool(np.issubdtype(image.dtype, np.floating))
+    return isinstance(image, Tensor) and image.is_floating_point()
+
+
+def _inputs_of(images: Tensor, where: str) -> npt.NDArray[np.float32]:
+    if images.ndim != 4 or 0 in images.shape or images.shape[1] not in (1, 3):
+        raise DataError(
+            f"{where}: expected inputs (n, 1 or 3 channels, height, width), got {tuple(images.shape)}; a batch of grey "
+            "images needs an axis for the channel, images[:, None]"
+        )
+    inputs: npt.NDArray[np.float32] = np.ascontiguousarray(images.detach().float().cpu().numpy())
+    if not np.isfinite(inputs).all():
+        raise DataError(f"{where}: expected finite inputs, got some that are NaN or infinite; leave these images out")
+    return inputs
+
+
+def _read(image: Any, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
+    if isinstance(image, Tensor) and image.dtype == torch.uint8 and image.ndim == 3:
+        pixels: npt.NDArray[np.uint8] = image.cpu().numpy()
+        if pixels.shape == preprocess.shape:
+            return pixels
+        image = np.ascontiguousarray(pixels.transpose(1, 2, 0))
+        image = image[:, :, 0] if image.shape[2] == 1 else image
+    return read_image(image, preprocess)
+
+
+def _tensor_of(labels: Any, where: str) -> Tensor:
+    """Labels of n images as a tensor on the CPU, (n,) or (n, r)."""
+    try:
+        parts = [torch.as_tensor(each) for each in labels] if isinstance(labels, list | tuple) else None
+        found = torch.as_tensor(labels) if parts is None else torch.stack(parts)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{where}: expected labels that are numbers, got {labels!r:.80}; encode them") from error
+    found = found.detach().cpu()
+    return found[:, 0] if found.ndim == 2 and found.shape[1] == 1 else found
+
+
+def _joined(labels: list[Tensor], name: str) -> Tensor:
+    shapes = {tuple(each.shape[1:]) for each in labels}
+    if len(shapes) > 1:
+        raise DataError(f"{name}: expected as many labels of each image, got batches of {sorted(shapes)} labels")
+    return torch.cat(labels)
+
+
+def _numbers(labels: Tensor, name: str) -> Tensor:
+    if labels.ndim != 1:
+        raise DataError(f"{name}: expected one number of each image, got labels of shape (n, {labels.shape[1]})")
+    return labels.double()
+
+
+def _class_indices(labels: Tensor, name: str, classes: int | None) -> Tensor:
+    """Class indices; several of an image where it belongs to several classes."""
+    if labels.is_floating_point() or labels.is_complex():
+        raise DataError(
+            f"{name}: expected class indices, got labels of {labels.dtype}; class indices are whole numbers, and for "
+            "numbers there is PSCRegressor.fit"
+        )
+    labels = labels.long()
+    if labels.ndim > 2:
+        raise DataError(f"{name}: expected one label of each image, got labels of shape {tuple(labels.shape)}")
+    if labels.ndim == 2:
+        is_flag = int(labels.min()) >= 0 and int(labels.max()) <= 1
+        if is_flag and (bool((labels.sum(1) == 1).all()) or (labels.shape[1] == classes and labels.shape[1] > 2)):
+            raise DataError(
+                f"{name}: expected class indices, got what looks like one-hot labels of shape (n, {labels.shape[1]}); "
+                "give labels.argmax(1)"
+            )
+    return labels
+
+
+def _numbered(last: int, name: str) -> tuple[str, ...]:
+    """Names of the classes 0 … last."""
+    if last >= MAX_NUMBERED:
+        raise DataError(
+            f"{name}: expected class indices, got {last}; number the classes from 0, or name them, classes=[…]"
+        )
+    return tuple(map(str, range(last + 1)))
+
+
+def _length(data: Any) -> int:
+    """How many batches or examples there are; 0 where nobody knows before the end."""
+    with suppress(TypeError, NotImplementedError):
+        return len(data)
+    return 0

@@ -1,0 +1,86 @@
+"""Images of which nobody knows how many will come, kept in a file while a fit makes its passes.
+
+The file has no name, so nothing of it is left when the process ends, however it ends.  It is written before it is
+mapped: a full disk is an error at a write, where reserved space would have to be known beforehand.
+"""
+
+from __future__ import annotations
+
+import mmap
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from psc_core.data.cache import FREE_SHARE
+from psc_core.errors import DataError, UsageError
+
+ELSEWHERE: Final = "set TMPDIR to a folder of a larger disk"
+"""The remedy where there is no room."""
+
+
+@dataclass
+class Scratch:
+    """Batches of images of one shape and type, appended to a file."""
+
+    name: str  # of the images, in messages
+    file: IO[bytes]
+    room: int  # bytes that they may take
+    first: npt.NDArray[Any] | None = None  # none of its images: shape and type of all
+    count: int = 0  # batches
+    size: int = 0  # bytes
+
+    def append(self, images: npt.NDArray[Any]) -> None:
+        """Write a batch (n, channels, height, width).
+
+        Raises:
+            DataError: Another shape or type than the batches before it.
+            UsageError: It does not fit on the disk.
+        """
+        first = images if self.first is None else self.first
+        if images.shape[1:] != first.shape[1:] or images.dtype != first.dtype:
+            raise DataError(
+                f"{self.name}: expected images of one shape and type, batch {self.count} has {images.dtype} "
+                f"{images.shape[1:]}, those before {first.dtype} {first.shape[1:]}; resize them in the transform, or "
+                "give a preprocess"
+            )
+        self.check_room(self.size + images.nbytes, images.dtype)
+        left = memoryview(images.tobytes())
+        try:
+            while left:
+                left = left[self.file.write(left) :]
+        except OSError as error:
+            raise UsageError(
+                f"cannot keep {self.name} in {tempfile.gettempdir()}: {error.strerror}; {ELSEWHERE}"
+            ) from error
+        self.first = first[:0]
+        self.count += 1
+        self.size += images.nbytes
+
+    def check_room(self, size: int, dtype: npt.DTypeLike) -> None:
+        """Reject so many bytes where they do not fit on the disk, by :class:`UsageError`."""
+        if size > self.room:
+            smaller = "" if dtype == np.uint8 else ", or uint8 images with preprocess=…, which take a quarter"
+            raise UsageError(
+                f"{self.name} takes {size / 2**30:.3g} GiB on the disk while a fit runs, of {tempfile.gettempdir()} "
+                f"{self.room / 2**30:.3g} GiB may be used; {ELSEWHERE}, give fewer images "
+                f"(torch.utils.data.Subset){smaller}"
+            )
+
+    def images(self) -> npt.NDArray[Any]:
+        """All that was appended, (n, channels, height, width), read-only; it stays when the file is closed."""
+        assert self.first is not None
+        mapped = mmap.mmap(self.file.fileno(), self.size, access=mmap.ACCESS_READ)
+        return np.frombuffer(mapped, self.first.dtype).reshape(-1, *self.first.shape[1:])
+
+
+@contextmanager
+def scratch_file(name: str) -> Iterator[Scratch]:
+    """A context with an empty file for images of some ``name``."""
+    with tempfile.TemporaryFile(prefix="psc-inputs-", buffering=0) as file:
+        yield Scratch(name, file, int(FREE_SHARE * shutil.disk_usage(tempfile.gettempdir()).free))

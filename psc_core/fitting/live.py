@@ -1,0 +1,166 @@
+"""Fit a module that lives in this process, from the loaders that it was trained with; and calibrate a model again.
+
+``PSC.fit``, ``PSCRegressor.fit`` and ``calibrate`` of a fitted model are these, imported when first called: a model
+that only predicts loads none of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from psc_core.data.dataset import ImageDataset
+from psc_core.data.loader_warnings import warn_of_overlap, warn_of_repeated
+from psc_core.data.loaders import read_loader
+from psc_core.errors import DataError, NetworkError, UsageError
+from psc_core.fitting import stages
+from psc_core.fitting.calibrate import recalibrate, settings_of
+from psc_core.fitting.data import FitData
+from psc_core.fitting.parts import rounded
+from psc_core.images.preprocess import Preprocess
+from psc_core.images.statistics import Statistics
+from psc_core.model.base import FittedModel
+from psc_core.network.backbone import example_input
+from psc_core.target import Target
+from psc_core.tasks.fit.settings import FitSettings
+from psc_core.tasks.fit.task import task_fit
+from psc_core.version import __version__
+
+
+def fit(
+    task: str,
+    net: nn.Module,
+    loaders: tuple[Any, Any],
+    *,
+    statistics: Statistics,
+    classes: Sequence[str] | None = None,
+    target: Target | None = None,
+    name: str,
+    **settings: Any,
+) -> FittedModel:
+    """Fit all stages to a copy of ``net``, which stays as it is: its mode, its device, and whether it is trained on.
+
+    Args:
+        task: One of :data:`psc_core.tasks.TASKS`.
+        net: Any network that returns logits, or one number.
+        loaders: Of training and of validation images; an :class:`ImageDataset` is taken as it is.
+        statistics: How pixels become inputs.
+        classes: Names of the classes; None for "0", "1", … of the network's outputs.
+        target: What the numbers of a regression are.
+        name: Of the model.
+        settings: Of :class:`.FitSettings`, by name; the device is the network's where none is given.
+
+    Raises:
+        UsageError: Loaders or settings that cannot be used.
+        DataError: Batches that cannot be used, or classes that have too few images.
+        NetworkError: The network cannot be copied, run or cut.
+        FitError: Features that cannot be fitted.
+    """
+    net = own_copy(net)
+    chosen = FitSettings(**{"device": device_of(net), **settings})
+    train = opened(loaders[0], "the training data", statistics, classes, target)
+    if classes is None and target is None and not isinstance(loaders[0], ImageDataset):
+        check_outputs(train, outputs_of(net.to(chosen.compute().device), train.preprocess))
+    statistics = replace(statistics, preprocess=train.preprocess, mean=None, std=None)
+    val = opened(loaders[1], "the validation data", statistics, train.classes, target)
+    warn_of_overlap(*loaders, train, val)
+    warn_of_repeated(val)
+    data = FitData.of(train, val, seed=chosen.seed, task=task, max_images=chosen.max_images)
+    chosen = stages.checked(chosen, data)
+    report = stages.collapse(net, data, chosen)
+    candidate = report.candidate(None if chosen.layer == "auto" else chosen.layer)
+    projection = stages.project(net, candidate, data, chosen)
+    provenance = {"psc_version": __version__, "settings": chosen.recorded()}
+    return stages.fit_model(net, candidate, projection, data, chosen, name=name, provenance=provenance)
+
+
+def calibrate(model: FittedModel, loader: Any, **changes: Any) -> FittedModel:
+    """Return ``model`` calibrated on other images, see :meth:`.FittedModel.calibrate`."""
+    data = opened(loader, "the calibration data", Statistics(model.preprocess), model.classes, model.task.number())
+    if data.preprocess != model.preprocess:
+        raise UsageError(
+            f"expected {data.name} to be read through the model's preprocessing {model.preprocess}, got "
+            f"{data.preprocess}; open it with preprocess=model.preprocess"
+        )
+    settings = settings_of(model, changes)
+    task_fit(model.task.name).check_same(model.task, model.classes, data)
+    warn_of_repeated(data)
+    found = recalibrate(model, data, settings)
+    metrics = {**model.report.get("metrics", {}), **found.metrics}
+    return replace(
+        model,
+        pipeline=found.pipeline,
+        calibration=found.calibration,
+        policy=found.policy,
+        report={**model.report, "metrics": rounded(metrics)},
+        version="",
+        trial=stages.trial_of(data),
+    )
+
+
+def opened(
+    loader: Any, name: str, statistics: Statistics, classes: Sequence[str] | None, target: Target | None
+) -> ImageDataset:
+    """Return what a loader gives as a data set; a data set as it is."""
+    return loader if isinstance(loader, ImageDataset) else read_loader(loader, name, statistics, classes, target)
+
+
+def own_copy(net: nn.Module) -> nn.Module:
+    """Return a copy of ``net`` in evaluation mode.
+
+    Raises:
+        NetworkError: It cannot be copied.
+    """
+    try:
+        return copy.deepcopy(net).eval()
+    except (TypeError, RuntimeError) as error:
+        raise NetworkError(
+            f"{type(net).__name__} cannot be copied: {error}; remove locks, open files and non-leaf tensors from its "
+            "attributes"
+        ) from error
+
+
+def device_of(net: nn.Module) -> torch.device:
+    """Return the device that the network is on."""
+    return next(chain(net.parameters(), net.buffers()), torch.empty(0)).device
+
+
+@torch.inference_mode()
+def outputs_of(net: nn.Module, preprocess: Preprocess) -> int:
+    """Return the number of outputs of a network.
+
+    Raises:
+        NetworkError: It cannot run the images, or does not return logits.
+    """
+    example = example_input(preprocess).to(device_of(net))
+    try:
+        logits = net(torch.cat([example, example]))
+    except Exception as error:  # A network of the user's own can fail in any way.
+        raise NetworkError(
+            f"{type(net).__name__} cannot run an input of shape {tuple(example.shape)}: {type(error).__name__}: {error}"
+        ) from error
+    if isinstance(logits, Tensor) and logits.ndim == 2:
+        return logits.shape[1]
+    got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    advice = "; wrap it in a module whose forward returns self.net(x).logits" if hasattr(logits, "logits") else ""
+    raise NetworkError(f"expected {type(net).__name__} to return logits (batch, classes), got {got}{advice}")
+
+
+def check_outputs(train: ImageDataset, outputs: int) -> None:
+    """Require the labels of a network's outputs, where nobody named the classes.
+
+    Raises:
+        DataError: There are more or fewer.
+    """
+    labels = len(train.classes)
+    if labels != outputs:
+        raise DataError(
+            f"expected labels 0…{outputs - 1} of {train.name} for the network's {outputs} outputs, got 0…{labels - 1}; "
+            "give the labels that it was trained with, or name the classes there are, classes=[…]"
+        )

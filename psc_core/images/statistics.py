@@ -1,0 +1,82 @@
+"""What a user says of how pixels became the inputs that a loader gives: all of it, the statistics, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from psc_core.errors import UsageError
+from psc_core.images.preprocess import Preprocess, mode_of
+
+Statistic = float | Sequence[float] | Tensor | npt.NDArray[Any]
+"""The mean or the deviation of each channel, or one number for a single channel."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """A preprocess; or the mean and the deviation of each channel; or none of these."""
+
+    preprocess: Preprocess | None = None
+    mean: Statistic | None = None
+    std: Statistic | None = None
+
+    def __post_init__(self) -> None:
+        if (self.mean is None) != (self.std is None):
+            raise UsageError("expected both mean and std of the transform, got one of them; give the other too")
+        if self.preprocess is not None and self.mean is not None:
+            raise UsageError("expected a preprocess, or mean and std, got both; a preprocess has its own")
+
+    def preprocess_of(self, shape: tuple[int, ...], low: Sequence[float], high: Sequence[float]) -> Preprocess:
+        """Return the preprocess of inputs of a ``shape`` (channels, height, width) between ``low`` and ``high``.
+
+        Example:
+            >>> print(Statistics(mean=0.5, std=0.25).preprocess_of((1, 8, 8), [-2.0], [2.0]))
+            L, resized to 8 × 8 pixels, bilinear; mean 0.5; std 0.25
+
+        Raises:
+            UsageError: A preprocess of another size, other than 1 or 3 channels, or a mean of other than each channel.
+        """
+        channels, height, width = shape
+        if self.preprocess is not None:
+            if self.preprocess.shape != shape:
+                raise UsageError(
+                    f"expected inputs of the preprocess's shape {self.preprocess.shape}, got {shape}; give the "
+                    "preprocess of your transform"
+                )
+            return self.preprocess
+        if self.mean is None or self.std is None:
+            return ObservedPreprocess.of_range((channels, height, width), low, high)
+        return Preprocess(mode_of(channels), height, width, None, _each(self.mean), _each(self.std))
+
+
+@dataclass(frozen=True)
+class ObservedPreprocess(Preprocess):
+    """Stand-in where a loader gives inputs and nobody said how pixels become such: their range is taken for 0 … 255.
+
+    Pictures and made-up images need no more, but a file cannot be turned into an input by it.
+    """
+
+    is_known: ClassVar[bool] = False
+
+    @classmethod
+    def of_range(cls, shape: tuple[int, int, int], low: Sequence[float], high: Sequence[float]) -> ObservedPreprocess:
+        """Return the stand-in for inputs of one ``shape`` from ``low`` to ``high`` in each channel.
+
+        Example:
+            >>> ObservedPreprocess.of_range((1, 4, 4), [-1.0], [1.0]).standardise(torch.tensor([[[[0, 255]]]]).byte())
+            tensor([[[[-1.,  1.]]]])
+        """
+        channels, height, width = shape
+        std = tuple(1 / (top - bottom) if top > bottom else 1.0 for bottom, top in zip(low, high, strict=True))
+        mean = tuple(-bottom * scale for bottom, scale in zip(low, std, strict=True))
+        return cls(mode_of(channels), height, width, None, mean, std)
+
+
+def _each(statistic: Statistic) -> tuple[float, ...]:
+    each: tuple[float, ...] = tuple(torch.as_tensor(statistic, dtype=torch.float64).reshape(-1).tolist())
+    return each

@@ -1,0 +1,97 @@
+"""What a loader does that costs images or promises is warned about, and nothing else."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, SubsetRandomSampler, TensorDataset
+
+from psc_core import open_loader
+from psc_core.data.loader_warnings import warn_of_overlap, warn_of_random, warn_of_repeated
+from psc_core.errors import LoaderWarning
+
+INPUTS = torch.rand(40, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+PAIRS = TensorDataset(INPUTS, torch.arange(40) % 2)
+
+
+class Flipped(Dataset):  # type: ignore[type-arg]
+    """Images that are flipped now and then, in one of the forms that data sets give."""
+
+    def __init__(self, form: Any) -> None:
+        self.form = form
+
+    def __len__(self) -> int:
+        return len(INPUTS)
+
+    def __getitem__(self, index: int) -> Any:
+        image = INPUTS[index].flip(2) if random.random() < 0.5 else INPUTS[index]
+        return self.form(image, index % 2)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda image, label: (image, label),
+        lambda image, label: {"image": image.numpy(), "label": label},
+        lambda image, label: [Image.fromarray((255 * image[0]).byte().numpy()), label],
+    ],
+)
+def test_augmentation_is_seen(form: Any) -> None:
+    random.seed(0)
+    with pytest.warns(LoaderWarning, match="the training data changes its images at random, example .* without augm"):
+        warn_of_random(DataLoader(Flipped(form), batch_size=4), "the training data")
+
+
+@pytest.mark.parametrize(
+    "data", [DataLoader(PAIRS, batch_size=4, shuffle=True), PAIRS, list(PAIRS), iter(PAIRS), TensorDataset(INPUTS[:0])]
+)
+def test_what_does_not_change_is_not_warned_about(data: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_random(data, "images")
+
+
+def test_dropped_images_are_counted() -> None:
+    with pytest.warns(LoaderWarning, match="images drops 4 images of its last batch; give one with drop_last=False"):
+        open_loader(DataLoader(PAIRS, batch_size=12, drop_last=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_loader(DataLoader(PAIRS, batch_size=10, drop_last=True))
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "count"),
+    [
+        (PAIRS, PAIRS, 40),
+        (DataLoader(PAIRS, 4, shuffle=True), DataLoader(PAIRS, 8), 40),
+        (Subset(PAIRS, range(30)), Subset(PAIRS, range(20, 40)), 10),
+        (DataLoader(PAIRS, sampler=SubsetRandomSampler(range(30))), DataLoader(PAIRS, sampler=range(20, 40)), 10),
+        (DataLoader(PAIRS, sampler=SubsetRandomSampler(range(30))), DataLoader(PAIRS, sampler=range(30, 40)), 0),
+    ],
+)  # fmt: skip
+def test_validation_images_that_were_trained_on(train: Any, val: Any, count: int) -> None:
+    opened = open_loader(train), open_loader(val)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_overlap(train, val, *opened)
+    assert [str(each.message).split(" ")[0] for each in caught] == [str(count)] * (count > 0)
+
+
+def test_one_augmented_data_set_for_both_is_seen() -> None:
+    noise = [(torch.rand(20, 1, 4, 4), torch.arange(20) % 2) for _ in range(2)]
+    with pytest.warns(LoaderWarning, match="20 of 20 validation images are training images too"):
+        warn_of_overlap(PAIRS, PAIRS, *(open_loader([each]) for each in noise))
+
+
+def test_repeated_images_are_counted() -> None:
+    drawn = DataLoader(PAIRS, batch_size=8, sampler=RandomSampler(PAIRS, replacement=True, num_samples=200))
+    with pytest.warns(LoaderWarning, match="1[6-9].* of 200 validation images are repeated"):
+        warn_of_repeated(open_loader(drawn))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_repeated(open_loader(PAIRS))

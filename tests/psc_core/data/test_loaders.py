@@ -1,0 +1,253 @@
+"""Whatever gives images and labels is read once and kept as it is."""
+
+from __future__ import annotations
+
+import inspect
+from collections import UserDict
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torchvision.datasets import ImageFolder
+
+from psc_core import PRESETS, open_dataset, open_loader
+from psc_core.data import scratch
+from psc_core.data.dataset import ImageDataset
+from psc_core.data.loaders import JOINED
+from psc_core.errors import DataError, LoaderWarning, UsageError
+from psc_core.images.preprocess import Preprocess
+from psc_core.images.statistics import ObservedPreprocess
+from tests.psc_core.data.support import write_folder
+
+INPUTS = torch.rand(10, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+ARRAY = INPUTS.numpy().copy()  # Workers move the tensor to shared memory.
+LABELS = torch.arange(10) % 3
+NUMBERS = LABELS.numpy().copy()
+PAIRS = TensorDataset(INPUTS, LABELS)
+GREY = Preprocess("L", 3, 3, None, (0.5,), (0.5,))
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Single examples of unknown number."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        yield from zip(INPUTS, LABELS.tolist(), strict=True)
+
+
+class Counted(Stream):
+    """The same of known number."""
+
+    def __len__(self) -> int:
+        return len(INPUTS)
+
+
+class Plain:
+    """A map-style data set that is no ``Dataset``, and whose iteration would not end by itself."""
+
+    def __len__(self) -> int:
+        return len(INPUTS)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"pixel_values": INPUTS[index % 10], "labels": int(LABELS[index % 10])}
+
+
+def everything(data: ImageDataset) -> tuple[torch.Tensor, torch.Tensor]:
+    batches = list(data.batches(4))
+    return torch.cat([batch.images for batch in batches]), torch.cat([batch.labels for batch in batches])
+
+
+SPAWNED = {"num_workers": 2, "multiprocessing_context": "spawn"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        DataLoader(PAIRS, batch_size=4),
+        DataLoader(PAIRS, batch_size=4, **SPAWNED),  # type: ignore[arg-type]
+        DataLoader(PAIRS, batch_size=None),
+        DataLoader(Stream(), 4),
+        PAIRS,
+        Subset(PAIRS, range(10)),
+        Stream(),
+        Counted(),
+        DataLoader(Counted(), batch_size=3),
+        Plain(),
+        list(PAIRS),
+        [(INPUTS, LABELS)],
+        ((INPUTS[at : at + 4], LABELS[at : at + 4]) for at in range(0, 10, 4)),
+        [(INPUTS.double(), LABELS[:, None].int(), "a third thing")],
+        [(ARRAY, NUMBERS)],
+        [{"image": INPUTS, "label": LABELS.tolist()}],
+        [UserDict(images=list(INPUTS), targets=list(LABELS))],
+        [[list(ARRAY), LABELS.tolist()]],
+    ],
+    ids=lambda data: type(data).__name__,
+)
+def test_every_kind_of_loader_gives_the_same(data: Any) -> None:
+    opened = open_loader(data, name="pairs")
+    images, labels = everything(opened)
+    assert torch.equal(images, INPUTS) and torch.equal(labels, LABELS)
+    assert opened.classes == ("0", "1", "2") and opened.name == "pairs"
+    assert isinstance(opened.preprocess, ObservedPreprocess)
+    assert opened.image(0).dtype == np.uint8 and opened.image(0).shape == (3, 4, 5)
+
+
+def test_labels_of_many_single_examples_are_joined() -> None:
+    count = 2 * JOINED + 3
+    labels = torch.randint(0, 5, (count,))
+    opened = open_loader(list(zip(torch.rand(count, 1, 1, 1), labels, strict=True)), classes="abcde")
+    assert torch.equal(opened.labels, labels)
+
+
+def test_a_loader_is_iterated_once_in_its_order() -> None:
+    times = []
+
+    class Once:
+        def __iter__(self) -> Iterator[Any]:
+            times.append(1)
+            return iter(DataLoader(PAIRS, batch_size=4, shuffle=True))
+
+    images, labels = everything(open_loader(Once(), classes=("a", "b", "c", "d")))
+    assert times == [1]
+    rows = {image.sum().item(): int(label) for image, label in zip(images, labels, strict=True)}
+    assert rows == {image.sum().item(): int(label) for image, label in zip(INPUTS, LABELS, strict=True)}
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=4), st.sampled_from([1, 3]),
+    st.integers(1, 6), st.integers(1, 6),
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    st.sampled_from([torch.uint8, torch.int16, torch.int64, torch.bool]), st.booleans(),
+)  # fmt: skip
+def test_batches_of_any_size_and_type(
+    sizes: list[int], channels: int, height: int, width: int, dtype: torch.dtype, label_type: torch.dtype, column: bool
+) -> None:
+    batches = [torch.rand(size, channels, height, width).to(dtype) for size in sizes]
+    labels = [torch.randint(0, 2, (size, 1) if column else (size,)).to(label_type) for size in sizes]
+    opened = open_loader(zip(batches, labels, strict=True), mean=(0.0,) * channels, std=(1.0,) * channels, classes="ab")
+    images, found = everything(opened)
+    assert torch.equal(images, torch.cat(batches).float()) and images.dtype == torch.float32
+    assert torch.equal(found, torch.cat(labels).flatten().long())
+    assert opened.preprocess.shape == (channels, height, width) and opened.preprocess.is_known
+
+
+def test_pictures_are_read_as_files_would_be(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {"a": 4, "b": 3})
+    expected = everything(open_dataset(str(root), split="train", preprocess=GREY))
+    folder = ImageFolder(str(root))
+    paths = [(path, label) for path, label in folder.samples]
+    arrays = [(np.asarray(image.convert("L")), label) for image, label in folder]
+    tensors = [(torch.tensor(np.asarray(image)).permute(2, 0, 1), label) for image, label in folder]
+    whole = [(torch.stack([image for image, _ in tensors]), folder.targets)]
+    files = [([Path(path).read_bytes() for path, _ in paths], folder.targets)]
+    loader = DataLoader(folder, batch_size=3, collate_fn=lambda items: tuple(zip(*items, strict=True)))
+    for data in (folder, loader, paths, arrays, tensors, whole, files):
+        opened = open_loader(data, preprocess=GREY, classes=folder.classes)
+        images, labels = everything(opened)
+        assert torch.equal(images, expected[0]) and torch.equal(labels, expected[1]) and images.dtype == torch.uint8
+    with pytest.raises(UsageError, match=r"images, batch 0: .* \(a Image\) need preprocess=…"):
+        open_loader(folder)
+
+
+def test_pixels_of_the_inputs_size_stay() -> None:
+    pixels = torch.arange(18, dtype=torch.uint8).view(2, 1, 3, 3)
+    assert torch.equal(everything(open_loader([(pixels, [0, 1])], preprocess=GREY))[0], pixels)
+
+
+def test_numbers_of_a_regression() -> None:
+    values = torch.rand(10, 1)
+    opened = open_loader([(INPUTS, values)], target="age", unit="years")
+    assert str(opened.target) == "age, years" and opened.values is not None
+    assert torch.equal(opened.values, values[:, 0].double())
+    whole = open_loader([(INPUTS, LABELS)], target="age")
+    assert whole.values is not None and torch.equal(whole.values, LABELS.double())
+    with pytest.raises(DataError, match=r"expected one number of each image, got labels of shape \(n, 2\)"):
+        open_loader([(INPUTS, torch.rand(10, 2))], target="age")
+    with pytest.raises(DataError, match=r"float32; class indices are whole numbers, .* PSCRegressor"):
+        open_loader([(INPUTS, values)])
+
+
+def test_several_labels_of_an_image_and_one_hot_ones() -> None:
+    several = torch.stack([LABELS, (LABELS + 1) % 3], 1)
+    opened = open_loader([(INPUTS, several)], classes="abc")
+    assert opened.is_ambiguous and torch.equal(opened.labels, several.flatten())
+    flags = torch.tensor([[1, 1, 0]] * 5 + [[0, 1, 1]] * 5)
+    for odd in (torch.nn.functional.one_hot(LABELS, 3), torch.nn.functional.one_hot(LABELS, 5), flags):
+        with pytest.raises(DataError, match=r"looks like one-hot labels .* give labels\.argmax\(1\)"):
+            open_loader([(INPUTS, odd)], classes="abc")
+    with pytest.raises(DataError, match="one label of each image"):
+        open_loader([(INPUTS, torch.zeros(10, 2, 2, dtype=torch.int64))])
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ([], "gave no images; an iterator gives them only once"),
+        ([INPUTS], r"batch 0: expected \(images, labels\), got a Tensor; put a single batch into a list"),
+        ([{"pixels": INPUTS, "y": LABELS}], "expected one of pixel_values, .* in a mapping, got pixels, y"),
+        ([(INPUTS, LABELS[:9])], "expected a label for each of 10 images, got 9"),
+        ([(INPUTS, ["cat"] * 10)], r"expected labels that are numbers, got \['cat'"),
+        ([(INPUTS[:, :2], LABELS)], r"expected inputs \(n, 1 or 3 channels, height, width\), got \(10, 2, 4, 5\)"),
+        ([(INPUTS[:, 0], LABELS)], r"grey images needs an axis for the channel, images\[:, None\]"),
+        ([(INPUTS * torch.inf, LABELS)], "expected finite inputs"),
+        ([(INPUTS, LABELS), (INPUTS[..., :2], LABELS)], r"batch 1 has float32 \(3, 4, 2\), those before"),
+        ([(INPUTS, LABELS), (INPUTS, torch.stack([LABELS] * 2, 1))], "expected as many labels of each image"),
+        ([([*INPUTS[:9], INPUTS[9, :, :2]], LABELS)], "expected inputs of one shape"),
+        ([(INPUTS, LABELS - 1)], r"expected labels in 0…1, got -1…1"),
+        ([(INPUTS, LABELS + 10**12)], r"expected class indices, got 1000000000002; number the classes from 0"),
+    ],
+)
+def test_batches_that_cannot_be_used(data: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        open_loader(data)
+
+
+@pytest.mark.parametrize("data", [3, INPUTS, "images/train", {"train": PAIRS}, object()])
+def test_what_is_no_loader_is_refused(data: Any) -> None:
+    with pytest.raises(UsageError, match="expected a DataLoader, a data set of"):
+        inspect.unwrap(open_loader)(data)
+
+
+def test_labels_are_of_the_classes() -> None:
+    with pytest.raises(DataError, match=r"expected labels in 0…1, got 0…2"):
+        open_loader(PAIRS, classes=("a", "b"))
+
+
+def test_what_does_not_fit_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+
+    class Counted(Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return 1000
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            read.append(index)
+            return INPUTS[0], 0
+
+    monkeypatch.setattr(scratch.shutil, "disk_usage", lambda _: SimpleNamespace(free=999 * 2 * INPUTS[0].nbytes))
+    with pytest.raises(UsageError, match=r"images takes .* GiB on the disk"):
+        open_loader(DataLoader(Counted(), batch_size=10))
+    assert len(read) < 100
+
+
+def test_errors_of_a_data_set_are_its_own(tmp_path: Path) -> None:
+    (tmp_path / "no.png").write_text("no image")
+
+    def examples() -> Iterator[Any]:
+        yield Image.open(tmp_path / "no.png"), 0
+
+    with pytest.raises(OSError, match="cannot identify image file"):
+        open_loader(examples(), preprocess=PRESETS["mnist"])
+
+
+def test_inputs_that_no_pixel_gives_are_warned_about() -> None:
+    with pytest.warns(LoaderWarning, match="are mean and std those of the loader's transform"):
+        open_loader([(INPUTS * 255, LABELS)], mean=(0.5,) * 3, std=(0.5,) * 3)

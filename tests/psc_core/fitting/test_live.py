@@ -1,0 +1,292 @@
+"""A module in memory, fitted from loaders: the numbers of the folders' way, and a network that stays as it is."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
+
+from psc_core import PRESETS, PSC, PSCRegressor, fit_projection, fit_psc, load_model, measure_collapse, open_dataset
+from psc_core.data.dataset import ImageDataset
+from psc_core.errors import DataError, LoaderWarning, NetworkError, UsageError
+from psc_core.model.base import TRIAL_IMAGES
+from tests import tiny
+from tests.conftest import TinyJob
+
+MNIST = PRESETS["mnist"]
+TRANSFORM = transforms.Compose(
+    [transforms.Grayscale(), transforms.ToTensor(), transforms.Normalize(MNIST.mean, MNIST.std)]
+)
+STATISTICS: dict[str, Any] = {"mean": MNIST.mean, "std": MNIST.std}
+QUICK: dict[str, Any] = {"layer": "4", "head": "duq", "c_proj": 4, "d_proj": 2}
+
+
+def pairs(data: ImageDataset, labels: torch.Tensor | None = None) -> TensorDataset:
+    inputs = torch.cat([data.preprocess.standardise(batch.images) for batch in data.batches(64)])
+    return TensorDataset(inputs, data.first_labels() if labels is None else labels)
+
+
+@pytest.fixture(scope="module")
+def splits(train: ImageDataset, val: ImageDataset) -> tuple[TensorDataset, TensorDataset]:
+    return pairs(train), pairs(val)
+
+
+@pytest.fixture(scope="module")
+def test(data_root: Path) -> TensorDataset:
+    return pairs(open_dataset(f"mnist:{data_root}", split="test", preprocess=MNIST))
+
+
+@pytest.fixture(scope="module")
+def fitted(net: nn.Module, splits: tuple[TensorDataset, TensorDataset]) -> PSC:
+    return PSC.fit(net, *splits, **STATISTICS, **QUICK)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, train: ImageDataset, val: ImageDataset) -> Path:
+    root = tmp_path_factory.mktemp("folders")
+    for split, data in (("train", train), ("val", val)):
+        for index, label in enumerate(data.first_labels().tolist()):
+            path = root / split / data.classes[label] / f"{index:04}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(data.image(index)[0]).save(path)
+    return root
+
+
+@pytest.fixture(scope="module")
+def by_folders(net: nn.Module, folders: Path) -> PSC:
+    opened = [open_dataset(str(folders / split), split=split, preprocess=MNIST) for split in ("train", "val")]
+    candidate = measure_collapse(net, *opened, device="cpu").candidate()
+    projection = fit_projection(net, candidate, *opened, device="cpu")
+    return fit_psc(net, candidate, projection, *opened, device="cpu")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_same_numbers_as_from_folders(
+    net: nn.Module, folders: Path, by_folders: PSC, test: TensorDataset, workers: int
+) -> None:
+    spawned = {"num_workers": workers, "multiprocessing_context": "spawn"} if workers else {}
+    data = [ImageFolder(str(folders / split), TRANSFORM) for split in ("train", "val")]
+    loaders = [DataLoader(each, batch_size=50, **spawned) for each in data]  # type: ignore[arg-type]
+    in_memory = PSC.fit(net, *loaders, **STATISTICS)
+    assert in_memory.layers == by_folders.layers and in_memory.gates == by_folders.gates
+    inputs = test.tensors[0][:200]
+    expected, got = by_folders.predict(MNIST.to_pixels(inputs)), in_memory(inputs)
+    assert got.decision == expected.decision
+    for name in ("probabilities", "predictive_entropy", "log_density", "epistemic"):
+        torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=1e-4, atol=1e-4, msg=name)
+    # The score of gates is made of empirical p-values, which are steep where many readings lie.
+    torch.testing.assert_close(got.ood_score, expected.ood_score, rtol=2e-3, atol=2e-3)
+    rank = 1.5 / (len(by_folders.calibration) + 1)  # Rounding may pass one calibration image.
+    torch.testing.assert_close(got.ood_p_value, expected.ood_p_value, rtol=0, atol=rank)
+    pictures = [Image.fromarray(pixels.numpy()) for pixels in MNIST.to_pixels(inputs)[:, 0]]
+    assert in_memory(pictures).decision == expected.decision
+
+
+def test_order_does_not_matter(net: nn.Module, splits: tuple[TensorDataset, TensorDataset], fitted: PSC) -> None:
+    """Which images calibrate depends on the order, so only the training images are shuffled."""
+    train, val = splits
+    shuffled = DataLoader(train, batch_size=33, shuffle=True, generator=torch.Generator().manual_seed(1))
+    other = PSC.fit(net, shuffled, val, **STATISTICS, **QUICK)
+    inputs = val.tensors[0]
+    torch.testing.assert_close(other(inputs).log_density, fitted(inputs).log_density, rtol=1e-3, atol=1e-3)
+    assert np.mean([a == b for a, b in zip(other(inputs).decision, fitted(inputs).decision, strict=True)]) > 0.98
+
+
+def test_the_network_stays_as_it_is(splits: tuple[TensorDataset, TensorDataset], test: TensorDataset) -> None:
+    first, last = (nn.ReLU(inplace=True), nn.Conv2d(1, 8, 3, stride=4)), (nn.Flatten(), nn.Linear(392, 10))
+    net = nn.Sequential(*first, nn.BatchNorm2d(8), nn.Dropout(), *last)
+    net[4].eval()
+    before, inputs = copy.deepcopy(net.state_dict()), splits[0].tensors[0].clone()
+    psc = PSC.fit(net, *splits, layer="1", **{name: QUICK[name] for name in ("head", "c_proj", "d_proj")})
+    assert net.training and net[3].training and not net[4].training
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert torch.equal(splits[0].tensors[0], inputs), "the first layer changes its input in place"
+    expected = psc(test.tensors[0][:20])
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+    assert torch.equal(psc(test.tensors[0][:20]).outputs.packed, expected.outputs.packed)
+    psc.probe()
+
+
+def test_a_model_keeps_calibration_inputs_for_a_trial(fitted: PSC, splits: tuple[TensorDataset, TensorDataset]) -> None:
+    assert fitted.trial is not None and fitted.trial.shape == (TRIAL_IMAGES, 1, 28, 28)
+    inside = {row.numpy().tobytes() for row in splits[1].tensors[0]}
+    assert all(row.numpy().tobytes() in inside for row in fitted.trial)
+
+
+def test_without_mean_and_std_only_inputs_are_known(
+    net: nn.Module, splits: tuple[TensorDataset, TensorDataset], fitted: PSC, test: TensorDataset, tmp_path: Path
+) -> None:
+    psc = PSC.fit(net, *splits, **QUICK)
+    inputs = test.tensors[0][:100]
+    torch.testing.assert_close(psc(inputs).log_density, fitted(inputs).log_density)
+    with pytest.raises(UsageError, match="does not know how pixels become inputs"):
+        psc([np.zeros((28, 28), np.uint8)])
+    with pytest.raises(UsageError, match=r"PSC\.fit\(net, train, val, mean=\(…\), std=\(…\)\), or with preprocess=…"):
+        psc.save(tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_network_from_a_factory_is_saved(fitted: PSC, test: TensorDataset, tmp_path: Path) -> None:
+    fitted.save(tmp_path / "bundle")
+    again = PSC.load(tmp_path / "bundle", device="cpu", allow_factories=["tests.tiny:network"])
+    inputs = test.tensors[0][:50]
+    assert again(inputs).decision == fitted(inputs).decision
+    assert again.trial is None and again.report["provenance"]["settings"]["layer"] == "4"
+
+
+def test_calibration_on_other_images(fitted: PSC, test: TensorDataset, tmp_path: Path) -> None:
+    calibrated = fitted.calibrate(DataLoader(Subset(test, range(400)), batch_size=64, shuffle=True))
+    inputs = test.tensors[0][400:]
+    before, after = fitted(inputs), calibrated(inputs)
+    for name in ("log_density", "ood_score", "predictive_entropy", "probabilities"):
+        assert torch.equal(getattr(before, name), getattr(after, name))
+    scores = calibrated(test.tensors[0][:400]).ood_score
+    expected = (1 + (scores[None] >= after.ood_score[:, None]).sum(1)) / 401
+    torch.testing.assert_close(after.ood_p_value, expected.float())
+    of_gates = torch.stack(list(calibrated(test.tensors[0][:400]).gates.values())).double()
+    torch.testing.assert_close(of_gates.mean(1), torch.full((3,), 402 / 802, dtype=torch.float64), atol=2e-3, rtol=0)
+    assert (len(calibrated.calibration), len(fitted.calibration)) == (400, len(fitted.calibration))
+    assert calibrated.policy.alpha == fitted.policy.alpha and calibrated.report["metrics"]["validation_images"] == 400
+    assert calibrated.report["metrics"]["projection"] == fitted.report["metrics"]["projection"]
+    assert calibrated.trial is not None and len(calibrated.trial) == TRIAL_IMAGES
+    versions = [model.save(tmp_path / name).version for name, model in (("one", fitted), ("two", calibrated))]
+    assert versions[0] != versions[1]
+    again = load_model(tmp_path / "two", device="cpu", allow_factories=["tests.tiny:network"])
+    assert again(inputs).decision == after.decision
+    from_bundle = PSC.load(tmp_path / "one", device="cpu", allow_factories=["tests.tiny:network"])
+    assert from_bundle.calibrate(Subset(test, range(400)))(inputs).decision == after.decision
+
+
+def test_calibration_keeps_the_rates_that_are_not_changed(fitted: PSC, test: TensorDataset, val: ImageDataset) -> None:
+    few = Subset(test, range(30))
+    with pytest.raises(UsageError, match="alpha"):
+        fitted.calibrate(few, alpha=0.01)
+    with pytest.raises(UsageError, match="risk"):
+        fitted.calibrate(few, risk=2.0)
+    changed = fitted.calibrate(few, alpha=0.2, coverage=0.8)
+    assert (changed.policy.alpha, changed.policy.coverage) == (0.2, 0.8)
+    assert fitted.calibrate(val).policy.alpha == fitted.policy.alpha
+    with pytest.raises(UsageError, match="read through the model's preprocessing"):
+        fitted.calibrate(replace(val, preprocess=replace(MNIST, mean=(0.5,))))
+    with pytest.raises(DataError, match="expected labels in 0…9"):
+        fitted.calibrate([(test.tensors[0][:30], test.tensors[1][:30] + 5)])
+    with pytest.raises(DataError, match=r"the model's classes in their order, they differ in \['9', 'nine'\]"):
+        fitted.calibrate(replace(val, classes=(*val.classes[:9], "nine")))
+
+
+def test_a_regression(angle_job: TinyJob, data_root: Path, tmp_path: Path) -> None:
+    opened = {
+        split: open_dataset(f"rotated-mnist:{data_root}", split=split, preprocess=MNIST)
+        for split in ("train", "val", "test")
+    }
+    loaders = {split: pairs(data, data.values) for split, data in opened.items()}
+    model = PSCRegressor.fit(
+        angle_job.net, loaders["train"], DataLoader(loaders["val"], batch_size=7), target="angle", unit="degrees",
+        layer="4", c_proj=4, d_proj=2, coverage=0.9, **STATISTICS,
+    )  # fmt: skip
+    assert str(model.target) == "angle, degrees"
+    inputs = loaders["test"].tensors[0][:50]
+    assert model(inputs).interval.shape == (50, 2) and len(model(inputs).to_dict()) == 50
+    calibrated = model.calibrate(loaders["test"])
+    assert torch.equal(calibrated(inputs).mean, model(inputs).mean)
+    assert len(calibrated.calibration) == len(loaders["test"]) and calibrated.policy.coverage == 0.9
+    with pytest.raises(DataError, match=r"expected .* to have numbers of the model's target, got angle, radians"):
+        target = model.target.model_copy(update={"unit": "radians"})
+        model.calibrate(replace(opened["test"], target=target))
+
+
+def test_classes_are_the_networks_outputs_or_named(net: nn.Module, splits: tuple[TensorDataset, TensorDataset]) -> None:
+    train, val = splits
+    five = [Subset(each, (each.tensors[1] < 5).nonzero().flatten().tolist()) for each in splits]
+    with pytest.raises(DataError, match=r"labels 0…9 of the training data for the network's 10 outputs, got 0…4"):
+        PSC.fit(net, *five)
+    named = PSC.fit(net, *five, classes=tuple("abcde"), **QUICK)
+    assert named.classes == tuple("abcde") and set(named(val.tensors[0][:9]).labels) <= {*"abcde"}
+    with pytest.raises(DataError, match="expected labels in 0…4"):
+        PSC.fit(net, train, val, classes=tuple("abcde"))
+
+
+class Wrapped(nn.Module):
+    def __init__(self, net: nn.Module, form: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.net, self.form = net, form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.form(self.net(x))
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+
+
+def test_networks_that_give_no_logits(net: nn.Module, splits: tuple[TensorDataset, TensorDataset]) -> None:
+    with pytest.raises(NetworkError, match=r"logits \(batch, classes\), got Output; wrap it .* self\.net\(x\)\.logits"):
+        PSC.fit(Wrapped(net, Output), *splits)
+    with pytest.raises(NetworkError, match=r"logits \(batch, classes\), got \(2,\)"):
+        PSC.fit(Wrapped(net, lambda logits: logits[:, 0]), *splits)
+    with pytest.raises(NetworkError, match="Linear cannot run an input of shape"):
+        PSC.fit(nn.Linear(3, 10), *splits)
+    locked = tiny.network()
+    locked.state = (parameter * 2 for parameter in ())  # type: ignore[assignment]
+    with pytest.raises(NetworkError, match="Sequential cannot be copied"):
+        PSC.fit(locked, *splits)
+
+
+def test_pictures_need_a_preprocess_and_get_it(net: nn.Module, folders: Path, fitted: PSC) -> None:
+    data = [ImageFolder(str(folders / split)) for split in ("train", "val")]
+    with pytest.raises(UsageError, match=r"the training data, batch 0: .* need preprocess=…"):
+        PSC.fit(net, *data)
+    psc = PSC.fit(net, *data, preprocess=MNIST, **QUICK)
+    files = [str(path) for path in sorted(folders.rglob("val/5/*.png"))]
+    torch.testing.assert_close(psc(files).log_density, fitted(files).log_density, rtol=1e-3, atol=1e-3)
+
+
+def test_opened_data_and_loaders_go_together(net: nn.Module, train: ImageDataset, splits: Any, fitted: PSC) -> None:
+    psc = PSC.fit(net, train, splits[1], **QUICK)
+    assert torch.equal(psc(splits[1].tensors[0]).log_density, fitted(splits[1].tensors[0]).log_density)
+
+
+class Noisy(Dataset):  # type: ignore[type-arg]
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, label = self.data[index]
+        return inputs + 0.01 * torch.randn(1), label
+
+
+def test_warnings_are_of_what_costs_promises(net: nn.Module, splits: tuple[TensorDataset, TensorDataset]) -> None:
+    train, val = splits
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        PSC.fit(net, DataLoader(Noisy(train), batch_size=64, drop_last=True), val, **QUICK)
+        PSC.fit(net, val, DataLoader(val, batch_size=64), **QUICK)
+    said = [str(each.message) for each in caught if each.category is LoaderWarning]
+    assert [("at random" in text, "drops" in text, "trained on" in text or "training images too" in text)
+            for text in said] == [(True, False, False), (False, True, False), (False, False, True)]  # fmt: skip
+    assert len(caught) == 3
+
+
+def test_unknown_settings_are_refused(net: nn.Module, splits: tuple[TensorDataset, TensorDataset]) -> None:
+    with pytest.raises(TypeError, match="alfa"):
+        PSC.fit(net, *splits, alfa=0.1)
+    with pytest.raises(UsageError, match="expected head of a classifier"):
+        PSC.fit(net, *splits, head="none")

@@ -1,0 +1,107 @@
+"""Predictions of every task as text, dictionaries, tables and parts."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from psc_core import PRESETS, load_model, open_dataset
+from psc_core.errors import UsageError
+from psc_core.model.base import FittedModel
+from psc_core.tasks import TASKS
+from psc_core.tasks.prediction import SHOWN, BasePrediction
+
+BUNDLES = {"classification": "tiny_bundle", "regression": "angle_bundle"}
+
+
+@pytest.fixture(params=TASKS, scope="session")
+def model(request: pytest.FixtureRequest) -> FittedModel:
+    bundle: Path = request.getfixturevalue(BUNDLES[request.param])
+    return load_model(bundle, device="cpu", allow_factories=["tests.tiny:network"])
+
+
+@pytest.fixture(scope="session")
+def images(data_root: Path) -> torch.Tensor:
+    digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    return next(digits.batches(30)).images
+
+
+@pytest.fixture(scope="session")
+def prediction(model: FittedModel, images: torch.Tensor) -> BasePrediction:
+    return model.predict(images)
+
+
+def test_dictionaries_are_the_answers_of_the_service(model: FittedModel, prediction: BasePrediction) -> None:
+    outputs = model.outputs(prediction.outputs.packed.numpy())
+    documents = model.task.documents(outputs, prediction.decisions, model.classes)
+    told = prediction.to_dict()
+    assert len(told) == len(documents) == 30
+    assert json.loads(json.dumps(told)) == told
+    for mine, answer in zip(told, documents, strict=True):
+        expected = model.task.answer.model_validate(
+            {
+                name: value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+                for name, value in answer.items()
+            }
+        )
+        assert model.task.answer.model_validate(mine) == expected
+        assert mine.keys() == answer.keys()
+
+
+def test_a_table_has_a_row_for_each_image(model: FittedModel, prediction: BasePrediction) -> None:
+    table = prediction.to_pandas()
+    assert len(table) == 30 and table["is_ood"].dtype == bool and table["ood_p_value"].dtype == np.float32
+    assert table["decision"].tolist() == list(prediction.decision)
+    for gate, p_values in prediction.gates.items():
+        assert np.array_equal(table[f"gates.{gate}"], p_values.numpy())
+    named = {name.split(".")[0] for name in table.columns}
+    assert named | {"gates"} == {*prediction.to_dict()[0]} | {"gates"}
+    assert list(prediction[:0].to_pandas().columns) == list(table.columns)
+
+
+def test_a_table_needs_pandas(prediction: BasePrediction, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "pandas":
+            raise ImportError(name)
+        return imported(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UsageError, match=r"pip install 'psc\[pandas\]'"):
+        prediction.to_pandas()
+
+
+def test_the_text_shows_the_first_images(prediction: BasePrediction) -> None:
+    title, header, *rows, more = repr(prediction).splitlines()
+    assert title.startswith("Prediction for 30 images: ") and "decision" in header and len(rows) == SHOWN
+    counts = [int(part.split()[0]) for part in title.partition(": ")[2].split(", ")]
+    assert sum(counts) == 30 and more == f"… {30 - SHOWN} more"
+    assert {len(row) for row in (header, *rows)} == {len(header)}
+    assert repr(prediction[:1]).splitlines()[0].startswith("Prediction for 1 image: 1 ")
+    assert repr(prediction[:0]) == "Prediction for 0 images"
+
+
+@pytest.mark.parametrize("at", [slice(2, 5), slice(0, 30, 7), [4, 2], torch.tensor([1, 1]), 3, -1, np.int64(5)])
+def test_parts(prediction: BasePrediction, at: Any) -> None:
+    positions = torch.arange(30)[at].reshape(-1)
+    part = prediction[at]
+    assert torch.equal(part.outputs.packed, prediction.outputs.packed[positions])
+    assert part.decision == tuple(prediction.decision[index] for index in positions.tolist())
+    assert part.to_dict() == [prediction.to_dict()[index] for index in positions.tolist()]
+
+
+def test_parts_by_a_mask_and_one_by_one(prediction: BasePrediction) -> None:
+    usual = ~prediction.is_ood
+    assert prediction[usual].decision == tuple(
+        name for name, kept in zip(prediction.decision, usual.tolist(), strict=True) if kept
+    )
+    assert [len(each) for each in prediction] == [1] * 30  # type: ignore[attr-defined]
+    with pytest.raises(IndexError):
+        prediction[30]
