@@ -51,7 +51,7 @@ class Statistics:
             return self.preprocess
         if self.mean is None or self.std is None:
             return ObservedPreprocess.of_range((channels, height, width), low, high)
-        return Preprocess(mode_of(channels), height, width, None, _each(self.mean), _each(self.std))
+        return Preprocess(mode_of(channels), height, width, None, _each(self.mean, channels), _each(self.std, channels))
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class ObservedPreprocess(Preprocess):
         return cls(mode_of(channels), height, width, None, mean, std)
 
 
-def _each(statistic: Statistic) -> tuple[float, ...]:
+def _each(statistic: Statistic, channels: int) -> tuple[float, ...]:
+    """The statistic of each channel; one number is that of all."""
     each: tuple[float, ...] = tuple(torch.as_tensor(statistic, dtype=torch.float64).reshape(-1).tolist())
-    return each
+    return each * channels if len(each) == 1 else each

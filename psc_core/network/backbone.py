@@ -190,6 +190,8 @@ def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, exampl
     if example is None:
         raise NetworkError(f"{reason}; pass an example input to cut the network by hooks")
     hooks = HookPlan() if keep_output else plan_stop(net, layers, example)
+    if recipe_of(net) is None:
+        hooks = HookPlan(hooks.stop)  # An export runs the whole network, for it cannot follow a pass that stops.
     backbone = cut_network(net, layers, keep_output=keep_output, hooks=hooks)
     _check_repeatable(backbone, example)
     return backbone

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, needs
 from psc_core.network.backbone import Backbone, onnx_backbone, rebuild_backbone
+from psc_core.network.cut import HookedNetwork, HookPlan
 from psc_core.network.onnx import PACKAGES
 from psc_core.network.onnx.body import OnnxBody
 from psc_core.network.onnx.network import Size
@@ -131,13 +132,24 @@ def export_here(backbone: Backbone, size: Size) -> bytes:
     """
     needs("a network that no name builds is stored as an ONNX graph, which", "onnx", *PACKAGES, error=NetworkError)
     try:
-        with warnings.catch_warnings(action="ignore"):
-            return _exported(copy.deepcopy(backbone).cpu(), size)
+        with warnings.catch_warnings(action="ignore"), torch.inference_mode(False):
+            return _exported(_without_stop(copy.deepcopy(backbone).cpu()), size)
     except Exception as error:  # Whatever the network's own code raises, or PyTorch of it.
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # What is on top says which step of the export failed.
+            cause = cause.__cause__
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise NetworkError(
             f"the network after {'+'.join(backbone.layers)} has no ONNX model: {reason[:300]}"
         ) from error
+
+
+def _without_stop(backbone: Backbone) -> Backbone:
+    """Return a network that runs to its end, where hooks stop it."""
+    if not isinstance(backbone.body, HookedNetwork):
+        return backbone
+    whole = HookedNetwork(backbone.body.net, backbone.layers, HookPlan(), keep_output=backbone.keep_output)
+    return Backbone(whole, backbone.cut)
 
 
 def _exported(backbone: Backbone, size: Sequence[int]) -> bytes:

@@ -120,11 +120,11 @@ class Graph:
         return LayerInfo(name, 0, kind, (channels, math.prod(grid)), grid, "hidden")
 
     def _names(self, granularity: str) -> Iterator[str]:
-        sums = dict(self._sums())
+        ends = self._ends_of_blocks()
         attends = any(node.op_type == "Softmax" and str(node.input[0]) != self.logits for node in self.nodes)
         for node in self.nodes:
             name = str(node.output[0]) if node.output else ""
-            is_block = name in sums.values()
+            is_block = name in ends
             if granularity == "all":
                 yield from (str(each) for each in node.output if each)
             elif granularity == "blocks" or (attends and self._is_of_tokens(name)):
@@ -151,6 +151,26 @@ class Graph:
     def _is_of_tokens(self, name: str) -> bool:
         known = self.sizes.get(name)
         return known is not None and (len(known[1]) == 3 or self.kind(name) == "map_last")
+
+    def _ends_of_blocks(self) -> set[str]:
+        """The sums that end a residual block, after their activation; a sum behind attention alone is inside of one."""
+        sums = dict(self._sums())
+        ends = {after for total, after in sums.items() if not self._is_of_attention(total, sums)}
+        return ends or set(sums.values())
+
+    def _is_of_attention(self, total: str, sums: Mapping[str, str]) -> bool:
+        """Return whether attention lies between a sum and those before it."""
+        seen, waiting = {total}, [str(name) for name in self.producers[total].input]
+        while waiting:
+            name = waiting.pop()
+            node = self.producers.get(name)
+            if node is None or name in seen or name in sums:
+                continue
+            if node.op_type == "Softmax":
+                return True
+            seen.add(name)
+            waiting += [str(each) for each in node.input]
+        return False
 
     def _sums(self) -> Iterator[tuple[str, str]]:
         """Sums of two tensors of features of one shape, each with the tensor after its activation."""

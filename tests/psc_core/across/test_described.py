@@ -89,9 +89,12 @@ def test_a_folder_of_timm_needs_no_other_flag(timm_job: folders.Job, tmp_path: P
     assert "Classification" in out
 
 
-def test_a_folder_of_transformers_is_fitted_up_to_the_bundle(hf_job: folders.Job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_a_folder_of_transformers_becomes_a_graph(hf_job: folders.Job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     words = ["--model", f"hf:{hf_job.model}", "--train", str(hf_job.train), "--val", str(hf_job.val)]
     code, out, err = run(capsys, main, [*words, *FAST, "--out", str(tmp_path / "b")])
+    assert code == 0, err
     assert "classes are in the order of the network's outputs, by their names" in out
     assert f"preprocessing: {folders.SIZE}" in out and "◀ candidate" in out
-    assert code == 2 and "a bundle cannot rebuild a network built by hand" in err
+    manifest = read_bundle(tmp_path / "b").manifest
+    assert manifest.backbone.network is None and manifest.provenance["model"] == f"hf:{hf_job.model.name}"
+    assert "ONNX graph" in (tmp_path / "b" / "README.md").read_text()

@@ -54,4 +54,4 @@ def test_half_of_the_statistics_or_both_ways_are_refused() -> None:
     with pytest.raises(UsageError, match="expected images of 1 channel"):
         Statistics(mean=(0.0,) * 4, std=(1.0,) * 4).preprocess_of((4, 2, 2), [0.0], [1.0])
     with pytest.raises(UsageError, match="expected 3 means"):
-        Statistics(mean=0.5, std=0.5).preprocess_of((3, 2, 2), [0.0], [1.0])
+        Statistics(mean=(0.5,) * 2, std=(0.5,) * 2).preprocess_of((3, 2, 2), [0.0], [1.0])
