@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -85,12 +85,12 @@ def train(net: nn.Module, root: Path, epochs: int) -> None:
     net.eval()
 
 
-def transformer(kind: str, **changes: Any) -> Any:
+def transformer(kind: str, classes: Sequence[str] = NAMES, **changes: Any) -> Any:
     """A network of transformers with random weights; ``kind`` is one of :data:`CONFIGURATIONS`."""
     from transformers import AutoConfig, AutoModelForImageClassification
 
     torch.manual_seed(0)
-    names = {"id2label": dict(enumerate(NAMES)), "label2id": {name: i for i, name in enumerate(NAMES)}}
+    names = {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     config = AutoConfig.for_model(kind, **CONFIGURATIONS[kind], **names, **changes)
     return AutoModelForImageClassification.from_config(config).eval()
 

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from benchmarks.regression import networks
 from psc_core.bundle.io import read_bundle
 from psc_core.network.load import load_network
+from tests import folders
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 from tests.docs.test_documents import PARSERS
 from tests.psc_core.report.support import content
@@ -117,6 +118,15 @@ def url() -> Iterator[str]:
 def weights_for(command: str, workplace: Path) -> None:
     """Random weights of the network that a command names, or of the shipped one."""
     torch.manual_seed(0)
+    if "hf:my-vit" in command:
+        folders.save_transformer(workplace / "my-vit", folders.transformer("vit", CLASSES))
+        return
+    if "onnx:net.onnx" in command:
+        net = load_network(SMALLER["torchvision:resnet50"], num_classes=len(CLASSES))
+        program = torch.onnx.export(net, (torch.zeros(1, 3, 224, 224),), dynamo=True, verbose=False)
+        assert program is not None
+        (workplace / "net.onnx").write_bytes(program.model_proto.SerializeToString())
+        return
     if "angle.safetensors" in command:
         save_file(networks.network(1).state_dict(), workplace / "angle.safetensors")
         return
