@@ -17,7 +17,9 @@ import copy
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
+import stat
 import subprocess
 import sys
 import warnings
@@ -38,6 +40,8 @@ from psc_core.network.onnx.body import OnnxBody
 from psc_core.network.onnx.network import Size
 from psc_core.network.onnx.rewrite import INPUT, without_notes
 from psc_core.version import __version__
+
+logger = logging.getLogger("psc.onnx")
 
 SPEC: Final = "spec.json"
 WEIGHTS: Final = "weights.safetensors"
@@ -73,13 +77,26 @@ def cache_file(spec: bytes, weights: bytes) -> Path:
 
 
 def read_checked(file: Path) -> bytes | None:
-    """Return what :func:`write_checked` wrote; None where there is no such file or it has changed."""
+    """Return what :func:`write_checked` wrote; None where there is no such file or it has changed.
+
+    The digest in the file finds damage, not forgery, so a file that another user could have written is not read.
+    """
     try:
-        data = file.read_bytes()
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)) as kept:
+            status = os.fstat(kept.fileno())
+            if not (stat.S_ISREG(status.st_mode) and is_private(status) and is_private(file.parent.stat())):
+                logger.warning("cache not used", extra={"file": str(file), "reason": "others may write to it"})
+                return None
+            data = kept.read()
     except OSError:
         return None
     digest, model = data[:32], data[32:]
     return model if hashlib.sha256(model).digest() == digest else None
+
+
+def is_private(status: os.stat_result) -> bool:
+    """Return whether a file or folder is this user's, and nobody else may write to it."""
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def write_checked(file: Path, model: bytes) -> None:
