@@ -76,6 +76,9 @@ class ObservedPreprocess(Preprocess):
         mean = tuple(-bottom * scale for bottom, scale in zip(low, std, strict=True))
         return cls(mode_of(channels), height, width, None, mean, std)
 
+    def __str__(self) -> str:
+        return f"{self.mode}, {self.height} × {self.width} inputs as a loader gives them; from files nobody said how"
+
 
 def _each(statistic: Statistic) -> tuple[float, ...]:
     each: tuple[float, ...] = tuple(torch.as_tensor(statistic, dtype=torch.float64).reshape(-1).tolist())
