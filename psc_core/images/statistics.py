@@ -76,6 +76,9 @@ class ObservedPreprocess(Preprocess):
         mean = tuple(-bottom * scale for bottom, scale in zip(low, std, strict=True))
         return cls(mode_of(channels), height, width, None, mean, std)
 
+    def __str__(self) -> str:
+        return f"{self.mode}, {self.height} × {self.width} inputs as a loader gives them; from files nobody said how"
+
 
 def _each(statistic: Statistic, channels: int) -> tuple[float, ...]:
     """The statistic of each channel; one number is that of all."""
