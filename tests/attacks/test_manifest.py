@@ -116,7 +116,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("backbone.keep_output", "false", "keep_output"),
     ("backbone.keep_output", True, "keep_output"),
     ("backbone.layers", "2", "layers"),
-    ("backbone.network", None, "network"),
+    ("backbone.network", None, "files"),
     ("backbone.network.num_classes", 10**9, "num_classes"),
     ("backbone.network.num_classes", "10", "num_classes"),
     ("backbone.network.model_args", [], "model_args"),

@@ -122,6 +122,7 @@ def test_servers_take_turns_and_failed_ones_are_left_out(tmp_path: Path, monkeyp
     class Bare:
         def measure(self, _: float) -> Json:
             (pid,) = [pid for pid in running_pids if pid]
+            wait_until_stopped()
             states.append(state_of(pid))
             return {"step_ms": {"folded": {"1": 1.0, "64": 20.0}}}
 
@@ -131,6 +132,11 @@ def test_servers_take_turns_and_failed_ones_are_left_out(tmp_path: Path, monkeyp
     def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
+    def wait_until_stopped() -> None:
+        deadline = time.monotonic() + 20
+        while any(state_of(pid) != "T" for pid in running_pids) and time.monotonic() < deadline:
+            time.sleep(0.01)  # A signal takes a moment.
+
     states: list[str] = []
     running_pids: list[int] = []
     real = running.RunningServer.stop
@@ -138,9 +144,6 @@ def test_servers_take_turns_and_failed_ones_are_left_out(tmp_path: Path, monkeyp
     def stop(self: running.RunningServer) -> None:
         real(self)
         running_pids[:] = self._processes.pids()
-        deadline = time.monotonic() + 20
-        while any(state_of(pid) != "T" for pid in running_pids) and time.monotonic() < deadline:
-            time.sleep(0.01)  # A signal takes a moment.
 
     monkeypatch.setattr(running.RunningServer, "stop", stop)
     (tmp_path / "answer.json").write_text('{"ood_p_value": 1.0}')

@@ -114,9 +114,9 @@ class Setup:
         fitted: list[PSC] = []
         save = PSC.save
 
-        def remembered(psc: PSC, path: Path) -> object:
+        def remembered(psc: PSC, path: Path, **options: bool) -> object:
             fitted.append(psc)
-            return save(psc, path)
+            return save(psc, path, **options)
 
         monkeypatch.setattr(PSC, "save", remembered)
         args = [
