@@ -47,11 +47,11 @@ def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> N
         BundleError: The message says what the model needs and which settings decide.
     """
     try:
-        largest, operations = cost_of_an_image(model)
+        alive, operations = cost_of_an_image(model)
     except (RuntimeError, NotImplementedError):  # A network of the user's own that the meta device does not know.
         logger.warning("cost of the network not known", extra={"model": model.name})
         return
-    needed, free = ALIVE * largest * max_batch, free_bytes(model.device)
+    needed, free = alive * max_batch, free_bytes(model.device)
     size = " × ".join(map(str, model.preprocess.shape[1:]))
     if needed > free:
         raise BundleError(
@@ -68,12 +68,9 @@ def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> N
 
 @torch.inference_mode()
 def cost_of_an_image(model: FittedModel) -> tuple[int, int]:
-    """Bytes of the largest output of a module, and floating-point operations, for one image.
-
-    The operations of an ONNX graph are not known, and count as none.
-    """
-    if isinstance(model.backbone.body, OnnxBody):
-        return 4 * model.backbone.body.largest, 0
+    """Bytes in memory at once, :data:`ALIVE` times the largest output of a module, and operations, for one image."""
+    if isinstance(model.backbone.body, OnnxBody) and model.backbone.body.cost is not None:
+        return model.backbone.body.cost
     largest = 0
 
     def measure(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -89,7 +86,7 @@ def cost_of_an_image(model: FittedModel) -> tuple[int, int]:
             network(image)
     finally:
         hook.remove()
-    return largest, counter.get_total_flops()
+    return ALIVE * largest, counter.get_total_flops()
 
 
 def operations_per_second(device: torch.device) -> float:

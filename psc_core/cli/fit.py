@@ -32,7 +32,8 @@ from psc_core.fitting.stages import checked
 from psc_core.network.backbone import check_output, example_input
 from psc_core.network.described.families import describe
 from psc_core.network.layers import GRANULARITIES
-from psc_core.network.load import Recipe, load_network, notes_of
+from psc_core.network.load import Recipe, forget_recipe, load_network, notes_of, recipe_of
+from psc_core.network.onnx.export import check_exportable
 from psc_core.precision import PRECISIONS
 from psc_core.report import page
 from psc_core.report.collect import collect_fit
@@ -199,6 +200,10 @@ def fit(args: argparse.Namespace) -> None:
     device = settings.compute().device
     check_output(net.to(device), example_input(preprocess).to(device), recipe.num_classes, name=recipe.spec)
     is_first = settings.reducer.rank == 0
+    if args.graph:
+        forget_recipe(net)
+    if recipe_of(net) is None:
+        check_exportable(net, example_input(preprocess).to(device), settings.precision)
     if is_first:
         print(
             f"train: {data.train.name}, {len(data.train)} images, {data.fit.said_of(data.train)}; "
@@ -240,7 +245,7 @@ def fit(args: argparse.Namespace) -> None:
     report, projection, model = run_stages(settings, net, data, name, provenance, checkpoint)
     if not is_first:
         return
-    manifest = model.save(out, graph=args.graph)
+    manifest = model.save(out)
     page.remove(out)
     (out / "collapse.csv").write_text(to_csv(report))
     print(f"wrote {out} (version {manifest.version})", flush=True)

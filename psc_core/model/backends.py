@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from psc_core.errors import NetworkError
+from psc_core.errors import NetworkError, PSCError
 from psc_core.images.preprocess import Preprocess
 from psc_core.model import BACKENDS, Backend
 from psc_core.model.pipeline import Pipeline
-from psc_core.network.backbone import Backbone, onnx_backbone
+from psc_core.network.backbone import Backbone, onnx_backbone, rebuild_backbone
 from psc_core.network.onnx import INSTALLED
 from psc_core.network.onnx.export import export_here, to_onnx
 from psc_core.network.onnx.restore import restore_body
@@ -30,6 +30,7 @@ OUTPUT_TOLERANCE = 1e-4
 to its size."""
 
 _CHECKED_IMAGES = 32
+_FEW = 4
 
 
 def available_backends(psc: FittedModel) -> tuple[Backend, ...]:
@@ -71,7 +72,7 @@ def storable_backbone(psc: FittedModel, *, graph: bool) -> Backbone:
     Raises:
         NetworkError: It cannot be exported, or the graph gives other outputs.
     """
-    if psc.backbone.onnx is not None or (psc.backbone.cut.recipe is not None and not graph):
+    if psc.backbone.onnx is not None or (not graph and _is_built_by_name(psc)):
         return psc.backbone
     scorer, kept = psc.pipeline.scorer, psc.backbone
     if scorer.precision != "fp32":
@@ -85,6 +86,23 @@ def storable_backbone(psc: FittedModel, *, graph: bool) -> Backbone:
         other = copy.deepcopy(psc.pipeline).cpu().with_backbone(stored)(images)
     check_agreement(psc, psc.outputs(calibrated), psc.outputs(other))
     return stored
+
+
+@torch.inference_mode()
+def _is_built_by_name(psc: FittedModel) -> bool:
+    """Return whether the network's recipe builds it, as it does not once somebody has replaced a module."""
+    recipe = psc.backbone.cut.recipe
+    if recipe is None or recipe.num_classes != psc.task.network_outputs(psc.classes):
+        return False
+    if psc.trial is None:  # It was loaded from a bundle, by its recipe.
+        return True
+    try:
+        built = rebuild_backbone(psc.backbone.spec(), psc.backbone.state_dict(), [recipe.spec]).to(psc.device)
+    except PSCError:
+        return False
+    inputs = psc.preprocess.standardise(psc.trial[:_FEW].to(psc.device))
+    pairs = zip(psc.backbone(inputs)[0], built(inputs)[0], strict=True)
+    return all(torch.allclose(own, other, rtol=0, atol=1e-3 * float(own.abs().max())) for own, other in pairs)
 
 
 def check_agreement(psc: FittedModel, calibrated: Outputs[Tensor], other: Outputs[Tensor]) -> None:

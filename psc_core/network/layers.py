@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -41,11 +41,12 @@ class LayerInfo:
     role: str  # "hidden"; "penultimate", the input of the output layer; or "output", the logits
 
 
-@runtime_checkable
-class ListsLayers(Protocol):
+class LayeredNetwork(nn.Module):
     """A network that knows its layers itself, because they are no modules."""
 
-    def layers(self, example: Tensor, granularity: str) -> list[LayerInfo]: ...
+    def list_layers(self, example: Tensor, granularity: str) -> list[LayerInfo]:
+        """See :func:`list_layers`."""
+        raise NotImplementedError
 
 
 class _Run(NamedTuple):
@@ -70,8 +71,8 @@ def list_layers(
     """
     if granularity not in GRANULARITIES:
         raise UsageError(f"expected a granularity of {', '.join(GRANULARITIES)}, got {granularity!r}")
-    if isinstance(net, ListsLayers):
-        return net.layers(example, granularity)
+    if isinstance(net, LayeredNetwork):
+        return net.list_layers(example, granularity)
     run = _run(net, example)
     chosen = _names(net, granularity)
     layers = []

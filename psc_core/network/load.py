@@ -157,6 +157,11 @@ def recipe_of(net: nn.Module) -> Recipe | None:
     return getattr(net, RECIPE, None)
 
 
+def forget_recipe(net: nn.Module) -> None:
+    """Make a network one that no name builds, so that a bundle holds it as an ONNX graph."""
+    setattr(net, RECIPE, None)
+
+
 def notes_of(net: nn.Module) -> tuple[str, ...]:
     """Return what was done to find a network from :func:`load_network` in its file, for people."""
     return net.notes if isinstance(net, OnnxNetwork) else getattr(net, NOTES, ())

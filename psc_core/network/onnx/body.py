@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Final
 
 import numpy as np
@@ -9,7 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, needs
+from psc_core.network.onnx.cost import Cost
 from psc_core.network.onnx.rewrite import INPUT
+
+MAX_SESSIONS: Final = 2
+"""Sessions at once, each with the weights in its own order: a service computes small batches with fewer threads."""
 
 _PROVIDERS: Final = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
@@ -22,20 +27,25 @@ class OnnxBody(nn.Module):
     Args:
         model: From :mod:`.export` or :func:`.rewrite.cut`: float32 ``images`` (batch, channels, height, width) to
             float32 outputs (batch, …).  A graph for one image is run once for each.
-        largest: Elements of its largest tensor for one image, where they have been counted.
+        cost: Of one image, where it has been counted.
     """
 
     place: Tensor
 
-    def __init__(self, model: bytes, *, largest: int = 0) -> None:
+    def __init__(self, model: bytes, *, cost: Cost | None = None) -> None:
         super().__init__()
         self.model = model
-        self.largest = largest
+        self.cost = cost
         self._sessions: dict[tuple[torch.device, int], Any] = {}
+        self._starting = threading.Lock()
         self.register_buffer("place", torch.empty(0), persistent=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_sessions": {}}  # A session cannot be copied.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_sessions", "_starting")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._sessions, self._starting = {}, threading.Lock()  # Neither can be copied.
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -45,9 +55,11 @@ class OnnxBody(nn.Module):
             NetworkError: ONNX Runtime cannot compute it, or is not installed for this device.
         """
         session = self._session()
+        if not len(x):
+            return tuple(x.new_empty((0, *output.shape[1:]), dtype=torch.float32) for output in session.get_outputs())
         if session.get_inputs()[0].shape[0] == 1 and len(x) != 1:
             return tuple(map(torch.cat, zip(*(self(x[at : at + 1]) for at in range(len(x))), strict=True)))
-        x = x.contiguous()
+        x = x.float().contiguous()  # ONNX Runtime reads the memory as it is told to.
         where = x.device.type, x.device.index or 0, np.float32
         binding = session.io_binding()
         binding.bind_input(INPUT, *where, tuple(x.shape), x.data_ptr())
@@ -67,9 +79,12 @@ class OnnxBody(nn.Module):
     def _session(self) -> Any:
         device = self.place.device
         threads = torch.get_num_threads() if device.type == "cpu" else 0
-        if (device, threads) not in self._sessions:
-            self._sessions[device, threads] = _start(self.model, device, threads)
-        return self._sessions[device, threads]
+        with self._starting:
+            if (device, threads) not in self._sessions:
+                while len(self._sessions) >= MAX_SESSIONS:
+                    del self._sessions[next(iter(self._sessions))]
+                self._sessions[device, threads] = _start(self.model, device, threads)
+            return self._sessions[device, threads]
 
 
 def _start(model: bytes, device: torch.device, threads: int) -> Any:

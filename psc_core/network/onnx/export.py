@@ -33,11 +33,12 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, needs
-from psc_core.network.backbone import Backbone, onnx_backbone, rebuild_backbone
+from psc_core.network.backbone import Backbone, onnx_backbone, rebuild_backbone, truncate
 from psc_core.network.cut import HookedNetwork, HookPlan
+from psc_core.network.layers import list_layers
 from psc_core.network.onnx import PACKAGES
 from psc_core.network.onnx.body import OnnxBody
-from psc_core.network.onnx.network import Size
+from psc_core.network.onnx.network import OnnxNetwork, Size
 from psc_core.network.onnx.rewrite import INPUT, without_notes
 from psc_core.version import __version__
 
@@ -159,6 +160,19 @@ def export_here(backbone: Backbone, size: Size) -> bytes:
         raise NetworkError(
             f"the network after {'+'.join(backbone.layers)} has no ONNX model: {reason[:300]}"
         ) from error
+
+
+def check_exportable(net: nn.Module, example: Tensor, precision: str) -> None:
+    """Try to export a whole network that a bundle will hold as a graph, before hours are spent on it.
+
+    Raises:
+        NetworkError: It cannot be exported, what exports is not installed, or the precision is not float32.
+    """
+    if precision != "fp32":
+        raise NetworkError(f"an ONNX graph computes in float32, got precision {precision}; leave it out")
+    if not isinstance(net, OnnxNetwork):
+        layer, (_, channels, height, width) = list_layers(net, example)[0].name, example.shape
+        export_here(truncate(net, [layer], keep_output=True, example=example), (channels, height, width))
 
 
 def _without_stop(backbone: Backbone) -> Backbone:

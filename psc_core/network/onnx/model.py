@@ -34,6 +34,12 @@ MAX_NODES: Final = 1 << 16
 MAX_ELEMENTS: Final = 1 << 28
 """Maximum number of elements of a tensor for a batch of two images."""
 
+MIN_OPSET: Final = 7
+"""Oldest version of the operators."""
+
+MAX_ROUNDS: Final = 32
+"""How often sizes that are computed from sizes are looked for; exports need one or two rounds."""
+
 _NOT_REPEATABLE: Final = "Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike"
 _SIZED_BY_VALUES: Final = "Compress NonMaxSuppression NonZero Unique"
 _NOT_OF_TENSORS: Final = (
@@ -99,14 +105,21 @@ def check_model(model: ModelProto, origin: str) -> None:
         raise NetworkError(
             f"{origin} uses operators of {', '.join(foreign[:3])}, expected ONNX's own; export it without them"
         )
+    if max((imported.version for imported in model.opset_import), default=0) < MIN_OPSET:
+        raise NetworkError(f"{origin}: expected version {MIN_OPSET} of ONNX's operators or newer; export it again")
     if len(model.graph.node) > MAX_NODES:
         raise NetworkError(f"{origin}: expected at most {MAX_NODES} operations, got {len(model.graph.node)}")
+    false = {tensor.name for tensor in model.graph.initializer if tensor.raw_data in (b"", b"\0") and not tensor.dims}
     for node in model.graph.node:
         is_known = isinstance(node.op_type, str) and onnx.defs.has(node.op_type)  # bytes if it is no UTF-8
         if node.op_type in _REFUSED or not is_known:
             raise NetworkError(
                 f"{origin}: the operator {node.op_type!r} is not supported; export the network without it"
             )
+        if any(attribute.HasField("sparse_tensor") or attribute.sparse_tensors for attribute in node.attribute):
+            raise NetworkError(f"{origin} has sparse constants, which are not supported; store them dense")
+        if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] not in false:
+            raise NetworkError(f"{origin} has a dropout that may be active; export the network in evaluation mode")
         if any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute):
             raise NetworkError(
                 f"{origin}: the operator {node.op_type} holds a graph of its own, which is not supported; export the "
@@ -140,7 +153,7 @@ def sizes_of(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape]]:
         shape.dim[0].dim_value = BATCH
     for output in probe.graph.output:
         output.type.tensor_type.ClearField("shape")
-    while True:
+    for _ in range(MAX_ROUNDS):
         found = _infer(probe, origin)
         unknown = [node for node in probe.graph.node if any(name and found.get(name) is None for name in node.output)]
         for name, known in found.items():
@@ -151,11 +164,12 @@ def sizes_of(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape]]:
                 )
         if not unknown:
             return {name: known for name, known in found.items() if known is not None}
-        if not _fold(probe, found):
-            raise NetworkError(
-                f"{origin}: the size of {unknown[0].output[0]!r} ({unknown[0].op_type}) is not known before it is "
-                "computed; export the network with fixed image sizes"
-            )
+        if not _fold(probe, found, origin):
+            break
+    raise NetworkError(
+        f"{origin}: the size of {unknown[0].output[0]!r} ({unknown[0].op_type}) is not known before it is computed; "
+        "export the network with fixed image sizes"
+    )
 
 
 def _infer(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape] | None]:
@@ -163,7 +177,7 @@ def _infer(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape] | None
     import onnx
 
     try:
-        inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+        inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=False)
     except Exception as error:  # The library raises its own types, and RuntimeError for shapes that do not fit.
         raise NetworkError(f"{origin}: its shapes do not fit together: {_first_line(error)}") from error
     found: dict[str, tuple[int, Shape] | None] = {}
@@ -175,8 +189,11 @@ def _infer(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape] | None
     return found
 
 
-def _fold(model: ModelProto, found: Mapping[str, tuple[int, Shape] | None]) -> bool:
-    """Replace operations on a few integers by their result, which inference does not do for all; True if some were."""
+def _fold(model: ModelProto, found: Mapping[str, tuple[int, Shape] | None], origin: str) -> bool:
+    """Replace operations on a few integers by their result; True if some were.
+
+    Inference could propagate them too, but without a limit on how many there are.
+    """
     from onnx import numpy_helper
     from onnx.reference import ReferenceEvaluator
 
@@ -194,9 +211,12 @@ def _fold(model: ModelProto, found: Mapping[str, tuple[int, Shape] | None]) -> b
             result = np.asarray(known[1][bounds.get("start", 0) : bounds.get("end")], np.int64)
         elif node.op_type in _FOLDED and all(name in values for name in node.input if name):
             given = {name: values[name] for name in node.input if name}
-            if _length(node.op_type, [value.tolist() for value in given.values()]) > _MAX_FOLDED:
+            if _length(node.op_type, [values[name].tolist() for name in node.input if name]) > _MAX_FOLDED:
                 continue
-            outputs: Any = ReferenceEvaluator(node, opsets=opsets).run(None, given)
+            try:
+                outputs: Any = ReferenceEvaluator(node, opsets=opsets).run(None, given)
+            except Exception as error:  # Of NumPy, or of the library, for what does not fit together.
+                raise NetworkError(f"{origin}: {node.op_type} of sizes cannot be computed: {error}") from error
             result = np.asarray(outputs[0])
         else:
             continue
@@ -211,9 +231,9 @@ def _fold(model: ModelProto, found: Mapping[str, tuple[int, Shape] | None]) -> b
 
 def _length(operator: str, given: list[Any]) -> int:
     """How many numbers an operator gives that may give more than it takes; 0 of any other."""
-    if operator == "Range":
+    if operator == "Range" and len(given) == 3 and given[2] != 0:
         return len(range(*given))
-    return math.prod(given[0]) if operator == "ConstantOfShape" else 0
+    return math.prod(given[0]) if operator == "ConstantOfShape" and isinstance(given[0], list) else 0
 
 
 def _tensors(model: ModelProto) -> Iterator[TensorProto]:

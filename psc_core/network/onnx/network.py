@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from psc_core.errors import NetworkError
-from psc_core.network.layers import LayerInfo
+from psc_core.network.layers import LayeredNetwork, LayerInfo
 from psc_core.network.onnx.body import OnnxBody
 from psc_core.network.onnx.graph import Graph
 from psc_core.network.onnx.model import BATCH, read_model, sizes_of
@@ -36,7 +36,7 @@ class _Sized:
     logits: OnnxBody
 
 
-class OnnxNetwork(nn.Module):
+class OnnxNetwork(LayeredNetwork):
     """A whole network: images (batch, channels, height, width), standardised, to logits (batch, classes)."""
 
     place: Tensor
@@ -58,7 +58,7 @@ class OnnxNetwork(nn.Module):
         logits: Tensor = self._of_size(_size(x)).logits.to(x.device)(x)[0]
         return logits
 
-    def layers(self, example: Tensor, granularity: str) -> list[LayerInfo]:
+    def list_layers(self, example: Tensor, granularity: str) -> list[LayerInfo]:
         """List the layers, see :mod:`.graph`."""
         return self._of_size(_size(example)).graph.layers(granularity)
 

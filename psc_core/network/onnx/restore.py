@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 from psc_core.errors import NetworkError
 from psc_core.network.onnx.body import OnnxBody
+from psc_core.network.onnx.cost import cost_of
 from psc_core.network.onnx.model import check_model, parse_model, sizes_of
 from psc_core.network.onnx.network import Size
 from psc_core.network.onnx.rewrite import INPUT
@@ -37,5 +37,4 @@ def restore_body(data: bytes, size: Size, *, outputs: int) -> OnnxBody:
     found = [sizes.get(value.name) for value in model.graph.output]
     if len(found) != outputs or any(each is None or each[0] != _FLOAT or each[1][:1] != (batch,) for each in found):
         raise NetworkError(f"{_ORIGIN}: expected {outputs} outputs (batch, …) of float32; fit the bundle again")
-    largest = max(math.prod(shape) for _, shape in sizes.values()) // batch
-    return OnnxBody(data, largest=largest)
+    return OnnxBody(data, cost=cost_of(model, sizes, batch))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from app.models import affordable
-from app.models.affordable import check_affordable, cost_of_an_image
+from app.models.affordable import ALIVE, check_affordable, cost_of_an_image
 from psc_core.errors import BundleError
 from psc_core.model.predictor import PSC
 
@@ -24,8 +24,8 @@ def test_a_model_that_fits_is_taken(model: PSC) -> None:
 
 
 def test_the_largest_feature_map_is_found(model: PSC) -> None:
-    largest, operations = cost_of_an_image(model)
-    assert largest == 64 * 28 * 28 * 4  # The stem's and the first blocks' outputs.
+    alive, operations = cost_of_an_image(model)
+    assert alive == ALIVE * 64 * 28 * 28 * 4  # The stem's and the first blocks' outputs.
     stem = 2 * 64 * 9 * 28 * 28
     blocks = 4 * 2 * 64 * 64 * 9 * 28 * 28
     assert stem + blocks < operations < 4 * blocks

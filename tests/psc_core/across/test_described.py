@@ -98,3 +98,9 @@ def test_a_folder_of_transformers_becomes_a_graph(hf_job: folders.Job, tmp_path:
     manifest = read_bundle(tmp_path / "b").manifest
     assert manifest.backbone.network is None and manifest.provenance["model"] == f"hf:{hf_job.model.name}"
     assert "ONNX graph" in (tmp_path / "b" / "README.md").read_text()
+
+
+def test_what_cannot_be_stored_is_told_before_a_fit(hf_job: folders.Job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    words = ["--model", f"hf:{hf_job.model}", "--train", str(hf_job.train), "--val", str(hf_job.val)]
+    code, out, err = run(capsys, main, [*words, *FAST, "--precision", "bf16", "--out", str(tmp_path / "b")])
+    assert code == 2 and "computes in float32" in err and "collapse" not in out

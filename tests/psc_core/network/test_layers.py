@@ -223,3 +223,17 @@ def test_rejects_wrong_input_and_output() -> None:
         list_layers(FunctionalPool(), torch.randn(1, 3, 8, 8))
     with pytest.raises(NetworkError, match="returns logits"):
         list_layers(nn.Sequential(nn.Conv2d(1, 2, 1)), torch.randn(1, 1, 8, 8))
+
+
+def test_a_network_may_call_a_module_layers() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU())
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.head(self.layers(x).mean((2, 3)))
+            return logits
+
+    assert [layer.name for layer in list_layers(Named(), torch.randn(1, 1, 8, 8))] == ["layers.0", "head:input", "head"]

@@ -201,3 +201,21 @@ def test_a_graph_computes_in_float32(live: tuple[PSC, Path], images: tuple[Image
         load_model(live[1]).backbone.fused("bf16")
     with pytest.raises(NetworkError, match="in float32 only"):
         fitted(sequential(), images, precision="bf16").save(live[1].with_name("half"))
+
+
+def test_a_network_that_was_changed_is_no_longer_built_by_its_name(
+    images: tuple[ImageDataset, ImageDataset], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    net = load_network("tests.tiny:network", num_classes=10)
+    index = next(name for name, module in net.named_modules() if isinstance(module, nn.ReLU))
+    net.set_submodule(index, nn.SiLU())
+    model = fitted(net, images)
+    assert model.save(tmp_path / "bundle").backbone.network is None
+    pixels = next(images[1].batches(20)).images
+    outputs = load_model(tmp_path / "bundle").compute(pixels)
+    torch.testing.assert_close(outputs.probabilities, model.compute(pixels).probabilities, rtol=1e-3, atol=1e-4)
+
+
+def test_no_images_give_no_predictions(live: tuple[PSC, Path]) -> None:
+    assert len(load_model(live[1]).predict([])) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from psc_core.errors import NetworkError
+from psc_core.network.onnx.body import MAX_SESSIONS
 from psc_core.network.onnx.model import check_model, parse_model, sizes_of
 from psc_core.network.onnx.restore import restore_body
 
@@ -103,6 +105,44 @@ def sparse(model: onnx.ModelProto) -> None:
     model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [1 << 40]))
 
 
+def sparse_attribute(model: onnx.ModelProto) -> None:
+    """Whose values ONNX Runtime would read from another file."""
+    values = TensorProto(name="values", data_type=TensorProto.FLOAT, dims=[1], data_location=TensorProto.EXTERNAL)
+    values.external_data.add(key="location", value="secret.bin")
+    places = numpy_helper.from_array(np.zeros(1, np.int64), "places")
+    constant = helper.make_node("Constant", [], ["more"])
+    constant.attribute.add(name="sparse_value", type=onnx.AttributeProto.SPARSE_TENSOR).sparse_tensor.CopyFrom(
+        onnx.SparseTensorProto(values=values, indices=places, dims=[1 << 40])
+    )
+    model.graph.node.append(constant)
+
+
+def dropout(model: onnx.ModelProto) -> None:
+    for name, value in (("ratio", np.array(0.5, np.float32)), ("training", np.array(True))):
+        model.graph.initializer.append(numpy_helper.from_array(value, name))
+    model.graph.node.append(helper.make_node("Dropout", ["logits", "ratio", "training"], ["more"]))
+
+
+def reused(model: onnx.ModelProto) -> None:
+    """A range whose length cannot be counted from the distinct inputs alone."""
+    for name, number in (("one", 1), ("large", 1 << 40)):
+        model.graph.initializer.append(numpy_helper.from_array(np.array(number), name))
+    model.graph.node.insert(0, helper.make_node("Div", ["large", "one"], ["limit"]))
+    model.graph.node.insert(1, helper.make_node("Range", ["one", "limit", "one"], ["places"]))
+    model.graph.node.insert(4, helper.make_node("Gather", ["features", "places"], ["more"], axis=2))
+
+
+def many_rounds(model: onnx.ModelProto) -> None:
+    name = "features"
+    for level in range(99):
+        model.graph.node.append(helper.make_node("Shape", [name], [f"shape{level}"]))
+        model.graph.node.append(helper.make_node("Reshape", [name, f"shape{level}"], [name := f"reshaped{level}"]))
+
+
+def old(model: onnx.ModelProto) -> None:
+    model.opset_import[0].version = 6
+
+
 def text(model: onnx.ModelProto) -> None:
     model.graph.initializer.append(helper.make_tensor("text", TensorProto.STRING, [1], [b"a"]))
 
@@ -146,6 +186,11 @@ def as_float64(model: onnx.ModelProto) -> None:
         (added("Gelu", "com.microsoft"), "uses operators of com.microsoft"),
         (function, "uses operators of Mine"),
         (sparse, "sparse constants"),
+        (sparse_attribute, "sparse constants"),
+        (dropout, "a dropout that may be active"),
+        (reused, "'places' has the shape"),
+        (many_rounds, "is not known before it is computed"),
+        (old, "expected version 7 of ONNX's operators"),
         (text, "'text' is no array of numbers"),
         (misfit, "ONNX Runtime cannot"),
         (circular, "not a valid ONNX model"),
@@ -180,6 +225,32 @@ def test_a_damaged_file_is_refused_or_runs(places: list[tuple[int, int]], cut: i
     except NetworkError:
         return
     assert [len(output) for output in outputs] == [2, 2]
+
+
+def test_a_cost_is_what_is_alive_at_once() -> None:
+    body = restore_body(good(), SIZE, outputs=2)
+    assert body.cost is not None
+    map_, pooled, logits, features = 4 * 4 * 36, 4 * 4, 4 * 3, 4 * 4 * 36
+    assert body.cost.alive == max(4 * 64 + map_, map_ + features, features + pooled + logits)
+    assert body.cost.operations == 2 * 4 * 36 * 9 + 2 * 3 * 4
+
+
+def test_any_type_of_images_and_none_at_all() -> None:
+    body = restore_body(good(), SIZE, outputs=2)
+    for dtype in (torch.float64, torch.float16, torch.uint8):
+        assert torch.equal(body(torch.ones(2, *SIZE, dtype=dtype))[1], body(torch.ones(2, *SIZE))[1])
+    assert [tuple(output.shape) for output in body(torch.ones(0, *SIZE))] == [(0, 4, 36), (0, 3)]
+
+
+def test_few_sessions_are_kept_and_none_is_copied() -> None:
+    body, before = restore_body(good(), SIZE, outputs=2), torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        body(torch.ones(1, *SIZE))
+    torch.set_num_threads(before)
+    assert len(body._sessions) == MAX_SESSIONS
+    twin = copy.deepcopy(body)
+    assert not twin._sessions and torch.equal(twin(torch.ones(1, *SIZE))[1], body(torch.ones(1, *SIZE))[1])
 
 
 def test_sizes_made_of_computed_integers_are_known() -> None:
