@@ -20,6 +20,7 @@ from psc_core.data.sources import FileSource
 from psc_core.data.spec import open_dataset
 from psc_core.fitting import stages
 from psc_core.images.preprocess import PRESETS, Preprocess
+from psc_core.model.load import load_model
 from tests import tiny
 from tests.folders import Job
 from tests.psc_core.cli.support import run
@@ -354,3 +355,13 @@ def test_a_size_that_the_network_cannot_read(hf_job: Job, tmp_path: Path, capsys
     code, out, err = run(capsys, cli.main, [*words_of(hf_job, size="64"), "--out", str(tmp_path / "b")])
     assert code == 2 and out == ""
     assert "cannot run an input of shape (1, 3, 64, 64)" in err and "check the preset, the image size" in err
+
+
+def test_a_graph_needs_no_permission(tiny_job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    words = [*tiny_job.args, "--graph", "--no-report", "--layers", "^[24]$", "--out", str(tmp_path / "b")]
+    code, out, err = run(capsys, cli.main, words)
+    assert code == 0, err
+    assert "allow-factories" not in out
+    manifest = read_bundle(tmp_path / "b").manifest
+    assert manifest.backbone.network is None and manifest.provenance["model"] == "tests.tiny:network"
+    assert load_model(tmp_path / "b").backbone.onnx is not None
