@@ -93,6 +93,7 @@ bench-more: $(VENV)/.bench      ## all peers, instruction sets and networks, ove
 	$(BIN)/python -m benchmarks.device.run
 	$(BIN)/python -m benchmarks.serving.load
 	$(BIN)/python -m benchmarks.fit.scaling
+	$(BIN)/python -m benchmarks.fit.doors
 
 $(VENV)/.serve: pyproject.toml requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'

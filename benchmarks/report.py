@@ -23,6 +23,7 @@ SECTIONS: Mapping[str, tuple[str, str]] = {
     "ood": ("ood.md", "benchmarks.ood.tables"),
     "regression": ("regression.md", "benchmarks.regression.run"),
     "fit-scaling": ("fitting.md", "benchmarks.fit.scaling"),
+    "fit-doors": ("fitting.md", "benchmarks.fit.doors"),
     "device-cpu": ("device.md", "benchmarks.device.report"),
     "device-cuda": ("device.md", "benchmarks.device.report"),
     "serving-peers": ("serving.md", "benchmarks.serving.report"),
