@@ -69,6 +69,7 @@ def test_a_folder_without_preprocessing_says_so(tmp_path: Path) -> None:
         ({"id2label": {"0": "a", "2": "b"}}, "to name the outputs 0, 1"),
         ({"id2label": ["a", "b"]}, "to name the outputs 0, 1"),
         ({"id2label": {"0": "a", "1": 2}}, "to hold names"),
+        ({"num_channels": True, "preprocessor": True}, "of 1 or 3 channels, got True"),
         ({"num_channels": 4, "preprocessor": True}, "of 1 or 3 channels, got 4"),
     ],
 )
