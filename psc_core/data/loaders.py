@@ -29,7 +29,7 @@ from psc_core.data.scratch import scratch_file
 from psc_core.data.sources import TensorSource
 from psc_core.data.targets import measured
 from psc_core.errors import DataError, UsageError
-from psc_core.images.inputs import described, read_image
+from psc_core.images.inputs import check_known, described, read_image
 from psc_core.images.preprocess import Preprocess
 from psc_core.images.statistics import Statistic, Statistics
 from psc_core.target import Target
@@ -231,6 +231,7 @@ def _read(image: Any, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
     if isinstance(image, Tensor) and image.dtype == torch.uint8 and image.ndim == 3:
         pixels: npt.NDArray[np.uint8] = image.cpu().numpy()
         if pixels.shape == preprocess.shape:
+            check_known(preprocess)
             return pixels
         image = np.ascontiguousarray(pixels.transpose(1, 2, 0))
         image = image[:, :, 0] if image.shape[2] == 1 else image

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from psc_core.calibration.conformal import check_rates
 from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset
+from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
 from psc_core.gates.combined import Gates, readings_of
 from psc_core.gates.fit.combined import fit_gates
@@ -21,6 +22,9 @@ from psc_core.tasks.fit.settings import FitSettings
 from psc_core.tasks.fit.task import task_fit
 from psc_core.tasks.head import Scored
 from psc_core.tasks.policy import BasePolicy
+
+CHANGES: Final = ("alpha", "coverage", "risk", "max_width", "batch_images", "max_memory", "precision", "device")
+"""Settings that calibration reads."""
 
 
 class CalibratedPipeline(NamedTuple):
@@ -77,7 +81,15 @@ def recalibrate(model: FittedModel, data: ImageDataset, settings: FitSettings) -
 
 
 def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
-    """Return the settings that a fitted model was calibrated with, with ``changes``."""
+    """Return the settings that a fitted model was calibrated with, with ``changes``.
+
+    Raises:
+        UsageError: A change that calibration does not read.
+    """
+    if unread := changes.keys() - {*CHANGES}:
+        raise UsageError(
+            f"calibration does not read {', '.join(sorted(unread))}; it takes {', '.join(CHANGES)}, so fit again"
+        )
     own = {each.name for each in fields(FitSettings)}
     rates = {name: value for name, value in model.policy.model_dump().items() if name in own}
     risk = model.report.get("metrics", {}).get("risk", {}).get("promised", FitSettings.risk)

@@ -112,10 +112,13 @@ class FitData:
         count, reasons = len(train) + len(val), (*train.reasons, *val.reasons)[:SHOWN]
         if not count:
             return self, ()
-        kept = FitData.of(without(self.train, train), without(self.val, val), seed=seed, task=self.fit.task_type.name)
+        kept_train, kept_val = without(self.train, train), without(self.val, val)  # They are labelled already.
+        check_classes(kept_train, kept_val)
+        selection, calibration = split_validation(kept_val, seed)
         of_each = f"{len(train)} of {self.train.name}, {len(val)} of {self.val.name}"
         said = (*(f"left out: {reason}" for reason in reasons), f"left out {count} that cannot be decoded: {of_each}")
-        return replace(kept, left_out=(len(train), len(val))), said
+        kept = FitData(kept_train, kept_val, selection, calibration, self.fit, (len(train), len(val)))
+        return kept, said
 
     @property
     def is_ambiguous(self) -> bool:

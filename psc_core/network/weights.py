@@ -114,7 +114,7 @@ def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, num_classes: in
                     "the network was trained on"
                 )
             raise NetworkError(f"{origin}: expected {key} of shape {expected}, got {got}; check the model arguments")
-        if unfit := _unfit(tensor, wanted[key]):
+        if unfit := _unfit(tensor, wanted[key], is_counter=key.endswith(_COUNTER)):
             raise NetworkError(f"{origin}: expected {key} of {_type(wanted[key])}, got {unfit}; save plain weights")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor.to(wanted[key].dtype)).all()):
             raise NetworkError(f"{origin}: expected finite weights, {key} has NaN or infinity; train it again")
@@ -122,15 +122,19 @@ def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, num_classes: in
     net.load_state_dict(wanted)
 
 
-def _unfit(tensor: Tensor, like: Tensor) -> str:
+def _unfit(tensor: Tensor, like: Tensor, *, is_counter: bool) -> str:
     """Return what keeps a tensor's values from becoming the network's; empty for nothing."""
     if tensor.is_quantized or tensor.layout != torch.strided:
         return "a quantised tensor" if tensor.is_quantized else "a sparse tensor"
     if tensor.is_meta:
         return "a tensor without values"
-    is_whole = not tensor.is_floating_point() and not tensor.is_complex()
-    is_unlike = (tensor.is_complex() and not like.is_complex()) or (is_whole and like.is_floating_point())
-    return _type(tensor) if is_unlike else ""
+    of_kind, wanted = _kind(tensor), _kind(like)
+    is_unlike = of_kind > wanted or (of_kind, wanted) == (0, 1)
+    return _type(tensor) if is_unlike and not is_counter else ""
+
+
+def _kind(tensor: Tensor) -> int:
+    return 2 if tensor.is_complex() else int(tensor.is_floating_point())
 
 
 def _dictionaries(checkpoint: object) -> dict[str, dict[str, Tensor]]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from psc_core.errors import UsageError
+from psc_core.errors import needs
 from psc_core.tasks.answer import ASKED_FOR, BaseAnswer
 from psc_core.tasks.outputs import Outputs
 
@@ -93,17 +93,15 @@ class BasePrediction:
         Raises:
             UsageError: pandas is not installed.
         """
-        try:
-            from pandas import DataFrame
-        except ImportError as error:
-            raise UsageError("to_pandas needs pandas; pip install 'psc[pandas]'") from error
+        pandas = needs("to_pandas", "pandas", "pandas")
         columns: dict[str, Any] = {}
         for name in self._fields():
             if name == "gates":
                 columns |= {f"gates.{gate}": p_values.numpy() for gate, p_values in self.gates.items()}
             else:
                 columns[name] = _cells(self.column(name))
-        return DataFrame(columns)
+        table: DataFrame = pandas.DataFrame(columns)
+        return table
 
     @classmethod
     def _fields(cls) -> list[str]:

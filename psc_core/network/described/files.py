@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from psc_core.errors import NetworkError
+from psc_core.errors import NetworkError, needs
 
 MAX_JSON: Final = 16 << 20
 """Maximum size of a JSON file, bytes; 21,000 class names take 2 MB."""
@@ -34,26 +34,23 @@ def folder_of(name: str, *, allow_download: bool = False) -> Path:
         return folder
     if not _ON_THE_HUB.fullmatch(name):
         raise NetworkError(f"there is no folder {folder}; give the folder of a network, or ORG/NAME of the hub")
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-    except ImportError as error:
-        raise NetworkError(f"there is no folder {folder}, and the hub needs pip install 'psc[hf]'") from error
+    hub = needs(f"there is no folder {folder}, and the hub", "hf", "huggingface_hub", error=NetworkError)
+    errors = needs("the hub", "hf", "huggingface_hub.errors", error=NetworkError)
 
     def fetched(patterns: Sequence[str]) -> Path:
-        return Path(snapshot_download(name, allow_patterns=[*patterns], local_files_only=not allow_download))
+        return Path(hub.snapshot_download(name, allow_patterns=[*patterns], local_files_only=not allow_download))
 
     try:
         found = fetched(_SAFE)
         return found if any(found.glob("*.safetensors")) else fetched(_PICKLED)
-    except LocalEntryNotFoundError as error:
+    except errors.LocalEntryNotFoundError as error:
         if allow_download:
             raise NetworkError(f"cannot download {name}: the hub cannot be reached; is there a network?") from error
         raise NetworkError(
             f"there is no folder {name}, and the Hugging Face cache has no model of this name; give --allow-download "
             "to get it from the hub"
         ) from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except (errors.HfHubHTTPError, OSError, ValueError) as error:
         raise NetworkError(f"cannot download {name}: {str(error).strip().splitlines()[0]}") from error
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from psc_core.errors import NetworkError
+from psc_core.errors import NetworkError, needs
 from psc_core.images.preprocess import PRESETS
 from psc_core.network.described import timm
 from psc_core.network.described.base import Described, Preparation
@@ -32,6 +32,12 @@ WEIGHTS: Final = (
 _OUTPUTS: Final = 2
 """Number of outputs that transformers does not write down."""
 
+_KERNELS: Final = re.compile(r"_?(attn|experts)_implementation(_internal)?")
+"""Settings that choose the code of an operation, also from the hub."""
+
+_OWN_KERNELS: Final = ("eager", "sdpa")
+"""Their values that need nothing but PyTorch."""
+
 _NO_NAME: Final = re.compile(r"LABEL_\d+")
 """Names that transformers gives to classes without one."""
 
@@ -44,7 +50,7 @@ class Logits(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.model(pixel_values=images).logits
+        logits: Tensor = self.model(pixel_values=images, return_dict=True).logits
         return logits
 
 
@@ -67,6 +73,7 @@ def describe(folder: Path) -> Described:
             f"{file} names code of its own (auto_map), which is not run; build the network in a function and give that "
             "as package.module:function"
         )
+    _check_kernels(config, file)
     if config.get("quantization_config"):
         raise NetworkError(f"{file} is of a quantised network; save it in float32")
     if not isinstance(config.get("model_type"), str):
@@ -81,11 +88,30 @@ def describe(folder: Path) -> Described:
     )
 
 
+def _check_kernels(config: Mapping[str, Any], file: Path) -> None:
+    """Refuse settings, also of a part of the network, by which transformers would load code from elsewhere."""
+    waiting: list[tuple[str, Any]] = [("", config)]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [(name or (key if _KERNELS.fullmatch(key) else ""), part) for key, part in value.items()]
+        elif isinstance(value, list):
+            waiting += [(name, part) for part in value]
+        elif name and value is not None and value not in _OWN_KERNELS:
+            raise NetworkError(
+                f"{file} asks for code from elsewhere ({name} {value!r:.100}), which is not run; remove it, or set it "
+                f"to one of {', '.join(_OWN_KERNELS)}"
+            )
+
+
 def _labels(config: Mapping[str, Any], file: Path) -> tuple[int, tuple[str, ...] | None]:
     """Number of the outputs, and their names where they have some."""
     labels = config.get("id2label")
     if labels is None:
-        return int(config.get("num_labels") or _OUTPUTS), None
+        outputs = config.get("num_labels") or _OUTPUTS
+        if type(outputs) is not int or outputs < 1:
+            raise NetworkError(f"expected num_labels of {file} to be a positive number, got {outputs!r:.100}; mend it")
+        return outputs, None
     if not isinstance(labels, dict) or {str(i) for i in range(len(labels))} != {*labels}:
         raise NetworkError(f"expected id2label of {file} to name the outputs 0, 1, …; mend it")
     names = [labels[str(i)] for i in range(len(labels))]
@@ -108,14 +134,11 @@ def load(folder: Path) -> Logits:
     Raises:
         NetworkError: transformers is missing or cannot build it, or the folder lacks some of its weights.
     """
-    try:
-        from transformers import AutoModelForImageClassification
-    except ImportError as error:
-        raise NetworkError(f"hf:{folder} needs transformers; pip install 'psc[hf]'") from error
+    transformers = needs(f"hf:{folder}", "hf", "transformers", error=NetworkError)
     safe = weights_in(folder, WEIGHTS)[0].suffix == ".safetensors"
     try:
         with _quiet():
-            model, found = AutoModelForImageClassification.from_pretrained(
+            model, found = transformers.AutoModelForImageClassification.from_pretrained(
                 folder,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -135,6 +158,9 @@ def load(folder: Path) -> Logits:
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise NetworkError(f"{folder}: expected finite weights, {name} has NaN or infinity; train it again")
+    for module in model.modules():
+        if hasattr(module, "config"):  # Each part looks here too, whatever it is called with.
+            module.config.return_dict = True
     classifier: Logits = Logits(model).eval()
     return classifier
 

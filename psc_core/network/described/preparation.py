@@ -161,9 +161,9 @@ def _preprocess(
 
 
 def _mode_of(channels: object, origin: str) -> int:
-    if channels not in (1, 3):
+    if type(channels) is not int or channels not in (1, 3):
         raise NetworkError(f"{origin}: expected a network for images of 1 or 3 channels, got {channels}")
-    return int(str(channels))
+    return channels
 
 
 def _side(net: _Network) -> int:

@@ -153,6 +153,18 @@ def test_leaves_out_what_cannot_be_decoded(folders: FitData, tmp_path: Path) -> 
     assert data.readable(3, seed=3) == (data, ())
 
 
+def test_what_is_left_keeps_its_labels(tmp_path: Path) -> None:
+    images = write_folder(tmp_path / "images", {"a": 120, "b": 120})
+    (images / "a" / "3.png").write_bytes(b"text")
+    source = image_folder(images, TINY).source
+    numbers = torch.arange(240.0, dtype=torch.float64)
+    good = replace(measured("good", Target(name="age"), source, numbers, TINY), name="good")
+    data = FitData.of(good.subset(torch.arange(120, 240)), good, max_images=100)
+    kept, _ = data.readable(1, seed=0)
+    assert kept.left_out == (0, 1) and kept.train is data.train
+    assert len(kept.train.classes) == len(data.train.classes) and kept.val.classes == data.val.classes
+
+
 def test_too_many_that_cannot_be_decoded_end_the_fit(folders: FitData) -> None:
     with pytest.raises(DataError, match=r"at most 2 images that cannot .* found more: .*1\.png: .*--max-bad-images"):
         folders.readable(2, seed=0)

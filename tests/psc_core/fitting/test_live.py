@@ -133,8 +133,10 @@ def test_without_mean_and_std_only_inputs_are_known(
     psc = PSC.fit(net, *splits, **QUICK)
     inputs = test.tensors[0][:100]
     torch.testing.assert_close(psc(inputs).log_density, fitted(inputs).log_density)
-    with pytest.raises(UsageError, match="does not know how pixels become inputs"):
-        psc([np.zeros((28, 28), np.uint8)])
+    pixels = torch.zeros(30, 1, 28, 28, dtype=torch.uint8)
+    for use in (lambda: psc([np.zeros((28, 28), np.uint8)]), lambda: psc.calibrate([(pixels, torch.zeros(30).long())])):
+        with pytest.raises(UsageError, match="does not know how pixels become inputs"):
+            use()
     with pytest.raises(UsageError, match=r"PSC\.fit\(net, train, val, mean=\(…\), std=\(…\)\), or with preprocess=…"):
         psc.save(tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
@@ -177,6 +179,8 @@ def test_calibration_keeps_the_rates_that_are_not_changed(fitted: PSC, test: Ten
         fitted.calibrate(few, alpha=0.01)
     with pytest.raises(UsageError, match="risk"):
         fitted.calibrate(few, risk=2.0)
+    with pytest.raises(UsageError, match="does not read head, layer; it takes alpha, coverage, risk, max_width"):
+        fitted.calibrate(few, layer="x", head="duq")
     changed = fitted.calibrate(few, alpha=0.2, coverage=0.8)
     assert (changed.policy.alpha, changed.policy.coverage) == (0.2, 0.8)
     assert fitted.calibrate(val).policy.alpha == fitted.policy.alpha

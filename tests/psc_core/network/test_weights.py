@@ -151,6 +151,15 @@ def test_rejects_tensors_that_do_not_fit(message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_whole_numbers_are_not_filled_from_floats() -> None:
+    net = nn.BatchNorm1d(2)
+    net.register_buffer("index", torch.zeros(2, dtype=torch.long))
+    given = {**net.state_dict(), "num_batches_tracked": torch.tensor(3.0)}
+    load_weights(net, given, num_classes=2, origin="net.pth")
+    with pytest.raises(NetworkError, match="expected index of int64, got float32; save plain weights"):
+        load_weights(net, {**given, "index": torch.tensor([0.5, 1.7])}, num_classes=2, origin="net.pth")
+
+
 def test_a_larger_network_of_the_same_names_does_not_fit(tmp_path: Path) -> None:
     """As ResNet-34's for ResNet-18: what lies behind the prefix has to be the network's, all of it."""
     weights = read({"net": prefixed("module.", {**state(), "4.weight": torch.zeros(2)})}, tmp_path)

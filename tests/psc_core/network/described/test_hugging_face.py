@@ -56,11 +56,20 @@ def test_a_folder_without_preprocessing_says_so(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"auto_map": {"AutoModel": "mine.Net"}}, "names code of its own .auto_map., which is not run"),
+        (
+            {"attn_implementation": "acme/kernel"},
+            "elsewhere .attn_implementation 'acme/kernel'., which is not",
+        ),
+        ({"parts": [{"_attn_implementation": {"a": "flash_attention_2"}}]}, "one of eager, sdpa"),
+        ({"_experts_implementation_internal": 1}, "code from elsewhere"),
+        ({"id2label": None, "num_labels": "many"}, "num_labels of .* positive number, got 'many'"),
+        ({"id2label": None, "num_labels": -1}, "num_labels of .* positive number, got -1"),
         ({"quantization_config": {"bits": 4}}, "is of a quantised network"),
         ({"model_type": None}, "has no model_type"),
         ({"id2label": {"0": "a", "2": "b"}}, "to name the outputs 0, 1"),
         ({"id2label": ["a", "b"]}, "to name the outputs 0, 1"),
         ({"id2label": {"0": "a", "1": 2}}, "to hold names"),
+        ({"num_channels": True, "preprocessor": True}, "of 1 or 3 channels, got True"),
         ({"num_channels": 4, "preprocessor": True}, "of 1 or 3 channels, got 4"),
     ],
 )
@@ -172,6 +181,16 @@ def test_missing_transformers_names_the_extra(hf_job: folders.Job, monkeypatch: 
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(NetworkError, match=r"pip install 'psc\[hf\]'"):
         load_network(f"hf:{hf_job.model}")
+
+
+def test_settings_of_outputs_and_kernels_change_no_logits(hf_job: folders.Job, tmp_path: Path) -> None:
+    folder = copied(hf_job, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    settings = {"return_dict": False, "attn_implementation": "eager"}
+    (folder / "config.json").write_text(json.dumps({**config, **settings}))
+    images = torch.randn(3, 3, 32, 32)
+    expected = load_network(f"hf:{hf_job.model}")(images)
+    assert torch.allclose(load_network(f"hf:{folder}")(images), expected, atol=1e-5)
 
 
 BLOCKS = {
