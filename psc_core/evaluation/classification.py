@@ -110,20 +110,36 @@ def open_baselines(model: PSC, weights: Path, train: str, val: str, *, batch_ima
     Raises:
         UsageError: Data of other classes, or a network without a layer before its output.
     """
+    net = _whole_network(model, weights)
     images = [
         open_dataset(spec, split=split, preprocess=model.preprocess).in_order(model.classes)
         for spec, split in ((train, "train"), (val, "val"))
     ]
     for data in images:
         check_images(model, data)
-    recipe = model.backbone.recipe
-    with bounded_size(recipe):
-        net = load_network(**asdict(recipe), weights=weights)
     layers = list_layers(net, example_input(model.preprocess))
     penultimate = [layer.name for layer in layers if layer.role == "penultimate"]
     if not penultimate:
-        raise UsageError(f"expected a network with a layer before its output for the baselines, {recipe.spec} has none")
+        raise UsageError(f"expected a network with a layer before its output for the baselines, {weights} has none")
     return fit_baselines(net, penultimate[0], *images, compute=Compute(model.device, batch_images=batch_images))
+
+
+def _whole_network(model: PSC, weights: Path) -> nn.Module:
+    """Build the network that the model was cut from: by its name, or where a bundle has none, as it was given to fit.
+
+    Raises:
+        UsageError: A checkpoint of a network that no name builds.
+    """
+    recipe = model.backbone.cut.recipe
+    if recipe is not None:
+        with bounded_size(recipe):
+            return load_network(**asdict(recipe), weights=weights)
+    if weights.suffix == ".onnx" or weights.is_dir():
+        return load_network(f"{'hf' if weights.is_dir() else 'onnx'}:{weights}", num_classes=len(model.classes))
+    raise UsageError(
+        f"expected --weights to be an ONNX file, or a folder of transformers, of the whole network: the bundle of "
+        f"{model.name} holds a graph that ends at its layers, and no name builds the rest; got {weights}"
+    )
 
 
 def own_network(net: nn.Module, data: ImageDataset, compute: Compute) -> OwnNetwork | None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from psc_core import PSC, load_network, open_dataset
+from psc_core.cli.evaluate import main as evaluate
 from psc_core.cli.fit import main
 from tests import folders
 from tests.served import serve
@@ -128,3 +129,20 @@ def copied(net: nn.Module) -> nn.Module:
     other = copy.deepcopy(net)
     del other.psc_recipe
     return other
+
+
+def test_detectors_beside_an_onnx_network(timm_job: folders.Job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    images, net = Images.of(timm_job, tmp_path / "images"), load_network(f"timm:local-dir:{timm_job.model}")
+    file = as_onnx(tmp_path / "net.onnx", net)
+    bundle = fitted(tmp_path / "onnx", images, f"onnx:{file}", *SIZE)
+    words = ["--bundle", str(bundle), "--id", str(images.val), "--train", str(images.train), "--val", str(images.val)]
+    noise = tmp_path / "noise"
+    noise.mkdir()
+    for number in range(5):
+        pixels = np.random.default_rng(number).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(noise / f"{number}.png")
+    words += ["--ood", f"noise={noise}", "--device", "cpu"]
+    assert evaluate([*words, "--weights", str(file)]) == 0
+    assert "energy" in capsys.readouterr().out.lower()
+    assert evaluate([*words, "--weights", str(as_checkpoint(tmp_path / "net.pth", net))]) == 2
+    assert "expected --weights to be an ONNX file" in capsys.readouterr().err
