@@ -76,7 +76,7 @@ async def test_an_api_key_is_asked_for_before_the_message_is_read() -> None:
         assert await client.is_server_ready()  # Probes need none.
 
         async with channel_to(app) as channel:
-            error = await error_of(channel.stream_unary(PREFIX + "ModelInfer")(silence()))
+            error = await error_of(channel.stream_unary(PREFIX + "ModelInfer")(Silence()))
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
         assert "X-API-Key" in error.details()
         for headers in ({"x-api-key": "secret"}, {"authorization": "Bearer secret"}):
@@ -84,10 +84,15 @@ async def test_an_api_key_is_asked_for_before_the_message_is_read() -> None:
         assert await app.metric('psc_rejected_total{reason="unauthorized"}') == 1
 
 
-async def silence() -> AsyncIterator[bytes]:
-    """The messages of a call that sends none."""
-    await asyncio.Event().wait()
-    yield b""
+class Silence:
+    """The messages of a call that sends none; no generator, because asyncio would close one that still waits."""
+
+    def __aiter__(self) -> Silence:
+        return self
+
+    async def __anext__(self) -> bytes:
+        await asyncio.Event().wait()
+        raise StopAsyncIteration
 
 
 @pytest.mark.anyio
@@ -95,7 +100,7 @@ async def test_keys_are_looked_at_before_any_message_of_the_repository() -> None
     async with calling(api_keys="secret", admin_keys="root") as (app, _), channel_to(app) as channel:
         for method, key in (("RepositoryIndex", None), ("ModelMetadata", None), ("RepositoryModelLoad", "secret")):
             metadata = [("x-api-key", key)] if key else None
-            error = await error_of(channel.stream_unary(PREFIX + method)(silence(), metadata=metadata))
+            error = await error_of(channel.stream_unary(PREFIX + method)(Silence(), metadata=metadata))
             assert error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -103,14 +108,14 @@ async def test_keys_are_looked_at_before_any_message_of_the_repository() -> None
 async def test_an_empty_message_is_not_waited_for() -> None:
     async with calling() as (app, _), channel_to(app) as channel:
         for method in ("ServerLive", "ServerReady", "ServerMetadata"):
-            assert await channel.stream_unary(PREFIX + method)(silence()) is not None
+            assert await channel.stream_unary(PREFIX + method)(Silence()) is not None
 
 
 @pytest.mark.anyio
 async def test_calls_that_send_nothing_stop_no_others() -> None:
     async with calling(max_body_bytes=1000, max_buffered_bytes=16_000) as (app, client), channel_to(app) as channel:
         silent = [
-            channel.stream_unary(PREFIX + method)(silence())
+            channel.stream_unary(PREFIX + method)(Silence())
             for method in ("ServerLive", "ModelReady", "ModelMetadata", "ModelInfer")
             for _ in range(16)
         ]
@@ -142,7 +147,7 @@ async def test_rejects_a_message_that_is_too_large() -> None:
 @pytest.mark.anyio
 async def test_a_message_must_arrive_in_time() -> None:
     async with calling(upload_seconds=0.1) as (app, _), channel_to(app) as channel:
-        error = await error_of(channel.stream_unary(PREFIX + "ModelInfer")(silence()))
+        error = await error_of(channel.stream_unary(PREFIX + "ModelInfer")(Silence()))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert await app.metric('psc_rejected_total{reason="slow-upload"}') == 1
 
@@ -169,7 +174,7 @@ async def test_no_more_messages_arrive_at_once_than_memory_is_allowed() -> None:
 @pytest.mark.anyio
 async def test_who_leaves_waits_for_no_place() -> None:
     async with calling(max_body_bytes=1000, max_buffered_bytes=1999) as (app, _), channel_to(app) as channel:
-        silent = [channel.stream_unary(PREFIX + "ModelInfer")(silence()) for _ in range(5)]
+        silent = [channel.stream_unary(PREFIX + "ModelInfer")(Silence()) for _ in range(5)]
         await until(lambda: app.service.inflight == 5)
         for call in silent[1:]:
             call.cancel()
