@@ -38,7 +38,7 @@ OUTSIDE: Final = 0.05
 def warn_of_random(data: Any, name: str) -> None:
     """Warn where an example of the data set differs when it is read again."""
     dataset = dataset_of(data)
-    count = _length(dataset) or 0
+    count = length_of(dataset) or 0
     if not hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset | list | tuple | Mapping):
         return
     for index in sorted({at * count // READ_TWICE for at in range(READ_TWICE)} if count else ()):
@@ -54,7 +54,7 @@ def warn_of_random(data: Any, name: str) -> None:
 def warn_of_dropped(data: Any, name: str, count: int) -> None:
     """Warn where a loader left out the last images, of which it gave ``count``."""
     drops = any(getattr(each, "drop_last", False) for each in (data, getattr(data, "batch_sampler", None)))
-    expected = _length(data.sampler) if isinstance(data, DataLoader) else None
+    expected = length_of(data.sampler) if isinstance(data, DataLoader) else None
     if drops and (expected is None or count < expected):
         left = "images" if expected is None else f"{expected - count} images"
         _warn(f"the loader of {name} drops {left} of its last batch; give one with drop_last=False")
@@ -102,10 +102,10 @@ def dataset_of(data: Any) -> Any:
 
 def _is_whole(data: Any) -> bool:
     """Return whether a loader gives all of its data set."""
-    return not isinstance(data, DataLoader) or _length(data.sampler) == _length(data.dataset)
+    return not isinstance(data, DataLoader) or length_of(data.sampler) == length_of(data.dataset)
 
 
-def _length(data: Any) -> int | None:
+def length_of(data: Any) -> int | None:
     """How many examples there are; None where nobody knows."""
     with suppress(TypeError, NotImplementedError):
         return len(data)

@@ -12,7 +12,6 @@ of :data:`IMAGE_KEYS` and one of :data:`LABEL_KEYS`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from psc_core.data.dataset import ImageDataset, labelled
-from psc_core.data.loader_warnings import warn_of_dropped, warn_of_random, warn_of_range
+from psc_core.data.loader_warnings import length_of, warn_of_dropped, warn_of_random, warn_of_range
 from psc_core.data.scratch import scratch_file
 from psc_core.data.sources import TensorSource
 from psc_core.data.targets import measured
@@ -128,7 +127,9 @@ def spool(data: Any, name: str, preprocess: Preprocess | None) -> Spooled:
         for number, element in enumerate(elements(data, name)):
             images, of_images = batch_of(element, f"{name}, batch {number}", preprocess)
             if number == 0:
-                scratch.check_room(images.nbytes * _length(data), images.dtype)  # Before hours are spent on reading.
+                scratch.check_room(
+                    images.nbytes * (length_of(data) or 0), images.dtype
+                )  # Before hours are spent on reading.
             scratch.append(images)
             lowest, highest = images.min(axis=(0, 2, 3)), images.max(axis=(0, 2, 3))
             low = lowest if low is None else np.minimum(low, lowest)
@@ -289,10 +290,3 @@ def _numbered(last: int, name: str) -> tuple[str, ...]:
             f"{name}: expected class indices, got {last}; number the classes from 0, or name them, classes=[…]"
         )
     return tuple(map(str, range(last + 1)))
-
-
-def _length(data: Any) -> int:
-    """How many batches or examples there are; 0 where nobody knows before the end."""
-    with suppress(TypeError, NotImplementedError):
-        return len(data)
-    return 0

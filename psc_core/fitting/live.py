@@ -6,27 +6,26 @@ that only predicts loads none of it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.loader_warnings import warn_of_overlap, warn_of_repeated
 from psc_core.data.loaders import read_loader
-from psc_core.errors import DataError, NetworkError, UsageError
+from psc_core.errors import UsageError
 from psc_core.fitting import stages
 from psc_core.fitting.calibrate import recalibrate, settings_of
 from psc_core.fitting.data import FitData
 from psc_core.fitting.parts import rounded
-from psc_core.images.preprocess import Preprocess
 from psc_core.images.statistics import Statistics
 from psc_core.model.base import FittedModel
-from psc_core.network.backbone import example_input
+from psc_core.network.backbone import check_output, example_input
+from psc_core.network.cut import own_copy
 from psc_core.target import Target
 from psc_core.tasks.fit.settings import FitSettings
 from psc_core.tasks.fit.task import task_fit
@@ -65,8 +64,11 @@ def fit(
     net = own_copy(net)
     chosen = FitSettings(**{"device": device_of(net), **settings})
     train = opened(loaders[0], "the training data", statistics, classes, target)
-    if classes is None and target is None and not isinstance(loaders[0], ImageDataset):
-        check_outputs(train, outputs_of(net.to(chosen.compute().device), train.preprocess))
+    if classes is None and task_fit(task).takes(
+        train
+    ):  # Before hours are spent on reading the others; if not, it is told below.
+        device, outputs = chosen.compute().device, task_fit(task).task(train).network_outputs(train.classes)
+        check_output(net.to(device), example_input(train.preprocess).to(device), outputs, name=type(net).__name__)
     statistics = replace(statistics, preprocess=train.preprocess, mean=None, std=None)
     val = opened(loaders[1], "the validation data", statistics, train.classes, target)
     warn_of_overlap(*loaders, train, val)
@@ -111,56 +113,6 @@ def opened(
     return loader if isinstance(loader, ImageDataset) else read_loader(loader, name, statistics, classes, target)
 
 
-def own_copy(net: nn.Module) -> nn.Module:
-    """Return a copy of ``net`` in evaluation mode.
-
-    Raises:
-        NetworkError: It cannot be copied.
-    """
-    try:
-        return copy.deepcopy(net).eval()
-    except (TypeError, RuntimeError) as error:
-        raise NetworkError(
-            f"{type(net).__name__} cannot be copied: {error}; remove locks, open files and non-leaf tensors from its "
-            "attributes"
-        ) from error
-
-
 def device_of(net: nn.Module) -> torch.device:
     """Return the device that the network is on."""
     return next(chain(net.parameters(), net.buffers()), torch.empty(0)).device
-
-
-@torch.inference_mode()
-def outputs_of(net: nn.Module, preprocess: Preprocess) -> int:
-    """Return the number of outputs of a network.
-
-    Raises:
-        NetworkError: It cannot run the images, or does not return logits.
-    """
-    example = example_input(preprocess).to(device_of(net))
-    try:
-        logits = net(torch.cat([example, example]))
-    except Exception as error:  # A network of the user's own can fail in any way.
-        raise NetworkError(
-            f"{type(net).__name__} cannot run an input of shape {tuple(example.shape)}: {type(error).__name__}: {error}"
-        ) from error
-    if isinstance(logits, Tensor) and logits.ndim == 2:
-        return logits.shape[1]
-    got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-    advice = "; wrap it in a module whose forward returns self.net(x).logits" if hasattr(logits, "logits") else ""
-    raise NetworkError(f"expected {type(net).__name__} to return logits (batch, classes), got {got}{advice}")
-
-
-def check_outputs(train: ImageDataset, outputs: int) -> None:
-    """Require the labels of a network's outputs, where nobody named the classes.
-
-    Raises:
-        DataError: There are more or fewer.
-    """
-    labels = len(train.classes)
-    if labels != outputs:
-        raise DataError(
-            f"expected labels 0…{outputs - 1} of {train.name} for the network's {outputs} outputs, got 0…{labels - 1}; "
-            "give the labels that it was trained with, or name the classes there are, classes=[…]"
-        )

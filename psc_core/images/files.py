@@ -13,12 +13,12 @@ MAX_FILE_BYTES: Final = 256 << 20
 """Maximum size of an image file, bytes."""
 
 
-def read_file(path: str | Path) -> bytes:
-    """Return the content of an image file, which may be a link to one.
+def read_file(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """Return the content of a file, of an image unless told otherwise; it may be a link to one.
 
     Raises:
         UnsupportedImage: It is no regular file: a pipe would wait for ever, a device has no end.
-        ImageTooLarge: It has more than :data:`MAX_FILE_BYTES`.
+        ImageTooLarge: It has more than ``max_bytes``.
         OSError: It cannot be read, as a folder.
         ValueError: Nothing can have this path.
     """
@@ -28,6 +28,6 @@ def read_file(path: str | Path) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise UnsupportedImage("expected a regular file, got a pipe or a device; remove it")
         # A sparse file claims gigabytes and has none; one that grows while it is read gives what it had.
-        if status.st_size > MAX_FILE_BYTES:
-            raise ImageTooLarge(f"expected a file of at most {MAX_FILE_BYTES} bytes, got {status.st_size}")
+        if status.st_size > max_bytes:
+            raise ImageTooLarge(f"expected a file of at most {max_bytes} bytes, got {status.st_size}")
         return file.read(status.st_size)

@@ -247,12 +247,12 @@ def check_output(net: nn.Module, example: Inputs, outputs: int, *, name: str) ->
     if not isinstance(first, Tensor):
         raise NetworkError(
             f"expected {name} to return a tensor of shape (1, {outputs}) for one image, got {_described(first)}; wrap "
-            "it in a function that returns a module whose output is the logits alone"
+            "it in a module whose forward returns the logits alone, as self.net(x).logits"
         )
     if tuple(first.shape) != (1, outputs):
         raise NetworkError(
             f"expected {name} to return a tensor of shape (1, {outputs}) for one image, got {tuple(first.shape)}; use "
-            "the data that it was trained for, and a factory that reads num_classes and returns logits"
+            "the labels that it was trained with (classes=[…] in Python, num_classes of a factory), and return logits"
         )
     if not bool(first.isfinite().all()):
         raise NetworkError(

@@ -86,10 +86,16 @@ def is_whole_network(checkpoint: object) -> bool:
 def needs_code(path: Path, what: str) -> NetworkError:
     """Return the error of a checkpoint that only code can load."""
     return NetworkError(
-        f"{path} holds {what}, and loading that runs code which the file names; only if you trust it, convert it: "
+        f"{path} holds {what}, and loading that runs code which the file names; only if you trust it, convert it, "
+        "of a dictionary the state dict in it: "
         f'net = torch.load("{path.name}", weights_only=False); '
         'safetensors.torch.save_file(net.state_dict(), "net.safetensors")'
     )
+
+
+def not_beside(index: Path, file: str) -> NetworkError:
+    """Return the error of an index that names a file elsewhere."""
+    return NetworkError(f"{index} names the file {shortened(file)!r}, which is not beside it; copy the whole folder")
 
 
 def shortened(name: str) -> str:
@@ -126,10 +132,15 @@ def _read_index(path: Path) -> dict[str, Path]:
     if path.stat().st_size > MAX_TEXT:
         raise NetworkError(f"expected an index of at most {MAX_TEXT} bytes, {path} has more; copy it again")
     with _damage_is_told(path):
-        files = {name: Path(file) for name, file in dict(json.loads(path.read_bytes())["weight_map"]).items()}
+        found = json.loads(path.read_bytes())
+    files = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+        raise NetworkError(f"{path} has no weight_map; save the network again")
     for file in files.values():
-        if file.name != str(file) or file.name.endswith(INDEX):
-            raise NetworkError(f"expected {path} to name files of weights beside it, got {shortened(str(file))!r}")
+        if not file or Path(file).name != file or file.endswith(INDEX):
+            raise NetworkError(
+                f"{path} names the file {shortened(file)!r}, which is not beside it; copy the whole folder"
+            )
     return {name: path.parent / file for name, file in files.items()}
 
 

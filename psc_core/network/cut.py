@@ -36,7 +36,15 @@ def shared_copy(net: nn.Module) -> nn.Module:
         NetworkError: The modules cannot be copied.
     """
     # deepcopy takes what its memo holds as copied already.
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in chain(net.parameters(), net.buffers())}
+    return own_copy(net, {id(tensor): tensor for tensor in chain(net.parameters(), net.buffers())})
+
+
+def own_copy(net: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A copy of ``net`` in evaluation mode; what ``memo`` holds by its id is not copied.
+
+    Raises:
+        NetworkError: The modules cannot be copied.
+    """
     try:
         twin = copy.deepcopy(net, memo)
     except (TypeError, RuntimeError) as error:

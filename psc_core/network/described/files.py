@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from psc_core.errors import NetworkError, needs
+from psc_core.network.checkpoints import files_of
 
 MAX_JSON: Final = 16 << 20
 """Maximum size of a JSON file, bytes; 21,000 class names take 2 MB."""
@@ -84,16 +85,11 @@ def weights_in(folder: Path, names: Sequence[str]) -> tuple[Path, ...]:
     for name in names:
         path = folder / name
         if path.is_file():
-            return _parts_of(path) if path.suffix == ".json" else (path,)
+            found = files_of(path)[path.suffix == ".json" :]
+            for part in found:
+                if not part.is_file():
+                    raise NetworkError(
+                        f"{path} names the file {part.name!r}, which is not beside it; copy the whole folder"
+                    )
+            return tuple(found)
     raise NetworkError(f"{folder} has no weights, expected one of {', '.join(names)}; save the network again")
-
-
-def _parts_of(index: Path) -> tuple[Path, ...]:
-    listed = read_json(index).get("weight_map")
-    if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
-        raise NetworkError(f"{index} has no weight_map; save the network again")
-    names = sorted(set(listed.values()))
-    for name in names:
-        if Path(name).name != name or not (index.parent / name).is_file():
-            raise NetworkError(f"{index} names the file {name!r}, which is not beside it; copy the whole folder")
-    return tuple(index.parent / name for name in names)

@@ -39,7 +39,7 @@ from psc_core.network.layers import list_layers
 from psc_core.network.onnx import PACKAGES
 from psc_core.network.onnx.body import OnnxBody
 from psc_core.network.onnx.network import OnnxNetwork, Size
-from psc_core.network.onnx.rewrite import INPUT, without_notes
+from psc_core.network.onnx.rewrite import INPUT, remove_notes
 from psc_core.version import __version__
 
 logger = logging.getLogger("psc.onnx")
@@ -192,7 +192,9 @@ def _exported(backbone: Backbone, size: Sequence[int]) -> bytes:
         )
     if program is None:
         raise NetworkError("PyTorch gave no ONNX program")
-    return bytes(without_notes(program.model_proto).SerializeToString())
+    model = program.model_proto
+    remove_notes(model)
+    return bytes(model.SerializeToString())
 
 
 class _SideBySide(nn.Module):

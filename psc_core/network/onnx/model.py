@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from psc_core.errors import NetworkError, needs
+from psc_core.errors import ImageError, NetworkError, needs
+from psc_core.images.files import read_file
 
 if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto
@@ -307,13 +308,12 @@ def _fill(tensor: TensorProto, folder: Path, origin: str) -> None:
 
 def _read(path: Path) -> bytes:
     try:
-        if not path.is_file():
-            raise NetworkError(f"there is no ONNX file {path}; give the file that the network was exported to")
-        if path.stat().st_size > MAX_BYTES:
-            raise NetworkError(f"{path}: expected at most {MAX_BYTES} bytes, got {path.stat().st_size}")
-        return path.read_bytes()
-    except OSError as error:
-        raise NetworkError(f"cannot read {path}: {error.strerror}") from error
+        return read_file(path, MAX_BYTES)
+    except ImageError as error:
+        raise NetworkError(f"{path}: {error}") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise NetworkError(f"there is no ONNX file {path} ({reason}); give what the network was exported to") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -153,17 +153,16 @@ def cut(model: ModelProto, layers: Sequence[LayerInfo], logits: tuple[str, int] 
         graph.node.append(helper.make_node("Cast", [name], [final], to=onnx.TensorProto.FLOAT))
         graph.output.append(helper.make_tensor_value_info(final, onnx.TensorProto.FLOAT, [batch, *shape]))
     _prune(model, [output.name for output in graph.output])
-    return without_notes(model)
+    remove_notes(model)
+    return model
 
 
-def without_notes(model: ModelProto) -> ModelProto:
-    """Return a model without what exporters note for people: traces of their code, with the paths of a machine."""
-    model = _copy(model)
+def remove_notes(model: ModelProto) -> None:
+    """Delete what exporters note for people: traces of their code, with the paths of a machine."""
     graph = model.graph
     for part in (model, graph, *graph.node, *graph.initializer, *graph.input, *graph.output, *graph.value_info):
         part.ClearField("doc_string")
         part.ClearField("metadata_props")
-    return model
 
 
 def _prune(model: ModelProto, wanted: Sequence[str]) -> None:

@@ -216,7 +216,9 @@ def test_a_regression(angle_job: TinyJob, data_root: Path, tmp_path: Path) -> No
 def test_classes_are_the_networks_outputs_or_named(net: nn.Module, splits: tuple[TensorDataset, TensorDataset]) -> None:
     train, val = splits
     five = [Subset(each, (each.tensors[1] < 5).nonzero().flatten().tolist()) for each in splits]
-    with pytest.raises(DataError, match=r"labels 0…9 of the training data for the network's 10 outputs, got 0…4"):
+    with pytest.raises(
+        NetworkError, match=r"of shape \(1, 5\) for one image, got \(1, 10\); use the labels .*classes="
+    ):
         PSC.fit(net, *five)
     named = PSC.fit(net, *five, classes=tuple("abcde"), **QUICK)
     assert named.classes == tuple("abcde") and set(named(val.tensors[0][:9]).labels) <= {*"abcde"}
@@ -239,9 +241,11 @@ class Output:
 
 
 def test_networks_that_give_no_logits(net: nn.Module, splits: tuple[TensorDataset, TensorDataset]) -> None:
-    with pytest.raises(NetworkError, match=r"logits \(batch, classes\), got Output; wrap it .* self\.net\(x\)\.logits"):
+    with pytest.raises(
+        NetworkError, match=r"of shape \(1, 10\) for one image, got a Output; wrap it .* self\.net\(x\)\.logits"
+    ):
         PSC.fit(Wrapped(net, Output), *splits)
-    with pytest.raises(NetworkError, match=r"logits \(batch, classes\), got \(2,\)"):
+    with pytest.raises(NetworkError, match=r"of shape \(1, 10\) for one image, got \(1,\)"):
         PSC.fit(Wrapped(net, lambda logits: logits[:, 0]), *splits)
     with pytest.raises(NetworkError, match="Linear cannot run an input of shape"):
         PSC.fit(nn.Linear(3, 10), *splits)

@@ -374,10 +374,10 @@ class Gives(nn.Module):
     [
         (
             lambda x: x[0],
-            r"expected my:net to return a tensor of shape \(1, 3\) for one image, got \(3,\); use the data",
+            r"expected my:net to return a tensor of shape \(1, 3\) for one image, got \(3,\); use the labels",
         ),
         (lambda x: x[:, :2], r"of shape \(1, 3\) for one image, got \(1, 2\)"),
-        (lambda x: (x, x), r"got a tuple of 2; wrap it in a function"),
+        (lambda x: (x, x), r"got a tuple of 2; wrap it in a module"),
         (lambda x: {"logits": x, "features": x}, "got a dict of logits, features; wrap it"),
         (lambda x: None, "got a NoneType; wrap it"),
         (lambda x: x / 0, "my:net gives NaN or infinity for an image of noise"),
