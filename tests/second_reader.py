@@ -23,7 +23,7 @@ _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4",
 
 
 class Rejected(Exception):
-    """The directory is no bundle of version 4."""
+    """The directory is no bundle of version 5."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class SecondReader:
 
     def __init__(self, folder: Path) -> None:
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text("utf-8"))
-        if self.manifest["schema_version"] != 4 or self.manifest["version"] != version_of(self.manifest):
+        if self.manifest["schema_version"] != 5 or self.manifest["version"] != version_of(self.manifest):
             raise Rejected("schema or version")
         if "task" in self.manifest:  # Neither a classifier nor a regression.
             raise Rejected("task")
@@ -139,21 +139,22 @@ class SecondReader:
 
     # -- z to probabilities ---------------------------------------------------------------------------------------
 
-    def classify(self, z: Array, logits: Array | None) -> tuple[Array, Array]:
-        """Probabilities and epistemic uncertainty."""
-        if self.manifest["head"] is None:
-            assert logits is not None
-            return _softmax(logits), np.zeros(len(z))
+    def classify(self, read: Array, logits: Array | None) -> tuple[Array, Array, Array]:
+        """Probabilities, epistemic uncertainty and energy."""
         t = self.tensors("head")
-        phi = (z - t["center"]) * t["inverse_scale"]
+        if self.manifest["head"]["kind"] == "own":
+            assert logits is not None
+            own = logits / t["temperature"]
+            return _softmax(own), np.zeros(len(own)), -_log_sum_exp(own)
+        phi = (read - t["center"]) * t["inverse_scale"]
         return {"laplace": _laplace, "sngp": _sngp, "duq": _duq}[self.manifest["head"]["kind"]](t, phi)
 
     # -- gates ----------------------------------------------------------------------------------------------------
 
-    def gates(self, early: Array | None, log_density: Array, entropy: Array) -> tuple[Array, Array]:
+    def gates(self, early: Array | None, log_density: Array, energy: Array) -> tuple[Array, Array]:
         """OOD score, and p-value of each gate, (B, G)."""
         section, t = self.manifest["gates"], self.tensors("gates")
-        readings = {"kind": -log_density, "confidence": entropy}
+        readings = {"kind": -log_density, "confidence": energy}
         if section["texture"]:
             assert early is not None
             own = {name.removeprefix("texture."): tensor for name, tensor in t.items() if name.startswith("texture.")}
@@ -220,12 +221,13 @@ class SecondReader:
         features, early = features[:layers], features[layers] if len(features) > layers else None
         z = self.project(features)
         log_density = self.log_density(z, features)
-        probabilities, epistemic = self.classify(z, logits)
+        averaged = [f.mean(2) for f in features] if self.manifest["head"].get("layers") else []
+        probabilities, epistemic, energy = self.classify(np.concatenate([z, *averaged], axis=1), logits)
         entropy = _entropy(probabilities)
         ood_score = -log_density
         gate_p_values = np.empty((len(z), 0))
         if "gates" in self.manifest:
-            ood_score, gate_p_values = self.gates(early, log_density, entropy)
+            ood_score, gate_p_values = self.gates(early, log_density, energy)
         p_value = self.p_values(ood_score)
         is_ood, ambiguous = p_value <= policy["alpha"], entropy > policy["ambiguity_threshold"]
         chosen = probabilities >= self.set_threshold()
@@ -253,7 +255,7 @@ def _average(x: Array, axis: int, m: int) -> Array:
     return np.stack([x.take(list(span), axis=axis).mean(axis=axis) for span in spans], axis=axis)
 
 
-def _laplace(t: dict[str, Array], phi: Array) -> tuple[Array, Array]:
+def _laplace(t: dict[str, Array], phi: Array) -> tuple[Array, Array, Array]:
     mean = phi @ t["weight"].T + t["bias"]
     v = (phi @ t["input_vectors"]) ** 2 @ t["weight_spectrum"] + t["bias_spectrum"]
     vectors = t["output_vectors"]
@@ -266,20 +268,21 @@ def _laplace(t: dict[str, Array], phi: Array) -> tuple[Array, Array]:
     h = _entropy(p)
     with np.errstate(invalid="ignore", divide="ignore"):
         epistemic = np.where(h > 0, h * (1 - np.exp(-delta / h)), 0.0)
-    return probit(vectors), epistemic
+    return probit(vectors), epistemic, -_log_sum_exp(mean)
 
 
-def _sngp(t: dict[str, Array], phi: Array) -> tuple[Array, Array]:
+def _sngp(t: dict[str, Array], phi: Array) -> tuple[Array, Array, Array]:
     psi = math.sqrt(2) * np.cos(phi @ t["frequencies"] + t["phases"])
     variance = ((psi @ t["covariance_root"]) ** 2).sum(1)
     mean = psi @ t["weight"].T + t["bias"]
-    return _softmax(mean / np.sqrt(1 + math.pi / 8 * variance)[:, None]), variance
+    return _softmax(mean / np.sqrt(1 + math.pi / 8 * variance)[:, None]), variance, -_log_sum_exp(mean)
 
 
-def _duq(t: dict[str, Array], phi: Array) -> tuple[Array, Array]:
+def _duq(t: dict[str, Array], phi: Array) -> tuple[Array, Array, Array]:
     difference = (phi @ t["embedding"])[:, None] - t["centroids"]
     log_kernels = -(difference**2).sum(2) / (2 * phi.shape[1] * t["length_scale"] ** 2)
-    return _softmax(t["exponent"] * log_kernels), -np.expm1(log_kernels.max(1))
+    logits = t["exponent"] * log_kernels
+    return _softmax(logits), -np.expm1(log_kernels.max(1)), -_log_sum_exp(logits)
 
 
 def _blr(t: dict[str, Array], phi: Array) -> tuple[Array, Array, Array]:

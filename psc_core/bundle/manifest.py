@@ -21,7 +21,7 @@ from psc_core.tasks import TASKS
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.task import Agreement, Task, task_type, task_type_of
 
-SCHEMA: Final = 4
+SCHEMA: Final = 5
 """Version of the bundle format, the only one that is written and read."""
 
 PARTS = ("backbone", "projection", "density", "head", "calibration", "gates")
@@ -41,8 +41,8 @@ MAX_ARGUMENT: Final = 1 << 16
 
 _REPEATED: Final = (
     "task", "layer", "layers", "granularity", "epsilon", "c_proj", "d_proj", "minimum_dim", "no_second_scaling",
-    "density", "pca", "head", "predictions", "alpha", "coverage", "risk", "max_width", "ood_score", "precision",
-    "max_images", "seed",
+    "density", "pca", "head", "head_input", "predictions", "alpha", "coverage", "risk", "max_width", "ood_score",
+    "precision", "max_images", "seed",
 )  # fmt: skip
 """Settings of a fit that :func:`fit_command` repeats: all but how much of a machine it may take."""
 
@@ -150,7 +150,7 @@ class Manifest(_Strict):
 
     task_type: ClassVar[type[Task]]
 
-    schema_version: Literal[4]
+    schema_version: Literal[5]
     name: str = Field(min_length=1, max_length=MAX_NAME)
     version: str = Field(pattern="^[0-9a-f]{12}$")
     classes: tuple[str, ...] = Field(min_length=2)
@@ -162,7 +162,7 @@ class Manifest(_Strict):
     backbone: _Backbone
     projection: _Projection
     density: _Fitted
-    head: _Head | None
+    head: _Head
     calibration: _Calibration
     gates: _Gates | None = None
     collapse: dict[str, Any] | None
@@ -178,26 +178,23 @@ class Manifest(_Strict):
         texture = None if self.gates is None else self.gates.texture
         last_layer = texture.layer if texture else None
         of_texture = texture.density.sizes if texture else {"classes": classes}
-        missing = {part for part, field in (("head", head), ("gates", self.gates)) if field is None}
-        needed = {f"{part}.safetensors" for part in PARTS if part not in missing}
+        needed = {f"{part}.safetensors" for part in PARTS if part != "gates" or self.gates is not None}
         network = self.backbone.network
         if network is None:
             needed = {GRAPH, *needed} - {f"{PARTS[0]}.safetensors"}
-        head_layers = [] if head is None else head.layers
         outputs = self.task.network_outputs(self.classes)
         agreements: tuple[Agreement, ...] = (
             ("files", sorted(needed), sorted(self.files)),
-            ("head (there is one)", True, head is not None or self.task.reader_without_head() is not None),
             *self.task.agreements(self),
             ("backbone.keep_output", self.predictions == "base", self.backbone.keep_output),
-            ("backbone.layers", layers_of(self.layers, head_layers, last_layer), self.backbone.layers),
+            ("backbone.layers", layers_of(self.layers, head.layers, last_layer), self.backbone.layers),
             ("backbone.network.num_classes", outputs, outputs if network is None else network.num_classes),
             ("backbone.hooks", None, None if network is not None else self.backbone.hooks),
             ("projection.positions (their number)", len(self.layers), len(self.projection.positions)),
             ("density.sizes.classes", classes, self.density.sizes.get("classes")),
             ("gates.texture.density.sizes.classes", classes, of_texture.get("classes", 0)),
             ("gates.names (texture)", texture is not None, "texture" in (self.gates.names if self.gates else ())),
-            ("head.sizes.dim", dim, dim if head is None or head_layers else head.sizes.get("dim")),
+            ("head.sizes.dim", dim, dim if head.layers or "dim" not in head.sizes else head.sizes["dim"]),
         )
         for where, expected, got in agreements:
             if expected != got:
@@ -247,7 +244,7 @@ def _manifest_type(task: type[Task]) -> type[Manifest]:
 def layers_of(candidates: Sequence[str], head_layers: Sequence[str], texture: str | None) -> list[str]:
     """``backbone.layers``: the candidates, the other layers that the head reads, and last the one of the texture."""
     last = [] if texture is None else [texture]
-    return [*candidates, *(name for name in head_layers if name not in last), *last]
+    return [*candidates, *(name for name in head_layers if name not in (*candidates, *last)), *last]
 
 
 def fit_command(body: Mapping[str, Any]) -> str:

@@ -41,7 +41,7 @@ from psc_core.report.content import Content
 from psc_core.report.facts import facts_of
 from psc_core.tasks import TASKS
 from psc_core.tasks.classification.fit.calibrate import CONFIDENCE
-from psc_core.tasks.fit.settings import OOD_SCORES, PREDICTIONS, FitSettings
+from psc_core.tasks.fit.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
 from psc_core.tasks.fit.task import OWN_IMAGES
 from psc_core.tasks.task import task_type
 
@@ -130,7 +130,9 @@ def parser() -> argparse.ArgumentParser:
     listed = "; ".join(f"of a {task_type(task).noun}: {', '.join(heads)}" for task, heads in kinds.items())
     text = f"what predicts from the features, {listed}; laplace is the paper's (default: the first)"
     method.add_argument("--head", choices=sum(kinds.values(), ()), help=text)
-    text = "psc: the head's; base: the network's own, unchanged, with the density beside them"
+    text = "what a classifier's head reads: z and the layer's features averaged over positions, or z, as in the paper"
+    choice(method, "--head-input", HEAD_INPUTS, text)
+    text = "auto: the better on validation images; psc: the head's; base: the network's own, divided by a temperature"
     choice(method, "--predictions", PREDICTIONS, text)
     rate("--alpha", "false-alarm rate of the OOD decision")
     text = "what the OOD decision ranks: texture, kind and confidence together, or the density alone, as in the paper"

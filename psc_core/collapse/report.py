@@ -6,6 +6,10 @@ NC4 is within one paired standard error of the highest, take the deepest.  If th
 NC1 of either is within :data:`NEAR` of ε, and if both have the same number of channels, take both: the layers before
 and after collapse.  The logits are measured but never selected.
 
+Where nothing has collapsed, every layer lies before collapse, and NC4 tells little of how well a density there does:
+the candidate is the trunk (:mod:`psc_core.network.layers`), where the network has one.  Normalisation, activation and
+pooling make the penultimate layer of it, and discard some of what tells unseen classes from known ones.
+
 For a regression R² takes the place of NC4 (:mod:`psc_core.collapse.ridge`), and labels are bins of the target.
 """
 
@@ -133,6 +137,13 @@ class CollapseReport:
                 f"{self.named(highest)}: expect OOD detection no better than at the penultimate layer",
             )
         passing = [entry for entry in eligible if entry.nc1 > self.epsilon]
+        trunk = next((entry for entry in eligible if entry.role == "trunk"), None)
+        if self._nothing_collapsed and trunk is not None and self.measure == NC4:
+            return self._noted(
+                [trunk],
+                f"{self.named(trunk)}, is all that the penultimate layer is computed from, before the network's last "
+                f"normalisation and activation; nothing has collapsed, NC1 > {self.epsilon:g} after every layer",
+            )
         chosen = [entry for entry in passing if best.nc4 - entry.nc4 <= (entry.nc4_error or 0.0)][-1]
         reason = (
             f"{self.named(chosen)}, has the highest {self.measure} of the {len(passing)} layers with NC1 > "
@@ -158,15 +169,14 @@ class CollapseReport:
             f"{self.epsilon:g} and both have {chosen.shape[0]} channels",
         )
 
+    @property
+    def _nothing_collapsed(self) -> bool:
+        return all(layer.nc1 > self.epsilon for layer in self.layers if layer.role != "output")
+
     def _noted(self, chosen: Sequence[LayerCollapse], reason: str) -> Candidate:
         """The candidate ``chosen`` with what a user should know about it."""
         before = [layer for layer in self.layers if layer.role != "output"]
         notes = []
-        if all(layer.nc1 > self.epsilon for layer in before):
-            notes.append(
-                f"nothing has collapsed, NC1 > {self.epsilon:g} after every layer: expect no gain over the penultimate "
-                "layer, or train the network longer"
-            )
         if EARLY * (1 + max(map(before.index, chosen), default=0)) <= len(before):
             notes.append(
                 f"the candidate is among the first {len(before) // EARLY} of {len(before)} layers, whose features tell "

@@ -49,6 +49,9 @@ class Density(Fitted):
     maximum_components: ClassVar[int | None] = None
     """Automatic choice of components: how many at most; ``None``: as many as memory allows."""
 
+    tied_by_held_out: ClassVar[bool] = False
+    """Whether held-out images choose how much of the pooled covariance the covariance of each class takes."""
+
     mean: Tensor
     basis: Tensor
     constants: Tensor

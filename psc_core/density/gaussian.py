@@ -71,6 +71,7 @@ class UnitLengthDensity(ClasswiseDensity):
 
     kind = "gda++"
     unit_length = True
+    tied_by_held_out = True
 
 
 class PooledDensity(UnitLengthDensity):

@@ -16,7 +16,7 @@ from psc_core.collapse.report import Candidate
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.density import Density, kind_of
-from psc_core.density.fit.density import fit_density
+from psc_core.density.fit.density import HeldOut, fit_density
 from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
 from psc_core.fitting.early_layers import TEXTURE_DENSITY, ChosenGates, choose_gates, early_layers
@@ -27,8 +27,9 @@ from psc_core.network.backbone import Backbone, example_input
 from psc_core.projection.fit.report import ProjectionReport
 from psc_core.projection.module import Projection
 from psc_core.tasks.fit.settings import FitSettings
-from psc_core.tasks.fit.task import HeadJob
-from psc_core.tasks.head import Reader
+from psc_core.tasks.fit.task import Features, HeadJob
+from psc_core.tasks.head import Head
+from psc_core.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -75,19 +76,20 @@ def fit_parts(
         FitError: Features that cannot be fitted; the message says why.
         NetworkError: The network cannot be cut.
     """
-    compute, keep_output = settings.compute(), settings.predictions == "base"
-    task = data.fit.task(data.train)
-    without_head = task.reader_without_head() if keep_output else None
+    compute, task = settings.compute(), data.fit.task(data.train)
     assert settings.head is not None
     layers = _layers(net, candidate, data, compute, settings, reads_layers=task.heads[settings.head].reads_layers)
-    backbone = cut(net, layers.names, data.train, compute, keep_output=keep_output)
-    if keep_output:
-        check_own_output(backbone, data.train, compute, task.network_outputs(data.train.classes))
+    is_asked = settings.predictions == "base" or (settings.predictions == "auto" and bool(task.own_heads))
+    backbone = cut(net, layers.names, data.train, compute, keep_output=is_asked)
+    if is_asked and not _has_own_output(backbone, data.train, compute, task, settings):
+        backbone = cut(net, layers.names, data.train, compute, keep_output=False)
     device_projection = projection.projection.to(compute.device)
     with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
         folders = [Path(tempfile.mkdtemp(dir=scratch)) for _ in range(2)]
         is_pooled = kind_of(settings.density).input_kind == "pooled"
         train = read(backbone, layers, device_projection, data.train, compute, folders[0], pooled=is_pooled)
+        read_here = layers._replace(texture=())
+        selection = read(backbone, read_here, device_projection, data.selection, compute, folders[1], pooled=is_pooled)
         density = fit_density(
             train.density_input,
             train.features.labels,
@@ -96,10 +98,9 @@ def fit_parts(
             pca=settings.pca,
             class_names=data.train.classes,
             images=train.features.images,
+            held_out=HeldOut(selection.density_input, selection.features.labels),
         ).to(compute.device)
-        head = without_head or _fit_head(
-            backbone, layers, device_projection, train, data, compute, settings, folders[1]
-        )
+        head = _fit_head(train.features, selection.features, backbone, data, settings)
         textures = {layer: _fit_texture(train, layer, data, compute) for layer in layers.texture}
     scorer = Scorer(
         data.train.preprocess,
@@ -110,12 +111,11 @@ def fit_parts(
         compute.precision,
         head_layers=[layers.names.index(name) for name in layers.head],
     )
-    if settings.ood_score != "gates":
-        return FittedParts(backbone, scorer, None)
-    gates = choose_gates(scorer, layers, textures, data, settings)
-    layer, texture = gates.texture or (None, None)
+    gates = choose_gates(scorer, layers, textures, data, settings) if settings.ood_score == "gates" else None
+    layer, texture = (None, None) if gates is None or gates.texture is None else gates.texture
     kept = layers_of(layers.candidate, layers.head, layer)
-    if tuple(kept) != layers.names:
+    keep_output = settings.predictions == "base" or head.kind in task.own_heads
+    if tuple(kept) != layers.names or keep_output != backbone.keep_output:
         backbone = cut(net, kept, data.train, compute, keep_output=keep_output)
     head_layers = [kept.index(name) for name in layers.head]
     scorer = scorer.with_backbone(backbone.fused(compute.precision), texture, head_layers)
@@ -136,34 +136,40 @@ def _layers(
     if with_gates or reads_layers:
         example = example_input(data.train.preprocess).to(compute.device)
         early = tuple(early_layers(net.to(compute.device), candidate.layers, example))
-    return Layers(candidate.layers, early if reads_layers else (), early if with_gates else ())
+    own = candidate.layers if data.fit.averages_candidate and settings.head_input == "both" else ()
+    return Layers(candidate.layers, early if reads_layers else own, early if with_gates else ())
 
 
-def _fit_head(
-    backbone: Backbone,
-    layers: Layers,
-    projection: Projection,
-    train: Read,
-    data: FitData,
-    compute: Compute,
-    settings: FitSettings,
-    folder: Path,
-) -> Reader:
-    read_by_head = layers._replace(texture=())
-    selection = read(backbone, read_by_head, projection, data.selection, compute, folder, pooled=False)
+def _has_own_output(
+    backbone: Backbone, train: ImageDataset, compute: Compute, task: Task, settings: FitSettings
+) -> bool:
+    """Whether the network's own output is what the task predicts; it has to be where base predictions are asked for."""
+    try:
+        check_own_output(backbone, train, compute, task.network_outputs(train.classes))
+    except UsageError:
+        if settings.predictions == "base":
+            raise
+        return False
+    return True
+
+
+def _fit_head(train: Features, selection: Features, backbone: Backbone, data: FitData, settings: FitSettings) -> Head:
+    compute = settings.compute()
     own = own_outputs(backbone, data.selection, compute) if backbone.keep_output else None
     assert settings.head is not None
-    job = HeadJob(
-        settings.head,
-        train.features,
-        data.train,
-        selection.features,
-        data.selection,
-        own,
-        settings.seed,
-        compute.device,
+    return data.fit.fit_head(
+        HeadJob(
+            settings.head,
+            train,
+            data.train,
+            selection,
+            data.selection,
+            own,
+            settings.predictions,
+            settings.seed,
+            compute.device,
+        )
     )
-    return data.fit.fit_head(job)
 
 
 def _fit_texture(train: Read, layer: str, data: FitData, compute: Compute) -> Density:

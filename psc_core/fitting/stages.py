@@ -25,7 +25,7 @@ from psc_core.model.load import face_of
 from psc_core.projection.fit.projection import fit_tucker
 from psc_core.projection.fit.ranks import choose_ranks
 from psc_core.projection.fit.report import ProjectionReport
-from psc_core.tasks.fit.settings import OOD_SCORES, PREDICTIONS, FitSettings
+from psc_core.tasks.fit.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
 from psc_core.tasks.fit.task import TaskFit, one_of
 
 
@@ -112,7 +112,7 @@ def checked(settings: FitSettings, data: FitData) -> FitSettings:
     fit: TaskFit = data.fit
     settings = settings.of_task(fit.task_type.name, fit.task_type.heads)
     for option, allowed in (
-        ("predictions", PREDICTIONS), ("head", tuple(fit.task_type.heads)),
+        ("predictions", PREDICTIONS), ("head_input", HEAD_INPUTS), ("head", tuple(fit.task_type.heads)),
         ("density", tuple(DENSITIES)), ("ood_score", OOD_SCORES),
     ):  # fmt: skip
         one_of(option, getattr(settings, option), allowed, fit.task_type.noun)

@@ -6,7 +6,7 @@ gate           its reading, higher is more unusual                 an alarm mean
 ``texture``    −log p of an early layer's features, averaged       strange texture: surface, contrast, colours
                over positions, nats
 ``kind``       minus the log density of the model, nats            unknown kind: parts that no class has
-``confidence`` predictive entropy, nats                            ambiguous: the classes compete
+``confidence`` energy of the logits, −log Σ exp f, nats            no class has much evidence
 =============  ==================================================  ==========================================
 
 With ``p_g`` of :mod:`.tail` the OOD score is
@@ -49,7 +49,7 @@ def readings_of(names: Sequence[str], scores: Mapping[str, Float[Tensor, " batch
     """The readings of some gates, from the scores of a :class:`psc_core.tasks.head.Scored`."""
     readings = {KIND: -scores["log_density"]}
     if CONFIDENCE in names:
-        readings[CONFIDENCE] = scores["predictive_entropy"]
+        readings[CONFIDENCE] = scores["energy"]
     if TEXTURE in scores:
         readings[TEXTURE] = scores[TEXTURE]
     return torch.stack([readings[name] for name in names], dim=1)

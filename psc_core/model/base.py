@@ -23,7 +23,6 @@ from psc_core.model.pipeline import Pipeline, Scorer
 from psc_core.model.restore import restore_parts
 from psc_core.network.backbone import Backbone
 from psc_core.tasks.calibration import BaseCalibration
-from psc_core.tasks.head import Head
 from psc_core.tasks.outputs import FloatArray, Matrix, Outputs
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.prediction import BasePrediction
@@ -185,17 +184,15 @@ class FittedModel:
                 f"{type(self).__name__}.fit(net, train, val, mean=(…), std=(…)), or with preprocess=…"
             )
         scorer, gates = self.pipeline.scorer, self.pipeline.gates
-        head = scorer.head if isinstance(scorer.head, Head) else None
         backbone = storable_backbone(self, graph=graph)
         parts = {
             "projection": scorer.projection.state_dict(),
             "density": scorer.density.state_dict(),
+            "head": scorer.head.state_dict(),
             "calibration": self.calibration.tensors(),
         }
         if backbone.onnx is None:
             parts["backbone"] = backbone.state_dict()
-        if head is not None:
-            parts["head"] = head.state_dict()
         if gates is not None:
             parts["gates"] = {**gates.state_dict(), **_prefixed("texture.", scorer.texture)}
         fields = {
@@ -211,7 +208,7 @@ class FittedModel:
             "backbone": backbone.spec(),
             "projection": scorer.projection.config(),
             "density": scorer.density.config(),
-            "head": None if head is None else {**head.config(), **self._other_layers()},
+            "head": {**scorer.head.config(), **self._other_layers()},
             "calibration": {"images": len(self.calibration)},
             **({} if gates is None else {"gates": self._gates_config(gates)}),
             "collapse": self.report.get("collapse"),

@@ -33,7 +33,7 @@ from psc_core.images.preprocess import Images, Inputs, Preprocess, standardise
 from psc_core.network.backbone import Backbone, FeaturesAndLogits
 from psc_core.precision import Precision
 from psc_core.projection.module import Projection
-from psc_core.tasks.head import Reader, Scored
+from psc_core.tasks.head import Head, Scored
 from psc_core.tasks.outputs import pack
 
 
@@ -88,7 +88,7 @@ class Scorer(nn.Module):
         backbone: Backbone,
         projection: Projection,
         density: Density,
-        head: Reader,
+        head: Head,
         precision: Precision = "fp32",
         texture: Density | None = None,
         head_layers: Sequence[int] = (),

@@ -21,7 +21,7 @@ from psc_core.network.backbone import Backbone, onnx_backbone, rebuild_backbone
 from psc_core.network.onnx.restore import restore_body
 from psc_core.projection.module import Projection
 from psc_core.tasks.calibration import BaseCalibration
-from psc_core.tasks.head import Reader
+from psc_core.tasks.head import Head
 
 
 class Parts(NamedTuple):
@@ -30,7 +30,7 @@ class Parts(NamedTuple):
     backbone: Backbone
     projection: Projection
     density: Density
-    head: Reader
+    head: Head
     calibration: BaseCalibration
     texture: Density | None  # of the gate "texture"
     gates: Gates | None
@@ -50,7 +50,7 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
         dim = len(projection.z_mean)
         if density.input_kind == "z" and len(density.mean) != dim:
             raise BundleError(f"expected density.sizes.dim to be {dim}, got {len(density.mean)}; fit the bundle again")
-        head = _restore_head(manifest, tensors)
+        head = manifest.task.restore_head(manifest.head.model_dump(exclude={"layers"}), tensors["head"])
         calibration = _restore_calibration(manifest, tensors["calibration"])
         check_rates(len(calibration), alpha=manifest.policy.alpha, coverage=manifest.policy.coverage)
         texture, gates = _restore_gates(manifest, tensors["gates"]) if manifest.gates else (None, None)
@@ -60,7 +60,7 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
     except Exception as error:  # A hostile file can make a network's constructor fail in any way.
         raise BundleError(f"{bundle.path}: the manifest and the tensors do not fit together: {error}") from error
     layers = manifest.backbone.layers
-    head_layers = () if manifest.head is None else tuple(layers.index(name) for name in manifest.head.layers)
+    head_layers = tuple(layers.index(name) for name in manifest.head.layers)
     return Parts(backbone, projection, density, head, calibration, texture, gates, head_layers)
 
 
@@ -71,14 +71,6 @@ def _restore_backbone(bundle: Bundle, allow_factories: Collection[str]) -> Backb
     size = bundle.manifest.preprocess.shape
     body = restore_body(bundle.graph, size, outputs=len(spec.layers) + spec.keep_output)
     return onnx_backbone(body, spec.layers, keep_output=spec.keep_output)
-
-
-def _restore_head(manifest: Manifest, tensors: Mapping[str, Mapping[str, Tensor]]) -> Reader:
-    if manifest.head is not None:
-        return manifest.task.restore_head(manifest.head.model_dump(exclude={"layers"}), tensors["head"])
-    reader = manifest.task.reader_without_head()
-    assert reader is not None  # The manifest's agreements say so.
-    return reader
 
 
 def _restore_calibration(manifest: Manifest, tensors: Mapping[str, Tensor]) -> BaseCalibration:

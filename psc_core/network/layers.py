@@ -4,6 +4,9 @@ A *layer* is a module; its value is the output of the module's last call, of sev
 exception is ``NAME:input``, the input of the output layer NAME.  It is listed if no module's output equals it (a class
 token, functional pooling), because it is the penultimate layer of the literature.
 
+The *trunk* is the hidden layer before the penultimate one, if all that reaches the penultimate one passes through it:
+the last convolution of an EfficientNet or a VGG, the last block of a transformer, but no convolution beside a shortcut.
+
 Granularity: ``operations`` lists every convolution, pooling and linear layer, as in the paper; a block with attention
 is listed as a whole.  ``blocks`` lists residual, ConvNeXt, transformer and Swin blocks.  ``all`` lists every module.
 """
@@ -38,7 +41,7 @@ class LayerInfo:
     kind: Kind  # of its output
     shape: tuple[int, int]  # canonical (channels, spatial)
     grid: tuple[int, ...]  # the spatial axis before flattening: (height, width), (tokens,) or (1,)
-    role: str  # "hidden"; "penultimate", the input of the output layer; or "output", the logits
+    role: str  # "hidden"; "trunk", see the module; "penultimate", the input of the output layer; "output", the logits
 
 
 class LayeredNetwork(nn.Module):
@@ -83,7 +86,11 @@ def list_layers(
             layers.append(LayerInfo(name, 0, kind, (channels, math.prod(grid)), grid, "hidden"))
     if not layers:
         raise NetworkError(f"{type(net).__name__} has no layers of granularity {granularity!r}; use another one")
-    return [replace(layer, index=i) for i, layer in enumerate(_with_roles(net, layers, run))]
+    layers = _with_roles(net, layers, run)
+    at = next((i for i, layer in enumerate(layers) if layer.role == "penultimate"), 0) - 1
+    if at >= 0 and _carries_all(net, layers[at].name, example):
+        layers[at] = replace(layers[at], role="trunk")
+    return [replace(layer, index=i) for i, layer in enumerate(layers)]
 
 
 def select_layers(layers: Sequence[LayerInfo], pattern: str | None) -> list[LayerInfo]:
@@ -151,6 +158,24 @@ def _with_roles(net: nn.Module, layers: list[LayerInfo], run: _Run) -> list[Laye
         if last is None or not torch.equal(last, features):
             hidden.append(LayerInfo(name + INPUT, 0, "vector", (features.shape[1], 1), (1,), "hidden"))
     return [*hidden[:-1], *(replace(layer, role="penultimate") for layer in hidden[-1:]), *outputs]
+
+
+@torch.inference_mode()
+def _carries_all(net: nn.Module, name: str, example: Tensor) -> bool:
+    """Whether the logits depend on the image through the module's output alone: they stay where that is held fixed."""
+    held: list[Tensor] = []
+
+    def hold(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, Tensor):
+            held.append(output.clone())
+        return held[0].clone() if held else output
+
+    handle = net.get_submodule(name).register_forward_hook(hold)
+    try:
+        first, second = net(example), net(torch.flip(example, (2, 3)) + 1)
+    finally:
+        handle.remove()
+    return len(held) == 2 and torch.equal(first, second)
 
 
 def _names(net: nn.Module, granularity: str) -> set[str]:

@@ -161,7 +161,7 @@ def _warnings(manifest: Manifest, candidate: Candidate | None, content: Content)
     projection = metrics.get("projection", {})
     found = list(candidate.notes) if candidate else []
     found += [text for text in (projection.get("warning"), projection.get("pooled")) if text]
-    found += of_task.warnings_of(metrics)
+    found += of_task.warnings_of(metrics, manifest.head.record)
     both = [
         images.quality
         for images in content.sets

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from psc_core.fitted import Fitted
 
@@ -21,8 +21,8 @@ class Scored(NamedTuple):
     probabilities: Float[Tensor, "batch classes"]
 
 
-class Reader(nn.Module):
-    """A module that turns features, or the network's own output, into scores: a :class:`Head`, or a task's own reader.
+class Head(Fitted):
+    """A fitted module that turns features, or the network's own output, into scores.
 
     Attributes:
         score_names: The scores of the task, in the order of their columns.
@@ -33,6 +33,13 @@ class Reader(nn.Module):
     score_names: ClassVar[tuple[str, ...]]
     reads_layers: ClassVar[bool] = False
     epistemic_unit: ClassVar[str] = ""
+
+    center: Tensor
+    inverse_scale: Tensor
+
+    def standardise(self, z: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
+        """Return φ, the standardised features."""
+        return (z - self.center) * self.inverse_scale
 
     def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
         """Return the scores that need no density, and the probabilities.
@@ -46,14 +53,3 @@ class Reader(nn.Module):
     def explain(self, features: Float[Tensor, "batch dim"]) -> dict[str, Tensor]:
         """Return what it can say of its predictions by name, images first; nothing by default."""
         return {}
-
-
-class Head(Fitted, Reader):
-    """Base of the fitted heads, which read standardised features."""
-
-    center: Tensor
-    inverse_scale: Tensor
-
-    def standardise(self, z: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
-        """Return φ, the standardised features."""
-        return (z - self.center) * self.inverse_scale

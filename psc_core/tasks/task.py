@@ -19,7 +19,7 @@ from psc_core.target import Target
 from psc_core.tasks import TASKS, module_of
 from psc_core.tasks.answer import ASKED_FOR, BaseAnswer, Response
 from psc_core.tasks.calibration import BaseCalibration
-from psc_core.tasks.head import Head, Reader
+from psc_core.tasks.head import Head
 from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.prediction import BasePrediction
@@ -52,6 +52,8 @@ class Task(BaseModel):
     """The prediction for one image in it."""
     policy: ClassVar[type[BasePolicy]]
     calibration: ClassVar[type[BaseCalibration]]
+    own_heads: ClassVar[Mapping[str, type[Head]]] = {}
+    """By kind, what reads the network's own output in place of the features, for base predictions."""
     heads: ClassVar[Mapping[str, type[Head]]]
     """Heads of its models by kind."""
     abstentions: ClassVar[Mapping[str, int]]
@@ -88,17 +90,13 @@ class Task(BaseModel):
         """Return the number of columns of probabilities in the outputs."""
         return len(classes)
 
-    def epistemic_unit(self, reader: Reader) -> str:
+    def epistemic_unit(self, head: Head) -> str:
         """Return the unit of the epistemic uncertainty, for people; empty where there is none."""
-        return reader.epistemic_unit
-
-    def reader_without_head(self) -> Reader | None:
-        """Return what reads the network's own output where there is no head; None if there must be one."""
-        return None
+        return head.epistemic_unit
 
     def restore_head(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Head:
         """Return the head with this ``config()`` and ``state_dict()``; raises :class:`BundleError`."""
-        return restore(self.heads, config, state)
+        return restore({**self.heads, **self.own_heads}, config, state)
 
     # What it says of images
 

@@ -34,9 +34,10 @@ class CentroidHead(ClassifierHead):
     temperature: Tensor
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
-        """Softmax over distances; the smallest distance."""
+        """Softmax over distances; the smallest distance; the energy."""
         squared = torch.cdist(self.standardise(z), self.centroids).square()
-        return HeadOutput((-squared / (2 * self.temperature)).softmax(dim=1), squared.amin(dim=1))
+        logits = -squared / (2 * self.temperature)
+        return HeadOutput(logits.softmax(dim=1), squared.amin(dim=1), -logits.logsumexp(dim=1))
 ''',
         )
     ],
@@ -125,9 +126,10 @@ def test_probabilities_are_the_definition_in_float64() -> None:
         ('"duq": _duq}', '"duq": _duq, "centroid": _centroid}'),
         (
             "def _log_sum_exp(",
-            """def _centroid(t: dict[str, Array], phi: Array) -> tuple[Array, Array]:
+            """def _centroid(t: dict[str, Array], phi: Array) -> tuple[Array, Array, Array]:
     squared = ((phi[:, None] - t["centroids"]) ** 2).sum(2)
-    return _softmax(-squared / (2 * t["temperature"])), squared.min(1)
+    logits = -squared / (2 * t["temperature"])
+    return _softmax(logits), squared.min(1), -_log_sum_exp(logits)
 
 
 def _log_sum_exp(""",
@@ -143,8 +145,8 @@ def _log_sum_exp(""",
     ],
     "docs/bundle-format.md": [
         ("| `centroids` | (K, D) | duq |", "| `centroids` | (K, D) | duq, centroid |"),
-        ("| `embedding` | (D, D)", "| `temperature` | () | centroid | t |\n| `embedding` | (D, D)"),
-        ("    null      prob", "    centroid  probabilities = softmax(−‖ φ − centroids_c ‖² / 2t)\n    null      prob"),
+        ("| `temperature` | () | own |", "| `temperature` | () | own, centroid |"),
+        ("    own       f =", "    centroid  f = −‖ φ − centroids_c ‖² / 2t\n    own       f ="),
     ],
 }
 

@@ -13,7 +13,8 @@ Two departures apply only where the paper's estimate is poor:
 
 * With fewer than ten images (beyond one a class) per component, covariances are shrunk
   (:func:`psc_core.numerics.linalg.covariance`) towards a multiple of the identity: in w that is the pooled covariance,
-  in x the total one.
+  in x the total one.  Where held-out images are given, these choose how much of the pooled covariance each class takes
+  (:mod:`.tied_weight`), whatever the number of images.
 * Eigenvalues below 10⁻⁶ are clamped to it, that is, deviations a thousand times smaller than the pooled (in w) or the
   total ones (in x), as identical images or complete collapse give.
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -34,6 +35,7 @@ from torch.nn import functional
 from psc_core.density import kind_of
 from psc_core.density.base import Density
 from psc_core.density.fit.pca import fit_pca
+from psc_core.density.fit.tied_weight import ClassMoments, between, choose_tied_weight
 from psc_core.density.gaussian import ClasswiseDensity, RelativeDensity
 from psc_core.fitted import Record
 from psc_core.numerics import linalg
@@ -41,6 +43,13 @@ from psc_core.numerics.matrix import FeatureMatrix, as_matrix, check_features, i
 
 WHITENER_ELEMENTS: Final = 1 << 26
 """Maximum K × P × P for the automatic choice of P (256 MiB of float32)."""
+
+
+class HeldOut(NamedTuple):
+    """Features of m labelled examples that nothing was fitted to."""
+
+    z: Float[Tensor, "m dim"] | FeatureMatrix
+    labels: Int[Tensor, " m"]
 
 
 def fit_density(
@@ -52,6 +61,7 @@ def fit_density(
     pca: int | None = None,
     class_names: Sequence[str] | None = None,
     images: Int[Tensor, " n"] | None = None,
+    held_out: HeldOut | None = None,
 ) -> Density:
     """Fit a feature density.
 
@@ -65,6 +75,7 @@ def fit_density(
             covariance for each class, so many that K · P² stays under :data:`WHITENER_ELEMENTS`.
         class_names: Names for messages.
         images: Which image each labelled example shows; by default another one each.
+        held_out: Features that nothing was fitted to; read where :attr:`.Density.tied_by_held_out`.
 
     Returns:
         A module on the device of ``z``.
@@ -79,9 +90,7 @@ def fit_density(
     observed = counts if images is None else images_of_classes(images, labels, num_classes)
     n_images = len(z) if images is None else int(images.bincount().count_nonzero())
     z, feature_dtype = as_matrix(z), z.dtype
-    if family.unit_length:
-        # In float64, as :meth:`Density.coordinates` does; ``feature_dtype`` still tells how exact the features are.
-        z = z.map(lambda part: functional.normalize(part.double()), z.shape[1], torch.float64)
+    z = _lengths(family, z)  # ``feature_dtype`` still tells how exact the features are.
     classwise = issubclass(family, ClasswiseDensity)
     limit = n_images - num_classes
     if classwise:
@@ -118,11 +127,21 @@ def fit_density(
         # Float32, and K × P × P the largest tensor: whiteners apply to differences, which no longer cancel.
         whiteners = torch.empty(num_classes, *root.shape, device=z.device)
         centres = torch.empty(num_classes, len(root), dtype=torch.float64, device=z.device)
+        groups = list(zip(members, observed.tolist(), strict=True))
+        tied_weight = None
+        if family.tied_by_held_out and held_out is not None and len(held_out.labels):
+            apart = projection.whiten(_lengths(family, as_matrix(held_out.z)))[:] @ root
+            tied_weight = record["tied_weight"] = choose_tied_weight(
+                (_moments(w.take(own), n_own), apart[held_out.labels.to(apart.device) == k])
+                for k, (own, n_own) in enumerate(groups)
+            )
         shrinkages = []
-        for k, (own, n_own) in enumerate(zip(members, observed.tolist(), strict=True)):
-            centres[k] = linalg.mean_of_rows(w.take(own))
-            scatter = linalg.scatter_about(w.take(own), centres[k]) * (n_own / len(own))
-            covariance, shrinkage = linalg.covariance(scatter, n_own - 1)
+        for k, (own, n_own) in enumerate(groups):
+            centres[k], covariance = _moments(w.take(own), n_own)
+            if tied_weight is None:
+                covariance, shrinkage = linalg.covariance(covariance * (n_own - 1), n_own - 1)
+            else:
+                covariance, shrinkage = between(covariance, tied_weight), tied_weight
             inverse = linalg.inverse_root(covariance)
             whiteners[k] = inverse.root
             constants[k] -= 0.5 * inverse.log_det
@@ -139,3 +158,16 @@ def fit_density(
         tensors["background"] = torch.linalg.inv(root)
         tensors["background_constant"] = torch.tensor(-0.5 * volume, device=z.device)
     return family(tensors, record=record).to(z.device)
+
+
+def _lengths(family: type[Density], z: FeatureMatrix) -> FeatureMatrix:
+    """Return the features as the density reads them: of unit length, in float64 as :meth:`Density.coordinates`."""
+    if not family.unit_length:
+        return z
+    return z.map(lambda part: functional.normalize(part.double()), z.shape[1], torch.float64)
+
+
+def _moments(w: FeatureMatrix, images: int) -> ClassMoments:
+    """Return mean and covariance of the labelled examples of a class, which show so many images."""
+    mean = linalg.mean_of_rows(w)
+    return ClassMoments(mean, linalg.scatter_about(w, mean) * (images / len(w)) / (images - 1))

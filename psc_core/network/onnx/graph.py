@@ -46,6 +46,7 @@ class Graph:
         self.constants = {tensor.name for tensor in model.graph.initializer}
         self.sizes = sizes
         self.batch = batch
+        self.input: str = model.graph.input[0].name
         self.output: str = model.graph.output[0].name
         self.producers: dict[str, NodeProto] = {name: node for node in self.nodes for name in node.output if name}
         self.constants |= {node.output[0] for node in self.nodes if node.op_type == "Constant"}
@@ -92,6 +93,8 @@ class Graph:
                 penultimate = next((layer for name in reads[::-1] if (layer := self.layer(name))), None)
                 hidden += [penultimate] if penultimate is not None else []
         roles = ["hidden"] * (len(hidden) - 1) + ["penultimate"] * bool(hidden) + ["output"] * len(outputs)
+        if len(hidden) > 1 and self._carries_all(hidden[-2].name):
+            roles[len(hidden) - 2] = "trunk"
         found = enumerate(zip([*hidden, *outputs], roles, strict=True))
         return [replace(layer, index=index, role=role) for index, (layer, role) in found]
 
@@ -118,6 +121,18 @@ class Graph:
         shape = self.sizes[name][1]
         channels, grid = (shape[1], shape[2:]) if kind == "map" else (shape[-1], shape[1:-1] or (1,))
         return LayerInfo(name, 0, kind, (channels, math.prod(grid)), grid, "hidden")
+
+    def _carries_all(self, name: str) -> bool:
+        """Return whether the logits depend on the image through one tensor alone."""
+        seen, waiting = {name}, [self.logits]
+        while waiting:
+            found = waiting.pop()
+            if found == self.input:
+                return False
+            if found not in seen and found in self.producers:
+                waiting += [str(each) for each in self.producers[found].input]
+            seen.add(found)
+        return True
 
     def _names(self, granularity: str) -> Iterator[str]:
         ends = self._ends_of_blocks()

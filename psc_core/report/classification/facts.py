@@ -31,14 +31,22 @@ def policy_lines(task: Classification, policy: Policy, limits: Mapping[str, floa
     return [] if threshold is None else [f"ambiguous: predictive entropy above {threshold:.4g} nats"]
 
 
-def warnings_of(metrics: Mapping[str, Any]) -> list[str]:
-    """Return what a person is warned of, from the metrics in the manifest."""
+def warnings_of(metrics: Mapping[str, Any], head: Mapping[str, float]) -> list[str]:
+    """Return what a person is warned of, from the metrics and the record of the head in the manifest."""
+    above, error = head.get("nll_above_own", 0.0), head.get("nll_above_own_error", 0.0)
+    found = []
+    if above > error:
+        found.append(
+            "the network's own probabilities are served, divided by a temperature: the NLL of the head's is "
+            f"{above:.3f} ± {error:.3f} nats higher on validation images; --predictions psc serves those"
+        )
     risk = metrics.get("risk", {})
     if not risk or risk["threshold"] is not None:
-        return []
+        return found
     return [
+        *found,
         f"no entropy threshold keeps the error rate at {risk['promised']:g} with {risk['confidence']:.0%} "
-        "confidence, so no image is called ambiguous; raise --risk or validate on more images"
+        "confidence, so no image is called ambiguous; raise --risk or validate on more images",
     ]
 
 

@@ -34,7 +34,7 @@ def policy_lines(task: Regression, policy: ValuePolicy, limits: Mapping[str, flo
     ]
 
 
-def warnings_of(metrics: Mapping[str, Any]) -> list[str]:
+def warnings_of(metrics: Mapping[str, Any], head: Mapping[str, float]) -> list[str]:
     """Return what a person is warned of, from the metrics in the manifest."""
     return []
 

@@ -15,7 +15,6 @@ from psc_core.tasks.classification.calibration import Calibration, Thresholds
 from psc_core.tasks.classification.decide import ABSTAIN_AMBIGUOUS, ABSTAIN_OOD, Decisions, decide
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.prediction import Prediction
-from psc_core.tasks.head import Reader
 from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.task import GATES_OUTPUT, Agreement, Datatype, Task, gate_members, score_members, unusual_components
 
@@ -29,6 +28,7 @@ class Classification(Task):
     answer = ImagePrediction
     policy = Policy
     calibration = Calibration
+    own_heads: ClassVar = {heads.OwnHead.kind: heads.OwnHead}
     heads = heads.HEADS
     abstentions: ClassVar = {"ood": ABSTAIN_OOD, "ambiguous": ABSTAIN_AMBIGUOUS}
     tensors: ClassVar[Mapping[str, Datatype]] = {
@@ -48,16 +48,13 @@ class Classification(Task):
         return {}
 
     def agreements(self, manifest: Any) -> Sequence[Agreement]:
-        head = manifest.head
-        of_head = len(manifest.classes) if head is None else head.sizes.get("classes")
+        head, classes = manifest.head, len(manifest.classes)
+        is_own = head.kind in self.own_heads
         return (
-            ("predictions", "base" if head is None else "psc", manifest.predictions),
-            ("head.sizes.classes", len(manifest.classes), of_head),
-            ("head.layers (of a classifier)", [], [] if head is None else head.layers),
+            ("predictions", "base" if is_own else "psc", manifest.predictions),
+            ("head.sizes.classes", classes, classes if is_own else head.sizes.get("classes")),
+            ("head.layers (of a classifier)", list(manifest.layers) if head.layers else [], head.layers),
         )
-
-    def reader_without_head(self) -> Reader:
-        return heads.OwnProbabilities()
 
     def decide(self, outputs: Outputs[FloatArray], thresholds: Thresholds) -> Decisions:
         return decide(outputs, thresholds)

@@ -21,8 +21,11 @@ _LAST: Final = {"last": True}
 _HERE: Final = {"here": True}
 """Marks what is of this run and machine alone: no bundle records it."""
 
-PREDICTIONS: Final = ("psc", "base")
-"""The predictions that a model can give: the head's, or the network's own."""
+PREDICTIONS: Final = ("auto", "psc", "base")
+"""The predictions that a model can give: the better, the head's, or the network's own."""
+
+HEAD_INPUTS: Final = ("both", "z")
+"""What a classifier's head can read: z and the features averaged over positions, or z alone as in the paper."""
 
 OOD_SCORES: Final = ("gates", "density")
 """The parts that an OOD score, and with it the p-value, can be made of."""
@@ -49,7 +52,8 @@ class FitSettings:
     density: str = "pooled++"
     pca: int | None = field(default=None, metadata=_LAST)
     head: str | None = field(default=None, metadata=_LAST)  # None: the first of the task
-    predictions: str = field(default="psc", metadata=_LAST)
+    head_input: str = field(default="both", metadata=_LAST)  # of a classifier
+    predictions: str = field(default="auto", metadata=_LAST)
     alpha: float = field(default=0.05, metadata=_LAST)
     coverage: float = field(default=0.95, metadata=_LAST)
     risk: float = field(default=0.05, metadata=_LAST)  # of a classifier

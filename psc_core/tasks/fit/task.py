@@ -41,7 +41,10 @@ class HeadJob(NamedTuple):
     train_data: ImageDataset
     selection: Features  # which free numbers are chosen on
     selection_data: ImageDataset
-    own: Float[Tensor, "images outputs"] | None  # the network's own outputs for the selection split, if they are served
+    own: (
+        Float[Tensor, "images outputs"] | None
+    )  # the network's own outputs for the selection split, if they may be served
+    predictions: str  # one of :data:`psc_core.tasks.fit.settings.PREDICTIONS`
     seed: int
     device: torch.device
 
@@ -58,6 +61,9 @@ class TaskFit:
     """The way in which models of one task are fitted; ``FIT`` in ``fit.task`` of its folder is the only instance."""
 
     task_type: ClassVar[type[Task]]
+
+    averages_candidate: ClassVar[bool] = False
+    """Whether a head reads the candidate's features averaged over positions beside z, where settings do not forbid."""
 
     why_no_confidence: ClassVar[str] = ""
     """The reason why no gate reads an entropy, a sentence; empty for a task that has entropies."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from psc_core.target import Target
-from psc_core.tasks.head import Reader
+from psc_core.tasks.head import Head
 from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.regression import heads
 from psc_core.tasks.regression.answer import DECISIONS, RESPONSE, SCORES, ValuePrediction
@@ -56,7 +56,7 @@ class Regression(Task):
     def probabilities(self, classes: Sequence[str]) -> int:
         return 0
 
-    def epistemic_unit(self, reader: Reader) -> str:
+    def epistemic_unit(self, head: Head) -> str:
         return f"standard deviation, {self.target.unit}".removesuffix(", ")
 
     def decide(self, outputs: Outputs[FloatArray], thresholds: Thresholds) -> Decisions:

@@ -68,8 +68,8 @@ def test_missing_bundle(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         *(
-            ({"schema_version": other}, f"expected schema_version 4, got {other!r}; fit the bundle again: psc-fit ")
-            for other in (1, 2, 3, 5, None, True, 4.0, "4")
+            ({"schema_version": other}, f"expected schema_version 5, got {other!r}; fit the bundle again: psc-fit ")
+            for other in (1, 2, 3, 4, None, True, 5.0, "5")
         ),
         ({"target": {"name": "age", "unit": "years"}}, r"field policy\.max_width: Field required"),
         ({"task": "ranking"}, "expected field task to be one of regression, classification, got 'ranking'"),

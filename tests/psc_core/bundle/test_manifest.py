@@ -23,7 +23,7 @@ def bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema_version": 4}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema_version": 5}'])
 def test_rejects_malformed_manifest(bundle: Path, content: bytes) -> None:
     (bundle / "manifest.json").write_bytes(content)
     with pytest.raises(BundleError, match="manifest"):
@@ -57,9 +57,9 @@ def test_an_older_bundle_names_the_command_that_fits_it_again(shipped_bundle: Pa
     body = json.loads((shipped_bundle / "manifest.json").read_text())
     changed = {"task": "regression", "layer": "layer4.0.downsample.0", "layers": "layer4", "granularity": "blocks",
                "epsilon": 1e-05, "c_proj": 2, "d_proj": 3, "minimum_dim": 4, "no_second_scaling": True,
-               "density": "mahalanobis++", "pca": 5, "head": "dve", "predictions": "base", "alpha": 0.1,
-               "coverage": 0.9, "risk": 0.2, "max_width": 1.5, "ood_score": "density", "precision": "bf16",
-               "max_images": 6, "seed": 7}  # fmt: skip
+               "density": "mahalanobis++", "pca": 5, "head": "dve", "head_input": "z", "predictions": "base",
+               "alpha": 0.1, "coverage": 0.9, "risk": 0.2, "max_width": 1.5, "ood_score": "density",
+               "precision": "bf16", "max_images": 6, "seed": 7}  # fmt: skip
     assert {*FitSettings().recorded()} - {*changed} == {"batch_images", "max_memory"}
     body["provenance"]["settings"] = {**changed, "batch_images": 8, "flag_of_before": 9, "out": "mine"}
     program, *words = shlex.split(fit_command(body))

@@ -32,7 +32,7 @@ def test_fit_prints_table_and_reason(tiny_job, tmp_path: Path, capsys: pytest.Ca
     assert out.index("preprocessing: L, resized to 28 × 28") < out.index("the network itself: accuracy 0.")
     assert out.index("the network itself") < out.index("◀ candidate")
     assert "penultimate" in out
-    assert "has the highest NC4" in out
+    assert "is all that the penultimate layer is computed from" in out
     assert "projection" in out
     assert not list(tmp_path.glob(".*.stages"))
     said = [

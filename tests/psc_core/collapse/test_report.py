@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from psc_core.collapse.report import CollapseReport, LayerCollapse, to_csv, to_text
+from psc_core.collapse.report import R2, CollapseReport, LayerCollapse, to_csv, to_text
 from psc_core.errors import UsageError
 from tests.reference import collapse as reference
 
@@ -111,11 +111,16 @@ def test_rule_equals_twin(numbers: list[tuple[float, float, float]]) -> None:
     assert chosen.layers == (f"layer{reference.candidate(nc1s, nc4s, errors, measured.epsilon)}",)
 
 
-def test_notes_say_that_nothing_has_collapsed() -> None:
-    measured = report(("a", 4, 0.9, 0.5), ("b", 4, 0.6, 0.8), ("p", 8, 0.3, 0.7), ("o", 2, 0.1, 0.9))
-    (note,) = measured.candidate().notes
-    assert note.startswith("nothing has collapsed, NC1 > 0.2 after every layer")
-    assert f"note: {note}" in to_text(measured, measured.candidate()).splitlines()
+def test_takes_the_trunk_where_nothing_has_collapsed() -> None:
+    layers = (("a", 4, 0.9, 0.5), ("b", 4, 0.6, 0.8), ("t", 4, 0.4, 0.6), ("p", 8, 0.3, 0.7), ("o", 2, 0.1, 0.9))
+    plain = report(*layers)
+    assert plain.candidate().layers == ("b",)
+    trunk = replace(plain, layers=tuple(replace(e, role="trunk") if e.name == "t" else e for e in plain.layers))
+    assert trunk.candidate().layers == ("t",)
+    assert "nothing has collapsed, NC1 > 0.2 after every layer" in trunk.candidate().reason
+    assert trunk.candidate("a").layers == ("a",) and replace(trunk, pattern="[ab]").candidate().layers == ("b",)
+    assert replace(trunk, measure=R2).candidate().layers == ("b",)  # Shown for classes alone.
+    assert replace(trunk, epsilon=0.35).candidate().layers == ("b",)  # "p" has collapsed.
 
 
 def test_notes_say_that_candidate_is_early() -> None:

@@ -26,7 +26,7 @@ from psc_core.model.pipeline import Pipeline, Scorer
 from psc_core.model.predictor import PSC
 from psc_core.network.backbone import truncate
 from psc_core.tasks.classification.fit.calibrate import fit_calibration
-from psc_core.tasks.classification.heads import OwnProbabilities, entropy
+from psc_core.tasks.classification.heads import OwnHead, entropy
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.head import Scored
 from tests.reference import metrics as naive
@@ -48,7 +48,7 @@ class FormulaScorer(Scorer):
         nn.Module.__init__(self)
         self.register_buffer("scale", torch.ones(1))
         self.preprocess = PREPROCESS
-        self.head = OwnProbabilities()
+        self.head = OwnHead({"temperature": torch.ones(())}, record={})
 
     def forward(self, images: Tensor) -> Scored:
         x = images.flatten(1).float() / 255

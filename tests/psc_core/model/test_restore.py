@@ -43,7 +43,7 @@ def test_rejects_missing_tensors(bundle: Path, part: str) -> None:
 
 
 GROWN = {
-    "backbone": r"backbone: expected body\.2\.weight of shape \(16, 8, 3, 3\), got \(32, 8, 3, 3\)",
+    "backbone": r"backbone: expected body\.4\.weight of shape \(16, 16, 3, 3\), got \(32, 16, 3, 3\)",
     "projection": r"expected tucker\.\w+ with axes .* got shape ",
     "density": r"expected pooled\+\+\.\w+ with axes .* got shape ",
     "head": r"expected laplace\.\w+ with axes .* got shape ",

@@ -59,7 +59,7 @@ def test_blocks(
     name: str, args: dict[str, Any], size: int, blocks: int, layer: str, kind: str, shape: tuple[int, int]
 ) -> None:
     layers = list_layers(network(name, **args), torch.randn(1, 3, size, size), granularity="blocks")
-    assert len([entry for entry in layers if entry.role == "hidden"]) == blocks
+    assert len([entry for entry in layers if entry.role in ("hidden", "trunk")]) == blocks
     assert (by_name(layers)[layer].kind, by_name(layers)[layer].shape) == (kind, shape)
     assert layers[-1].role == "penultimate"
 

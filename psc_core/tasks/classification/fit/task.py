@@ -18,6 +18,7 @@ from psc_core.tasks.classification.fit.calibrate import (
     unreachable_entropy,
 )
 from psc_core.tasks.classification.fit.head import fit_head
+from psc_core.tasks.classification.fit.own import better_of, fit_own
 from psc_core.tasks.classification.heads import ClassifierHead
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.task import Classification
@@ -33,6 +34,7 @@ class ClassificationFit(TaskFit):
     """The fit of a classifier."""
 
     task_type = Classification
+    averages_candidate = True
 
     def takes(self, data: ImageDataset) -> bool:
         return data.target is None
@@ -41,8 +43,15 @@ class ClassificationFit(TaskFit):
         check_fraction(settings.risk, "risk")
 
     def fit_head(self, job: HeadJob) -> ClassifierHead:
-        classes = job.train_data.classes
-        return fit_head(
+        """Return the head, the network's own logits with a temperature, or the better of both."""
+        classes, selection = job.train_data.classes, job.selection
+        own = logits = None
+        if job.own is not None:
+            logits = job.own[selection.images]
+            own = fit_own(logits, selection.labels).to(job.device)
+            if job.predictions == "base":
+                return own
+        head = fit_head(
             job.train.head_input,
             job.train.labels,
             job.selection.head_input[:],
@@ -54,6 +63,10 @@ class ClassificationFit(TaskFit):
             class_names=classes,
             images=job.train.images,
         )
+        if own is None or logits is None:
+            return head
+        z, logits, labels = (part.to(job.device) for part in (selection.head_input[:], logits, selection.labels))
+        return better_of(head, own, z, logits, labels)
 
     def calibrate(
         self, scored: Scored, ood_score: Float[Tensor, " n"], images: ImageDataset, settings: FitSettings

@@ -12,15 +12,15 @@ from typing import Final
 from psc_core.tasks.classification.heads.base import (
     ClassifierHead,
     HeadOutput,
-    OwnProbabilities,
     UncertaintyDecomposition,
     entropy,
 )
 from psc_core.tasks.classification.heads.duq import DuqHead
 from psc_core.tasks.classification.heads.laplace import LaplaceHead
+from psc_core.tasks.classification.heads.own import OwnHead
 from psc_core.tasks.classification.heads.sngp import SngpHead
 
-__all__ = ["HEADS", "ClassifierHead", "HeadOutput", "OwnProbabilities", "UncertaintyDecomposition", "entropy"]
+__all__ = ["HEADS", "ClassifierHead", "HeadOutput", "OwnHead", "UncertaintyDecomposition", "entropy"]
 
 HEADS: Final[Mapping[str, type[ClassifierHead]]] = {head.kind: head for head in (LaplaceHead, SngpHead, DuqHead)}
 """Heads by kind; the first is the default."""

@@ -1,4 +1,4 @@
-"""The base of a classifier's heads, and what stands in their place for base predictions."""
+"""The base of a classifier's heads."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.errors import NetworkError
 from psc_core.tasks.classification.answer import SCORES
-from psc_core.tasks.head import Head, Reader, Scored
+from psc_core.tasks.head import Head, Scored
 
 
 class HeadOutput(NamedTuple):
@@ -18,6 +17,7 @@ class HeadOutput(NamedTuple):
 
     probabilities: Float[Tensor, "batch classes"]  # of each class; they sum to 1
     epistemic: Float[Tensor, " batch"]  # what more training data would remove, in the head's own epistemic_unit
+    energy: Float[Tensor, " batch"]  # −log Σ_k exp f_k of the logits f, nats: high where no class has evidence
 
 
 class UncertaintyDecomposition(NamedTuple):
@@ -38,7 +38,7 @@ class ClassifierHead(Head):
 
     def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
         """Return aleatoric (here the entropy of the probabilities) and epistemic uncertainty of a batch."""
-        probabilities, epistemic = self(z)
+        probabilities, epistemic, _ = self(z)
         return UncertaintyDecomposition(entropy(probabilities), epistemic)
 
     def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
@@ -48,20 +48,12 @@ class ClassifierHead(Head):
         return dict(self.decompose(features)._asdict())
 
 
-class OwnProbabilities(Reader):
-    """The network's own softmax, for base predictions; it has no epistemic uncertainty."""
-
-    score_names = SCORES
-
-    def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
-        if output is None:
-            raise NetworkError("base predictions need a backbone that keeps the network's output")
-        return scored(output.softmax(1), output.new_zeros(len(output)))
-
-
-def scored(probabilities: Float[Tensor, "batch classes"], epistemic: Float[Tensor, " batch"]) -> Scored:
-    """Return the scores of a classifier, those of the density apart."""
-    return Scored({"predictive_entropy": entropy(probabilities), "epistemic": epistemic}, probabilities)
+def scored(
+    probabilities: Float[Tensor, "batch classes"], epistemic: Float[Tensor, " batch"], energy: Float[Tensor, " batch"]
+) -> Scored:
+    """Return the scores of a classifier, those of the density apart, and the energy, which its gates read."""
+    entropies = entropy(probabilities)
+    return Scored({"predictive_entropy": entropies, "epistemic": epistemic, "energy": energy}, probabilities)
 
 
 def entropy(probabilities: Float[Tensor, "*batch classes"]) -> Float[Tensor, "*batch"]:

@@ -43,10 +43,11 @@ class DuqHead(ClassifierHead):
     exponent: Tensor
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
-        """Normalised powers of the kernels; one minus the largest kernel."""
+        """Normalised powers of the kernels; one minus the largest kernel; minus the log of their sum."""
         squared = squared_distances(self.standardise(z) @ self.embedding, self.centroids)
         log_kernels = -squared / (2 * self.centroids.shape[1] * self.length_scale.square())
-        return HeadOutput((self.exponent * log_kernels).softmax(dim=1), -torch.expm1(log_kernels.amax(dim=1)))
+        logits = self.exponent * log_kernels
+        return HeadOutput(logits.softmax(dim=1), -torch.expm1(log_kernels.amax(dim=1)), -logits.logsumexp(dim=1))
 
 
 def squared_distances(

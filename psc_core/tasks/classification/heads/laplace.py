@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -45,6 +45,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.tasks.classification.heads.base import ClassifierHead, HeadOutput, UncertaintyDecomposition, entropy
+
+
+class Posterior(NamedTuple):
+    """The posterior of the logits of a batch, reduced to what is served."""
+
+    mean: Float[Tensor, "batch classes"]  # μ
+    probabilities: Float[Tensor, "batch classes"]  # probit
+    total: Float[Tensor, " batch"]  # H of the centred probabilities
+    aleatoric_fraction: Float[Tensor, " batch"]  # exp(−δ / H)
 
 
 class LaplaceHead(ClassifierHead):
@@ -104,10 +113,8 @@ class LaplaceHead(ClassifierHead):
         for name, tensor in derived.items():
             self.register_buffer(name, tensor.float().contiguous(), persistent=False)
 
-    def posterior(
-        self, z: Float[Tensor, "batch dim"]
-    ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, " batch"], Float[Tensor, " batch"]]:
-        """Probit probabilities, H of the centred ones, and the aleatoric fraction ``exp(−δ / H)`` of it."""
+    def posterior(self, z: Float[Tensor, "batch dim"]) -> Posterior:
+        """Return what the outputs are made of."""
         classes = len(self.bias)
         inner = torch.addmm(self.inner_offset, z, self.inner)
         mean = inner[:, :classes]
@@ -117,14 +124,16 @@ class LaplaceHead(ClassifierHead):
         squares, vectors = (p @ self.spread_terms).chunk(2, dim=1)
         minus_delta = torch.addcmul(squares, vectors, vectors).clamp_(max=0.0).mul_(v).sum(dim=1)
         total = entropy(p)
-        return probabilities, total, (minus_delta / total.clamp(min=torch.finfo(total.dtype).tiny)).exp_()
+        fraction = (minus_delta / total.clamp(min=torch.finfo(total.dtype).tiny)).exp_()
+        return Posterior(mean, probabilities, total, fraction)
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
-        """Probit probabilities and mutual information in nats."""
-        probabilities, total, fraction = self.posterior(z)
-        return HeadOutput(probabilities, torch.addcmul(total, total, fraction, value=-1.0))
+        """Probit probabilities, mutual information, and energy of the mean logits; nats."""
+        mean, probabilities, total, fraction = self.posterior(z)
+        epistemic = torch.addcmul(total, total, fraction, value=-1.0)
+        return HeadOutput(probabilities, epistemic, -mean.logsumexp(dim=1))
 
     def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
         """Both in nats; their sum is H of the module's text."""
-        _, total, fraction = self.posterior(z)
+        _, _, total, fraction = self.posterior(z)
         return UncertaintyDecomposition(total * fraction, torch.addcmul(total, total, fraction, value=-1.0))

@@ -55,9 +55,9 @@ class SngpHead(ClassifierHead):
         return functional.linear(psi, self.weight, self.bias), variance
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
-        """Mean-field probabilities and logit variance."""
+        """Mean-field probabilities, logit variance, energy of the mean logits."""
         mean, variance = self.logits(z)
-        return HeadOutput(mean_field(mean, variance).softmax(dim=1), variance)
+        return HeadOutput(mean_field(mean, variance).softmax(dim=1), variance, -mean.logsumexp(dim=1))
 
     def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
         """Entropy at the mean weights (nats) and logit variance."""

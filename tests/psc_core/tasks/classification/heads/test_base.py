@@ -9,10 +9,11 @@ import sys
 import pytest
 import torch
 
-from psc_core.errors import FitError, NetworkError, UsageError
+from psc_core.errors import FitError, UsageError
+from psc_core.metrics import ranking
 from psc_core.tasks.classification.answer import SCORES
 from psc_core.tasks.classification.fit.head import fit_head
-from psc_core.tasks.classification.heads import HEADS, OwnProbabilities, entropy
+from psc_core.tasks.classification.heads import HEADS, entropy
 from tests.psc_core.tasks.classification.heads.support import KINDS, fit, images
 from tests.psc_core.tasks.support import check_round_trip
 
@@ -62,18 +63,18 @@ def test_scores_are_those_of_the_answer_that_need_no_density(kind: str) -> None:
     z, _ = images(20, 6, 3)
     head = fit(kind)
     scores, probabilities = head.score(z, None)
-    assert {*scores} <= {*head.score_names} and head.score_names == SCORES
+    assert {*scores} - {"energy"} <= {*head.score_names} and head.score_names == SCORES
     assert torch.equal(probabilities, head(z).probabilities) and torch.equal(scores["epistemic"], head(z).epistemic)
     torch.testing.assert_close(scores["predictive_entropy"], entropy(probabilities))
 
 
-def test_own_probabilities_are_the_networks_softmax() -> None:
-    logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    scores, probabilities = OwnProbabilities().score(torch.empty(5, 0), logits)
-    torch.testing.assert_close(probabilities, logits.softmax(1))
-    assert scores["epistemic"].tolist() == [0.0] * 5 and {*scores} == {"predictive_entropy", "epistemic"}
-    with pytest.raises(NetworkError, match="keeps the network's output"):
-        OwnProbabilities().score(torch.empty(5, 0), None)
+@pytest.mark.parametrize("kind", ["laplace", "sngp"])
+def test_energy_is_high_where_the_logits_are_low(kind: str) -> None:
+    """The energy is −log Σ exp f of logits f that the probabilities, but for the posterior's variance, come from."""
+    z, _ = images(400, 6, 3, seed=5)
+    head = fit(kind)
+    odd = torch.randn(400, 6, generator=torch.Generator().manual_seed(2))
+    assert ranking.auroc(head(z).energy, head(0.1 * odd).energy) > 0.6
 
 
 def test_rejects_unusable_arguments() -> None:

@@ -26,7 +26,7 @@ def policy_lines(task: MultiLabel, policy: LabelPolicy, limits: Mapping[str, flo
     return [f"undecided: more than {policy.max_undecided} labels that may as well be the other way"]
 
 
-def warnings_of(metrics: Mapping[str, Any]) -> list[str]:
+def warnings_of(metrics: Mapping[str, Any], head: Mapping[str, float]) -> list[str]:
     """Return what a person is warned of, from the metrics in the manifest."""
     return []
 

@@ -1,0 +1,38 @@
+"""Fit the temperature of the network's own logits, and choose between them and a head."""
+
+from __future__ import annotations
+
+import math
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from psc_core.tasks.classification.fit.posterior import choose_temperature, nll
+from psc_core.tasks.classification.heads import ClassifierHead, OwnHead
+
+
+def fit_own(logits: Float[Tensor, "m classes"], labels: Int[Tensor, " m"]) -> OwnHead:
+    """Fit the temperature by validation NLL, as :func:`.posterior.choose_temperature`."""
+    temperature = choose_temperature(logits, logits.new_zeros(len(logits), 1), labels)
+    own = OwnHead({"temperature": logits.new_tensor(temperature)}, record={"temperature": temperature})
+    own.record["val_nll"] = float(nll(logits / temperature, labels).mean())
+    return own
+
+
+def better_of(
+    head: ClassifierHead,
+    own: OwnHead,
+    z: Float[Tensor, "m dim"],
+    logits: Float[Tensor, "m classes"],
+    labels: Int[Tensor, " m"],
+) -> ClassifierHead:
+    """Return the head, unless its NLL on the selection split is higher by more than one paired standard error.
+
+    The record of what is returned tells the difference and its error, nats.
+    """
+    of_head = -head(z).probabilities.gather(1, labels[:, None]).squeeze(1).double().log()
+    difference = of_head - nll(logits / own.temperature.to(logits.device), labels)
+    mean, error = float(difference.mean()), float(difference.std(correction=0)) / math.sqrt(len(difference))
+    chosen: ClassifierHead = own if mean > error else head
+    chosen.record |= {"nll_above_own": mean, "nll_above_own_error": error}
+    return chosen

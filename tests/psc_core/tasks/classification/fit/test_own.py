@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import torch
+
+from psc_core.tasks.classification.fit.own import better_of, fit_own
+from tests.psc_core.tasks.classification.heads.support import fit, images
+
+
+def test_temperature_undoes_overconfidence() -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(4000, 3, generator=random)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=random)[:, 0]
+    own = fit_own(3 * logits, labels)
+    assert abs(own.record["temperature"] - 3) < 0.3 and fit_own(logits, labels).record["temperature"] == 1.0
+
+
+def test_the_better_one_is_taken() -> None:
+    z, labels = images(400, 6, 3, seed=5)
+    head = fit("laplace")
+    exact, random = 8 * torch.nn.functional.one_hot(labels, 3).float(), torch.randn(400, 3)
+    for logits, is_own in ((exact, True), (random, False)):
+        own = fit_own(logits, labels)
+        chosen = better_of(head, own, z, logits, labels)
+        assert (chosen is own) == is_own
+        expected = -head(z).probabilities[torch.arange(400), labels].double().log().mean() - own.record["val_nll"]
+        assert abs(chosen.record["nll_above_own"] - float(expected)) < 1e-5
