@@ -81,6 +81,7 @@ def describe(folder: Path) -> Described:
     outputs, classes = _labels(config, file)
     return Described(
         folder=folder,
+        configuration=file,
         outputs=outputs,
         classes=classes,
         preparation=_preparation(folder, config),

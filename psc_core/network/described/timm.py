@@ -48,6 +48,7 @@ def describe(folder: Path) -> Described:
         spec=f"timm:{config['architecture']}",
         model_args=_arguments(pretrained, model_args),
         folder=folder,
+        configuration=file,
         outputs=outputs,
         classes=_names(names, outputs, file),
         preparation=of_timm(_with_size(pretrained, model_args, file), str(file)),
