@@ -68,12 +68,12 @@ def write_digits(root: Path, data_root: Path, split: str, images: int) -> Path:
     return root
 
 
-def train(net: nn.Module, root: Path, epochs: int) -> None:
+def train(net: nn.Module, root: Path, epochs: int, size: Preprocess = SIZE, rate: float = 3e-3) -> None:
     """Train a network on images in folders; its outputs are in the order of :data:`NAMES`."""
-    data = open_dataset(str(root), split="train", preprocess=SIZE).in_order(NAMES)
-    optimizer = torch.optim.Adam(net.parameters(), 3e-3)
+    data = open_dataset(str(root), split="train", preprocess=size).in_order(NAMES)
+    optimizer = torch.optim.Adam(net.parameters(), rate)
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
-    batches = [(SIZE.standardise(batch.images), batch.labels) for batch in data.batches(64, order=order)]
+    batches = [(size.standardise(batch.images), batch.labels) for batch in data.batches(64, order=order)]
     net.train()
     for _ in range(epochs):
         for images, labels in batches:
@@ -95,12 +95,12 @@ def transformer(kind: str, classes: Sequence[str] = NAMES, **changes: Any) -> An
     return AutoModelForImageClassification.from_config(config).eval()
 
 
-def save_transformer(folder: Path, net: Any, **options: Any) -> Path:
-    """Save a network of transformers with an image processor for :data:`SIZE`."""
+def save_transformer(folder: Path, net: Any, size: Preprocess = SIZE, **options: Any) -> Path:
+    """Save a network of transformers with an image processor for images as ``size`` gives them."""
     net.save_pretrained(folder, **options)
     processor = {
         "image_processor_type": "ViTImageProcessor",
-        "size": {"height": 32, "width": 32},
+        "size": {"height": size.height, "width": size.width},
         "resample": 2,
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,

@@ -58,13 +58,17 @@ def choose_backend(
     Raises:
         NetworkError: The network does not run on the backend that was asked for.
     """
-    if wanted == "folded":
-        return wanted, model.pipeline
     names = available_backends(model)
+    if wanted == "folded" and wanted in names:
+        return wanted, model.pipeline
     if wanted != "auto" and (len(names) > 1 or names == (wanted,)):
         return wanted, pipeline_on(model, wanted)
     if wanted != "auto":
-        reason = "only a traced float32 network on a CPU has a choice of backends"
+        reason = (
+            "a network that the bundle holds as an ONNX graph runs in ONNX Runtime alone"
+            if model.backbone.onnx is not None
+            else "only a traced float32 network on a CPU has a choice of backends"
+        )
         logger.warning("backend not used", extra={"backend": wanted, "reason": reason})
     pipelines: dict[Backend, Pipeline] = {}
     for name in names:

@@ -53,6 +53,12 @@ _MAX_REPEATED: Final = 1000
 """Maximum length of what :func:`fit_command` repeats, characters."""
 
 _LIBRARY_NETWORK: Final = re.compile(r"(torchvision|timm):[A-Za-z0-9_.-]+")
+_OWN_WEIGHTS: Final = {"hf": "hf:DIR", "onnx": "onnx:FILE"}
+"""Specs of networks that come with their weights, by family."""
+
+_FILES: Final = {"hf:DIR": "", "onnx:FILE": "--preprocess FILE "}
+"""Files that these need beside them: an ONNX file does not say its preprocessing."""
+
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_+.:][A-Za-z0-9_+.:-]*")
 
 _Size = Annotated[int, Field(ge=1, le=1 << 31)]
@@ -257,11 +263,14 @@ def fit_command(body: Mapping[str, Any]) -> str:
         flags = _repeated(body["provenance"])
     except (AttributeError, KeyError, TypeError, ValueError):
         flags = "--model SPEC"
-    return f"psc-fit {flags} --weights FILE --preprocess FILE --train DIR --val DIR --out DIR"
+    files = _FILES.get(flags.split()[1], "--weights FILE --preprocess FILE ")
+    return f"psc-fit {flags} {files}--train DIR --val DIR --out DIR"
 
 
 def _repeated(provenance: Any) -> str:
-    words = ["--model", provenance["model"] if _LIBRARY_NETWORK.fullmatch(provenance["model"]) else "SPEC"]
+    model = provenance["model"]
+    spec = model if _LIBRARY_NETWORK.fullmatch(model) else _OWN_WEIGHTS.get(model.partition(":")[0], "SPEC")
+    words = ["--model", spec]
     for name, value in provenance["model_args"].items():
         words += ["--model-arg", f"{_plain(name)}={_plain(value)}"]
     for name in _REPEATED:

@@ -239,7 +239,7 @@ def fit(args: argparse.Namespace) -> None:
         provenance = provenance_of(recipe, weights, settings, data)
         if is_first:
             print(*left_out, sep="\n", flush=True)
-    checkpoint = Checkpoint.of(folder, job_of(provenance, settings, data), settings.reducer)
+    checkpoint = Checkpoint.of(folder, job_of(provenance, settings, data, described.configuration), settings.reducer)
     resumed = checkpoint.is_resumed and not args.fresh
     check_replaced(out, args.overwrite or resumed)
     if not resumed:

@@ -54,9 +54,15 @@ def origin_of(data: ImageDataset, left_out: int) -> dict[str, Any]:
     }
 
 
-def job_of(provenance: Mapping[str, Any], settings: FitSettings, data: FitData) -> dict[str, Any]:
-    """Return what the stages in a checkpoint depend on, JSON types."""
-    on = {"preprocess": data.train.preprocess.to_json(), "device": settings.compute().device.type}
+def job_of(
+    provenance: Mapping[str, Any], settings: FitSettings, data: FitData, configuration: Path | None = None
+) -> dict[str, Any]:
+    """Return what the stages in a checkpoint depend on, JSON types; ``configuration`` is the network's own file."""
+    on = {
+        "preprocess": data.train.preprocess.to_json(),
+        "device": settings.compute().device.type,
+        "configuration": None if configuration is None else digest_of([configuration]),
+    }
     return {**provenance, "settings": settings.of_stages(), **on}
 
 

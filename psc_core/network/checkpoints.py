@@ -7,20 +7,24 @@ safetensors            its tensors, memory-mapped
 =====================  ===========================================================================================
 
 The content tells the format, for suffixes are used freely.  Beside its tensors a checkpoint may hold objects of any
-class, as settings and metrics; ``weights_only`` would refuse the whole file for one of them, so each becomes an empty
-stand-in.
+class, as settings, metrics and an optimizer; ``weights_only`` would refuse the whole file for one of them, so each
+becomes an empty stand-in.  ``weights_only`` fills nothing but plain dictionaries and lists, so those stand for the
+classes of which the pickle fills objects: subclasses of both, ``defaultdict``, ``deque``.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
+import pickletools
 import stat
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 from zipfile import ZIP_STORED, ZipFile
 
 import safetensors.torch
@@ -44,6 +48,15 @@ MAX_CLASSES: Final = 1000
 _OLDER_FORM: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """First bytes of what ``torch.save`` wrote before it wrote zip archives."""
 
+_BEFORE: Final = 3
+"""Pickles before that of the object in that form: a number, a version, the machine."""
+
+_FILLS: Final = {"SETITEM": OrderedDict, "SETITEMS": OrderedDict, "APPEND": list, "APPENDS": list}
+"""Instructions of a pickle that fill an object, and what stands for it."""
+
+_KEEPS: Final = frozenset({*_FILLS, "BUILD", "REDUCE", "NEWOBJ"})
+"""Instructions whose result is of the class that their first operand is, or is of."""
+
 _SHOWN: Final = 100
 
 
@@ -64,7 +77,7 @@ def read_checkpoint(path: Path) -> Any:
     if head.startswith(b"PK"):
         return _read_archive(path)
     if head == _OLDER_FORM:
-        return _load(path, None)
+        return _load(path, _older_pickle(path), mmap=False)
     raise NetworkError(f"{path} is no checkpoint of a kind that can be read; expected {SUFFIXES}")
 
 
@@ -173,13 +186,76 @@ def _read_archive(path: Path) -> Any:
     is_packed = any(entry.compress_type != ZIP_STORED for entry in entries)
     if is_packed or sum(entry.file_size for entry in entries) > path.stat().st_size:
         raise NetworkError(f"{path} is packed, which torch.save does not do; save it again")
-    if any(entry.file_size > MAX_TEXT for entry in entries if entry.filename.endswith("/data.pkl")):
-        raise NetworkError(f"{path} has more than {MAX_TEXT} bytes beside its tensors; save the state dict alone")
-    with _damage_is_told(path):
-        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    if len(unknown) > MAX_CLASSES:
-        raise needs_code(path, f"objects of {len(unknown)} classes")
-    return _load(path, unknown)
+    pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
+    if any(entry.file_size > MAX_TEXT for entry in pickles):
+        raise _too_much(path)
+    with _damage_is_told(path), ZipFile(path) as archive:
+        pickled = archive.read(pickles[0])
+    return _load(path, pickled, mmap=True)
+
+
+def _older_pickle(path: Path) -> bytes:
+    """Return the pickle of the object in a file of the older form, without loading it."""
+    with _damage_is_told(path), path.open("rb") as file:
+        for _ in range(_BEFORE):
+            _pass_over(file)
+        start = file.tell()
+        _pass_over(file)
+        size = file.tell() - start
+        if size > MAX_TEXT:
+            raise _too_much(path)
+        file.seek(start)
+        return file.read(size)
+
+
+def _pass_over(file: IO[bytes]) -> None:
+    """Move to the end of the pickle that begins here."""
+    for _ in pickletools.genops(file):
+        pass
+
+
+def _too_much(path: Path) -> NetworkError:
+    return NetworkError(f"{path} has more than {MAX_TEXT} bytes beside its tensors; save the state dict alone")
+
+
+def _unknown_in(pickled: bytes) -> list[str]:
+    """Return the classes and functions that a pickle names and ``weights_only`` does not know."""
+    archive = io.BytesIO()
+    with ZipFile(archive, "w") as file:
+        file.writestr("net/data.pkl", pickled)
+        file.writestr("net/version", "3")
+    archive.seek(0)
+    return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(archive))
+
+
+def _filled_in(pickled: bytes) -> dict[str, type]:
+    """Return what stands for the classes of which a pickle fills objects, found by following it without any object."""
+    filled: dict[str, type] = {}
+    stack: list[str] = []  # the class in the place of an object of it; empty for others
+    marks: list[int] = []
+    memo: dict[int, str] = {}
+    argument: Any
+    for code, argument, _ in pickletools.genops(pickled):
+        taken = code.stack_before
+        if pickletools.markobject in taken:
+            del stack[marks.pop() :]
+            taken = taken[: taken.index(pickletools.markobject)]
+        operands = [stack.pop() for _ in taken]
+        if code.name == "MARK":
+            marks.append(len(stack))
+        elif code.name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = stack[-1]
+        elif code.name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif code.name == "GLOBAL":
+            stack.append(argument.replace(" ", "."))
+        elif code.name in _KEEPS:
+            stack.append(operands[-1])
+            if code.name in _FILLS:
+                filled[operands[-1]] = _FILLS[code.name]
+        else:
+            stack += [""] * len(code.stack_after)
+    return filled
 
 
 class _StandIn:
@@ -197,16 +273,34 @@ class _StandIn:
         self.is_network = isinstance(state, Mapping) and "_modules" in state
 
 
-def _load(path: Path, unknown: list[str] | None) -> Any:
-    """Load what ``torch.save`` wrote, with stand-ins for ``unknown`` classes; None for the older form, without any."""
-    stand_ins: list[Any] = [(type("StandIn", (_StandIn,), {}), name) for name in unknown or ()]
+class _Filled:
+    """Stands for a class of which objects are filled: makes an empty plain dictionary or list."""
+
+    makes: type
+
+    def __new__(cls, *_args: object, **_named: object) -> Any:
+        return cls.makes()
+
+
+def _stand_in(makes: type | None) -> type:
+    return type("StandIn", (_StandIn,), {}) if makes is None else type("StandIn", (_Filled,), {"makes": makes})
+
+
+def _load(path: Path, pickled: bytes, *, mmap: bool) -> Any:
+    """Load what ``torch.save`` wrote, with stand-ins for what ``weights_only`` does not know."""
+    with _damage_is_told(path):
+        unknown = _unknown_in(pickled)
+        filled = _filled_in(pickled) if unknown else {}
+    if len(unknown) > MAX_CLASSES:
+        raise needs_code(path, f"objects of {len(unknown)} classes")
+    stand_ins: list[Any] = [(_stand_in(filled.get(name)), name) for name in unknown]
     with warnings.catch_warnings(), _damage_is_told(path):
         warnings.simplefilter("ignore")  # of unusual pickles
         try:
             with torch.serialization.safe_globals(stand_ins):
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=unknown is not None)
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         except pickle.UnpicklingError as error:
-            if unknown == []:
+            if mmap and not unknown:
                 raise  # It names nothing that could be refused.
             what = f" ({shortened(unknown[0])})" if unknown else ""
             raise needs_code(path, f"a whole network or other objects{what}") from error

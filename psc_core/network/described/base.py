@@ -31,6 +31,7 @@ class Described:
     spec: str = ""  # builds the network by name, without its weights and its folder; empty where no name does
     model_args: Mapping[str, Any] = field(default_factory=dict)  # of the builder, JSON types
     folder: Path | None = None  # where all of it lies
+    configuration: Path | None = None  # the file in it that says how the network is built
     outputs: int | None = None  # number of logits
     classes: tuple[str, ...] | None = None  # in the order of the logits
     preparation: Preparation | None = None

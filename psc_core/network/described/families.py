@@ -19,10 +19,11 @@ from psc_core.errors import NetworkError
 from psc_core.network.described import hugging_face, timm
 from psc_core.network.described.base import Described
 from psc_core.network.described.files import folder_of
+from psc_core.network.onnx.model import files_of_model
 
 
 def describe(spec: str, *, allow_download: bool = False) -> Described:
-    """Read what a network says of itself, which is quick and needs neither its library nor data.
+    """Read what a network says of itself, which is quick and needs no data.
 
     Args:
         spec: As of :func:`psc_core.load_network`.
@@ -52,7 +53,7 @@ def _in_folder(of_folder: Callable[[Path], Described]) -> Callable[[str, bool], 
 def _of_file(path: Path) -> Described:
     if not path.is_file():
         raise NetworkError(f"there is no file {path}; give the ONNX file that the network was exported to")
-    return Described(weights=(path,))
+    return Described(weights=files_of_model(path))
 
 
 FAMILIES: Final[Mapping[str, Callable[[str, bool], Described]]] = {

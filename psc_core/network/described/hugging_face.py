@@ -81,6 +81,7 @@ def describe(folder: Path) -> Described:
     outputs, classes = _labels(config, file)
     return Described(
         folder=folder,
+        configuration=file,
         outputs=outputs,
         classes=classes,
         preparation=_preparation(folder, config),
@@ -112,7 +113,7 @@ def _labels(config: Mapping[str, Any], file: Path) -> tuple[int, tuple[str, ...]
         if type(outputs) is not int or outputs < 1:
             raise NetworkError(f"expected num_labels of {file} to be a positive number, got {outputs!r:.100}; mend it")
         return outputs, None
-    if not isinstance(labels, dict) or {str(i) for i in range(len(labels))} != {*labels}:
+    if not isinstance(labels, dict) or not labels or {str(i) for i in range(len(labels))} != {*labels}:
         raise NetworkError(f"expected id2label of {file} to name the outputs 0, 1, …; mend it")
     names = [labels[str(i)] for i in range(len(labels))]
     if not all(isinstance(name, str) for name in names):

@@ -17,9 +17,9 @@ EfficientNet                      ``rescale_offset``: pixel · factor − 1; ``i
 from __future__ import annotations
 
 import math
-import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -66,6 +66,19 @@ class _Processor(BaseModel):
     image_std: float | tuple[float, ...] | None = None
 
 
+class _Pretrained(BaseModel):
+    """The fields of timm's ``pretrained_cfg`` that say how an image becomes an input."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    input_size: tuple[int, int, int] | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    crop_pct: float | None = None
+    crop_mode: str | None = None
+    interpolation: str | None = None
+
+
 class _Unlike(Exception):
     """The reason why a part cannot be as it is written down, and the nearest geometry."""
 
@@ -105,7 +118,8 @@ def of_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin: 
     if reason := _unknown(processor, kind):
         unlike["whole"] = f"{origin} {reason}"
     try:
-        geometry = _geometry(processor, kind, net)
+        with _usual("size, crop_size and crop_pct", origin):
+            geometry = _geometry(processor, kind, net)
     except _Unlike as reason:
         unlike["size"], geometry = f"{origin} {reason}", reason.nearest or (_side(net), _side(net), None)
     try:
@@ -113,7 +127,8 @@ def of_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin: 
     except _Unlike as reason:
         unlike["interpolation"], interpolation = f"{origin} {reason}", "bicubic"
     try:
-        mean, std = _statistics(processor, kind, net.channels)
+        with _usual("image_mean, image_std and rescale_factor", origin):
+            mean, std = _statistics(processor, kind, net.channels)
     except _Unlike as reason:
         unlike["statistics"] = f"{origin} {reason}"
         mean, std = ((0.5,) * net.channels,) * 2
@@ -128,13 +143,14 @@ def of_timm(written: Mapping[str, Any], origin: str) -> Preparation:
     """
     imagenet, unlike = PRESETS["imagenet"], dict[Part, str]()
     try:
-        channels, height, width = map(operator.index, written.get("input_size") or (3, 224, 224))
-        mean, std = (tuple(map(float, written.get(key) or getattr(imagenet, key))) for key in ("mean", "std"))
-        fraction = float(written.get("crop_pct") or 0.875)
-        resized = [math.floor(side / fraction) for side in (height, width)]
-    except (ArithmeticError, TypeError, ValueError) as error:
-        raise NetworkError(f"{origin}: expected input_size, mean, std and crop_pct of numbers: {error}") from error
-    mode, interpolation = written.get("crop_mode") or "center", written.get("interpolation") or "bicubic"
+        found = _Pretrained.model_validate(dict(written))
+    except ValidationError as error:
+        raise NetworkError(f"{origin}: {fault(error.errors()[0], 'field')}; save the network again") from error
+    channels, height, width = found.input_size or (3, 224, 224)
+    mean, std = found.mean or imagenet.mean, found.std or imagenet.std
+    with _usual("input_size and crop_pct", origin):
+        resized = [math.floor(side / (found.crop_pct or 0.875)) for side in (height, width)]
+    mode, interpolation = found.crop_mode or "center", found.interpolation or "bicubic"
     resize = max(resized) if mode == "center" else None
     if mode not in ("center", "squash"):
         unlike["size"] = f"{origin} crops by {mode!r}"
@@ -151,6 +167,15 @@ def of_timm(written: Mapping[str, Any], origin: str) -> Preparation:
     return Preparation(_preprocess(channels, (height, width, resize), mean, std, interpolation, origin), unlike)
 
 
+@contextmanager
+def _usual(fields: str, origin: str) -> Iterator[None]:
+    """A context in which numbers are too large or too small to compute with only if a file is malformed."""
+    try:
+        yield
+    except ArithmeticError as error:
+        raise NetworkError(f"{origin}: expected {fields} of usual sizes, got others ({error}); mend it") from error
+
+
 def _preprocess(
     channels: int, geometry: Geometry, mean: Sequence[float], std: Sequence[float], interpolation: str, origin: str
 ) -> Preprocess:
@@ -162,7 +187,9 @@ def _preprocess(
 
 def _mode_of(channels: object, origin: str) -> int:
     if type(channels) is not int or channels not in (1, 3):
-        raise NetworkError(f"{origin}: expected a network for images of 1 or 3 channels, got {channels}")
+        raise NetworkError(
+            f"{origin}: expected a network for images of 1 or 3 channels, got {channels!r:.100}; mend it"
+        )
     return channels
 
 

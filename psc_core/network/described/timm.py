@@ -41,16 +41,17 @@ def describe(folder: Path) -> Described:
     if not isinstance(pretrained, dict) or not isinstance(model_args, dict):
         raise NetworkError(f"expected pretrained_cfg and model_args of {file} to be JSON objects; save it again")
     outputs = model_args.get("num_classes", config.get("num_classes", pretrained.get("num_classes")))
-    if not isinstance(outputs, int) or outputs < 1:
-        raise NetworkError(f"expected {file} to have a positive num_classes, got {outputs}; it is no classifier")
+    if type(outputs) is not int or outputs < 1:
+        raise NetworkError(f"expected {file} to have a positive num_classes, got {outputs!r:.100}; it is no classifier")
     names = config.get("label_names") or pretrained.get("label_names") or pretrained.get("labels")
     return Described(
         spec=f"timm:{config['architecture']}",
         model_args=_arguments(pretrained, model_args),
         folder=folder,
+        configuration=file,
         outputs=outputs,
         classes=_names(names, outputs, file),
-        preparation=of_timm(_with_size(pretrained, model_args), str(file)),
+        preparation=of_timm(_with_size(pretrained, model_args, file), str(file)),
         weights=weights_in(folder, WEIGHTS),
     )
 
@@ -69,7 +70,7 @@ def _arguments(pretrained: Mapping[str, Any], model_args: Mapping[str, Any]) -> 
     return {name: value for name, value in {**implied, **model_args}.items() if name != "num_classes"}
 
 
-def _with_size(pretrained: Mapping[str, Any], model_args: Mapping[str, Any]) -> dict[str, Any]:
+def _with_size(pretrained: Mapping[str, Any], model_args: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """``pretrained`` with the channels, and with the fixed size, that the arguments give."""
     size = pretrained.get("input_size") or [3, 224, 224]
     if not isinstance(size, list):
@@ -78,15 +79,20 @@ def _with_size(pretrained: Mapping[str, Any], model_args: Mapping[str, Any]) -> 
         size = [model_args["in_chans"], *size[1:]]
     fixed = model_args.get("img_size")
     if fixed and pretrained.get("fixed_input_size"):
-        size = [size[0], *((fixed, fixed) if isinstance(fixed, int) else fixed)]
+        sides = [fixed, fixed] if type(fixed) is int else fixed
+        if not isinstance(sides, list) or [type(side) for side in sides] != [int, int]:
+            raise NetworkError(
+                f"expected img_size among the model_args of {file} to be a number or two, got {fixed!r:.100}; mend it"
+            )
+        size = [*size[:1], *sides]
     return {**pretrained, "input_size": size}
 
 
 def _names(written: Any, outputs: int, file: Path) -> tuple[str, ...] | None:
     """Class names in the order of the outputs; None without names, or with gaps between their numbers."""
     if isinstance(written, dict):
-        numbered = {str(i): written.get(str(i)) for i in range(outputs)}
-        written = None if None in numbered.values() else list(numbered.values())
+        numbered = [written.get(str(i)) for i in range(outputs)] if len(written) >= outputs else [None]
+        written = None if None in numbered else numbered
     if written is None or outputs < 2:
         return None
     if not isinstance(written, list) or len(written) != outputs or not all(isinstance(name, str) for name in written):

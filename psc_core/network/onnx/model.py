@@ -75,6 +75,17 @@ def read_model(path: Path) -> ModelProto:
     return model
 
 
+def files_of_model(path: Path) -> tuple[Path, ...]:
+    """Return the files of a model: the ONNX file, and those beside it that hold its constants.
+
+    Raises:
+        NetworkError: The file is no ONNX file, or a constant lies in a file that is not beside it.
+    """
+    model, folder = parse_model(_read(path), str(path)), path.parent.resolve()
+    outside = [tensor for tensor in _tensors(model) if tensor.data_location == tensor.EXTERNAL]
+    return (path, *sorted({_place(tensor, folder, str(path)) for tensor in outside}))
+
+
 def parse_model(data: bytes, origin: str) -> ModelProto:
     """Parse a serialized model; ``origin`` is for messages.
 
@@ -281,15 +292,26 @@ def _bits(data_type: int) -> int:
     return 8 * int(helper.tensor_dtype_to_np_dtype(data_type).itemsize)
 
 
+def _place(tensor: TensorProto, folder: Path, origin: str) -> Path:
+    """Return the file in the model's folder in which a constant lies."""
+    location = _where(tensor).get("location", "")
+    file = folder / location
+    try:
+        is_inside = file.resolve(strict=True).is_relative_to(folder) and file.is_file()
+        if not is_inside:
+            raise ValueError("it is not a file in the model's folder")
+    except (OSError, ValueError) as error:
+        raise _unreadable(tensor, origin, error) from error
+    return file
+
+
 def _fill(tensor: TensorProto, folder: Path, origin: str) -> None:
     """Read a constant that lies in a file of its own, in the model's folder."""
-    where = {entry.key: entry.value for entry in tensor.external_data}
-    file = folder / where.get("location", "")
+    where, file = _where(tensor), _place(tensor, folder, origin)
     try:
         offset, length = int(where.get("offset", 0)), int(where.get("length", -1))
-        is_inside = file.resolve(strict=True).is_relative_to(folder) and file.is_file()
-        if not is_inside or offset < 0:
-            raise ValueError("it is not a file in the model's folder")
+        if offset < 0:
+            raise ValueError("it begins before the file")
         with file.open("rb") as stream:
             size = file.stat().st_size - offset
             if length > size:
@@ -297,13 +319,21 @@ def _fill(tensor: TensorProto, folder: Path, origin: str) -> None:
             stream.seek(offset)
             tensor.raw_data = stream.read(size if length < 0 else length)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise NetworkError(
-            f"{origin}: cannot read the constant {tensor.name!r} from {where.get('location', '')!r}: {reason}; keep "
-            "the files of an export in one folder"
-        ) from error
+        raise _unreadable(tensor, origin, error) from error
     tensor.data_location = tensor.DEFAULT
     del tensor.external_data[:]
+
+
+def _where(tensor: TensorProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in tensor.external_data}
+
+
+def _unreadable(tensor: TensorProto, origin: str, error: Exception) -> NetworkError:
+    reason = getattr(error, "strerror", None) or error
+    return NetworkError(
+        f"{origin}: cannot read the constant {tensor.name!r} from {_where(tensor).get('location', '')!r}: {reason}; "
+        "keep the files of an export in one folder"
+    )
 
 
 def _read(path: Path) -> bytes:

@@ -92,6 +92,11 @@ def fit_tucker(
     a, b = tucker_factors(correlation, c_max, d_max)
     del correlation
     c_max, d_max = a.shape[1], b.shape[1]
+    if c_proj and c_proj > c_max:
+        raise FitError(
+            f"expected c_proj in 1…{c_max}, for the channels of this layer vary in no more ways, got {c_proj}; give a "
+            "smaller one or auto"
+        )
     zeros, ones = torch.zeros(c_max * d_max), torch.ones(c_max * d_max)
     largest = Projection.from_moments(positions, mean, std, a, b, zeros, ones).to(compute.device)
     sized = measure_sizes(largest, shard, selection, compute, step)

@@ -2,8 +2,9 @@
 
     R ≈ G ×₁ A ×₂ B ×₃ B        R (C, d, d), A (C, c_max), B (d, d_max)
 
-R is symmetric in its last two modes, so one spatial factor serves both.  Any smaller projection keeps
-leading columns, Z = A[:, :c]ᵀ X B[:, :d'], so that :mod:`.ranks` sees all sizes in one pass.
+R is symmetric in its last two modes, so one spatial factor serves both.  The diagonal of each slice is one, so that the
+slices span at most d (d − 1) / 2 + 1 dimensions; a column of A beyond what they do span would be rounding alone.  Any
+smaller projection keeps leading columns, Z = A[:, :c]ᵀ X B[:, :d'], so that :mod:`.ranks` sees all sizes in one pass.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ ITERATIONS = 10
 """Maximum number of higher-order orthogonal iterations; they start near the end, from the truncated HOSVD."""
 
 
+NO_RANK = 1e-12
+"""Eigenvalues of a Gram matrix, relative to the largest, that are rounding: amplitudes of a millionth."""
+
+
 def tucker_factors(
     correlation: Float[Tensor, "channels positions positions"], c_max: int, d_max: int
 ) -> tuple[Float[Tensor, "channels c_max"], Float[Tensor, "positions d_max"]]:
@@ -29,8 +34,8 @@ def tucker_factors(
 
     Args:
         correlation: (C, d, d), symmetric in its last two modes.
-        c_max: Maximum number of columns of A; there are at most C and at most d_max (d_max + 1) / 2, which is what
-            symmetric slices span.
+        c_max: Maximum number of columns of A; there are at most C, at most d_max (d_max + 1) / 2, which is what
+            symmetric slices span, and no more than these do span.
         d_max: Maximum number of columns of B; there are at most d.
     """
     channels, positions, _ = correlation.shape
@@ -42,13 +47,14 @@ def tucker_factors(
         leading = vectors[:, values.abs().argsort(descending=True, stable=True)[:d_max]]
         return correlation.new_ones(1, 1).double(), linalg.fix_signs(leading).to(correlation.device)
     tensor = correlation.double().cpu()
+    core, start = truncated_hosvd(tensor, c_max, d_max)
     with tensorly.backend_context("pytorch", local_threadsafe=True):
         _, factors = tucker(
             tensor,
-            rank=[c_max, d_max, d_max],
+            rank=[*core.shape],
             n_iter_max=ITERATIONS,
             tol=1e-6,
-            init=truncated_hosvd(tensor, c_max, d_max),
+            init=(core, start),
         )
     a, b = (linalg.fix_signs(factor).to(correlation.device) for factor in factors[:2])
     return a, b
@@ -62,5 +68,7 @@ def truncated_hosvd(
     spatial = torch.zeros_like(tensor[0])
     for part in tensor:
         spatial.addmm_(part, part)
-    a, b = (linalg.eigh(gram).vectors[:, :n] for gram, n in ((channel, c_max), (spatial, d_max)))
-    return tensor.new_zeros(c_max, d_max, d_max), [a, b, b]
+    values, vectors = linalg.eigh(channel)
+    rank = max(1, int((values > NO_RANK * values[0]).sum()))
+    a, b = vectors[:, : min(c_max, rank)], linalg.eigh(spatial).vectors[:, :d_max]
+    return tensor.new_zeros(a.shape[1], d_max, d_max), [a, b, b]

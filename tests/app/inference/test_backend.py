@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -100,6 +100,18 @@ def test_the_only_backend_is_not_measured(psc: PSC, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(backend, "measure", None)
     for wanted in ("auto", "onnx"):
         assert choose_backend(psc, wanted, max_batch=4, threads=1) == ("folded", psc.pipeline)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "folded", "plain", "onnx"])
+def test_a_graph_runs_in_onnx_runtime_whatever_is_asked_for(
+    psc: PSC, wanted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    psc.save(tmp_path / "graph", graph=True)
+    graph = PSC.load(tmp_path / "graph", device="cpu")
+    assert choose_backend(graph, wanted, max_batch=4, threads=1) == ("onnx", graph.pipeline)
+    reasons = [record.reason for record in caplog.records if record.message == "backend not used"]  # type: ignore[attr-defined]
+    assert len(reasons) == (wanted in ("folded", "plain"))
+    assert all("runs in ONNX Runtime alone" in reason for reason in reasons)
 
 
 def test_onnx_runtime_gives_the_outputs_of_the_shipped_bundle(psc: PSC) -> None:

@@ -110,3 +110,17 @@ def test_a_manifest_without_provenance_names_a_general_command(provenance: Any) 
 @pytest.mark.parametrize("model", ["os:system", "torchvision:resnet18;reboot", "timm:../x", "torchvision:"])
 def test_only_networks_of_a_library_are_named(model: str) -> None:
     assert fit_command({"provenance": {"settings": {}, "model": model, "model_args": {}}}) == GENERAL
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("hf:my-vit", "psc-fit --model hf:DIR --alpha 0.1 --train DIR --val DIR --out DIR"),
+        ("hf:$(reboot)", "psc-fit --model hf:DIR --alpha 0.1 --train DIR --val DIR --out DIR"),
+        ("onnx:net.onnx", "psc-fit --model onnx:FILE --alpha 0.1 --preprocess FILE --train DIR --val DIR --out DIR"),
+    ],
+)
+def test_a_network_that_has_its_weights_needs_none(model: str, expected: str) -> None:
+    provenance = {"model": model, "model_args": {}, "settings": {"alpha": 0.1}}
+    assert fit_command({"provenance": provenance}) == expected
+    assert vars(parser().parse_args(shlex.split(expected)[1:]))["weights"] is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from PIL import Image
 
 from psc_core import FitSettings
 from psc_core.cli import fit as cli
-from psc_core.cli.provenance import check_disjoint, digest_of, provenance_of, without_path
+from psc_core.cli.provenance import check_disjoint, digest_of, job_of, provenance_of, without_path
 from psc_core.data.spec import image_folder
 from psc_core.fitting.data import FitData
 from psc_core.images.preprocess import PRESETS
@@ -69,3 +70,14 @@ def test_digest_of_weights_in_parts(tmp_path: Path) -> None:
     for file, content in zip(files, (b"ab", b"c", b"abc"), strict=True):
         file.write_bytes(content)
     assert digest_of(files[:2]) == digest_of(files[2:]) == hashlib.sha256(b"abc").hexdigest()
+
+
+def test_another_configuration_is_another_job(tmp_path: Path) -> None:
+    data = FitData.of(*(image_folder(write_bitmaps(tmp_path / str(n), n), PRESETS["mnist"]) for n in (10, 20)))
+    file, settings = tmp_path / "config.json", FitSettings(device="cpu")
+    jobs = []
+    for config in ({"layer_norm_eps": 1e-6}, {"layer_norm_eps": 1e-12}, {"layer_norm_eps": 1e-6}):
+        file.write_text(json.dumps(config))
+        jobs.append(job_of(provenance(data, tmp_path), settings, data, file))
+    assert jobs[0] == jobs[2] != jobs[1]
+    assert str(tmp_path) not in json.dumps(jobs)

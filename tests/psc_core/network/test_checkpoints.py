@@ -7,7 +7,8 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,73 @@ class Settings:
     """A class that no reader knows."""
 
     depth: int
+
+
+class Ordered(OrderedDict[str, Any]):
+    """A dictionary as frameworks derive it."""
+
+
+class Plain(dict[Any, Any]):
+    """Another."""
+
+
+class Listed(list[Any]):
+    """A list as frameworks derive it."""
+
+
+def training_state() -> dict[str, Any]:
+    """What a training loop keeps beside its weights."""
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    return {
+        "optimizer": optimizer.state_dict(),
+        "the optimizer itself": optimizer,
+        "scheduler": scheduler.state_dict(),
+        "args": argparse.Namespace(lr=0.1, out=Path("x")),
+        "losses": defaultdict(list, {"train": [1.0, 2.0], "val": [np.float32(3)]}),
+        "nested": defaultdict(Ordered, {"a": Ordered(b=deque([1, 2], maxlen=5))}),
+        "recent": deque([1.0, 2.0]),
+        "none yet": deque(),
+        "plain": Plain(a=1),
+        "listed": Listed([1, Listed([Plain(a=[2])])]),
+        "counts": Counter("aab"),
+        "best": np.float64(0.9),
+        "by epoch": {np.int64(1): 0.5, np.int64(2): 0.6},
+        "rng": np.random.default_rng(0),
+        "state": np.random.RandomState(0).get_state(),
+    }
+
+
+@pytest.mark.parametrize("write", [torch.save, older])
+def test_what_a_training_loop_keeps_does_no_harm(tmp_path: Path, write: Callable[[object, Path], None]) -> None:
+    beside = training_state()
+    write({**beside, "state_dict": TENSORS}, tmp_path / "net.pth")
+    held = read_checkpoint(tmp_path / "net.pth")
+    assert held.keys() == {*beside, "state_dict"} and are_equal(held["state_dict"], TENSORS)
+    assert not is_whole_network(held) and len(held["by epoch"]) == 2
+    assert held["recent"] == [1.0, 2.0] and held["plain"] == {"a": 1} and held["listed"] == [1, [{"a": [2]}]]
+    assert held["losses"]["train"] == [1.0, 2.0] and held["nested"]["a"]["b"] == [1, 2]
+    for name, value in beside.items():
+        write({name: value, "state_dict": TENSORS}, tmp_path / "net.pth")
+        assert are_equal(read_checkpoint(tmp_path / "net.pth")["state_dict"], TENSORS)
+
+
+@pytest.mark.parametrize("write", [torch.save, older])
+@pytest.mark.parametrize("kind", [Ordered, Plain, partial(defaultdict, list)])
+def test_weights_in_any_kind_of_dictionary(
+    tmp_path: Path, kind: Callable[[Any], Any], write: Callable[[object, Path], None]
+) -> None:
+    for content in (kind(TENSORS), {"state_dict": kind(TENSORS)}):
+        write(content, tmp_path / "net.pth")
+        held = read_checkpoint(tmp_path / "net.pth")
+        assert are_equal(held.get("state_dict", held), TENSORS)
+    state = Ordered(TENSORS)
+    state._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]  # as that of a network
+    write(state, tmp_path / "net.pth")
+    assert are_equal(read_checkpoint(tmp_path / "net.pth"), TENSORS)
 
 
 def test_objects_of_other_classes_are_left_out(tmp_path: Path) -> None:
@@ -98,13 +166,97 @@ def test_nothing_is_run(tmp_path: Path, write: Callable[[object, Path], None], r
     assert not mark.exists()
 
 
+RUN: list[str] = []
+"""What ran since it was cleared."""
+
+
+def recorded(name: str, *_: object) -> Any:
+    RUN.append(name)
+    return {}
+
+
+class Recorder:
+    """Tells of everything that a reader might do to it."""
+
+    def __new__(cls, *_: object) -> Any:
+        RUN.append("__new__")
+        return super().__new__(cls)
+
+    def __init__(self, *_: object) -> None:
+        RUN.append("__init__")
+
+    def __setstate__(self, state: object) -> None:
+        RUN.append("__setstate__")
+
+    def __getstate__(self) -> object:
+        return {"a": 1}
+
+
+class RecordingDict(Plain):
+    def __setitem__(self, *_: object) -> None:
+        RUN.append("__setitem__")
+
+
+class RecordingList(Listed):
+    def append(self, _: object) -> None:
+        RUN.append("append")
+
+    def extend(self, _: object) -> None:
+        RUN.append("extend")
+
+
+def containers(inside: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    some = st.lists(inside, max_size=3)
+    kinds = [list, tuple, deque, Listed, RecordingList, partial(Command, recorded, "called")]
+    named = st.dictionaries(st.sampled_from("abc"), inside, max_size=3)
+    mappings = [dict, Ordered, Plain, RecordingDict, partial(defaultdict, list)]
+    return st.one_of(
+        *(some.map(kind) for kind in kinds),  # type: ignore[arg-type]
+        *(named.map(kind) for kind in mappings),
+        named.map(lambda state: argparse.Namespace(**state)),
+        inside.map(lambda value: defaultdict(recorded, a=value)),
+    )
+
+
+LEAVES = st.one_of(
+    st.builds(Recorder),
+    st.integers(-9, 9),
+    st.sampled_from([recorded, Recorder, RecordingDict, np.float64(1), Path("x"), nn.Linear, torch.ones(2), eval]),
+)
+
+
+def held_objects(value: Any) -> Iterator[Any]:
+    yield value
+    if isinstance(value, dict | list | tuple):
+        for part in [*value.keys(), *value.values()] if isinstance(value, dict) else value:
+            yield from held_objects(part)
+
+
+@given(beside=st.recursive(LEAVES, containers, max_leaves=12), write=st.sampled_from([torch.save, older]))
+def test_nothing_that_a_file_names_is_run(beside: Any, write: Callable[[object, Path], None], written: Path) -> None:
+    path = written / "drawn.pth"
+    write({"state_dict": TENSORS, "beside": beside}, path)
+    RUN.clear()
+    try:
+        held = read_checkpoint(path)
+    except NetworkError as error:
+        assert "only if you trust it" in str(error)
+    else:
+        assert are_equal(held["state_dict"], TENSORS)
+        own = (dict, OrderedDict, list, tuple, int, str, Tensor)
+        for value in held_objects(held):
+            kind = value if isinstance(value, type) else type(value)
+            assert kind in own or kind.__module__ == checkpoints.__name__, kind
+    assert RUN == []
+
+
 def test_a_network_that_was_saved_whole_is_told(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(2, 2))
     torch.save(net, tmp_path / "net.pth")
     assert is_whole_network(read_checkpoint(tmp_path / "net.pth"))
     older(net, tmp_path / "net.pth")
     with pytest.raises(
-        NetworkError, match=r"a whole network or other objects, .*weights_only=False\); safetensors"
+        NetworkError, match=r"a whole network or other objects \(torch.nn.*\), .*weights_only=False\); safetensors"
     ) as caught:
         read_checkpoint(tmp_path / "net.pth")
     assert "\n" not in str(caught.value)

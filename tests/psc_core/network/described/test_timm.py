@@ -90,7 +90,7 @@ def test_class_names(names: Any, expected: tuple[str, ...] | None, tmp_path: Pat
         ({"label_names": [1, 2, 3]}, "expected 3 label_names"),
         ({"pretrained_cfg": []}, "to be JSON objects"),
         ({"model_args": [1]}, "to be JSON objects"),
-        ({"pretrained_cfg": {"input_size": "224"}}, "expected input_size"),
+        ({"pretrained_cfg": {"input_size": "224"}}, "field input_size"),
     ],
 )
 def test_rejects_what_is_malformed(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

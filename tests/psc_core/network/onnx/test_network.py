@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
 from psc_core.network.backbone import truncate
+from psc_core.network.described.families import describe
 from psc_core.network.layers import list_layers
 from psc_core.network.load import load_network
+from psc_core.network.onnx.model import files_of_model
 from psc_core.network.onnx.network import OnnxNetwork, open_onnx
 
 X = torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -191,6 +193,7 @@ def test_constants_beside_the_file(tmp_path: Path) -> None:
     onnx.save(onnx.load(file), file, save_as_external_data=True, location="net.data", size_threshold=0)
     torch.testing.assert_close(open_onnx(file)(X), expected)
     data = tmp_path / "net.data"
+    assert describe(f"onnx:{file}").weights == (file, data)
     whole = data.read_bytes()
     data.write_bytes(whole[:-4])
     with pytest.raises(NetworkError, match=r"cannot read the constant .* from 'net.data': it is too short"):
@@ -207,8 +210,9 @@ def test_constants_beside_the_file(tmp_path: Path) -> None:
     with pytest.raises(NetworkError, match="No such file"):
         open_onnx(moved)
     (moved.parent / "net.data").symlink_to(elsewhere / "net.data")
-    with pytest.raises(NetworkError, match="not a file in the model's folder"):
-        open_onnx(moved)
+    for read in (open_onnx, files_of_model):
+        with pytest.raises(NetworkError, match="not a file in the model's folder"):
+            read(moved)
 
 
 def test_says_what_a_file_must_be(tmp_path: Path) -> None:

@@ -62,3 +62,17 @@ def test_one_channel_is_an_eigendecomposition() -> None:
     assert a.shape == (1, 1)
     leading = vectors[:, values.argsort(descending=True)[:3]]
     torch.testing.assert_close((b.T @ leading).abs(), torch.eye(3, dtype=torch.float64), atol=1e-8, rtol=0)
+
+
+def test_no_column_is_rounding() -> None:
+    """Of four positions the slices of a correlation span seven dimensions, whatever the number of channels."""
+    x = torch.randn(500, 64, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x += torch.randn(500, 64, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = (x - x.mean(0)) / x.std(0, correction=0)
+    tensor = torch.einsum("ncd,nce->cde", x, x) / len(x)
+    a, b = tucker_factors(tensor, 32, 4)
+    assert (a.shape, b.shape) == ((64, 7), (4, 4))
+    order = torch.randperm(500, generator=torch.Generator().manual_seed(2))
+    other = torch.einsum("ncd,nce->cde", x[order], x[order]) / len(x)  # Equal up to rounding.
+    for mine, theirs in zip((a, b), tucker_factors(other, 32, 4), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=0)
