@@ -94,7 +94,7 @@ def test_rejects_timm_arguments_that_load_files(bundle: Path) -> None:
 def test_rejects_unknown_layers(bundle: Path, layer: str, hooks: Any) -> None:
     def change(body: dict[str, Any]) -> None:
         body["layers"], body["backbone"]["layers"] = [layer], [layer, *body["backbone"]["layers"][1:]]
-        body["backbone"]["hooks"] = hooks
+        body["backbone"]["hooks"], body["head"]["layers"] = hooks, [layer]
 
     forge.edit(bundle, change)
     own = f"tracing Sequential does not reach {re.escape(layer)}$"
