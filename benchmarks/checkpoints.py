@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from torch import nn
 
@@ -82,11 +83,26 @@ def job_of(run: Run, network: str, data: str, *, spectral_norm: float = 0.0) -> 
     return Job(scale.networks[network], data, epochs, run.seed, spectral_norm, scale.batch, scale.schedule)
 
 
+class NetworkJob(Protocol):
+    """The training of a network, as results name it."""
+
+    @property
+    def name(self) -> str:
+        """File name without suffix."""
+
+    @property
+    def data(self) -> str:
+        """Built-in data set or factory of :mod:`benchmarks.data`."""
+
+    def describe(self) -> str:
+        """Text for tables."""
+
+
 @dataclass(frozen=True)
 class Trained:
     """A trained network with the data it was trained on."""
 
-    job: Job
+    job: NetworkJob
     net: nn.Module  # in eval mode, on the run's device
     train: ImageDataset
     val: ImageDataset

@@ -3,7 +3,7 @@
     python -m benchmarks.ood.run --scale cpu --data ROOT [--setting dirty-mnist …] [--seeds 0 1 2]
 
 Every setting and seed is a part; the report holds all parts run so far.  A seed changes initialisation, order, the
-images that are fitted on, and the halves of the validation images.
+images that are fitted on, and the halves of the validation images; of pretrained networks the classes too.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import replace
 import torch
 
 from benchmarks import fitting, runs
-from benchmarks.checkpoints import Trained, job_of, obtain, scale_of
+from benchmarks.checkpoints import Trained, scale_of
 from benchmarks.data import random_images
 from benchmarks.fitting import Penultimate
 from benchmarks.ood import detectors, peers, tables
 from benchmarks.ood.detectors import DEFAULT, PSC_OPTIONS, Detector, Images, scored
-from benchmarks.ood.settings import AT_SCALE, SETTINGS, SHIFTS, Setting, test_images
+from benchmarks.ood.settings import AT_SCALE, SETTINGS, SHIFTS, Setting
 from benchmarks.probabilities import DIVISIONS, divide, examples_of, qualities
 from benchmarks.runs import Json, Run
 from psc_core.data.dataset import split_validation
@@ -46,10 +46,11 @@ def main(argv: list[str] | None = None) -> Json:
 
 def one_setting(run: Run, setting: Setting) -> Json:
     """Fit and score every detector in one setting, with one seed."""
-    job = job_of(run, "small", setting.data)
+    run = setting.limited(run)
+    job = setting.job(run)
 
     def compute() -> Json:
-        trained = obtain(run, job)
+        trained = setting.obtain(run)
         parts = fitting.stages(run, trained, density=PSC_OPTIONS[DEFAULT]["density"])
         pscs = detectors.fit_pscs(run, trained)
         selection = split_validation(trained.val, run.seed)[0]
@@ -58,7 +59,7 @@ def one_setting(run: Run, setting: Setting) -> Json:
         fitted = [*detectors.of_psc([*pscs.pipelines, detectors.WITH_ENTROPY]), *fitted]
         inside = detectors.read(run, trained, pscs, trained.test_on)
         outside = {
-            name: detectors.read(run, trained, pscs, data) for name, data in test_images(run, setting, trained).items()
+            name: detectors.read(run, trained, pscs, data) for name, data in setting.test_images(run, trained).items()
         }
         projection = parts.projection.projection
         return {

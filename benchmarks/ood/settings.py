@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from benchmarks.checkpoints import Trained, images_to_test
+from benchmarks import checkpoints, pretrained
+from benchmarks.checkpoints import NetworkJob, Trained, images_to_test, job_of
 from benchmarks.data import KNOWN_CLASSES
+from benchmarks.pretrained import PretrainedJob
 from benchmarks.runs import Run
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
@@ -24,16 +26,59 @@ from psc_core.data.spec import open_dataset
 
 @dataclass(frozen=True)
 class Setting:
-    """One comparison."""
+    """One comparison, on a small ResNet trained from scratch."""
 
     name: str
     data: str  # in-distribution data
     outside: Mapping[str, str]  # out-of-distribution data by name
 
+    def limited(self, run: Run) -> Run:
+        """The run with as many images as the setting has time for."""
+        return run
+
+    def job(self, run: Run) -> NetworkJob:
+        """The training of the network."""
+        return job_of(run, "small", self.data)
+
+    def obtain(self, run: Run) -> Trained:
+        """The trained network and its data."""
+        return checkpoints.obtain(run, job_of(run, "small", self.data))
+
+    def test_images(self, run: Run, trained: Trained) -> dict[str, ImageDataset]:
+        """Out-of-distribution test images by name, as many of each as the scale uses."""
+        return {
+            name: images_to_test(run, open_dataset(run.spec(spec), split="test", preprocess=trained.preprocess))
+            for name, spec in self.outside.items()
+        }
+
+
+@dataclass(frozen=True)
+class PretrainedSetting(Setting):
+    """One comparison on a pretrained network, whose other classes are out-of-distribution data too."""
+
+    recipe: PretrainedJob  # for seed 0
+
+    def limited(self, run: Run) -> Run:
+        return pretrained.limited(run)
+
+    def job(self, run: Run) -> PretrainedJob:
+        return self.recipe.at(run)
+
+    def obtain(self, run: Run) -> Trained:
+        return pretrained.obtain(run, self.job(run))
+
+    def test_images(self, run: Run, trained: Trained) -> dict[str, ImageDataset]:
+        others = images_to_test(run, self.job(run).others(run))
+        return {"other classes": others, **super().test_images(run, trained)}
+
 
 def _held_out(source: str, number: int) -> Setting:
     factory = f"benchmarks.data:{source}_%s_{number}"
     return Setting(f"{source}-held-out-{number}", factory % "known", {"other classes": factory % "unknown"})
+
+
+def _lite0(name: str, recipe: PretrainedJob) -> Setting:
+    return PretrainedSetting(name, recipe.data, {"fashion-mnist": "fashion-mnist", "mnist": "mnist"}, recipe)
 
 
 SETTINGS: Mapping[str, Setting] = {
@@ -43,6 +88,8 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("cifar10", "cifar10", {"fashion-mnist": "fashion-mnist", "mnist": "mnist"}),
         *(_held_out("cifar10", number) for number in range(len(KNOWN_CLASSES))),
         *(_held_out("mnist", number) for number in range(2)),
+        _lite0("lite0-frozen-5", PretrainedJob(5, per_class=400, epochs=0)),
+        _lite0("lite0-tuned-8", PretrainedJob(8, per_class=1000, epochs=5)),
     )
 }
 
@@ -52,14 +99,6 @@ AT_SCALE: Mapping[str, Sequence[str]] = {
     "full": tuple(SETTINGS),
 }
 """Settings by scale: on a CPU two splits by class of each data set."""
-
-
-def test_images(run: Run, setting: Setting, trained: Trained) -> dict[str, ImageDataset]:
-    """Out-of-distribution test images of a setting by name, as many of each as the scale uses."""
-    return {
-        name: images_to_test(run, open_dataset(run.spec(spec), split="test", preprocess=trained.preprocess))
-        for name, spec in setting.outside.items()
-    }
 
 
 # -- covariate shift: images of the known classes, taken otherwise ---------------------------------------------------
