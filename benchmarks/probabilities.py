@@ -20,6 +20,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.metrics import classification
 from psc_core.model.predictor import PSC
 from psc_core.tasks.classification.fit.head import fit_head
+from psc_core.tasks.classification.fit.own import better_of, fit_own
 from psc_core.tasks.classification.fit.temperature import fit_temperature
 from psc_core.tasks.classification.heads import ClassifierHead as Head
 from psc_core.tasks.classification.heads import HeadOutput
@@ -32,26 +33,26 @@ DIVISIONS = 5
 class Examples:
     """Labelled examples of a data set, on the CPU."""
 
-    z: Tensor  # ``float32 (n, D)``, of PSC's layer
+    head_input: Tensor  # ``float32 (n, D)``, what PSC's head reads
     labels: Tensor  # ``int64 (n,)``
     logits: Tensor  # ``float64 (n, K)``, the network's own; empty where they are not needed
     images: Tensor  # ``int64 (n,)``, which image of the data set each one shows
 
     def take(self, indices: Tensor | slice) -> Examples:
         """Those at ``indices``."""
-        return Examples(self.z[indices], self.labels[indices], self.logits[indices], self.images[indices])
+        return Examples(self.head_input[indices], self.labels[indices], self.logits[indices], self.images[indices])
 
 
 @torch.inference_mode()
 def examples_of(run: Run, trained: Trained, psc: PSC, data: ImageDataset, *, logits: bool = True) -> Examples:
     """What the classifiers read of a data set."""
-    z, labels = [], []
-    for batch in track_images(data, fitting.compute_of(run), f"z of {data.name}"):
-        z.append(batch.per_example(psc.pipeline.scorer.embed(batch.images.to(run.device)).z).cpu())
+    read, labels = [], []
+    for batch in track_images(data, fitting.compute_of(run), f"features of {data.name}"):
+        read.append(batch.per_example(psc.pipeline.scorer.embed(batch.images.to(run.device)).head_input).cpu())
         labels.append(batch.labels)
     own = fitting.penultimate_features(run, trained, data, per_example=True).logits if logits else torch.empty(0)
     counts = data.offsets[1:] - data.offsets[:-1]
-    return Examples(torch.cat(z), torch.cat(labels), own, torch.arange(len(data)).repeat_interleave(counts))
+    return Examples(torch.cat(read), torch.cat(labels), own, torch.arange(len(data)).repeat_interleave(counts))
 
 
 def divide(run: Run, val: Examples, test: Examples, number: int) -> tuple[Examples, Examples]:
@@ -63,10 +64,18 @@ def divide(run: Run, val: Examples, test: Examples, number: int) -> tuple[Exampl
 
 
 def qualities(run: Run, train: Examples, val: Examples, test: Examples) -> Json:
-    """On the test images: PSC's head fitted on ``train``, temperature scaling, both chosen on ``val``, and softmax."""
-    psc = probabilities(run, head_of(run, train, val), test)
+    """On the test images: what PSC serves, its head, temperature scaling, all chosen on ``val``, and the softmax."""
     temperature = fit_temperature(val.logits, val.labels)
-    found = {"psc": psc, "temperature": (test.logits / temperature).softmax(1), "dnn": test.logits.softmax(1)}
+    head = head_of(run, train, val)
+    own = fit_own(val.logits, val.labels).to(run.device)
+    served = better_of(head, own, *(part.to(run.device) for part in (val.head_input, val.logits, val.labels)))
+    psc = probabilities(run, served, test)
+    found = {
+        "psc": psc,
+        "head": probabilities(run, head, test),
+        "temperature": (test.logits / temperature).softmax(1),
+        "dnn": test.logits.softmax(1),
+    }
     rows = {name: quality(each, test.labels) for name, each in found.items()}
     return {**rows, "calibrated": {"ece": ece_when_calibrated(psc, run.seed)}}
 
@@ -74,16 +83,16 @@ def qualities(run: Run, train: Examples, val: Examples, test: Examples) -> Json:
 @torch.inference_mode()
 def probabilities(run: Run, head: Head, test: Examples) -> Tensor:
     """What a head says of the test images, ``float64 (n, K)``."""
-    output: HeadOutput = head(test.z.to(run.device))
+    output: HeadOutput = head((test.logits if head.kind == "own" else test.head_input).to(run.device))
     return output.probabilities.double().cpu()
 
 
 def head_of(run: Run, train: Examples, val: Examples) -> Head:
     """The head fitted on ``train`` and selected on ``val``."""
     return fit_head(
-        train.z,
+        train.head_input,
         train.labels,
-        val.z,
+        val.head_input,
         val.labels,
         num_classes=val.logits.shape[1],
         seed=run.seed,

@@ -14,7 +14,7 @@ from benchmarks.runs import Json
 Column = tuple[str, str]
 """A setting and the name of its OOD data."""
 
-CLASSIFIERS = {"psc": "PSC", "temperature": "temperature", "dnn": "the network"}
+CLASSIFIERS = {"psc": "PSC", "head": "its head", "temperature": "temperature", "dnn": "the network"}
 """Titles of those whose probabilities are compared."""
 
 
@@ -96,8 +96,9 @@ def default_table(parts: Sequence[Json]) -> str:
 
 
 def calibration_table(parts: Sequence[Json]) -> str:
-    """ECE and NLL of each classifier, a line for each setting, and PSC's ECE less that of temperature scaling."""
-    columns = [("ece", name) for name in (*CLASSIFIERS, "calibrated")] + [("nll", name) for name in CLASSIFIERS]
+    """Quality of each classifier, a line for each setting, and PSC's ECE less that of temperature scaling."""
+    columns = [("accuracy", "psc"), ("accuracy", "dnn"), *(("nll", name) for name in CLASSIFIERS)]
+    columns += [("ece", name) for name in (*CLASSIFIERS, "calibrated")]
     lines = []
     for setting in SETTINGS:
         found = [part["calibration"] for part in parts if part["setting"] == setting]
@@ -108,7 +109,8 @@ def calibration_table(parts: Sequence[Json]) -> str:
                 for each in found
             ]
             lines.append([setting, *cells, runs.plus_minus(differences)])
-    titles = [f"{metric.upper()}, {CLASSIFIERS.get(name, 'perfectly calibrated')}" for metric, name in columns]
+    measures = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE"}
+    titles = [f"{measures[metric]}, {CLASSIFIERS.get(name, 'perfectly calibrated')}" for metric, name in columns]
     return runs.markdown_table(["setting", *titles, "ECE, PSC less temperature, divided at random"], lines)
 
 

@@ -41,9 +41,9 @@ def test_divisions_keep_sizes_and_examples(run: runs.Run) -> None:
     first, second = (divide(run, val, test, number) for number in (0, 1))
     for parts in (first, second):
         assert [len(part.labels) for part in parts] == [20, 50]
-        rows = torch.cat([part.z for part in parts])
-        assert torch.equal(rows.sort(0).values, torch.cat([val.z, test.z]).sort(0).values)
-    assert not torch.equal(first[0].z, second[0].z)
+        rows = torch.cat([part.head_input for part in parts])
+        assert torch.equal(rows.sort(0).values, torch.cat([val.head_input, test.head_input]).sort(0).values)
+    assert not torch.equal(first[0].head_input, second[0].head_input)
 
 
 def test_calibrated_ece_is_of_labels_drawn_from_the_probabilities() -> None:
