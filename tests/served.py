@@ -19,7 +19,7 @@ import httpx
 
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 
-GUARD_SECONDS: Final = 120.0
+GUARD_SECONDS: Final = 600.0
 """After this an event that a test waits for counts as missing."""
 
 PSC_SERVE: Final = (sys.executable, "-m", "app.cli")

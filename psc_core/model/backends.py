@@ -38,10 +38,9 @@ def available_backends(psc: FittedModel) -> tuple[Backend, ...]:
 
     Only a traced float32 network on a CPU has more than one, and an ONNX graph runs in ONNX Runtime alone.
     """
-    scorer = psc.pipeline.scorer
     if psc.backbone.onnx is not None:
         return ("onnx",)
-    if psc.device.type != "cpu" or scorer.precision != "fp32" or not psc.pipeline.is_traced:
+    if psc.device.type != "cpu" or not psc.pipeline.is_traced or psc.pipeline.scorer.precision != "fp32":
         return BACKENDS[:1]
     return BACKENDS if INSTALLED else BACKENDS[:2]
 

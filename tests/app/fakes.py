@@ -113,6 +113,12 @@ class FakePipelineWithGates(FakePipeline):
         return torch.cat([super().__call__(images), 1 - brightness, brightness], dim=1)
 
 
+class FakeBackbone:
+    """It has no graph of ONNX."""
+
+    onnx = None
+
+
 @dataclass
 class FakeModel:
     """What the registry asks of a model."""
@@ -120,6 +126,7 @@ class FakeModel:
     version: str = "v1"
     pipeline: FakePipeline = field(default_factory=FakePipeline)
     policy: Policy = field(default_factory=lambda: Policy(alpha=0.2, ambiguity_threshold=0.5, coverage=0.9))
+    backbone: FakeBackbone = field(default_factory=FakeBackbone)
     preprocess: Preprocess = PREPROCESS
     classes: tuple[str, ...] = CLASSES
     task: Task = field(default_factory=Classification)
