@@ -23,8 +23,8 @@ from psc_core.tasks.fit.task import task_fit
 from psc_core.tasks.head import Scored
 from psc_core.tasks.policy import BasePolicy
 
-CHANGES: Final = ("alpha", "coverage", "risk", "max_width", "batch_images", "max_memory", "precision", "device")
-"""Settings that calibration reads."""
+COMMON: Final = ("alpha", "coverage", "batch_images", "max_memory", "precision", "device")
+"""Settings that calibration reads for every task."""
 
 
 class CalibratedPipeline(NamedTuple):
@@ -86,9 +86,10 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
     Raises:
         UsageError: A change that calibration does not read.
     """
-    if unread := changes.keys() - {*CHANGES}:
+    known = (*COMMON, *task_fit(model.task.name).thresholds)
+    if unread := changes.keys() - {*known}:
         raise UsageError(
-            f"calibration does not read {', '.join(sorted(unread))}; it takes {', '.join(CHANGES)}, so fit again"
+            f"calibration of a {model.task.name} does not read {', '.join(sorted(unread))}; it takes {', '.join(known)}"
         )
     own = {each.name for each in fields(FitSettings)}
     rates = {name: value for name, value in model.policy.model_dump().items() if name in own}

@@ -152,10 +152,12 @@ class FittedModel:
         Args:
             loader: As of :meth:`psc_core.PSC.fit`, or an :class:`psc_core.ImageDataset`; images that nothing was
                 trained or fitted on.
-            settings: ``alpha``, ``coverage``, ``risk`` or ``max_width`` where they change, and ``batch_images``.
+            settings: ``alpha``, ``coverage``, and ``risk`` of a classifier or ``max_width`` of a regression, where they
+                change; and ``batch_images``.
 
         Raises:
-            UsageError: Something that is no loader, images of another size, or rates that so few cannot keep.
+            UsageError: Something that is no loader, images of another size, settings of the other task, or rates that
+                so few cannot keep.
             DataError: Batches that cannot be used, or other classes.
         """
         model: AnyModel = import_module(LIVE).calibrate(self, loader, **settings)

@@ -65,6 +65,9 @@ class TaskFit:
     averages_candidate: ClassVar[bool] = False
     """Whether a head reads the candidate's features averaged over positions beside z, where settings do not forbid."""
 
+    thresholds: ClassVar[tuple[str, ...]] = ()
+    """Names of the settings that its own thresholds come from."""
+
     why_no_confidence: ClassVar[str] = ""
     """The reason why no gate reads an entropy, a sentence; empty for a task that has entropies."""
 

@@ -179,8 +179,10 @@ def test_calibration_keeps_the_rates_that_are_not_changed(fitted: PSC, test: Ten
         fitted.calibrate(few, alpha=0.01)
     with pytest.raises(UsageError, match="risk"):
         fitted.calibrate(few, risk=2.0)
-    with pytest.raises(UsageError, match="does not read head, layer; it takes alpha, coverage, risk, max_width"):
+    with pytest.raises(UsageError, match=r"a classification does not read head, layer; it takes .*risk$"):
         fitted.calibrate(few, layer="x", head="duq")
+    with pytest.raises(UsageError, match="a classification does not read max_width"):
+        fitted.calibrate(few, max_width=3.0)
     changed = fitted.calibrate(few, alpha=0.2, coverage=0.8)
     assert (changed.policy.alpha, changed.policy.coverage) == (0.2, 0.8)
     assert fitted.calibrate(val).policy.alpha == fitted.policy.alpha
@@ -207,6 +209,8 @@ def test_a_regression(angle_job: TinyJob, data_root: Path, tmp_path: Path) -> No
     assert model(inputs).interval.shape == (50, 2) and len(model(inputs).to_dict()) == 50
     calibrated = model.calibrate(loaders["test"])
     assert torch.equal(calibrated(inputs).mean, model(inputs).mean)
+    with pytest.raises(UsageError, match=r"a regression does not read risk; it takes .*max_width$"):
+        model.calibrate(loaders["test"], risk=0.1)
     assert len(calibrated.calibration) == len(loaders["test"]) and calibrated.policy.coverage == 0.9
     with pytest.raises(DataError, match=r"expected .* to have numbers of the model's target, got angle, radians"):
         target = model.target.model_copy(update={"unit": "radians"})

@@ -34,6 +34,7 @@ class ClassificationFit(TaskFit):
     """The fit of a classifier."""
 
     task_type = Classification
+    thresholds = ("risk",)
     averages_candidate = True
 
     def takes(self, data: ImageDataset) -> bool:

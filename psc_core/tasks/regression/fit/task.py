@@ -29,6 +29,7 @@ class RegressionFit(TaskFit):
     """The fit of a regression: density and gates work on bins of the numbers."""
 
     task_type = Regression
+    thresholds = ("max_width",)
     why_no_confidence = "a regression has no class probabilities, so confidence is no gate"
 
     def takes(self, data: ImageDataset) -> bool:
