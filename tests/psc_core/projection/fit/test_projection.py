@@ -54,6 +54,16 @@ def test_rejects_more_components_than_the_layer_has(net: torch.nn.Module, train:
         fit_projection(net, CANDIDATE, train, d_proj=50, settings=SETTINGS)
 
 
+def test_rejects_more_components_than_channels_vary_in(net: torch.nn.Module, train: ImageDataset) -> None:
+    """The correlations of two positions have one number that differs, beside the ones on their diagonal."""
+    pooled = torch.nn.Sequential(
+        *[*net.children()][:3], torch.nn.AdaptiveAvgPool2d((1, 2)), torch.nn.Flatten(), torch.nn.Linear(32, 10)
+    )
+    candidate = Candidate(("3",), "16 channels, 1 × 2 positions")
+    with pytest.raises(FitError, match=r"c_proj in 1…2, for the channels of this layer vary in no more ways, got 3"):
+        fit_projection(pooled, candidate, train, c_proj=3, d_proj=2, settings=SETTINGS)
+
+
 @given(st.integers(1, 2048), st.integers(1, 224), st.integers(1 << 14, 1 << 30), st.booleans())
 def test_reduced_size_is_the_largest_that_fits(channels: int, side: int, budget: int, square: bool) -> None:
     assume(square or math.isqrt(side) ** 2 != side)
