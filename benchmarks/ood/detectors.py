@@ -35,6 +35,9 @@ from psc_core.tasks.outputs import Outputs
 DEFAULT = "PSC"
 """``psc-fit`` without options."""
 
+PAPER = "PSC, the paper's"
+"""Gaussians on z, alone."""
+
 DENSITY = "PSC, density"
 WITH_ENTROPY = "PSC, density+entropy"
 """The density alone, and with the entropy of PSC's probabilities, each in its upper spread over the selection split."""
@@ -42,7 +45,7 @@ WITH_ENTROPY = "PSC, density+entropy"
 PSC_OPTIONS: Mapping[str, Mapping[str, str]] = {
     DEFAULT: {"density": "pooled++", "ood_score": "gates"},
     DENSITY: {"density": "pooled++", "ood_score": "density"},
-    "PSC, the paper's": {"density": "gda", "ood_score": "density"},
+    PAPER: {"density": "gda", "ood_score": "density"},
 }
 """``--density`` and ``--ood-score`` of each PSC."""
 

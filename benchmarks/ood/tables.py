@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from benchmarks import runs
-from benchmarks.ood.detectors import DEFAULT
+from benchmarks.ood.detectors import DEFAULT, DENSITY, PAPER
 from benchmarks.ood.settings import SETTINGS
 from benchmarks.runs import Json
 
@@ -18,12 +18,17 @@ CLASSIFIERS = {"psc": "PSC", "head": "its head", "temperature": "temperature", "
 """Titles of those whose probabilities are compared."""
 
 
+SKIPS = ((PAPER, "penultimate gda"), (DENSITY, "penultimate gda++"))
+"""One density at the candidate layer and at the penultimate one: the paper's, of z, and that of unit length."""
+
+
 def fragment(record: Json) -> str:
     """All detectors in all settings, the default beside the best of each, covariate shift, and the networks."""
     parts: list[Json] = list(record["result"]["parts"].values())
     tables = {
         "Every detector in every setting": detector_table(parts),
         "The default beside the best detector of each setting": default_table(parts),
+        "What the skip gives": skip_table(parts),
         "Probabilities": calibration_table(parts),
         "Covariate shift": shift_table(parts),
         "Networks and layers": network_table(parts),
@@ -93,6 +98,23 @@ def default_table(parts: Sequence[Json]) -> str:
         verdict = "first" if best == DEFAULT else "tie" if not math.isnan(error) and gap <= error else "behind"
         lines.append([_title(column), runs.plus_minus(own), best, runs.plus_minus(values[best]), f"{gap:.4f}", verdict])
     return runs.markdown_table(["setting", DEFAULT, "best", "its AUROC", "gap", "PSC is"], lines)
+
+
+def skip_table(parts: Sequence[Json]) -> str:
+    """AUROC of a density at the candidate and at the penultimate layer, and the paired difference, collapsed first."""
+    lines = []
+    for column, values in aurocs(parts).items():
+        of_setting = [part for part in parts if part["setting"] == column[0]]
+        collapse = [statistics.mean(part[at]["nc1"][0] for part in of_setting) for at in ("penultimate", "candidate")]
+        cells = [f"{value:.3f}" for value in collapse]
+        for candidate, penultimate in SKIPS:
+            pair = values[candidate], values[penultimate]
+            differences = [there - here for there, here in zip(*pair, strict=True)]
+            cells += [f"{statistics.mean(each):.4f}" for each in pair] + [runs.plus_minus(differences)]
+        lines.append((collapse[0], [_title(column), *cells]))
+    header = ["setting", "penultimate NC1", "candidate's NC1"]
+    header += ["z", "penultimate", "difference", "candidate, unit length", "penultimate, unit length", "difference"]
+    return runs.markdown_table(header, [line for _, line in sorted(lines)])
 
 
 def calibration_table(parts: Sequence[Json]) -> str:

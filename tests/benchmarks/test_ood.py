@@ -95,3 +95,25 @@ def test_a_tie_is_a_paired_difference_within_its_standard_error(
 ) -> None:
     parts = [part("cifar10", seed, PSC=a, KNN=b) for seed, (a, b) in enumerate(zip(psc, knn, strict=True))]
     assert tables.default_table(parts).splitlines()[-1].split("|")[-2].strip() == verdict
+
+
+def test_skip_is_compared_by_pairs_and_collapsed_networks_come_first() -> None:
+    names = [name for pair in tables.SKIPS for name in pair]
+    parts = []
+    for setting, seed, nc1, aurocs in (
+        ("dirty-mnist", 0, 0.4, (0.9, 0.8, 0.7, 0.75)),
+        ("mnist-held-out-0", 0, 0.1, (0.6, 0.7, 0.9, 0.9)),
+        ("mnist-held-out-0", 1, 0.2, (0.8, 0.7, 0.9, 0.8)),
+    ):
+        layers = {"penultimate": {"nc1": [nc1]}, "candidate": {"nc1": [0.5]}}
+        parts.append(part(setting, seed, **dict(zip(names, aurocs, strict=True))) | layers)
+    first, second = tables.skip_table(parts).splitlines()[-2:]
+    assert first.split(" | ")[:6] == [
+        "| mnist-held-out-0 → other",
+        "0.150",
+        "0.500",
+        "0.7000",
+        "0.7000",
+        "0.0000 ± 0.1000",
+    ]
+    assert second.split(" | ")[1:5] == ["0.400", "0.500", "0.9000", "0.8000"]
