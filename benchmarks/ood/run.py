@@ -25,23 +25,26 @@ from psc_core.data.dataset import split_validation
 from psc_core.metrics import ranking
 from psc_core.model.predictor import PSC
 
-NAME = "ood"
-
 SHIFTED_IMAGES = 2000
 """Test images that are shifted."""
 
 
 def main(argv: list[str] | None = None) -> Json:
-    """Run the given settings and write the report of all settings run so far."""
+    """Run the given settings; write a report of all run so far, and one of pretrained networks; records by name."""
     cli = runs.parser(__doc__)
     cli.add_argument("--setting", choices=sorted(SETTINGS), action="extend", nargs="+", help="default: the scale's")
     cli.add_argument("--seeds", type=int, nargs="+", help="default: the scale's")
     args = cli.parse_args(argv)
-    run = runs.start(NAME, args)
-    for seed in args.seeds or scale_of(run).seeds:
-        for name in args.setting or AT_SCALE[args.scale]:
-            one_setting(replace(run, seed=seed), SETTINGS[name])
-    return run.write({"parts": run.finished()}, tables.fragment)
+    settings = [SETTINGS[name] for name in args.setting or AT_SCALE[args.scale]]
+    records: Json = {}
+    for name in dict.fromkeys(setting.record for setting in settings):
+        run = runs.start(name, args)
+        for seed in args.seeds or scale_of(run).seeds:
+            for setting in settings:
+                if setting.record == name:
+                    one_setting(replace(run, seed=seed), setting)
+        records[name] = run.write({"parts": run.finished()}, tables.fragment)
+    return records
 
 
 def one_setting(run: Run, setting: Setting) -> Json:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from psc_core.data.spec import open_dataset
 @dataclass(frozen=True)
 class Setting:
     """One comparison, on a small ResNet trained from scratch."""
+
+    record: ClassVar[str] = "ood"
+    """Name of the record that its results belong to."""
 
     name: str
     data: str  # in-distribution data
@@ -55,6 +59,8 @@ class Setting:
 @dataclass(frozen=True)
 class PretrainedSetting(Setting):
     """One comparison on a pretrained network, whose other classes are out-of-distribution data too."""
+
+    record: ClassVar[str] = "ood-pretrained"
 
     recipe: PretrainedJob  # for seed 0
 

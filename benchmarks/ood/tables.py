@@ -14,7 +14,7 @@ from benchmarks.runs import Json
 Column = tuple[str, str]
 """A setting and the name of its OOD data."""
 
-CLASSIFIERS = {"psc": "PSC", "head": "its head", "temperature": "temperature", "dnn": "the network"}
+CLASSIFIERS = {"psc": "PSC", "temperature": "temperature", "dnn": "the network"}
 """Titles of those whose probabilities are compared."""
 
 
