@@ -40,7 +40,6 @@ from psc_core.report.collect import collect_fit
 from psc_core.report.content import Content
 from psc_core.report.facts import facts_of
 from psc_core.tasks import TASKS
-from psc_core.tasks.classification.fit.calibrate import CONFIDENCE
 from psc_core.tasks.fit.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
 from psc_core.tasks.fit.task import OWN_IMAGES
 from psc_core.tasks.task import task_type
@@ -138,8 +137,7 @@ def parser() -> argparse.ArgumentParser:
     text = "what the OOD decision ranks: texture, kind and confidence together, or the density alone, as in the paper"
     choice(method, "--ood-score", OOD_SCORES, text)
     rate("--coverage", "coverage of the prediction sets, or of a regression's intervals")
-    text = f"error rate that images below the ambiguity threshold keep, with {100 * CONFIDENCE:g} %% confidence"
-    rate("--risk", text)
+    rate("--risk", "error rate that images below the ambiguity threshold keep, with 95 %% confidence")
     text = "width above which an interval makes a number uncertain, in its unit, of a regression (default: no limit)"
     method.add_argument("--max-width", type=flags.positive_number, metavar="WIDTH", help=text)
 
