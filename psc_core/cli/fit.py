@@ -270,7 +270,7 @@ def look(net: nn.Module, data: FitData, settings: FitSettings, max_bad_images: i
     train, val = (
         only_readable(drawn(images, OWN_IMAGES, settings.seed), max_bad_images) for images in (data.train, data.val)
     )
-    return data.fit.first_look(net, train, val, settings.compute(), settings.seed)
+    return data.fit.first_look(net, train, val, settings.compute())
 
 
 def check_replaced(out: Path, is_allowed: bool) -> None:

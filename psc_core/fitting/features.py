@@ -134,9 +134,3 @@ def store(
             for chunk, block in blocks(file):
                 file.write(chunk, reducer.sum_(block))
     return kept
-
-
-def own_outputs(backbone: Backbone, data: ImageDataset, compute: Compute) -> Float[Tensor, "n outputs"]:
-    """Return what the network itself gives for every image, on the CPU."""
-    outputs = passes(data, compute, f"the network on {data.name}", backbone)
-    return torch.cat([output.float().cpu() for (_, output), _ in outputs])

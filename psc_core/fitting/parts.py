@@ -20,14 +20,14 @@ from psc_core.density.fit.density import HeldOut, fit_density
 from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
 from psc_core.fitting.early_layers import TEXTURE_DENSITY, ChosenGates, choose_gates, early_layers
-from psc_core.fitting.features import Layers, Read, cut, own_outputs, read
+from psc_core.fitting.features import Layers, Read, cut, read
 from psc_core.gates.fit.choice import GateChoice
 from psc_core.model.pipeline import Scorer
 from psc_core.network.backbone import Backbone, example_input
 from psc_core.projection.fit.report import ProjectionReport
 from psc_core.projection.module import Projection
 from psc_core.tasks.fit.settings import FitSettings
-from psc_core.tasks.fit.task import Features, HeadJob
+from psc_core.tasks.fit.task import Features, HeadJob, own_outputs
 from psc_core.tasks.head import Head
 from psc_core.tasks.task import Task
 
@@ -155,7 +155,7 @@ def _has_own_output(
 
 def _fit_head(train: Features, selection: Features, backbone: Backbone, data: FitData, settings: FitSettings) -> Head:
     compute = settings.compute()
-    own = own_outputs(backbone, data.selection, compute) if backbone.keep_output else None
+    own = own_outputs(lambda inputs: backbone(inputs)[1], data.selection, compute) if backbone.keep_output else None
     assert settings.head is not None
     return data.fit.fit_head(
         HeadJob(

@@ -88,10 +88,8 @@ class ClassificationFit(TaskFit):
         policy = Policy(alpha=settings.alpha, ambiguity_threshold=threshold, coverage=settings.coverage)
         return Calibrated(calibration, policy, metrics)
 
-    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute, seed: int) -> str:
-        of_train, of_val = (own_accuracy(net, data, compute, seed) for data in (train, val))
-        if of_train is None or of_val is None:
-            return "the network itself does not give one output for each class, so its accuracy is not known"
+    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> str:
+        of_train, of_val = (own_accuracy(net, data, compute) for data in (train, val))
         text = (
             f"the network itself: accuracy {of_train:.3f} on training and {of_val:.3f} on validation images (at most "
             f"{OWN_IMAGES:,} of each); if it should be higher, check the preprocessing"
@@ -117,15 +115,8 @@ def calibration_metrics(scored: Scored, labels: Tensor) -> dict[str, Any]:
     }
 
 
-def own_accuracy(net: nn.Module, data: ImageDataset, compute: Compute, seed: int) -> float | None:
-    """Return the network's own accuracy on random images; None if it does not have one output for each class.
-
-    Of an image with several labels, the fraction that is predicted counts.
-    """
-    found = own_outputs(net, data, compute, seed, len(data.classes))
-    if found is None:
-        return None
-    logits, drawn = found
-    labels = drawn.offsets.diff()  # of each image
-    hits = logits.argmax(1).repeat_interleave(labels) == drawn.labels
-    return float((hits / labels.repeat_interleave(labels)).sum()) / len(drawn)
+def own_accuracy(net: nn.Module, data: ImageDataset, compute: Compute) -> float:
+    """Return the network's own accuracy; of an image with several labels, the fraction that is predicted counts."""
+    labels = data.offsets.diff()  # of each image
+    hits = own_outputs(net, data, compute).argmax(1).repeat_interleave(labels) == data.labels
+    return float((hits / labels.repeat_interleave(labels)).sum()) / len(data)
