@@ -38,6 +38,7 @@ from psc_core.density import DENSITIES, Density
 from psc_core.density.fit.density import fit_density
 from psc_core.density.gaussian import ClasswiseDensity
 from psc_core.errors import FitError, NetworkError
+from psc_core.evaluation.base import OwnNetwork
 from psc_core.fitting.parts import check_own_output
 from psc_core.images.preprocess import Images, Preprocess
 from psc_core.network.backbone import Backbone, example_input, truncate
@@ -97,17 +98,12 @@ class Baselines:
         return BaselineOutputs(scores, {"base": logits.softmax(1), "temperature": tempered.softmax(1)})
 
 
-@dataclass(frozen=True)
-class OwnNetwork:
+class OwnClassifier(OwnNetwork):
     """A classifier as it was trained, logits out, beside which a PSC is shown."""
 
-    net: nn.Module
-    preprocess: Preprocess
-
-    @torch.no_grad()
     def score(self, images: Images) -> BaselineOutputs:
         """Return its softmax, in float64."""
-        logits = self.net(self.preprocess.standardise(images)).double()
+        logits = self.outputs(images)
         return BaselineOutputs({"max-softmax": max_softmax_score(logits)}, {"base": logits.softmax(1)})
 
 

@@ -22,8 +22,8 @@ from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
-from psc_core.evaluation.base import PRIMARY, gives, observed_rate, served
-from psc_core.evaluation.baselines import Baselines, OwnNetwork, fit_baselines
+from psc_core.evaluation.base import PRIMARY, observed_rate, served
+from psc_core.evaluation.baselines import Baselines, OwnClassifier, fit_baselines
 from psc_core.evaluation.classification_report import ClassificationReport
 from psc_core.evaluation.losses import METRICS, Losses, losses_of
 from psc_core.evaluation.selective import acceptance
@@ -142,14 +142,14 @@ def _whole_network(model: PSC, weights: Path) -> nn.Module:
     )
 
 
-def own_network(net: nn.Module, data: ImageDataset, compute: Compute) -> OwnNetwork | None:
-    """Return the network itself, on the device; None if it does not give one output for each class of ``data``."""
-    return OwnNetwork(net, data.preprocess) if gives(net, len(data.classes), data, compute) else None
+def own_network(net: nn.Module, data: ImageDataset, compute: Compute) -> OwnClassifier:
+    """Return the network itself, on the device."""
+    return OwnClassifier(net.to(compute.device), data.preprocess, compute.precision)
 
 
 @torch.inference_mode()
 def score_images(
-    model: PSC, data: ImageDataset, baselines: Baselines | OwnNetwork | None = None, *, batch_images: int = 256
+    model: PSC, data: ImageDataset, baselines: Baselines | OwnClassifier | None = None, *, batch_images: int = 256
 ) -> ScoredImages:
     """Send ``data`` through the served path and the baselines once.
 
