@@ -233,7 +233,7 @@ def fit(args: argparse.Namespace) -> None:
         data = data.cached(Path(args.cache) if args.cache else None, processes=settings.reducer.world)
     if is_first:
         print(look(net, data, settings, args.max_bad_images), flush=True)
-    data, left_out = data.readable(args.max_bad_images, settings.seed, settings.reducer)
+    data, left_out = data.readable(args.max_bad_images, settings.reducer)
     if left_out:
         data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
         provenance = provenance_of(recipe, weights, settings, data)
