@@ -29,7 +29,7 @@ from psc_core.data.dataset import ImageDataset, balanced
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.data import FitData
 from psc_core.report.collect import collect_fit
-from psc_core.tasks.fit.settings import FitSettings
+from psc_core.settings import FitSettings
 
 SECONDS: Final = 60.0
 """About as long as the two fits together may take."""

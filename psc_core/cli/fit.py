@@ -39,9 +39,9 @@ from psc_core.report import page
 from psc_core.report.collect import collect_fit
 from psc_core.report.content import Content
 from psc_core.report.facts import facts_of
+from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
 from psc_core.tasks import TASKS
 from psc_core.tasks.classification.fit.calibrate import CONFIDENCE
-from psc_core.tasks.fit.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
 from psc_core.tasks.fit.task import OWN_IMAGES
 from psc_core.tasks.task import task_type
 

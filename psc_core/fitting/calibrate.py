@@ -17,8 +17,8 @@ from psc_core.gates.combined import Gates, readings_of
 from psc_core.gates.fit.combined import fit_gates
 from psc_core.model.base import FittedModel
 from psc_core.model.pipeline import Pipeline, Scorer, ood_score_of
+from psc_core.settings import FitSettings
 from psc_core.tasks.calibration import BaseCalibration
-from psc_core.tasks.fit.settings import FitSettings
 from psc_core.tasks.fit.task import task_fit
 from psc_core.tasks.head import Scored
 from psc_core.tasks.policy import BasePolicy

@@ -26,8 +26,8 @@ from psc_core.images.statistics import Statistics
 from psc_core.model.base import FittedModel
 from psc_core.network.backbone import check_output, example_input
 from psc_core.network.cut import own_copy
+from psc_core.settings import FitSettings
 from psc_core.target import Target
-from psc_core.tasks.fit.settings import FitSettings
 from psc_core.tasks.fit.task import task_fit
 from psc_core.version import __version__
 

@@ -26,7 +26,7 @@ from psc_core.model.pipeline import Scorer
 from psc_core.network.backbone import Backbone, example_input
 from psc_core.projection.fit.report import ProjectionReport
 from psc_core.projection.module import Projection
-from psc_core.tasks.fit.settings import FitSettings
+from psc_core.settings import FitSettings
 from psc_core.tasks.fit.task import Features, HeadJob, own_outputs
 from psc_core.tasks.head import Head
 from psc_core.tasks.task import Task

@@ -13,9 +13,9 @@ from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import DataError, UsageError
 from psc_core.numerics.matrix import FeatureMatrix
+from psc_core.settings import FitSettings
 from psc_core.tasks import TASKS, module_of
 from psc_core.tasks.calibration import BaseCalibration
-from psc_core.tasks.fit.settings import FitSettings
 from psc_core.tasks.head import Head, Scored
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.task import Task
@@ -44,7 +44,7 @@ class HeadJob(NamedTuple):
     own: (
         Float[Tensor, "images outputs"] | None
     )  # the network's own outputs for the selection split, if they may be served
-    predictions: str  # one of :data:`psc_core.tasks.fit.settings.PREDICTIONS`
+    predictions: str  # one of :data:`psc_core.settings.PREDICTIONS`
     seed: int
     device: torch.device
 

@@ -11,6 +11,7 @@ from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.metrics import classification
 from psc_core.rates import check_fraction
+from psc_core.settings import FitSettings
 from psc_core.tasks.classification.fit.calibrate import (
     CONFIDENCE,
     ambiguity_threshold,
@@ -22,7 +23,6 @@ from psc_core.tasks.classification.fit.own import better_of, fit_own
 from psc_core.tasks.classification.heads import ClassifierHead
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.task import Classification
-from psc_core.tasks.fit.settings import FitSettings
 from psc_core.tasks.fit.task import OWN_IMAGES, Calibrated, HeadJob, TaskFit, own_outputs
 from psc_core.tasks.head import Scored
 

@@ -13,7 +13,7 @@ from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import DataError
 from psc_core.metrics import regression
-from psc_core.tasks.fit.settings import FitSettings
+from psc_core.settings import FitSettings
 from psc_core.tasks.fit.task import OWN_IMAGES, Calibrated, HeadJob, TaskFit, own_outputs
 from psc_core.tasks.head import Scored
 from psc_core.tasks.regression.fit.bins import binned

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
-from psc_core.tasks.fit.settings import FitSettings
+from psc_core.settings import FitSettings
 from psc_core.tasks.fit.task import Calibrated, Features, HeadJob, TaskFit, own_outputs
 from psc_core.tasks.head import Scored
 from psc_core.tasks.multilabel.calibration import Calibration
