@@ -157,19 +157,8 @@ def _fit_head(train: Features, selection: Features, backbone: Backbone, data: Fi
     compute = settings.compute()
     own = own_outputs(lambda inputs: backbone(inputs)[1], data.selection, compute) if backbone.keep_output else None
     assert settings.head is not None
-    return data.fit.fit_head(
-        HeadJob(
-            settings.head,
-            train,
-            data.train,
-            selection,
-            data.selection,
-            own,
-            settings.predictions,
-            settings.seed,
-            compute.device,
-        )
-    )
+    classes, predictions, seed = data.train.classes, settings.predictions, settings.seed
+    return data.fit.fit_head(HeadJob(settings.head, train, selection, classes, own, predictions, seed, compute.device))
 
 
 def _fit_texture(train: Read, layer: str, data: FitData, compute: Compute) -> Density:

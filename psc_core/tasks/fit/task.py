@@ -31,22 +31,20 @@ class Features(NamedTuple):
     labels: Int[Tensor, " n"]  # class indices, ascending
     images: Int[Tensor, " n"]  # which image of the data set each one shows
     widths: tuple[int, ...]  # columns of z, and of each other layer in head_input
+    values: Float[Tensor, " n"] | None = None  # number of each, of a regression, target's unit
 
 
 class HeadJob(NamedTuple):
-    """The features and data that a head is fitted to, and the settings of that."""
+    """The features that a head is fitted to, and the settings of that."""
 
     kind: str
     train: Features
-    train_data: ImageDataset
     selection: Features  # which free numbers are chosen on
-    selection_data: ImageDataset
-    own: (
-        Float[Tensor, "images outputs"] | None
-    )  # the network's own outputs for the selection split, if they may be served
-    predictions: str  # one of :data:`psc_core.settings.PREDICTIONS`
-    seed: int
-    device: torch.device
+    classes: tuple[str, ...]  # names
+    own: Float[Tensor, "images outputs"] | None = None  # the network's, of the selection split, if they may be served
+    predictions: str = "psc"  # one of :data:`psc_core.settings.PREDICTIONS`
+    seed: int = 0  # of random features, and of what draws and orders training images
+    device: torch.device = torch.device("cpu")  # where to fit, and where the head is returned
 
 
 class Calibrated(NamedTuple):

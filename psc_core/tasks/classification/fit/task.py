@@ -45,25 +45,14 @@ class ClassificationFit(TaskFit):
 
     def fit_head(self, job: HeadJob) -> ClassifierHead:
         """Return the head, the network's own logits with a temperature, or the better of both."""
-        classes, selection = job.train_data.classes, job.selection
+        selection = job.selection
         own = logits = None
         if job.own is not None:
             logits = job.own[selection.images]
             own = fit_own(logits, selection.labels).to(job.device)
             if job.predictions == "base":
                 return own
-        head = fit_head(
-            job.train.head_input,
-            job.train.labels,
-            job.selection.head_input[:],
-            job.selection.labels,
-            num_classes=len(classes),
-            kind=job.kind,
-            seed=job.seed,
-            device=job.device,
-            class_names=classes,
-            images=job.train.images,
-        )
+        head = fit_head(job)
         if own is None or logits is None:
             return head
         z, logits, labels = (part.to(job.device) for part in (selection.head_input[:], logits, selection.labels))

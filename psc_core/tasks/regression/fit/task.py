@@ -50,19 +50,7 @@ class RegressionFit(TaskFit):
         return f"numbers of {train.target}"
 
     def fit_head(self, job: HeadJob) -> RegressionHead:
-        assert job.train_data.values is not None and job.selection_data.values is not None
-        return fit_head(
-            job.train.head_input,
-            job.train_data.values[job.train.images],
-            job.selection.head_input[:],
-            job.selection_data.values[job.selection.images],
-            kind=job.kind,
-            seed=job.seed,
-            device=job.device,
-            val_mean=None if job.own is None else job.own[job.selection.images, 0],
-            widths=job.train.widths,
-            images=job.train.images,
-        )
+        return fit_head(job)
 
     def calibrate(
         self, scored: Scored, ood_score: Float[Tensor, " n"], images: ImageDataset, settings: FitSettings

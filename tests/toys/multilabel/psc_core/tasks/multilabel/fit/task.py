@@ -34,9 +34,8 @@ class MultiLabelFit(TaskFit):
         return f"some of {len(train.classes)} labels each"
 
     def fit_head(self, job: HeadJob) -> LabelHead:
-        train = _images_of(job.train), held(job.train_data)
-        selection = _images_of(job.selection), held(job.selection_data)
-        return FITS[job.kind](*(part.to(job.device) for part in (*train, *selection)))
+        parts = (part for each in (job.train, job.selection) for part in _images_of(each, len(job.classes)))
+        return FITS[job.kind](*(part.to(job.device) for part in parts))
 
     def calibrate(
         self, scored: Scored, ood_score: Float[Tensor, " n"], images: ImageDataset, settings: FitSettings
@@ -76,8 +75,10 @@ def own_accuracy(net: nn.Module, data: ImageDataset, compute: Compute) -> float:
     return float(((own_outputs(net, data, compute) >= 0) == held(data)).double().mean())
 
 
-def _images_of(features: Features) -> Float[Tensor, "n dim"]:
-    """Return the features of each image once, in the order of the data set; an image has an example for each label."""
+def _images_of(features: Features, labels: int) -> tuple[Float[Tensor, "n dim"], Bool[Tensor, "n labels"]]:
+    """Return features and labels of each image, in the order of the data set; an image has an example a label."""
     first = torch.empty(int(features.images.max()) + 1, dtype=torch.int64)
     first[features.images] = torch.arange(len(features.images))
-    return features.head_input[:][first]
+    found = torch.zeros(len(first), labels, dtype=torch.bool)
+    found[features.images, features.labels] = True
+    return features.head_input[:][first], found
