@@ -109,7 +109,7 @@ def fit_parts(
         density,
         head,
         compute.precision,
-        head_layers=[layers.names.index(name) for name in layers.head],
+        head_layers=layers.head,
     )
     gates = choose_gates(scorer, layers, textures, data, settings) if settings.ood_score == "gates" else None
     layer, texture = (None, None) if gates is None or gates.texture is None else gates.texture
@@ -117,9 +117,7 @@ def fit_parts(
     keep_output = settings.predictions == "base" or head.kind in task.own_heads
     if tuple(kept) != layers.names or keep_output != backbone.keep_output:
         backbone = cut(net, kept, data.train, compute, keep_output=keep_output)
-    head_layers = [kept.index(name) for name in layers.head]
-    scorer = scorer.with_backbone(backbone.fused(compute.precision), texture, head_layers)
-    return FittedParts(backbone, scorer, gates)
+    return FittedParts(backbone, scorer.with_backbone(backbone.fused(compute.precision), texture), gates)
 
 
 def _layers(
