@@ -93,11 +93,11 @@ def calibrate(model: FittedModel, loader: Any, **changes: Any) -> FittedModel:
     settings = settings_of(model, changes)
     task_fit(model.task.name).check_same(model.task, model.classes, data)
     warn_of_repeated(data)
-    found = recalibrate(model, data, settings)
+    pipeline, found = recalibrate(model, data, settings)
     metrics = {**model.report.get("metrics", {}), **found.metrics}
     return replace(
         model,
-        pipeline=found.pipeline,
+        pipeline=pipeline,
         calibration=found.calibration,
         policy=found.policy,
         report={**model.report, "metrics": rounded(metrics)},

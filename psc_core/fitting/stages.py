@@ -109,11 +109,11 @@ def fit_model(
     settings = checked(settings, data)
     settings.reducer.require(data.train)
     parts = fit_parts(net, candidate, projection, data, settings)
-    calibrated = calibrate(parts.scorer, data, settings, parts.gate_names)
+    pipeline, calibrated = calibrate(parts.scorer, data, settings, parts.gate_names)
     task = data.fit.task(data.train)
     model = face_of(task)(
         task=task,
-        pipeline=calibrated.pipeline,
+        pipeline=pipeline,
         backbone=parts.backbone,
         classes=data.train.classes,
         calibration=calibrated.calibration,
