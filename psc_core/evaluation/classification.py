@@ -169,7 +169,7 @@ def score_images(
             scores |= others.scores
             probabilities |= others.probabilities
         sets, predicted = torch.from_numpy(decisions.prediction_set), outputs.probabilities.argmax(1)
-        first = batch.labels[torch.searchsorted(batch.image_index, torch.arange(len(images)))] if labelled else None
+        first = batch.first_labels() if labelled else None
         none = torch.empty(0, dtype=torch.bool)
         parts.append(
             ScoredImages(

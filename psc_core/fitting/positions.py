@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from psc_core.compute.passes import Compute, passes
@@ -72,12 +72,12 @@ def compare_positions(
 
 
 def usable(
-    z: Float[Tensor, "n dim"], labels: Int[Tensor, " n"]
-) -> tuple[Float[Tensor, "m dim"], Int[Tensor, " m"], int]:
+    examples: Shaped[Tensor, "n ..."], labels: Int[Tensor, " n"]
+) -> tuple[Shaped[Tensor, "m ..."], Int[Tensor, " m"], int]:
     """The examples of classes that have at least two, their labels renumbered, and the number of these classes."""
     enough = labels.bincount() >= 2
     keep = enough[labels]
-    return z[keep], (enough.cumsum(0) - 1)[labels[keep]], int(enough.sum())
+    return examples[keep], (enough.cumsum(0) - 1)[labels[keep]], int(enough.sum())
 
 
 def fewest_positions(found: Mapping[int, float]) -> int:
