@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
-from psc_core.errors import UsageError
+from psc_core.errors import UsageError, listed
 from psc_core.evaluation.base import PRIMARY, observed_rate, served
 from psc_core.evaluation.baselines import Baselines, OwnClassifier, fit_baselines
 from psc_core.evaluation.classification_report import ClassificationReport
@@ -88,8 +88,8 @@ def check_images(model: PSC, data: ImageDataset) -> None:
     """
     if data.classes != model.classes:
         theirs, ours = set(data.classes), set(model.classes)
-        found = [f"{title}: {_some(names)}" for title, names in (("missing", ours - theirs), ("unknown", theirs - ours))
-                 if names]  # fmt: skip
+        odd = {"missing": sorted(ours - theirs), "unknown": sorted(theirs - ours)}
+        found = [f"{title}: {listed(names, 5)}" for title, names in odd.items() if names]
         raise UsageError(
             f"expected the model's {len(model.classes)} classes in {data.name}, got {len(data.classes)} "
             f"({'; '.join(found) or 'in another order'}); use data of the model's classes "
@@ -226,7 +226,3 @@ def ambiguity(entropies: Mapping[str, Tensor], groups: Mapping[str, Tensor]) -> 
     if min(len(inside), len(outside)) == 0:
         return {}
     return {name: ranking.auroc(values[inside], values[outside]) for name, values in entropies.items()}
-
-
-def _some(names: set[str]) -> str:
-    return ", ".join(sorted(names)[:5]) + (", …" if len(names) > 5 else "")
