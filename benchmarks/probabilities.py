@@ -24,6 +24,7 @@ from psc_core.tasks.classification.fit.own import better_of, fit_own
 from psc_core.tasks.classification.fit.temperature import fit_temperature
 from psc_core.tasks.classification.heads import ClassifierHead as Head
 from psc_core.tasks.classification.heads import HeadOutput
+from psc_core.tasks.fit.task import Features, HeadJob
 
 DIVISIONS = 5
 """Random divisions of validation and test images together."""
@@ -89,16 +90,9 @@ def probabilities(run: Run, head: Head, test: Examples) -> Tensor:
 
 def head_of(run: Run, train: Examples, val: Examples) -> Head:
     """The head fitted on ``train`` and selected on ``val``."""
-    return fit_head(
-        train.head_input,
-        train.labels,
-        val.head_input,
-        val.labels,
-        num_classes=val.logits.shape[1],
-        seed=run.seed,
-        device=run.device,
-        images=train.images,
-    )
+    read = (Features(part.head_input, part.labels, part.images, part.head_input.shape[1:]) for part in (train, val))
+    classes = tuple(map(str, range(val.logits.shape[1])))
+    return fit_head(HeadJob("laplace", *read, classes, seed=run.seed, device=run.device))
 
 
 def ece_when_calibrated(probabilities: Tensor, seed: int, draws: int = 100) -> float:

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from psc_core.model.predictor import PSC as PSC
     from psc_core.model.regressor import PSCRegressor as PSCRegressor
     from psc_core.network.load import load_network as load_network
+    from psc_core.settings import FitSettings as FitSettings
     from psc_core.tasks.classification.prediction import Prediction as Prediction
-    from psc_core.tasks.fit.settings import FitSettings as FitSettings
     from psc_core.version import __version__ as __version__
 
 _MODULES = {
     "PRESETS": "images.preprocess",
     "PSC": "model.predictor",
     "PSCRegressor": "model.regressor",
-    "FitSettings": "tasks.fit.settings",
+    "FitSettings": "settings",
     "ImageDataset": "data.dataset",
     "Prediction": "tasks.classification.prediction",
     "Preprocess": "images.preprocess",

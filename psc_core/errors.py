@@ -18,7 +18,7 @@ maps them to HTTP in one table (``app/http/problems.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from importlib import import_module
 from typing import Any
@@ -87,6 +87,11 @@ def needs(what: str, extra: str, *modules: str, error: type[PSCError] = UsageErr
         return [import_module(name) for name in modules][-1]
     except ImportError as missing:
         raise error(f"{what} needs {missing.name or modules[-1]}; pip install 'psc[{extra}]'") from missing
+
+
+def listed(names: Sequence[str], at_most: int) -> str:
+    """Return the first names, for messages, with a mark where there are more."""
+    return ", ".join(names[:at_most]) + (", …" if len(names) > at_most else "")
 
 
 def fault(item: Any, kind: str = "") -> str:

@@ -25,7 +25,7 @@ SCHEMA: Final = 5
 """Version of the bundle format, the only one that is written and read."""
 
 PARTS = ("backbone", "projection", "density", "head", "calibration", "gates")
-"""Tensor files of a bundle; ``head`` is absent for base predictions, ``gates`` from a model without."""
+"""Tensor files of a bundle; ``gates`` is absent from a model without."""
 
 MAX_PART_BYTES: Final = 16 << 30
 """Maximum size of a tensor file."""

@@ -29,7 +29,7 @@ from psc_core.data.dataset import ImageDataset, balanced
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.data import FitData
 from psc_core.report.collect import collect_fit
-from psc_core.tasks.fit.settings import FitSettings
+from psc_core.settings import FitSettings
 
 SECONDS: Final = 60.0
 """About as long as the two fits together may take."""
@@ -91,8 +91,8 @@ def timed_fit(settings: FitSettings, net: nn.Module, data: FitData, size: int, m
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="psc-dry-run-") as scratch:
         checkpoint = Checkpoint.of(Path(scratch) / "stages", {})
-        few = data.fewer(size, max(round(len(data.val) * fraction), min(len(data.val), 4 * classes)), settings.seed)
-        few, left_out = few.cached(None, processes=1).readable(max_bad_images, settings.seed)
+        few = data.fewer(size, max(round(len(data.val) * fraction), min(len(data.val), 4 * classes)))
+        few, left_out = few.cached(None, processes=1).readable(max_bad_images)
         print(*left_out, sep="\n", end="\n" * bool(left_out))
         _, projection, model = run_stages(lenient, net, few, "dry-run", {}, checkpoint)
         collect_fit(model, net, few, projection.report, settings)

@@ -39,8 +39,8 @@ from psc_core.report import page
 from psc_core.report.collect import collect_fit
 from psc_core.report.content import Content
 from psc_core.report.facts import facts_of
+from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
 from psc_core.tasks import TASKS
-from psc_core.tasks.fit.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
 from psc_core.tasks.fit.task import OWN_IMAGES
 from psc_core.tasks.task import task_type
 
@@ -231,7 +231,7 @@ def fit(args: argparse.Namespace) -> None:
         data = data.cached(Path(args.cache) if args.cache else None, processes=settings.reducer.world)
     if is_first:
         print(look(net, data, settings, args.max_bad_images), flush=True)
-    data, left_out = data.readable(args.max_bad_images, settings.seed, settings.reducer)
+    data, left_out = data.readable(args.max_bad_images, settings.reducer)
     if left_out:
         data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
         provenance = provenance_of(recipe, weights, settings, data)
@@ -268,7 +268,7 @@ def look(net: nn.Module, data: FitData, settings: FitSettings, max_bad_images: i
     train, val = (
         only_readable(drawn(images, OWN_IMAGES, settings.seed), max_bad_images) for images in (data.train, data.val)
     )
-    return data.fit.first_look(net, train, val, settings.compute(), settings.seed)
+    return data.fit.first_look(net, train, val, settings.compute())
 
 
 def check_replaced(out: Path, is_allowed: bool) -> None:

@@ -14,7 +14,7 @@ from psc_core.fitting.data import FitData
 from psc_core.network.checkpoints import files_of
 from psc_core.network.described.families import is_described
 from psc_core.network.load import Recipe
-from psc_core.tasks.fit.settings import FitSettings
+from psc_core.settings import FitSettings
 from psc_core.version import __version__
 
 

@@ -14,7 +14,7 @@ from psc_core.fitting.data import FitData
 from psc_core.fitting.parts import FittedProjection
 from psc_core.gates.fit.choice import GateChoice
 from psc_core.model.base import FittedModel
-from psc_core.tasks.fit.settings import FitSettings
+from psc_core.settings import FitSettings
 
 
 def run_stages(

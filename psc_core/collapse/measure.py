@@ -29,7 +29,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from psc_core.collapse.linear import squared_errors
-from psc_core.collapse.report import EPSILON, NC4, R2, CollapseReport, LayerCollapse, best_layer
+from psc_core.collapse.report import NC4, R2, CollapseReport, LayerCollapse, best_layer
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset, stable_order
 from psc_core.errors import FitError
@@ -44,6 +44,7 @@ from psc_core.numerics.scatter import (
     nc1_from_scatter,
 )
 from psc_core.rates import check_fraction
+from psc_core.settings import FitSettings
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,7 @@ def measure_layers(
     net: nn.Module,
     train: ImageDataset,
     val: ImageDataset,
-    compute: Compute,
-    *,
-    epsilon: float = EPSILON,
-    layers: str | None = None,
-    granularity: str = "operations",
-    seed: int | None = None,
+    settings: FitSettings,
 ) -> CollapseReport:
     """Measure NC1 and NC4 after the layers of ``net``.
 
@@ -86,23 +82,21 @@ def measure_layers(
         net: A classifier.  It is moved to the device and put in evaluation mode.
         train: All images that NC1 is measured on, some of every class; each process reads its own shard.
         val: All images that NC4 is measured on, of the same classes, likewise.
-        compute: Its device must support float64; the network runs in float32 whatever its precision, so that the
-            choice of the layer does not depend on it.
-        epsilon: Neural collapse cutoff ε on NC1, recorded in the report.
-        layers: Regular expression of layer names; the penultimate layer is always measured too.
-        granularity: Which modules are layers, see :mod:`psc_core.network.layers`.
-        seed: Of the split that ``val`` is one half of, recorded in the report.
+        settings: The device must support float64; the network runs in float32 whatever the precision, so that the
+            choice of the layer does not depend on it.  The penultimate layer is measured whatever the pattern, and
+            ``seed`` is of the split that ``val`` is one half of.
 
     Raises:
         FitError: Non-finite features.
-        UsageError: ``epsilon`` outside (0, 1), or a pattern that matches no layer.
+        UsageError: ε outside (0, 1), or a pattern that matches no layer.
         NetworkError: The network cannot be run or cut.
     """
+    epsilon, layers = settings.epsilon, settings.layers
     check_fraction(epsilon, "epsilon")
     counts = torch.bincount(train.labels, minlength=len(train.classes))
-    compute = replace(compute, precision="fp32")
+    compute = replace(settings.compute(), precision="fp32")
     example = example_input(train.preprocess).to(compute.device)
-    every = list_layers(net.to(compute.device), example, granularity=granularity)
+    every = list_layers(net.to(compute.device), example, granularity=settings.granularity)
     names = {layer.name for layer in select_layers(every, layers)}
     wanted = [layer for layer in every if layer.name in names or layer.role == "penultimate"]
     measurement = _Measurement(train, val, counts.double().to(compute.device), compute)
@@ -128,7 +122,8 @@ def measure_layers(
     best = best_layer(measured, epsilon, layers)
     if best is not None:
         measured = [replace(layer, nc4_error=error_of(layer.name, best.name)) for layer in measured]
-    return CollapseReport(tuple(measured), epsilon, granularity, layers, train.examples, val.examples, seed, measure)
+    counted = train.examples, val.examples
+    return CollapseReport(tuple(measured), epsilon, settings.granularity, layers, *counted, settings.seed, measure)
 
 
 def paired_error(

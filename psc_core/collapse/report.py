@@ -26,9 +26,6 @@ from typing import Any, Final
 from psc_core.errors import UsageError
 from psc_core.network.layers import LayerInfo
 
-EPSILON: Final = 0.2
-"""Neural collapse cutoff ε on NC1, as in the paper."""
-
 NEAR: Final = 0.05
 """Maximum distance of NC1 from ε at which two layers are combined."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from psc_core.data.dataset import ImageDataset
-from psc_core.errors import DataError
+from psc_core.errors import DataError, listed
 
 SHOWN = 10
 """Names that a message lists."""
@@ -46,12 +46,12 @@ def match(of_images: Sequence[str], of_network: Sequence[str], name: str) -> Mat
     if len(of_images) == len(of_network) and not ours.keys() & theirs.keys():
         return Matched(
             tuple(of_images),
-            f"no class of {name} has a name of the network's ({_some(of_network)}); their order is taken to be that of "
-            "its outputs",
+            f"no class of {name} has a name of the network's ({listed(of_network, SHOWN)}); their order is taken to be "
+            "that of its outputs",
         )
     unknown = [each for plain, each in ours.items() if plain not in theirs]
     missing = [each for plain, each in theirs.items() if plain not in ours]
-    told = [f"{what}: {_some(names)}" for what, names in (("unknown", unknown), ("missing", missing)) if names]
+    told = [f"{what}: {listed(names, SHOWN)}" for what, names in (("unknown", unknown), ("missing", missing)) if names]
     raise DataError(
         f"expected the network's {len(of_network)} classes in {name}, got {len(of_images)} "
         f"({'; '.join(told) or 'some share a name'}); use the images that the network was trained on, in folders named "
@@ -84,7 +84,3 @@ def _in_order(of_images: Sequence[str], of_network: Sequence[str], key: Callable
 
 def _plain(name: str) -> str:
     return re.sub(r"[\s_-]+", " ", name.strip()).casefold()
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")

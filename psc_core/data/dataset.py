@@ -37,6 +37,10 @@ class Batch:
     image_index: Tensor  # int64 (examples,)
     values: Tensor | None = None  # float64 (batch,) of the target; None where there are classes
 
+    def first_labels(self) -> Tensor:
+        """The first label of each image, ``int64 (batch,)``."""
+        return self.labels[torch.searchsorted(self.image_index, torch.arange(len(self.images)))]
+
     def per_example(self, features: Tensor) -> Tensor:
         """Repeat per-image ``features`` (batch, …) for each labelled example (examples, …)."""
         return features if len(self.image_index) == len(features) else features[self.image_index.to(features.device)]

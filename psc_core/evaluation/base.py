@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import Batch, ImageDataset
 from psc_core.errors import UsageError
-from psc_core.images.preprocess import Images
+from psc_core.images.preprocess import Images, Preprocess
 from psc_core.metrics import intervals
 from psc_core.metrics.intervals import CountInterval, RateInterval
 from psc_core.model.base import FittedModel
-from psc_core.network.backbone import example_input
+from psc_core.precision import Precision
 
 PRIMARY: Final = "psc"
 """The score that the service decides by, and the predictor that it serves; others are compared with it."""
@@ -87,11 +87,23 @@ class Report:
         raise NotImplementedError
 
 
-@torch.inference_mode()
-def gives(net: nn.Module, outputs: int, data: ImageDataset, compute: Compute) -> bool:
-    """Return whether a network, which moves to the device, gives so many numbers for an image of ``data``."""
-    output = net.to(compute.device)(example_input(data.preprocess).to(compute.device))
-    return bool(output.shape[1:] == (outputs,))
+@dataclass(frozen=True)
+class OwnNetwork:
+    """A network as it was trained, beside which its fitted model is shown.
+
+    It runs in the model's precision: the two then differ by what was fitted, not by how the network was computed.
+    """
+
+    net: nn.Module  # on the device, as many outputs as its task predicts from
+    preprocess: Preprocess
+    precision: Precision
+
+    def outputs(self, images: Images) -> Float[Tensor, "batch outputs"]:
+        """Return its outputs, float64."""
+        inputs = self.preprocess.standardise(images)
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            output: Tensor = self.net(inputs)
+        return output.double()
 
 
 def served(

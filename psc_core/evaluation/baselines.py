@@ -33,12 +33,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from psc_core.compute.passes import Compute, passes
-from psc_core.data.dataset import ImageDataset
+from psc_core.data.dataset import ImageDataset, drawn
 from psc_core.density import DENSITIES, Density
 from psc_core.density.fit.density import fit_density
 from psc_core.density.gaussian import ClasswiseDensity
 from psc_core.errors import FitError, NetworkError
+from psc_core.evaluation.base import OwnNetwork
 from psc_core.fitting.parts import check_own_output
+from psc_core.fitting.positions import usable
 from psc_core.images.preprocess import Images, Preprocess
 from psc_core.network.backbone import Backbone, example_input, truncate
 from psc_core.numerics import linalg
@@ -97,17 +99,12 @@ class Baselines:
         return BaselineOutputs(scores, {"base": logits.softmax(1), "temperature": tempered.softmax(1)})
 
 
-@dataclass(frozen=True)
-class OwnNetwork:
+class OwnClassifier(OwnNetwork):
     """A classifier as it was trained, logits out, beside which a PSC is shown."""
 
-    net: nn.Module
-    preprocess: Preprocess
-
-    @torch.no_grad()
     def score(self, images: Images) -> BaselineOutputs:
         """Return its softmax, in float64."""
-        logits = self.net(self.preprocess.standardise(images)).double()
+        logits = self.outputs(images)
         return BaselineOutputs({"max-softmax": max_softmax_score(logits)}, {"base": logits.softmax(1)})
 
 
@@ -206,8 +203,7 @@ def _training_features(
     backbone: Backbone, train: ImageDataset, compute: Compute, seed: int
 ) -> tuple[Float[Tensor, "images dim"], Int[Tensor, " examples"], Int[Tensor, " examples"]]:
     """Return features of a random subset, and image index and label of each of its labelled examples."""
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
-    subset = train.subset(order[:BANK_IMAGES])
+    subset = drawn(train, BANK_IMAGES, seed)
     kept, image_index, labels = [], [], []
     images = 0
     step = partial(penultimate_and_logits, backbone)
@@ -223,9 +219,7 @@ def _training_features(
 
 def _usable_density(features: Tensor, image_index: Tensor, labels: Tensor, *, kind: str) -> Density:
     """Fit :func:`full_density` to the classes with at least two labelled examples; fewer give no covariance."""
-    usable = labels.bincount() >= 2
-    if not bool(usable.any()):
+    kept, renumbered, classes = usable(image_index, labels)
+    if not classes:
         raise FitError("the baselines need a class with at least two images; fit on more images")
-    keep = usable[labels]
-    renumbered = (usable.cumsum(0) - 1)[labels[keep]]
-    return full_density(features[image_index[keep]], renumbered, num_classes=int(usable.sum()), kind=kind)
+    return full_density(features[kept], renumbered, num_classes=classes, kind=kind)

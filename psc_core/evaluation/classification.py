@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
-from psc_core.errors import UsageError
-from psc_core.evaluation.base import PRIMARY, gives, observed_rate, served
-from psc_core.evaluation.baselines import Baselines, OwnNetwork, fit_baselines
+from psc_core.errors import UsageError, listed
+from psc_core.evaluation.base import PRIMARY, observed_rate, served
+from psc_core.evaluation.baselines import Baselines, OwnClassifier, fit_baselines
 from psc_core.evaluation.classification_report import ClassificationReport
 from psc_core.evaluation.losses import METRICS, Losses, losses_of
 from psc_core.evaluation.selective import acceptance
@@ -88,8 +88,8 @@ def check_images(model: PSC, data: ImageDataset) -> None:
     """
     if data.classes != model.classes:
         theirs, ours = set(data.classes), set(model.classes)
-        found = [f"{title}: {_some(names)}" for title, names in (("missing", ours - theirs), ("unknown", theirs - ours))
-                 if names]  # fmt: skip
+        odd = {"missing": sorted(ours - theirs), "unknown": sorted(theirs - ours)}
+        found = [f"{title}: {listed(names, 5)}" for title, names in odd.items() if names]
         raise UsageError(
             f"expected the model's {len(model.classes)} classes in {data.name}, got {len(data.classes)} "
             f"({'; '.join(found) or 'in another order'}); use data of the model's classes "
@@ -142,14 +142,14 @@ def _whole_network(model: PSC, weights: Path) -> nn.Module:
     )
 
 
-def own_network(net: nn.Module, data: ImageDataset, compute: Compute) -> OwnNetwork | None:
-    """Return the network itself, on the device; None if it does not give one output for each class of ``data``."""
-    return OwnNetwork(net, data.preprocess) if gives(net, len(data.classes), data, compute) else None
+def own_network(net: nn.Module, data: ImageDataset, compute: Compute) -> OwnClassifier:
+    """Return the network itself, on the device."""
+    return OwnClassifier(net.to(compute.device), data.preprocess, compute.precision)
 
 
 @torch.inference_mode()
 def score_images(
-    model: PSC, data: ImageDataset, baselines: Baselines | OwnNetwork | None = None, *, batch_images: int = 256
+    model: PSC, data: ImageDataset, baselines: Baselines | OwnClassifier | None = None, *, batch_images: int = 256
 ) -> ScoredImages:
     """Send ``data`` through the served path and the baselines once.
 
@@ -169,7 +169,7 @@ def score_images(
             scores |= others.scores
             probabilities |= others.probabilities
         sets, predicted = torch.from_numpy(decisions.prediction_set), outputs.probabilities.argmax(1)
-        first = batch.labels[torch.searchsorted(batch.image_index, torch.arange(len(images)))] if labelled else None
+        first = batch.first_labels() if labelled else None
         none = torch.empty(0, dtype=torch.bool)
         parts.append(
             ScoredImages(
@@ -226,7 +226,3 @@ def ambiguity(entropies: Mapping[str, Tensor], groups: Mapping[str, Tensor]) -> 
     if min(len(inside), len(outside)) == 0:
         return {}
     return {name: ranking.auroc(values[inside], values[outside]) for name, values in entropies.items()}
-
-
-def _some(names: set[str]) -> str:
-    return ", ".join(sorted(names)[:5]) + (", …" if len(names) > 5 else "")

@@ -18,11 +18,9 @@ from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
-from psc_core.evaluation.base import PRIMARY, ObservedRate, Report, gives, observed_rate, served
-from psc_core.images.preprocess import Images, Preprocess
+from psc_core.evaluation.base import PRIMARY, ObservedRate, OwnNetwork, Report, observed_rate, served
 from psc_core.metrics import ranking, regression
 from psc_core.model.regressor import PSCRegressor
-from psc_core.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -35,22 +33,6 @@ class ScoredNumbers:
     ood_score: Float[Tensor, " n"]  # nats
     is_ood: Bool[Tensor, " n"]
     own: Float[Tensor, " n"] | None = None  # what the network itself predicts, float64, where it was asked
-
-
-@dataclass(frozen=True)
-class OwnNetwork:
-    """A network as it was trained, one output, beside which its regression is shown."""
-
-    net: nn.Module
-    preprocess: Preprocess
-    precision: Precision
-
-    def score(self, images: Images) -> Float[Tensor, " batch"]:
-        """Return its numbers, float64."""
-        inputs = self.preprocess.standardise(images)
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            output: Tensor = self.net(inputs)
-        return output[:, 0].double()
 
 
 @dataclass(frozen=True)
@@ -122,9 +104,9 @@ def open_baselines(model: PSCRegressor, weights: Path, train: str, val: str, *, 
     raise UsageError("a regression has no baselines; leave out --weights, --train and --val")
 
 
-def own_network(net: nn.Module, data: ImageDataset, compute: Compute) -> OwnNetwork | None:
-    """Return the network itself, on the device; None if it does not give one number."""
-    return OwnNetwork(net, data.preprocess, compute.precision) if gives(net, 1, data, compute) else None
+def own_network(net: nn.Module, data: ImageDataset, compute: Compute) -> OwnNetwork:
+    """Return the network itself, on the device."""
+    return OwnNetwork(net.to(compute.device), data.preprocess, compute.precision)
 
 
 @torch.inference_mode()
@@ -140,7 +122,7 @@ def score_images(
     for _, images, packed in served(model, data, batch_images):
         outputs.append(packed)
         if baselines is not None:
-            own.append(baselines.score(images).cpu())
+            own.append(baselines.outputs(images)[:, 0].cpu())
     return replace(numbers_of(model, torch.cat(outputs)), own=torch.cat(own) if own else None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
@@ -17,26 +17,17 @@ from psc_core.gates.combined import Gates, readings_of
 from psc_core.gates.fit.combined import fit_gates
 from psc_core.model.base import FittedModel
 from psc_core.model.pipeline import Pipeline, Scorer, ood_score_of
-from psc_core.tasks.calibration import BaseCalibration
-from psc_core.tasks.fit.settings import FitSettings
-from psc_core.tasks.fit.task import task_fit
+from psc_core.settings import FitSettings
+from psc_core.tasks.fit.task import Calibrated, task_fit
 from psc_core.tasks.head import Scored
-from psc_core.tasks.policy import BasePolicy
 
 COMMON: Final = ("alpha", "coverage", "batch_images", "max_memory", "precision", "device")
 """Settings that calibration reads for every task."""
 
 
-class CalibratedPipeline(NamedTuple):
-    """A pipeline with what its thresholds come from."""
-
-    pipeline: Pipeline  # pixels to outputs
-    calibration: BaseCalibration  # scores of the calibration images
-    policy: BasePolicy  # default thresholds
-    metrics: Mapping[str, Any]  # of the calibration split, JSON types
-
-
-def calibrate(scorer: Scorer, data: FitData, settings: FitSettings, gates: Sequence[str] = ()) -> CalibratedPipeline:
+def calibrate(
+    scorer: Scorer, data: FitData, settings: FitSettings, gates: Sequence[str] = ()
+) -> tuple[Pipeline, Calibrated]:
     """Fit what the gates need on the selection split; scores and thresholds come from the calibration split.
 
     Args:
@@ -54,11 +45,11 @@ def calibrate(scorer: Scorer, data: FitData, settings: FitSettings, gates: Seque
         selected = score_dataset(scorer, data.selection, compute, "selection").scores
         fitted_gates = fit_gates(gates, readings_of(gates, selected), readings_of(gates, scored.scores))
     ood_score, _ = ood_score_of(scored.scores, fitted_gates)
-    calibration, policy, metrics = data.fit.calibrate(scored, ood_score, data.calibration, settings)
-    return CalibratedPipeline(Pipeline(scorer, calibration.ood_scores, fitted_gates), calibration, policy, metrics)
+    calibrated = data.fit.calibrate(scored, ood_score, data.calibration, settings)
+    return Pipeline(scorer, calibrated.calibration.ood_scores, fitted_gates), calibrated
 
 
-def recalibrate(model: FittedModel, data: ImageDataset, settings: FitSettings) -> CalibratedPipeline:
+def recalibrate(model: FittedModel, data: ImageDataset, settings: FitSettings) -> tuple[Pipeline, Calibrated]:
     """Calibrate a fitted model on ``data`` alone; what was selected stays, the gates' readings of it too.
 
     Raises:
@@ -74,10 +65,8 @@ def recalibrate(model: FittedModel, data: ImageDataset, settings: FitSettings) -
         readings = readings_of(gates.names, scored.scores).float().sort(dim=0).values.T
         gates = Gates(gates.names, gates.ascending.cpu(), gates.scales.cpu(), readings, gates.texture_counts_below)
     ood_score, _ = ood_score_of(scored.scores, gates)
-    calibration, policy, metrics = fit.calibrate(scored, ood_score, data, settings)
-    return CalibratedPipeline(
-        Pipeline(model.pipeline.scorer, calibration.ood_scores, gates), calibration, policy, metrics
-    )
+    calibrated = fit.calibrate(scored, ood_score, data, settings)
+    return Pipeline(model.pipeline.scorer, calibrated.calibration.ood_scores, gates), calibrated
 
 
 def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -23,18 +24,18 @@ class FitData:
     Attributes:
         train: Training images.
         val: All validation images.
-        selection: Validation images that select the layer, the sizes, the prior precision and the temperature.
-        calibration: Validation images that only calibrate, so that stated rates hold.
         fit: How models of what these images are labelled with are fitted.
+        seed: Splits the validation images, and draws training images.
         left_out: How many training and validation images were left out, because they cannot be decoded.
+        is_split: False where the training images stand for both halves.
     """
 
     train: ImageDataset
     val: ImageDataset
-    selection: ImageDataset
-    calibration: ImageDataset
     fit: TaskFit
+    seed: int
     left_out: tuple[int, int] = (0, 0)
+    is_split: bool = True
 
     @classmethod
     def of(
@@ -72,33 +73,44 @@ class FitData:
         train, val = fit.labelled(train, val)
         train = balanced(train, max_images, seed)
         check_classes(train, val)
-        return cls(train, val, *split_validation(val, seed), fit)
+        return cls(train, val, fit, seed)
 
     @classmethod
     def without_validation(cls, train: ImageDataset, *, seed: int, max_images: int | None) -> FitData:
         """Return training images that stand for the validation images too, for a stage that only selects by them."""
         fit = task_fit_for(train)
         train = balanced(fit.labelled(train, train)[0], max_images, seed)
-        return cls(train, train, train, train, fit)
+        return cls(train, train, fit, seed, is_split=False)
 
-    def fewer(self, training_images: int, validation_images: int, seed: int) -> FitData:
+    @cached_property
+    def _halves(self) -> tuple[ImageDataset, ImageDataset]:
+        return split_validation(self.val, self.seed) if self.is_split else (self.val, self.val)
+
+    @property
+    def selection(self) -> ImageDataset:
+        """Validation images that select the layer, the sizes, the prior precision and the temperature."""
+        return self._halves[0]
+
+    @property
+    def calibration(self) -> ImageDataset:
+        """Validation images that only calibrate, so that stated rates hold."""
+        return self._halves[1]
+
+    def fewer(self, training_images: int, validation_images: int) -> FitData:
         """Return so many random images, balanced over classes, split as all of them are."""
-        train, val = balanced(self.train, training_images, seed), balanced(self.val, validation_images, seed)
-        selection, calibration = split_validation(val, seed)
-        return replace(self, train=train, val=val, selection=selection, calibration=calibration)
+        train = balanced(self.train, training_images, self.seed)
+        return replace(self, train=train, val=balanced(self.val, validation_images, self.seed))
 
     def cached(self, folder: Path | None, *, processes: int) -> FitData:
         """Return the same images with their pixels kept, see :func:`psc_core.data.cache.cached`."""
         train, val = (cached(data, folder, processes=processes) for data in (self.train, self.val))
-        selection, calibration = (replace(half, source=val.source) for half in (self.selection, self.calibration))
-        return replace(self, train=train, val=val, selection=selection, calibration=calibration)
+        return replace(self, train=train, val=val)
 
-    def readable(self, at_most: int, seed: int, reducer: Reducer | None = None) -> tuple[FitData, tuple[str, ...]]:
+    def readable(self, at_most: int, reducer: Reducer | None = None) -> tuple[FitData, tuple[str, ...]]:
         """Return the images that can be decoded, and what is said of those that cannot, for people.
 
         Args:
             at_most: How many may be left out; for 0 none are looked for, and the first that is met ends the fit.
-            seed: Splits the validation images that are kept.
             reducer: This process among those that fit one model.
 
         Raises:
@@ -114,11 +126,9 @@ class FitData:
             return self, ()
         kept_train, kept_val = without(self.train, train), without(self.val, val)  # They are labelled already.
         check_classes(kept_train, kept_val)
-        selection, calibration = split_validation(kept_val, seed)
         of_each = f"{len(train)} of {self.train.name}, {len(val)} of {self.val.name}"
         said = (*(f"left out: {reason}" for reason in reasons), f"left out {count} that cannot be decoded: {of_each}")
-        kept = FitData(kept_train, kept_val, selection, calibration, self.fit, (len(train), len(val)))
-        return kept, said
+        return replace(self, train=kept_train, val=kept_val, left_out=(len(train), len(val))), said
 
     @property
     def is_ambiguous(self) -> bool:

@@ -26,7 +26,7 @@ from psc_core.gates.fit.made_up import REAL, made_up_batches
 from psc_core.metrics.ranking import auroc
 from psc_core.model.pipeline import Scorer, average_positions
 from psc_core.network.layers import LayerInfo, list_layers
-from psc_core.tasks.fit.settings import FitSettings
+from psc_core.settings import FitSettings
 
 DEPTHS: Final = (1 / 3, 1 / 2, 2 / 3)
 """The fractions of the way to the candidate at which early layers are compared."""

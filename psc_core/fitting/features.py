@@ -97,9 +97,10 @@ def read(
     counts = dataset.labels.bincount(minlength=len(dataset.classes))
     images = torch.arange(len(dataset)).repeat_interleave(dataset.offsets.diff())[order]
     labels = torch.arange(len(counts)).repeat_interleave(counts)
+    values = None if dataset.values is None else dataset.values[images]
     ends = accumulate(channels[of_head:])
     return Read(
-        Features(kept[0].columns(0, sum(widths)), labels, images, widths),
+        Features(kept[0].columns(0, sum(widths)), labels, images, widths, values),
         kept[0].columns(sum(widths), averaged) if pooled else z,
         {
             layer: kept[1].columns(end - width, width)
@@ -134,9 +135,3 @@ def store(
             for chunk, block in blocks(file):
                 file.write(chunk, reducer.sum_(block))
     return kept
-
-
-def own_outputs(backbone: Backbone, data: ImageDataset, compute: Compute) -> Float[Tensor, "n outputs"]:
-    """Return what the network itself gives for every image, on the CPU."""
-    outputs = passes(data, compute, f"the network on {data.name}", backbone)
-    return torch.cat([output.float().cpu() for (_, output), _ in outputs])

@@ -26,8 +26,8 @@ from psc_core.images.statistics import Statistics
 from psc_core.model.base import FittedModel
 from psc_core.network.backbone import check_output, example_input
 from psc_core.network.cut import own_copy
+from psc_core.settings import FitSettings
 from psc_core.target import Target
-from psc_core.tasks.fit.settings import FitSettings
 from psc_core.tasks.fit.task import task_fit
 from psc_core.version import __version__
 
@@ -93,11 +93,11 @@ def calibrate(model: FittedModel, loader: Any, **changes: Any) -> FittedModel:
     settings = settings_of(model, changes)
     task_fit(model.task.name).check_same(model.task, model.classes, data)
     warn_of_repeated(data)
-    found = recalibrate(model, data, settings)
+    pipeline, found = recalibrate(model, data, settings)
     metrics = {**model.report.get("metrics", {}), **found.metrics}
     return replace(
         model,
-        pipeline=found.pipeline,
+        pipeline=pipeline,
         calibration=found.calibration,
         policy=found.policy,
         report={**model.report, "metrics": rounded(metrics)},

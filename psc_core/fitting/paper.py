@@ -27,7 +27,7 @@ from psc_core.fitting.data import FitData
 from psc_core.fitting.parts import FittedProjection
 from psc_core.model.predictor import PSC
 from psc_core.model.regressor import PSCRegressor
-from psc_core.tasks.fit.settings import FitSettings, settings_for
+from psc_core.settings import FitSettings
 
 
 def measure_collapse(
@@ -212,3 +212,24 @@ def fit_regressor(
 
 def _data(train: ImageDataset, val: ImageDataset, settings: FitSettings, task: str | None = None) -> FitData:
     return FitData.of(train, val, seed=settings.seed, task=task, max_images=settings.max_images)
+
+
+def settings_for(candidate: Candidate, settings: FitSettings | None, changes: dict[str, Any]) -> FitSettings:
+    """Return ``settings`` with ``changes``, or defaults that agree with how a candidate was chosen.
+
+    Raises:
+        UsageError: They have another seed, so that images of the calibration split chose the candidate, or another
+            epsilon.
+    """
+    report = candidate.report
+    chosen: dict[str, Any] = {} if report is None else {"epsilon": report.epsilon}
+    if report is not None and report.seed is not None:
+        chosen["seed"] = report.seed
+    wanted = replace(settings or FitSettings(**chosen), **changes)
+    for name, value in chosen.items():
+        if getattr(wanted, name) != value:
+            raise UsageError(
+                f"expected {name}={value!r}, with which {'+'.join(candidate.layers)} was chosen as the candidate, "
+                f"got {getattr(wanted, name)!r}; use the same settings in every stage"
+            )
+    return wanted

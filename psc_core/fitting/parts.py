@@ -20,14 +20,14 @@ from psc_core.density.fit.density import HeldOut, fit_density
 from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
 from psc_core.fitting.early_layers import TEXTURE_DENSITY, ChosenGates, choose_gates, early_layers
-from psc_core.fitting.features import Layers, Read, cut, own_outputs, read
+from psc_core.fitting.features import Layers, Read, cut, read
 from psc_core.gates.fit.choice import GateChoice
 from psc_core.model.pipeline import Scorer
 from psc_core.network.backbone import Backbone, example_input
 from psc_core.projection.fit.report import ProjectionReport
 from psc_core.projection.module import Projection
-from psc_core.tasks.fit.settings import FitSettings
-from psc_core.tasks.fit.task import Features, HeadJob
+from psc_core.settings import FitSettings
+from psc_core.tasks.fit.task import Features, HeadJob, own_outputs
 from psc_core.tasks.head import Head
 from psc_core.tasks.task import Task
 
@@ -109,7 +109,7 @@ def fit_parts(
         density,
         head,
         compute.precision,
-        head_layers=[layers.names.index(name) for name in layers.head],
+        head_layers=layers.head,
     )
     gates = choose_gates(scorer, layers, textures, data, settings) if settings.ood_score == "gates" else None
     layer, texture = (None, None) if gates is None or gates.texture is None else gates.texture
@@ -117,9 +117,7 @@ def fit_parts(
     keep_output = settings.predictions == "base" or head.kind in task.own_heads
     if tuple(kept) != layers.names or keep_output != backbone.keep_output:
         backbone = cut(net, kept, data.train, compute, keep_output=keep_output)
-    head_layers = [kept.index(name) for name in layers.head]
-    scorer = scorer.with_backbone(backbone.fused(compute.precision), texture, head_layers)
-    return FittedParts(backbone, scorer, gates)
+    return FittedParts(backbone, scorer.with_backbone(backbone.fused(compute.precision), texture), gates)
 
 
 def _layers(
@@ -155,21 +153,10 @@ def _has_own_output(
 
 def _fit_head(train: Features, selection: Features, backbone: Backbone, data: FitData, settings: FitSettings) -> Head:
     compute = settings.compute()
-    own = own_outputs(backbone, data.selection, compute) if backbone.keep_output else None
+    own = own_outputs(lambda inputs: backbone(inputs)[1], data.selection, compute) if backbone.keep_output else None
     assert settings.head is not None
-    return data.fit.fit_head(
-        HeadJob(
-            settings.head,
-            train,
-            data.train,
-            selection,
-            data.selection,
-            own,
-            settings.predictions,
-            settings.seed,
-            compute.device,
-        )
-    )
+    classes, predictions, seed = data.train.classes, settings.predictions, settings.seed
+    return data.fit.fit_head(HeadJob(settings.head, train, selection, classes, own, predictions, seed, compute.device))
 
 
 def _fit_texture(train: Read, layer: str, data: FitData, compute: Compute) -> Density:

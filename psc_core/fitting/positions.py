@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from psc_core.compute.passes import Compute, passes
+from psc_core.data.dataset import drawn
 from psc_core.density.fit.density import fit_density
 from psc_core.fitting.data import FitData
 from psc_core.gates.fit.made_up import REAL, made_up_batches
@@ -25,6 +26,7 @@ from psc_core.metrics.ranking import auroc
 from psc_core.network.backbone import Backbone, FeatureStep, feature_step
 from psc_core.projection.fit.projection import SizedProjection
 from psc_core.projection.module import Projection
+from psc_core.settings import FitSettings
 
 AUROC_LOSS: Final = 0.005
 """Loss of mean AUROC that fewer components may cost."""
@@ -38,10 +40,7 @@ def compare_positions(
     sized: SizedProjection,
     sizes: Sequence[tuple[int, int]],
     data: FitData,
-    compute: Compute,
-    *,
-    density: str,
-    seed: int,
+    settings: FitSettings,
 ) -> dict[int, float]:
     """Mean AUROC of made-up against real images by number of spatial components.
 
@@ -50,22 +49,21 @@ def compare_positions(
         sized: The largest projection.
         sizes: (c_proj, d_proj) to compare, within it.
         data: The images.
-        compute: Device, precision and batch size.
-        density: Kind of the density that reads z.
-        seed: Draws images.
+        settings: Device, precision, batch size, the density that reads z, and the seed that draws images.
     """
+    compute = settings.compute()
     step = feature_step(backbone, compute.precision)
-    chosen = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(seed))[:TRAINING_IMAGES]
+    few = drawn(data.train, TRAINING_IMAGES, settings.seed)
     kept, of_batches = [], []
-    for features, batch in passes(data.train.subset(chosen), compute, "positions: features", step):
+    for features, batch in passes(few, compute, "positions: features", step):
         kept.append(batch.per_example(sized.largest(features)).cpu())
         of_batches.append(batch.labels)
-    made = _made_up_features(sized.largest, step, data, compute, seed)
+    made = _made_up_features(sized.largest, step, data, compute, settings.seed)
     z, labels, classes = usable(torch.cat(kept), torch.cat(of_batches))
     found = {}
     for c_proj, d_proj in sizes:
         columns = _columns(sized.largest, c_proj, d_proj)
-        fitted = fit_density(z[:, columns], labels, num_classes=classes, kind=density)
+        fitted = fit_density(z[:, columns], labels, num_classes=classes, kind=settings.density)
         scores = {kind: -fitted(values[:, columns]).log_density for kind, values in made.items()}
         found[d_proj] = statistics.mean(
             auroc(scores[REAL], of_kind) for kind, of_kind in scores.items() if kind != REAL
@@ -74,12 +72,12 @@ def compare_positions(
 
 
 def usable(
-    z: Float[Tensor, "n dim"], labels: Int[Tensor, " n"]
-) -> tuple[Float[Tensor, "m dim"], Int[Tensor, " m"], int]:
+    examples: Shaped[Tensor, "n ..."], labels: Int[Tensor, " n"]
+) -> tuple[Shaped[Tensor, "m ..."], Int[Tensor, " m"], int]:
     """The examples of classes that have at least two, their labels renumbered, and the number of these classes."""
     enough = labels.bincount() >= 2
     keep = enough[labels]
-    return z[keep], (enough.cumsum(0) - 1)[labels[keep]], int(enough.sum())
+    return examples[keep], (enough.cumsum(0) - 1)[labels[keep]], int(enough.sum())
 
 
 def fewest_positions(found: Mapping[int, float]) -> int:

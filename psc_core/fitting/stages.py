@@ -25,7 +25,7 @@ from psc_core.model.load import face_of
 from psc_core.projection.fit.projection import fit_tucker
 from psc_core.projection.fit.ranks import choose_ranks
 from psc_core.projection.fit.report import ProjectionReport
-from psc_core.tasks.fit.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
+from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
 from psc_core.tasks.fit.task import TaskFit, one_of
 
 
@@ -38,16 +38,7 @@ def collapse(net: nn.Module, data: FitData, settings: FitSettings) -> CollapseRe
         NetworkError: The network cannot be run or cut.
     """
     settings.reducer.require(data.train)
-    return measure_layers(
-        net,
-        data.train,
-        data.selection,
-        settings.compute(),
-        epsilon=settings.epsilon,
-        layers=settings.layers,
-        granularity=settings.granularity,
-        seed=settings.seed,
-    )
+    return measure_layers(net, data.train, data.selection, settings)
 
 
 def project(net: nn.Module, candidate: Candidate, data: FitData, settings: FitSettings) -> FittedProjection:
@@ -63,40 +54,15 @@ def project(net: nn.Module, candidate: Candidate, data: FitData, settings: FitSe
     """
     one_of("density", settings.density, tuple(DENSITIES), data.fit.task_type.noun)
     settings.reducer.require(data.train)
-    compute = settings.compute()
-    backbone = cut(net, candidate.layers, data.train, compute, keep_output=False)
-    sized = fit_tucker(
-        backbone,
-        data.train,
-        data.selection,
-        compute,
-        c_proj=settings.c_proj,
-        d_proj=settings.d_proj,
-        second_scaling=not settings.no_second_scaling,
-    )
-    choice = choose_ranks(
-        sized.nc1,
-        sized.nc4,
-        epsilon=settings.epsilon,
-        reference_nc4=sized.scaled_nc4,
-        c_proj=settings.c_proj,
-        d_proj=settings.d_proj,
-        minimum=settings.minimum_dim,
-    )
+    backbone = cut(net, candidate.layers, data.train, settings.compute(), keep_output=False)
+    sized = fit_tucker(backbone, data.train, data.selection, settings)
+    choice = choose_ranks(sized.nc1, sized.nc4, sized.scaled_nc4, settings)
     compared: dict[int, float] = {}
     sizes = [choice]
     if settings.d_proj is None:
         sizes = choice.with_more_positions(sized.nc1, sized.nc4, sized.deviation, epsilon=settings.epsilon)
     if DENSITIES[settings.density].input_kind == "z" and len(sizes) > 1:
-        compared = compare_positions(
-            backbone,
-            sized,
-            [(size.c_proj, size.d_proj) for size in sizes],
-            data,
-            compute,
-            density=settings.density,
-            seed=settings.seed,
-        )
+        compared = compare_positions(backbone, sized, [(size.c_proj, size.d_proj) for size in sizes], data, settings)
         kept = settings.reducer.first(fewest_positions(compared))
         choice = next(size for size in sizes if size.d_proj == kept)
     projection = sized.largest.leading(choice.c_proj, choice.d_proj).cpu()
@@ -143,11 +109,11 @@ def fit_model(
     settings = checked(settings, data)
     settings.reducer.require(data.train)
     parts = fit_parts(net, candidate, projection, data, settings)
-    calibrated = calibrate(parts.scorer, data, settings, parts.gate_names)
+    pipeline, calibrated = calibrate(parts.scorer, data, settings, parts.gate_names)
     task = data.fit.task(data.train)
     model = face_of(task)(
         task=task,
-        pipeline=calibrated.pipeline,
+        pipeline=pipeline,
         backbone=parts.backbone,
         classes=data.train.classes,
         calibration=calibrated.calibration,

@@ -84,7 +84,7 @@ class FittedModel:
     @property
     def head_layers(self) -> tuple[str, ...]:
         """The layers that the head tells apart: z, by the candidate layer(s), and the other layers that it reads."""
-        return (self.layer, *(self.backbone.layers[position] for position in self.pipeline.scorer.head_layers))
+        return (self.layer, *self.pipeline.scorer.head_layers)
 
     @property
     def predictions(self) -> str:
@@ -283,7 +283,7 @@ class FittedModel:
             parts.head,
             manifest.precision,
             parts.texture,
-            parts.head_layers,
+            manifest.head.layers,
         ).to(target)
         model = cls(
             pipeline=Pipeline(scorer, parts.calibration.ood_scores, parts.gates),

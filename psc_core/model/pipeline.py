@@ -76,7 +76,7 @@ class Scorer(nn.Module):
         head: g′ on z, or what reads the network's own output in its place ("base" predictions).
         precision: ``"fp32"`` or ``"bf16"`` of the backbone; everything after it is float32.
         texture: Density of the pooled features of the backbone's last layer, which is then none of the projection's.
-        head_layers: Positions, among the backbone's layers, of those that the head reads beside z.
+        head_layers: Names, among the backbone's layers, of those that the head reads beside z.
     """
 
     scale: Tensor
@@ -91,7 +91,7 @@ class Scorer(nn.Module):
         head: Head,
         precision: Precision = "fp32",
         texture: Density | None = None,
-        head_layers: Sequence[int] = (),
+        head_layers: Sequence[str] = (),
     ) -> None:
         super().__init__()
         for name, part in zip(("scale", "shift"), preprocess.scale_and_shift(), strict=True):
@@ -110,12 +110,11 @@ class Scorer(nn.Module):
         self,
         backbone: Backbone,
         texture: Density | None,
-        head_layers: Sequence[int] = (),
         precision: Precision | None = None,
     ) -> Scorer:
         """A scorer that shares everything else; the last layer of ``backbone`` is the one that ``texture`` reads."""
         own = (self.projection, self.density, self.head, precision or self.precision)
-        return Scorer(self.preprocess, backbone, *own, texture, head_layers)
+        return Scorer(self.preprocess, backbone, *own, texture, self.head_layers)
 
     def standardise(self, images: Images) -> Inputs:
         """The network's input, as :meth:`Preprocess.standardise` with scale and shift on the device already."""
@@ -136,7 +135,7 @@ class Scorer(nn.Module):
     ) -> Embedding:
         """Return what density and head read, from what :meth:`features` gives."""
         candidate = features[: len(self.projection.positions)]
-        others = [features[position] for position in self.head_layers]
+        others = [features[self.backbone.layers.index(name)] for name in self.head_layers]
         z = self.projection(candidate)
         return Embedding(
             z,
@@ -200,7 +199,7 @@ class Pipeline(nn.Module):
 
     def with_backbone(self, backbone: Backbone, precision: Precision | None = None) -> Pipeline:
         """A pipeline that shares everything else with this one; by default the precision too."""
-        scorer = self.scorer.with_backbone(backbone, self.scorer.texture, self.scorer.head_layers, precision)
+        scorer = self.scorer.with_backbone(backbone, self.scorer.texture, precision)
         return Pipeline(scorer, self.calibration_scores, self.gates)
 
     def forward(self, images: Images) -> Float[Tensor, "batch columns"]:

@@ -34,7 +34,6 @@ class Parts(NamedTuple):
     calibration: BaseCalibration
     texture: Density | None  # of the gate "texture"
     gates: Gates | None
-    head_layers: tuple[int, ...]  # positions of those that the head reads beside z
 
 
 def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
@@ -59,9 +58,7 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
         raise BundleError(f"{bundle.path}: {error}") from error
     except Exception as error:  # A hostile file can make a network's constructor fail in any way.
         raise BundleError(f"{bundle.path}: the manifest and the tensors do not fit together: {error}") from error
-    layers = manifest.backbone.layers
-    head_layers = tuple(layers.index(name) for name in manifest.head.layers)
-    return Parts(backbone, projection, density, head, calibration, texture, gates, head_layers)
+    return Parts(backbone, projection, density, head, calibration, texture, gates)
 
 
 def _restore_backbone(bundle: Bundle, allow_factories: Collection[str]) -> Backbone:

@@ -106,11 +106,6 @@ def needs_code(path: Path, what: str) -> NetworkError:
     )
 
 
-def not_beside(index: Path, file: str) -> NetworkError:
-    """Return the error of an index that names a file elsewhere."""
-    return NetworkError(f"{index} names the file {shortened(file)!r}, which is not beside it; copy the whole folder")
-
-
 def shortened(name: str) -> str:
     """Return a name as a message shows it; a file may hold names of any length."""
     return name if len(name) <= _SHOWN else f"{name[:_SHOWN]}…"

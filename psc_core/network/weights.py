@@ -20,7 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from psc_core.errors import NetworkError
+from psc_core.errors import NetworkError, listed
 from psc_core.network.checkpoints import is_whole_network, needs_code, read_checkpoint, shortened
 
 _LEVELS: Final = 2
@@ -195,5 +195,4 @@ def _type(tensor: Tensor) -> str:
 
 
 def _counted(what: str, names: Sequence[str]) -> str:
-    shown = ", ".join(map(shortened, names[:3])) + (", …" if len(names) > 3 else "")
-    return f"{len(names)} {what}" + (f" ({shown})" if names else "")
+    return f"{len(names)} {what}" + (f" ({listed([*map(shortened, names)], 3)})" if names else "")

@@ -19,8 +19,8 @@ from psc_core.gates.fit.made_up import REAL, made_up_batches
 from psc_core.model.base import FittedModel
 from psc_core.projection.fit.report import ProjectionReport
 from psc_core.report.content import Content, Role, ScoredSet
+from psc_core.settings import FitSettings
 from psc_core.tasks import module_of
-from psc_core.tasks.fit.settings import FitSettings
 
 IMAGES: Final = 2000
 """Maximum number of images of a set, for a report of a fit."""

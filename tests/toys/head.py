@@ -108,8 +108,7 @@ def standardise(''',
 
 import torch
 
-from psc_core.tasks.classification.fit.head import fit_head
-from tests.psc_core.tasks.classification.heads.support import images
+from tests.psc_core.tasks.classification.heads.support import fit_head, images
 from tests.reference import heads as naive
 
 
@@ -261,8 +260,7 @@ def standardise(''',
 
 import torch
 
-from psc_core.tasks.regression.fit.head import fit_head
-from tests.psc_core.tasks.regression.heads.support import images
+from tests.psc_core.tasks.regression.heads.support import fit_head, images
 from tests.reference import heads as naive
 
 

@@ -112,6 +112,5 @@ def made_up_batches(
         pixels = dataset.preprocess.to_pixels(batch.images)
         made = {REAL: pixels, **{kind: make(pixels) for kind, make in TRANSFORMS.items()}}
         if mixed:
-            labels = batch.labels[torch.searchsorted(batch.image_index, torch.arange(len(pixels)))]
-            made[MIXED] = mix(pixels, labels, generator)
+            made[MIXED] = mix(pixels, batch.first_labels(), generator)
         yield {kind: images.to(compute.device) for kind, images in made.items()}

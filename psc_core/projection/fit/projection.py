@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from psc_core.compute.allocator import release_freed_memory
-from psc_core.compute.passes import Compute, passes
+from psc_core.compute.passes import passes
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import FitError
 from psc_core.network.backbone import Backbone, example_input, feature_step
@@ -22,6 +22,7 @@ from psc_core.projection.fit.moments import channel_moments
 from psc_core.projection.fit.sizes import measure_sizes
 from psc_core.projection.fit.tucker import tucker_factors
 from psc_core.projection.module import Projection, reshape_features
+from psc_core.settings import FitSettings
 
 MAX_CHANNEL_COMPONENTS = 64
 MAX_COMPONENTS = 2048
@@ -45,11 +46,7 @@ def fit_tucker(
     backbone: Backbone,
     train: ImageDataset,
     selection: ImageDataset,
-    compute: Compute,
-    *,
-    c_proj: int | None,
-    d_proj: int | None,
-    second_scaling: bool,
+    settings: FitSettings,
 ) -> SizedProjection:
     """Fit the largest projection and measure its sizes.
 
@@ -57,15 +54,13 @@ def fit_tucker(
         backbone: Network cut behind the candidate layer(s).
         train: Training images.
         selection: Validation images that NC4 is measured on.
-        compute: Its memory is for the covariance tensor, whose correlation takes as much again, and for the class
+        settings: The memory is for the covariance tensor, whose correlation takes as much again, and for the class
             means of the scaled layer.
-        c_proj: Channel components that are wanted, or None.
-        d_proj: Spatial components that are wanted, or None.
-        second_scaling: Whether z is standardised again.
 
     Raises:
         FitError: ``c_proj`` or ``d_proj`` is larger than the layer, or the part of it that is measured, allows.
     """
+    compute, c_proj = settings.compute(), settings.c_proj
     step = feature_step(backbone, compute.precision)
     with torch.inference_mode():
         features = backbone(example_input(train.preprocess).to(compute.device))[0]
@@ -78,7 +73,7 @@ def fit_tucker(
     if positions != have:
         budget = f"{compute.max_memory >> 20} MiB"
         note = f"positions {have} → {positions} by average pooling, to keep the covariance within {budget}"
-    c_max, d_max = largest_sizes(shapes[0][0], sum(positions), c_proj, d_proj)
+    c_max, d_max = largest_sizes(shapes[0][0], sum(positions), c_proj, settings.d_proj)
     shard = compute.reducer.shard(train)
 
     def features_of_examples() -> Iterator[Tensor]:
@@ -101,7 +96,7 @@ def fit_tucker(
     largest = Projection.from_moments(positions, mean, std, a, b, zeros, ones).to(compute.device)
     sized = measure_sizes(largest, shard, selection, compute, step)
     z_mean, z_std = sized.block.mean_and_std()
-    if second_scaling:
+    if not settings.no_second_scaling:
         largest = largest.with_second_scaling(z_mean, z_std)
     nc1, nc4, deviation = sized.nc1.cpu(), sized.nc4.cpu(), z_std.view(c_max, d_max).cpu()
     return SizedProjection(largest, sized.scaled_nc1, sized.scaled_nc4, nc1, nc4, deviation, note)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from psc_core.numerics.matrix import chunk_rows
 from psc_core.projection.fit.moments import DEAD_UNIT
+from psc_core.settings import FitSettings
 
 NC4_LOSS: Final = 0.01
 """Maximum loss of NC4."""
@@ -86,12 +87,8 @@ class RankChoice:
 def choose_ranks(
     nc1: Float[Tensor, "c_max d_max"],
     nc4: Float[Tensor, "c_max d_max"],
-    *,
-    epsilon: float,
     reference_nc4: float,
-    c_proj: int | None = None,
-    d_proj: int | None = None,
-    minimum: int = 1,
+    settings: FitSettings,
 ) -> RankChoice:
     """Smallest c·d with NC1 > ε and NC4 ≥ ``reference_nc4`` − :data:`NC4_LOSS` (ties: the highest NC4).
 
@@ -101,12 +98,11 @@ def choose_ranks(
     Args:
         nc1: Of every leading block.
         nc4: Of every leading block.
-        epsilon: Collapse cut-off.
         reference_nc4: NC4 of the scaled, unprojected layer.
-        c_proj: Fixes the number of channel components.
-        d_proj: Fixes the number of spatial components.
-        minimum: Smallest c·d considered, or the largest there is where that is smaller.
+        settings: With ε, the components that are fixed, and the smallest c·d that is considered, or the largest there
+            is where that is smaller.
     """
+    epsilon, c_proj, d_proj = settings.epsilon, settings.c_proj, settings.d_proj
     c_max, d_max = nc1.shape
     c = torch.arange(1, c_max + 1)[:, None].expand(c_max, d_max)
     d = torch.arange(1, d_max + 1)[None, :].expand(c_max, d_max)
@@ -117,7 +113,7 @@ def choose_ranks(
         allowed &= c == c_proj
     if d_proj is not None:
         allowed &= d == d_proj
-    allowed &= size >= min(minimum, int(size[allowed].max()))
+    allowed &= size >= min(settings.minimum_dim, int(size[allowed].max()))
     kept = allowed & (nc1 > epsilon) & (nc4 >= reference_nc4 - NC4_LOSS)
     warning = ""
     if bool(kept.any()):

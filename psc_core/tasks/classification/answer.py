@@ -1,7 +1,7 @@
 """The answer of a classifier.
 
 To add an output: declare it in :class:`ImagePrediction` as a :data:`.Score` and compute it in
-:meth:`psc_core.tasks.classification.heads.base.ClassifierHead.score`.
+:meth:`psc_core.tasks.classification.heads.base.ClassifierHead.scored`.
 """
 
 from __future__ import annotations

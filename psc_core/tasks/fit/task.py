@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
@@ -13,15 +13,15 @@ from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import DataError, UsageError
 from psc_core.numerics.matrix import FeatureMatrix
+from psc_core.settings import FitSettings
 from psc_core.tasks import TASKS, module_of
 from psc_core.tasks.calibration import BaseCalibration
-from psc_core.tasks.fit.settings import FitSettings
 from psc_core.tasks.head import Head, Scored
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.task import Task
 
 OWN_IMAGES: Final = 1000
-"""Maximum number of images of each set by which :meth:`TaskFit.first_look` judges a network."""
+"""Maximum number of images of each set that :meth:`TaskFit.first_look` is given."""
 
 
 class Features(NamedTuple):
@@ -31,22 +31,20 @@ class Features(NamedTuple):
     labels: Int[Tensor, " n"]  # class indices, ascending
     images: Int[Tensor, " n"]  # which image of the data set each one shows
     widths: tuple[int, ...]  # columns of z, and of each other layer in head_input
+    values: Float[Tensor, " n"] | None = None  # number of each, of a regression, target's unit
 
 
 class HeadJob(NamedTuple):
-    """The features and data that a head is fitted to, and the settings of that."""
+    """The features that a head is fitted to, and the settings of that."""
 
     kind: str
     train: Features
-    train_data: ImageDataset
     selection: Features  # which free numbers are chosen on
-    selection_data: ImageDataset
-    own: (
-        Float[Tensor, "images outputs"] | None
-    )  # the network's own outputs for the selection split, if they may be served
-    predictions: str  # one of :data:`psc_core.tasks.fit.settings.PREDICTIONS`
-    seed: int
-    device: torch.device
+    classes: tuple[str, ...]  # names
+    own: Float[Tensor, "images outputs"] | None = None  # the network's, of the selection split, if they may be served
+    predictions: str = "psc"  # one of :data:`psc_core.settings.PREDICTIONS`
+    seed: int = 0  # of random features, and of what draws and orders training images
+    device: torch.device = torch.device("cpu")  # where to fit, and where the head is returned
 
 
 class Calibrated(NamedTuple):
@@ -124,26 +122,21 @@ class TaskFit:
         """
         raise NotImplementedError
 
-    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute, seed: int) -> str:
-        """Return the network's own quality in words, which shows whether images reach it as in training."""
+    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> str:
+        """Return the quality of the network itself, which is on the device, on at most :data:`OWN_IMAGES` of each set.
+
+        A person can compare it with what is known of the network: images that are resized, cropped or standardised
+        otherwise than in training make it worse, and nothing else shows that.
+        """
         raise NotImplementedError
 
 
 def own_outputs(
-    net: nn.Module, data: ImageDataset, compute: Compute, seed: int, width: int
-) -> tuple[Float[Tensor, "images outputs"], ImageDataset] | None:
-    """Return the outputs of the network itself for random images, and these; None if not ``width`` numbers each.
-
-    A first look that a person can compare with what is known of the network: images that are resized, cropped or
-    standardised otherwise than in training make it worse, and nothing else shows that.
-    """
-    drawn = data.subset(torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:OWN_IMAGES])
-    kept = []
-    for output, _ in passes(drawn, compute, f"the network on {data.name}", net.to(compute.device)):
-        if output.shape[1:] != (width,):
-            return None
-        kept.append(output.cpu())
-    return torch.cat(kept), drawn
+    net: Callable[[Tensor], Tensor], data: ImageDataset, compute: Compute
+) -> Float[Tensor, "images outputs"]:
+    """Return what the network itself gives for every image, in the precision of ``compute``, as float32 on the CPU."""
+    outputs = passes(data, compute, f"the network on {data.name}", net)
+    return torch.cat([output.float().cpu() for output, _ in outputs])
 
 
 def task_fit(name: str) -> TaskFit:

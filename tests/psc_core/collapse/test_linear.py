@@ -13,13 +13,13 @@ from torch import nn
 from psc_core.collapse import linear
 from psc_core.collapse.measure import measure_layers
 from psc_core.collapse.report import R2, CollapseReport, to_csv, to_text
-from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
+from psc_core.settings import FitSettings
 from psc_core.tasks.regression.fit.bins import binned
 
-COMPUTE = Compute(torch.device("cpu"), batch_images=50)
+SETTINGS = FitSettings(device="cpu", batch_images=50)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def network() -> nn.Sequential:
 def test_equals_ridge_on_whole_matrices(turned: tuple[ImageDataset, ImageDataset]) -> None:
     train, val = turned
     net = network()
-    report = measure_layers(net, train, val, COMPUTE, granularity="all")
+    report = measure_layers(net, train, val, replace(SETTINGS, granularity="all"))
     assert report.measure == R2 and train.values is not None and val.values is not None
     pixels = [train.preprocess.standardise(next(data.batches(len(data))).images) for data in turned]
     with torch.inference_mode():
@@ -60,7 +60,7 @@ def test_equals_ridge_on_whole_matrices(turned: tuple[ImageDataset, ImageDataset
 def test_small_budgets_make_more_groups(turned: tuple[ImageDataset, ImageDataset]) -> None:
     train, val = turned
     whole, few = (
-        measure_layers(network(), train, val, replace(COMPUTE, max_memory=budget)) for budget in (1 << 30, 1 << 14)
+        measure_layers(network(), train, val, replace(SETTINGS, max_memory=budget)) for budget in (1 << 30, 1 << 14)
     )
     for one, other in zip(whole.layers, few.layers, strict=True):
         assert one.nc4 == pytest.approx(other.nc4, abs=1e-9)

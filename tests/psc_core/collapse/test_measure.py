@@ -14,20 +14,20 @@ from torch.nn import functional
 
 from psc_core.collapse import measure as collapse
 from psc_core.collapse.measure import measure_layers, paired_error
-from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import ArraySource
 from psc_core.errors import FitError, UsageError
 from psc_core.images.preprocess import Preprocess
 from psc_core.network.layers import list_layers
 from psc_core.network.layout import canonical
+from psc_core.settings import FitSettings
 from tests.reference import collapse as reference
 
 PLAIN = Preprocess("L", 6, 6, None, (0.0,), (1.0,))
 
 
-def on_cpu(batch_images: int = 64, **others: Any) -> Compute:
-    return Compute(torch.device("cpu"), batch_images=batch_images, **others)
+def on_cpu(batch_images: int = 64, **others: Any) -> FitSettings:
+    return FitSettings(device="cpu", batch_images=batch_images, **others)
 
 
 def images(seed: int, count: int, labels: Tensor | None = None, classes: int = 3) -> ImageDataset:
@@ -198,15 +198,15 @@ def test_wide_layer_runs_in_column_ranges() -> None:
 
     torch.manual_seed(0)
     train, val = images(0, 400, classes=200, labels=torch.arange(400) % 200), images(1, 50, classes=200)
-    few = measure_layers(Wide(), train, val, on_cpu(50, max_memory=8 << 20), layers="wide")
+    few = measure_layers(Wide(), train, val, on_cpu(50, max_memory=8 << 20, layers="wide"))
     torch.manual_seed(0)
-    whole = measure_layers(Wide(), train, val, on_cpu(50), layers="wide")
+    whole = measure_layers(Wide(), train, val, on_cpu(50, layers="wide"))
     assert few.layer("wide").nc1 == pytest.approx(whole.layer("wide").nc1, rel=1e-9)
     assert few.layer("wide").nc4 == whole.layer("wide").nc4
 
 
 def test_pattern_always_includes_penultimate_layer() -> None:
-    report = measure_layers(Net(), images(0, 40), images(1, 21), on_cpu(), layers="conv|hidden")
+    report = measure_layers(Net(), images(0, 40), images(1, 21), on_cpu(layers="conv|hidden"))
     assert [layer.name for layer in report.layers] == ["conv", "hidden", "out:input"]
     assert report.candidate().layers[0] in ("conv", "hidden")
 
@@ -222,7 +222,7 @@ def test_non_finite_features_name_layer() -> None:
 @pytest.mark.parametrize("epsilon", [0.0, 1.0, -1.0])
 def test_rejects_epsilon_outside_unit_interval(epsilon: float) -> None:
     with pytest.raises(UsageError, match="between 0 and 1"):
-        measure_layers(Net(), images(0, 40), images(1, 21), on_cpu(), epsilon=epsilon)
+        measure_layers(Net(), images(0, 40), images(1, 21), on_cpu(epsilon=epsilon))
 
 
 def test_in_place_activation_does_not_reach_its_layer() -> None:

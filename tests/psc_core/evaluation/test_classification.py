@@ -234,16 +234,20 @@ def test_own_probabilities_are_the_softmax(data_root: Path) -> None:
     data = open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
     net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10)).eval()
     own = own_network(net, data, Compute(torch.device("cpu"), batch_images=8))
-    assert own is not None
     images = next(data.batches(5)).images
-    outputs = own.score(images)
+    with torch.inference_mode():
+        outputs = own.score(images)
     logits = net((images.double() / 255 - 0.1307).div(0.3081).float()).double()
     expected = logits.exp() / logits.exp().sum(1, keepdim=True)
     assert torch.allclose(outputs.probabilities["base"], expected, atol=1e-5)
     assert torch.allclose(outputs.scores["max-softmax"], 1 - expected.amax(1), atol=1e-5)
 
 
-def test_a_network_of_other_outputs_has_none(data_root: Path) -> None:
+def test_the_network_itself_runs_in_the_precision_of_its_model(data_root: Path) -> None:
     data = open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
-    net = nn.Sequential(nn.Flatten(), nn.Linear(784, 7)).eval()
-    assert own_network(net, data, Compute(torch.device("cpu"), batch_images=8)) is None
+    net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10)).eval()
+    images = next(data.batches(5)).images
+    with torch.inference_mode():
+        outputs = own_network(net, data, Compute(torch.device("cpu"), "bf16")).outputs(images)
+        full = net(data.preprocess.standardise(images)).double()
+    assert torch.equal(outputs, outputs.bfloat16().double()) and not torch.equal(outputs, full)

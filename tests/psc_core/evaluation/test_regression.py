@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from psc_core import PRESETS, PSCRegressor, open_dataset
 from psc_core.cli.evaluate import main
@@ -85,4 +84,3 @@ def test_the_network_itself_is_measured_beside_its_regression(
     errors = [(a - b) ** 2 for a, b in zip(numbers.tolist(), data.values.tolist(), strict=True)]
     assert quality["base"] == {"rmse": pytest.approx(math.sqrt(sum(errors) / len(errors)), rel=1e-5)}
     assert quality["psc"] == quality_of(score_images(model, data, batch_images=16), data)["psc"]
-    assert own_network(nn.Sequential(nn.Flatten(), nn.Linear(784, 2)), data, compute) is None

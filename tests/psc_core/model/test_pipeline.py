@@ -40,7 +40,7 @@ def test_a_head_reads_earlier_layers_one_of_which_is_the_textures(neighbours_bun
         embedding = scorer.embed(images)
         packed, explanation = model.pipeline.explain(images)
     read = dict(zip(layers, features, strict=True))
-    names = [layers[position] for position in scorer.head_layers]
+    names = scorer.head_layers
     expected = torch.cat([embedding.z, *(read[name].mean(2) for name in names)], dim=1)
     torch.testing.assert_close(embedding.head_input, expected)
     assert embedding.early is not None and layers[-1] in names

@@ -19,8 +19,8 @@ from psc_core.density.fit.density import fit_density
 from psc_core.numerics import matrix
 from psc_core.numerics.matrix import FeatureFile, as_matrix, blocks
 from psc_core.tasks.classification.fit import sngp
-from psc_core.tasks.classification.fit.head import fit_head
 from psc_core.tasks.classification.heads import HEADS
+from tests.psc_core.tasks.classification.heads.support import fit_head
 
 SEEDS = st.integers(0, 2**16)
 

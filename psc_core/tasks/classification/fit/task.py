@@ -11,6 +11,7 @@ from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.metrics import classification
 from psc_core.rates import check_fraction
+from psc_core.settings import FitSettings
 from psc_core.tasks.classification.fit.calibrate import (
     CONFIDENCE,
     ambiguity_threshold,
@@ -22,7 +23,6 @@ from psc_core.tasks.classification.fit.own import better_of, fit_own
 from psc_core.tasks.classification.heads import ClassifierHead
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.task import Classification
-from psc_core.tasks.fit.settings import FitSettings
 from psc_core.tasks.fit.task import OWN_IMAGES, Calibrated, HeadJob, TaskFit, own_outputs
 from psc_core.tasks.head import Scored
 
@@ -45,25 +45,14 @@ class ClassificationFit(TaskFit):
 
     def fit_head(self, job: HeadJob) -> ClassifierHead:
         """Return the head, the network's own logits with a temperature, or the better of both."""
-        classes, selection = job.train_data.classes, job.selection
+        selection = job.selection
         own = logits = None
         if job.own is not None:
             logits = job.own[selection.images]
             own = fit_own(logits, selection.labels).to(job.device)
             if job.predictions == "base":
                 return own
-        head = fit_head(
-            job.train.head_input,
-            job.train.labels,
-            job.selection.head_input[:],
-            job.selection.labels,
-            num_classes=len(classes),
-            kind=job.kind,
-            seed=job.seed,
-            device=job.device,
-            class_names=classes,
-            images=job.train.images,
-        )
+        head = fit_head(job)
         if own is None or logits is None:
             return head
         z, logits, labels = (part.to(job.device) for part in (selection.head_input[:], logits, selection.labels))
@@ -88,10 +77,8 @@ class ClassificationFit(TaskFit):
         policy = Policy(alpha=settings.alpha, ambiguity_threshold=threshold, coverage=settings.coverage)
         return Calibrated(calibration, policy, metrics)
 
-    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute, seed: int) -> str:
-        of_train, of_val = (own_accuracy(net, data, compute, seed) for data in (train, val))
-        if of_train is None or of_val is None:
-            return "the network itself does not give one output for each class, so its accuracy is not known"
+    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> str:
+        of_train, of_val = (own_accuracy(net, data, compute) for data in (train, val))
         text = (
             f"the network itself: accuracy {of_train:.3f} on training and {of_val:.3f} on validation images (at most "
             f"{OWN_IMAGES:,} of each); if it should be higher, check the preprocessing"
@@ -117,15 +104,8 @@ def calibration_metrics(scored: Scored, labels: Tensor) -> dict[str, Any]:
     }
 
 
-def own_accuracy(net: nn.Module, data: ImageDataset, compute: Compute, seed: int) -> float | None:
-    """Return the network's own accuracy on random images; None if it does not have one output for each class.
-
-    Of an image with several labels, the fraction that is predicted counts.
-    """
-    found = own_outputs(net, data, compute, seed, len(data.classes))
-    if found is None:
-        return None
-    logits, drawn = found
-    labels = drawn.offsets.diff()  # of each image
-    hits = logits.argmax(1).repeat_interleave(labels) == drawn.labels
-    return float((hits / labels.repeat_interleave(labels)).sum()) / len(drawn)
+def own_accuracy(net: nn.Module, data: ImageDataset, compute: Compute) -> float:
+    """Return the network's own accuracy; of an image with several labels, the fraction that is predicted counts."""
+    labels = data.offsets.diff()  # of each image
+    hits = own_outputs(net, data, compute).argmax(1).repeat_interleave(labels) == data.labels
+    return float((hits / labels.repeat_interleave(labels)).sum()) / len(data)

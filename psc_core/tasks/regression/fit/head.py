@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from psc_core.errors import FitError, UsageError
-from psc_core.numerics.matrix import FeatureMatrix, check_features
+from psc_core.numerics.matrix import check_features
 from psc_core.tasks.fit.standardisation import fit_standardisation
+from psc_core.tasks.fit.task import HeadJob
 from psc_core.tasks.regression.fit.blr import fit_blr
 from psc_core.tasks.regression.fit.data import HeadData
 from psc_core.tasks.regression.fit.dve import fit_dve
@@ -21,60 +21,42 @@ FITS: Final[Mapping[str, Callable[[HeadData], RegressionHead]]] = {"blr": fit_bl
 """The fit of each kind in :data:`psc_core.tasks.regression.heads.HEADS`."""
 
 
-def fit_head(
-    z_train: Float[Tensor, "n dim"] | FeatureMatrix,
-    y_train: Float[Tensor, " n"],
-    z_val: Float[Tensor, "m dim"],
-    y_val: Float[Tensor, " m"],
-    *,
-    kind: str = "blr",
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    val_mean: Float[Tensor, " m"] | None = None,
-    widths: Sequence[int] | None = None,
-    images: Int[Tensor, " n"] | None = None,
-) -> RegressionHead:
+def fit_head(job: HeadJob) -> RegressionHead:
     """Fit a head to the features and numbers of training images.
 
-    Args:
-        z_train: Features of every training image, any float type, read in blocks; of several layers side by side.
-        y_train: Number of each, in the target's unit.
-        z_val: Features of the selection split, which free numbers are chosen on.
-        y_val: Number of each.
-        kind: One of :data:`psc_core.tasks.regression.heads.HEADS`.
-        seed: Draws training images where not all are needed, and orders them.
-        device: Where to fit, and where the head is returned.
-        val_mean: The network's own predictions for the selection split, if these are served in place of the head's.
-        widths: Columns of each layer, for a head that tells layers apart; by default there is one.
-        images: Which image of the training data each one is, for explanations; by default they are in its order.
+    The network's own predictions, where the job has them, are served in place of the head's.
 
     Raises:
         UsageError: An unknown kind.
         FitError: Features that are not finite or all equal, or numbers that are all equal.
     """
-    if kind not in FITS:
-        raise UsageError(f"expected a head of {', '.join(FITS)} for a regression, got {kind!r}")
-    train, val = z_train.to(device), z_val.to(device)
+    if job.kind not in FITS:
+        raise UsageError(f"expected a head of {', '.join(FITS)} for a regression, got {job.kind!r}")
+    train, val = job.train.head_input.to(job.device), job.selection.head_input[:].to(job.device)
     for z in (train, val):
-        check_features(
-            z, torch.zeros(len(z), dtype=torch.int64, device=device), num_classes=1, class_names=None, minimum=2
-        )
-    values = y_train.double().to(device)
+        labels = torch.zeros(len(z), dtype=torch.int64, device=job.device)
+        check_features(z, labels, num_classes=1, class_names=None, minimum=2)
+    assert job.train.values is not None and job.selection.values is not None
+    values = job.train.values.double().to(job.device)
     center, scale = values.mean(), values.std(correction=0)
     if not float(scale) > 0:
         raise FitError("expected numbers that differ between images, all are equal; nothing to fit")
+
+    def standard(numbers: Tensor) -> Tensor:
+        return (numbers.double().to(job.device) - center) / scale
+
     standardisation = fit_standardisation(train)
     data = HeadData(
         train=standardisation(train),
-        train_values=(values - center) / scale,
-        train_images=(torch.arange(len(values)) if images is None else images).to(device),
+        train_values=standard(values),
+        train_images=job.train.images.to(job.device),
         val=standardisation(val)[:],
-        val_values=(y_val.double().to(device) - center) / scale,
-        val_mean=None if val_mean is None else (val_mean.double().to(device) - center) / scale,
+        val_values=standard(job.selection.values),
+        val_mean=None if job.own is None else standard(job.own[job.selection.images, 0]),
         center=center,
         scale=scale,
-        widths=(train.shape[1],) if widths is None else tuple(widths),
-        seed=seed,
+        widths=job.train.widths,
+        seed=job.seed,
         standardisation=standardisation,
     )
-    return FITS[kind](data).to(device)
+    return FITS[job.kind](data).to(job.device)

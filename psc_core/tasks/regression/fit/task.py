@@ -13,7 +13,7 @@ from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import DataError
 from psc_core.metrics import regression
-from psc_core.tasks.fit.settings import FitSettings
+from psc_core.settings import FitSettings
 from psc_core.tasks.fit.task import OWN_IMAGES, Calibrated, HeadJob, TaskFit, own_outputs
 from psc_core.tasks.head import Scored
 from psc_core.tasks.regression.fit.bins import binned
@@ -50,19 +50,7 @@ class RegressionFit(TaskFit):
         return f"numbers of {train.target}"
 
     def fit_head(self, job: HeadJob) -> RegressionHead:
-        assert job.train_data.values is not None and job.selection_data.values is not None
-        return fit_head(
-            job.train.head_input,
-            job.train_data.values[job.train.images],
-            job.selection.head_input[:],
-            job.selection_data.values[job.selection.images],
-            kind=job.kind,
-            seed=job.seed,
-            device=job.device,
-            val_mean=None if job.own is None else job.own[job.selection.images, 0],
-            widths=job.train.widths,
-            images=job.train.images,
-        )
+        return fit_head(job)
 
     def calibrate(
         self, scored: Scored, ood_score: Float[Tensor, " n"], images: ImageDataset, settings: FitSettings
@@ -74,11 +62,9 @@ class RegressionFit(TaskFit):
         policy = ValuePolicy(alpha=settings.alpha, max_width=settings.max_width, coverage=settings.coverage)
         return Calibrated(calibration, policy, calibration_metrics(mean, deviation, images.values))
 
-    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute, seed: int) -> str:
+    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> str:
         assert train.target is not None and train.values is not None
-        of_train, of_val = (own_error(net, data, compute, seed) for data in (train, val))
-        if of_train is None or of_val is None:
-            return "the network itself does not give one number, so its error is not known"
+        of_train, of_val = (own_error(net, data, compute) for data in (train, val))
         spread, unit = float(train.values.std(correction=0)), f" {train.target.unit}".rstrip()
         text = (
             f"the network itself: RMSE {of_train:.4g} on training and {of_val:.4g}{unit} on validation images (at most "
@@ -109,11 +95,7 @@ def calibration_metrics(
     }
 
 
-def own_error(net: nn.Module, data: ImageDataset, compute: Compute, seed: int) -> float | None:
-    """Return the RMSE of the network itself on random images with numbers; None if it does not have one output."""
-    found = own_outputs(net, data, compute, seed, 1)
-    if found is None:
-        return None
-    output, drawn = found
-    assert drawn.values is not None
-    return regression.rmse(output[:, 0], drawn.values)
+def own_error(net: nn.Module, data: ImageDataset, compute: Compute) -> float:
+    """Return the RMSE of the network itself on images with numbers."""
+    assert data.values is not None
+    return regression.rmse(own_outputs(net, data, compute)[:, 0], data.values)

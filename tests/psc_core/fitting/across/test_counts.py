@@ -27,7 +27,7 @@ def test_fit_reads_training_images_four_times(data_root: Path) -> None:
     """Collapse, moments, sizes, features; the selection split six times, the other once and its trial twice."""
     net = tiny.network().eval()
     (train, train_reads), (val, val_reads) = counted(data_root, "train"), counted(data_root, "val")
-    candidate = measure_layers(net, train, val, SETTINGS.compute()).candidate("4")
+    candidate = measure_layers(net, train, val, SETTINGS).candidate("4")
     assert (typical(train_reads), set(val_reads.values())) == (1, {1})
     train_reads.clear(), val_reads.clear()
     projection = fit_projection(net, candidate, train, val, minimum_dim=8, settings=SETTINGS)
@@ -67,7 +67,7 @@ def test_collapse_takes_one_forward_pass(data_root: Path) -> None:
     (train, _), (val, _) = counted(data_root, "train"), counted(data_root, "val")
     net = tiny.network().eval()
     with FirstConvolution() as seen:
-        measure_layers(net, train, val, SETTINGS.compute())
+        measure_layers(net, train, val, SETTINGS)
     examples = seen.images - len(train) - len(val)
     assert 0 < examples <= 16
 

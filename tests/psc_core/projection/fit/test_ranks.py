@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,12 @@ from hypothesis import strategies as st
 
 from psc_core.numerics.scatter import ClassScatter, class_pairs
 from psc_core.projection.fit.ranks import choose_ranks, nc1_prefixes, nearest_mean_hits
+from psc_core.settings import FitSettings
 from tests.reference import projection as reference
+
+
+def settings(**changes: Any) -> FitSettings:
+    return FitSettings(**{"minimum_dim": 1, **changes})
 
 
 def sample(n: int, classes: int, c: int, d: int, seed: int, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,19 +54,19 @@ def test_prefix_sums_match_the_sweep(n: int, classes: int, c: int, d: int, size:
 def test_chooses_the_smallest_allowed_size() -> None:
     nc1 = torch.tensor([[0.1, 0.3, 0.3], [0.3, 0.3, 0.3]])
     nc4 = torch.tensor([[0.99, 0.80, 0.985], [0.80, 0.99, 0.99]])
-    choice = choose_ranks(nc1, nc4, epsilon=0.2, reference_nc4=0.99)
+    choice = choose_ranks(nc1, nc4, 0.99, settings(epsilon=0.2))
     assert (choice.c_proj, choice.d_proj, choice.warning) == (1, 3, "")
-    assert choose_ranks(nc1, nc4, epsilon=0.2, reference_nc4=0.99, minimum=4).c_proj == 2
+    assert choose_ranks(nc1, nc4, 0.99, settings(epsilon=0.2, minimum_dim=4)).c_proj == 2
 
 
 def test_cutoff_is_exclusive() -> None:
     nc1, nc4 = torch.tensor([[0.25, 0.3]]).double(), torch.tensor([[0.9, 0.9]])
-    assert choose_ranks(nc1, nc4, epsilon=0.25, reference_nc4=0.9).d_proj == 2
+    assert choose_ranks(nc1, nc4, 0.9, settings(epsilon=0.25)).d_proj == 2
 
 
 def test_warns_when_no_size_is_allowed() -> None:
     nc1, nc4 = torch.full((2, 2), 0.5), torch.tensor([[0.1, 0.2], [0.3, 0.4]])
-    choice = choose_ranks(nc1, nc4, epsilon=0.2, reference_nc4=0.9)
+    choice = choose_ranks(nc1, nc4, 0.9, settings(epsilon=0.2))
     assert (choice.c_proj, choice.d_proj) == (2, 2)
     assert "took the best NC4" in choice.warning
     assert "gives up 0.500" in choice.warning
@@ -67,9 +74,9 @@ def test_warns_when_no_size_is_allowed() -> None:
 
 def test_keeps_fixed_sizes() -> None:
     nc1, nc4 = torch.full((3, 4), 0.5), torch.full((3, 4), 0.9)
-    choice = choose_ranks(nc1, nc4, epsilon=0.2, reference_nc4=0.9, c_proj=2, d_proj=3, minimum=100)
+    choice = choose_ranks(nc1, nc4, 0.9, settings(epsilon=0.2, c_proj=2, d_proj=3, minimum_dim=100))
     assert (choice.c_proj, choice.d_proj) == (2, 3)
-    assert choose_ranks(nc1, nc4, epsilon=0.2, reference_nc4=0.9, c_proj=3).c_proj == 3
+    assert choose_ranks(nc1, nc4, 0.9, settings(epsilon=0.2, c_proj=3)).c_proj == 3
 
 
 GRID = st.sampled_from([0.1, 0.3, 0.5, 0.7, 0.9])
@@ -83,11 +90,11 @@ def test_choice_matches_search(c: int, d: int, data: st.DataObject) -> None:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("psc_core.projection.fit.ranks.NC4_LOSS", 0.1)
-        choice = choose_ranks(nc1, nc4, epsilon=0.3, reference_nc4=0.7)
+        choice = choose_ranks(nc1, nc4, 0.7, settings(epsilon=0.3))
     assert (choice.c_proj, choice.d_proj) == reference.smallest_size(nc1, nc4, 0.3, 0.7, 0.1)
 
 
 def test_minimum_dim_above_the_layer() -> None:
     flat = torch.full((1, 16), 0.9)
-    choice = choose_ranks(flat, flat, epsilon=0.2, reference_nc4=0.9, minimum=64)
+    choice = choose_ranks(flat, flat, 0.9, settings(epsilon=0.2, minimum_dim=64))
     assert (choice.c_proj, choice.d_proj) == (1, 16)

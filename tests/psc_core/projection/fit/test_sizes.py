@@ -22,7 +22,7 @@ def test_column_ranges_give_the_same(data_root: Path, monkeypatch: pytest.Monkey
     """Class means beyond the budget are taken a range of columns at a time, in passes of their own."""
     net = tiny.network().eval()
     (train, reads), (val, _) = counted(data_root, "train"), counted(data_root, "val")
-    candidate = measure_layers(net, train, val, SETTINGS.compute(), layers="^4$").candidate("4")
+    candidate = measure_layers(net, train, val, replace(SETTINGS, layers="^4$")).candidate("4")
     whole = fit_projection(net, candidate, train, val, minimum_dim=8, settings=SETTINGS).report
     monkeypatch.setattr(sizes, "MIN_COLUMNS", 100)
     monkeypatch.setattr(fit_tucker, "reduced_positions", lambda channels, positions, budget: positions)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from psc_core.tasks.classification.fit.head import fit_head
 from psc_core.tasks.classification.fit.kfac import fit_kfac
 from psc_core.tasks.classification.heads.laplace import LaplaceHead
-from tests.psc_core.tasks.classification.heads.support import fit, images, maximum, torch_laplace
+from tests.psc_core.tasks.classification.heads.support import fit, fit_head, images, maximum, torch_laplace
 
 
 def test_factors_match_laplace_torch() -> None:

@@ -39,11 +39,7 @@ def test_own_accuracy_counts_the_fraction_of_labels_that_is_predicted(train: Ima
     scale, shift = data.preprocess.scale_and_shift()
     pairs = data.labels.view(-1, 2)
     expected = float((pairs == answers[:, None]).double().mean())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("psc_core.tasks.fit.task.OWN_IMAGES", len(data))
-        assert own_accuracy(Remembers(), data, COMPUTE, seed=0) == pytest.approx(expected)
-        more = torch.nn.Sequential(Remembers(), torch.nn.Linear(k, k + 1))
-        assert own_accuracy(more, data, COMPUTE, seed=0) is None
+    assert own_accuracy(Remembers(), data, COMPUTE) == pytest.approx(expected)
 
 
 def test_warns_of_validation_images_that_are_prepared_otherwise(
@@ -52,5 +48,5 @@ def test_warns_of_validation_images_that_are_prepared_otherwise(
     val = open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
     turned = torch.cat([batch.images for batch in val.batches(256)])[:, 0].flip(1).numpy()
     others = labelled("turned", val.classes, ArraySource(turned), val.labels, val.preprocess)
-    said = FIT.first_look(tiny_job.net, train, others, COMPUTE, 0)
+    said = FIT.first_look(tiny_job.net, train, others, COMPUTE)
     assert "warning: validation images are much harder for it" in said

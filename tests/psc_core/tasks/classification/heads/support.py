@@ -9,9 +9,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psc_core.tasks.classification.fit.head import fit_head
+from psc_core.tasks.classification.fit import head as fit_of_heads
 from psc_core.tasks.classification.heads import HEADS, ClassifierHead
 from psc_core.tasks.classification.heads.laplace import LaplaceHead
+from psc_core.tasks.fit.task import Features, HeadJob
 
 KINDS = sorted(HEADS)
 SEEDS = st.integers(0, 2**16)
@@ -23,6 +24,25 @@ def images(n: int, dim: int, classes: int, *, seed: int = 0, scale: float = 1.0)
     means = torch.randn(classes, dim, generator=torch.Generator().manual_seed(99))
     labels = torch.arange(n) % classes
     return scale * (means[labels] + torch.randn(n, dim, generator=random)), labels
+
+
+def fit_head(
+    z: Any,
+    labels: Tensor,
+    z_val: Tensor,
+    val_labels: Tensor,
+    *,
+    num_classes: int,
+    kind: str = "laplace",
+    seed: int = 0,
+    images: Tensor | None = None,
+) -> ClassifierHead:
+    """A head fitted to features that lie apart from any data set; by default every example is another image."""
+    shown = torch.arange(len(labels)) if images is None else images
+    train = Features(z, labels, shown, (z.shape[1],))
+    selection = Features(z_val, val_labels, torch.arange(len(val_labels)), train.widths)
+    classes = tuple(str(label) for label in range(num_classes))
+    return fit_of_heads.fit_head(HeadJob(kind, train, selection, classes, seed=seed))
 
 
 def fit(kind: str = "laplace", *, n: int = 300, dim: int = 6, classes: int = 3, scale: float = 1.0) -> ClassifierHead:

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from psc_core.tasks.classification.fit import duq as duq_fit
-from psc_core.tasks.classification.fit.head import fit_head
 from psc_core.tasks.classification.heads import duq
-from tests.psc_core.tasks.classification.heads.support import fit, images
+from tests.psc_core.tasks.classification.heads.support import fit, fit_head, images
 from tests.reference import heads as naive
 
 

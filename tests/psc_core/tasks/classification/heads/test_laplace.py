@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from psc_core.tasks.classification.fit import posterior, softmax
-from psc_core.tasks.classification.fit.head import fit_head
 from psc_core.tasks.classification.fit.kfac import fit_kfac
 from psc_core.tasks.classification.heads import entropy
 from psc_core.tasks.classification.heads.laplace import LaplaceHead
-from tests.psc_core.tasks.classification.heads.support import SEEDS, fit, images, torch_laplace
+from tests.psc_core.tasks.classification.heads.support import SEEDS, fit, fit_head, images, torch_laplace
 from tests.reference import heads as naive
 
 

@@ -10,10 +10,9 @@ import torch
 from psc_core.tasks.classification.fit import sngp as sngp_fit
 from psc_core.tasks.classification.fit import softmax
 from psc_core.tasks.classification.fit.data import HeadData
-from psc_core.tasks.classification.fit.head import fit_head
 from psc_core.tasks.classification.heads import sngp
 from psc_core.tasks.fit.standardisation import fit_standardisation
-from tests.psc_core.tasks.classification.heads.support import fit, images, maximum
+from tests.psc_core.tasks.classification.heads.support import fit, fit_head, images, maximum
 from tests.reference import heads as naive
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from psc_core.tasks.fit.task import Features, HeadJob
 from psc_core.tasks.regression.fit import dve
-from psc_core.tasks.regression.fit.head import fit_head
+from psc_core.tasks.regression.fit import head as fit_of_heads
 from psc_core.tasks.regression.heads import HEADS, RegressionHead
 
 KINDS = sorted(HEADS)
@@ -19,6 +20,26 @@ def images(n: int, dim: int, *, seed: int = 0, scale: float = 1.0, noise: float 
     z = torch.randn(n, dim, generator=random)
     plane = z.double() @ torch.linspace(1, 0, dim).double()
     return scale * (3 + z), 50 + 10 * (plane + noise * torch.randn(n, generator=random).double())
+
+
+def fit_head(
+    z: Tensor,
+    y: Tensor,
+    z_val: Tensor,
+    y_val: Tensor,
+    *,
+    kind: str = "blr",
+    val_mean: Tensor | None = None,
+    widths: tuple[int, ...] | None = None,
+    images: Tensor | None = None,
+) -> RegressionHead:
+    """A head fitted to features and numbers that lie apart from any data set, one example an image."""
+    shown = torch.arange(len(z)) if images is None else images
+    train = Features(z, torch.zeros(len(z), dtype=torch.int64), shown, widths or (z.shape[1],), y)
+    val_labels = torch.zeros(len(z_val), dtype=torch.int64)
+    selection = Features(z_val, val_labels, torch.arange(len(z_val)), train.widths, y_val)
+    own = None if val_mean is None else val_mean[:, None]
+    return fit_of_heads.fit_head(HeadJob(kind, train, selection, (), own))
 
 
 def fit(kind: str, *, n: int = 300, dim: int = 6, scale: float = 1.0) -> RegressionHead:

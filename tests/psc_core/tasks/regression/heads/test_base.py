@@ -7,9 +7,8 @@ import torch
 
 from psc_core.errors import FitError, UsageError
 from psc_core.tasks.regression.answer import SCORES
-from psc_core.tasks.regression.fit.head import fit_head
 from psc_core.tasks.regression.heads import HEADS
-from tests.psc_core.tasks.regression.heads.support import KINDS, fit, images
+from tests.psc_core.tasks.regression.heads.support import KINDS, fit, fit_head, images
 from tests.psc_core.tasks.support import check_round_trip
 
 

@@ -12,8 +12,8 @@ from sklearn.linear_model import BayesianRidge
 
 from psc_core.numerics import matrix
 from psc_core.tasks.regression.fit.blr import fit_log_variance, fit_posterior, gaussian_nll
-from psc_core.tasks.regression.fit.head import fit_head
 from psc_core.tasks.regression.heads import RegressionHead
+from tests.psc_core.tasks.regression.heads.support import fit_head
 
 
 def drawn(n: int, d: int, seed: int = 0, noise: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:

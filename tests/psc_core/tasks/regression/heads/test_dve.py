@@ -18,10 +18,10 @@ from psc_core.fitted import restore
 from psc_core.numerics import matrix
 from psc_core.tasks.regression.fit import dve
 from psc_core.tasks.regression.fit.dve import Process, reduction, vecchia_nll
-from psc_core.tasks.regression.fit.head import fit_head
 from psc_core.tasks.regression.heads import HEADS
 from psc_core.tasks.regression.heads import dve as served
 from psc_core.tasks.regression.heads.dve import DeepVecchiaHead, combine, condition, nearest_points
+from tests.psc_core.tasks.regression.heads.support import fit_head
 from tests.reference import heads as reference
 
 SIGNAL, NOISE = 1.3, 0.05

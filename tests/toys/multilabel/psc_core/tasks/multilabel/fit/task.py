@@ -8,19 +8,16 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from psc_core.compute.passes import Compute, passes
+from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
-from psc_core.tasks.fit.settings import FitSettings
-from psc_core.tasks.fit.task import Calibrated, Features, HeadJob, TaskFit
+from psc_core.settings import FitSettings
+from psc_core.tasks.fit.task import Calibrated, Features, HeadJob, TaskFit, own_outputs
 from psc_core.tasks.head import Scored
 from psc_core.tasks.multilabel.calibration import Calibration
 from psc_core.tasks.multilabel.fit.head import FITS
 from psc_core.tasks.multilabel.heads import LabelHead
 from psc_core.tasks.multilabel.policy import LabelPolicy
 from psc_core.tasks.multilabel.task import MultiLabel
-
-OWN_IMAGES: Final = 1000
-"""Maximum number of images of :func:`own_accuracy`."""
 
 
 class MultiLabelFit(TaskFit):
@@ -37,9 +34,8 @@ class MultiLabelFit(TaskFit):
         return f"some of {len(train.classes)} labels each"
 
     def fit_head(self, job: HeadJob) -> LabelHead:
-        train = _images_of(job.train), held(job.train_data)
-        selection = _images_of(job.selection), held(job.selection_data)
-        return FITS[job.kind](*(part.to(job.device) for part in (*train, *selection)))
+        parts = (part for each in (job.train, job.selection) for part in _images_of(each, len(job.classes)))
+        return FITS[job.kind](*(part.to(job.device) for part in parts))
 
     def calibrate(
         self, scored: Scored, ood_score: Float[Tensor, " n"], images: ImageDataset, settings: FitSettings
@@ -57,8 +53,8 @@ class MultiLabelFit(TaskFit):
         }
         return Calibrated(calibration, policy, metrics)
 
-    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute, seed: int) -> str:
-        found = [own_accuracy(net, data, compute, seed) for data in (train, val)]
+    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> str:
+        found = [own_accuracy(net, data, compute) for data in (train, val)]
         return (
             f"the network itself: {found[0]:.3f} of the labels right on training, {found[1]:.3f} on validation images"
         )
@@ -74,17 +70,15 @@ def held(data: ImageDataset) -> Bool[Tensor, "n labels"]:
     return found
 
 
-def own_accuracy(net: nn.Module, data: ImageDataset, compute: Compute, seed: int) -> float:
-    """Return the fraction of labels that the network itself gets right on random images."""
-    chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:OWN_IMAGES]
-    sample = data.subset(chosen)
-    outputs = passes(sample, compute, f"the network on {data.name}", net.to(compute.device))
-    logits = torch.cat([output.cpu() for output, _ in outputs])
-    return float(((logits >= 0) == held(sample)).double().mean())
+def own_accuracy(net: nn.Module, data: ImageDataset, compute: Compute) -> float:
+    """Return the fraction of labels that the network itself gets right."""
+    return float(((own_outputs(net, data, compute) >= 0) == held(data)).double().mean())
 
 
-def _images_of(features: Features) -> Float[Tensor, "n dim"]:
-    """Return the features of each image once, in the order of the data set; an image has an example for each label."""
+def _images_of(features: Features, labels: int) -> tuple[Float[Tensor, "n dim"], Bool[Tensor, "n labels"]]:
+    """Return features and labels of each image, in the order of the data set; an image has an example a label."""
     first = torch.empty(int(features.images.max()) + 1, dtype=torch.int64)
     first[features.images] = torch.arange(len(features.images))
-    return features.head_input[:][first]
+    found = torch.zeros(len(first), labels, dtype=torch.bool)
+    found[features.images, features.labels] = True
+    return features.head_input[:][first], found

@@ -8,12 +8,14 @@ from typing import Any, Final
 
 import torch
 
-from psc_core.collapse.report import EPSILON, Candidate
 from psc_core.compute.device import resolve_device
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute
 from psc_core.errors import UsageError
 from psc_core.precision import PRECISIONS
+
+EPSILON: Final = 0.2
+"""Neural collapse cutoff ε on NC1, as in the paper."""
 
 _LAST: Final = {"last": True}
 """Marks what only the last stage reads: changing it after an error does not start again."""
@@ -89,24 +91,3 @@ class FitSettings:
         """Return what the stages in a checkpoint read, JSON types."""
         last = {each.name for each in fields(self) if "last" in each.metadata}
         return {name: value for name, value in self.recorded().items() if name not in last}
-
-
-def settings_for(candidate: Candidate, settings: FitSettings | None, changes: dict[str, Any]) -> FitSettings:
-    """Return ``settings`` with ``changes``, or defaults that agree with how a candidate was chosen.
-
-    Raises:
-        UsageError: They have another seed, so that images of the calibration split chose the candidate, or another
-            epsilon.
-    """
-    report = candidate.report
-    chosen: dict[str, Any] = {} if report is None else {"epsilon": report.epsilon}
-    if report is not None and report.seed is not None:
-        chosen["seed"] = report.seed
-    wanted = replace(settings or FitSettings(**chosen), **changes)
-    for name, value in chosen.items():
-        if getattr(wanted, name) != value:
-            raise UsageError(
-                f"expected {name}={value!r}, with which {'+'.join(candidate.layers)} was chosen as the candidate, "
-                f"got {getattr(wanted, name)!r}; use the same settings in every stage"
-            )
-    return wanted
