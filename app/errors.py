@@ -41,6 +41,10 @@ class TooManyImages(ServiceError):
     """More than ``max_images_per_request`` images in one request."""
 
 
+class TooManyPixels(ServiceError):
+    """More than ``max_pixels_per_request`` pixels in the images of one request."""
+
+
 class UnsupportedMedia(ServiceError):
     """A content type that is none of the three accepted forms."""
 

@@ -116,6 +116,12 @@ class Settings(BaseSettings):
     max_pixels: int = Field(
         default=DEFAULT_MAX_PIXELS, ge=1, le=PILLOW_MAX_PIXELS, description="Largest width × height of an image."
     )
+    max_pixels_per_request: int = Field(
+        default=1 << 29,
+        ge=1,
+        description="Largest sum of the pixels of a request's images, where they are decoded by threads; beyond it: "
+        "413. The default is 512 images of 1024².",
+    )
     max_fields: int = Field(
         default=1024, ge=1, description="Maximum number of multipart fields in one request, images included."
     )

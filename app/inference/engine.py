@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from app.errors import ImageRefused, NotReady
+from app.errors import ImageRefused, NotReady, TooManyPixels
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
 from app.inference.queue import RequestQueue
@@ -146,6 +146,7 @@ class Engine:
             NotReady: Warming up, draining or failed.
             QueueFull: No room.
             ImageRefused: An image cannot be used.
+            TooManyPixels: The images have more than a request may.
             DeadlineExceeded: Not in time.
             InferenceFailed: The network failed on an image.
             DeviceError: The device failed.
@@ -222,7 +223,7 @@ class Engine:
                 # This is a thread of the pool; arrivals belong to the loop alone, and so need no lock.
                 self._call_on_loop(self._arrive, request, decoded)
                 return
-            if not isinstance(error, ImageRefused):
+            if not isinstance(error, (ImageRefused, TooManyPixels)):
                 logger.error("decoding failed", exc_info=error)
             self._fail(request, error)
 

@@ -160,6 +160,7 @@ class ModelStarter:
             threads=self._decode_threads,
             preprocess=model.preprocess,
             max_pixels=settings.max_pixels,
+            max_request_pixels=settings.max_pixels_per_request,
             inline_bytes=settings.inline_decode_bytes,
         )
         wanted: Backend | Literal["auto"] = "folded" if settings.compile else settings.backend

@@ -240,7 +240,14 @@ def out_of_memory(device: torch.device) -> str:
             engine = Engine(
                 "hungry",
                 step,
-                Decoder(pool, threads=1, preprocess=preprocess, max_pixels=10_000, inline_bytes=1 << 20),
+                Decoder(
+                    pool,
+                    threads=1,
+                    preprocess=preprocess,
+                    max_pixels=10_000,
+                    max_request_pixels=1 << 20,
+                    inline_bytes=1 << 20,
+                ),
                 batcher=Batcher(max_batch_size=8, max_queue_images=64, max_delay_s=0.0),
                 observer=_Silent(),
                 on_failure=lambda error: None,

@@ -101,6 +101,36 @@ def progressive_jpeg(url: str) -> Seen:
     return one_image(url, buffer.getvalue())
 
 
+def many_large_images(url: str) -> Seen:
+    """One request of 512 flat PNGs; meanwhile another client sends photographs."""
+    import io
+
+    from PIL import Image
+
+    buffers = io.BytesIO(), io.BytesIO()
+    Image.new("L", (5000, 5000), 9).save(buffers[0], "PNG")
+    Image.linear_gradient("L").resize((1600, 1200)).save(buffers[1], "JPEG")
+    files = [("images", ("x.png", buffers[0].getvalue(), "image/png"))] * 512
+    statuses: list[int] = []
+    longest = 0.0
+    sender = threading.Thread(
+        target=lambda: statuses.append(httpx.post(f"{url}/predict", files=files, timeout=120).status_code)
+    )
+    sender.start()
+    began = time.perf_counter()
+    while sender.is_alive():
+        sent = time.perf_counter()
+        answer = httpx.post(
+            f"{url}/predict", content=buffers[1].getvalue(), headers={"content-type": "image/jpeg"}, timeout=120
+        )
+        longest = max(longest, time.perf_counter() - sent)
+        statuses.append(answer.status_code)
+    took = time.perf_counter() - began
+    others = statuses[:-1]
+    now = f"{statuses[-1]} after {took:.1f} s, a photograph meanwhile after {longest:.2f} s"
+    return Seen(now, statuses[-1] == 413 and set(others) <= {200} and longest <= STALL_SECONDS)
+
+
 def multipart(url: str, parts: list[str]) -> httpx.Response:
     body = "".join(f"--b\r\nContent-Disposition: form-data; {part}\r\n\r\nx\r\n" for part in parts) + "--b--\r\n"
     headers = {"content-type": "multipart/form-data; boundary=b"}
@@ -304,6 +334,7 @@ CASES = (
     Case("8 v2 tensors of 4 million numbers in JSON", "not tried", many_numbers),
     Case("run-length BMP of 61 MB that moves by nothing", "26 s", still_bmp),
     Case("progressive JPEG of 49 megapixels", "4.5 s", progressive_jpeg),
+    Case("512 PNGs of 25 megapixels in one request", "both cores for 10 s, then 504", many_large_images),
     Case("900 part headers of 4,000 semicolons", "1.8 s of the event loop", semicolons),
     Case("900 field names of control characters", "answer of 20 MB", control_characters),
     Case("two Hosts, HTTP/2.0, Expect: 200-ok", "accepted", heads),

@@ -86,7 +86,9 @@ async def engine(
     """An engine that runs a fake network."""
     network, metrics = FakePipeline(), Metrics()
     with ThreadPoolExecutor(2) as pool:
-        decoder = Decoder(pool, threads=2, preprocess=PREPROCESS, max_pixels=10_000, inline_bytes=inline)
+        decoder = Decoder(
+            pool, threads=2, preprocess=PREPROCESS, max_pixels=10_000, max_request_pixels=1 << 20, inline_bytes=inline
+        )
         step = make_step(network, PREPROCESS.shape, max_batch=max_batch, device=torch.device("cpu"))
         failures: list[Exception] = []
         made = Engine(

@@ -127,7 +127,9 @@ class SlowStep(EagerStep):
 async def slow_engine() -> AsyncIterator[tuple[Engine, SlowStep]]:
     step = SlowStep(FakePipeline(), max_batch=4)
     with ThreadPoolExecutor(1) as pool:
-        decoder = Decoder(pool, threads=1, preprocess=PREPROCESS, max_pixels=100, inline_bytes=0)
+        decoder = Decoder(
+            pool, threads=1, preprocess=PREPROCESS, max_pixels=100, max_request_pixels=1000, inline_bytes=0
+        )
         made = Engine(
             "m",
             step,
