@@ -66,7 +66,7 @@ class QueueFull(Overloaded):
 
 
 class TooManyRequests(Overloaded):
-    """More requests than ``max_requests``, or bodies of more bytes than ``max_buffered_bytes``, at once."""
+    """More requests than ``max_requests``, or no room for another in the memory of requests (:mod:`app.memory`)."""
 
 
 class ReloadRunning(ServiceError):

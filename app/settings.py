@@ -110,7 +110,10 @@ class Settings(BaseSettings):
         description="Largest message by gRPC, bytes; unlike an HTTP body it is held whole before it is looked at.",
     )
     max_buffered_bytes: int = Field(
-        default=1 << 30, ge=1, description="Maximum size of all request bodies held at once, bytes."
+        default=1 << 30,
+        ge=1,
+        description="Memory for what requests hold at once, bytes: twice their bodies, images that are decoded or "
+        "wait; beyond it: 429. At most a quarter of the memory that the container or the machine has for a worker.",
     )
     max_images_per_request: int = Field(default=512, ge=1, description="Maximum number of images in one request.")
     max_pixels: int = Field(

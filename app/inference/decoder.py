@@ -6,6 +6,7 @@ and then goes to the end of the pool's queue.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from app.errors import ImageRefused, TooManyPixels
+from app.memory import MemoryBudget
 from psc_core.errors import ImageError, ImageTooLarge
 from psc_core.images.decode import open_image
 from psc_core.images.preprocess import Preprocess
@@ -42,6 +44,7 @@ class Decoder:
 
     Args:
         pool: Threads for everything that is not tiny.
+        memory: On which images draw.
         threads: Size of the pool; a request is cut into at most this many chunks.
         preprocess: The host half of the preprocessing; thread-safe.
         max_pixels: Largest image, pixels.
@@ -52,6 +55,7 @@ class Decoder:
     def __init__(
         self,
         pool: ThreadPoolExecutor,
+        memory: MemoryBudget,
         *,
         threads: int,
         preprocess: Preprocess,
@@ -60,11 +64,16 @@ class Decoder:
         inline_bytes: int,
     ) -> None:
         self._pool = pool
+        self.memory = memory
         self._threads = threads
         self._preprocess = preprocess
         self._max_pixels = max_pixels
         self._max_request_pixels = max_request_pixels
         self._inline_bytes = inline_bytes
+
+    def size_of(self, count: int) -> int:
+        """Bytes of so many decoded images."""
+        return count * math.prod(self._preprocess.shape)
 
     def decode_now(self, images: Sequence[EncodedImage]) -> npt.NDArray[np.uint8] | None:
         """The decoded images, if that takes no longer than handing them to a thread; else ``None``.
@@ -115,7 +124,8 @@ class Decoder:
                 try:
                     image = open_image(images[index].data, max_pixels=self._max_pixels)
                     progress.add(image.cost)
-                    decoded[index] = self._preprocess.from_image(image.decode())
+                    with self.memory.decoding(image.cost):
+                        decoded[index] = self._preprocess.from_image(image.decode())
                 except ImageError as error:
                     progress.fail(index, ImageRefused(index, images[index].name, error))
                     break

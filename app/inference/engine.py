@@ -82,6 +82,7 @@ class Engine:
         self._deadline_s = deadline_s
         self.phase = Phase.WARMING
         self._decoder = decoder
+        self._memory = decoder.memory
         self._observer = observer
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
@@ -145,6 +146,7 @@ class Engine:
         Raises:
             NotReady: Warming up, draining or failed.
             QueueFull: No room.
+            TooManyRequests: No memory.
             ImageRefused: An image cannot be used.
             TooManyPixels: The images have more than a request may.
             DeadlineExceeded: Not in time.
@@ -153,8 +155,17 @@ class Engine:
             ClientGone: The client left.
         """
         self._check_warm()
+        size = self._decoder.size_of(len(images))
+        self._memory.take(size)
+        try:
+            return await self._predict(images, disconnected, EXPLAIN if explain else PREDICT)
+        finally:
+            self._memory.give(size)
+
+    async def _predict(
+        self, images: Sequence[EncodedImage] | Images, disconnected: Callable[[], bool] | None, kind: str
+    ) -> Result:
         done: asyncio.Future[Result] = self._loop.create_future()
-        kind = EXPLAIN if explain else PREDICT
         now = time.monotonic()
         with self._queue as batcher:
             request = batcher.reserve(len(images), now=now, deadline=now + self._deadline_s, kind=kind, waiter=done)

@@ -30,6 +30,7 @@ from app.inference.decoder import Decoder
 from app.inference.engine import Engine
 from app.inference.steps import EagerStep, Step, make_step
 from app.main import create_app
+from app.memory import MemoryBudget
 from app.runtime import allow_compiled_shapes
 from app.settings import Settings
 from benchmarks.runs import BUNDLE, plain_parser
@@ -242,6 +243,7 @@ def out_of_memory(device: torch.device) -> str:
                 step,
                 Decoder(
                     pool,
+                    MemoryBudget(1 << 30, processes=1, max_pixels=10_000),
                     threads=1,
                     preprocess=preprocess,
                     max_pixels=10_000,

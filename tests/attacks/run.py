@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import httpx
 
-from tests.attacks import over_grpc
+from tests.attacks import over_grpc, over_memory
 from tests.attacks.started import EXAMPLE, STALL_SECONDS, Seen, is_ready, longest_stall, service
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 
@@ -354,6 +354,7 @@ CASES = (
     Case("gRPC: 3 million parameters, 4 at once", "/healthz waited 3.9 s", over_grpc.parameters),
     Case("gRPC: 4 million pixels one by one, 4 at once", "6 s of the only parser each", over_grpc.numbers_one_by_one),
     Case("gRPC: 16 calls of each method that send nothing", "no other call answered", over_grpc.silent_streams),
+    Case("32 clients with photographs, 1,400 MiB", "the kernel killed it", over_memory.photographs),
     Case("the example, after all of these", "", still_answers),
 )
 

@@ -13,6 +13,7 @@ import pytest
 from app.errors import ImageRefused, TooManyPixels
 from app.inference import decoder as module
 from app.inference.decoder import Decoder, EncodedImage
+from app.memory import MemoryBudget
 from psc_core.errors import UndecodableImage
 
 
@@ -52,6 +53,7 @@ class Hands:
         self._pieces: deque[Callable[[], Any]] = deque()
         self._decoder = Decoder(
             self,  # type: ignore[arg-type]
+            MemoryBudget(1 << 30, processes=1, max_pixels=10_000),
             threads=threads,
             preprocess=self,  # type: ignore[arg-type]
             max_pixels=9,
