@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import httpx
 
-from tests.attacks import over_grpc, over_memory
+from tests.attacks import drain, over_grpc, over_memory
 from tests.attacks.started import EXAMPLE, STALL_SECONDS, Seen, is_ready, longest_stall, service
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 
@@ -48,6 +48,25 @@ def costly_json(url: str, body: bytes, path: str = "/predict") -> Seen:
         for thread in threads:
             thread.join()
     return Seen(f"{sorted(set(statuses))}, /healthz waited {longest[0]:.2f} s", longest[0] <= STALL_SECONDS)
+
+
+def memory_given_back(_url: str) -> Seen:
+    """Eight bodies of 47 MiB at once, then nothing."""
+    with service() as started:
+        before = started.resident_bytes()
+        many_keys(started.url)
+        end = time.monotonic() + 60
+        while (grown := started.resident_bytes() - before) > 64 << 20 and time.monotonic() < end:
+            time.sleep(0.1)
+        peak = started.peak_bytes() - before
+    return Seen(f"{peak >> 20} MiB more, {grown >> 20} MiB afterwards", grown <= 64 << 20 and peak <= 1 << 30)
+
+
+def sigterm(_url: str) -> Seen:
+    """Of a service that 16 clients send to, five times."""
+    seen = [drain.drain() for _ in range(5)]
+    lost = sum(sum(each.lost.values()) for each in seen)
+    return Seen(f"{lost} of {sum(each.answered for each in seen)} requests lost", not lost)
 
 
 def empty_lists(url: str) -> Seen:
@@ -329,6 +348,7 @@ def still_answers(url: str) -> Seen:
 CASES = (
     Case("8 JSON bodies of 60 MiB of empty lists", "10 to 14 s of CPU each, /healthz waited 32 s", empty_lists),
     Case("8 JSON bodies of 4 million keys", "11 s of CPU each", many_keys),
+    Case("memory after 8 JSON bodies of 47 MiB", "2.4 to 3.1 GB", memory_given_back),
     Case("8 v2 shapes of 2 million empty texts", "/healthz waited 5.3 s for one, 2.4 GB", empty_texts_as_shape),
     Case("8 times 260,000 empty v2 outputs", "/healthz waited 0.7 s for one", empty_v2_outputs),
     Case("8 v2 tensors of 4 million numbers in JSON", "not tried", many_numbers),
@@ -355,6 +375,7 @@ CASES = (
     Case("gRPC: 4 million pixels one by one, 4 at once", "6 s of the only parser each", over_grpc.numbers_one_by_one),
     Case("gRPC: 16 calls of each method that send nothing", "no other call answered", over_grpc.silent_streams),
     Case("32 clients with photographs, 1,400 MiB", "the kernel killed it", over_memory.photographs),
+    Case("SIGTERM with 16 clients, 5 times", "13 and 4 requests lost in 2 of 6", sigterm),
     Case("the example, after all of these", "", still_answers),
 )
 
