@@ -41,6 +41,10 @@ class TooManyImages(ServiceError):
     """More than ``max_images_per_request`` images in one request."""
 
 
+class TooManyPixels(ServiceError):
+    """More than ``max_pixels_per_request`` pixels in the images of one request."""
+
+
 class UnsupportedMedia(ServiceError):
     """A content type that is none of the three accepted forms."""
 
@@ -62,7 +66,7 @@ class QueueFull(Overloaded):
 
 
 class TooManyRequests(Overloaded):
-    """More requests than ``max_requests``, or bodies of more bytes than ``max_buffered_bytes``, at once."""
+    """More requests than ``max_requests``, or no room for another in the memory of requests (:mod:`app.memory`)."""
 
 
 class ReloadRunning(ServiceError):

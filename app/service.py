@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable, Iterable
 from typing import Final
@@ -10,19 +11,21 @@ from typing import Final
 from starlette.requests import Request
 
 from app.auth import ApiKeys
+from app.memory import MemoryBudget
 from app.models.registry import Registry
 from app.models.served import ModelStarter
 from app.observability.descriptors import DescriptorWatch
 from app.observability.gpu import gpu_usage
 from app.observability.metrics import Metrics
 from app.settings import Settings
+from psc_core.compute.allocator import release_freed_memory
 from psc_core.errors import DeviceError, ExitCode, PSCError
 from psc_core.model.base import FittedModel
 
 logger = logging.getLogger("psc.service")
 
 SWEEP_SECONDS: Final = 0.05
-"""Seconds between two looks at deadlines, departed clients, recorded predictions and file descriptors."""
+"""Seconds between two looks at deadlines, departed clients, recorded predictions, memory and file descriptors."""
 
 
 class Service:
@@ -39,6 +42,7 @@ class Service:
 
     Attributes:
         metrics: This application's metrics.
+        memory: What requests may hold of it.
         registry: The models.
         exit_code: What the process should end with.
         exit_message: Why, one line.
@@ -59,9 +63,12 @@ class Service:
     ) -> None:
         self.settings = settings
         self.metrics = Metrics()
+        self.memory = MemoryBudget(
+            settings.max_buffered_bytes, processes=settings.workers, max_pixels=settings.max_pixels
+        )
         self.keys = keys
         self.registry = Registry(
-            ModelStarter(settings, self.metrics, on_failure=self._engine_failed),
+            ModelStarter(settings, self.metrics, self.memory, on_failure=self._engine_failed),
             names,
             load,
             self.metrics,
@@ -91,6 +98,13 @@ class Service:
             logger.warning("API keys are off: anyone who reaches this port may predict (PSC_API_KEYS)")
         if not self.keys.admin:
             logger.warning("admin keys are off: /admin answers 403 (PSC_ADMIN_KEYS)")
+        if self.memory.largest_body < self.settings.max_body_bytes:
+            logger.warning(
+                "the memory for requests is %d MiB: bodies of more than %d MiB are refused (PSC_MAX_BUFFERED_BYTES, "
+                "and four times as much memory)",
+                self.memory.total >> 20,
+                self.memory.largest_body >> 20,
+            )
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._sweep())]
         if wait_until_ready:
@@ -105,6 +119,8 @@ class Service:
     def reasons(self) -> dict[str, str]:
         """Return why the service is not ready, by model or ``service``; empty when it is."""
         reasons = self.registry.reasons()
+        if self.memory.shortage:
+            reasons["service"] = self.memory.shortage
         if self.draining:
             reasons["service"] = "draining"
         return reasons
@@ -174,6 +190,9 @@ class Service:
                 self.registry.sweep()
                 self.refresh_metrics()
                 self._descriptors.check()
+                if self.memory.should_release():
+                    gc.collect()  # Of what is not frozen: exceptions hold bodies in cycles.
+                    await asyncio.to_thread(release_freed_memory)
             except Exception as error:
                 logger.error("sweep failed", exc_info=error)
 

@@ -110,11 +110,20 @@ class Settings(BaseSettings):
         description="Largest message by gRPC, bytes; unlike an HTTP body it is held whole before it is looked at.",
     )
     max_buffered_bytes: int = Field(
-        default=1 << 30, ge=1, description="Maximum size of all request bodies held at once, bytes."
+        default=1 << 30,
+        ge=1,
+        description="Memory for what requests hold at once, bytes: twice their bodies, images that are decoded or "
+        "wait; beyond it: 429. At most a quarter of the memory that the container or the machine has for a worker.",
     )
     max_images_per_request: int = Field(default=512, ge=1, description="Maximum number of images in one request.")
     max_pixels: int = Field(
         default=DEFAULT_MAX_PIXELS, ge=1, le=PILLOW_MAX_PIXELS, description="Largest width × height of an image."
+    )
+    max_pixels_per_request: int = Field(
+        default=1 << 29,
+        ge=1,
+        description="Largest sum of the pixels of a request's images, where they are decoded by threads; beyond it: "
+        "413. The default is 512 images of 1024².",
     )
     max_fields: int = Field(
         default=1024, ge=1, description="Maximum number of multipart fields in one request, images included."

@@ -6,6 +6,7 @@ and then goes to the end of the pool's queue.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from app.errors import ImageRefused
+from app.errors import ImageRefused, TooManyPixels
+from app.memory import MemoryBudget
 from psc_core.errors import ImageError, ImageTooLarge
+from psc_core.images.decode import open_image
 from psc_core.images.preprocess import Preprocess
 
 _MAX_INLINE_PIXELS: Final = 128 * 128
@@ -41,26 +44,36 @@ class Decoder:
 
     Args:
         pool: Threads for everything that is not tiny.
+        memory: On which images draw.
         threads: Size of the pool; a request is cut into at most this many chunks.
         preprocess: The host half of the preprocessing; thread-safe.
         max_pixels: Largest image, pixels.
+        max_request_pixels: Largest sum over the images of a request.
         inline_bytes: Requests of at most this many bytes are decoded at once.
     """
 
     def __init__(
         self,
         pool: ThreadPoolExecutor,
+        memory: MemoryBudget,
         *,
         threads: int,
         preprocess: Preprocess,
         max_pixels: int,
+        max_request_pixels: int,
         inline_bytes: int,
     ) -> None:
         self._pool = pool
+        self.memory = memory
         self._threads = threads
         self._preprocess = preprocess
         self._max_pixels = max_pixels
+        self._max_request_pixels = max_request_pixels
         self._inline_bytes = inline_bytes
+
+    def size_of(self, count: int) -> int:
+        """Bytes of so many decoded images."""
+        return count * math.prod(self._preprocess.shape)
 
     def decode_now(self, images: Sequence[EncodedImage]) -> npt.NDArray[np.uint8] | None:
         """The decoded images, if that takes no longer than handing them to a thread; else ``None``.
@@ -94,11 +107,11 @@ class Decoder:
             images: The encoded images.
             is_wanted: Asked before each image; once it says no, the rest is skipped.
             on_done: Called once, on a pool thread, with the decoded images and the error of the first bad one
-                (:class:`ImageRefused`, or whatever unexpected was raised).
+                (:class:`ImageRefused`, or whatever unexpected was raised), or :class:`TooManyPixels`.
         """
         decoded = np.empty((len(images), *self._preprocess.shape), np.uint8)
         chunks = min(self._threads, len(images))
-        progress = _Progress(chunks, lambda error: on_done(decoded, error))
+        progress = _Progress(chunks, self._max_request_pixels, lambda error: on_done(decoded, error))
         bounds = [len(images) * chunk // chunks for chunk in range(chunks + 1)]
 
         def run(start: int, stop: int) -> None:
@@ -106,10 +119,13 @@ class Decoder:
             for index in range(start, stop):
                 if index > start and perf_counter() >= turn_ends and self._requeue(run, index, stop):
                     return
-                if not is_wanted():
+                if not is_wanted() or progress.has_too_many:
                     break
                 try:
-                    decoded[index] = self._preprocess.from_bytes(images[index].data, max_pixels=self._max_pixels)
+                    image = open_image(images[index].data, max_pixels=self._max_pixels)
+                    progress.add(image.cost)
+                    with self.memory.decoding(image.cost):
+                        decoded[index] = self._preprocess.from_image(image.decode())
                 except ImageError as error:
                     progress.fail(index, ImageRefused(index, images[index].name, error))
                     break
@@ -131,13 +147,31 @@ class Decoder:
 
 
 class _Progress:
-    """Counts the chunks of one request and keeps the error of its first bad image."""
+    """Counts the chunks and pixels of one request and keeps the error of its first bad image.
 
-    def __init__(self, chunks: int, on_done: Callable[[Exception | None], Any]) -> None:
+    Attributes:
+        has_too_many: Whether its images have more pixels than a request may.
+    """
+
+    def __init__(self, chunks: int, max_pixels: int, on_done: Callable[[Exception | None], Any]) -> None:
+        self.has_too_many = False
         self._left = chunks
+        self._max_pixels = max_pixels
+        self._pixels = 0
         self._on_done = on_done
         self._errors: dict[int, Exception] = {}
         self._lock = threading.Lock()
+
+    def add(self, pixels: int) -> None:
+        """Count the pixels of one more image; raises :class:`TooManyPixels`."""
+        with self._lock:
+            self._pixels += pixels
+            self.has_too_many |= self._pixels > self._max_pixels
+        if self.has_too_many:
+            raise TooManyPixels(
+                f"expected images of at most {self._max_pixels} pixels together (the setting max_pixels_per_request), "
+                "got more; split the request or send smaller images"
+            )
 
     def fail(self, index: int, error: Exception) -> None:
         with self._lock:

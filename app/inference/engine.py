@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from app.errors import ImageRefused, NotReady
+from app.errors import ImageRefused, NotReady, TooManyPixels
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
 from app.inference.queue import RequestQueue
@@ -82,6 +82,7 @@ class Engine:
         self._deadline_s = deadline_s
         self.phase = Phase.WARMING
         self._decoder = decoder
+        self._memory = decoder.memory
         self._observer = observer
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
@@ -145,15 +146,26 @@ class Engine:
         Raises:
             NotReady: Warming up, draining or failed.
             QueueFull: No room.
+            TooManyRequests: No memory.
             ImageRefused: An image cannot be used.
+            TooManyPixels: The images have more than a request may.
             DeadlineExceeded: Not in time.
             InferenceFailed: The network failed on an image.
             DeviceError: The device failed.
             ClientGone: The client left.
         """
         self._check_warm()
+        size = self._decoder.size_of(len(images))
+        self._memory.take(size)
+        try:
+            return await self._predict(images, disconnected, EXPLAIN if explain else PREDICT)
+        finally:
+            self._memory.give(size)
+
+    async def _predict(
+        self, images: Sequence[EncodedImage] | Images, disconnected: Callable[[], bool] | None, kind: str
+    ) -> Result:
         done: asyncio.Future[Result] = self._loop.create_future()
-        kind = EXPLAIN if explain else PREDICT
         now = time.monotonic()
         with self._queue as batcher:
             request = batcher.reserve(len(images), now=now, deadline=now + self._deadline_s, kind=kind, waiter=done)
@@ -222,7 +234,7 @@ class Engine:
                 # This is a thread of the pool; arrivals belong to the loop alone, and so need no lock.
                 self._call_on_loop(self._arrive, request, decoded)
                 return
-            if not isinstance(error, ImageRefused):
+            if not isinstance(error, (ImageRefused, TooManyPixels)):
                 logger.error("decoding failed", exc_info=error)
             self._fail(request, error)
 

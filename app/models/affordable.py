@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from contextlib import suppress
 from copy import deepcopy
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 
+from app.memory import limits
 from psc_core.errors import BundleError
 from psc_core.model.base import FittedModel
 from psc_core.network.onnx.body import OnnxBody
@@ -33,11 +32,6 @@ EFFICIENCY: Final = 0.3
 """Speed of a network as a fraction of that of a matrix product."""
 
 _SIDE: Final = 1024
-CGROUPS: Final = Path("/sys/fs/cgroup")
-_LIMIT_AND_USE: Final = (
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # Of cgroups version 1.
-)
 
 
 def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> None:
@@ -104,9 +98,4 @@ def free_bytes(device: torch.device) -> int:
     """Memory that can still be allocated: of the GPU, or of this machine and its control group."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    for limit, used in _LIMIT_AND_USE:
-        with suppress(OSError, ValueError):  # No such control group, or "max".
-            free = min(free, int((CGROUPS / limit).read_text()) - int((CGROUPS / used).read_text()))
-    return free
+    return min(limit - used for limit, used in limits())

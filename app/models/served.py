@@ -20,6 +20,7 @@ from app.inference.decoder import Decoder, EncodedImage
 from app.inference.engine import Engine
 from app.inference.request import Images
 from app.inference.steps import TorchThreads, make_step
+from app.memory import MemoryBudget
 from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
 from app.observability.recorder import ModelRecorder
@@ -116,12 +117,16 @@ class ModelStarter:
     Args:
         settings: The service's settings.
         metrics: The application's metrics.
+        memory: What requests may hold of it.
         on_failure: Called on the event loop when a model's device is dead.
     """
 
-    def __init__(self, settings: Settings, metrics: Metrics, *, on_failure: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, settings: Settings, metrics: Metrics, memory: MemoryBudget, *, on_failure: Callable[[Exception], None]
+    ) -> None:
         self._settings = settings
         self._metrics = metrics
+        self._memory = memory
         self._on_failure = on_failure
         self._threads = TorchThreads(settings.threads or torch.get_num_threads(), settings.threads or 1)
         self._decode_threads = settings.decode_threads or min(16, len(os.sched_getaffinity(0)))
@@ -157,9 +162,11 @@ class ModelStarter:
         )
         decoder = Decoder(
             self._pool,
+            self._memory,
             threads=self._decode_threads,
             preprocess=model.preprocess,
             max_pixels=settings.max_pixels,
+            max_request_pixels=settings.max_pixels_per_request,
             inline_bytes=settings.inline_decode_bytes,
         )
         wanted: Backend | Literal["auto"] = "folded" if settings.compile else settings.backend

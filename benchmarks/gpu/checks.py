@@ -30,6 +30,7 @@ from app.inference.decoder import Decoder
 from app.inference.engine import Engine
 from app.inference.steps import EagerStep, Step, make_step
 from app.main import create_app
+from app.memory import MemoryBudget
 from app.runtime import allow_compiled_shapes
 from app.settings import Settings
 from benchmarks.runs import BUNDLE, plain_parser
@@ -240,7 +241,15 @@ def out_of_memory(device: torch.device) -> str:
             engine = Engine(
                 "hungry",
                 step,
-                Decoder(pool, threads=1, preprocess=preprocess, max_pixels=10_000, inline_bytes=1 << 20),
+                Decoder(
+                    pool,
+                    MemoryBudget(1 << 30, processes=1, max_pixels=10_000),
+                    threads=1,
+                    preprocess=preprocess,
+                    max_pixels=10_000,
+                    max_request_pixels=1 << 20,
+                    inline_bytes=1 << 20,
+                ),
                 batcher=Batcher(max_batch_size=8, max_queue_images=64, max_delay_s=0.0),
                 observer=_Silent(),
                 on_failure=lambda error: None,

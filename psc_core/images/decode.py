@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import warnings
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -38,6 +39,57 @@ _BLOCK: Final = 1 << 18
 _WIDE_MODES: Final = frozenset({"I;16", "I;16B", "I;16L", "I;16N", "I", "F"})
 
 
+@dataclass(frozen=True)
+class OpenImage:
+    """An image file whose header was checked, and of whose pixels none is decoded yet.
+
+    Attributes:
+        image: As Pillow opened it.
+        cost: Its pixels; those of a run-length encoded BMP count as 50 each.
+    """
+
+    image: Image.Image
+    cost: int
+
+    def decode(self) -> Image.Image:
+        """Decode the first frame, upright, once; see :func:`decode_image`."""
+        image = self.image
+        with image:
+            width, height = image.size
+            try:
+                image.load()
+                return to_grey_or_rgb(image)
+            except ImageError:
+                raise
+            except Exception as error:
+                raise UndecodableImage(
+                    f"data of this {width}×{height} {image.format} image is damaged or truncated "
+                    f"({type(error).__name__}); send the file again"
+                ) from error
+
+
+def open_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> OpenImage:
+    """Read the header of an encoded image; see :func:`decode_image` for the errors."""
+    try:
+        image = Image.open(check_file(data, max_pixels), formats=FORMATS)
+    except ImageError:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ImageTooLarge(f"image is larger than {max_pixels} pixels ({error}); send a smaller image") from error
+    except Exception as error:
+        if data.startswith(_SIGNATURES) or data[8:12] == b"WEBP":
+            raise UndecodableImage("image header is damaged or truncated; send the file again") from error
+        kind = f"{len(data)} bytes of another format" if data else "no data"
+        raise UnsupportedImage(f"expected one of {', '.join(FORMATS)}, got {kind}") from error
+    width, height = image.size
+    run_length = any(tile.codec_name == "bmp_rle" for tile in image.tile)
+    cost = width * height * (_RUN_LENGTH_COST if run_length else 1)
+    check_pixels(width, height, max_pixels // _RUN_LENGTH_COST if run_length else max_pixels)
+    if run_length:
+        check_count("bytes of run-length code for these pixels", _RUN_BYTES * width * height + _HEADER, len(data))
+    return OpenImage(image, cost)
+
+
 def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
     """Decode the first frame of an encoded image of at most ``max_pixels``, upright.
 
@@ -51,33 +103,7 @@ def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
         UndecodableImage: The file is damaged or truncated, has non-finite samples, or would cost far more to decode
             than its pixels.
     """
-    try:
-        image = Image.open(check_file(data, max_pixels), formats=FORMATS)
-    except ImageError:
-        raise
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ImageTooLarge(f"image is larger than {max_pixels} pixels ({error}); send a smaller image") from error
-    except Exception as error:
-        if data.startswith(_SIGNATURES) or data[8:12] == b"WEBP":
-            raise UndecodableImage("image header is damaged or truncated; send the file again") from error
-        kind = f"{len(data)} bytes of another format" if data else "no data"
-        raise UnsupportedImage(f"expected one of {', '.join(FORMATS)}, got {kind}") from error
-    with image:
-        width, height = image.size
-        run_length = any(tile.codec_name == "bmp_rle" for tile in image.tile)
-        check_pixels(width, height, max_pixels // _RUN_LENGTH_COST if run_length else max_pixels)
-        if run_length:
-            check_count("bytes of run-length code for these pixels", _RUN_BYTES * width * height + _HEADER, len(data))
-        try:
-            image.load()
-            return to_grey_or_rgb(image)
-        except ImageError:
-            raise
-        except Exception as error:
-            raise UndecodableImage(
-                f"data of this {width}×{height} {image.format} image is damaged or truncated "
-                f"({type(error).__name__}); send the file again"
-            ) from error
+    return open_image(data, max_pixels=max_pixels).decode()
 
 
 def to_grey_or_rgb(image: Image.Image) -> Image.Image:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import httpx
 
-from tests.attacks import over_grpc
+from tests.attacks import drain, over_grpc, over_memory
 from tests.attacks.started import EXAMPLE, STALL_SECONDS, Seen, is_ready, longest_stall, service
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 
@@ -48,6 +48,28 @@ def costly_json(url: str, body: bytes, path: str = "/predict") -> Seen:
         for thread in threads:
             thread.join()
     return Seen(f"{sorted(set(statuses))}, /healthz waited {longest[0]:.2f} s", longest[0] <= STALL_SECONDS)
+
+
+def memory_given_back(_url: str) -> Seen:
+    """Eight bodies of 47 MiB at once, then nothing."""
+    with service() as started:
+        before = started.resident_bytes()
+        many_keys(started.url)
+        end = time.monotonic() + 60
+        while (grown := started.resident_bytes() - before) > 64 << 20 and time.monotonic() < end:
+            time.sleep(0.1)
+        peak = started.peak_bytes() - before
+    return Seen(f"{peak >> 20} MiB more, {grown >> 20} MiB afterwards", grown <= 64 << 20 and peak <= 1 << 30)
+
+
+def sigterm(_url: str) -> Seen:
+    """Of a service that 16 clients send to, five times."""
+    seen = [drain.drain() for _ in range(5)]
+    lost = sum(sum(each.lost.values()) for each in seen)
+    return Seen(
+        f"{lost} of {sum(each.answered for each in seen)} requests lost",
+        max(sum(each.lost.values()) for each in seen) <= drain.CLIENTS,
+    )
 
 
 def empty_lists(url: str) -> Seen:
@@ -99,6 +121,36 @@ def progressive_jpeg(url: str) -> Seen:
     buffer = io.BytesIO()
     Image.new("L", (7000, 7000), 9).save(buffer, "JPEG", progressive=True)
     return one_image(url, buffer.getvalue())
+
+
+def many_large_images(url: str) -> Seen:
+    """One request of 512 flat PNGs; meanwhile another client sends photographs."""
+    import io
+
+    from PIL import Image
+
+    buffers = io.BytesIO(), io.BytesIO()
+    Image.new("L", (5000, 5000), 9).save(buffers[0], "PNG")
+    Image.linear_gradient("L").resize((1600, 1200)).save(buffers[1], "JPEG")
+    files = [("images", ("x.png", buffers[0].getvalue(), "image/png"))] * 512
+    statuses: list[int] = []
+    longest = 0.0
+    sender = threading.Thread(
+        target=lambda: statuses.append(httpx.post(f"{url}/predict", files=files, timeout=120).status_code)
+    )
+    sender.start()
+    began = time.perf_counter()
+    while sender.is_alive():
+        sent = time.perf_counter()
+        answer = httpx.post(
+            f"{url}/predict", content=buffers[1].getvalue(), headers={"content-type": "image/jpeg"}, timeout=120
+        )
+        longest = max(longest, time.perf_counter() - sent)
+        statuses.append(answer.status_code)
+    took = time.perf_counter() - began
+    others = statuses[:-1]
+    now = f"{statuses[-1]} after {took:.1f} s, a photograph meanwhile after {longest:.2f} s"
+    return Seen(now, statuses[-1] == 413 and set(others) <= {200} and longest <= STALL_SECONDS)
 
 
 def multipart(url: str, parts: list[str]) -> httpx.Response:
@@ -299,11 +351,13 @@ def still_answers(url: str) -> Seen:
 CASES = (
     Case("8 JSON bodies of 60 MiB of empty lists", "10 to 14 s of CPU each, /healthz waited 32 s", empty_lists),
     Case("8 JSON bodies of 4 million keys", "11 s of CPU each", many_keys),
+    Case("memory after 8 JSON bodies of 47 MiB", "2.4 to 3.1 GB", memory_given_back),
     Case("8 v2 shapes of 2 million empty texts", "/healthz waited 5.3 s for one, 2.4 GB", empty_texts_as_shape),
     Case("8 times 260,000 empty v2 outputs", "/healthz waited 0.7 s for one", empty_v2_outputs),
     Case("8 v2 tensors of 4 million numbers in JSON", "not tried", many_numbers),
     Case("run-length BMP of 61 MB that moves by nothing", "26 s", still_bmp),
     Case("progressive JPEG of 49 megapixels", "4.5 s", progressive_jpeg),
+    Case("512 PNGs of 25 megapixels in one request", "both cores for 10 s, then 504", many_large_images),
     Case("900 part headers of 4,000 semicolons", "1.8 s of the event loop", semicolons),
     Case("900 field names of control characters", "answer of 20 MB", control_characters),
     Case("two Hosts, HTTP/2.0, Expect: 200-ok", "accepted", heads),
@@ -323,6 +377,8 @@ CASES = (
     Case("gRPC: 3 million parameters, 4 at once", "/healthz waited 3.9 s", over_grpc.parameters),
     Case("gRPC: 4 million pixels one by one, 4 at once", "6 s of the only parser each", over_grpc.numbers_one_by_one),
     Case("gRPC: 16 calls of each method that send nothing", "no other call answered", over_grpc.silent_streams),
+    Case("32 clients with photographs, 1,400 MiB", "the kernel killed it", over_memory.photographs),
+    Case("SIGTERM with 16 clients, 5 times", "13 and 4 requests lost in 2 of 6", sigterm),
     Case("the example, after all of these", "", still_answers),
 )
 

@@ -37,8 +37,15 @@ class Started(NamedTuple):
 
     def peak_bytes(self) -> int:
         """The most memory that it ever had."""
+        return self._bytes("VmHWM:")
+
+    def resident_bytes(self) -> int:
+        """The memory that it has."""
+        return self._bytes("VmRSS:")
+
+    def _bytes(self, name: str) -> int:
         status = Path(f"/proc/{self.pid}/status").read_text()
-        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+        return 1024 * int(status.partition(name)[2].split()[0])
 
 
 @contextmanager

@@ -9,10 +9,12 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import BodyTooLarge, TooManyRequests
+from app.memory import COPIES
 from app.service import Service
 
 _CALLS: Final = {f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady", "ModelReady")}
 _PROBES: Final = frozenset({"/healthz", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready", *_CALLS})
+_LARGE_BYTES: Final = 1 << 20
 _PROBE_OF_MODEL: Final = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/ready")
 
 
@@ -27,18 +29,13 @@ class RequestLimits:
     Args:
         app: The wrapped ASGI application.
         service: Whose settings hold, and whose count of requests is kept.
-
-    Attributes:
-        buffered_bytes: Body bytes of the requests being answered.
     """
 
     def __init__(self, app: ASGIApp, *, service: Service) -> None:
         self.app = app
-        self.buffered_bytes = 0
         self._service = service
         self._max_requests = service.settings.max_requests
         self._max_bytes = service.settings.max_body_bytes
-        self._max_buffered_bytes = service.settings.max_buffered_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,28 +53,28 @@ class RequestLimits:
         announced = _announced_bytes(scope["headers"])
         if announced > self._max_bytes:
             raise self._too_large(f"{announced} bytes")
-        received = 0
+        memory, received, taken = self._service.memory, 0, 0
+        if announced > _LARGE_BYTES:  # Refused before it is read, so that those that have begun find room.
+            memory.take(COPIES * announced)
+            memory.give(COPIES * announced)
 
         async def receive_counted() -> Message:
-            nonlocal received
+            nonlocal received, taken
             message = await receive()
             if message["type"] == "http.request":
                 size = len(message.get("body", b""))
                 received += size
-                self.buffered_bytes += size
                 if received > self._max_bytes:
                     raise self._too_large("more")
-                if self.buffered_bytes > self._max_buffered_bytes:
-                    raise TooManyRequests(
-                        f"the request bodies in memory exceed {self._max_buffered_bytes} bytes; try again in 1 s",
-                        retry_after=1,
-                    )
+                if size:
+                    memory.take(COPIES * size)
+                    taken += COPIES * size
             return message
 
         try:
             await self.app(scope, receive_counted, send)
         finally:
-            self.buffered_bytes -= received
+            memory.give(taken)
 
     def _too_large(self, got: str) -> BodyTooLarge:
         return BodyTooLarge(f"expected a body of at most {self._max_bytes} bytes, got {got}; send less")

@@ -15,6 +15,7 @@ from app.inference.decoder import Decoder
 from app.inference.engine import Engine
 from app.inference.request import DeviceBatch, QueuedRequest, Result
 from app.inference.steps import make_step
+from app.memory import MemoryBudget
 from tests.app.fakes import PREPROCESS, FakePipeline
 
 NO_IMAGES = np.empty((0, 1, 8, 8), np.uint8)
@@ -86,7 +87,15 @@ async def engine(
     """An engine that runs a fake network."""
     network, metrics = FakePipeline(), Metrics()
     with ThreadPoolExecutor(2) as pool:
-        decoder = Decoder(pool, threads=2, preprocess=PREPROCESS, max_pixels=10_000, inline_bytes=inline)
+        decoder = Decoder(
+            pool,
+            MemoryBudget(1 << 30, processes=1, max_pixels=10_000),
+            threads=2,
+            preprocess=PREPROCESS,
+            max_pixels=10_000,
+            max_request_pixels=1 << 20,
+            inline_bytes=inline,
+        )
         step = make_step(network, PREPROCESS.shape, max_batch=max_batch, device=torch.device("cpu"))
         failures: list[Exception] = []
         made = Engine(

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from app.errors import ImageRefused
+from app.errors import ImageRefused, TooManyPixels
 from app.inference import decoder as module
 from app.inference.decoder import Decoder, EncodedImage
+from app.memory import MemoryBudget
 from psc_core.errors import UndecodableImage
+
+
+class Opened(NamedTuple):
+    """An image of a single pixel."""
+
+    data: bytes
+    cost: int = 1
+
+    def decode(self) -> bytes:
+        return self.data
 
 
 class Hands:
@@ -40,7 +51,15 @@ class Hands:
         self.submitted = 0
         self.closed = False
         self._pieces: deque[Callable[[], Any]] = deque()
-        self._decoder = Decoder(self, threads=threads, preprocess=self, max_pixels=9, inline_bytes=0)  # type: ignore[arg-type]
+        self._decoder = Decoder(
+            self,  # type: ignore[arg-type]
+            MemoryBudget(1 << 30, processes=1, max_pixels=10_000),
+            threads=threads,
+            preprocess=self,  # type: ignore[arg-type]
+            max_pixels=9,
+            max_request_pixels=1000,
+            inline_bytes=0,
+        )
 
     def submit(self, run: Callable[..., Any], *arguments: Any) -> None:
         if self.closed:
@@ -48,7 +67,10 @@ class Hands:
         self.submitted += 1
         self._pieces.append(lambda: run(*arguments))
 
-    def from_bytes(self, data: bytes, *, max_pixels: int) -> npt.NDArray[np.uint8]:
+    def open(self, data: bytes, *, max_pixels: int) -> Opened:
+        return Opened(data)
+
+    def from_image(self, data: bytes) -> npt.NDArray[np.uint8]:
         self.now += self.seconds
         self.seen.append(data.decode())
         if data.endswith(b"!"):
@@ -77,6 +99,7 @@ def hands(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Hands]:
     def make(threads: int = 1) -> Hands:
         made = Hands(threads)
         monkeypatch.setattr(module, "perf_counter", lambda: made.now, raising=False)
+        monkeypatch.setattr(module, "open_image", made.open)
         return made
 
     return make
@@ -124,6 +147,18 @@ def test_the_first_bad_image_is_named_whatever_the_order_of_decoding(hands: Call
     error = pool.answers["a"]
     assert isinstance(error, ImageRefused)
     assert "image 4" in str(error)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_decoding_ends_where_a_request_has_too_many_pixels(hands: Callable[..., Hands], threads: int) -> None:
+    pool = hands(threads)
+    pool.ask("a", 1000)
+    pool.ask("b", 2000)
+    pool.run()
+    assert pool.answers["a"] == [k % 256 for k in range(1000)]
+    assert isinstance(pool.answers["b"], TooManyPixels)
+    assert "max_pixels_per_request" in str(pool.answers["b"])
+    assert sum(name.startswith("b") for name in pool.seen) == 1000
 
 
 def test_unwanted_request_is_not_decoded(hands: Callable[..., Hands]) -> None:

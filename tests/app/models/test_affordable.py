@@ -66,7 +66,7 @@ def test_the_speed_of_the_device_is_measured() -> None:
 def test_a_control_group_bounds_the_free_memory(
     limit: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(affordable, "CGROUPS", tmp_path)
+    monkeypatch.setattr("app.memory.CGROUPS", tmp_path)
     (tmp_path / limit).parent.mkdir(exist_ok=True)
     assert affordable.free_bytes(torch.device("cpu")) > 1 << 20
     (tmp_path / limit).write_text("5000\n")

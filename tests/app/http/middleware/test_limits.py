@@ -58,3 +58,15 @@ async def test_announced_length_that_is_no_number(length: str) -> None:
     async with running(max_body_bytes=1000) as app:
         headers = {**PNG, "content-length": length}
         check_predictions(await app.client.post("/predict", content=png(3), headers=headers), [3])
+
+
+async def test_a_large_body_without_room_is_not_read() -> None:
+    async with running(max_buffered_bytes=1 << 20) as app:
+
+        async def chunks() -> Any:
+            raise AssertionError("read")
+            yield b""
+
+        headers = {**PNG, "content-length": str(2 << 20)}
+        check_problem(await app.client.post("/predict", content=chunks(), headers=headers), 429, "too-many-requests")
+        check_predictions(await app.client.post("/predict", content=png(3), headers=PNG), [3])

@@ -1,0 +1,165 @@
+"""One budget for everything that requests hold, and readiness by the memory of the process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app import memory
+from app.errors import NotReady, TooManyRequests
+from app.memory import COPIES, PIXEL_BYTES, MemoryBudget
+from tests.app.fakes import png
+from tests.app.http.support import check_predictions, check_problem
+from tests.app.support import PNG, running, until
+
+
+def budget(total: int = 1000, *, max_pixels: int = 25) -> MemoryBudget:
+    return MemoryBudget(total, processes=1, max_pixels=max_pixels)
+
+
+def test_what_does_not_fit_is_refused_and_decoding_has_room_of_its_own() -> None:
+    held = budget()
+    assert held.largest_body == (1000 - 25 * PIXEL_BYTES) // COPIES
+    held.take(800)
+    with pytest.raises(TooManyRequests, match=r"800 of 1000 bytes \(max_buffered_bytes.*room for 1 more"):
+        held.take(1)
+    with held.decoding(25):
+        pass
+    held.give(800)
+    held.take(800)
+
+
+def test_an_image_larger_than_its_room_is_decoded_alone() -> None:
+    held = budget(100)
+    held.take(50)
+    with held.decoding(10_000), pytest.raises(TooManyRequests):
+        held.take(1)
+
+
+def test_decoding_waits_for_others_that_decode() -> None:
+    held = budget()
+    held.take(700)
+    inside, go_on = threading.Event(), threading.Event()
+    seen: list[str] = []
+
+    def first() -> None:
+        with held.decoding(25):
+            inside.set()
+            go_on.wait()
+            seen.append("first")
+
+    def second() -> None:
+        with held.decoding(20):
+            seen.append("second")
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    inside.wait()
+    threads[1].start()
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert seen == ["first", "second"]
+
+
+def groups(folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: str) -> None:
+    """Control groups with limits, by the path of their files, ``__`` between its parts."""
+    monkeypatch.setattr(memory, "CGROUPS", folder)
+    for path, limit in limits.items():
+        file = folder / path.replace("__", "/").replace("_max", ".max").replace("_limit", ".limit_in_bytes")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(limit)
+        (file.parent / file.name.replace(".max", ".current").replace("limit", "usage")).write_text("0")
+
+
+def paths(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control groups that the process is in."""
+    file, real = folder / "of-this-process", Path.read_text
+    file.write_text(text)
+    replaced = lambda path, *rest, **more: real(file if str(path) == "/proc/self/cgroup" else path, *rest, **more)  # noqa: E731
+    monkeypatch.setattr(Path, "read_text", replaced)
+
+
+@pytest.mark.parametrize(
+    ("line", "inside"),
+    [
+        ("0::/pod/container", {"pod__memory_max": "4000", "pod__container__memory_max": "max"}),
+        ("0::/seen/from/outside", {"memory_max": "4000"}),
+        ("4:memory:/pod", {"memory__pod__memory_limit": "4000", "memory__memory_limit": str((1 << 63) - 4096)}),
+        ("5:cpu:/pod\n4:memory,blkio:/seen/from/outside", {"memory__memory_limit": "4000"}),
+    ],
+    ids=["version 2, of the parent", "version 2, the root", "version 1", "version 1, the root"],
+)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_control_group_bounds_the_budget(
+    line: str, inside: dict[str, str], processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups(tmp_path, monkeypatch, **inside)
+    paths(line, tmp_path, monkeypatch)
+    assert MemoryBudget(1 << 30, processes=processes, max_pixels=1).total == 1000 // processes
+    assert MemoryBudget(100, processes=processes, max_pixels=1).total == 100
+
+
+def test_a_process_that_is_nearly_full_takes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = budget()
+    held.should_release()
+    held.take(10)
+    held.process_bytes = 1 << 20
+    held.should_release()
+    with pytest.raises(NotReady, match="may have 1; try again, or raise the container's limit"):
+        held.take(1)
+    held.process_bytes = 1 << 50
+    held.should_release()
+    held.take(1)
+
+
+def test_freed_memory_is_returned_once_much_less_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("app.memory.time.monotonic", lambda: now)
+    held = budget(1 << 30)
+    held.take(memory.RELEASE_BYTES)
+    now = 100.0
+    assert not held.should_release()
+    held.give(memory.RELEASE_BYTES)
+    assert [held.should_release(), held.should_release()] == [True, False]
+    held.take(memory.RELEASE_BYTES)
+    held.give(memory.RELEASE_BYTES)
+    assert not held.should_release()
+    now = 200.0
+    assert held.should_release()
+
+
+@pytest.mark.anyio
+async def test_readiness_falls_and_work_is_refused_while_memory_is_short() -> None:
+    async with running() as app:
+        real = app.service.memory.process_bytes
+        app.service.memory.process_bytes = 1 << 20
+
+        async def ready(status: int) -> httpx.Response:
+            answer: httpx.Response = await app.client.get("/readyz")
+            while answer.status_code != status:
+                await asyncio.sleep(0.01)
+                answer = await app.client.get("/readyz")
+            return answer
+
+        assert "MiB of memory" in (await ready(503)).json()["reasons"]["service"]
+        check_problem(await app.client.post("/predict", content=png(3), headers=PNG), 503, "not-ready")
+        assert (await app.client.get("/healthz")).status_code == 200
+        app.service.memory.process_bytes = real
+        await ready(200)
+        check_predictions(await app.client.post("/predict", content=png(3), headers=PNG), [3])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("inline", [0, 1 << 20])
+async def test_all_is_given_back(inline: int) -> None:
+    async with running(inline_decode_bytes=inline) as app:
+        held: Callable[[], int] = lambda: app.service.memory.held  # noqa: E731
+        check_predictions(await app.client.post("/predict", content=png(3), headers=PNG), [3])
+        check_problem(await app.client.post("/predict", content=b"x" * 999, headers=PNG), 415, "unsupported-image")
+        await until(lambda: held() == 0)
