@@ -131,17 +131,19 @@ class Preprocess:
         width, height = self._resized(image.width, image.height)
         left, top = (width - self.width) // 2, (height - self.height) // 2
         if self.resizer == "torch" and self._is_small(image, width, height):
-            pixels = torch.from_numpy(np.array(image)).view(1, image.height, image.width, self.channels)
-            pixels = pixels.permute(0, 3, 1, 2)
+            # Pillow keeps four bytes a pixel of RGB: to copy them takes half as long as to pick three of them.
+            samples = bytearray(image.tobytes("raw", "RGBX" if self.mode == "RGB" else "L"))
+            pixels = torch.frombuffer(samples, dtype=torch.uint8)
+            pixels = pixels.view(1, image.height, image.width, -1).permute(0, 3, 1, 2)
             if (width, height) != image.size:
                 pixels = functional.interpolate(pixels, (height, width), mode=self.interpolation, antialias=True)
-            seen = pixels[0, :, top : top + self.height, left : left + self.width]
+            seen = pixels[0, : self.channels, top : top + self.height, left : left + self.width]
             return np.array(seen.numpy(), order="C")
         x, y = image.width / width, image.height / height
         box = left * x, top * y, (left + self.width) * x, (top + self.height) * y
         image = image.resize((self.width, self.height), _FILTERS[self.interpolation], box)
-        samples = np.frombuffer(image.tobytes(), np.uint8).reshape(self.height, self.width, self.channels)
-        return np.array(samples.transpose(2, 0, 1), order="C")  # a copy: bytes are read-only
+        cropped = np.frombuffer(image.tobytes(), np.uint8).reshape(self.height, self.width, self.channels)
+        return np.array(cropped.transpose(2, 0, 1), order="C")  # a copy: bytes are read-only
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
         """Width and height of an image before the crop."""
