@@ -98,6 +98,8 @@ class SecondReader:
     def standardise(self, pixels: Array) -> Array:
         """uint8 (B, C, H, W) to the network's input."""
         section = self.manifest["preprocess"]
+        if section.get("resizer", "pillow") not in ("torch", "pillow"):
+            raise Rejected("preprocess.resizer")
         std, mean = np.array(section["std"])[:, None, None], np.array(section["mean"])[:, None, None]
         return pixels * (1 / (255 * std)) - mean / std
 

@@ -234,7 +234,12 @@ def manifest_of(body: Any) -> Manifest:
             )
         kind = task_type(name)
         raise BundleError(f"leave out the field task; a {kind.noun} has the field {' and '.join(kind.model_fields)}")
-    return _manifest_type(found).model_validate_json(json.dumps(body))
+    return _manifest_type(found).model_validate_json(json.dumps(body | _meant(body.get("preprocess"))))
+
+
+def _meant(preprocess: object) -> dict[str, Any]:
+    """The section ``preprocess`` with the resizer that a manifest means which names none: the only one there was."""
+    return {"preprocess": {"resizer": "pillow", **preprocess}} if isinstance(preprocess, dict) else {}
 
 
 @cache

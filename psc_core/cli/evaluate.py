@@ -1,4 +1,7 @@
-"""``psc-eval``: measure a bundle on test images, beside the detectors people use instead."""
+"""``psc-eval``: measure a bundle on test images, beside the detectors people use instead.
+
+What needs torch is imported when images are measured: help, the version and usage errors are there at once.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,18 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from psc_core.bundle.io import read_bundle
 from psc_core.cli import flags
-from psc_core.data.dataset import ImageDataset
-from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
-from psc_core.evaluation.evaluate import evaluate as measure
-from psc_core.images.preprocess import Preprocess
-from psc_core.model.load import face_of
-from psc_core.report import page
-from psc_core.report.collect import collect_test
-from psc_core.report.content import FILE, Content
-from psc_core.report.facts import facts_of
+from psc_core.report import FIGURES, PAGE
 from psc_core.tasks import module_of
 
-WRITTEN = (page.PAGE, page.FIGURES, "report.json", "report.md")
+if TYPE_CHECKING:
+    from psc_core.data.dataset import ImageDataset
+    from psc_core.images.preprocess import Preprocess
+
+WRITTEN = (PAGE, FIGURES, "report.json", "report.md")
 """Files that ``--out`` gets."""
 
 _EXAMPLE = """example:
@@ -59,6 +58,14 @@ def parser() -> argparse.ArgumentParser:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Measure and print."""
+    from psc_core.bundle.io import read_bundle
+    from psc_core.evaluation.evaluate import evaluate as measure
+    from psc_core.model.load import face_of
+    from psc_core.report import page
+    from psc_core.report.collect import collect_test
+    from psc_core.report.content import FILE, Content
+    from psc_core.report.facts import facts_of
+
     given = [value is not None for value in (args.weights, args.train, args.val)]
     if any(given) and not all(given):
         raise UsageError("expected --weights, --train and --val together, or none of them")
@@ -88,6 +95,8 @@ def evaluate(args: argparse.Namespace) -> None:
 
 def open_others(given: Iterable[str], preprocess: Preprocess) -> dict[str, ImageDataset]:
     """Open the out-of-distribution images of ``--ood NAME=DIR``, by name."""
+    from psc_core.data.spec import open_dataset
+
     ood: dict[str, ImageDataset] = {}
     for text in given:
         name, _, spec = text.partition("=")

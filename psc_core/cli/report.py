@@ -1,4 +1,7 @@
-"""``psc-report``: draw the report of a bundle again, from what its fit kept beside it."""
+"""``psc-report``: draw the report of a bundle again, from what its fit kept beside it.
+
+What needs torch is imported when the page is drawn: help, the version and usage errors are there at once.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from psc_core.bundle.io import read_bundle
 from psc_core.cli import flags
-from psc_core.report import page
-from psc_core.report.content import Content
-from psc_core.report.facts import facts_of
 
 _EXAMPLE = """example:
   psc-report --bundle bundle --out public
@@ -29,9 +28,14 @@ def parser() -> argparse.ArgumentParser:
 
 def report(args: argparse.Namespace) -> None:
     """Write the page and say where it is."""
+    from psc_core.bundle.io import read_bundle
+    from psc_core.report import FIGURES, PAGE, page
+    from psc_core.report.content import Content
+    from psc_core.report.facts import facts_of
+
     out = args.out or args.bundle
     if out.resolve() != args.bundle.resolve() and not args.overwrite:
-        flags.check_free(out, (page.PAGE, page.FIGURES))
+        flags.check_free(out, (PAGE, FIGURES))
     out.mkdir(parents=True, exist_ok=True)
     bundle = read_bundle(args.bundle)
     facts = facts_of(bundle, Content.load(args.bundle, bundle.manifest.task.name))

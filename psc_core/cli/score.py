@@ -1,4 +1,7 @@
-"""``psc-score``: every output for a folder, a list or a Parquet column of images, written part by part."""
+"""``psc-score``: every output for a folder, a list or a Parquet column of images, written part by part.
+
+What needs torch is imported when images are scored: help, the version and usage errors are there at once.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from psc_core.bundle.io import read_bundle
 from psc_core.cli import flags
-from psc_core.compute.distributed import Process
 from psc_core.errors import UsageError
-from psc_core.model.load import load_model
+from psc_core.scoring import FORMATS
 from psc_core.scoring.inputs import NamedImage, in_parts, named_images
-from psc_core.scoring.on_ray import write_on_ray
-from psc_core.scoring.outputs import FORMATS
-from psc_core.scoring.parts import PartWriter, write_parts
+
+if TYPE_CHECKING:
+    from psc_core.scoring.parts import PartWriter
 
 VERSION_FILE = "bundle-version"
 
@@ -57,6 +59,11 @@ def parser() -> argparse.ArgumentParser:
 
 def score(args: argparse.Namespace) -> None:
     """Score the parts of this process."""
+    from psc_core.bundle.io import read_bundle
+    from psc_core.compute.distributed import Process
+    from psc_core.scoring.on_ray import write_on_ray
+    from psc_core.scoring.parts import write_parts
+
     process = Process.from_environment()
     rank, world = process.rank, process.world
     device = args.device
@@ -94,6 +101,9 @@ def load_writer(
     bundle: Path, out: Path, file_format: str, threads: int | None, device: str, allow_factories: Sequence[str]
 ) -> PartWriter:
     """Load a bundle to write parts with."""
+    from psc_core.model.load import load_model
+    from psc_core.scoring.parts import PartWriter
+
     return PartWriter(load_model(bundle, device=device, allow_factories=allow_factories), out, file_format, threads)
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from pydantic import ConfigDict
 from torch import Tensor
+from torch.nn import functional
 
 from psc_core.errors import UsageError
 from psc_core.images.decode import decode_image
@@ -41,6 +42,17 @@ _CHANNELS = {"L": 1, "RGB": 3}
 _FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 INTERPOLATIONS: Final = tuple(_FILTERS)
 """Filters that images can be resized with, antialiased."""
+
+RESIZERS: Final = ("torch", "pillow")
+"""Libraries that resize, by the same filters.
+
+PyTorch is three times as fast where the CPU has AVX2, and gives the same pixels where it has not.  They differ from
+Pillow's by at most 1 of 255; of tall images, whose columns Pillow resizes before the rows, by more where a bicubic
+filter overshoots.
+"""
+
+_MAX_ENLARGED: Final = 4
+"""Maximum size of the resized image, in crops, that PyTorch makes: unlike Pillow it makes the whole, then crops it."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +82,13 @@ class Preprocess:
     mean: tuple[float, ...]  # of each channel, on the [0, 1] scale
     std: tuple[float, ...]
     interpolation: str = "bilinear"  # or "bicubic"
+    resizer: str = "torch"  # or "pillow", which a manifest means that names none
 
     def __post_init__(self) -> None:
         for what, value, allowed in (
             ("mode", self.mode, _CHANNELS),
             ("interpolation", self.interpolation, _FILTERS),
+            ("resizer", self.resizer, RESIZERS),
         ):
             if value not in allowed:
                 raise UsageError(f"expected {what} one of {sorted(allowed)}, got {value!r}")
@@ -114,20 +128,34 @@ class Preprocess:
         """Convert, resize (antialiased) and centre-crop to ``uint8 (channels, height, width)``."""
         if image.mode != self.mode:
             image = image.convert(self.mode)
-        size, box = (self.width, self.height), self._seen_box(image.width, image.height)
-        image = image.resize(size, _FILTERS[self.interpolation], box)
-        pixels = np.frombuffer(image.tobytes(), np.uint8).reshape(self.height, self.width, self.channels)
-        return np.array(pixels.transpose(2, 0, 1), order="C")  # a copy: bytes are read-only
+        width, height = self._resized(image.width, image.height)
+        left, top = (width - self.width) // 2, (height - self.height) // 2
+        if self.resizer == "torch" and self._is_small(image, width, height):
+            # Pillow keeps four bytes a pixel of RGB: to copy them takes half as long as to pick three of them.
+            samples = bytearray(image.tobytes("raw", "RGBX" if self.mode == "RGB" else "L"))
+            pixels = torch.frombuffer(samples, dtype=torch.uint8)
+            pixels = pixels.view(1, image.height, image.width, -1).permute(0, 3, 1, 2)
+            if (width, height) != image.size:
+                pixels = functional.interpolate(pixels, (height, width), mode=self.interpolation, antialias=True)
+            seen = pixels[0, : self.channels, top : top + self.height, left : left + self.width]
+            return np.array(seen.numpy(), order="C")
+        x, y = image.width / width, image.height / height
+        box = left * x, top * y, (left + self.width) * x, (top + self.height) * y
+        image = image.resize((self.width, self.height), _FILTERS[self.interpolation], box)
+        cropped = np.frombuffer(image.tobytes(), np.uint8).reshape(self.height, self.width, self.channels)
+        return np.array(cropped.transpose(2, 0, 1), order="C")  # a copy: bytes are read-only
 
-    def _seen_box(self, width: int, height: int) -> tuple[float, float, float, float]:
-        """The part of an image, left, top, right, bottom, that is resized to the input; without a crop, all of it."""
+    def _resized(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height of an image before the crop."""
         if self.resize is None:
-            return 0.0, 0.0, float(width), float(height)
+            return self.width, self.height
         # Rounded down, as torchvision, timm and transformers do it.
-        resized_width, resized_height = (self.resize * side // min(width, height) for side in (width, height))
-        left, top = (resized_width - self.width) // 2, (resized_height - self.height) // 2
-        x, y = width / resized_width, height / resized_height
-        return left * x, top * y, (left + self.width) * x, (top + self.height) * y
+        return self.resize * width // min(width, height), self.resize * height // min(width, height)
+
+    def _is_small(self, image: Image.Image, width: int, height: int) -> bool:
+        """Return whether PyTorch resizes to ``width`` × ``height`` in little memory; it resizes rows before columns."""
+        allowed = _MAX_ENLARGED * self.height * self.width
+        return width * height <= allowed and width * image.height <= max(allowed, image.width * image.height)
 
     def scale_and_shift(self) -> tuple[Float[Tensor, "channels 1 1"], Float[Tensor, "channels 1 1"]]:
         """``float32`` scale and shift such that the device half is x · scale + shift."""
@@ -165,8 +193,9 @@ class Preprocess:
         return f"{self.mode}, {resized}, {self.interpolation}; mean {mean}; std {std}"
 
     def to_json(self) -> dict[str, Any]:
-        """The attributes as JSON types, without the interpolation where it is bilinear, the default."""
-        return {name: value for name, value in asdict(self).items() if (name, value) != ("interpolation", "bilinear")}
+        """The attributes as JSON types, without what a manifest means that says nothing: bilinear, by Pillow."""
+        meant = {"interpolation": "bilinear", "resizer": "pillow"}.items()
+        return {name: value for name, value in asdict(self).items() if (name, value) not in meant}
 
 
 def standardise(images: Images, scale: Float[Tensor, "channels 1 1"], shift: Float[Tensor, "channels 1 1"]) -> Inputs:

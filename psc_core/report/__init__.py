@@ -10,3 +10,13 @@ The modules here hold what all tasks share; what differs lies in the folder that
 ``*.jinja``     the page and the model card, from the templates of the same name here
 =============== ======================================================================================================
 """
+
+from __future__ import annotations
+
+from typing import Final
+
+PAGE: Final = "report.html"
+"""The file of the page."""
+
+FIGURES: Final = "report"
+"""The folder of the figures beside it."""

@@ -16,15 +16,12 @@ from torch import Tensor
 
 from psc_core.bundle.manifest import Manifest
 from psc_core.network.load import Recipe
-from psc_core.report import figures
+from psc_core.report import FIGURES, PAGE, figures
 from psc_core.report.content import FILE, Role
 from psc_core.report.facts import Facts
 from psc_core.tasks import module_of
 
-PAGE: Final = "report.html"
 CARD: Final = "README.md"
-FIGURES: Final = "report"
-"""Folder of the figures."""
 
 _WIDE: Final = 5.0
 """Width from which on a figure has a line of the page for itself, inches."""

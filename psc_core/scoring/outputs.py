@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Final, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 import torch
 from pydantic import BaseModel
@@ -19,8 +19,6 @@ from psc_core.errors import UsageError
 from psc_core.scoring.inputs import pyarrow_parquet
 from psc_core.tasks.prediction import BasePrediction
 from psc_core.tasks.task import Task
-
-FORMATS: Final = ("jsonl", "parquet")
 
 Columns = dict[str, list[Any]]
 """A cell for each image, by column."""

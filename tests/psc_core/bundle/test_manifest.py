@@ -37,6 +37,14 @@ def test_manifest_has_no_local_path(tiny_bundle: Path) -> None:
     assert str(Path(__file__).parents[3]) not in text
 
 
+def test_a_manifest_that_names_no_resizer_means_pillow(shipped_bundle: Path, tiny_bundle: Path) -> None:
+    """As bundles were calibrated before there was another."""
+    assert "resizer" not in json.loads((shipped_bundle / "manifest.json").read_text())["preprocess"]
+    assert read_bundle(shipped_bundle).manifest.preprocess.resizer == "pillow"
+    assert json.loads((tiny_bundle / "manifest.json").read_text())["preprocess"]["resizer"] == "torch"
+    assert read_bundle(tiny_bundle).manifest.preprocess.resizer == "torch"
+
+
 def test_rejects_text_outside_utf8(tiny_bundle: Path, tmp_path: Path) -> None:
     bundle = read_bundle(tiny_bundle)
     fields = bundle.manifest.model_dump(exclude={"version", "files"})

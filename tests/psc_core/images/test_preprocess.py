@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
 from psc_core.errors import UsageError
-from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, Preprocess
+from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, RESIZERS, Preprocess
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -41,10 +42,11 @@ def test_bytes_and_image_agree() -> None:
     assert np.array_equal(preprocess.from_bytes(buffer.getvalue()), preprocess.from_image(Image.fromarray(pixels)))
 
 
+@pytest.mark.parametrize("resizer", RESIZERS)
 @given(width=st.integers(1, 400), height=st.integers(1, 400), seed=st.integers(0, 9))
-def test_crop_equals_resizing_all_and_cropping_then(width: int, height: int, seed: int) -> None:
+def test_crop_equals_resizing_all_and_cropping_then(resizer: str, width: int, height: int, seed: int) -> None:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
-    image, preprocess = Image.fromarray(pixels), PRESETS["imagenet"]
+    image, preprocess = Image.fromarray(pixels), replace(PRESETS["imagenet"], resizer=resizer)
     shorter = min(width, height)
     resized = image.resize((256 * width // shorter, 256 * height // shorter), Image.Resampling.BILINEAR)
     left, top = (resized.width - 224) // 2, (resized.height - 224) // 2
@@ -79,17 +81,65 @@ def test_normalise_equals_float64_formula(name: str) -> None:
 def test_json_round_trip(name: str) -> None:
     text = json.dumps(PRESETS[name].to_json())
     assert TypeAdapter(Preprocess).validate_json(text) == PRESETS[name]
+    assert "resizer" not in replace(PRESETS[name], resizer="pillow").to_json()
     with pytest.raises(ValidationError):
         TypeAdapter(Preprocess).validate_json(text.replace('"mode"', '"modus"'))
 
 
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 def test_resizes_by_the_named_filter(interpolation: str) -> None:
-    preprocess = replace(PRESETS["cifar10"], interpolation=interpolation)
+    preprocess = replace(PRESETS["cifar10"], interpolation=interpolation, resizer="pillow")
     noise = np.random.default_rng(0).integers(0, 256, (50, 40, 3)).astype(np.uint8)
     image = Image.fromarray(noise)
     expected = np.asarray(image.resize((32, 32), Image.Resampling[interpolation.upper()])).transpose(2, 0, 1)
     np.testing.assert_array_equal(preprocess.from_image(image), expected)
+
+
+@given(
+    shorter=st.integers(1, 400),
+    ratio=st.floats(1, 2),
+    is_tall=st.booleans(),
+    grey=st.booleans(),
+    resize=st.sampled_from([None, 96, 110]),
+    interpolation=st.sampled_from(INTERPOLATIONS),
+    seed=st.integers(0, 9),
+)
+def test_torch_differs_by_one_from_pillow_along_rows_then_along_columns(
+    shorter: int, ratio: float, is_tall: bool, grey: bool, resize: int | None, interpolation: str, seed: int
+) -> None:
+    """Of tall images Pillow begins with the columns; samples beyond 0 … 255 are clipped in between."""
+    longer = int(ratio * shorter)
+    height, width = (longer, shorter) if is_tall else (shorter, longer)
+    shape, statistics = ((height, width), (0.5,)) if grey else ((height, width, 3), (0.5,) * 3)
+    image = Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8))
+    preprocess = Preprocess(image.mode, 96, 96, resize, statistics, statistics, interpolation, "torch")
+    size = (96, 96) if resize is None else (resize * width // shorter, resize * height // shorter)
+    left, top = (size[0] - 96) // 2, (size[1] - 96) // 2
+    by = Image.Resampling[interpolation.upper()]
+    resized = image.resize((size[0], height), by).resize(size, by).crop((left, top, left + 96, top + 96))
+    difference = preprocess.from_image(image).astype(int) - np.array(resized).reshape(96, 96, -1).transpose(2, 0, 1)
+    assert np.abs(difference).max() <= 1
+
+
+@pytest.mark.parametrize("size", [(1, 1 << 20), (1 << 20, 1)])
+@pytest.mark.parametrize("resize", [None, 256])
+def test_torch_never_resizes_to_much_more_than_the_image_or_the_input(
+    size: tuple[int, int], resize: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole image with a shorter side of 256 pixels would take 69 GB, and rows before columns 700 MB."""
+    image = Image.new("RGB", size, (10, 20, 30))
+    preprocess = replace(PRESETS["imagenet"], resize=resize)
+    made: list[int] = []
+    whole = torch.nn.functional.interpolate
+
+    def interpolate(pixels: torch.Tensor, size: tuple[int, int], **options: Any) -> torch.Tensor:
+        made.append(max(size[0], pixels.shape[2]) * size[1])
+        return whole(pixels, size, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "interpolate", interpolate)
+    found = preprocess.from_image(image)
+    assert (found == np.array([10, 20, 30])[:, None, None]).all()
+    assert max(made, default=0) <= 1 << 20
 
 
 def test_text_says_how_an_image_becomes_an_input() -> None:
@@ -104,6 +154,7 @@ def test_text_says_how_an_image_becomes_an_input() -> None:
     [
         {"mode": "CMYK"},
         {"interpolation": "nearest"},
+        {"resizer": "magick"},
         {"mean": (0.5, 0.5)},
         {"std": (0.0,)},
         {"height": 0},

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from psc_core.bundle.io import read_bundle
-from psc_core.report import page
+from psc_core.report import FIGURES, page
 from psc_core.report.classification import words
 from psc_core.report.content import Content
 from psc_core.report.facts import Facts, facts_of
@@ -52,7 +52,7 @@ def test_page_is_self_contained(shipped: Facts, tmp_path: Path) -> None:
     assert len(images) == 8 + 1  # Every figure and one picture.
     assert all(str(image["src"]).startswith("data:image/png;base64,") and image["alt"] for image in images)
     assert not {"script", "link", "iframe"} & {tag for tag, _ in written.tags}
-    assert {path.stem for path in (tmp_path / page.FIGURES).iterdir()} == set(words.TEXTS)
+    assert {path.stem for path in (tmp_path / FIGURES).iterdir()} == set(words.TEXTS)
     for expected in ("clothes", "turned", "called out of distribution", "psc-serve --bundle", *words.GLOSSARY):
         assert expected in written.text
     assert re.search(r"clothes\s*out-of-distribution images\s*3\s*\d+\.\d %", written.text)
@@ -65,7 +65,7 @@ def test_page_of_a_regression(angles: Facts, tmp_path: Path) -> None:
         title for title, _ in regression_words.TEXTS.values()
     ]
     assert all(str(image["src"]).startswith("data:image/png;base64,") for image in images)
-    assert {path.stem for path in (tmp_path / page.FIGURES).iterdir()} == set(regression_words.TEXTS)
+    assert {path.stem for path in (tmp_path / FIGURES).iterdir()} == set(regression_words.TEXTS)
     for expected in ("predicts angle, degrees", regression_words.NO_LIMIT["deviations"], *angles.policy_lines):
         assert expected in written.text
     assert all(word in written.text for word in regression_words.GLOSSARY) and "images/test.csv" in written.text
