@@ -97,7 +97,7 @@ def read(
     counts = dataset.labels.bincount(minlength=len(dataset.classes))
     images = torch.arange(len(dataset)).repeat_interleave(dataset.offsets.diff())[order]
     labels = torch.arange(len(counts)).repeat_interleave(counts)
-    values = None if dataset.values is None else dataset.values[images]
+    values = dataset.subset(images).values
     ends = accumulate(channels[of_head:])
     return Read(
         Features(kept[0].columns(0, sum(widths)), labels, images, widths, values),

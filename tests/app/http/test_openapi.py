@@ -40,4 +40,4 @@ def _check_references(node: Any, document: dict[str, Any]) -> None:
 def test_every_problem_status_has_a_description() -> None:
     for status in (400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 500, 503, 504):
         assert len(responses(status)[status]["description"]) > 5
-    assert responses(413)[413]["description"] == "Body too large. Image too large. Too many images."
+    assert responses(413)[413]["description"] == "Body too large. Image too large. Too many images. Too many pixels."
