@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
 import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, cast
@@ -56,6 +58,42 @@ class Workers(Multiprocess):
         for listener in self.sockets:
             listener.close()
         super().terminate_all()
+
+
+class LastAccepting(uvicorn.Server):
+    """Uvicorn's server, which at its end answers the connections that wait to be accepted; closing would reset them."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # Nothing is done between the last of them and the close, or others would have come meanwhile.
+        waiting = [each for listener in sockets or () for each in _accepted(listener)]
+        for server in self.servers:
+            server.close()
+        answering = asyncio.gather(*map(self._answer, waiting))
+        await super().shutdown(sockets)
+        await answering
+
+    async def _answer(self, connection: socket.socket) -> None:
+        config, protocols = self.config, list[LimitedProtocol]()
+
+        def make_protocol() -> LimitedProtocol:
+            protocols.append(
+                config.http_protocol_class(  # type: ignore[call-arg,arg-type]
+                    config=config, server_state=self.server_state, app_state=self.lifespan.state
+                )
+            )
+            return protocols[0]
+
+        with contextlib.suppress(OSError):  # The client has left, or its TLS failed.
+            await asyncio.get_running_loop().connect_accepted_socket(make_protocol, connection, ssl=config.ssl)
+            protocols[0].shutdown()
+
+
+def _accepted(listener: socket.socket) -> Iterator[socket.socket]:
+    """Accept every connection that waits."""
+    listener.setblocking(False)
+    with contextlib.suppress(OSError):  # None waits, or no descriptor is free.
+        while True:
+            yield listener.accept()[0]
 
 
 def uvicorn_config(settings: Settings, application: Callable[[], FastAPI]) -> uvicorn.Config:
@@ -122,7 +160,7 @@ def metrics_parent(places: Sequence[Path] | None = None) -> Path:
 
 def _serve_alone(settings: Settings, listener: socket.socket) -> tuple[int, str]:
     app = build(settings)
-    server = uvicorn.Server(uvicorn_config(settings, lambda: app))
+    server = LastAccepting(uvicorn_config(settings, lambda: app))
     try:
         server.run([listener])
     except SystemExit:  # From the handler of a signal that uvicorn raises again when it has ended, or at startup.

@@ -9,14 +9,18 @@ import signal
 import socket
 import struct
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from fastapi import FastAPI
 
-from app.server import METRICS_BYTES, metrics_parent, uvicorn_config
+from app.protocol import LimitedProtocol
+from app.server import METRICS_BYTES, LastAccepting, metrics_parent, uvicorn_config
 from app.settings import load_settings
 from psc_core.errors import UsageError
 from tests.app.fakes import png
@@ -209,3 +213,27 @@ def test_metrics_of_several_workers_go_where_there_is_room(tmp_path: Path, monke
     assert metrics_parent([tmp_path / "absent", small, large]) == large
     with pytest.raises(UsageError, match=r"several workers need 64 MiB for their metrics in .*small; free"):
         metrics_parent([small])
+
+
+@pytest.mark.anyio
+async def test_connections_that_wait_to_be_accepted_are_answered_at_the_end() -> None:
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": [(b"connection", b"close")]})
+        await send({"type": "http.response.body"})
+
+    protocol: Any = partial(LimitedProtocol, upload_seconds=60.0)
+    config = uvicorn.Config(app, http=protocol, lifespan="off", log_config=None, timeout_graceful_shutdown=30)
+    server = LastAccepting(config)
+    config.load()
+    server.lifespan = config.lifespan_class(config)
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    await server.startup([listener])
+    # Nothing is awaited before the end, so the loop accepts none of them.
+    clients = [socket.create_connection(address) for _ in range(20)]
+    for client in clients:
+        client.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+    await server.shutdown([listener])
+    for client in clients:
+        with client:
+            assert client.recv(100).startswith(b"HTTP/1.1 204")
