@@ -88,8 +88,8 @@ class MemoryBudget:
         """The longest body that there is ever room for, bytes."""
         return (self.total - self._for_decoding) // COPIES
 
-    def take(self, size: int) -> None:
-        """Hold so many bytes more, until they are given back.
+    def check(self, size: int) -> None:
+        """Look whether so many bytes more could be held now.
 
         Raises:
             TooManyRequests: There is no room.
@@ -97,14 +97,17 @@ class MemoryBudget:
         """
         if self.shortage:
             raise NotReady(self.shortage)
+        if self.held + size > self.total - self._for_decoding:
+            raise TooManyRequests(
+                f"requests hold {self.held} of {self.total} bytes (max_buffered_bytes, or a quarter of the memory), of "
+                f"which {self._for_decoding} are for decoding; there is no room for {size} more; try again in 1 s",
+                retry_after=1,
+            )
+
+    def take(self, size: int) -> None:
+        """Hold so many bytes more, until they are given back; raises as :meth:`check`."""
         with self._condition:
-            if self.held + size > self.total - self._for_decoding:
-                raise TooManyRequests(
-                    f"requests hold {self.held} of {self.total} bytes (max_buffered_bytes, or a quarter of the "
-                    f"memory), of which {self._for_decoding} are for decoding; there is no room for {size} more; try "
-                    "again in 1 s",
-                    retry_after=1,
-                )
+            self.check(size)
             self._hold(size)
 
     def set_aside(self, size: int) -> None:

@@ -46,9 +46,9 @@ INTERPOLATIONS: Final = tuple(_FILTERS)
 RESIZERS: Final = ("torch", "pillow")
 """Libraries that resize, by the same filters.
 
-PyTorch is three times as fast where the CPU has AVX2, and gives the same pixels where it has not.  They differ from
-Pillow's by at most 1 of 255; of tall images, whose columns Pillow resizes before the rows, by more where a bicubic
-filter overshoots.
+Where the CPU has AVX2, decoding and resizing a photograph take a sixth to a third less time with PyTorch; where it has
+not, PyTorch gives the same pixels and is slower.  They differ from Pillow's by at most 1 of 255; of tall images, whose
+columns Pillow resizes before the rows, by more where a bicubic filter overshoots.
 """
 
 _MAX_ENLARGED: Final = 4

@@ -55,8 +55,7 @@ class RequestLimits:
             raise self._too_large(f"{announced} bytes")
         memory, received, taken = self._service.memory, 0, 0
         if announced > _LARGE_BYTES:  # Refused before it is read, so that those that have begun find room.
-            memory.take(COPIES * announced)
-            memory.give(COPIES * announced)
+            memory.check(COPIES * announced)
 
         async def receive_counted() -> Message:
             nonlocal received, taken

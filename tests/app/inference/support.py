@@ -74,6 +74,19 @@ def stack(*images: Any) -> Any:
     return np.stack([image[None] for image in images])
 
 
+def decoder_on(pool: ThreadPoolExecutor, *, threads: int, inline_bytes: int) -> Decoder:
+    """A decoder of the fake network's images, with room for them all."""
+    return Decoder(
+        pool,
+        MemoryBudget(1 << 30, processes=1, max_pixels=10_000),
+        threads=threads,
+        preprocess=PREPROCESS,
+        max_pixels=10_000,
+        max_request_pixels=1 << 20,
+        inline_bytes=inline_bytes,
+    )
+
+
 @asynccontextmanager
 async def engine(
     *,
@@ -87,15 +100,7 @@ async def engine(
     """An engine that runs a fake network."""
     network, metrics = FakePipeline(), Metrics()
     with ThreadPoolExecutor(2) as pool:
-        decoder = Decoder(
-            pool,
-            MemoryBudget(1 << 30, processes=1, max_pixels=10_000),
-            threads=2,
-            preprocess=PREPROCESS,
-            max_pixels=10_000,
-            max_request_pixels=1 << 20,
-            inline_bytes=inline,
-        )
+        decoder = decoder_on(pool, threads=2, inline_bytes=inline)
         step = make_step(network, PREPROCESS.shape, max_batch=max_batch, device=torch.device("cpu"))
         failures: list[Exception] = []
         made = Engine(

@@ -17,14 +17,12 @@ from app.errors import (
     NotReady,
 )
 from app.inference.batcher import Batcher
-from app.inference.decoder import Decoder
 from app.inference.engine import Engine, Phase
 from app.inference.request import Result
 from app.inference.steps import EagerStep
-from app.memory import MemoryBudget
 from psc_core.errors import DeviceError
-from tests.app.fakes import PREPROCESS, FakePipeline, outputs_of, pixels
-from tests.app.inference.support import Metrics, Setup, engine, stack
+from tests.app.fakes import FakePipeline, outputs_of, pixels
+from tests.app.inference.support import Metrics, Setup, decoder_on, engine, stack
 from tests.app.support import until
 
 pytestmark = pytest.mark.anyio
@@ -128,15 +126,7 @@ class SlowStep(EagerStep):
 async def slow_engine() -> AsyncIterator[tuple[Engine, SlowStep]]:
     step = SlowStep(FakePipeline(), max_batch=4)
     with ThreadPoolExecutor(1) as pool:
-        decoder = Decoder(
-            pool,
-            MemoryBudget(1 << 30, processes=1, max_pixels=10_000),
-            threads=1,
-            preprocess=PREPROCESS,
-            max_pixels=100,
-            max_request_pixels=1000,
-            inline_bytes=0,
-        )
+        decoder = decoder_on(pool, threads=1, inline_bytes=0)
         made = Engine(
             "m",
             step,

@@ -21,6 +21,7 @@ from psc_core.data.spec import open_dataset
 from psc_core.fitting import stages
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.model.load import load_model
+from psc_core.tasks.classification.fit.calibrate import CONFIDENCE
 from tests import tiny
 from tests.folders import Job
 from tests.psc_core.cli.support import run
@@ -86,6 +87,10 @@ def test_a_regression_without_a_report_says_its_error(angle_job, tmp_path: Path,
     assert code == 0 and "report: " not in out and not list((tmp_path / "b").glob("report*"))
     rmse = f"{read_bundle(tmp_path / 'b').manifest.metrics['rmse']:.4g}"
     assert f"with PSC  {rmse:>9}" in out and f"| with PSC | {rmse} |" in (tmp_path / "b" / "README.md").read_text()
+
+
+def test_help_says_with_which_confidence_the_risk_is_kept() -> None:
+    assert f"with {100 * CONFIDENCE:g} % confidence" in " ".join(cli.parser().format_help().split())
 
 
 def test_max_images_are_balanced_and_recorded(tiny_job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
