@@ -3,7 +3,8 @@
 HTTP bodies and gRPC messages draw twice their size, for they are held as they came and as files; images that wait for
 the device draw theirs, and an image draws while it is decoded.  What does not fit is refused with 429 before it is
 held; only decoding waits, for other images that are being decoded.  The budget is at most a quarter of the memory that
-this process may have.  What else it takes is not foreseen but seen: above nine tenths nothing more is accepted.
+this process may have; gRPC's messages, of which nothing is seen until they are whole, may arrive in as much again.
+What else the process takes is not foreseen but seen: above nine tenths nothing more is accepted.
 """
 
 from __future__ import annotations
@@ -110,13 +111,8 @@ class MemoryBudget:
             self.check(size)
             self._hold(size)
 
-    def set_aside(self, size: int) -> None:
-        """Hold so many bytes whether or not there is room."""
-        with self._condition:
-            self._hold(size)
-
     def give(self, size: int) -> None:
-        """Give back what was taken or set aside."""
+        """Give back what was taken."""
         with self._condition:
             self.held -= size
             self._condition.notify_all()

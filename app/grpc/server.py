@@ -30,9 +30,6 @@ _PASSED_ON: Final = frozenset({"authorization", "x-api-key", "traceparent", "tra
 _SMALL_AT_ONCE: Final = 16
 """Messages without images that may arrive at once."""
 
-_ARRIVING: Final = 1 / 4
-"""Fraction of the budget that is set aside for messages of which nothing is seen until they are whole."""
-
 logger = logging.getLogger("psc.grpc")
 
 
@@ -45,8 +42,7 @@ async def serving(app: ASGIApp, service: Service) -> AsyncIterator[None]:
     """
     settings = service.settings
     largest = min(settings.grpc_message_bytes, settings.max_body_bytes)
-    arriving = int(_ARRIVING * service.memory.total)
-    with_images = Places(arriving // largest, settings.upload_seconds)
+    with_images = Places(service.memory.total // largest, settings.upload_seconds)
     without = Places(_SMALL_AT_ONCE, min(SMALL_SECONDS, settings.upload_seconds))
     server = grpc.aio.server(
         handlers=[_Calls(app, with_images, without)],
@@ -68,13 +64,11 @@ async def serving(app: ASGIApp, service: Service) -> AsyncIterator[None]:
         raise UsageError(f"cannot listen on {address} for gRPC; free it or choose another") from error
     await server.start()
     logger.info("gRPC on %s", address)
-    service.memory.set_aside(arriving)
     try:
         yield
     finally:
         service.begin_drain()
         await server.stop(service.drain_seconds_left())
-        service.memory.give(arriving)
 
 
 class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]

@@ -113,7 +113,7 @@ async def test_an_empty_message_is_not_waited_for() -> None:
 
 @pytest.mark.anyio
 async def test_calls_that_send_nothing_stop_no_others() -> None:
-    async with calling(max_body_bytes=1000, max_buffered_bytes=64_000) as (app, client), channel_to(app) as channel:
+    async with calling(max_body_bytes=1000, max_buffered_bytes=16_000) as (app, client), channel_to(app) as channel:
         silent = [
             channel.stream_unary(PREFIX + method)(Silence())
             for method in ("ServerLive", "ModelReady", "ModelMetadata", "ModelInfer")
@@ -154,7 +154,7 @@ async def test_a_message_must_arrive_in_time() -> None:
 
 @pytest.mark.anyio
 async def test_no_more_messages_arrive_at_once_than_memory_is_allowed() -> None:
-    async with calling(max_body_bytes=1000, max_buffered_bytes=7999) as (app, client), channel_to(app) as channel:
+    async with calling(max_body_bytes=1000, max_buffered_bytes=1999) as (app, client), channel_to(app) as channel:
         go_on = asyncio.Event()
 
         async def slowly() -> AsyncIterator[bytes]:
@@ -173,7 +173,7 @@ async def test_no_more_messages_arrive_at_once_than_memory_is_allowed() -> None:
 
 @pytest.mark.anyio
 async def test_who_leaves_waits_for_no_place() -> None:
-    async with calling(max_body_bytes=1000, max_buffered_bytes=7999) as (app, _), channel_to(app) as channel:
+    async with calling(max_body_bytes=1000, max_buffered_bytes=1999) as (app, _), channel_to(app) as channel:
         silent = [channel.stream_unary(PREFIX + "ModelInfer")(Silence()) for _ in range(5)]
         await until(lambda: app.service.inflight == 5)
         for call in silent[1:]:
