@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar
 
 import torch
+from jaxtyping import UInt8
 from torch import Tensor, nn
 
 from psc_core.bundle.io import Bundle, read_bundle, write_bundle
@@ -139,6 +140,22 @@ class FittedModel:
         outputs = self.compute(images)
         return self.task.prediction(outputs, self.decide(self.outputs(outputs.packed.numpy())), self.classes)
 
+    def maps(self, images: Sequence[ImageLike] | Tensor) -> UInt8[Tensor, "n rows columns"]:
+        """Return how strange each part of the images is, as grey levels from 0 to 255, see :mod:`.layer_map`.
+
+        A map finds foreign surfaces, objects and seams, and not what is merely in the wrong place or of another class.
+
+        Args:
+            images: As of :meth:`predict`.
+
+        Raises:
+            ImageError, UsageError: As :meth:`predict`; or the model has no map.
+        """
+        batch = as_batch(images, self.preprocess)
+        with torch.inference_mode():
+            parts = [self.pipeline.map_of(part.to(self.device)).cpu() for part in torch.split(batch, MAX_BATCH)]
+        return torch.cat(parts)
+
     def __call__(self, images: Sequence[ImageLike] | Tensor) -> BasePrediction:
         """Return the same as :meth:`predict`."""
         return self.predict(images)
@@ -197,6 +214,8 @@ class FittedModel:
             parts["backbone"] = backbone.state_dict()
         if gates is not None:
             parts["gates"] = {**gates.state_dict(), **_prefixed("texture.", scorer.texture)}
+        if self.pipeline.map is not None:
+            parts["map"] = self.pipeline.map.density.state_dict()
         fields = {
             "schema_version": SCHEMA,
             "name": self.name,
@@ -213,6 +232,7 @@ class FittedModel:
             "head": {**scorer.head.config(), **self._other_layers()},
             "calibration": {"images": len(self.calibration)},
             **({} if gates is None else {"gates": self._gates_config(gates)}),
+            **({} if self.pipeline.map is None else {"map": self.pipeline.map.config()}),
             "collapse": self.report.get("collapse"),
             "metrics": self.report.get("metrics", {}),
             "provenance": self.report.get("provenance", {}),
@@ -286,7 +306,7 @@ class FittedModel:
             manifest.head.layers,
         ).to(target)
         model = cls(
-            pipeline=Pipeline(scorer, parts.calibration.ood_scores, parts.gates),
+            pipeline=Pipeline(scorer, parts.calibration.ood_scores, parts.gates, parts.map),
             backbone=parts.backbone,
             classes=manifest.classes,
             calibration=parts.calibration,
@@ -320,6 +340,8 @@ class FittedModel:
                 packed = self.pipeline(images)
                 inputs = scorer.standardise(images)
                 stored, _ = self.backbone(inputs)
+                if self.pipeline.map is not None:
+                    self.pipeline.map.check(stored[self.backbone.layers.index(self.pipeline.map.layer)])
                 fused, _ = scorer.features(inputs)
         except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
             raise  # Not the bundle's fault.
