@@ -8,7 +8,8 @@ smallest largest distance from the best AUROC of each kind is taken, as the gate
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,13 +21,12 @@ from torch.nn import functional
 from psc_core.compute.passes import track_images
 from psc_core.data.dataset import ImageDataset, drawn
 from psc_core.errors import FitError
-from psc_core.fitting.features import Layers
+from psc_core.images.preprocess import Pixels
 from psc_core.maps.fit.gaussian import fit_positions, with_levels
 from psc_core.maps.fit.moments import PositionMoments
 from psc_core.maps.fit.pasted import KINDS, paste
-from psc_core.maps.layer_map import LayerMap, PositionDensity
+from psc_core.maps.layer_map import LayerMap
 from psc_core.metrics.ranking import auroc
-from psc_core.model.pipeline import Scorer
 from psc_core.settings import FitSettings
 
 IMAGES: Final = 500
@@ -68,62 +68,58 @@ class ChosenMap:
 
 @torch.inference_mode()
 def choose_map(
-    scorer: Scorer,
-    layers: Layers,
+    features_of: Callable[[Pixels], Mapping[str, Tensor]],
     moments: Mapping[str, PositionMoments],
     selection: ImageDataset,
     settings: FitSettings,
 ) -> ChosenMap | None:
-    """Choose one of a few early layers and fit its map; None where none of them has a map.
+    """Choose one of a few early layers and fit its map; None where none of them has one.
 
     Args:
-        scorer: Its network is cut behind ``layers.names``.
-        layers: Those that it is cut behind.
+        features_of: Canonical features of images on the device, by layer.
         moments: Of the early layers that have a grid, over the training images.
         selection: In-distribution images that the moments have not seen.
-        settings: Device, precision, batch size, and the seed that draws images.
+        settings: Device, batch size, and the seed that draws images.
     """
-    sum_ = settings.reducer.sum_
-    densities: dict[str, PositionDensity] = {}
-    for layer, of in moments.items():
-        found = of.moments(sum_)  # In every process, whether or not a density can be fitted.
-        try:
-            densities[layer] = fit_positions(found)
-        except FitError:  # All positions look the same there.
-            continue
-    if not densities:
+    maps: dict[str, LayerMap] = {}
+    for layer, sums in moments.items():
+        found = sums.moments(settings.reducer.sum_)  # In every process, whether or not a density can be fitted.
+        with suppress(FitError):  # All positions look the same there.
+            maps[layer] = LayerMap(layer, sums.grid, fit_positions(found))
+    if not maps:
         return None
-    distances: dict[str, dict[str, list[Tensor]]] = {layer: {kind: [] for kind in ("", *KINDS)} for layer in densities}
+    real: dict[str, list[Tensor]] = {layer: [] for layer in maps}
+    pasted: dict[str, dict[str, list[Tensor]]] = {layer: {kind: [] for kind in KINDS} for layer in maps}
     masks: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
     generator = torch.Generator().manual_seed(settings.seed)
     compute = settings.compute()
     for batch in track_images(drawn(selection, IMAGES, settings.seed), compute, "map: pasted images"):
         pixels = selection.preprocess.to_pixels(batch.images)
-        for kind in ("", *KINDS):
-            images = pixels
-            if kind:
-                images, mask = paste(pixels, kind, generator)
-                masks[kind].append(_points(mask[:, None].float(), "nearest") > 0)
-            features, _ = scorer.features(scorer.standardise(images.to(compute.device)))
-            for layer, density in densities.items():
-                early = layers.of(features, [layer])[0]
-                grid = moments[layer].grid
-                of_image = density(early[:, :, grid.first :]).unflatten(1, (grid.rows, grid.columns)).cpu()
-                distances[layer][kind].append(of_image if not kind else _points(of_image[:, None], "bilinear"))
-    choice = MapChoice(
-        {
-            layer: {kind: _told(torch.cat(of[kind]), torch.cat(masks[kind])) for kind in KINDS}
-            for layer, of in distances.items()
-        }
-    )
-    layer = settings.reducer.first(list(densities).index(choice.chosen))
-    name = list(densities)[layer]
-    density = with_levels(densities[name], torch.cat(distances[name][""]).flatten())
-    return ChosenMap(LayerMap(name, moments[name].grid, density), choice)
+        for layer, distances in _distances(maps, features_of(pixels.to(compute.device))).items():
+            real[layer].append(distances.flatten())
+        for kind in KINDS:
+            images, mask = paste(pixels, kind, generator)
+            masks[kind].append(_points(mask.float(), "nearest") > 0)
+            for layer, distances in _distances(maps, features_of(images.to(compute.device))).items():
+                pasted[layer][kind].append(_points(distances, "bilinear"))
+    told = {
+        layer: {kind: _told(torch.cat(of_layer[kind]), torch.cat(masks[kind])) for kind in KINDS}
+        for layer, of_layer in pasted.items()
+    }
+    names, choice = list(maps), MapChoice(told)
+    chosen = maps[names[settings.reducer.first(names.index(choice.chosen))]]
+    density = with_levels(chosen.density, torch.cat(real[chosen.layer]))
+    return ChosenMap(LayerMap(chosen.layer, chosen.grid, density), choice)
 
 
-def _points(maps: Float[Tensor, "batch 1 _ _"], mode: str) -> Float[Tensor, "batch points"]:
-    return functional.interpolate(maps, (POINTS, POINTS), mode=mode).flatten(1)
+def _distances(
+    maps: Mapping[str, LayerMap], features: Mapping[str, Tensor]
+) -> dict[str, Float[Tensor, "batch rows columns"]]:
+    return {layer: of.distances(features[layer]).cpu() for layer, of in maps.items()}
+
+
+def _points(maps: Float[Tensor, "batch _ _"], mode: str) -> Float[Tensor, "batch points"]:
+    return functional.interpolate(maps[:, None], (POINTS, POINTS), mode=mode).flatten(1)
 
 
 def _told(distances: Float[Tensor, "n points"], pasted: Bool[Tensor, "n points"]) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from psc_core.bundle.manifest import layers_of
 from psc_core.collapse.report import Candidate
@@ -23,6 +23,7 @@ from psc_core.fitting.early_layers import TEXTURE_DENSITY, ChosenGates, choose_g
 from psc_core.fitting.features import Layers, Read, cut, read
 from psc_core.fitting.maps import ChosenMap, choose_map
 from psc_core.gates.fit.choice import GateChoice
+from psc_core.images.preprocess import Pixels
 from psc_core.model.pipeline import Scorer
 from psc_core.network.backbone import Backbone, example_input
 from psc_core.projection.fit.report import ProjectionReport
@@ -114,7 +115,7 @@ def fit_parts(
         head_layers=layers.head,
     )
     gates = choose_gates(scorer, layers, textures, data, settings) if settings.ood_score == "gates" else None
-    chosen_map = choose_map(scorer, layers, train.moments, data.selection, settings) if train.moments else None
+    chosen_map = _choose_map(scorer, layers, train, data, settings)
     layer, texture = (None, None) if gates is None or gates.texture is None else gates.texture
     kept = layers_of(layers.candidate, layers.head, layer, None if chosen_map is None else chosen_map.map.layer)
     keep_output = settings.predictions == "base" or head.kind in task.own_heads
@@ -160,6 +161,14 @@ def _fit_head(train: Features, selection: Features, backbone: Backbone, data: Fi
     assert settings.head is not None
     classes, predictions, seed = data.train.classes, settings.predictions, settings.seed
     return data.fit.fit_head(HeadJob(settings.head, train, selection, classes, own, predictions, seed, compute.device))
+
+
+def _choose_map(scorer: Scorer, layers: Layers, train: Read, data: FitData, settings: FitSettings) -> ChosenMap | None:
+    def features_of(images: Pixels) -> dict[str, Tensor]:
+        features, _ = scorer.features(scorer.standardise(images))
+        return dict(zip(layers.names, features, strict=True))
+
+    return choose_map(features_of, train.moments, data.selection, settings)
 
 
 def _fit_texture(train: Read, layer: str, data: FitData, compute: Compute) -> Density:

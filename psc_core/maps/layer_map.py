@@ -3,7 +3,7 @@
 With the features ``x_p`` of an image at position p, a vector of C channels, and the mean ``μ`` and covariance ``Σ`` of
 such vectors over images *and* positions,
 
-    ``d_p² = ‖ (x_p − μ) A ‖²``
+    ``q_p = ‖ (x_p − μ) A ‖²``,    ``d_p`` = the mean of q over p and its neighbours in the grid, corners included
 
 where ``A`` (C, P) whitens the P components of least variance (:mod:`psc_core.maps.fit.gaussian`).  All positions share
 one Gaussian: it knows what surfaces, edges and seams look like, and not where in an image they belong.
@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Final
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
+from torch.nn import functional
 
 from psc_core.errors import BundleError
 from psc_core.fitted import Fitted
@@ -96,9 +97,11 @@ class LayerMap(nn.Module):
             )
 
     def distances(self, features: Float[Tensor, "batch channels positions"]) -> Float[Tensor, "batch rows columns"]:
-        """Squared distances at the positions of the image."""
+        """Squared distances of the positions of the image, each averaged over its 3 × 3 neighbours."""
         inside: Tensor = self.density(features[:, :, self.grid.first :])
-        return inside.unflatten(1, (self.grid.rows, self.grid.columns))
+        alone = inside.view(-1, 1, self.grid.rows, self.grid.columns)
+        # What is strange is seldom one position wide, and what is noise is no wider.
+        return functional.avg_pool2d(alone, 3, stride=1, padding=1, count_include_pad=False)[:, 0]
 
     def forward(self, features: Float[Tensor, "batch channels positions"]) -> UInt8[Tensor, "batch rows columns"]:
         """Grey levels at the positions of the image."""

@@ -59,7 +59,7 @@ def fit_positions(moments: Moments) -> PositionDensity:
     values, vectors = values[exact], vectors[:, exact]
     kept = min(math.ceil(len(variance) / 2), MAX_COMPONENTS, len(values))
     whitener = vectors[:, len(values) - kept :] * values[len(values) - kept :].rsqrt() / std[:, None]
-    record: Record = {"vectors": moments.count, "resolved": len(values)}
+    record: Record = {"vectors": moments.vectors, "resolved": len(values)}
     tensors = {"mean": moments.mean, "whitener": whitener, "thresholds": torch.zeros(LEVELS)}
     return PositionDensity(tensors, record=record)
 

@@ -32,7 +32,7 @@ MAX_CHANNELS: Final = 2048
 class Moments(NamedTuple):
     """Moments of the channels, float64."""
 
-    count: int  # number of vectors
+    vectors: int  # how many
     mean: Float[Tensor, " channels"]
     covariance: Float[Tensor, "channels channels"]
     resolution: float  # spacing of the features' float type at 1
