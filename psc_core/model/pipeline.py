@@ -242,13 +242,16 @@ class Pipeline(nn.Module):
         packed, explanation = self._explained(features, output)
         return packed, {**explanation, MAP: self._map_of(features)}
 
-    def map_of(self, images: Images) -> UInt8[Tensor, "batch rows columns"]:
-        """The grey levels of each position alone.
+    def forward_with_map(
+        self, images: Images
+    ) -> tuple[Float[Tensor, "batch columns"], UInt8[Tensor, "batch grid_rows grid_columns"]]:
+        """Packed outputs and the grey levels of each position, from one pass.
 
         Raises:
             UsageError: The model has no map.
         """
-        return self._map_of(self._features(images)[0])
+        features, output = self._features(images)
+        return self.outputs(self.scorer.score(self.scorer.embedding(features, output))), self._map_of(features)
 
     def _features(self, images: Images) -> FeaturesAndLogits:
         return self.scorer.features(self.scorer.standardise(images))
@@ -259,7 +262,7 @@ class Pipeline(nn.Module):
         embedding = self.scorer.embedding(features, output)
         return self.outputs(self.scorer.score(embedding)), self.scorer.explain(embedding)
 
-    def _map_of(self, features: Sequence[Tensor]) -> UInt8[Tensor, "batch rows columns"]:
+    def _map_of(self, features: Sequence[Tensor]) -> UInt8[Tensor, "batch grid_rows grid_columns"]:
         if self.map is None:
             raise UsageError(NO_MAP)
         grey: Tensor = self.map(features[self.scorer.backbone.layers.index(self.map.layer)])
