@@ -17,7 +17,7 @@ from anomalib.models.image.patchcore.torch_model import PatchcoreModel
 from torch import Tensor, nn
 
 CHANNELS = 100
-BANK, CANDIDATES = 0.01, 50_000
+BANK, CANDIDATES = 0.01, 10_000
 BATCH = 25
 
 Features = Mapping[str, Tensor]

@@ -12,7 +12,7 @@ sharper than the rest.  A map is as good as the AUROC of its distances over the 
 
 All methods read the same three early layers, of which psc takes one.  PaDiM (Defard et al. 2021) and PatchCore (Roth et
 al. 2022) are written here from the papers: at each position a Gaussian of 100 random channels of all layers, and the
-distance to the nearest of 1 % of the training patches, chosen greedily among 50,000.  Their maps
+distance to the nearest of 1 % of the training patches, chosen greedily among 10,000.  Their maps
 are averaged over 3 × 3 positions, as psc's are.  ``--anomalib`` names the Python of an environment with anomalib, whose
 own two models then read the same features, and smooth in their way.
 """
@@ -51,20 +51,20 @@ from psc_core.metrics.ranking import auroc
 from psc_core.network.backbone import Backbone, example_input, truncate
 from psc_core.settings import FitSettings
 
-TRAIN, SELECTION, TEST = 400, 100, 100
+TRAIN, SELECTION, TEST = 250, 60, 60
 """Images that maps are fitted to, that choose psc's layer, and of each kind that tests."""
 
 SEEDS: Final = (0, 1, 2)
 """They draw classes, images and what is pasted."""
 
-LITE_SIZE: Final = 160
+LITE_SIZE: Final = 128
 """Pixels at which EfficientNet-Lite0 reads the images."""
 
 CHANNELS: Final = 100
-BANK, CANDIDATES = 0.01, 50_000
+BANK, CANDIDATES = 0.01, 10_000
 """Of PaDiM: channels; of PatchCore: the fraction of the patches that is kept, and from how many they are chosen."""
 
-BATCH: Final = 25
+BATCH: Final = 20
 
 Features = Mapping[str, Tensor]
 """Maps (n, channels, rows, columns) by layer, from the first to the last."""
@@ -382,7 +382,13 @@ def main(argv: list[str] | None = None) -> Json:
     run = start("maps", args)
     if run.scale == "smoke":
         run = replace(run, fit_images=run.fit_images or 40, test_images=run.test_images or 10)
-    settings: dict[str, Any] = {"train": TRAIN, "selection": SELECTION, "test": TEST, "anomalib": bool(python)}
+    settings: dict[str, Any] = {
+        "train": TRAIN,
+        "selection": SELECTION,
+        "test": TEST,
+        "candidates": CANDIDATES,
+        "anomalib": bool(python),
+    }
     for subject in SUBJECTS:
         for seed in SEEDS if run.scale != "smoke" else SEEDS[:1]:
             run.part(

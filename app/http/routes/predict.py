@@ -120,9 +120,9 @@ def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predict
         explained = model.task.explanations(explanation, model.classes, model.head_layers)
         for prediction, more in zip(predictions, explained, strict=True):
             prediction["explanation"] = more
-    if MAP in explanation:
-        layer = model.pipeline.map.layer
+    layer_map = model.pipeline.map if MAP in explanation else None
+    if layer_map is not None:
         for prediction, grey in zip(predictions, explanation[MAP], strict=True):
-            prediction["explanation"]["map"] = map_document(layer, grey)
+            prediction["explanation"]["map"] = map_document(layer_map.layer, grey)
     document = {**served.identity, "policy": policy.model_dump(), "predictions": predictions}
     return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
