@@ -49,6 +49,7 @@ from psc_core.errors import (
     UndecodableImage,
     UnsupportedImage,
     all_faults,
+    shortened,
 )
 
 logger = logging.getLogger("psc.http")
@@ -136,7 +137,7 @@ def problem_of(error: BaseException) -> Problem:
     headers: dict[str, str] = {}
     members: dict[str, Any] = {}
     if isinstance(error, ImageRefused):
-        members = {"index": error.index, "filename": error.name and shorten(error.name)}
+        members = {"index": error.index, "filename": error.name and shortened(error.name, MAXIMUM_DETAIL)}
     if isinstance(error, InferenceFailed):
         members = {"index": error.index}
     if isinstance(cause, Overloaded):
@@ -153,18 +154,9 @@ def _problem(
     row: tuple[int, str, str], detail: str, headers: Mapping[str, str] | None = None, **members: Any
 ) -> Problem:
     status, slug, title = row
-    detail = shorten(detail)
+    detail = shortened(detail, MAXIMUM_DETAIL)
     document = ProblemDocument(type=TYPE_PREFIX + slug, title=title, status=status, detail=detail, **members)
     return Problem(document, headers or {})
-
-
-def shorten(detail: str) -> str:
-    """Return at most :data:`MAXIMUM_DETAIL` characters: a part of a request may be as long as the request."""
-    return (
-        detail
-        if len(detail) <= MAXIMUM_DETAIL
-        else f"{detail[: MAXIMUM_DETAIL // 2]} … {detail[-MAXIMUM_DETAIL // 2 :]}"
-    )
 
 
 def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from psc_core.bundle.io import Bundle
-from psc_core.bundle.manifest import Manifest, short
+from psc_core.bundle.manifest import Manifest
 from psc_core.calibration.conformal import check_rates
 from psc_core.density import Density, restore_density
-from psc_core.errors import BundleError, PSCError
+from psc_core.errors import BundleError, PSCError, shortened
 from psc_core.gates.combined import Gates
 from psc_core.network.backbone import Backbone, onnx_backbone, rebuild_backbone
 from psc_core.network.onnx.restore import restore_body
@@ -88,7 +88,9 @@ def _restore_gates(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[D
         texture = restore_density(manifest.gates.texture.density.model_dump(), of_texture)
     wanted = {"ascending", "scales", "calibration"}
     if set(own) != wanted or (texture is None and len(own) != len(tensors)):
-        raise BundleError(f"expected gates tensors {sorted(wanted)}, got {short(sorted(tensors))}; fit it again")
+        raise BundleError(
+            f"expected gates tensors {sorted(wanted)}, got {shortened(repr(sorted(tensors)))}; fit it again"
+        )
     below = 1.0 if manifest.gates.texture is None else manifest.gates.texture.counts_below
     gates = Gates(manifest.gates.names, **own, texture_counts_below=below)
     expected = manifest.gates.images, manifest.calibration.images
