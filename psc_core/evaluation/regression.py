@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
+from psc_core.data.targets import known_values
 from psc_core.errors import DataError, UsageError
 from psc_core.evaluation.base import PRIMARY, ObservedRate, OwnNetwork, Report, observed_rate, served
 from psc_core.metrics import ranking, regression
@@ -151,8 +152,7 @@ def compare(
     model: PSCRegressor, id_data: ImageDataset, inside: ScoredNumbers, outside: Mapping[str, ScoredNumbers]
 ) -> RegressionReport:
     """Return the report of scored images: ``inside`` those of ``id_data``, ``outside`` out-of-distribution ones."""
-    y, calibrated = id_data.values, len(model.calibration)
-    assert y is not None
+    y, calibrated = known_values(id_data.values), len(model.calibration)
     missed = (y < inside.interval[:, 0]) | (y > inside.interval[:, 1])
     accepted = ~inside.is_ood
     return RegressionReport(

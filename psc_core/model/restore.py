@@ -52,7 +52,7 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
         head = manifest.task.restore_head(manifest.head.model_dump(exclude={"layers"}), tensors["head"])
         calibration = _restore_calibration(manifest, tensors["calibration"])
         check_rates(len(calibration), alpha=manifest.policy.alpha, coverage=manifest.policy.coverage)
-        texture, gates = _restore_gates(manifest, tensors["gates"]) if manifest.gates else (None, None)
+        texture, gates = _restore_gates(manifest, tensors)
         backbone = _restore_backbone(bundle, allow_factories)
     except PSCError as error:
         raise BundleError(f"{bundle.path}: {error}") from error
@@ -80,8 +80,12 @@ def _restore_calibration(manifest: Manifest, tensors: Mapping[str, Tensor]) -> B
     return restored
 
 
-def _restore_gates(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[Density | None, Gates]:
-    assert manifest.gates is not None
+def _restore_gates(
+    manifest: Manifest, parts: Mapping[str, Mapping[str, Tensor]]
+) -> tuple[Density | None, Gates | None]:
+    if manifest.gates is None:
+        return None, None
+    tensors = parts["gates"]
     texture, own = None, {name: tensor for name, tensor in tensors.items() if "." not in name}
     if manifest.gates.texture is not None:
         of_texture = {name.removeprefix("texture."): tensor for name, tensor in tensors.items() if "." in name}

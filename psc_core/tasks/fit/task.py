@@ -149,7 +149,8 @@ def task_fit_for(data: ImageDataset) -> TaskFit:
     return next(fit for fit in map(task_fit, TASKS) if fit.takes(data))
 
 
-def one_of(option: str, value: object, allowed: Sequence[str], noun: str) -> None:
-    """Require one of some values; raises :class:`UsageError`."""
-    if value not in allowed:
+def one_of(option: str, value: str | None, allowed: Sequence[str], noun: str) -> str:
+    """Return a value that is one of those allowed; raises :class:`UsageError`."""
+    if value is None or value not in allowed:
         raise UsageError(f"expected {option} of a {noun} to be one of {', '.join(allowed)}, got {value!r}")
+    return value
