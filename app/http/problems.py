@@ -96,25 +96,6 @@ TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
 }
 """Error class → (HTTP status, last part of the problem type, title)."""
 
-GRPC_CODES: Final = {
-    400: "INVALID_ARGUMENT",
-    401: "UNAUTHENTICATED",
-    403: "PERMISSION_DENIED",
-    404: "NOT_FOUND",
-    405: "UNIMPLEMENTED",
-    408: "DEADLINE_EXCEEDED",
-    409: "ABORTED",
-    413: "RESOURCE_EXHAUSTED",
-    415: "INVALID_ARGUMENT",
-    422: "INVALID_ARGUMENT",
-    429: "RESOURCE_EXHAUSTED",
-    499: "CANCELLED",
-    500: "INTERNAL",
-    503: "UNAVAILABLE",
-    504: "DEADLINE_EXCEEDED",
-}
-"""HTTP status → the code by which gRPC says the same."""
-
 INTERNAL: Final = (500, "internal", "Internal error")
 ROUTING: Final = {
     404: ("not-found", "No such resource"),
@@ -164,7 +145,7 @@ def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response
 
     Args:
         error: Any error.
-        scope: Of the request that it ended.
+        scope: Scope of the request that it ended.
         metrics: Where it is counted.
     """
     problem = problem_of(error)
