@@ -53,9 +53,9 @@ class Service:
 
     Attributes:
         metrics: This application's metrics.
-        memory: What requests may hold of it.
+        memory: The bytes that requests may hold.
         registry: The models.
-        exit_code: What the process should end with.
+        exit_code: The code with which the process should end.
         exit_message: Why, one line.
         inflight: Requests being answered.
         draining: Whether the service is about to end.

@@ -47,7 +47,7 @@ class ServedModel:
     Attributes:
         name: Name of the served model.
         model: The fitted model.
-        backend: What its network runs on, see :mod:`psc_core.model.backends`.
+        backend: The library that runs its network, see :mod:`psc_core.model.backends`.
         engine: Its queue and device worker.
         thresholds: Thresholds of a request that sets none.
         recorder: Told of its predictions.
@@ -62,7 +62,7 @@ class ServedModel:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What every answer says of the model: which one it is, and the fields of its task."""
+        """The members by which every answer identifies the model, and those of its task."""
         reference = {"name": self.name, "version": self.model.version, "layer": self.model.layer}
         return {"model": reference, **self.model.task.model_dump()}
 
@@ -117,7 +117,7 @@ class ModelStarter:
     Args:
         settings: The service's settings.
         metrics: The application's metrics.
-        memory: What requests may hold of it.
+        memory: The bytes that requests may hold.
         on_failure: Called on the event loop when a model's device is dead.
     """
 

@@ -115,8 +115,8 @@ class Task(BaseModel):
 
         Args:
             outputs: Finite ones.
-            decisions: Of the same images.
-            classes: Of the model.
+            decisions: Decisions for the same images.
+            classes: Classes of the model.
             options: Some of :attr:`request_options`.
         """
         raise NotImplementedError
@@ -128,8 +128,8 @@ class Task(BaseModel):
 
         Args:
             explanation: Arrays by name, images first.
-            classes: Of the model.
-            layers: What its head tells apart: z, by the candidate layer(s), and the other layers that it reads.
+            classes: Classes of the model.
+            layers: Layers that its head tells apart: z, by the candidate layer(s), and the other layers that it reads.
         """
         raise NotImplementedError
 

@@ -96,7 +96,7 @@ def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predict
         served: The model that answered.
         policy: Policy of the decisions.
         predicted: Finite outputs, decisions and, where it is asked for, an explanation.
-        options: What the request asks for of the task's ``request_options``.
+        options: The task's ``request_options`` for which the request asks.
     """
     model, (outputs, decisions, explanation) = served.model, predicted
     predictions = model.task.documents(outputs, decisions, model.classes, **options)

@@ -96,8 +96,8 @@ def choose_ranks(
     warning.
 
     Args:
-        nc1: Of every leading block.
-        nc4: Of every leading block.
+        nc1: NC1 of every leading block.
+        nc4: NC4 of every leading block.
         reference_nc4: NC4 of the scaled, unprojected layer.
         settings: With ε, the components that are fixed, and the smallest c·d that is considered, or the largest there
             is where that is smaller.

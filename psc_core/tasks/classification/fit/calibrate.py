@@ -61,7 +61,7 @@ def ambiguity_threshold(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"
     test has its level, and a threshold that is too large passes only if the first one that is does.
 
     Args:
-        entropy: Of calibration images.
+        entropy: Predictive entropy of calibration images.
         correct: Whether the most probable class was the label.
         risk: Error rate among accepted images, in (0, 1).
 
