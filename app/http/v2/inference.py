@@ -93,6 +93,7 @@ async def infer(
         images if isinstance(images, np.ndarray) else [EncodedImage(data) for data in images],
         thresholds,
         disconnected=partial(has_disconnected, receive),
+        monitor=wanted.parameters.monitor,
     )
     tensors = [
         OutputTensor(
