@@ -72,6 +72,9 @@ class ModelDocument(Document):
     classes: list[str] = Field(description="Of a regression the bins of its target.")
     input: dict[str, Any] = Field(description="Preprocessing.")
     policy: _AnyPolicy
+    notes: list[str] = Field(
+        description="What to know of decisions by this policy: `No image is called ambiguous`, say."
+    )
     calibration: CalibrationDocument
     report: dict[str, Any] = Field(description="What fitting measured: collapse, metrics, provenance.")
     models: list[str] = Field(description="Names of all served models, the default first.")

@@ -70,6 +70,17 @@ def test_without_enough_images_there_is_no_threshold() -> None:
     assert ambiguity_threshold(entropy, ~right, risk=0.3) is None
 
 
+def test_the_nearest_risk_is_the_first_hundredth_that_a_threshold_keeps() -> None:
+    generator = torch.Generator().manual_seed(1)
+    entropy = torch.rand(500, generator=generator)
+    wrong = torch.rand(500, generator=generator) < 0.1
+    nearest = nearest_risk(entropy, ~wrong, risk=0.005)
+    kept = [step for step in range(1, 100) if ambiguity_threshold(entropy, ~wrong, risk=step / 100) is not None]
+    assert nearest == kept[0] / 100
+    assert nearest_risk(entropy, ~wrong, risk=nearest) == kept[1] / 100
+    assert nearest_risk(entropy, torch.zeros(500, dtype=torch.bool), risk=0.05) is None
+
+
 @pytest.mark.parametrize("classes", range(2, 200))
 def test_equal_probabilities_do_not_reach_the_unreachable_entropy(classes: int) -> None:
     """Their entropy in float32 exceeds log K for a third of these K."""
