@@ -18,6 +18,7 @@ from psc_core.tasks.classification.fit.calibrate import (
     ambiguity_threshold,
     first_test,
     fit_calibration,
+    nearest_risk,
     unreachable_entropy,
 )
 from psc_core.tasks.classification.heads import entropy as predictive_entropy
