@@ -18,6 +18,7 @@ from app.inference.backend import choose_backend
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
 from app.inference.engine import Engine
+from app.inference.fingerprints import fingerprints
 from app.inference.request import Images
 from app.inference.steps import TorchThreads, make_step
 from app.memory import MemoryBudget
@@ -95,6 +96,7 @@ class ServedModel:
         *,
         disconnected: Callable[[], bool],
         explain: bool = False,
+        monitor: bool = True,
     ) -> Predicted:
         """Outputs and decisions for the images of one request, which are recorded.
 
@@ -103,11 +105,12 @@ class ServedModel:
             thresholds: To decide by.
             disconnected: Whether the client has left.
             explain: Compute explanations too.
+            monitor: Count the images among those whose scores are watched.
         """
         result = await self.engine.predict(images, disconnected=disconnected, explain=explain)
         outputs = self.model.outputs(result.packed)
         decisions = self.model.task.decide(outputs, thresholds)
-        self.recorder.predicted(outputs, decisions)
+        self.recorder.predicted(outputs, decisions, await fingerprints(images) if monitor else None)
         return Predicted(outputs, decisions, result.explanation)
 
 

@@ -98,6 +98,16 @@ class Task(BaseModel):
         """Return the head with this ``config()`` and ``state_dict()``; raises :class:`BundleError`."""
         return restore({**self.heads, **self.own_heads}, config, state)
 
+    def notes(self, policy: Any, classes: Sequence[str], metrics: Mapping[str, Any]) -> list[str]:
+        """Return what people should know who rely on decisions by this policy, a sentence each.
+
+        Args:
+            policy: A policy of the task.
+            classes: Of the model.
+            metrics: What a fit measured, as in the manifest.
+        """
+        return []
+
     # What it says of images
 
     def decide(self, outputs: Outputs[FloatArray], thresholds: Any) -> Any:

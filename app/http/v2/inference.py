@@ -99,6 +99,7 @@ async def infer(service: Service, name: str, version: str | None, received: Rece
         images if isinstance(images, np.ndarray) else [EncodedImage(data) for data in images],
         thresholds,
         disconnected=partial(has_disconnected, receive),
+        monitor=wanted.parameters.monitor,
     )
     tensors = [
         OutputTensor(

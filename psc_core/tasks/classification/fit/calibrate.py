@@ -85,6 +85,19 @@ def ambiguity_threshold(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"
     return float(ascending[tested][passed - 1]) if passed else None
 
 
+def nearest_risk(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, risk: float) -> float | None:
+    """The smallest error rate above ``risk``, in hundredths, that a threshold keeps.
+
+    It is chosen on these images, so it is advice for another fit and no promise of this one.
+
+    Returns:
+        ``None`` if there is none up to a half.
+    """
+    rates = (step / 100 for step in range(1, 51) if step / 100 > risk)
+    kept = (rate for rate in rates if ambiguity_threshold(entropy, correct, risk=rate) is not None)
+    return next(kept, None)
+
+
 def unreachable_entropy(num_classes: int) -> float:
     """A threshold (nats) that no image exceeds: twice the largest entropy, log K, which float32 may round up."""
     return 2.0 * math.log(num_classes)
