@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from psc_core.errors import ImageError, NetworkError, needs
 from psc_core.images.files import read_file
+from psc_core.protobuf import LENGTH, fields
 
 if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto
@@ -31,6 +33,12 @@ MAX_BYTES: Final = (1 << 31) - 1
 
 MAX_NODES: Final = 1 << 16
 """Maximum number of operations."""
+
+MAX_FIELDS: Final = 1 << 20
+"""Maximum number of fields in the file, those inside others included; a parsed one takes a hundred bytes and more."""
+
+MAX_DEPTH: Final = 32
+"""Maximum number of messages around a field; of a model without graphs inside operations there are seven."""
 
 MAX_ELEMENTS: Final = 1 << 28
 """Maximum number of elements of a tensor for a batch of two images."""
@@ -90,9 +98,11 @@ def parse_model(data: bytes, origin: str) -> ModelProto:
     """Parse a serialized model; ``origin`` is for messages.
 
     Raises:
-        NetworkError: It is none, or the package that parses it is not installed.
+        NetworkError: It is none, has too many fields, or the package that parses it is not installed.
     """
     model: ModelProto = needs(origin, "onnx", "onnx", error=NetworkError).ModelProto()
+    if sum(1 for _ in islice(_fields(memoryview(data), model.DESCRIPTOR, origin), MAX_FIELDS + 1)) > MAX_FIELDS:
+        raise NetworkError(f"{origin}: expected at most {MAX_FIELDS} fields, got more; export a smaller network")
     try:
         model.ParseFromString(data)
     except needs(origin, "onnx", "google.protobuf.message", error=NetworkError).DecodeError as error:
@@ -100,6 +110,17 @@ def parse_model(data: bytes, origin: str) -> ModelProto:
     if not model.graph.node:
         raise NetworkError(f"{origin} is not an ONNX file with a network; export it with torch.onnx.export")
     return model
+
+
+def _fields(body: memoryview, message: Any, origin: str, depth: int = 0) -> Iterator[None]:
+    """Every field of a serialized message, and of those inside it, before any of it becomes an object."""
+    if depth > MAX_DEPTH:
+        raise NetworkError(f"{origin}: expected at most {MAX_DEPTH} messages inside each other; export it again")
+    for number, wire_type, content in fields(body):
+        yield
+        field = message.fields_by_number.get(number)
+        if field is not None and field.message_type is not None and wire_type == LENGTH:
+            yield from _fields(content, field.message_type, origin, depth + 1)
 
 
 def check_model(model: ModelProto, origin: str) -> None:

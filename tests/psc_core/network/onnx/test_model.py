@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from psc_core.errors import NetworkError
+from psc_core.network.onnx import model as model_module
 from psc_core.network.onnx.body import MAX_SESSIONS
 from psc_core.network.onnx.model import check_model, parse_model, sizes_of
 from psc_core.network.onnx.restore import restore_body
@@ -209,6 +210,33 @@ def test_refuses_by_name(change: Callable[[onnx.ModelProto], None], message: str
 def test_refuses_what_is_no_model(data: bytes) -> None:
     with pytest.raises(NetworkError):
         restore_body(data, SIZE, outputs=2)
+
+
+def nested(content: bytes, tag: bytes) -> bytes:
+    """A message's content as the only field of another."""
+    length, size = bytearray(), len(content)
+    while size > 127:
+        length.append(size & 127 | 128)
+        size >>= 7
+    return tag + bytes((*length, size)) + content
+
+
+@pytest.mark.parametrize("tag", [b"\x0a", b"\x2a", b"\x6a", b"\x7a"], ids=["nodes", "constants", "values", "unknown"])
+def test_fields_are_counted_before_they_exist(tag: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes two bytes in the file, and more than a hundred once it is parsed."""
+    monkeypatch.setattr(model_module, "MAX_FIELDS", 1000)
+    parse_model(good(), "test")
+    monkeypatch.setattr(onnx.ModelProto, "ParseFromString", lambda *_: pytest.fail("was parsed"))
+    with pytest.raises(NetworkError, match="expected at most 1000 fields, got more"):
+        parse_model(nested((tag + b"\0") * 1000, b"\x3a"), "test")
+
+
+def test_messages_inside_each_other_are_counted() -> None:
+    graph = b""
+    for _ in range(model_module.MAX_DEPTH):
+        graph = nested(nested(nested(graph, b"\x32"), b"\x2a"), b"\x0a")  # An attribute of a node of a graph.
+    with pytest.raises(NetworkError, match="expected at most 32 messages inside each other"):
+        parse_model(nested(graph, b"\x3a"), "test")
 
 
 @given(
