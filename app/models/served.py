@@ -18,6 +18,7 @@ from app.inference.backend import choose_backend
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
 from app.inference.engine import Engine
+from app.inference.fingerprints import fingerprints
 from app.inference.request import Images
 from app.inference.steps import TorchThreads, make_step
 from app.memory import MemoryBudget
@@ -47,7 +48,7 @@ class ServedModel:
     Attributes:
         name: Name of the served model.
         model: The fitted model.
-        backend: What its network runs on, see :mod:`psc_core.model.backends`.
+        backend: The library that runs its network, see :mod:`psc_core.model.backends`.
         engine: Its queue and device worker.
         thresholds: Thresholds of a request that sets none.
         recorder: Told of its predictions.
@@ -62,7 +63,7 @@ class ServedModel:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What every answer says of the model: which one it is, and the fields of its task."""
+        """The members by which every answer identifies the model, and those of its task."""
         reference = {"name": self.name, "version": self.model.version, "layer": self.model.layer}
         return {"model": reference, **self.model.task.model_dump()}
 
@@ -95,6 +96,7 @@ class ServedModel:
         *,
         disconnected: Callable[[], bool],
         explain: bool = False,
+        monitor: bool = True,
     ) -> Predicted:
         """Outputs and decisions for the images of one request, which are recorded.
 
@@ -103,11 +105,12 @@ class ServedModel:
             thresholds: To decide by.
             disconnected: Whether the client has left.
             explain: Compute explanations too.
+            monitor: Count the images among those whose scores are watched.
         """
         result = await self.engine.predict(images, disconnected=disconnected, explain=explain)
         outputs = self.model.outputs(result.packed)
         decisions = self.model.task.decide(outputs, thresholds)
-        self.recorder.predicted(outputs, decisions)
+        self.recorder.predicted(outputs, decisions, await fingerprints(images) if monitor else None)
         return Predicted(outputs, decisions, result.explanation)
 
 
@@ -117,7 +120,7 @@ class ModelStarter:
     Args:
         settings: The service's settings.
         metrics: The application's metrics.
-        memory: What requests may hold of it.
+        memory: The bytes that requests may hold.
         on_failure: Called on the event loop when a model's device is dead.
     """
 

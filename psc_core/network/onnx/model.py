@@ -49,7 +49,7 @@ MIN_OPSET: Final = 7
 """Oldest version of the operators."""
 
 MAX_ROUNDS: Final = 32
-"""How often sizes that are computed from sizes are looked for; exports need one or two rounds."""
+"""Rounds of looking for sizes that are computed from sizes; exports need one or two."""
 
 _NOT_REPEATABLE: Final = "Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike"
 _SIZED_BY_VALUES: Final = "Compress NonMaxSuppression NonZero Unique"
