@@ -242,7 +242,8 @@ def _fold(
     from onnx import numpy_helper
 
     opsets = {imported.domain: imported.version for imported in model.opset_import}
-    done, others = [], []
+    done: dict[str, Numbers] = {}
+    others: list[NodeProto] = []
     for node in model.graph.node:
         name = node.output[0] if node.output else ""
         known = found.get(node.input[0]) if node.input else None
@@ -254,10 +255,14 @@ def _fold(
             values[name] = np.asarray(known[1][bounds.get("start", 0) : bounds.get("end")], np.int64)
         elif node.op_type in _FOLDED and name not in values and all(each is not None for each in given.values()):
             values[name] = _computed(node, given, opsets, origin)
-        (others if not name or values.get(name) is None else done).append(node)
+        result = values.get(name) if name else None
+        if result is None:
+            others.append(node)
+        else:
+            done[name] = result
     del model.graph.node[:]
     model.graph.node.extend(others)
-    model.graph.initializer.extend(numpy_helper.from_array(values[node.output[0]], node.output[0]) for node in done)
+    model.graph.initializer.extend(numpy_helper.from_array(result, name) for name, result in done.items())
     return bool(done)
 
 
@@ -270,7 +275,7 @@ def _computed(
     if _length(node.op_type, [given[name] for name in node.input if name]) > _MAX_FOLDED:
         return None
     try:
-        outputs: Any = ReferenceEvaluator(node, opsets=opsets).run(None, given)
+        outputs: Any = ReferenceEvaluator(node, opsets=opsets).run(None, dict(given))
     except Exception as error:  # Of NumPy, or of the library, for what does not fit together.
         raise NetworkError(f"{origin}: {node.op_type} of sizes cannot be computed: {error}") from error
     result = np.asarray(outputs[0])
