@@ -36,6 +36,7 @@ from app.errors import (
     TooManyRequests,
     UnattainableAlpha,
     Unauthorized,
+    UnavailableMap,
     UnknownModel,
     UnsupportedMedia,
 )
@@ -85,6 +86,7 @@ TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
     UnsupportedImage: (415, "unsupported-image", "Unsupported image format"),
     UndecodableImage: (422, "undecodable-image", "Image cannot be decoded"),
     UnattainableAlpha: (422, "unattainable-alpha", "Alpha below the smallest p-value"),
+    UnavailableMap: (422, "no-map", "No map to be had"),
     BundleError: (422, "bad-bundle", "The bundle cannot be used"),
     QueueFull: (429, "queue-full", "The queue is full"),
     TooManyRequests: (429, "too-many-requests", "Too many requests at once"),

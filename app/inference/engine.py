@@ -26,7 +26,7 @@ from app.errors import ImageRefused, NotReady, TooManyPixels
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
 from app.inference.queue import RequestQueue
-from app.inference.request import EXPLAIN, PREDICT, DeviceBatch, Images, QueuedRequest, Result, State
+from app.inference.request import PREDICT, DeviceBatch, Images, QueuedRequest, Result, State
 from app.inference.steps import Step
 from app.inference.worker import DeviceWorker
 from psc_core.errors import DeviceError, PSCError
@@ -134,14 +134,14 @@ class Engine:
         images: Sequence[EncodedImage] | Images,
         *,
         disconnected: Callable[[], bool] | None = None,
-        explain: bool = False,
+        kind: str = PREDICT,
     ) -> Result:
         """The network's outputs for the images of one request.
 
         Args:
             images: At least one; encoded, or ``uint8 (n, channels, height, width)`` of the network's size.
             disconnected: Whether the client has left; asked now and then, and the work is dropped.
-            explain: Compute explanations too.
+            kind: What to compute, one of the kinds of :mod:`app.inference.request`.
 
         Raises:
             NotReady: Warming up, draining or failed.
@@ -158,7 +158,7 @@ class Engine:
         size = self._decoder.size_of(len(images))
         self._memory.take(size)
         try:
-            return await self._predict(images, disconnected, EXPLAIN if explain else PREDICT)
+            return await self._predict(images, disconnected, kind)
         finally:
             self._memory.give(size)
 

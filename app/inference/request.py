@@ -14,7 +14,8 @@ Images = npt.NDArray[np.uint8]
 
 PREDICT: Final = "predict"
 EXPLAIN: Final = "explain"
-"""Kinds of requests: outputs alone, or with explanations."""
+MAP: Final = "map"
+"""Kinds of requests: outputs alone, with explanations, or with explanations and maps."""
 
 
 class State(enum.Enum):
