@@ -57,6 +57,6 @@ export function rows(said, policy, model) {
   }
   const above = limit < Math.log(model.classes.length) ? `ambiguous above ${number(limit)}` : "none is ambiguous";
   const set = said.prediction_set.join(", ") || "none of the classes";
-  const best = ["Best class", `${said.label}, ${percent(said.confidence)}`, ""];
+  const best = ["Most probable", `${said.label}, ${percent(said.confidence)}`, ""];
   return [best, ["Could be", set, ""], ["Entropy", nats(said.predictive_entropy), above], ...strange];
 }

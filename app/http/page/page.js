@@ -71,8 +71,8 @@ function redraw() {
 
 function draw() {
   const { model, policy, rival } = view;
-  element("work").hidden = images.length === 0;
-  element("start").classList.toggle("slim", images.length > 0);
+  element("work").hidden = element("actions").hidden = images.length === 0;
+  document.body.classList.toggle("busy", images.length > 0);
   if (model === null) return;
   const done = images.filter(({ state }) => state === "done");
   for (const image of done) {

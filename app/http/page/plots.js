@@ -4,7 +4,7 @@ import { isOod } from "./decide.js";
 import { number } from "./format.js";
 import { axisOf, limitOf, uncertainty } from "./kinds.js";
 
-const MAP = { width: 320, height: 300, left: 34, right: 10, top: 24, bottom: 40 };
+const MAP = { width: 320, height: 300, left: 30, right: 0, top: 24, bottom: 40, pad: 8 };
 const SVG = "http://www.w3.org/2000/svg";
 const MARKS = { accept: "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0", abstain_ood: "M-4.5-4.5h9v9h-9z" };
 const TRIANGLE = "M0-6L5.5 4.5h-11z";
@@ -23,15 +23,15 @@ const line = (name, x1, y1, x2, y2) => shape("line", name, { x1, y1, x2, y2 });
 
 // To the right the p-value falls (logarithmic), upwards the doubt grows; a mark has the id of its image.
 export function drawMap(svg, images, policy, model, current) {
-  const { width, height, left, right, top, bottom } = MAP;
+  const { width, height, left, right, top, bottom, pad } = MAP;
   const floor = height - bottom;
   const end = width - right;
   const smallest = 1 / (model.calibration.images + 1);
   const { highest, title } = axisOf(model, images);
-  const x = (p) => left + ((end - left) * Math.log(Math.max(p, smallest))) / Math.log(smallest);
-  const y = (doubt) => floor - ((floor - top) * Math.min(doubt, highest)) / highest;
+  const x = (p) => left + pad + ((end - left - 2 * pad) * Math.log(Math.max(p, smallest))) / Math.log(smallest);
+  const y = (doubt) => floor - pad - ((floor - top - 2 * pad) * Math.min(doubt, highest)) / highest;
   const limit = x(policy.alpha);
-  const level = y(limitOf(policy));
+  const level = limitOf(policy) < highest ? y(limitOf(policy)) : top;
   const area = (decision, x1, y1, x2, y2) => {
     const rect = shape("rect", "area", { x: x1, y: y1, width: Math.max(0, x2 - x1), height: Math.max(0, y2 - y1) });
     rect.dataset.decision = decision;
@@ -51,9 +51,9 @@ export function drawMap(svg, images, policy, model, current) {
     parts.push(shape("text", "tick end", { x: left - 5, y: y(doubt) + 4 }, String(Number(doubt.toPrecision(2)))));
   }
   const name = (text, place, across, room) => room > 15 && parts.push(shape("text", "tick", { x: across, y: place }, text));
-  name("accept", floor - 6, left + 5, Math.min(floor - level, limit - left - 35));
+  name("accept", level + 14, left + 5, Math.min(floor - level - 8, limit - left - 35));
   name(model.target ? "uncertain" : "ambiguous", top + 14, left + 5, Math.min(level - top, limit - left - 55));
-  name("out of distribution", top + 14, limit + 5, end - limit - 95);
+  name("out of distribution", top + 14, limit + 5, end - limit - 100);
   parts.push(shape("text", "title middle", { x: (left + end) / 2, y: height - 6 }, "stranger (p-value) →"));
   parts.push(shape("text", "title", { x: 0, y: 12 }, title));
   for (const { said, decision, file, id } of images) {
