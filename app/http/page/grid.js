@@ -82,7 +82,8 @@ export function showFilters(images, filter) {
     if (focused) filters.querySelector(`[data-filter=${focused}]`)?.focus();
   }
   for (const image of images) image.tile.hidden = !belongs(image, filter);
-  reach(visible(images).find(({ id }) => id === current)?.id ?? visible(images)[0]?.id);
+  const shown = visible(images);
+  reach((shown.find(({ id }) => id === document.activeElement.id) ?? shown[0])?.id);
 }
 
 export const visible = (images) => images.filter(({ tile }) => !tile.hidden);
