@@ -60,7 +60,7 @@ export function sorted(images, order) {
 export function arrange(images) {
   const focused = document.activeElement;
   const items = images.map(({ tile }) => tile);
-  if (items.every((item, index) => item === grid.children[index])) return;
+  if (items.length === grid.children.length && items.every((item, index) => item === grid.children[index])) return;
   grid.replaceChildren(...items);
   if (grid.contains(focused)) focused.focus({ preventScroll: true });
 }
