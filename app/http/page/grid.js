@@ -3,7 +3,7 @@
 import { DECISIONS } from "./decide.js";
 import { answerText, uncertainty } from "./kinds.js";
 
-const SMALL_PIXELS = 96;
+export const SMALL_PIXELS = 96;
 const FILTERS = { all: "All", ...DECISIONS, error: "✕ Failed", differ: "≠ Models differ" };
 const grid = document.getElementById("grid");
 let current = null;

@@ -215,8 +215,8 @@ async function explain() {
   try {
     const answer = await predict(view.model.name, image.file, { map: true });
     if (image.mapped === image.said) image.said.explanation = answer.predictions[0].explanation;
-  } catch {
-    image.mapped = null; // Told in words; the next time it is asked again.
+  } catch ({ status }) {
+    if (status !== 422) image.mapped = null; // Told in words, and asked again the next time; 422: this model has no map.
   }
   redraw();
 }
@@ -308,6 +308,8 @@ on("panel", "close", () => {
   redraw();
 });
 on("why", "toggle", explain);
+on("picture", "load", redraw);
+on("picture", "error", redraw);
 on("about", "toggle", showLive);
 on("csv", "click", () => save("psc.csv", "text/csv", toCsv(visible(images), view)));
 on("json", "click", () => save("psc.json", "application/json", toJson(visible(images), view)));

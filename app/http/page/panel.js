@@ -2,6 +2,7 @@
 
 import { DECISIONS } from "./decide.js";
 import { percent } from "./format.js";
+import { SMALL_PIXELS } from "./grid.js";
 import { answerText, rows } from "./kinds.js";
 import { drawHistogram } from "./plots.js";
 import { reason, showWhy } from "./why.js";
@@ -27,12 +28,14 @@ beside.addEventListener("change", () => {
 export function showPanel(image, { model, policy, rival }, place) {
   const { file, said, decision, tile } = image;
   const picture = element("picture");
-  const thumb = tile.querySelector("img");
+  const source = tile.querySelector("img").src;
   element("panel-name").textContent = file.name;
   element("panel-place").textContent = place;
-  if (picture.src !== thumb.src) Object.assign(picture, { src: thumb.src, alt: file.name });
-  element("frame").className = `frame ${tile.querySelector(".thumb").className} ${thumb.className}`;
-  element("frame").style.setProperty("--ratio", thumb.naturalWidth / thumb.naturalHeight || 1);
+  if (picture.src !== source) Object.assign(picture, { src: source, alt: file.name });
+  const { naturalWidth: width, naturalHeight: height } = picture; // 0 until it is loaded, which draws again.
+  element("frame").style.setProperty("--ratio", width / height || 1);
+  element("frame").classList.toggle("pixels", width > 0 && width < SMALL_PIXELS);
+  element("frame").classList.toggle("none", picture.complete && width === 0);
   const badge = tile.querySelector(".badge");
   element("badge").dataset.decision = badge.dataset.decision;
   element("badge").textContent = said ? DECISIONS[decision] : badge.textContent;

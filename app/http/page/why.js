@@ -45,16 +45,26 @@ function closest(explanation, model) {
   return distances.map((distance, index) => ({ distance, name: model.classes[index] })).sort((a, b) => a.distance - b.distance);
 }
 
-// The map as a mask of one colour, which the browser smooths.
+// What the network sees of an image: all of it, or its centre after the shorter side was resized.
+function seenOf({ naturalWidth, naturalHeight }, { width, height, resize }) {
+  const scale = resize ? resize / Math.min(naturalWidth, naturalHeight) : 0;
+  return scale ? [width / (scale * naturalWidth), height / (scale * naturalHeight)] : [1, 1];
+}
+
+const cover = (node, left, top, width, height) =>
+  Object.entries({ left, top, width, height }).forEach(([name, fraction]) => (node.style[name] = `${100 * fraction}%`));
+
+// The map is a mask of one colour, which the browser smooths.
 export function showWhy({ explanation }, model, isOpen) {
   const { map, nearest } = explanation ?? {};
-  element("heat").hidden = element("box").hidden = !(map && isOpen);
-  element("where").textContent = map ? "Red: where the image is strange to the network; the frame holds most of it." : "";
+  element("seen").hidden = !(map && isOpen);
+  element("where").textContent = map ? "Red: where the image is strange to the network; the frame holds the strangest part." : "";
   if (map && isOpen) {
+    const [width, height] = seenOf(element("picture"), model.input);
+    const [left, top, right, bottom] = map.box;
+    cover(element("seen"), (1 - width) / 2, (1 - height) / 2, width, height);
+    cover(element("box"), left, top, right - left, bottom - top);
     element("heat").style.maskImage = `url("data:image/png;base64,${map.png}")`;
-    const [left, top, right, bottom] = (map.box ?? [0, 0, 0, 0]).map((fraction) => `${100 * fraction}%`);
-    element("box").hidden = !map.box;
-    Object.assign(element("box").style, { left, top, width: `calc(${right} - ${left})`, height: `calc(${bottom} - ${top})` });
   }
   element("nearest").hidden = !nearest?.length;
   element("nearest").querySelector("ul").replaceChildren(...(nearest ?? []).map(example));
