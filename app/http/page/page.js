@@ -12,6 +12,7 @@ import { save, toCsv, toJson } from "./save.js";
 
 const PARALLEL = 4;
 const LIVE_MILLISECONDS = 2000;
+const RETRY_MILLISECONDS = 1000;
 
 const element = (id) => document.getElementById(id);
 const on = (id, kind, act) => element(id).addEventListener(kind, act);
@@ -25,6 +26,7 @@ let running = 0;
 let added = 0; // ever, for the ids
 let drawing = false;
 
+// A service that still loads, or restarts, is asked again; images wait meanwhile.
 async function loadModel(name = null) {
   try {
     view.model = await getModel(name);
@@ -32,7 +34,9 @@ async function loadModel(name = null) {
     element("key-form").hidden = problem.status !== 401;
     element("model").textContent = problem.message;
     say(problem.message);
-    return;
+    if (problem.status !== 503 && problem.status !== 0) return;
+    await new Promise((done) => setTimeout(done, RETRY_MILLISECONDS));
+    return loadModel(name);
   }
   const { model } = view;
   say("");
