@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
 import json
@@ -242,7 +243,7 @@ def test_names_the_gate_that_alarmed(driver: Driver, files: dict[str, Path]) -> 
         assert text(driver, "#reason").startswith("Texture that no training image has, and a kind of image that is not")
         open_panel(driver, "clear.png")
         assert (numbers(driver)["Gate texture"], numbers(driver)["Gate kind"]) == ("0", "1")
-        assert text(driver, "#reason") == "One class stands out, and the image is an ordinary one; closest to bright."
+        assert text(driver, "#reason") == "An ordinary image, and the answer is as sure as asked; closest to bright."
         assert errors(driver) == []
 
 
@@ -391,6 +392,52 @@ def test_why_shows_the_explanation_and_asks_once(driver: Driver, files: dict[str
         assert "Nearest classes: " in text(driver, "#why") and "Most unusual components: " in text(driver, "#why")
         assert httpx.get(f"{url}/models/m/live").json()["images"] <= 1
         assert errors(driver) == []
+
+
+MAPS = """
+const asked = window.fetch;
+window.sent = [];
+window.fetch = async (path, options) => {
+  if (path === "openapi.json") {
+    const parameters = ["explain", "map", "monitor"].map((name) => ({name}));
+    return new Response(JSON.stringify({paths: {"/predict": {post: {parameters}}}}));
+  }
+  if (!path.includes("/predict?")) return asked(path, options);
+  window.sent.push(path.split("?")[1]);
+  const answer = await (await asked(path.split("?")[0] + "?explain=true", options)).json();
+  const told = answer.predictions[0].explanation;
+  if (path.includes("map=true")) {
+    told.map = {layer: "layer1", png: PNG, box: [0, 0, 0.5, 0.25]};
+    told.nearest = [{label: "dark", image: PNG}];
+  }
+  return new Response(JSON.stringify(answer));
+};
+"""
+
+
+def test_lays_the_map_over_the_picture(driver: Driver, files: dict[str, Path], url: str) -> None:
+    """Of a service whose interface lists ``map`` and ``monitor``."""
+    source = MAPS.replace("PNG", repr(base64.b64encode(png(200)).decode()))
+    script = driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": source})
+    try:
+        driver.get(url)
+        classify(driver, files["strange"])
+        open_panel(driver, "strange.png")
+        assert not find(driver, "#seen")[0].is_displayed()
+        find(driver, "#why summary")[0].click()
+        until(find(driver, "#seen")[0].is_displayed)
+        assert text(driver, "#reason") == "Unlike the training images, mostly upper left; closest to middle."
+        frame, box = (find(driver, f"#{name}")[0].rect for name in ("frame", "box"))
+        assert [box["width"], box["height"]] == pytest.approx([frame["width"] / 2, frame["height"] / 4], abs=1)
+        assert "luminance" in find(driver, "#heat")[0].value_of_css_property("mask-mode")
+        assert text(driver, "#nearest li") == "dark"
+        assert driver.execute_script("return window.sent") == [
+            "explain=true&monitor=false",
+            "explain=true&map=true&monitor=false",
+        ]
+        assert errors(driver) == []
+    finally:
+        driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
 
 
 def test_saves_what_is_shown(page: Driver, files: dict[str, Path], tmp_path: Path) -> None:
@@ -643,7 +690,10 @@ def test_names_and_labels_for_assistive_technology(page: Driver, files: dict[str
     assert ("list", "Most probable classes") in seen
     assert ("button", "clear.png ✓ Accept bright") in seen
     assert ("dialog", "clear.png") in seen
-    assert {name.split(" α")[0] for role, name in seen if role == "slider"} == {"False alarms allowed", "Ambiguous above"}
+    assert {name.split(" α")[0] for role, name in seen if role == "slider"} == {
+        "False alarms allowed",
+        "Ambiguous above",
+    }
     assert any(role in ("button", "Button") and "Drop images here" in name for role, name in seen)
     nameless = [role for role, name in seen if role in ("button", "textbox", "image", "link", "slider") and not name]
     assert nameless == []

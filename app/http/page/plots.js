@@ -42,7 +42,7 @@ export function drawMap(svg, images, policy, model, current) {
     area("abstain_ambiguous", left, top, limit, level),
     area("abstain_ood", limit, top, end, floor),
     line("threshold", limit, top, limit, floor),
-    line("threshold", left, level, limit, level),
+    ...(level > top ? [line("threshold", left, level, limit, level)] : []),
   ];
   for (let p = 1; p >= smallest; p /= 10) {
     parts.push(shape("text", "tick middle", { x: x(p), y: floor + 14 }, String(Number(p.toPrecision(1)))));

@@ -21,7 +21,7 @@ export function reason(said, decision, policy, model) {
     const where = place(said.explanation?.map?.box);
     return sentence(`${strange}${where && `, ${where}`}${near}`);
   }
-  if (decision === "accept") return model.target ? "The interval is narrow enough, and the image an ordinary one." : `One class stands out, and the image is an ordinary one${near}.`;
+  if (decision === "accept") return `An ordinary image, and the answer is as sure as asked${near}.`;
   if (model.target) return `The interval is wider than ${limitText(limitOf(policy), model)}${near}.`;
   const fit = said.prediction_set.length > 1 ? `${list(said.prediction_set)} fit` : "several classes fit";
   return sentence(fit);
