@@ -7,7 +7,7 @@ import time
 
 from app.inference.queue import RequestQueue
 from app.inference.request import DeviceBatch, QueuedRequest
-from tests.app.inference.support import NO_IMAGES, complete, make
+from tests.app.inference.support import NO_IMAGES, admit, complete, make
 
 
 def test_put_wakes_a_blocked_take_and_delivers_once() -> None:
@@ -36,3 +36,27 @@ def test_put_wakes_a_blocked_take_and_delivers_once() -> None:
     assert not thread.is_alive()
     assert sorted(map(id, delivered)) == sorted(map(id, requests))
     assert all(request.error is None for request in requests)
+
+
+def test_departure_wakes_a_take_that_waits_for_it() -> None:
+    """A batch that takes a day besides its images: a queued request waits for one that is decoded, until it leaves."""
+    batcher, day = make(batch=8, shares_cores=True), 86_400.0
+    for count in (1, 8):
+        admit(batcher, count)
+        batch = batcher.take(0.0)
+        assert batch is not None
+        complete(batcher, batch, day + count)
+    queue = RequestQueue(batcher, lambda _: None)
+    now = time.monotonic()
+    with queue:
+        queued, decoding = (batcher.reserve(1, now=now, deadline=now + 1e9) for _ in range(2))
+    taken: list[DeviceBatch | None] = []
+    thread = threading.Thread(target=lambda: taken.append(queue.take(block=True)), daemon=True)
+    thread.start()
+    queue.put([(queued, NO_IMAGES)])
+    thread.join(0.05)
+    assert not taken
+    with queue:
+        batcher.cancel(decoding)
+    thread.join(30.0)
+    assert [batch.parts[0].request for batch in taken if batch is not None] == [queued]
