@@ -1,8 +1,8 @@
 """Decode plain JPEGs by simplejpeg (extra ``psc[fast]``): the pixels that Pillow gives, in less time.
 
-Pillow has read the header and every limit is checked.  simplejpeg decodes strictly, so a file that libjpeg would warn of
-is Pillow's, and so are its errors.  Both libraries bring a libjpeg-turbo of their own; where the two differ in a pixel of
-a trial image, as other versions might, simplejpeg is not used.
+Pillow has read the header and every limit is checked.  simplejpeg decodes strictly, so a file that libjpeg would warn
+of is Pillow's, and so are its errors.  Both libraries bring a libjpeg-turbo of their own; where the two differ in a
+pixel of a trial image, as other versions might, simplejpeg is not used.
 """
 
 from __future__ import annotations
