@@ -23,7 +23,11 @@ INSTALLED: Final = find_spec("simplejpeg") is not None
 FORMS: Final = {"RGB": "RGBX", "L": "GRAY"}
 """How simplejpeg calls the samples of each mode: four bytes a pixel of RGB, as Pillow keeps them."""
 
-_TRIALS: Final = (("L", {}), ("RGB", {"subsampling": "4:2:0"}), ("RGB", {"subsampling": "4:2:2", "progressive": True}))
+_TRIALS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
+    ("L", {}),
+    ("RGB", {"subsampling": "4:2:0"}),
+    ("RGB", {"subsampling": "4:2:2", "progressive": True}),
+)
 
 logger = logging.getLogger("psc.images")
 
