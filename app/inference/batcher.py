@@ -21,8 +21,8 @@ oldest request has waited that long.
 
 *Patient.*  Where the step computes on the cores that decode, a batch fewer is time for those who still decode.  A batch
 waits for the next of them while that costs the requests in it less than it saves the others: for ``fixed`` · coming /
-queued seconds behind its last request, unless requests come further apart; ``fixed`` is the time of a batch that does
-not grow with its images.  A lonely request never waits.
+queued seconds behind its last request, if requests come less than that apart, and for twice that gap at most; ``fixed``
+is the time of a batch that does not grow with its images.  A lonely request never waits.
 
 *Certain.*  Every request reaches FINISHED exactly once and is handed out exactly once by :meth:`Batcher.collect`.
 
@@ -236,9 +236,10 @@ class Batcher:
             return 0.0
         wait = next(iter(ring.requests)).queued_at + self.max_delay_s - now
         if patient and self._shares_cores and ring.n_coming:
-            worth = self._times.fixed * ring.n_coming / len(ring.requests)
-            if worth > self._gaps.total(1):
-                wait = max(wait, next(reversed(ring.requests)).queued_at + worth - now)
+            worth, gap = self._times.fixed * ring.n_coming / len(ring.requests), self._gaps.total(1)
+            if worth > gap:
+                # At most twice the gap: a stall of the machine counts as a long batch, and all would wait for long.
+                wait = max(wait, next(reversed(ring.requests)).queued_at + min(worth, 2 * gap) - now)
         return max(0.0, wait)
 
     def _fill(self, kind: str, ring: _Ring, now: float) -> DeviceBatch | None:

@@ -7,7 +7,7 @@ import time
 
 from app.inference.queue import RequestQueue
 from app.inference.request import DeviceBatch, QueuedRequest
-from tests.app.inference.support import NO_IMAGES, admit, complete, make
+from tests.app.inference.support import NO_IMAGES, complete, make
 
 
 def test_put_wakes_a_blocked_take_and_delivers_once() -> None:
@@ -39,13 +39,14 @@ def test_put_wakes_a_blocked_take_and_delivers_once() -> None:
 
 
 def test_departure_wakes_a_take_that_waits_for_it() -> None:
-    """A batch that takes a day besides its images: a queued request waits for one that is decoded, until it leaves."""
+    """A batch and a decoded image take a day each: a queued request waits for one in decoding, until that leaves."""
     batcher, day = make(batch=8, shares_cores=True), 86_400.0
-    for count in (1, 8):
-        admit(batcher, count)
-        batch = batcher.take(0.0)
+    for count, now in ((1, -7 * day), (8, -4 * day)):
+        request = batcher.reserve(count, now=now, deadline=1e9)
+        batcher.put(request, NO_IMAGES, now=now + day)
+        batch = batcher.take(now + day)
         assert batch is not None
-        complete(batcher, batch, day + count)
+        complete(batcher, batch, now + 2 * day + count)
     queue = RequestQueue(batcher, lambda _: None)
     now = time.monotonic()
     with queue:
