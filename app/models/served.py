@@ -196,6 +196,7 @@ class ModelStarter:
             max_batch_size=limit,
             max_queue_images=settings.max_queue_images,
             max_delay_s=settings.max_delay_ms / 1000.0,
+            shares_cores=model.device.type == "cpu",
         )
         engine = Engine(
             name,
