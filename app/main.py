@@ -28,6 +28,7 @@ from app.observability import tracing
 from app.runtime import Runtime
 from app.service import Service
 from app.settings import Settings
+from psc_core.log.store import open_to_write
 from psc_core.model.base import FittedModel
 from psc_core.model.load import load_model
 from psc_core.version import __version__
@@ -115,6 +116,8 @@ def check(settings: Settings) -> None:
         UsageError: API keys that cannot be used, or an extra that is not installed.
     """
     ApiKeys.from_settings(settings)
+    if settings.log is not None:
+        open_to_write(settings.log)
     if settings.otel:
         tracing.check_installed()
     if settings.grpc_port is not None:
