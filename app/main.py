@@ -19,7 +19,7 @@ from app.http.middleware.limits import RequestLimits
 from app.http.middleware.problems import ProblemResponses
 from app.http.middleware.telemetry import Telemetry
 from app.http.openapi import Application
-from app.http.routes import live, model, operations, page, predict
+from app.http.routes import feedback, live, model, operations, page, predict
 from app.http.v2 import repository
 from app.http.v2 import routes as v2
 from app.http.v2.schemas import HEADER
@@ -99,6 +99,8 @@ def create_app(
     app.state.service = service
     for routes in (predict, operations, model, live, v2, repository):
         app.include_router(routes.router)
+    if service.log is not None:
+        app.include_router(feedback.router)
     if settings.grpc_port is not None:
         check_installed()
         from app.grpc import methods

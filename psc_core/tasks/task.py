@@ -58,6 +58,8 @@ class Task(BaseModel):
     """Heads of its models by kind."""
     abstentions: ClassVar[Mapping[str, int]]
     """Reasons why an image is not accepted, as metrics name them, to the code of the decision."""
+    limits: ClassVar[Mapping[str, str]] = {"alpha": "ood_p_value"}
+    """Thresholds of the policy to the scores that they are compared with."""
     tensors: ClassVar[Mapping[str, Datatype]]
     """The outputs of the v2 protocol, in order."""
     request_options: ClassVar[frozenset[str]] = frozenset()
