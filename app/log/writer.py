@@ -159,7 +159,7 @@ class LogWriter:
                 images = rows.add(waiting, drawn)
                 self._open[key], kept = rows, rows.size - before
                 for image in images:
-                    is_stored = self._put(image.path, image.data)
+                    is_stored = self._put(image.path, image.data, synced=False)  # Its digest tells whether it is whole.
                     if is_stored:
                         rows.stored(image)
                     self._count("images", source, "written" if is_stored else "dropped", 1)
@@ -187,9 +187,9 @@ class LogWriter:
             self._known.add(source)
         return source in self._known
 
-    def _put(self, name: str, data: Any) -> bool:
+    def _put(self, name: str, data: Any, *, synced: bool = True) -> bool:
         try:
-            self.log.put(name, data)
+            self.log.put(name, data, synced=synced)
         except OSError as error:
             self._warn("cannot write", error)
             return False

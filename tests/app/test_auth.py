@@ -101,7 +101,7 @@ def test_unusable_key_files_are_refused_without_showing_keys(tmp_path: Path, con
 
 def test_keys_are_never_shown(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    assert repr(KEYS) == "ApiKeys(predict=3 keys, admin=1 keys)"
+    assert repr(KEYS) == "ApiKeys(predict=3 keys, admin=1 keys, feedback=1 keys)"
     with pytest.raises(Unauthorized):
         KEYS.check_predict(sent(x_api_key="guess-that-must-not-be-logged"))
     assert "guess" not in caplog.text
