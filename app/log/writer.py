@@ -227,10 +227,16 @@ class ModelLog:
         outputs: Outputs[FloatArray],
         decisions: Any,
         policy: Any,
+        *,
+        is_monitored: bool,
     ) -> None:
-        """Images of the current request were answered; call it on the event loop.  It only appends."""
+        """Images of the current request were answered; call it on the event loop.  It only appends.
+
+        Those that are not monitored are no part of what the service is for, and so never of the audit slice.
+        """
         size = images.nbytes if isinstance(images, np.ndarray) else sum(len(each.data) for each in images)
         size += outputs.packed.nbytes + ROW_BYTES * len(outputs)
         trace, now = current_trace.get() or begin_trace(None), time.time_ns() // 1000
         request_id = f"{trace.trace_id}-{trace.span_id}"
-        self.writer.add(Waiting(self.source, now, request_id, images, outputs, decisions, policy, size))
+        row = Waiting(self.source, now, request_id, images, outputs, decisions, policy, is_monitored, size)
+        self.writer.add(row)
