@@ -17,6 +17,10 @@ class UnattainableAlpha(ServiceError):
     """An alpha so small that no image could ever be out of distribution by the calibration images."""
 
 
+class UnavailableMap(ServiceError):
+    """A map that is asked for without an explanation, or of a model that has none."""
+
+
 class Unauthorized(ServiceError):
     """No API key, or one that is not known."""
 
@@ -27,6 +31,22 @@ class Forbidden(ServiceError):
 
 class UnknownModel(ServiceError):
     """A model name that is not served."""
+
+
+class UnknownImage(ServiceError):
+    """An image of which the prediction log has no row."""
+
+
+class ImageConflict(ServiceError):
+    """A digest that is not that of the row's image."""
+
+
+class UnusableLabel(ServiceError):
+    """A label that the model could not have given."""
+
+
+class LogUnavailable(ServiceError):
+    """The prediction log cannot be read or written."""
 
 
 class SlowUpload(ServiceError):

@@ -11,6 +11,7 @@ from typing import Final
 from starlette.requests import Request
 
 from app.auth import ApiKeys
+from app.log.writer import LogWriter
 from app.memory import MemoryBudget
 from app.models.registry import Registry
 from app.models.served import ModelStarter
@@ -20,12 +21,26 @@ from app.observability.metrics import Metrics
 from app.settings import Settings
 from psc_core.compute.allocator import release_freed_memory
 from psc_core.errors import DeviceError, ExitCode, PSCError
+from psc_core.log.store import open_to_write
 from psc_core.model.base import FittedModel
 
 logger = logging.getLogger("psc.service")
 
 SWEEP_SECONDS: Final = 0.05
 """Seconds between two looks at deadlines, departed clients, recorded predictions, memory and file descriptors."""
+
+
+class Host:
+    """The process that a service runs in, told of what concerns all of it; this one does nothing about it."""
+
+    def models_changed(self) -> None:
+        """Every model is ready, or models that a reload replaced have ended."""
+
+    def failed(self) -> None:
+        """The process should be replaced; the service's ``exit_code`` and ``exit_message`` say why."""
+
+    def reloaded(self) -> None:
+        """A request had this process load its bundles again; other processes of the host should do so too."""
 
 
 class Service:
@@ -36,15 +51,14 @@ class Service:
         keys: API keys of both roles.
         names: Model names, the default first.
         load: Reads the model of a name; called on a thread.
-        on_models_changed: Called when every model is ready, and when replaced models have ended.
-        on_failure: Called when the process should end, with ``exit_code`` and ``exit_message`` set.
-        on_reloaded: Called when a request had bundles reloaded.
+        host: The process that it runs in.
 
     Attributes:
         metrics: This application's metrics.
-        memory: What requests may hold of it.
+        memory: The bytes that requests may hold.
+        log: Of predictions; None where there is none.
         registry: The models.
-        exit_code: What the process should end with.
+        exit_code: The code with which the process should end.
         exit_message: Why, one line.
         inflight: Requests being answered.
         draining: Whether the service is about to end.
@@ -56,10 +70,7 @@ class Service:
         keys: ApiKeys,
         names: Iterable[str],
         load: Callable[[str], FittedModel],
-        *,
-        on_models_changed: Callable[[], None],
-        on_failure: Callable[[], None],
-        on_reloaded: Callable[[], None],
+        host: Host,
     ) -> None:
         self.settings = settings
         self.metrics = Metrics()
@@ -67,20 +78,20 @@ class Service:
             settings.max_buffered_bytes, processes=settings.workers, max_pixels=settings.max_pixels
         )
         self.keys = keys
+        self.log = None if settings.log is None else LogWriter(open_to_write(settings.log), settings, self.metrics)
         self.registry = Registry(
-            ModelStarter(settings, self.metrics, self.memory, on_failure=self._engine_failed),
+            ModelStarter(settings, self.metrics, self.memory, self.log, on_failure=self._engine_failed),
             names,
             load,
             self.metrics,
             retire_within_s=settings.deadline_seconds,
-            on_models_changed=on_models_changed,
+            on_models_changed=host.models_changed,
         )
         self.exit_code: int = ExitCode.OK
         self.exit_message = ""
         self.inflight = 0
         self.draining = False
-        self._on_failure = on_failure
-        self._on_reloaded = on_reloaded
+        self._host = host
         self._drained_by = 0.0
         self._tasks: list[asyncio.Task[None]] = []
         self._descriptors = DescriptorWatch()
@@ -105,6 +116,8 @@ class Service:
                 self.memory.total >> 20,
                 self.memory.largest_body >> 20,
             )
+        if self.log is not None:
+            self.log.start()
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._sweep())]
         if wait_until_ready:
@@ -143,11 +156,13 @@ class Service:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.registry.close(within_s=self.drain_seconds_left())
+        if self.log is not None:
+            await self.log.close(within_s=self.drain_seconds_left())
 
     async def reload(self, name: str | None) -> list[tuple[str, str, str]]:
         """Reload one bundle or all for a request and tell the host; see :meth:`.Registry.reload`."""
         changes = await self.registry.reload(name)
-        self._on_reloaded()
+        self._host.reloaded()
         return changes
 
     async def reload_quietly(self) -> None:
@@ -160,6 +175,8 @@ class Service:
     def refresh_metrics(self) -> None:
         """Bring the metrics up to date; before a scrape and with each sweep."""
         self.registry.refresh_metrics()
+        if self.log is not None:
+            self.metrics.psc_log_held_bytes.set(self.log.held_bytes)
         self.metrics.psc_inflight_requests.set(self.inflight)
         self.metrics.psc_ready.set(0.0 if self.reasons() else 1.0)
 
@@ -203,7 +220,7 @@ class Service:
         """Have the process end, with ``exit_code`` once what was accepted is answered."""
         if self.exit_code == ExitCode.OK:
             self.exit_code, self.exit_message = exit_code, message
-        self._on_failure()
+        self._host.failed()
 
 
 def service_of(request: Request) -> Service:

@@ -23,8 +23,10 @@ from app.errors import (
     ClientGone,
     DeadlineExceeded,
     Forbidden,
+    ImageConflict,
     ImageRefused,
     InferenceFailed,
+    LogUnavailable,
     MalformedRequest,
     NotReady,
     Overloaded,
@@ -36,8 +38,11 @@ from app.errors import (
     TooManyRequests,
     UnattainableAlpha,
     Unauthorized,
+    UnavailableMap,
+    UnknownImage,
     UnknownModel,
     UnsupportedMedia,
+    UnusableLabel,
 )
 from app.http.schemas import ProblemDocument
 from app.observability.metrics import Metrics
@@ -49,6 +54,7 @@ from psc_core.errors import (
     UndecodableImage,
     UnsupportedImage,
     all_faults,
+    shortened,
 )
 
 logger = logging.getLogger("psc.http")
@@ -74,8 +80,10 @@ TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
     Unauthorized: (401, "unauthorized", "API key missing or unknown"),
     Forbidden: (403, "forbidden", "API key not allowed to do this"),
     UnknownModel: (404, "unknown-model", "No model of this name"),
+    UnknownImage: (404, "unknown-image", "No such image in the log"),
     SlowUpload: (408, "slow-upload", "The body arrived too slowly"),
     ReloadRunning: (409, "reload-running", "A reload is running"),
+    ImageConflict: (409, "image-conflict", "The row is of another image"),
     BodyTooLarge: (413, "body-too-large", "Body too large"),
     TooManyImages: (413, "too-many-images", "Too many images"),
     TooManyPixels: (413, "too-many-pixels", "Too many pixels"),
@@ -84,35 +92,19 @@ TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
     UnsupportedImage: (415, "unsupported-image", "Unsupported image format"),
     UndecodableImage: (422, "undecodable-image", "Image cannot be decoded"),
     UnattainableAlpha: (422, "unattainable-alpha", "Alpha below the smallest p-value"),
+    UnavailableMap: (422, "no-map", "No map to be had"),
+    UnusableLabel: (422, "unusable-label", "No label of the model"),
     BundleError: (422, "bad-bundle", "The bundle cannot be used"),
     QueueFull: (429, "queue-full", "The queue is full"),
     TooManyRequests: (429, "too-many-requests", "Too many requests at once"),
     ClientGone: (499, "client-gone", "The client closed the connection"),
     InferenceFailed: (500, "inference-failed", "The network failed on this request"),
     NotReady: (503, "not-ready", "Not ready"),
+    LogUnavailable: (503, "log-unavailable", "The prediction log cannot be used"),
     DeviceError: (503, "device-failed", "The compute device failed"),
     DeadlineExceeded: (504, "deadline", "Deadline exceeded"),
 }
 """Error class → (HTTP status, last part of the problem type, title)."""
-
-GRPC_CODES: Final = {
-    400: "INVALID_ARGUMENT",
-    401: "UNAUTHENTICATED",
-    403: "PERMISSION_DENIED",
-    404: "NOT_FOUND",
-    405: "UNIMPLEMENTED",
-    408: "DEADLINE_EXCEEDED",
-    409: "ABORTED",
-    413: "RESOURCE_EXHAUSTED",
-    415: "INVALID_ARGUMENT",
-    422: "INVALID_ARGUMENT",
-    429: "RESOURCE_EXHAUSTED",
-    499: "CANCELLED",
-    500: "INTERNAL",
-    503: "UNAVAILABLE",
-    504: "DEADLINE_EXCEEDED",
-}
-"""HTTP status → the code by which gRPC says the same."""
 
 INTERNAL: Final = (500, "internal", "Internal error")
 ROUTING: Final = {
@@ -136,7 +128,7 @@ def problem_of(error: BaseException) -> Problem:
     headers: dict[str, str] = {}
     members: dict[str, Any] = {}
     if isinstance(error, ImageRefused):
-        members = {"index": error.index, "filename": error.name and shorten(error.name)}
+        members = {"index": error.index, "filename": error.name and shortened(error.name, MAXIMUM_DETAIL)}
     if isinstance(error, InferenceFailed):
         members = {"index": error.index}
     if isinstance(cause, Overloaded):
@@ -153,18 +145,9 @@ def _problem(
     row: tuple[int, str, str], detail: str, headers: Mapping[str, str] | None = None, **members: Any
 ) -> Problem:
     status, slug, title = row
-    detail = shorten(detail)
+    detail = shortened(detail, MAXIMUM_DETAIL)
     document = ProblemDocument(type=TYPE_PREFIX + slug, title=title, status=status, detail=detail, **members)
     return Problem(document, headers or {})
-
-
-def shorten(detail: str) -> str:
-    """Return at most :data:`MAXIMUM_DETAIL` characters: a part of a request may be as long as the request."""
-    return (
-        detail
-        if len(detail) <= MAXIMUM_DETAIL
-        else f"{detail[: MAXIMUM_DETAIL // 2]} … {detail[-MAXIMUM_DETAIL // 2 :]}"
-    )
 
 
 def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response:
@@ -172,7 +155,7 @@ def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response
 
     Args:
         error: Any error.
-        scope: Of the request that it ended.
+        scope: Scope of the request that it ended.
         metrics: Where it is counted.
     """
     problem = problem_of(error)

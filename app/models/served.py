@@ -13,13 +13,15 @@ from typing import Any, Literal, NamedTuple
 import numpy.typing as npt
 import torch
 
-from app.errors import MalformedRequest, UnattainableAlpha
+from app.errors import MalformedRequest, UnattainableAlpha, UnavailableMap
 from app.inference.backend import choose_backend
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
 from app.inference.engine import Engine
-from app.inference.request import Images
+from app.inference.fingerprints import fingerprints
+from app.inference.request import MAP, PREDICT, Images
 from app.inference.steps import TorchThreads, make_step
+from app.log.writer import LogWriter, ModelLog
 from app.memory import MemoryBudget
 from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
@@ -47,10 +49,11 @@ class ServedModel:
     Attributes:
         name: Name of the served model.
         model: The fitted model.
-        backend: What its network runs on, see :mod:`psc_core.model.backends`.
+        backend: The library that runs its network, see :mod:`psc_core.model.backends`.
         engine: Its queue and device worker.
         thresholds: Thresholds of a request that sets none.
         recorder: Told of its predictions.
+        log: Told of its images too; None where nothing is logged.
     """
 
     name: str
@@ -59,10 +62,11 @@ class ServedModel:
     engine: Engine
     thresholds: Any
     recorder: ModelRecorder
+    log: ModelLog | None
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What every answer says of the model: which one it is, and the fields of its task."""
+        """The members by which every answer identifies the model, and those of its task."""
         reference = {"name": self.name, "version": self.model.version, "layer": self.model.layer}
         return {"model": reference, **self.model.task.model_dump()}
 
@@ -94,7 +98,8 @@ class ServedModel:
         thresholds: Any,
         *,
         disconnected: Callable[[], bool],
-        explain: bool = False,
+        kind: str = PREDICT,
+        monitor: bool = True,
     ) -> Predicted:
         """Outputs and decisions for the images of one request, which are recorded.
 
@@ -102,12 +107,20 @@ class ServedModel:
             images: As for :meth:`app.inference.engine.Engine.predict`, which says what is raised.
             thresholds: To decide by.
             disconnected: Whether the client has left.
-            explain: Compute explanations too.
+            kind: What to compute, as there.
+            monitor: Count the images among those whose scores are watched.
+
+        Raises:
+            UnavailableMap: A map is asked for, and the model has none.
         """
-        result = await self.engine.predict(images, disconnected=disconnected, explain=explain)
+        if kind == MAP and self.model.pipeline.map is None:
+            raise UnavailableMap(f"model {self.name!r} has no map, as bundles fitted without one; leave out map")
+        result = await self.engine.predict(images, disconnected=disconnected, kind=kind)
         outputs = self.model.outputs(result.packed)
         decisions = self.model.task.decide(outputs, thresholds)
-        self.recorder.predicted(outputs, decisions)
+        self.recorder.predicted(outputs, decisions, await fingerprints(images) if monitor else None)
+        if self.log is not None:
+            self.log.predicted(images, outputs, decisions, thresholds.policy, is_monitored=monitor)
         return Predicted(outputs, decisions, result.explanation)
 
 
@@ -117,16 +130,24 @@ class ModelStarter:
     Args:
         settings: The service's settings.
         metrics: The application's metrics.
-        memory: What requests may hold of it.
+        memory: The bytes that requests may hold.
+        log: Of predictions; None where there is none.
         on_failure: Called on the event loop when a model's device is dead.
     """
 
     def __init__(
-        self, settings: Settings, metrics: Metrics, memory: MemoryBudget, *, on_failure: Callable[[Exception], None]
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        memory: MemoryBudget,
+        log: LogWriter | None,
+        *,
+        on_failure: Callable[[Exception], None],
     ) -> None:
         self._settings = settings
         self._metrics = metrics
         self._memory = memory
+        self._log = log
         self._on_failure = on_failure
         self._threads = TorchThreads(settings.threads or torch.get_num_threads(), settings.threads or 1)
         self._decode_threads = settings.decode_threads or min(16, len(os.sched_getaffinity(0)))
@@ -188,6 +209,7 @@ class ModelStarter:
             max_batch_size=limit,
             max_queue_images=settings.max_queue_images,
             max_delay_s=settings.max_delay_ms / 1000.0,
+            shares_cores=model.device.type == "cpu",
         )
         engine = Engine(
             name,
@@ -199,7 +221,8 @@ class ModelStarter:
             deadline_s=settings.deadline_seconds,
         )
         await engine.start()
-        return ServedModel(name, model, backend, engine, thresholds, recorder)
+        log = None if self._log is None else self._log.log_of(name, model)
+        return ServedModel(name, model, backend, engine, thresholds, recorder, log)
 
     def close(self) -> None:
         """End the decode threads."""

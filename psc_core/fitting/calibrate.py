@@ -15,6 +15,7 @@ from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
 from psc_core.gates.combined import Gates, readings_of
 from psc_core.gates.fit.combined import fit_gates
+from psc_core.maps.layer_map import LayerMap
 from psc_core.model.base import FittedModel
 from psc_core.model.pipeline import Pipeline, Scorer, ood_score_of
 from psc_core.settings import FitSettings
@@ -26,7 +27,11 @@ COMMON: Final = ("alpha", "coverage", "batch_images", "max_memory", "precision",
 
 
 def calibrate(
-    scorer: Scorer, data: FitData, settings: FitSettings, gates: Sequence[str] = ()
+    scorer: Scorer,
+    data: FitData,
+    settings: FitSettings,
+    gates: Sequence[str] = (),
+    layer_map: LayerMap | None = None,
 ) -> tuple[Pipeline, Calibrated]:
     """Fit what the gates need on the selection split; scores and thresholds come from the calibration split.
 
@@ -35,6 +40,7 @@ def calibrate(
         data: The images.
         settings: The rates.
         gates: Names of the gates that make the OOD score; without any it is the density.
+        layer_map: Of the pipeline; it needs no calibration.
 
     Raises:
         FitError: Scores that are not finite.
@@ -46,7 +52,7 @@ def calibrate(
         fitted_gates = fit_gates(gates, readings_of(gates, selected), readings_of(gates, scored.scores))
     ood_score, _ = ood_score_of(scored.scores, fitted_gates)
     calibrated = data.fit.calibrate(scored, ood_score, data.calibration, settings)
-    return Pipeline(scorer, calibrated.calibration.ood_scores, fitted_gates), calibrated
+    return Pipeline(scorer, calibrated.calibration.ood_scores, fitted_gates, layer_map), calibrated
 
 
 def recalibrate(model: FittedModel, data: ImageDataset, settings: FitSettings) -> tuple[Pipeline, Calibrated]:
@@ -66,7 +72,8 @@ def recalibrate(model: FittedModel, data: ImageDataset, settings: FitSettings) -
         gates = Gates(gates.names, gates.ascending.cpu(), gates.scales.cpu(), readings, gates.texture_counts_below)
     ood_score, _ = ood_score_of(scored.scores, gates)
     calibrated = fit.calibrate(scored, ood_score, data, settings)
-    return Pipeline(model.pipeline.scorer, calibrated.calibration.ood_scores, gates), calibrated
+    pipeline = Pipeline(model.pipeline.scorer, calibrated.calibration.ood_scores, gates, model.pipeline.map)
+    return pipeline, calibrated
 
 
 def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:

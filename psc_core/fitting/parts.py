@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from psc_core.bundle.manifest import layers_of
 from psc_core.collapse.report import Candidate
@@ -21,13 +21,15 @@ from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
 from psc_core.fitting.early_layers import TEXTURE_DENSITY, ChosenGates, choose_gates, early_layers
 from psc_core.fitting.features import Layers, Read, cut, read
+from psc_core.fitting.maps import ChosenMap, choose_map
 from psc_core.gates.fit.choice import GateChoice
+from psc_core.images.preprocess import Pixels
 from psc_core.model.pipeline import Scorer
 from psc_core.network.backbone import Backbone, example_input
 from psc_core.projection.fit.report import ProjectionReport
 from psc_core.projection.module import Projection
 from psc_core.settings import FitSettings
-from psc_core.tasks.fit.task import Features, HeadJob, own_outputs
+from psc_core.tasks.fit.task import Features, HeadJob, one_of, own_outputs
 from psc_core.tasks.head import Head
 from psc_core.tasks.task import Task
 
@@ -48,6 +50,7 @@ class FittedParts:
     backbone: Backbone  # as a bundle stores it; the scorer runs a fused copy
     scorer: Scorer
     gates: ChosenGates | None
+    map: ChosenMap | None
 
     @property
     def gate_names(self) -> tuple[str, ...]:
@@ -73,12 +76,13 @@ def fit_parts(
         settings: With the kind of head.
 
     Raises:
+        UsageError: The task has no such head.
         FitError: Features that cannot be fitted; the message says why.
         NetworkError: The network cannot be cut.
     """
     compute, task = settings.compute(), data.fit.task(data.train)
-    assert settings.head is not None
-    layers = _layers(net, candidate, data, compute, settings, reads_layers=task.heads[settings.head].reads_layers)
+    kind = one_of("head", settings.head, tuple(task.heads), task.noun)
+    layers = _layers(net, candidate, data, compute, settings, reads_layers=task.heads[kind].reads_layers)
     is_asked = settings.predictions == "base" or (settings.predictions == "auto" and bool(task.own_heads))
     backbone = cut(net, layers.names, data.train, compute, keep_output=is_asked)
     if is_asked and not _has_own_output(backbone, data.train, compute, task, settings):
@@ -100,7 +104,7 @@ def fit_parts(
             images=train.features.images,
             held_out=HeldOut(selection.density_input, selection.features.labels),
         ).to(compute.device)
-        head = _fit_head(train.features, selection.features, backbone, data, settings)
+        head = _fit_head(kind, train.features, selection.features, backbone, data, settings)
         textures = {layer: _fit_texture(train, layer, data, compute) for layer in layers.texture}
     scorer = Scorer(
         data.train.preprocess,
@@ -112,12 +116,13 @@ def fit_parts(
         head_layers=layers.head,
     )
     gates = choose_gates(scorer, layers, textures, data, settings) if settings.ood_score == "gates" else None
+    chosen_map = _choose_map(scorer, layers, train, data, settings)
     layer, texture = (None, None) if gates is None or gates.texture is None else gates.texture
-    kept = layers_of(layers.candidate, layers.head, layer)
+    kept = layers_of(layers.candidate, layers.head, layer, None if chosen_map is None else chosen_map.map.layer)
     keep_output = settings.predictions == "base" or head.kind in task.own_heads
     if tuple(kept) != layers.names or keep_output != backbone.keep_output:
         backbone = cut(net, kept, data.train, compute, keep_output=keep_output)
-    return FittedParts(backbone, scorer.with_backbone(backbone.fused(compute.precision), texture), gates)
+    return FittedParts(backbone, scorer.with_backbone(backbone.fused(compute.precision), texture), gates, chosen_map)
 
 
 def _layers(
@@ -151,12 +156,21 @@ def _has_own_output(
     return True
 
 
-def _fit_head(train: Features, selection: Features, backbone: Backbone, data: FitData, settings: FitSettings) -> Head:
+def _fit_head(
+    kind: str, train: Features, selection: Features, backbone: Backbone, data: FitData, settings: FitSettings
+) -> Head:
     compute = settings.compute()
     own = own_outputs(lambda inputs: backbone(inputs)[1], data.selection, compute) if backbone.keep_output else None
-    assert settings.head is not None
     classes, predictions, seed = data.train.classes, settings.predictions, settings.seed
-    return data.fit.fit_head(HeadJob(settings.head, train, selection, classes, own, predictions, seed, compute.device))
+    return data.fit.fit_head(HeadJob(kind, train, selection, classes, own, predictions, seed, compute.device))
+
+
+def _choose_map(scorer: Scorer, layers: Layers, train: Read, data: FitData, settings: FitSettings) -> ChosenMap | None:
+    def features_of(images: Pixels) -> dict[str, Tensor]:
+        features, _ = scorer.features(scorer.standardise(images))
+        return dict(zip(layers.names, features, strict=True))
+
+    return choose_map(features_of, train.moments, data.selection, settings)
 
 
 def _fit_texture(train: Read, layer: str, data: FitData, compute: Compute) -> Density:
@@ -205,9 +219,10 @@ def report_of(
 ) -> dict[str, Any]:
     """Return what a bundle records of its fit; ``metrics`` are those of the calibration split."""
     gates = {} if parts.choice is None else {"gates": parts.choice.to_json()}
+    of_map = {} if parts.map is None else {"map": parts.map.choice.to_json()}
     report = {
         "collapse": candidate.report and {**candidate.report.to_json(), "notes": list(candidate.notes)},
-        "metrics": {**metrics, "projection": projection_metrics(projection.report), **gates},
+        "metrics": {**metrics, "projection": projection_metrics(projection.report), **gates, **of_map},
         "provenance": dict(provenance or {}),
     }
     recorded: dict[str, Any] = rounded(report)

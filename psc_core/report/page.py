@@ -42,7 +42,7 @@ def _plain(template: EvalContext, value: object) -> object:
 
 _TEMPLATES: Final = Environment(
     loader=PackageLoader("psc_core.report", ""),
-    autoescape=lambda name: name is not None and name.endswith(f"{PAGE}.jinja"),
+    autoescape=lambda name: name is not None and name.endswith(".html.jinja"),
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,

@@ -7,7 +7,7 @@ is the same for all models of a task.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.prediction import BasePrediction
 
-Datatype = Literal["FP32", "INT64", "BOOL", "BYTES"]
+Datatype = Literal["FP32", "INT64", "UINT8", "BOOL", "BYTES"]
 """Types of a tensor of the Open Inference Protocol."""
 
 GATES_OUTPUT: Final = "gates"
@@ -58,6 +58,8 @@ class Task(BaseModel):
     """Heads of its models by kind."""
     abstentions: ClassVar[Mapping[str, int]]
     """Reasons why an image is not accepted, as metrics name them, to the code of the decision."""
+    limits: ClassVar[Mapping[str, str]] = {"alpha": "ood_p_value"}
+    """Thresholds of the policy to the scores that they are compared with."""
     tensors: ClassVar[Mapping[str, Datatype]]
     """The outputs of the v2 protocol, in order."""
     request_options: ClassVar[frozenset[str]] = frozenset()
@@ -98,6 +100,16 @@ class Task(BaseModel):
         """Return the head with this ``config()`` and ``state_dict()``; raises :class:`BundleError`."""
         return restore({**self.heads, **self.own_heads}, config, state)
 
+    def notes(self, policy: Any, classes: Sequence[str], metrics: Mapping[str, Any]) -> list[str]:
+        """Return what people should know who rely on decisions by this policy, a sentence each.
+
+        Args:
+            policy: A policy of the task.
+            classes: Of the model.
+            metrics: What a fit measured, as in the manifest.
+        """
+        return []
+
     # What it says of images
 
     def decide(self, outputs: Outputs[FloatArray], thresholds: Any) -> Any:
@@ -108,6 +120,10 @@ class Task(BaseModel):
         """Return what ``predict`` gives in Python."""
         raise NotImplementedError
 
+    def decision_names(self) -> tuple[str, ...]:
+        """Return the names of the decisions, by their codes."""
+        return get_args(self.answer.model_fields["decision"].annotation)
+
     def documents(
         self, outputs: Outputs[FloatArray], decisions: Any, classes: Sequence[str], **options: Any
     ) -> list[dict[str, Any]]:
@@ -115,8 +131,8 @@ class Task(BaseModel):
 
         Args:
             outputs: Finite ones.
-            decisions: Of the same images.
-            classes: Of the model.
+            decisions: Decisions for the same images.
+            classes: Classes of the model.
             options: Some of :attr:`request_options`.
         """
         raise NotImplementedError
@@ -128,8 +144,8 @@ class Task(BaseModel):
 
         Args:
             explanation: Arrays by name, images first.
-            classes: Of the model.
-            layers: What its head tells apart: z, by the candidate layer(s), and the other layers that it reads.
+            classes: Classes of the model.
+            layers: Layers that its head tells apart: z, by the candidate layer(s), and the other layers that it reads.
         """
         raise NotImplementedError
 

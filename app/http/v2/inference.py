@@ -15,11 +15,28 @@ from app.http.uploads import parse
 from app.http.v2.schemas import InferRequest
 from app.http.v2.tensors import OutputTensor, images_of
 from app.inference.decoder import EncodedImage
-from app.inference.request import Images
+from app.inference.request import MAP as MAP_KIND
+from app.inference.request import PREDICT, Images
 from app.models.served import ServedModel
 from app.service import Service
 from psc_core.model.base import FittedModel
+from psc_core.model.pipeline import MAP
 from psc_core.tasks.task import GATES_OUTPUT
+
+
+@dataclass(frozen=True)
+class Received:
+    """A request as it arrived.
+
+    Attributes:
+        wanted: The request without its binary data.
+        binary: The binary data of its input, if it has some.
+        body: All that was received; a large one is parsed on a thread.
+    """
+
+    wanted: InferRequest
+    binary: memoryview | None
+    body: bytes
 
 
 @dataclass(frozen=True)
@@ -52,50 +69,45 @@ def find_model(service: Service, name: str, version: str | None) -> ServedModel:
     return served
 
 
-async def infer(
-    service: Service,
-    name: str,
-    version: str | None,
-    wanted: InferRequest,
-    binary: memoryview | None,
-    body: bytes,
-    receive: Receive,
-) -> Answer:
+async def infer(service: Service, name: str, version: str | None, received: Received, receive: Receive) -> Answer:
     """Answer a request.
 
     Args:
         service: Whose model answers.
-        name: Of the model.
-        version: Of the model; ``None`` takes the one in service.
-        wanted: The request without its binary data.
-        binary: The binary data of its input, if it has some.
-        body: All that was received; a large one is parsed on a thread.
+        name: Name of the model.
+        version: Version of the model; ``None`` takes the one in service.
+        received: The request.
         receive: Tells when the client has left.
 
     Raises:
         PSCError: See :meth:`.ServedModel.predict` and :func:`.images_of`.
     """
-    served = find_model(service, name, version)
+    served, wanted = find_model(service, name, version), received.wanted
     images: Images | list[bytes] | None = None
     while images is None or served is not find_model(service, name, version):  # A reload may swap it at every await.
         served = find_model(service, name, version)
         size, limit = served.model.preprocess.shape, service.settings.max_images_per_request
-        images = await parse(body, partial(images_of, wanted.inputs[0], binary, size, max_images=limit))
+        read = partial(images_of, wanted.inputs[0], received.binary, size, max_images=limit)
+        images = await parse(received.body, read)
     task, classes, gates = served.model.task, served.model.classes, served.model.gates
     as_binary = wanted.binary_outputs(outputs_of(served.model))
-    strange = [output for output in as_binary if output not in task.tensors]
+    strange = [output for output in as_binary if output not in task.tensors and output != MAP]
     if strange:
-        known = tuple(task.tensors)
+        known = (*task.tensors, *([] if served.model.pipeline.map is None else [MAP]))
         raise MalformedRequest(f"model {served.name!r} has no output {strange[0]!r}; expected some of {known}")
     alpha = wanted.parameters.alpha
     thresholds = served.thresholds if alpha is None else served.thresholds_with(alpha=alpha)
-    outputs, decisions, _ = await served.predict(
+    outputs, decisions, explanation = await served.predict(
         images if isinstance(images, np.ndarray) else [EncodedImage(data) for data in images],
         thresholds,
         disconnected=partial(has_disconnected, receive),
+        kind=MAP_KIND if MAP in as_binary else PREDICT,
+        monitor=wanted.parameters.monitor,
     )
     tensors = [
-        OutputTensor(
+        OutputTensor(MAP, "UINT8", list(explanation[MAP].shape), explanation[MAP])
+        if output == MAP
+        else OutputTensor(
             output,
             task.tensors[output],
             [len(outputs), *task.tensor_shape(output, classes, gates)],
@@ -107,5 +119,8 @@ async def infer(
 
 
 def outputs_of(model: FittedModel) -> tuple[str, ...]:
-    """Return the names of a model's outputs; without gates, theirs is none of them, though a request may name it."""
+    """Return the names of the outputs that a model gives unasked.
+
+    Without gates, theirs is none of them, though a request may name it.
+    """
     return tuple(name for name in model.task.tensors if name != GATES_OUTPUT or model.gates)
