@@ -427,7 +427,8 @@ def test_lays_the_map_over_the_picture(driver: Driver, files: dict[str, Path], u
         find(driver, "#why summary")[0].click()
         until(find(driver, "#seen")[0].is_displayed)
         assert text(driver, "#reason") == "Unlike the training images, mostly upper left; closest to middle."
-        frame, box = (find(driver, f"#{name}")[0].rect for name in ("frame", "box"))
+        frame, seen, box = (find(driver, f"#{name}")[0].rect for name in ("frame", "seen", "box"))
+        assert seen == pytest.approx(frame, abs=1)
         assert [box["width"], box["height"]] == pytest.approx([frame["width"] / 2, frame["height"] / 4], abs=1)
         assert "luminance" in find(driver, "#heat")[0].value_of_css_property("mask-mode")
         assert text(driver, "#nearest li") == "dark"

@@ -23,7 +23,7 @@ export function reason(said, decision, policy, model) {
   }
   if (decision === "accept") return `An ordinary image, and the answer is as sure as asked${near}.`;
   if (model.target) return `The interval is wider than ${limitText(limitOf(policy), model)}${near}.`;
-  const fit = said.prediction_set.length > 1 ? `${list(said.prediction_set)} fit` : "several classes fit";
+  const fit = said.prediction_set.length > 1 ? `${list(said.prediction_set)} fit, a person should choose` : "several classes fit, a person should choose";
   return sentence(fit);
 }
 
