@@ -112,10 +112,32 @@ class TaskFit:
         """
         raise NotImplementedError
 
+    def temper(self, head: Head, scored: Scored, images: ImageDataset) -> Head:
+        """Return the head with its temperature chosen again, where it is free; the head itself otherwise.
+
+        Args:
+            head: Of a fitted model.
+            scored: What it gives for the images, on the CPU.
+            images: None of those that calibrate.
+        """
+        return head
+
     def calibrate(
-        self, scored: Scored, ood_score: Float[Tensor, " n"], images: ImageDataset, settings: FitSettings
+        self,
+        scored: Scored,
+        ood_score: Float[Tensor, " n"],
+        images: ImageDataset,
+        settings: FitSettings,
+        weights: Float[Tensor, " n"] | None = None,
     ) -> Calibrated:
         """Return what n images of the calibration split give, as the served pipeline scored them.
+
+        Args:
+            scored: Of the images.
+            ood_score: Of the images, nats.
+            images: Labelled.
+            settings: The rates.
+            weights: Images that each one stands for; None where all are equal.
 
         Raises:
             FitError: Scores that are not finite.

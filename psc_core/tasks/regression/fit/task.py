@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from psc_core.calibration.weighted import thinned
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import DataError
@@ -53,14 +54,23 @@ class RegressionFit(TaskFit):
         return fit_head(job)
 
     def calibrate(
-        self, scored: Scored, ood_score: Float[Tensor, " n"], images: ImageDataset, settings: FitSettings
+        self,
+        scored: Scored,
+        ood_score: Float[Tensor, " n"],
+        images: ImageDataset,
+        settings: FitSettings,
+        weights: Float[Tensor, " n"] | None = None,
     ) -> Calibrated:
-        """Return OOD scores and residuals of the images."""
+        """Return OOD scores and residuals of the images; weighted ones are thinned for the metrics."""
         assert images.values is not None
-        mean, deviation = scored.scores["mean"], torch.hypot(scored.scores["aleatoric"], scored.scores["epistemic"])
-        calibration = fit_calibration(ood_score, mean, deviation, images.values)
+        values, mean = images.values, scored.scores["mean"]
+        deviation = torch.hypot(scored.scores["aleatoric"], scored.scores["epistemic"])
+        calibration = fit_calibration(ood_score, mean, deviation, values, weights)
         policy = ValuePolicy(alpha=settings.alpha, max_width=settings.max_width, coverage=settings.coverage)
-        return Calibrated(calibration, policy, calibration_metrics(mean, deviation, images.values))
+        if weights is not None:
+            kept = thinned(weights)
+            values, mean, deviation = values[kept], mean[kept], deviation[kept]
+        return Calibrated(calibration, policy, calibration_metrics(mean, deviation, values))
 
     def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> str:
         assert train.target is not None and train.values is not None
