@@ -112,8 +112,19 @@ class TaskFit:
         """
         raise NotImplementedError
 
+    def kept_policy(self, found: Calibrated, before: BasePolicy) -> tuple[BasePolicy, str]:
+        """Return the policy for a model that is calibrated again, and a warning or "".
+
+        What the images could not show stays as it was.
+        """
+        return found.policy, ""
+
+    def has_temperature(self, head: Head) -> bool:
+        """Return whether :meth:`temper` may change the head."""
+        return False
+
     def temper(self, head: Head, scored: Scored, images: ImageDataset) -> Head:
-        """Return the head with its temperature chosen again, where it is free; the head itself otherwise.
+        """Return the head with its temperature chosen again, or the head itself.
 
         Args:
             head: Of a fitted model.

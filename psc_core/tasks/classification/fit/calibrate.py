@@ -99,5 +99,10 @@ def first_test(count: int, risk: float) -> int:
     It is four times as many as pass without an error, so that a single one does not end the tests, but at most half of
     the images where half of them are enough.
     """
-    minimum = math.ceil(math.log(1 - CONFIDENCE) / math.log(1 - risk)) + 1
+    minimum = fewest(risk)
     return max(minimum, min(4 * minimum, count // 2))
+
+
+def fewest(risk: float) -> int:
+    """Number of images that pass without an error."""
+    return math.ceil(math.log(1 - CONFIDENCE) / math.log(1 - risk)) + 1

@@ -16,6 +16,7 @@ from psc_core.settings import FitSettings
 from psc_core.tasks.classification.fit.calibrate import (
     CONFIDENCE,
     ambiguity_threshold,
+    fewest,
     fit_calibration,
     unreachable_entropy,
 )
@@ -26,6 +27,7 @@ from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.task import Classification
 from psc_core.tasks.fit.task import OWN_IMAGES, Calibrated, HeadJob, TaskFit, own_outputs
 from psc_core.tasks.head import Head, Scored
+from psc_core.tasks.policy import BasePolicy
 
 ACCURACY_GAP: Final = 0.1
 """Loss of accuracy from training to validation images up to which the network is not warned about."""
@@ -58,6 +60,20 @@ class ClassificationFit(TaskFit):
             return head
         z, logits, labels = (part.to(job.device) for part in (selection.head_input[:], logits, selection.labels))
         return better_of(head, own, z, logits, labels)
+
+    def kept_policy(self, found: Calibrated, before: BasePolicy) -> tuple[BasePolicy, str]:
+        """Keep the ambiguity threshold where the images show none: without one nothing would be ambiguous."""
+        risk, threshold = found.metrics["risk"]["promised"], before.model_dump()["ambiguity_threshold"]
+        if found.metrics["risk"]["threshold"] is not None:
+            return found.policy, ""
+        text = (
+            f"the images show for no ambiguity threshold that at most {risk:.3g} of the accepted ones are wrong, which "
+            f"takes at least {fewest(risk)} images and few errors; the threshold stays at {threshold:.4g} nats"
+        )
+        return found.policy.model_copy(update={"ambiguity_threshold": threshold}), text
+
+    def has_temperature(self, head: Head) -> bool:
+        return isinstance(head, OwnHead)
 
     def temper(self, head: Head, scored: Scored, images: ImageDataset) -> Head:
         """Return the network's own softmax with another temperature, where that gains more than its error."""
