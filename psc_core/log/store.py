@@ -1,0 +1,123 @@
+"""A log's files, in a folder or a bucket, through pyarrow's file systems: each appears whole under its name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+from uuid import uuid4
+
+from psc_core.errors import UsageError
+from psc_core.log.schema import arrow
+
+_SECONDS: Final = 10.0
+"""Longest wait for a bucket to accept a connection, or to answer; after a few retries it is an ``OSError``."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """A log; paths are relative to it, with ``/`` between their parts.
+
+    Attributes:
+        where: As the user named it.
+        files: The pyarrow file system that holds it.
+        root: Its path there.
+    """
+
+    where: str
+    files: Any
+    root: str
+
+    def path(self, name: str) -> str:
+        """Return the path of a file in :attr:`files`."""
+        return f"{self.root}/{name}"
+
+    def put(self, name: str, data: Any) -> None:
+        """Write a file, or replace it; until it is complete there is none of this name, or the old one.
+
+        Args:
+            name: Its path.
+            data: bytes, or a buffer.
+
+        Raises:
+            OSError: It could not be written; nothing of it is left but, at worst, a name with a dot.
+        """
+        if self._is_folder:
+            _put_local(Path(self.path(name)), data)
+            return
+        # An object exists once it is closed; one that fails before never does.
+        with self.files.open_output_stream(self.path(name)) as stream:
+            stream.write(data)
+
+    def get(self, name: str) -> bytes:
+        """Return a file's content; raises :class:`FileNotFoundError` or another ``OSError``."""
+        with self.files.open_input_stream(self.path(name)) as stream:
+            content: bytes = stream.read()
+            return content
+
+    def delete(self, name: str) -> None:
+        """Remove a file; raises ``OSError``."""
+        self.files.delete_file(self.path(name))
+
+    def names(self, folder: str = "", *, suffix: str = "") -> Iterator[tuple[str, datetime]]:
+        """Yield the files below a folder with such names, each with when it was written (UTC), in order of the names.
+
+        Raises:
+            OSError: The log cannot be read.
+        """
+        fs = arrow().fs
+        base = self.path(folder).rstrip("/")
+        found = self.files.get_file_info(fs.FileSelector(base, allow_not_found=True, recursive=True))
+        for info in sorted(found, key=lambda each: each.path):
+            if info.type == fs.FileType.File and info.path.endswith(suffix) and not info.base_name.startswith("."):
+                yield info.path.removeprefix(f"{self.root}/"), info.mtime
+
+    def folders(self, folder: str = "") -> list[str]:
+        """Return the names of the folders in a folder, in order; raises ``OSError``."""
+        fs = arrow().fs
+        found = self.files.get_file_info(fs.FileSelector(self.path(folder).rstrip("/"), allow_not_found=True))
+        return sorted(info.base_name for info in found if info.type == fs.FileType.Directory)
+
+    @property
+    def _is_folder(self) -> bool:
+        return isinstance(self.files, arrow().fs.LocalFileSystem)
+
+
+def open_log(where: str | Path) -> Log:
+    """Open a log that is there, or that will be once something is written to it.
+
+    Args:
+        where: A folder, or ``s3://BUCKET/PREFIX`` with the options of pyarrow's URIs
+            (``?endpoint_override=http://…&region=…``); keys of a bucket are found where AWS's tools find them.
+
+    Raises:
+        UsageError: pyarrow is not installed, or it is neither.
+    """
+    fs = arrow().fs
+    text = str(where)
+    if "://" not in text:
+        return Log(text, fs.LocalFileSystem(), str(Path(text).absolute()))
+    if not text.startswith("s3://"):
+        raise UsageError(f"expected a folder or s3://BUCKET/PREFIX, got {text!r}")
+    try:
+        files, root = fs.FileSystem.from_uri(text)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{text} cannot be opened ({error}); check bucket, region and endpoint_override") from error
+    return Log(text.partition("?")[0], files, root.rstrip("/"))
+
+
+def _put_local(path: Path, data: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # Or a power cut could leave the name with nothing behind it.
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
