@@ -151,7 +151,7 @@ def calibrated(labelled: Seen, settings: FitSettings, before: BasePolicy) -> tup
     scores = Scored({name: outputs[name] for name in outputs.scores}, outputs.probabilities)
     fit = task_fit("classification")
     found = fit.calibrate(scores, outputs["ood_score"].contiguous(), labelled.images, settings)
-    policy, _ = fit.kept_policy(found, before)
+    policy, _ = fit.kept_policy(found.policy, before, found.metrics)
     return found.calibration, policy
 
 

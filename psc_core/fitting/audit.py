@@ -22,14 +22,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.errors import DataError, UsageError
-from psc_core.images.preprocess import Preprocess
+from psc_core.log.images import LoggedImages, is_stored
 from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, joined, read_labels
 from psc_core.log.rows import days_of, models_in, read_rows
 from psc_core.log.store import Log
@@ -39,26 +38,6 @@ JUDGED: Final = 0.95
 """Fraction of the images, in the order of their digests, that has to have a verdict."""
 
 _COLUMNS: Final = ("request_id", "image_index", "image_sha256", "image_path", "audit_probability")
-
-
-@dataclass(frozen=True)
-class LoggedImages:
-    """Stored images of a log, by their paths in it; a source of :class:`.ImageDataset`."""
-
-    log: Log
-    paths: Sequence[str]
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
-        try:
-            return preprocess.from_bytes(self.log.get(self.paths[index]))
-        except (OSError, ValueError) as error:
-            raise DataError(f"cannot read the image {self.log.where}/{self.paths[index]}: {error}") from error
-
-    def fingerprint(self, index: int) -> bytes:
-        return self.paths[index].encode()
 
 
 @dataclass(frozen=True)
@@ -113,7 +92,7 @@ def read_audit(
     """
     name = _served(log, name)
     days = [day for day in days_of(log, name) if (since or day) <= day <= (until or day)]
-    rows = read_rows(log, name, audit=True, days=days, columns=_COLUMNS)
+    rows = read_rows(log, name, audit=True, days=days, columns=list(_COLUMNS))
     stored = images_of(joined(rows, read_labels(log)))
     if not stored:
         span = f" from {days[0]} to {days[-1]}" if days else ""
@@ -136,7 +115,7 @@ def images_of(rows: Iterable[Any]) -> list[AuditImage]:
     for batch in rows:
         for row in batch.to_pylist():
             sha256, path = row["image_sha256"], row["image_path"]
-            if not sha256 or not path:
+            if not is_stored(sha256, path):
                 continue
             before = found.get(sha256)
             verdict, label = row["verdict"], row["true_label"]

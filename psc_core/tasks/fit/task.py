@@ -112,12 +112,14 @@ class TaskFit:
         """
         raise NotImplementedError
 
-    def kept_policy(self, found: Calibrated, before: BasePolicy) -> tuple[BasePolicy, str]:
-        """Return the policy for a model that is calibrated again, and a warning or "".
+    def kept_policy(
+        self, found: BasePolicy, before: BasePolicy, metrics: Mapping[str, Any]
+    ) -> tuple[BasePolicy, str]:
+        """Return the policy of a model that is calibrated again, and a warning or "".
 
-        What the images could not show stays as it was.
+        What the images could not show, by the metrics of :meth:`calibrate`, stays as it was before.
         """
-        return found.policy, ""
+        return found, ""
 
     def has_temperature(self, head: Head) -> bool:
         """Return whether :meth:`temper` may change the head."""

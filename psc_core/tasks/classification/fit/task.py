@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from jaxtyping import Float
@@ -61,16 +62,18 @@ class ClassificationFit(TaskFit):
         z, logits, labels = (part.to(job.device) for part in (selection.head_input[:], logits, selection.labels))
         return better_of(head, own, z, logits, labels)
 
-    def kept_policy(self, found: Calibrated, before: BasePolicy) -> tuple[BasePolicy, str]:
+    def kept_policy(
+        self, found: BasePolicy, before: BasePolicy, metrics: Mapping[str, Any]
+    ) -> tuple[BasePolicy, str]:
         """Keep the ambiguity threshold where the images show none: without one nothing would be ambiguous."""
-        risk, threshold = found.metrics["risk"]["promised"], before.model_dump()["ambiguity_threshold"]
-        if found.metrics["risk"]["threshold"] is not None:
-            return found.policy, ""
+        risk, threshold = metrics["risk"]["promised"], before.model_dump()["ambiguity_threshold"]
+        if metrics["risk"]["threshold"] is not None:
+            return found, ""
         text = (
             f"the images show for no ambiguity threshold that at most {risk:.3g} of the accepted ones are wrong, which "
             f"takes at least {fewest(risk)} images and few errors; the threshold stays at {threshold:.4g} nats"
         )
-        return found.policy.model_copy(update={"ambiguity_threshold": threshold}), text
+        return found.model_copy(update={"ambiguity_threshold": threshold}), text
 
     def has_temperature(self, head: Head) -> bool:
         return isinstance(head, OwnHead)
