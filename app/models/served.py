@@ -20,6 +20,7 @@ from app.inference.decoder import Decoder, EncodedImage
 from app.inference.engine import Engine
 from app.inference.request import Images
 from app.inference.steps import TorchThreads, make_step
+from app.log.writer import LogWriter, ModelLog
 from app.memory import MemoryBudget
 from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
@@ -51,6 +52,7 @@ class ServedModel:
         engine: Its queue and device worker.
         thresholds: Thresholds of a request that sets none.
         recorder: Told of its predictions.
+        log: Told of its images too; None where nothing is logged.
     """
 
     name: str
@@ -59,6 +61,7 @@ class ServedModel:
     engine: Engine
     thresholds: Any
     recorder: ModelRecorder
+    log: ModelLog | None
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -108,6 +111,8 @@ class ServedModel:
         outputs = self.model.outputs(result.packed)
         decisions = self.model.task.decide(outputs, thresholds)
         self.recorder.predicted(outputs, decisions)
+        if self.log is not None:
+            self.log.predicted(images, outputs, decisions, thresholds.policy)
         return Predicted(outputs, decisions, result.explanation)
 
 
@@ -118,15 +123,23 @@ class ModelStarter:
         settings: The service's settings.
         metrics: The application's metrics.
         memory: What requests may hold of it.
+        log: Of predictions; None where there is none.
         on_failure: Called on the event loop when a model's device is dead.
     """
 
     def __init__(
-        self, settings: Settings, metrics: Metrics, memory: MemoryBudget, *, on_failure: Callable[[Exception], None]
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        memory: MemoryBudget,
+        log: LogWriter | None,
+        *,
+        on_failure: Callable[[Exception], None],
     ) -> None:
         self._settings = settings
         self._metrics = metrics
         self._memory = memory
+        self._log = log
         self._on_failure = on_failure
         self._threads = TorchThreads(settings.threads or torch.get_num_threads(), settings.threads or 1)
         self._decode_threads = settings.decode_threads or min(16, len(os.sched_getaffinity(0)))
@@ -199,7 +212,8 @@ class ModelStarter:
             deadline_s=settings.deadline_seconds,
         )
         await engine.start()
-        return ServedModel(name, model, backend, engine, thresholds, recorder)
+        log = None if self._log is None else self._log.log_of(name, model)
+        return ServedModel(name, model, backend, engine, thresholds, recorder, log)
 
     def close(self) -> None:
         """End the decode threads."""

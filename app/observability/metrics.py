@@ -100,6 +100,15 @@ class Metrics:
         "P(Binomial(window, alpha) ≥ OOD images in the window); tiny values mean drift.",
         multiprocess_mode="livemin",
     )
+    psc_log_rows_total = Metric(
+        Counter, ("model", "result"), "Rows of the prediction log: `written`, or `dropped` for want of room."
+    )
+    psc_log_images_total = Metric(
+        Counter, ("model", "result"), "Images to store in the prediction log: `written` or `dropped`."
+    )
+    psc_log_held_bytes = Metric(
+        Gauge, (), "What the prediction log holds in memory; see log_buffer_bytes.", multiprocess_mode="livesum"
+    )
     psc_gpu_memory_bytes = Metric(
         Gauge, ("device", "kind"), "Memory: `used`, `total`, `allocated`.", multiprocess_mode="livemax"
     )

@@ -1,9 +1,9 @@
 """The audit slice of a prediction log as a data set: the images of a random sample, as people judged them.
 
-The slice is random, but people may have judged a part of it, and a part that somebody chose is no random sample.  So
-images are taken in the order of their digests, which is as good as random, up to where fewer than :data:`JUDGED` of
-them have a verdict.  An image counts once, however often it was sent: repeated ones would pretend to be more images
-than there are.
+The slice is random, but people may have judged a part of it, and a part that was chosen for what it looks like is no
+random sample.  So the images of each day are taken in the order of their digests, which is as good as random and the
+order in which ``psc-log review`` gives them, up to where fewer than :data:`JUDGED` of them have a verdict.  An image
+counts once, however often it was sent: repeated ones would pretend to be more images than there are.
 
 Images are told apart by their verdict:
 
@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
+from itertools import groupby
 from typing import Any, Final
 
 import numpy as np
@@ -28,22 +30,24 @@ from torch import Tensor
 
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.errors import DataError, UsageError
-from psc_core.log.images import LoggedImages, is_stored
+from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256
+from psc_core.log.source import LoggedImages, is_stored
 from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, joined, read_labels
 from psc_core.log.rows import days_of, models_in, read_rows
 from psc_core.log.store import Log
 from psc_core.model.base import FittedModel
 
 JUDGED: Final = 0.95
-"""Fraction of the images, in the order of their digests, that has to have a verdict."""
+"""Fraction of the images of a day, up to the last that counts, that has to have a verdict."""
 
-_COLUMNS: Final = ("request_id", "image_index", "image_sha256", "image_path", "audit_probability")
+_COLUMNS: Final = ("time", REQUEST_ID, IMAGE_INDEX, SHA256, IMAGE_PATH, "audit_probability")
 
 
 @dataclass(frozen=True)
 class AuditImage:
     """One image of the slice."""
 
+    day: date  # of its first row
     sha256: str
     path: str
     probability: float  # with which it came into the slice
@@ -99,12 +103,12 @@ def read_audit(
         raise UsageError(
             f"{log.where} has no stored audit images of {name}{span}; serve with an audit fraction and stored images"
         )
-    judged = in_order(stored)
+    judged = judged_of(stored)
     if not any(image.verdict == LABEL for image in judged):
         raise UsageError(
-            f"of the {len(stored)} audit images of {name} in {log.where}, in the order of their digests, "
-            f"{len(judged)} are judged and none of them to show a class; judge the images of the audit slice: labels "
-            "of others were chosen for what they look like, and no rate comes from them"
+            f"of the {len(stored)} audit images of {name} in {log.where}, each day's in the order of their digests, "
+            f"{len(judged)} are judged and none of them to show a class; label those of psc-log review --audit: others "
+            "were chosen for what they look like, and no rate comes from them"
         )
     return _audit(log, model, judged, days, len(stored))
 
@@ -114,7 +118,7 @@ def images_of(rows: Iterable[Any]) -> list[AuditImage]:
     found: dict[str, AuditImage] = {}
     for batch in rows:
         for row in batch.to_pylist():
-            sha256, path = row["image_sha256"], row["image_path"]
+            sha256, path = row[SHA256], row[IMAGE_PATH]
             if not is_stored(sha256, path):
                 continue
             before = found.get(sha256)
@@ -122,17 +126,22 @@ def images_of(rows: Iterable[Any]) -> list[AuditImage]:
             if before and verdict is None:
                 verdict, label = before.verdict, before.label
             probability = max(row["audit_probability"], before.probability if before else 0.0)
-            found[sha256] = AuditImage(sha256, path, probability, verdict, label)
+            day = before.day if before else row["time"].date()
+            found[sha256] = AuditImage(day, sha256, path, probability, verdict, label)
     return list(found.values())
 
 
-def in_order(images: Sequence[AuditImage]) -> list[AuditImage]:
-    """Return the judged images among the most, in the order of their digests, of which :data:`JUDGED` are judged."""
-    ordered = sorted(images, key=lambda image: image.sha256)
-    has_verdict = np.array([image.verdict is not None for image in ordered])
-    enough = has_verdict.cumsum() >= JUDGED * np.arange(1, len(ordered) + 1)
-    end = int(enough.nonzero()[0].max()) + 1 if enough.any() else 0
-    return [image for image in ordered[:end] if image.verdict is not None]
+def judged_of(images: Iterable[AuditImage]) -> list[AuditImage]:
+    """Return the judged images that count: of each day those among the first of which :data:`JUDGED` are judged."""
+    ordered = sorted(images, key=lambda image: (image.day, image.sha256))
+    found: list[AuditImage] = []
+    for _, of_day in groupby(ordered, key=lambda image: image.day):
+        day = list(of_day)
+        has_verdict = np.array([image.verdict is not None for image in day])
+        enough = has_verdict.cumsum() >= JUDGED * np.arange(1, len(day) + 1)
+        end = int(enough.nonzero()[0].max()) + 1 if enough.any() else 0
+        found += [image for image in day[:end] if image.verdict is not None]
+    return found
 
 
 def _served(log: Log, name: str | None) -> str:

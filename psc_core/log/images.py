@@ -1,52 +1,33 @@
-"""The stored images of a log, as a source of data sets."""
+"""Logged images as files: what their bytes are called, and pixels as a file that is the same everywhere."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import PurePosixPath
+import io
+from typing import Any, Final
 
-import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
-from psc_core.errors import DataError, ImageError
-from psc_core.images.preprocess import Preprocess
-from psc_core.log.schema import image_path
-from psc_core.log.store import Log
-
-
-@dataclass(frozen=True)
-class LoggedImages:
-    """Images by their paths in a log; an :class:`psc_core.data.sources.ImageSource`."""
-
-    log: Log
-    paths: Sequence[str]
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
-        """Return the image as the model's network reads it.
-
-        Raises:
-            DataError: It is not there, or its bytes are not those that were logged.
-        """
-        where = f"{self.log.where}/{self.paths[index]}"
-        try:
-            content = self.log.get(self.paths[index])
-            if hashlib.sha256(content).hexdigest() != PurePosixPath(self.paths[index]).stem:
-                raise DataError(f"{where} was changed since it was logged; restore it or remove it")
-            return preprocess.from_bytes(content)
-        except (OSError, ImageError) as error:
-            raise DataError(f"cannot read the image {where}: {error}; restore it or remove it") from error
-
-    def fingerprint(self, index: int) -> bytes:
-        return self.paths[index].encode()
+_EXTENSIONS: Final = (
+    (b"\xff\xd8\xff", "jpg"),
+    (b"\x89PNG", "png"),
+    (b"BM", "bmp"),
+    (b"GIF8", "gif"),
+    (b"II", "tif"),
+    (b"MM", "tif"),
+    (b"RIFF", "webp"),
+)
+"""First bytes of the formats that are decoded (:data:`psc_core.images.decode.FORMATS`) and the end of a file's name."""
 
 
-def is_stored(sha256: str | None, path: str | None) -> bool:
-    """Return whether a row names a stored image, by a path that is one of a log."""
-    if not sha256 or not path:
-        return False
-    return path == image_path(sha256, PurePosixPath(path).suffix.removeprefix("."))
+def extension_of(data: bytes) -> str:
+    """Return the end of the file name, without its dot, of an image that was decoded."""
+    return next((extension for signature, extension in _EXTENSIONS if data.startswith(signature)), "img")
+
+
+def file_of(pixels: npt.NDArray[Any]) -> bytes:
+    """Return ``uint8 (1 or 3, height, width)`` as a BMP file, whose digest depends on no library's compression."""
+    image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
+    file = io.BytesIO()
+    image.save(file, "BMP")
+    return file.getvalue()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from psc_core.errors import DataError
-from psc_core.log.schema import arrow
+from psc_core.log.schema import IMAGE_INDEX, REQUEST_ID, SHA256, arrow
 from psc_core.log.store import Log
 
 _BATCH: Final = 16_384
@@ -60,3 +60,21 @@ def read_rows(
                         yield batch
             except (arrow().ArrowInvalid, arrow().ArrowKeyError) as error:
                 raise DataError(f"{log.where}/{name} is no file of rows ({error}); remove it") from error
+
+
+def find_row(log: Log, request_id: str, image_index: int) -> dict[str, Any] | None:
+    """Return digest and ``bundle_version`` of the row of an image; None where there is none.  Newest days come first.
+
+    Raises:
+        DataError: A file of the log is damaged.
+        OSError: The log cannot be read.
+    """
+    days = sorted(((day, model) for model in models_in(log) for day in days_of(log, model)), reverse=True)
+    columns = [REQUEST_ID, IMAGE_INDEX, SHA256, "bundle_version"]
+    for day, model in days:
+        for batch in read_rows(log, model, days=[day], columns=columns):
+            ids, indexes = batch[REQUEST_ID].to_pylist(), batch[IMAGE_INDEX].to_pylist()
+            if request_id in ids and (request_id, image_index) in (keys := list(zip(ids, indexes, strict=True))):
+                row = batch.slice(keys.index((request_id, image_index)), 1).to_pylist()[0]
+                return {name: row[name] for name in (SHA256, "bundle_version")}
+    return None

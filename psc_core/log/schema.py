@@ -20,7 +20,8 @@ LABELS: Final = "labels"
 REQUEST_ID: Final = "request_id"
 IMAGE_INDEX: Final = "image_index"
 SHA256: Final = "image_sha256"
-"""Columns by which an image is found; those of rows and of labels have the same names."""
+IMAGE_PATH: Final = "image_path"
+"""Columns by which an image is found, of rows and of labels; only rows have its path."""
 
 
 def arrow() -> Any:
@@ -51,7 +52,7 @@ def row_schema(scores: Sequence[str]) -> Any:
             ("audit", pa.bool_()),  # whether it is of the random slice
             ("audit_probability", pa.float64()),  # with which any image comes into the slice
             (SHA256, pa.string()),  # of its bytes as received, hexadecimal; null once it is erased
-            ("image_path", pa.string()),  # of the stored image, relative to the log; null where there is none
+            (IMAGE_PATH, pa.string()),  # of the stored image, relative to the log; null where there is none
         ]
     )
 

@@ -7,14 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from uuid import uuid4
 
 from psc_core.errors import UsageError
 from psc_core.log.schema import arrow
-
-_SECONDS: Final = 10.0
-"""Longest wait for a bucket to accept a connection, or to answer; after a few retries it is an ``OSError``."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Log:
         Raises:
             OSError: It could not be written; nothing of it is left but, at worst, a name with a dot.
         """
-        if self._is_folder:
+        if self.is_folder:
             _put_local(Path(self.path(name)), data)
             return
         # An object exists once it is closed; one that fails before never does.
@@ -82,7 +79,8 @@ class Log:
         return sorted(info.base_name for info in found if info.type == fs.FileType.Directory)
 
     @property
-    def _is_folder(self) -> bool:
+    def is_folder(self) -> bool:
+        """Whether it is a folder of this machine."""
         return isinstance(self.files, arrow().fs.LocalFileSystem)
 
 
@@ -107,6 +105,23 @@ def open_log(where: str | Path) -> Log:
     except (OSError, ValueError) as error:
         raise UsageError(f"{text} cannot be opened ({error}); check bucket, region and endpoint_override") from error
     return Log(text.partition("?")[0], files, root.rstrip("/"))
+
+
+def open_to_write(where: str | Path) -> Log:
+    """Open a log and make sure that a folder can be written to; a bucket is not asked, it may be away for a moment.
+
+    Raises:
+        UsageError: As :func:`open_log`, or the folder cannot be written to.
+    """
+    log = open_log(where)
+    if log.is_folder:
+        try:
+            log.put(".probe", b"")
+            log.delete(".probe")
+        except OSError as error:
+            reason = error.strerror or error
+            raise UsageError(f"the log {where} cannot be written to ({reason}); choose another folder") from error
+    return log
 
 
 def _put_local(path: Path, data: Any) -> None:

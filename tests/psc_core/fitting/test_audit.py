@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from psc_core.errors import DataError, UsageError
-from psc_core.fitting.audit import AuditImage, in_order, read_audit
+from psc_core.fitting.audit import AuditImage, judged_of, read_audit
 from psc_core.log.store import open_log
 from psc_core.model.base import FittedModel
 from psc_core.model.load import load_model
@@ -52,17 +53,25 @@ def test_days_are_chosen(model: FittedModel, tmp_path: Path) -> None:
 
 def test_judged_images_count_in_the_order_of_digests() -> None:
     """Whoever judges what looks interesting leaves gaps in it."""
-    images = [AuditImage(f"{i:064x}", "", 0.1, "label" if i < 40 or i % 3 == 0 else None, "1") for i in range(100)]
-    assert [int(image.sha256, 16) for image in in_order(images[::-1])] == [*range(40), 42]
-    few_gaps = [image for image in images[:40] if image.sha256 != images[30].sha256]
-    assert len(in_order([*few_gaps, AuditImage(images[30].sha256, "", 0.1, None, None)])) == 39
-    assert in_order([AuditImage("0", "", 0.1, None, None), *images[1:10]]) == []
+    monday, tuesday = date(2026, 11, 23), date(2026, 11, 24)
+
+    def image(number: int, day: date, *, judged: bool) -> AuditImage:
+        return AuditImage(day, f"{number:064x}", "", 0.1, "label" if judged else None, "1")
+
+    images = [image(i, monday, judged=i < 40 or i % 3 == 0) for i in range(100)]
+    new = [image(i, tuesday, judged=i < 10) for i in range(50)]  # They take nothing from the day before.
+    found = judged_of([*images, *new][::-1])
+    assert [(each.day, int(each.sha256, 16)) for each in found] == [
+        *((monday, i) for i in [*range(40), 42]), *((tuesday, i) for i in range(10))
+    ]  # fmt: skip
+    assert len(judged_of([image(i, monday, judged=i != 30) for i in range(40)])) == 39
+    assert judged_of([image(i, monday, judged=i > 0) for i in range(10)]) == []
 
 
 def test_labels_of_other_images_are_not_enough(model: FittedModel, tmp_path: Path) -> None:
     chosen = [Logged(picture(i), "label", "1", audit=False) for i in range(5)]
     log = write_log(tmp_path, [*chosen, *(Logged(picture(10 + i)) for i in range(5))])
-    with pytest.raises(UsageError, match=r"of the 5 audit images .* 0 are judged and none .* chosen for what they look"):
+    with pytest.raises(UsageError, match=r"of the 5 audit images .* 0 are judged and none .* psc-log review --audit"):
         read_audit(log, model)
 
 
