@@ -66,7 +66,7 @@ def write_log(folder: Path, images: Sequence[Logged], model: str = "digits", ver
         if image.stored:
             log.put(path, image.content)
         row = {
-            "time": NOW,
+            "time": datetime.fromisoformat(f"{image.day}T12:00:00+00:00"),
             "request_id": f"{number:032x}-{number:016x}",
             "image_index": 0,
             "bundle_version": version,

@@ -6,7 +6,6 @@ What needs torch is imported when images are read: help, the version and usage e
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,24 +25,14 @@ def parser() -> argparse.ArgumentParser:
     cli = flags.command("psc-recalibrate", "Calibrate a bundle on the judged audit slice of a prediction log.", _EXAMPLE)
     cli.add_argument("bundle", type=Path, help="from psc-fit, or from here")
     cli.add_argument("--log", required=True, metavar="LOG", help="of psc-serve: a folder or s3://BUCKET/PREFIX")
-    cli.add_argument("--model", metavar="NAME", help="by which it was served (default: the only one in the log)")
-    cli.add_argument("--since", type=day, metavar="DAY", help="first day of the log to use, YYYY-MM-DD")
-    cli.add_argument("--until", type=day, metavar="DAY", help="last day of the log to use, YYYY-MM-DD")
+    flags.add_log_flags(cli)
     for name, text in (
         ("--alpha", "false-alarm rate of the OOD decision"),
         ("--coverage", "coverage of the prediction sets, or of a regression's intervals"),
         ("--risk", "error rate that images below the ambiguity threshold keep, of a classifier"),
     ):
         cli.add_argument(name, type=flags.open_unit_interval, metavar="RATE", help=f"{text} (default: the bundle's)")
-    cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    cli.add_argument(
-        "--allow-factories",
-        action="extend",
-        type=flags.by_commas,
-        default=[],
-        metavar="SPEC[,SPEC]",
-        help="network factories package.module:factory that the bundle may import",
-    )
+    flags.add_model_flags(cli)
     cli.add_argument("--out", type=Path, metavar="DIR", help="bundle to write (default: BUNDLE-recalibrated)")
     cli.add_argument("--overwrite", action="store_true", help="replace the bundle that --out holds")
     return cli
@@ -76,13 +65,6 @@ def recalibrate(args: argparse.Namespace) -> None:
     page.write_card(facts_of(read_bundle(out), Content(manifest.version)))
     print(f"wrote {out} (version {manifest.version}, from {model.version})")
     print(f"next: {page.serve_command(out, manifest)}")
-
-
-def day(text: str) -> str:
-    """A day (argparse type)."""
-    if not re.fullmatch(r"\d{4}-\d\d-\d\d", text):
-        raise argparse.ArgumentTypeError(f"expected a day as YYYY-MM-DD, got {text!r}")
-    return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:

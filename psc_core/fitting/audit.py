@@ -33,7 +33,7 @@ from psc_core.errors import DataError, UsageError
 from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256
 from psc_core.log.source import LoggedImages, is_stored
 from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, joined, read_labels
-from psc_core.log.rows import days_of, models_in, read_rows
+from psc_core.log.rows import days_of, read_rows, served
 from psc_core.log.store import Log
 from psc_core.model.base import FittedModel
 
@@ -94,7 +94,7 @@ def read_audit(
         UsageError: No audit images, or too few judged ones.
         DataError: A file is damaged, or a label is no class of the model.
     """
-    name = _served(log, name)
+    name = served(log, name)
     days = [day for day in days_of(log, name) if (since or day) <= day <= (until or day)]
     rows = read_rows(log, name, audit=True, days=days, columns=list(_COLUMNS))
     stored = images_of(joined(rows, read_labels(log)))
@@ -142,16 +142,6 @@ def judged_of(images: Iterable[AuditImage]) -> list[AuditImage]:
         end = int(enough.nonzero()[0].max()) + 1 if enough.any() else 0
         found += [image for image in day[:end] if image.verdict is not None]
     return found
-
-
-def _served(log: Log, name: str | None) -> str:
-    names = models_in(log)
-    if name is None and len(names) == 1:
-        return names[0]
-    if name not in names:
-        given = "several models" if name is None and names else f"no model {name or ''}".rstrip()
-        raise UsageError(f"{log.where} has rows of {given}; it has {', '.join(names) or 'none'}, name one by --model")
-    return name
 
 
 def _audit(log: Log, model: FittedModel, judged: Sequence[AuditImage], days: Sequence[str], stored: int) -> Audit:

@@ -1,38 +1,34 @@
-"""Stored images of a log."""
+"""File names of logged images, and pixels as files."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import hashlib
+import io
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from psc_core.errors import DataError
-from psc_core.images.preprocess import PRESETS
-from psc_core.log.images import LoggedImages, is_stored
-from psc_core.log.schema import image_path
-from tests.logged import Logged, png, write_log
+from psc_core.images.decode import FORMATS, decode_image
+from psc_core.log.images import extension_of, file_of
 
 
-def test_reads_what_was_stored_and_nothing_else(tmp_path: Path) -> None:
-    pixels = np.arange(28 * 28, dtype=np.uint8).reshape(28, 28)
-    image = Logged(png(pixels))
-    log = write_log(tmp_path, [image])
-    path = image_path(image.sha256, "png")
-    source = LoggedImages(log, [path])
-    assert len(source) == 1 and source.fingerprint(0) == path.encode()
-    assert np.array_equal(source.read(0, PRESETS["mnist"])[0], pixels)
-    (tmp_path / path).write_bytes(png(pixels + 1))
-    with pytest.raises(DataError, match="was changed since it was logged"):
-        source.read(0, PRESETS["mnist"])
-    (tmp_path / path).unlink()
-    with pytest.raises(DataError, match="cannot read the image .*restore it or remove it"):
-        source.read(0, PRESETS["mnist"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_extension_of_every_format_that_is_decoded(name: str) -> None:
+    file = io.BytesIO()
+    Image.new("L", (4, 4)).save(file, name)
+    extension = extension_of(file.getvalue())
+    assert Image.registered_extensions()[f".{extension}"] == name
+    assert extension_of(b"?") == "img"
 
 
-def test_a_path_that_is_none_of_a_log_is_not_followed() -> None:
-    digest = "ab" * 32
-    assert is_stored(digest, f"images/ab/{digest}.png")
-    for path in (None, "", "../secret", f"images/ab/../../{digest}.png", f"/images/ab/{digest}.png", "images/ab/x.png"):
-        assert not is_stored(digest, path)
-    assert not is_stored(None, "images/ab/x.png")
+@pytest.mark.parametrize("channels", [1, 3])
+def test_pixels_are_a_file_that_gives_them_back(channels: int) -> None:
+    pixels = np.arange(channels * 15, dtype=np.uint8).reshape(channels, 3, 5)
+    back = np.asarray(decode_image(file_of(pixels))).reshape(3, 5, channels)
+    assert (back.transpose(2, 0, 1) == pixels).all()
+
+
+def test_digest_of_pixels_stays_the_same() -> None:
+    digest = hashlib.sha256(file_of(np.arange(12, dtype=np.uint8).reshape(3, 2, 2))).hexdigest()
+    assert digest == "e53b3843a04b72edfb0349945cd760b4b8d5a19e0a2b06ef3ef6f8ff8a69c645"
