@@ -67,15 +67,7 @@ def read_rows(
         wanted &= ds.field("bundle_version") == version
     if audit:
         wanted &= ds.field("audit")
-    for day in days_of(log, model) if days is None else days:
-        for name, _ in log.names(f"model={model}/day={day}", suffix=".parquet"):
-            try:
-                file = ds.dataset(log.path(name), filesystem=log.files, format="parquet")
-                for batch in file.to_batches(columns=columns, filter=wanted, batch_size=_BATCH):
-                    if batch.num_rows:
-                        yield batch
-            except (arrow().ArrowInvalid, arrow().ArrowKeyError) as error:
-                raise DataError(f"{log.where}/{name} is no file of rows ({error}); remove it") from error
+    return _scan(log, model, days_of(log, model) if days is None else days, wanted, columns)
 
 
 def find_row(log: Log, request_id: str, image_index: int) -> dict[str, Any] | None:
@@ -85,12 +77,24 @@ def find_row(log: Log, request_id: str, image_index: int) -> dict[str, Any] | No
         DataError: A file of the log is damaged.
         OSError: The log cannot be read.
     """
-    days = sorted(((day, model) for model in models_in(log) for day in days_of(log, model)), reverse=True)
-    columns = [REQUEST_ID, IMAGE_INDEX, SHA256, "bundle_version"]
-    for day, model in days:
-        for batch in read_rows(log, model, days=[day], columns=columns):
-            ids, indexes = batch[REQUEST_ID].to_pylist(), batch[IMAGE_INDEX].to_pylist()
-            if request_id in ids and (request_id, image_index) in (keys := list(zip(ids, indexes, strict=True))):
-                row = batch.slice(keys.index((request_id, image_index)), 1).to_pylist()[0]
-                return {name: row[name] for name in (SHA256, "bundle_version")}
+    ds = arrow().dataset
+    wanted = (ds.field(REQUEST_ID) == request_id) & (ds.field(IMAGE_INDEX) == image_index)
+    days = [(day, name) for name in models_in(log) for day in days_of(log, name)]
+    for day, model in sorted(days, reverse=True):
+        for batch in _scan(log, model, [day], wanted, [SHA256, "bundle_version"]):
+            found: dict[str, Any] = batch.slice(0, 1).to_pylist()[0]
+            return found
     return None
+
+
+def _scan(log: Log, model: str, days: Sequence[str], wanted: Any, columns: Sequence[str] | None) -> Iterator[Any]:
+    pa = arrow()
+    for day in days:
+        for name, _ in log.names(f"model={model}/day={day}", suffix=".parquet"):
+            try:
+                # File by file: a data set of all of them would have the columns of the first.
+                file = pa.dataset.dataset(log.path(name), filesystem=log.files, format="parquet")
+                batches = file.to_batches(columns=columns, filter=wanted, batch_size=_BATCH)
+                yield from (batch for batch in batches if batch.num_rows)
+            except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
+                raise DataError(f"{log.where}/{name} is no file of rows ({error}); remove it") from error
