@@ -87,18 +87,18 @@ class OpenRows:
         if len(at) < len(outputs):
             outputs = Outputs(outputs.packed[at], outputs.scores, outputs.gates)
             decisions = type(decisions)(*(part[at] for part in decisions))
-        self._outputs.append(outputs)
-        self._decisions.append(decisions)
-        self.size += outputs.packed.nbytes + ROW_BYTES * len(at)
-        cells = [self._cells[name] for name in _FILLED]
+        made: list[tuple[Any, ...]] = []
         for (index, u), code in zip(drawn, decisions.decision.tolist(), strict=True):
             data = waiting.file(index)
             digest = hashlib.sha256(data).hexdigest()
             if u < sampling.images[code]:
-                wanted.append(ImageToStore(image_path(digest, extension_of(data)), data, len(self)))
-            row = waiting.time_us, waiting.request_id, index, policy, u < sampling.audit, digest, None
-            for column, cell in zip(cells, row, strict=True):
-                column.append(cell)
+                wanted.append(ImageToStore(image_path(digest, extension_of(data)), data, len(self) + len(made)))
+            made.append((waiting.time_us, waiting.request_id, index, policy, u < sampling.audit, digest, None))
+        for name, cells in zip(_FILLED, zip(*made, strict=True), strict=True):
+            self._cells[name].extend(cells)
+        self._outputs.append(outputs)
+        self._decisions.append(decisions)
+        self.size += outputs.packed.nbytes + ROW_BYTES * len(at)
         return wanted
 
     def stored(self, image: ImageToStore) -> None:

@@ -7,7 +7,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -109,7 +110,7 @@ class LogWriter:
             await asyncio.sleep(0.01)
         if self._thread.is_alive():
             logger.error("the prediction log was not written within drain_seconds; its last rows are lost")
-            for waiting in list(self._waiting):
+            for waiting in self._take_all():
                 self._count_dropped(waiting)
             for rows in list(self._open.values()):
                 self._count("rows", rows.source, "dropped", len(rows))
@@ -132,8 +133,8 @@ class LogWriter:
                 return
 
     def _turn(self, flush: bool) -> None:
-        while self._waiting:
-            self._take(self._waiting.popleft())
+        for waiting in self._take_all():
+            self._add_rows(waiting)
             self._flush_full()
         now = time.monotonic()
         if flush or now >= self._flush_at:
@@ -144,19 +145,24 @@ class LogWriter:
             self._prune_at = now + _PRUNE_SECONDS
             self._prune(self._settings.log_days)
 
-    def _take(self, waiting: Waiting) -> None:
-        kept = 0
+    def _take_all(self) -> Iterator[Waiting]:
+        with suppress(IndexError):  # At the end another thread may take what is left.
+            while True:
+                yield self._waiting.popleft()
+
+    def _add_rows(self, waiting: Waiting) -> None:
+        source, key, kept = waiting.source, (waiting.source, day_of(waiting.time_us)), 0
         try:
             if drawn := waiting.drawn():
-                key = waiting.source, day_of(waiting.time_us)
-                rows = self._open.setdefault(key, OpenRows(*key))
+                rows = self._open.get(key) or OpenRows(*key)
                 before = rows.size
-                for image in rows.add(waiting, drawn):
+                images = rows.add(waiting, drawn)
+                self._open[key], kept = rows, rows.size - before
+                for image in images:
                     is_stored = self._put(image.path, image.data)
                     if is_stored:
                         rows.stored(image)
-                    self._count("images", waiting.source, "written" if is_stored else "dropped", 1)
-                kept = rows.size - before
+                    self._count("images", source, "written" if is_stored else "dropped", 1)
         finally:
             self._given += waiting.size - kept
 
