@@ -8,8 +8,9 @@ blurred, have half the contrast or are turned by 15°.  Each image goes through 
 one random half of the images is what a service has logged and the other half what it sees next: labels of n images of
 the first calibrate, as ``psc-recalibrate`` does, and false alarms and coverage are measured on the second.  The n are
 
-* *audit*: a random slice, as the prediction log keeps one, or
-* *informative*: the images that teach a model most, the most unusual and the most uncertain of the log.
+* *audit*: a random slice, as the prediction log keeps one;
+* *informative*: the images that teach a model most, the most unusual and the most uncertain of the log; or
+* *accepted*: images that the model accepted, as where people correct the answers that they see.
 
 Every image shows a class of the model, so every alarm is a false one.
 """
@@ -18,10 +19,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks import fitting, pretrained, runs
@@ -44,8 +47,14 @@ from psc_core.tasks.policy import BasePolicy
 
 NAME: Final = "recalibration"
 REPEATS: Final = {"smoke": 3, "cpu": 50, "full": 50}
-IMAGES: Final = {"smoke": 400, "cpu": 4000, "full": 10_000}
+IMAGES: Final = {"smoke": 400, "cpu": 2000, "full": 10_000}
 """Of each set: half of them are the log, half are what comes next."""
+
+PER_CLASS: Final = 150
+"""Photographs that the output layer of the frozen network is fitted on, and then PSC."""
+
+VALIDATION: Final = 1000
+"""Photographs that select and calibrate."""
 
 LABELS: Final = (100, 250, 500)
 SEEN: Final = ("rotated by 15°", "blurred", "half the contrast")
@@ -92,11 +101,11 @@ def digits(run: Run) -> Json:
 def photographs(run: Run) -> Json:
     """A frozen pretrained network on photographs taken otherwise."""
     few = pretrained.limited(run)
-    trained = pretrained.obtain(few, PretrainedJob(10, per_class=500, epochs=0, seed=run.seed))
-    parts = fitting.stages(few, trained, density="pooled++")
-    settings = fitting.settings_of(few)
+    trained = pretrained.obtain(few, PretrainedJob(10, per_class=PER_CLASS, epochs=0, seed=run.seed))
+    trained = replace(trained, val=random_images(trained.val, VALIDATION, run.seed))
+    parts = fitting.stages(few, trained, density=FitSettings.density)
     model = fit_psc(
-        trained.net, parts.candidate, parts.projection, trained.fit_on, trained.val, coverage=0.95, settings=settings
+        trained.net, parts.candidate, parts.projection, trained.fit_on, trained.val, settings=fitting.settings_of(few)
     )
     shifts: dict[str, Callable[[Tensor], Tensor] | None] = {"as they were": None}
     shifts |= {name: SHIFTS[name] for name in SEEN}
@@ -111,7 +120,8 @@ def compare(
     rows: Json = {}
     for name, (images, shift) in sets.items():
         print(name, flush=True)
-        seen = scored(model, random_images(images, run.test_images or IMAGES[run.scale], run.seed), shift)
+        images = random_images(images, run.test_images or IMAGES[run.scale], run.seed)
+        seen = Seen(images, model.outputs(kept_once(run, f"{model.name}-{name}", partial(scored, model, images, shift))))
         found: dict[str, list[Json]] = {}
         for repeat in range(REPEATS[run.scale]):
             order = torch.randperm(len(seen.images), generator=torch.Generator().manual_seed(repeat))
@@ -120,6 +130,7 @@ def compare(
             chosen = {f"audit, {n}": log.at(torch.arange(n)) for n in LABELS if n <= len(log.images)}
             most = max((n for n in LABELS if n <= len(log.images)), default=0)
             chosen[f"informative, {most}"] = log.at(informative(log.outputs)[:most])
+            chosen[f"accepted, {most}"] = log.at(accepted(model, log.outputs)[:most])
             for how, labelled in chosen.items():
                 calibration, policy = calibrated(labelled, settings, model.policy)
                 found.setdefault(how, []).append(kept(model, calibration, policy, after))
@@ -132,17 +143,33 @@ def compare(
 
 
 @torch.inference_mode()
-def scored(model: PSC, images: ImageDataset, shift: Callable[[Images], Images] | None) -> Seen:
-    """Every image through the pipeline once, shifted on its way."""
+def scored(model: PSC, images: ImageDataset, shift: Callable[[Images], Images] | None) -> Tensor:
+    """Packed outputs of every image, shifted on its way."""
     batches = images.batches(BATCH)
     packed = [model.pipeline((shift(b.images) if shift else b.images).to(model.device)).cpu() for b in batches]
-    return Seen(images, model.outputs(torch.cat(packed)))
+    return torch.cat(packed)
+
+
+def kept_once(run: Run, name: str, compute: Callable[[], Tensor]) -> Tensor:
+    """What is computed once for a run's images, and kept beside its networks."""
+    number = run.test_images or IMAGES[run.scale]
+    file = run.checkpoints / f"{NAME}-{''.join(c if c.isalnum() else '-' for c in name)}-{number}-s{run.seed}.safetensors"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"packed": compute()}, file)
+    return load_file(file)["packed"]
 
 
 def informative(outputs: Outputs[Tensor]) -> Tensor:
     """Positions, first those that are among the most unusual or the most uncertain."""
     ranks = [outputs[name].argsort(descending=True).argsort() for name in ("ood_score", "predictive_entropy")]
     return torch.minimum(*ranks).argsort(stable=True)
+
+
+def accepted(model: PSC, outputs: Outputs[Tensor]) -> Tensor:
+    """Positions of the images that the model accepts as it was fitted, in random order."""
+    decisions = model.decide(model.outputs(outputs.packed.numpy()))
+    return torch.from_numpy(decisions.decision == 0).nonzero()[:, 0]
 
 
 def calibrated(labelled: Seen, settings: FitSettings, before: BasePolicy) -> tuple[BaseCalibration, BasePolicy]:
@@ -162,11 +189,11 @@ def kept(model: PSC, calibration: BaseCalibration, policy: BasePolicy, after: Se
     scores["ood_p_value"] = conformal_p_values(calibration.ood_scores, old["ood_score"].contiguous())
     packed = pack(old.scores, scores, old.probabilities, [old.gate_p_values])
     decisions = model.task.decide(model.outputs(packed.numpy()), calibration.thresholds(policy))
-    right, accepted = decisions.class_index == labels.numpy(), decisions.decision == 0
+    right, passed = decisions.class_index == labels.numpy(), decisions.decision == 0
     return {
         "alarms": float(decisions.is_ood.mean()),
         "coverage": float(decisions.prediction_set[range(len(labels)), labels].mean()),
-        "errors": float(1 - right[accepted].mean()) if accepted.any() else 0.0,
+        "errors": float(1 - right[passed].mean()) if passed.any() else 0.0,
     }
 
 
