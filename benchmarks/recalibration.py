@@ -112,16 +112,16 @@ def photographs(run: Run) -> Json:
     return compare(run, model, {name: (trained.test, shift) for name, shift in shifts.items()})
 
 
-def compare(
-    run: Run, model: PSC, sets: Mapping[str, tuple[ImageDataset, Callable[[Tensor], Tensor] | None]]
-) -> Json:
+def compare(run: Run, model: PSC, sets: Mapping[str, tuple[ImageDataset, Callable[[Tensor], Tensor] | None]]) -> Json:
     """What each way to calibrate keeps, on each set."""
     settings = settings_of(model, {})
     rows: Json = {}
     for name, (images, shift) in sets.items():
         print(name, flush=True)
         images = random_images(images, run.test_images or IMAGES[run.scale], run.seed)
-        seen = Seen(images, model.outputs(kept_once(run, f"{model.name}-{name}", partial(scored, model, images, shift))))
+        seen = Seen(
+            images, model.outputs(kept_once(run, f"{model.name}-{name}", partial(scored, model, images, shift)))
+        )
         found: dict[str, list[Json]] = {}
         for repeat in range(REPEATS[run.scale]):
             order = torch.randperm(len(seen.images), generator=torch.Generator().manual_seed(repeat))
@@ -153,7 +153,9 @@ def scored(model: PSC, images: ImageDataset, shift: Callable[[Images], Images] |
 def kept_once(run: Run, name: str, compute: Callable[[], Tensor]) -> Tensor:
     """What is computed once for a run's images, and kept beside its networks."""
     number = run.test_images or IMAGES[run.scale]
-    file = run.checkpoints / f"{NAME}-{''.join(c if c.isalnum() else '-' for c in name)}-{number}-s{run.seed}.safetensors"
+    file = (
+        run.checkpoints / f"{NAME}-{''.join(c if c.isalnum() else '-' for c in name)}-{number}-s{run.seed}.safetensors"
+    )
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         save_file({"packed": compute()}, file)

@@ -67,9 +67,7 @@ def add_model_flags(cli: argparse.ArgumentParser) -> None:
     """Add the flags of a bundle that is loaded."""
     cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     text = "network factories package.module:factory that the bundle may import"
-    cli.add_argument(
-        "--allow-factories", action="extend", type=by_commas, default=[], metavar="SPEC[,SPEC]", help=text
-    )
+    cli.add_argument("--allow-factories", action="extend", type=by_commas, default=[], metavar="SPEC[,SPEC]", help=text)
 
 
 def check_free(folder: Path, names: Iterable[str]) -> None:

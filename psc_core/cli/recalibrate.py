@@ -22,7 +22,9 @@ images of the log's audit slice calibrate it.
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line of ``psc-recalibrate``."""
-    cli = flags.command("psc-recalibrate", "Calibrate a bundle on the judged audit slice of a prediction log.", _EXAMPLE)
+    cli = flags.command(
+        "psc-recalibrate", "Calibrate a bundle on the judged audit slice of a prediction log.", _EXAMPLE
+    )
     cli.add_argument("bundle", type=Path, help="from psc-fit, or from here")
     cli.add_argument("--log", required=True, metavar="LOG", help="of psc-serve: a folder or s3://BUCKET/PREFIX")
     flags.add_log_flags(cli)

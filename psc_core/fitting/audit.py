@@ -30,10 +30,10 @@ from torch import Tensor
 
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.errors import DataError, UsageError
-from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256
-from psc_core.log.source import LoggedImages, is_stored
 from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, joined, read_labels
 from psc_core.log.rows import days_of, read_rows, served
+from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256
+from psc_core.log.source import LoggedImages, is_stored
 from psc_core.log.store import Log
 from psc_core.model.base import FittedModel
 
@@ -145,7 +145,9 @@ def judged_of(images: Iterable[AuditImage]) -> list[AuditImage]:
 
 
 def _audit(log: Log, model: FittedModel, judged: Sequence[AuditImage], days: Sequence[str], stored: int) -> Audit:
-    by_verdict = {verdict: [i for i in judged if i.verdict == verdict] for verdict in (NONE_OF_THE_CLASSES, CANNOT_TELL)}
+    by_verdict = {
+        verdict: [i for i in judged if i.verdict == verdict] for verdict in (NONE_OF_THE_CLASSES, CANNOT_TELL)
+    }
     of_class = [image for image in judged if image.verdict == LABEL]
     data = _data(log, model, of_class)
     target = model.task.number()

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from psc_core.calibration.conformal import check_rates
 from psc_core.calibration.weighted import equal_scores, worth

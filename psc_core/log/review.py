@@ -1,8 +1,8 @@
 """Which stored images people should look at, in which order: those that teach most, mixed with the audit slice.
 
 Four lists take turns, each image once: the audit slice, the newest day first and each day in the order of digests, so
-that what is judged of it is a random sample too (:mod:`psc_core.fitting.audit`); images near a threshold, by how many images
-lie between; the strangest, by their OOD score; and diverse ones, each the farthest, in standardised scores and
+that what is judged of it is a random sample too (:mod:`psc_core.fitting.audit`); images near a threshold, by how many
+images lie between; the strangest, by their OOD score; and diverse ones, each the farthest, in standardised scores and
 probabilities, from all chosen before it.  Only the first is a fair sample.
 """
 
@@ -76,9 +76,7 @@ def _once(candidates: Iterator[Candidate], seen: set[str]) -> Iterator[Candidate
             yield each
 
 
-def _groups(
-    log: Log, labels: Labels, model: str, audit: bool
-) -> list[tuple[list[Candidate], list[str], FloatMatrix]]:
+def _groups(log: Log, labels: Labels, model: str, audit: bool) -> list[tuple[list[Candidate], list[str], FloatMatrix]]:
     """Return the candidates of each bundle of a model, names of their scores, and their scores and probabilities."""
     rows: dict[tuple[str, ...], list[Candidate]] = defaultdict(list)
     values: dict[tuple[str, ...], list[FloatMatrix]] = defaultdict(list)

@@ -44,9 +44,7 @@ def binomial_interval(successes: int, trials: int, *, level: float = 0.99) -> Ra
     return RateInterval(float(interval.low), float(interval.high))
 
 
-def weighted_interval(
-    hits: npt.ArrayLike, weights: npt.NDArray[np.float64], *, level: float = 0.99
-) -> RateInterval:
+def weighted_interval(hits: npt.ArrayLike, weights: npt.NDArray[np.float64], *, level: float = 0.99) -> RateInterval:
     """Interval of the rate of hits in a population that n members were drawn from.
 
     Args:

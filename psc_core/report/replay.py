@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +18,9 @@ def to_text(replay: Replay) -> str:
         cells = [header, *rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines += ["", title]
-        lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+        ]
     if replay.audit:
         lines += ["", f"another decision: {_cell(replay.flipped())}; another label: {_cell(replay.relabelled())}"]
     return "\n".join(lines)

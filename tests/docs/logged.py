@@ -1,4 +1,4 @@
-"""For the walk of the documentation: ``LOG COUNT`` ends with 0 once a log has so many rows; ``BUNDLE`` tells its version."""
+"""For the walk of a document: ``LOG COUNT`` ends with 0 once a log has so many rows, ``BUNDLE`` tells its version."""
 
 from __future__ import annotations
 

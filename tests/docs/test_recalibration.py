@@ -20,9 +20,12 @@ MODULES = {
     "psc-replay": "psc_core.cli.replay",
 }
 GUARD_SECONDS = 1200
-READY = 'until python -c "import httpx; assert httpx.get(\'$URL/readyz\').is_success" 2> /dev/null; do sleep 0.2; done'
+READY = "until python -c \"import httpx; assert httpx.get('$URL/readyz').is_success\" 2> /dev/null; do sleep 0.2; done"
 LOGGED = "until python -m tests.docs.logged log 800; do sleep 0.2; done"
-SWAPPED = 'until python -c "import httpx; print(httpx.get(\'$URL/model\').text)" | grep -q "$(python -m tests.docs.logged digits-2)"; do sleep 0.2; done'
+SWAPPED = (
+    'until python -c "import httpx; print(httpx.get(\'$URL/model\').text)" '
+    '| grep -q "$(python -m tests.docs.logged digits-2)"; do sleep 0.2; done'
+)
 
 
 def test_the_circle_runs_as_it_stands(tmp_path: Path) -> None:
@@ -34,9 +37,8 @@ def test_the_circle_runs_as_it_stands(tmp_path: Path) -> None:
     script += ["kill %1", "wait %1"]
     commands = tmp_path / "bin"
     commands.mkdir()
-    (commands / "python").symlink_to(sys.executable)
-    for name, module in MODULES.items():
-        (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+    for name, words in {"python": "", **{name: f"-m {module} " for name, module in MODULES.items()}}.items():
+        (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words}"$@"\n')
         (commands / name).chmod(0o755)
     work = tmp_path / "work"
     work.mkdir()

@@ -112,9 +112,7 @@ class TaskFit:
         """
         raise NotImplementedError
 
-    def kept_policy(
-        self, found: BasePolicy, before: BasePolicy, metrics: Mapping[str, Any]
-    ) -> tuple[BasePolicy, str]:
+    def kept_policy(self, found: BasePolicy, before: BasePolicy, metrics: Mapping[str, Any]) -> tuple[BasePolicy, str]:
         """Return the policy of a model that is calibrated again, and a warning or "".
 
         What the images could not show, by the metrics of :meth:`calibrate`, stays as it was before.

@@ -39,7 +39,9 @@ def test_tables_say_what_they_are_of(model: FittedModel, data_root: Path, tmp_pa
         )
         for i, content in enumerate(contents)
     ]
-    found = replay(write_log(tmp_path / "log", [*images, images[0], Logged(png(np.zeros((9, 9), np.uint8)), stored=False)]), model)
+    found = replay(
+        write_log(tmp_path / "log", [*images, images[0], Logged(png(np.zeros((9, 9), np.uint8)), stored=False)]), model
+    )
     assert len(found.rows) == 61 and len(found.images) == 60 and len(found.audit) == 31
     weights = [2.0 if i < 30 else 10.0 for i in range(0, 60, 2)] + [2.0]
     flips = [i % 3 == 0 for i in range(0, 60, 2)] + [True]

@@ -62,7 +62,9 @@ def test_only_the_calibration_is_another(model: FittedModel, audit: Audit, tmp_p
     is_ood = torch.tensor([decision == "abstain_ood" for decision in after.decision])
     assert int(is_ood.sum()) <= new.policy.alpha * (len(scores) + 1)
     assert "audit slice from 2026-11-20 to 2026-11-20: 205 stored images, 205 judged: 200 of a class" in found.lines[0]
-    assert "5 none_of_the_classes" in found.lines[0] and any("judged none_of_the_classes" in line for line in found.lines)
+    assert "5 none_of_the_classes" in found.lines[0] and any(
+        "judged none_of_the_classes" in line for line in found.lines
+    )
     manifest = new.save(tmp_path / "bundle")
     assert manifest.version != model.version and found.warnings == ()
     again = load_model(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY])
@@ -83,9 +85,9 @@ def test_images_drawn_rarely_count_more(model: FittedModel, audit: Audit) -> Non
 
 def test_refuses_rates_that_the_images_cannot_keep(model: FittedModel, audit: Audit) -> None:
     few = audit.at(torch.arange(30))
-    with pytest.raises(UsageError, match="alpha ≥ .* with n = 30 .* at least 99 images"):
+    with pytest.raises(UsageError, match=r"alpha ≥ .* with n = 30 .* at least 99 images"):
         recalibrate_on(model, few, {"alpha": 0.01})
-    with pytest.raises(UsageError, match="coverage ≤ .* with n = 30 .* at least 99 images"):
+    with pytest.raises(UsageError, match=r"coverage ≤ .* with n = 30 .* at least 99 images"):
         recalibrate_on(model, few, {"coverage": 0.99})
     with pytest.raises(UsageError, match="calibration of a classification does not read max_width"):
         recalibrate_on(model, few, {"max_width": 2.0})

@@ -9,8 +9,8 @@ import pytest
 
 from psc_core.errors import DataError
 from psc_core.images.preprocess import PRESETS
-from psc_core.log.source import LoggedImages, is_stored
 from psc_core.log.schema import image_path
+from psc_core.log.source import LoggedImages, is_stored
 from tests.logged import Logged, png, write_log
 
 
@@ -26,7 +26,7 @@ def test_reads_what_was_stored_and_nothing_else(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="was changed since it was logged"):
         source.read(0, PRESETS["mnist"])
     (tmp_path / path).unlink()
-    with pytest.raises(DataError, match="cannot read the image .*restore it or remove it"):
+    with pytest.raises(DataError, match=r"cannot read the image .*restore it or remove it"):
         source.read(0, PRESETS["mnist"])
 
 

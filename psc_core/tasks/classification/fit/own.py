@@ -20,9 +20,7 @@ def fit_own(logits: Float[Tensor, "m classes"], labels: Int[Tensor, " m"]) -> Ow
     return own
 
 
-def retempered(
-    own: OwnHead, probabilities: Float[Tensor, "m classes"], labels: Int[Tensor, " m"]
-) -> OwnHead:
+def retempered(own: OwnHead, probabilities: Float[Tensor, "m classes"], labels: Int[Tensor, " m"]) -> OwnHead:
     """Return the head with another temperature, by what it gives for m other examples; itself where that gains little.
 
     Logits are known from their softmax up to a constant of each example, which no probability depends on.

@@ -62,9 +62,7 @@ class ClassificationFit(TaskFit):
         z, logits, labels = (part.to(job.device) for part in (selection.head_input[:], logits, selection.labels))
         return better_of(head, own, z, logits, labels)
 
-    def kept_policy(
-        self, found: BasePolicy, before: BasePolicy, metrics: Mapping[str, Any]
-    ) -> tuple[BasePolicy, str]:
+    def kept_policy(self, found: BasePolicy, before: BasePolicy, metrics: Mapping[str, Any]) -> tuple[BasePolicy, str]:
         """Keep the ambiguity threshold where the images show none: without one nothing would be ambiguous."""
         risk, threshold = metrics["risk"]["promised"], before.model_dump()["ambiguity_threshold"]
         if metrics["risk"]["threshold"] is not None:
