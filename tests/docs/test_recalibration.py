@@ -23,7 +23,7 @@ GUARD_SECONDS = 1200
 READY = "until python -c \"import httpx; assert httpx.get('$URL/readyz').is_success\" 2> /dev/null; do sleep 0.2; done"
 LOGGED = "until python -m tests.docs.logged log 800; do sleep 0.2; done"
 SWAPPED = (
-    'until python -c "import httpx; print(httpx.get(\'$URL/model\').text)" '
+    "until python -c \"import httpx; print(httpx.get('$URL/model').text)\" "
     '| grep -q "$(python -m tests.docs.logged digits-2)"; do sleep 0.2; done'
 )
 
