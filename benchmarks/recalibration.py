@@ -50,10 +50,13 @@ REPEATS: Final = {"smoke": 3, "cpu": 50, "full": 50}
 IMAGES: Final = {"smoke": 400, "cpu": 2000, "full": 10_000}
 """Of each set: half of them are the log, half are what comes next."""
 
-PER_CLASS: Final = 150
-"""Photographs that the output layer of the frozen network is fitted on, and then PSC."""
+PHOTOGRAPHS: Final = {"cpu": 1200, "full": 10_000}
+"""The same of photographs, whose network is slower."""
 
-VALIDATION: Final = 1000
+FITTED_ON: Final = 1000
+"""Photographs that PSC is fitted on; the output layer of the frozen network has 5,000."""
+
+VALIDATION: Final = 800
 """Photographs that select and calibrate."""
 
 LABELS: Final = (100, 250, 500)
@@ -82,6 +85,7 @@ def main(argv: list[str] | None = None) -> Json:
     settings = {"seed": run.seed, "repeats": REPEATS[run.scale], "images": IMAGES[run.scale]}
     run.part("digits", settings, partial(digits, run))
     if run.scale != "smoke":
+        settings["images"] = PHOTOGRAPHS[run.scale]
         run.part("photographs", settings, partial(photographs, run))
     return run.write({"parts": run.finished()}, fragment)
 
@@ -100,8 +104,8 @@ def digits(run: Run) -> Json:
 
 def photographs(run: Run) -> Json:
     """A frozen pretrained network on photographs taken otherwise."""
-    few = pretrained.limited(run)
-    trained = pretrained.obtain(few, PretrainedJob(10, per_class=PER_CLASS, epochs=0, seed=run.seed))
+    few = replace(run, fit_images=FITTED_ON, test_images=PHOTOGRAPHS[run.scale])
+    trained = pretrained.obtain(few, PretrainedJob(10, per_class=500, epochs=0, seed=run.seed))
     trained = replace(trained, val=random_images(trained.val, VALIDATION, run.seed))
     parts = fitting.stages(few, trained, density=FitSettings.density)
     model = fit_psc(
@@ -109,7 +113,7 @@ def photographs(run: Run) -> Json:
     )
     shifts: dict[str, Callable[[Tensor], Tensor] | None] = {"as they were": None}
     shifts |= {name: SHIFTS[name] for name in SEEN}
-    return compare(run, model, {name: (trained.test, shift) for name, shift in shifts.items()})
+    return compare(few, model, {name: (trained.test, shift) for name, shift in shifts.items()})
 
 
 def compare(run: Run, model: PSC, sets: Mapping[str, tuple[ImageDataset, Callable[[Tensor], Tensor] | None]]) -> Json:

@@ -60,6 +60,7 @@ def recalibrate(args: argparse.Namespace) -> None:
     model = load_model(bundle, device=args.device, allow_factories=args.allow_factories)
     audit = read_audit(open_log(args.log), model, args.model, since=args.since, until=args.until)
     changes = {name: getattr(args, name) for name in ("alpha", "coverage", "risk") if getattr(args, name) is not None}
+    print(audit.summary(), flush=True)
     found = recalibrate_on(model, audit, changes)
     print(*found.lines, *(f"warning: {text}" for text in found.warnings), sep="\n")
     manifest = found.model.save(out)

@@ -28,6 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from psc_core.calibration.weighted import worth
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.errors import DataError, UsageError
 from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, joined, read_labels
@@ -72,6 +73,17 @@ class Audit:
     others: Mapping[str, ImageDataset]
     days: tuple[str, str]
     stored: int
+
+    def summary(self) -> str:
+        """Return how many images there are of each kind, for people."""
+        judged = len(self.of_class) + sum(map(len, self.others.values()))
+        others = "".join(f", {len(images)} {verdict}" for verdict, images in self.others.items())
+        equal = worth(self.weights)
+        counts = f", which count as {equal} drawn equally" if equal < len(self.of_class) else ""
+        return (
+            f"audit slice from {self.days[0]} to {self.days[1]}: {self.stored} stored images, {judged} judged: "
+            f"{len(self.of_class)} of a class{counts}{others}"
+        )
 
     def at(self, positions: Tensor) -> Audit:
         """Return it with some of the images that show a class."""

@@ -61,7 +61,7 @@ def recalibrate_on(model: FittedModel, audit: Audit, changes: Mapping[str, Any])
         FitError: Scores that are not finite.
     """
     fit, settings = task_fit(model.task.name), settings_of(model, changes)
-    lines, tempered, calibrates = [*_counts(audit)], model, audit
+    lines, tempered, calibrates = [], model, audit
     if fit.has_temperature(model.pipeline.scorer.head):
         chooses, rest = _split(audit)
         if len(chooses.of_class) >= FEWEST_TO_CHOOSE:
@@ -86,16 +86,6 @@ def _split(audit: Audit) -> tuple[Audit, Audit]:
     """The images that choose the temperature, and those that calibrate: in the order of digests, which is random."""
     count = round(CHOOSES * len(audit.of_class))
     return audit.at(torch.arange(count)), audit.at(torch.arange(count, len(audit.of_class)))
-
-
-def _counts(audit: Audit) -> list[str]:
-    judged = len(audit.of_class) + sum(map(len, audit.others.values()))
-    others = "".join(f", {len(images)} {verdict}" for verdict, images in audit.others.items())
-    first, last = audit.days
-    return [
-        f"audit slice from {first} to {last}: {audit.stored} stored images, {judged} judged: "
-        f"{len(audit.of_class)} of a class{others}"
-    ]
 
 
 def _with_history(found: FittedModel, before: FittedModel, audit: Audit, calibrates: Audit) -> dict[str, Any]:

@@ -61,10 +61,8 @@ def test_only_the_calibration_is_another(model: FittedModel, audit: Audit, tmp_p
     assert new.calibration.ood_scores.tolist() == sorted(scores)
     is_ood = torch.tensor([decision == "abstain_ood" for decision in after.decision])
     assert int(is_ood.sum()) <= new.policy.alpha * (len(scores) + 1)
-    assert "audit slice from 2026-11-20 to 2026-11-20: 205 stored images, 205 judged: 200 of a class" in found.lines[0]
-    assert "5 none_of_the_classes" in found.lines[0] and any(
-        "judged none_of_the_classes" in line for line in found.lines
-    )
+    assert "205 stored images, 205 judged: 200 of a class, 5 none_of_the_classes" in audit.summary()
+    assert "judged none_of_the_classes" in found.lines[1]
     manifest = new.save(tmp_path / "bundle")
     assert manifest.version != model.version and found.warnings == ()
     again = load_model(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY])
@@ -77,7 +75,9 @@ def test_only_the_calibration_is_another(model: FittedModel, audit: Audit, tmp_p
 
 def test_images_drawn_rarely_count_more(model: FittedModel, audit: Audit) -> None:
     rare = torch.arange(200) % 2 == 0
-    new = recalibrate_on(model, replace(audit, weights=torch.where(rare, 20.0, 2.0).double()), {}).model
+    uneven = replace(audit, weights=torch.where(rare, 20.0, 2.0).double())
+    assert "200 of a class, which count as 110 drawn equally, 5 none" in uneven.summary()
+    new = recalibrate_on(model, uneven, {}).model
     assert len(new.calibration) == 110 == new.report["provenance"][HISTORY][-1]["worth"]
     scores = new.compute(next(audit.of_class.batches(200)).images)["ood_score"]
     assert float(new.calibration.ood_scores.median()) == pytest.approx(float(scores[rare].median()), rel=0.2)
@@ -116,7 +116,7 @@ def test_base_predictions_get_another_temperature_from_images_that_do_not_calibr
     fitted = found.model.pipeline.scorer.head
     assert float(fitted.temperature) > 5 * float(sharp.temperature)
     assert fitted.record["temperature"] == pytest.approx(float(fitted.temperature))
-    assert len(found.model.calibration) == 150 and "by 50 images, which do not calibrate" in found.lines[1]
+    assert len(found.model.calibration) == 150 and "by 50 images, which do not calibrate" in found.lines[0]
     few = recalibrate_on(base, audit.at(torch.arange(60)), {})
     assert len(few.model.calibration) == 60 and few.model.pipeline.scorer.head is head
 
