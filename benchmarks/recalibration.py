@@ -60,6 +60,11 @@ VALIDATION: Final = 800
 """Photographs that select and calibrate."""
 
 LABELS: Final = (100, 250, 500)
+"""Of the audit slice."""
+
+OTHERS: Final = 250
+"""Labels that were chosen otherwise, a part of the log: of nearly all images any choice is fair."""
+
 SEEN: Final = ("rotated by 15°", "blurred", "half the contrast")
 AS_FITTED: Final = "as fitted"
 BATCH: Final = 64
@@ -82,7 +87,7 @@ class Seen(NamedTuple):
 def main(argv: list[str] | None = None) -> Json:
     """Score, then draw and calibrate many times."""
     run = runs.start(NAME, runs.parser(__doc__).parse_args(argv))
-    settings = {"seed": run.seed, "repeats": REPEATS[run.scale], "images": IMAGES[run.scale]}
+    settings = {"seed": run.seed, "repeats": REPEATS[run.scale], "images": IMAGES[run.scale], "others": OTHERS}
     run.part("digits", settings, partial(digits, run))
     if run.scale != "smoke":
         settings["images"] = PHOTOGRAPHS[run.scale]
@@ -132,9 +137,9 @@ def compare(run: Run, model: PSC, sets: Mapping[str, tuple[ImageDataset, Callabl
             log, after = (seen.at(half) for half in order.chunk(2))
             found.setdefault(AS_FITTED, []).append(kept(model, model.calibration, model.policy, after))
             chosen = {f"audit, {n}": log.at(torch.arange(n)) for n in LABELS if n <= len(log.images)}
-            most = max((n for n in LABELS if n <= len(log.images)), default=0)
-            chosen[f"informative, {most}"] = log.at(informative(log.outputs)[:most])
-            chosen[f"accepted, {most}"] = log.at(accepted(model, log.outputs)[:most])
+            others = min(OTHERS, len(log.images) // 2)
+            chosen[f"informative, {others}"] = log.at(informative(log.outputs)[:others])
+            chosen[f"accepted, {others}"] = log.at(accepted(model, log.outputs)[:others])
             for how, labelled in chosen.items():
                 calibration, policy = calibrated(labelled, settings, model.policy)
                 found.setdefault(how, []).append(kept(model, calibration, policy, after))
