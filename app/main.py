@@ -63,9 +63,7 @@ def create_app(
         ApiKeys.from_settings(settings),
         bundles if models is None else models,
         load if models is None else models.__getitem__,
-        on_models_changed=runtime.models_changed,
-        on_failure=runtime.failed,
-        on_reloaded=runtime.reloaded,
+        runtime,
     )
 
     @asynccontextmanager

@@ -66,12 +66,13 @@ class MemoryBudget:
     Args:
         asked: The budget, where the process may have four times as much.
         processes: Processes that share the limits.
-        max_pixels: Of the largest image: so much is left for decoding, whatever else is held, or half of the budget.
+        max_pixels: Pixels of the largest image: so much is left for decoding, whatever else is held, or half of the
+            budget.
 
     Attributes:
         total: The budget, bytes.
         process_bytes: The memory that this process may have.
-        held: What is held now, bytes.
+        held: Bytes held now.
         shortage: Why nothing more is accepted; empty while there is memory.
     """
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from app.cli import default_text
-from app.http.problems import GRPC_CODES, INTERNAL, ROUTING, TABLE, TYPE_PREFIX
+from app.grpc import CODES
+from app.http.problems import INTERNAL, ROUTING, TABLE, TYPE_PREFIX
 from app.observability.metrics import METRICS
 from app.settings import Settings
 from app.settings_sources import ENV_PREFIX
@@ -42,7 +43,7 @@ def problems_table() -> str:
     rows = sorted({*TABLE.values(), INTERNAL, *((status, *row) for status, row in ROUTING.items())})
     return _table(
         ("status", "gRPC", "type", "title"),
-        [(status, f"`{GRPC_CODES[status]}`", f"`{TYPE_PREFIX}{slug}`", title) for status, slug, title in rows],
+        [(status, f"`{CODES[status]}`", f"`{TYPE_PREFIX}{slug}`", title) for status, slug, title in rows],
     )
 
 

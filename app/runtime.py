@@ -19,7 +19,7 @@ import torch.compiler.config
 from prometheus_client.multiprocess import mark_process_dead
 
 from app.observability.metrics import PROCESS_FILES, forget_dead_processes
-from app.service import Service
+from app.service import Host, Service
 from app.settings import Settings
 from psc_core.compute.allocator import keep_freed_memory, release_freed_memory
 from psc_core.images.decode import mute_codecs
@@ -35,7 +35,7 @@ _MAX_COMPILED_SHAPES: Final = 1 << 16
 """Shapes compiled in one process: buckets of all models, and of every reload."""
 
 
-class Runtime:
+class Runtime(Host):
     """A host that manages its process itself, such as a test or another ASGI server.
 
     Attributes:
@@ -43,15 +43,6 @@ class Runtime:
     """
 
     starts_ready = False
-
-    def models_changed(self) -> None:
-        """Every model is ready, or models that a reload replaced have ended."""
-
-    def failed(self) -> None:
-        """The process should be replaced; the service's ``exit_code`` says why."""
-
-    def reloaded(self) -> None:
-        """A request had this process load its bundles again; other processes of the host should do so too."""
 
     @contextlib.contextmanager
     def running(self, service: Service) -> Iterator[None]:

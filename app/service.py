@@ -30,6 +30,19 @@ SWEEP_SECONDS: Final = 0.05
 """Seconds between two looks at deadlines, departed clients, recorded predictions, memory and file descriptors."""
 
 
+class Host:
+    """The process that a service runs in, told of what concerns all of it; this one does nothing about it."""
+
+    def models_changed(self) -> None:
+        """Every model is ready, or models that a reload replaced have ended."""
+
+    def failed(self) -> None:
+        """The process should be replaced; the service's ``exit_code`` and ``exit_message`` say why."""
+
+    def reloaded(self) -> None:
+        """A request had this process load its bundles again; other processes of the host should do so too."""
+
+
 class Service:
     """The parts of one service process.
 
@@ -38,16 +51,14 @@ class Service:
         keys: API keys of both roles.
         names: Model names, the default first.
         load: Reads the model of a name; called on a thread.
-        on_models_changed: Called when every model is ready, and when replaced models have ended.
-        on_failure: Called when the process should end, with ``exit_code`` and ``exit_message`` set.
-        on_reloaded: Called when a request had bundles reloaded.
+        host: The process that it runs in.
 
     Attributes:
         metrics: This application's metrics.
-        memory: What requests may hold of it.
+        memory: The bytes that requests may hold.
         log: Of predictions; None where there is none.
         registry: The models.
-        exit_code: What the process should end with.
+        exit_code: The code with which the process should end.
         exit_message: Why, one line.
         inflight: Requests being answered.
         draining: Whether the service is about to end.
@@ -59,10 +70,7 @@ class Service:
         keys: ApiKeys,
         names: Iterable[str],
         load: Callable[[str], FittedModel],
-        *,
-        on_models_changed: Callable[[], None],
-        on_failure: Callable[[], None],
-        on_reloaded: Callable[[], None],
+        host: Host,
     ) -> None:
         self.settings = settings
         self.metrics = Metrics()
@@ -77,14 +85,13 @@ class Service:
             load,
             self.metrics,
             retire_within_s=settings.deadline_seconds,
-            on_models_changed=on_models_changed,
+            on_models_changed=host.models_changed,
         )
         self.exit_code: int = ExitCode.OK
         self.exit_message = ""
         self.inflight = 0
         self.draining = False
-        self._on_failure = on_failure
-        self._on_reloaded = on_reloaded
+        self._host = host
         self._drained_by = 0.0
         self._tasks: list[asyncio.Task[None]] = []
         self._descriptors = DescriptorWatch()
@@ -155,7 +162,7 @@ class Service:
     async def reload(self, name: str | None) -> list[tuple[str, str, str]]:
         """Reload one bundle or all for a request and tell the host; see :meth:`.Registry.reload`."""
         changes = await self.registry.reload(name)
-        self._on_reloaded()
+        self._host.reloaded()
         return changes
 
     async def reload_quietly(self) -> None:
@@ -213,7 +220,7 @@ class Service:
         """Have the process end, with ``exit_code`` once what was accepted is answered."""
         if self.exit_code == ExitCode.OK:
             self.exit_code, self.exit_message = exit_code, message
-        self._on_failure()
+        self._host.failed()
 
 
 def service_of(request: Request) -> Service:

@@ -94,6 +94,12 @@ def listed(names: Sequence[str], at_most: int) -> str:
     return ", ".join(names[:at_most]) + (", …" if len(names) > at_most else "")
 
 
+def shortened(text: str, at_most: int = 200) -> str:
+    """Return a text, or beginning and end of a long one, for messages; input from outside may be of any length."""
+    half = at_most // 2
+    return text if len(text) <= at_most else f"{text[:half]}…{text[-half:]}"
+
+
 def fault(item: Any, kind: str = "") -> str:
     """``"kind where: message"``, of what pydantic found wrong: one item of ``ValidationError.errors()``.
 

@@ -27,7 +27,7 @@ PREDICTIONS: Final = ("auto", "psc", "base")
 """The predictions that a model can give: the better, the head's, or the network's own."""
 
 HEAD_INPUTS: Final = ("both", "z")
-"""What a classifier's head can read: z and the features averaged over positions, or z alone as in the paper."""
+"""The inputs of a classifier's head: z and the features averaged over positions, or z alone as in the paper."""
 
 OOD_SCORES: Final = ("gates", "density")
 """The parts that an OOD score, and with it the p-value, can be made of."""

@@ -29,6 +29,7 @@ from app.client import (
 )
 from psc_core.errors import ExitCode
 from psc_core.images import SUFFIXES
+from psc_core.tables import aligned
 from psc_core.tasks.answer import BaseAnswer
 from psc_core.version import __version__
 
@@ -181,18 +182,15 @@ def _document(outcome: Outcome) -> dict[str, Any]:
 
 def _print_table(rows: Sequence[tuple[str, Mapping[str, str] | ClientError]]) -> None:
     """Print a line for each image: its cells below their titles, or why there are none."""
-    answered = [cells for _, cells in rows if not isinstance(cells, ClientError)]
-    head = {title: title for cells in answered for title in cells}
-    widths = {title: max(len(cells.get(title, "")) for cells in (head, *answered)) for title in head}
-    words = {*list(head)[:1], *list(head)[-1:]}  # The columns between are numbers.
-    names = max(len(image) for image in ("image", *(image for image, _ in rows)))
-    for image, cells in (("image", head), *rows):
-        if isinstance(cells, ClientError):
-            texts = [f"error: {cells}"]
-        else:
-            padded = ((title, cells.get(title, ""), width) for title, width in widths.items())
-            texts = [text.ljust(width) if title in words else text.rjust(width) for title, text, width in padded]
-        print("  ".join((image.ljust(names), *texts)).rstrip())
+    titles = list(dict.fromkeys(title for _, cells in rows if not isinstance(cells, ClientError) for title in cells))
+    table = [["image", *titles]]
+    for image, cells in rows:
+        table.append([image, *([] if isinstance(cells, ClientError) else (cells.get(title, "") for title in titles))])
+    names = max(len(row[0]) for row in table)
+    head, *lines = aligned(table, left={0, 1, len(titles)})  # The columns between are numbers.
+    print(head)
+    for line, (_, cells) in zip(lines, rows, strict=True):
+        print(f"{line:<{names}}  error: {cells}" if isinstance(cells, ClientError) else line)
 
 
 def _positive_int(text: str) -> int:

@@ -41,7 +41,7 @@ class ProblemError(ClientError):
     Attributes:
         status: HTTP status.
         title: Kind of problem.
-        detail: What was wrong this time.
+        detail: The fault of this request.
         type: URI of the kind.
         filename: Its name, if it has one.
         trace_id: Id under which the service logged it, if it said so.

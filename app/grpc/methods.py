@@ -21,7 +21,7 @@ from app.grpc.wire import check_counts
 from app.http.uploads import parse, read_body
 from app.http.v2 import repository
 from app.http.v2 import routes as v2
-from app.http.v2.inference import find_model, infer
+from app.http.v2.inference import Received, find_model, infer
 from app.http.v2.schemas import InferRequest
 from app.http.v2.tensors import request_of, to_binary
 from app.service import service_of, service_to_predict
@@ -52,7 +52,7 @@ async def _infer(request: Request) -> Response:
     name, version = message.model_name, message.model_version or None
     find_model(service, name, version).engine.check_room()
     wanted, binary = await parse(body, _tensor_of, message)
-    answer = await infer(service, name, version, wanted, binary, body, request.receive)
+    answer = await infer(service, name, version, Received(wanted, binary, body), request.receive)
     model = answer.served
     response = METHODS["ModelInfer"][1](model_name=model.name, model_version=model.model.version, id=message.id)
     response.parameters["alpha"].double_param = answer.alpha

@@ -1,7 +1,7 @@
 """gRPC in front of the application: each call is a POST to the path of its method, with the message as the body.
 
-So limits, keys, metrics, traces and errors are those of every other request.  :data:`app.http.problems.GRPC_CODES`
-gives the code of an error; ``retry-after`` and ``traceresponse`` go as trailing metadata.
+So limits, keys, metrics, traces and errors are those of every other request.  :data:`app.grpc.CODES` gives the code of
+an error; ``retry-after`` and ``traceresponse`` go as trailing metadata.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import grpc
 import orjson
 from starlette.types import ASGIApp, Message
 
+from app.grpc import CODES
 from app.grpc.messages import METHODS, PREFIX
 from app.grpc.methods import SMALL_SECONDS
 from app.grpc.places import Places
-from app.http.problems import GRPC_CODES
 from app.service import Service
 from psc_core.errors import UsageError
 
@@ -144,5 +144,5 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         context.set_trailing_metadata([each for each in headers if each[0] in ("retry-after", "traceresponse")])
         if (status := start.get("status", 500)) >= 400:
             detail = orjson.loads(body)["detail"] if body else "internal error; see the log"
-            await context.abort(grpc.StatusCode[GRPC_CODES.get(status, "UNKNOWN")], detail)
+            await context.abort(grpc.StatusCode[CODES.get(status, "UNKNOWN")], detail)
         return bytes(body)

@@ -53,6 +53,7 @@ from psc_core.errors import (
     UndecodableImage,
     UnsupportedImage,
     all_faults,
+    shortened,
 )
 
 logger = logging.getLogger("psc.http")
@@ -103,25 +104,6 @@ TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
 }
 """Error class → (HTTP status, last part of the problem type, title)."""
 
-GRPC_CODES: Final = {
-    400: "INVALID_ARGUMENT",
-    401: "UNAUTHENTICATED",
-    403: "PERMISSION_DENIED",
-    404: "NOT_FOUND",
-    405: "UNIMPLEMENTED",
-    408: "DEADLINE_EXCEEDED",
-    409: "ABORTED",
-    413: "RESOURCE_EXHAUSTED",
-    415: "INVALID_ARGUMENT",
-    422: "INVALID_ARGUMENT",
-    429: "RESOURCE_EXHAUSTED",
-    499: "CANCELLED",
-    500: "INTERNAL",
-    503: "UNAVAILABLE",
-    504: "DEADLINE_EXCEEDED",
-}
-"""HTTP status → the code by which gRPC says the same."""
-
 INTERNAL: Final = (500, "internal", "Internal error")
 ROUTING: Final = {
     404: ("not-found", "No such resource"),
@@ -144,7 +126,7 @@ def problem_of(error: BaseException) -> Problem:
     headers: dict[str, str] = {}
     members: dict[str, Any] = {}
     if isinstance(error, ImageRefused):
-        members = {"index": error.index, "filename": error.name and shorten(error.name)}
+        members = {"index": error.index, "filename": error.name and shortened(error.name, MAXIMUM_DETAIL)}
     if isinstance(error, InferenceFailed):
         members = {"index": error.index}
     if isinstance(cause, Overloaded):
@@ -161,18 +143,9 @@ def _problem(
     row: tuple[int, str, str], detail: str, headers: Mapping[str, str] | None = None, **members: Any
 ) -> Problem:
     status, slug, title = row
-    detail = shorten(detail)
+    detail = shortened(detail, MAXIMUM_DETAIL)
     document = ProblemDocument(type=TYPE_PREFIX + slug, title=title, status=status, detail=detail, **members)
     return Problem(document, headers or {})
-
-
-def shorten(detail: str) -> str:
-    """Return at most :data:`MAXIMUM_DETAIL` characters: a part of a request may be as long as the request."""
-    return (
-        detail
-        if len(detail) <= MAXIMUM_DETAIL
-        else f"{detail[: MAXIMUM_DETAIL // 2]} … {detail[-MAXIMUM_DETAIL // 2 :]}"
-    )
 
 
 def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response:
@@ -180,7 +153,7 @@ def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response
 
     Args:
         error: Any error.
-        scope: Of the request that it ended.
+        scope: Scope of the request that it ended.
         metrics: Where it is counted.
     """
     problem = problem_of(error)

@@ -72,6 +72,9 @@ class ModelDocument(Document):
     classes: list[str] = Field(description="Of a regression the bins of its target.")
     input: dict[str, Any] = Field(description="Preprocessing.")
     policy: _AnyPolicy
+    notes: list[str] = Field(
+        description="What to know of decisions by this policy: `No image is called ambiguous`, say."
+    )
     calibration: CalibrationDocument
     report: dict[str, Any] = Field(description="What fitting measured: collapse, metrics, provenance.")
     models: list[str] = Field(description="Names of all served models, the default first.")
@@ -80,10 +83,11 @@ class ModelDocument(Document):
 class LiveDocument(Document):
     """A summary of the latest answers of one process of the service."""
 
-    images: int = Field(description="Images in the window, at most the setting `drift_window`.")
+    images: int = Field(description="Monitored images in the window, at most the setting `drift_window`.")
     ood_fraction: float = Field(description="Fraction of these with p ≤ alpha.")
     alpha: float
-    drift_alarms: int = Field(description="Alarms since this process serves the model.")
+    drift_active: bool = Field(description="Whether an episode of drift lasts.")
+    drift_alarms: int = Field(description="Episodes since this process serves the model.")
     queued_images: int
     queue_limit: int
 

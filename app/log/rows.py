@@ -18,7 +18,9 @@ from psc_core.log.models import LoggedModel
 from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, arrow, image_path, row_schema
 from psc_core.tasks.outputs import FloatArray, Outputs
 
-_FILLED: Final[tuple[str, ...]] = ("time", REQUEST_ID, IMAGE_INDEX, "policy", "audit", SHA256, IMAGE_PATH)
+_FILLED: Final[tuple[str, ...]] = (
+    "time", REQUEST_ID, IMAGE_INDEX, "policy", "audit", "audit_probability", SHA256, IMAGE_PATH,
+)  # fmt: skip
 """Columns that are filled row by row; all others are made of outputs and decisions."""
 
 ROW_BYTES: Final = 512
@@ -44,6 +46,7 @@ class Waiting(NamedTuple):
     outputs: Outputs[FloatArray]
     decisions: Any
     policy: Any
+    is_monitored: bool  # or else it is never of the slice
     size: int  # bytes that it is counted with
 
     def drawn(self) -> list[tuple[int, float]]:
@@ -88,12 +91,13 @@ class OpenRows:
             outputs = Outputs(outputs.packed[at], outputs.scores, outputs.gates)
             decisions = type(decisions)(*(part[at] for part in decisions))
         made: list[tuple[Any, ...]] = []
+        audit = sampling.audit if waiting.is_monitored else 0.0
         for (index, u), code in zip(drawn, decisions.decision.tolist(), strict=True):
             data = waiting.file(index)
             digest = hashlib.sha256(data).hexdigest()
             if u < sampling.images[code]:
                 wanted.append(ImageToStore(image_path(digest, extension_of(data)), data, len(self) + len(made)))
-            made.append((waiting.time_us, waiting.request_id, index, policy, u < sampling.audit, digest, None))
+            made.append((waiting.time_us, waiting.request_id, index, policy, u < audit, audit, digest, None))
         for name, cells in zip(_FILLED, zip(*made, strict=True), strict=True):
             self._cells[name].extend(cells)
         self._outputs.append(outputs)
@@ -122,7 +126,6 @@ class OpenRows:
             "label": model.task.tensor("label", outputs, decisions, model.classes) if has_label else [None] * n,
             "decision": np.array(model.task.decision_names(), dtype=object)[codes],
             "sampling_probability": np.array(self.source.sampling.rows)[codes],
-            "audit_probability": np.full(n, self.source.sampling.audit),
         }
         schema = row_schema(outputs.scores)
         arrays = [

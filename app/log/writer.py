@@ -159,7 +159,7 @@ class LogWriter:
                 images = rows.add(waiting, drawn)
                 self._open[key], kept = rows, rows.size - before
                 for image in images:
-                    is_stored = self._put(image.path, image.data)
+                    is_stored = self._put(image.path, image.data, synced=False)  # Its digest tells whether it is whole.
                     if is_stored:
                         rows.stored(image)
                     self._count("images", source, "written" if is_stored else "dropped", 1)
@@ -187,9 +187,9 @@ class LogWriter:
             self._known.add(source)
         return source in self._known
 
-    def _put(self, name: str, data: Any) -> bool:
+    def _put(self, name: str, data: Any, *, synced: bool = True) -> bool:
         try:
-            self.log.put(name, data)
+            self.log.put(name, data, synced=synced)
         except OSError as error:
             self._warn("cannot write", error)
             return False
@@ -227,10 +227,16 @@ class ModelLog:
         outputs: Outputs[FloatArray],
         decisions: Any,
         policy: Any,
+        *,
+        is_monitored: bool,
     ) -> None:
-        """Images of the current request were answered; call it on the event loop.  It only appends."""
+        """Images of the current request were answered; call it on the event loop.  It only appends.
+
+        Those that are not monitored are no part of what the service is for, and so never of the audit slice.
+        """
         size = images.nbytes if isinstance(images, np.ndarray) else sum(len(each.data) for each in images)
         size += outputs.packed.nbytes + ROW_BYTES * len(outputs)
         trace, now = current_trace.get() or begin_trace(None), time.time_ns() // 1000
         request_id = f"{trace.trace_id}-{trace.span_id}"
-        self.writer.add(Waiting(self.source, now, request_id, images, outputs, decisions, policy, size))
+        row = Waiting(self.source, now, request_id, images, outputs, decisions, policy, is_monitored, size)
+        self.writer.add(row)

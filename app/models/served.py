@@ -18,6 +18,7 @@ from app.inference.backend import choose_backend
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
 from app.inference.engine import Engine
+from app.inference.fingerprints import fingerprints
 from app.inference.request import Images
 from app.inference.steps import TorchThreads, make_step
 from app.log.writer import LogWriter, ModelLog
@@ -48,7 +49,7 @@ class ServedModel:
     Attributes:
         name: Name of the served model.
         model: The fitted model.
-        backend: What its network runs on, see :mod:`psc_core.model.backends`.
+        backend: The library that runs its network, see :mod:`psc_core.model.backends`.
         engine: Its queue and device worker.
         thresholds: Thresholds of a request that sets none.
         recorder: Told of its predictions.
@@ -65,7 +66,7 @@ class ServedModel:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What every answer says of the model: which one it is, and the fields of its task."""
+        """The members by which every answer identifies the model, and those of its task."""
         reference = {"name": self.name, "version": self.model.version, "layer": self.model.layer}
         return {"model": reference, **self.model.task.model_dump()}
 
@@ -98,6 +99,7 @@ class ServedModel:
         *,
         disconnected: Callable[[], bool],
         explain: bool = False,
+        monitor: bool = True,
     ) -> Predicted:
         """Outputs and decisions for the images of one request, which are recorded.
 
@@ -106,13 +108,14 @@ class ServedModel:
             thresholds: To decide by.
             disconnected: Whether the client has left.
             explain: Compute explanations too.
+            monitor: Count the images among those whose scores are watched.
         """
         result = await self.engine.predict(images, disconnected=disconnected, explain=explain)
         outputs = self.model.outputs(result.packed)
         decisions = self.model.task.decide(outputs, thresholds)
-        self.recorder.predicted(outputs, decisions)
+        self.recorder.predicted(outputs, decisions, await fingerprints(images) if monitor else None)
         if self.log is not None:
-            self.log.predicted(images, outputs, decisions, thresholds.policy)
+            self.log.predicted(images, outputs, decisions, thresholds.policy, is_monitored=monitor)
         return Predicted(outputs, decisions, result.explanation)
 
 
@@ -122,7 +125,7 @@ class ModelStarter:
     Args:
         settings: The service's settings.
         metrics: The application's metrics.
-        memory: What requests may hold of it.
+        memory: The bytes that requests may hold.
         log: Of predictions; None where there is none.
         on_failure: Called on the event loop when a model's device is dead.
     """

@@ -33,8 +33,20 @@ runs of one monitor share them, so the numbers of their false alarms are not ind
 replica or bundle begins a new monitor; N of them with δ/N each raise a false alarm with probability at most
 δ, whatever they share.
 
-Under lasting drift alarms repeat for as long as it lasts.  State: ``n + 1`` counters, ``window`` flags, one
-capital per ε.  Images are taken in by blocks, with a few array operations each; call it from one thread.
+**Episodes.**  An alarm begins an episode, which counts as one however long the drift lasts.  It ends with evidence of
+quiet, not with the lack of an alarm: images are tried in runs of ``window``, each of which begins at value one.  A
+trial fails when its value reaches ``1/QUIET``, or when so many of its images are out of distribution as have a
+probability below ``QUIET``.  The first trial that does not fail ends the episode, and a run with the bound δ begins.
+Of exchangeable images a trial fails with probability 2·QUIET at most, so that an episode ends within two windows after
+its drift in most cases.  Drift too weak to be seen in one window ends its episode early, and is to raise its alarm
+again.
+
+**Window.**  Whether an image is out of distribution is decided by the k-th largest of n calibration scores, so the
+number among m exchangeable images is not binomial but beta-binomial with k and n + 1 - k: few calibration images make
+every rate from 0 to several times alpha likely.
+
+State: ``n + 1`` counters, ``window`` flags, one capital per ε.  Images are taken in by blocks, with a few array
+operations each; call it from one thread.
 """
 
 from __future__ import annotations
@@ -45,7 +57,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import bdtrc
+from scipy.special import betaln
 
 from psc_core.rates import ood_rank
 
@@ -54,6 +66,9 @@ EXPONENTS: Final = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 _ONSET: Final = 10.0
 """c, how late bets begin: a larger one finds late drift sooner and early drift later."""
+
+QUIET: Final = 0.05
+"""The probability of what is too strange for the end of an episode."""
 
 _BLOCK: Final = 128
 _EPSILONS: Final = np.array(EXPONENTS)[:, None]
@@ -68,13 +83,16 @@ class DriftState:
 
     Attributes:
         log_martingale: Natural logarithm of the present run's value; ≤ 0 most of the time on a clean stream.
-        alarms: Alarms raised so far.
+        is_active: Whether an episode of drift lasts.
+        alarms: Alarms raised so far: episodes begun.
         window_images: Images in the window.
         window_ood_rate: Fraction of the window with ``p ≤ alpha``; 0 while the window is empty.
-        window_tail_probability: P(Binomial(n, alpha) ≥ OOD images in the window), with n images in it.
+        window_tail_probability: That of so many or more OOD images in the window, were all exchangeable with the
+            calibration images.
     """
 
     log_martingale: float
+    is_active: bool
     alarms: int
     window_images: int
     window_ood_rate: float
@@ -88,7 +106,7 @@ class DriftMonitor:
         calibration_count: n, the number of calibration images behind the p-values.
         alpha: The p-value at or below which an image counts as out of distribution.
         false_alarm_probability: δ, the bound on a false alarm in one run, ever.
-        window: Images in the window.
+        window: Images in the window, and in a trial of an episode.
     """
 
     def __init__(
@@ -107,6 +125,7 @@ class DriftMonitor:
         self._ood_cells = ood_rank(alpha, calibration_count)
         self._observed = 0
         self._alarms = 0
+        self._is_active = False
         self._window = np.zeros(window, bool)
         self._flagged = 0
         self._begin_run()
@@ -126,12 +145,9 @@ class DriftMonitor:
         cells = np.rint(good * (self.calibration_count + 1)).astype(np.int64) - 1
         cells = cells.clip(0, self.calibration_count)
         before = self._alarms
-        for start in range(0, len(cells), _BLOCK):
-            block = cells[start : start + _BLOCK]
-            self._remember(block < self._ood_cells)
-            self._observed += len(block)
-            while block.size:  # What comes after an alarm is a new run's.
-                block = block[self._bet(block) :]
+        while cells.size:
+            taken = self._take(cells[:_BLOCK])
+            cells = cells[taken:]
         if wrong.size:
             raise ValueError(f"expected a p-value in (0, 1], got {values[wrong[0]]}; pass served p-values only")
         return self._alarms - before
@@ -142,15 +158,43 @@ class DriftMonitor:
         count = min(self._observed, len(self._window))
         return DriftState(
             log_martingale=self._log_value,
+            is_active=self._is_active,
             alarms=self._alarms,
             window_images=count,
             window_ood_rate=self._flagged / count if count else 0.0,
-            window_tail_probability=binomial_tail(self._flagged, count, self.alpha),
+            window_tail_probability=window_tail(self._flagged, count, self._ood_cells, self.calibration_count),
         )
+
+    def _take(self, cells: npt.NDArray[np.int64]) -> int:
+        """Take in the next images, at most up to the end of a run or trial; returns how many."""
+        if self._is_active:
+            cells = cells[: len(self._window) - self._tried]
+        is_strange: bool = self._has_failed
+        if is_strange:
+            taken = len(cells)
+        else:
+            quiet = -math.log(QUIET)
+            threshold = min(quiet, self._log_threshold) if self._is_active else self._log_threshold
+            taken, is_strange = self._bet(cells, threshold)
+        self._remember(cells[:taken] < self._ood_cells)
+        self._observed += taken
+        if self._is_active:
+            self._has_failed = is_strange
+            self._tried += taken
+            if self._tried == len(self._window):  # Which holds this trial alone.
+                self._is_active = is_strange or self.state.window_tail_probability < QUIET
+                self._begin_run()
+        elif is_strange:
+            self._alarms += 1
+            self._is_active = True
+            self._begin_run()
+        return taken
 
     def _begin_run(self) -> None:
         self._counts = np.zeros(self.calibration_count + 1, np.int64)
         self._run_length = 0
+        self._tried = 0
+        self._has_failed: bool = False
         self._log_value = 0.0
         self._log_awake = np.full((len(EXPONENTS), 1), -np.inf)
 
@@ -172,8 +216,8 @@ class DriftMonitor:
         q: FloatArray = np.maximum((1.0 + cells + earlier) / images, served)
         return q
 
-    def _bet(self, cells: npt.NDArray[np.int64]) -> int:
-        """Bet on the next images; returns how many belong to this run, all of them or those up to an alarm.
+    def _bet(self, cells: npt.NDArray[np.int64], log_threshold: float) -> tuple[int, bool]:
+        """Bet on the next images until the value reaches a threshold; returns on how many, and whether it did.
 
         Awake capital S_k = (S_{k-1} + w_k) f(q_k) is, with F_k the product of the first k bets,
         F_k (S_0 + Σ_{j≤k} w_j / F_{j-1}): cumulative sums, of logarithms.
@@ -186,18 +230,39 @@ class DriftMonitor:
         stakes = np.concatenate([self._log_awake, log_woken - log_product + log_bets], axis=1)
         log_awake = log_product + np.logaddexp.accumulate(stakes, axis=1)[:, 1:]
         log_values = np.logaddexp(np.logaddexp.reduce(log_awake, axis=0), np.log(asleep))
-        alarms = np.flatnonzero(log_values >= self._log_threshold)
-        if alarms.size:
-            self._alarms += 1
-            self._begin_run()
-            return int(alarms[0]) + 1
+        reached = np.flatnonzero(log_values >= log_threshold)
+        if reached.size:
+            self._log_value = float(log_values[reached[0]])
+            return int(reached[0]) + 1, True
         self._counts += np.bincount(cells, minlength=len(self._counts))
         self._run_length += cells.size
         self._log_awake = log_awake[:, -1:]
         self._log_value = float(log_values[-1])
-        return cells.size
+        return cells.size, False
 
 
-def binomial_tail(successes: int, trials: int, probability: float) -> float:
-    """``P(Binomial(trials, probability) ≥ successes)``; 1 without successes."""
-    return 1.0 if successes <= 0 else float(bdtrc(successes - 1, trials, probability))
+def window_tail(ood: int, images: int, rank: int, n: int) -> float:
+    """P(BetaBinomial(images, rank, n + 1 - rank) ≥ ood): so many images score above the rank-th of n others.
+
+    They do when at most rank - 1 of the n are among the rank + ood - 1 highest scores of all, so that it is a sum of at
+    most ``rank`` hypergeometric probabilities.
+
+    Args:
+        ood: Images out of distribution.
+        images: All images.
+        rank: Calibration images that are out of distribution, at least 1 if any image is.
+        n: All calibration images.
+    """
+    if ood <= 0:
+        return 1.0
+    highest = rank + ood - 1
+    of_n = np.arange(max(0, highest - images), rank)
+    log_terms = _log_binomial(n, of_n) + _log_binomial(images, highest - of_n) - _log_binomial(n + images, highest)
+    return min(1.0, float(np.exp(log_terms).sum()))
+
+
+def _log_binomial(n: int, k: npt.ArrayLike) -> FloatArray:
+    """ln C(n, k)."""
+    k = np.asarray(k, np.float64)
+    result: FloatArray = -math.log(n + 1.0) - betaln(n - k + 1.0, k + 1.0)
+    return result

@@ -63,8 +63,15 @@ class Metrics:
         ("model", "label"),
         "Images answered, by predicted label; beyond 1,000 classes `(other)`; of a regression by its target's name.",
     )
-    psc_ood_total = Metric(Counter, ("model",), "Images answered with is_ood true.")
-    psc_abstained_total = Metric(Counter, ("model", "reason"), "Images not accepted: `ood`, `ambiguous`, `uncertain`.")
+    psc_ood_total = Metric(Counter, ("model",), "Monitored images with is_ood true.")
+    psc_abstained_total = Metric(
+        Counter, ("model", "reason"), "Monitored images not accepted: `ood`, `ambiguous`, `uncertain`."
+    )
+    psc_unmonitored_images_total = Metric(
+        Counter,
+        ("model", "reason"),
+        "Images answered and left out of scores and drift: `asked` (`monitor=false`), `repeated` (seen lately).",
+    )
     psc_ood_p_value = Metric(Histogram, ("model",), "OOD p-values; uniform while nothing drifts.", buckets=_FRACTIONS)
     psc_predictive_entropy_nats = Metric(Histogram, ("model",), "Predictive entropies, nats.", buckets=_NATS)
     psc_log_density_nats = Metric(Histogram, ("model",), "Log densities of the features, nats.", buckets=_LOG_DENSITY)
@@ -90,14 +97,19 @@ class Metrics:
     psc_drift_log_martingale = Metric(
         Gauge, ("model",), "Log of the conformal test martingale.", multiprocess_mode="livemax"
     )
-    psc_drift_alarms_total = Metric(Counter, ("model",), "Drift alarms; see drift_false_alarm and drift_monitors.")
+    psc_drift_active = Metric(
+        Gauge, ("model",), "1 from a drift alarm to the end of its episode, else 0.", multiprocess_mode="livemax"
+    )
+    psc_drift_alarms_total = Metric(
+        Counter, ("model",), "Drift alarms, one an episode; see drift_false_alarm and drift_monitors."
+    )
     psc_drift_window_ood_rate = Metric(
         Gauge, ("model",), "Fraction of the window with p ≤ alpha.", multiprocess_mode="livemax"
     )
     psc_drift_window_tail_probability = Metric(
         Gauge,
         ("model",),
-        "P(Binomial(window, alpha) ≥ OOD images in the window); tiny values mean drift.",
+        "Probability of so many OOD images in the window, were all like the calibration images.",
         multiprocess_mode="livemin",
     )
     psc_log_rows_total = Metric(

@@ -1,5 +1,7 @@
 """Record what models serve: predictions, batches and decodes in metrics, p-values in drift monitors.
 
+Scores and drift are of monitored images: those that the client does not ask to leave out, each once.
+
 Predictions are kept as they come and recorded in bulk by :meth:`ModelRecorder.flush`, a few times a second and before
 each scrape, so that one costs a list append.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +19,7 @@ from prometheus_client import Gauge
 
 from app.observability.drift import DriftMonitor, DriftState
 from app.observability.metrics import Metrics
+from app.observability.repeats import RepeatFilter
 from psc_core.model.base import FittedModel
 from psc_core.tasks.outputs import FloatArray, Outputs
 
@@ -54,8 +58,9 @@ class ModelRecorder:
         self._identity = {"version": model.version, "layer": model.layer, "device": str(model.device)}
         self._metrics = metrics
         self._drift = drift
+        self._repeats = RepeatFilter(model.calibration.ood_scores)
         self._hidden = False
-        self._predictions: list[tuple[Outputs[FloatArray], Any]] = []
+        self._predictions: list[tuple[Outputs[FloatArray], Any, Sequence[int] | None]] = []
         self._batch_size = metrics.psc_batch_size.labels(model=name)
         self._inference_seconds = metrics.psc_inference_seconds.labels(model=name)
         self._queue_seconds = metrics.psc_queue_seconds.labels(model=name)
@@ -86,9 +91,15 @@ class ModelRecorder:
         """A request's images were decoded."""
         self._decode_seconds.observe(seconds)
 
-    def predicted(self, outputs: Outputs[FloatArray], decisions: Any) -> None:
-        """Images were answered; call it on the event loop."""
-        self._predictions.append((outputs, decisions))
+    def predicted(self, outputs: Outputs[FloatArray], decisions: Any, fingerprints: Sequence[int] | None) -> None:
+        """Images were answered; call it on the event loop.
+
+        Args:
+            outputs: Of the images.
+            decisions: Of the images.
+            fingerprints: Of the images, equal for identical ones; ``None``: the client asked not to monitor them.
+        """
+        self._predictions.append((outputs, decisions, fingerprints))
         if len(self._predictions) >= _FLUSH_AT:
             self.flush()
 
@@ -97,21 +108,35 @@ class ModelRecorder:
         if not self._predictions:
             return
         predictions, self._predictions = self._predictions, []
-        outputs = self._outputs_of(np.concatenate([each.packed for each, _ in predictions]))
         name, metrics = self._name, self._metrics
-        for score, histogram in self._histograms.items():
-            for value in outputs[score].tolist():
-                histogram.observe(value)
-        n_by_class = np.bincount(np.concatenate([self._task.label_index(each) for _, each in predictions]))
+        n_by_class = np.bincount(np.concatenate([self._task.label_index(each) for _, each, _ in predictions]))
         for index in n_by_class.nonzero()[0].tolist():
             images = int(n_by_class[index])
             metrics.psc_predictions_total.labels(model=name, label=self._labels[index]).inc(images)
-        metrics.psc_ood_total.labels(model=name).inc(sum(int(each.is_ood.sum()) for _, each in predictions))
-        decisions = np.concatenate([each.decision for _, each in predictions])
+        asked = sum(len(outputs) for outputs, _, fingerprints in predictions if fingerprints is None)
+        metrics.psc_unmonitored_images_total.labels(model=name, reason="asked").inc(asked)
+        monitored = [(outputs, each, seen) for outputs, each, seen in predictions if seen is not None]
+        if monitored:
+            self._monitor(monitored)
+
+    def _monitor(self, predictions: Sequence[tuple[Outputs[FloatArray], Any, Sequence[int]]]) -> None:
+        """Record the scores of the images of several requests, without repeats."""
+        name, metrics = self._name, self._metrics
+        packed = np.concatenate([outputs.packed for outputs, _, _ in predictions])
+        fingerprints = chain.from_iterable(seen for _, _, seen in predictions)
+        counted = self._repeats.counts(self._outputs_of(packed)["ood_p_value"], fingerprints)
+        metrics.psc_unmonitored_images_total.labels(model=name, reason="repeated").inc(int((~counted).sum()))
+        scores = self._outputs_of(packed[counted])
+        for score, histogram in self._histograms.items():
+            for value in scores[score].tolist():
+                histogram.observe(value)
+        is_ood = np.concatenate([each.is_ood for _, each, _ in predictions])[counted]
+        metrics.psc_ood_total.labels(model=name).inc(int(is_ood.sum()))
+        decided = np.concatenate([each.decision for _, each, _ in predictions])[counted]
         for reason, code in self._task.abstentions.items():
-            metrics.psc_abstained_total.labels(model=name, reason=reason).inc(int((decisions == code).sum()))
+            metrics.psc_abstained_total.labels(model=name, reason=reason).inc(int((decided == code).sum()))
         if not self._hidden:
-            self._watch_drift(outputs["ood_p_value"])
+            self._watch_drift(scores["ood_p_value"])
 
     def show(self) -> None:
         """Expose its identity, its drift and its counters at 0: a rate needs a first value."""
@@ -124,6 +149,8 @@ class ModelRecorder:
             metrics.psc_reloads_total.labels(model=name, result=result)
         for reason in self._task.abstentions:
             metrics.psc_abstained_total.labels(model=name, reason=reason)
+        for reason in ("asked", "repeated"):
+            metrics.psc_unmonitored_images_total.labels(model=name, reason=reason)
         for label in set(self._labels):
             metrics.psc_predictions_total.labels(model=name, label=label)
         metrics.psc_drift_alarms_total.labels(model=name)
@@ -143,6 +170,7 @@ class ModelRecorder:
         if alarms:
             metrics.psc_drift_alarms_total.labels(model=name).inc(alarms)
             logger.warning("drift alarm", extra={"model": name, "window_ood_rate": state.window_ood_rate})
+        metrics.psc_drift_active.labels(model=name).set(state.is_active)
         metrics.psc_drift_log_martingale.labels(model=name).set(state.log_martingale)
         metrics.psc_drift_window_ood_rate.labels(model=name).set(state.window_ood_rate)
         metrics.psc_drift_window_tail_probability.labels(model=name).set(state.window_tail_probability)

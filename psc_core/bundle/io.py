@@ -36,9 +36,8 @@ from psc_core.bundle.manifest import (
     inside,
     manifest_digest,
     manifest_of,
-    short,
 )
-from psc_core.errors import BundleError, UsageError, fault
+from psc_core.errors import BundleError, UsageError, fault, shortened
 
 MAX_MANIFEST_BYTES: Final = 16 << 20
 """Maximum size of a manifest; one of 100,000 classes and 1,000 layers has about 4 MiB."""
@@ -183,8 +182,8 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
         raise BundleError(f"{file}: expected JSON, {error}; fit the bundle again or restore it") from error
     if isinstance(body, dict) and repr(body.get("schema_version")) != str(SCHEMA):  # 4.0 is another one.
         raise BundleError(
-            f"{file}: expected schema_version {SCHEMA}, got {short(body.get('schema_version'))}; fit the bundle again: "
-            f"{fit_command(body)}"
+            f"{file}: expected schema_version {SCHEMA}, got {shortened(repr(body.get('schema_version')))}; fit the "
+            f"bundle again: {fit_command(body)}"
         )
     try:
         return manifest_of(body), manifest_digest(body)
@@ -206,7 +205,7 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     body = dict(pairs)
     if len(body) != len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the name {short(name)} twice in one object")
+        raise ValueError(f"the name {shortened(repr(name))} twice in one object")
     return body
 
 
@@ -280,9 +279,9 @@ def _tensors_of(file: Path, blob: bytes) -> dict[str, Tensor]:
     for key, tensor in tensors.items():
         if tensor.dtype not in _DTYPES or tensor.ndim > MAX_AXES:
             raise BundleError(
-                f"{file}: tensor {short(key)} has the type {tensor.dtype} and {tensor.ndim} axes, which "
+                f"{file}: tensor {shortened(repr(key))} has the type {tensor.dtype} and {tensor.ndim} axes, which "
                 "no bundle holds; fit it again"
             )
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise BundleError(f"{file}: tensor {short(key)} has NaN or infinite values; fit the bundle again")
+            raise BundleError(f"{file}: tensor {shortened(repr(key))} has NaN or infinite values; fit the bundle again")
     return tensors

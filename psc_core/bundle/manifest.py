@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from psc_core.errors import BundleError, UsageError, fault
+from psc_core.errors import BundleError, UsageError, fault, shortened
 from psc_core.images.preprocess import Preprocess
 from psc_core.precision import Precision
 from psc_core.tasks import TASKS
@@ -83,7 +83,9 @@ class _Network(_Strict):
     @model_validator(mode="after")
     def _modest(self) -> _Network:
         if any(isinstance(value, int | float) and abs(value) > MAX_ARGUMENT for value in leaves(self.model_args)):
-            raise ValueError(f"expected model_args of numbers up to {MAX_ARGUMENT}, got {short(self.model_args)}")
+            raise ValueError(
+                f"expected model_args of numbers up to {MAX_ARGUMENT}, got {shortened(repr(self.model_args))}"
+            )
         return self
 
 
@@ -204,7 +206,7 @@ class Manifest(_Strict):
         )
         for where, expected, got in agreements:
             if expected != got:
-                raise ValueError(f"expected {where} to be {short(expected)}, got {short(got)}")
+                raise ValueError(f"expected {where} to be {shortened(repr(expected))}, got {shortened(repr(got))}")
         if len(set(self.classes)) != classes:
             raise ValueError("expected class names that differ from each other")
         return self
@@ -230,7 +232,8 @@ def manifest_of(body: Any) -> Manifest:
         name = body.get("task")
         if name not in TASKS:
             raise BundleError(
-                f"expected field task to be one of {', '.join(TASKS)}, got {short(name)}; use a newer version of psc"
+                f"expected field task to be one of {', '.join(TASKS)}, got {shortened(repr(name))}; use a newer "
+                "version of psc"
             )
         kind = task_type(name)
         raise BundleError(f"leave out the field task; a {kind.noun} has the field {' and '.join(kind.model_fields)}")
@@ -292,7 +295,7 @@ def _plain(value: Any) -> str:
     """Return a JSON value as a word that a shell leaves as it is, or raise :class:`ValueError`."""
     text = value if isinstance(value, str) else json.dumps(value)
     if not _PLAIN.fullmatch(text):
-        raise ValueError(short(text))
+        raise ValueError(shortened(repr(text)))
     return text
 
 
@@ -313,12 +316,6 @@ def manifest_digest(body: Mapping[str, Any]) -> str:
     """``version`` of a manifest: the first 12 hexadecimal digits of a SHA-256 over all other fields."""
     others = {key: value for key, value in body.items() if key != "version"}
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def short(value: object) -> str:
-    """``repr`` of at most 200 characters, for messages."""
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def inside(value: Any) -> Iterable[Any]:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from psc_core.collapse.ridge import CountSketch, RidgeSums, fit_ridge, r_squared, r_squared_error
 from psc_core.compute.passes import Compute, passes
-from psc_core.data.dataset import Batch, ImageDataset
+from psc_core.data.dataset import ImageDataset
+from psc_core.data.targets import known_values
 from psc_core.network.backbone import feature_step, truncate
 from psc_core.network.layers import LayerInfo
 
@@ -56,7 +57,6 @@ def squared_errors(
         compute: Its memory is for the features of one batch of all layers of a group.
         example: One input.
     """
-    assert val.values is not None
     reducer = compute.reducer
     own = torch.arange(reducer.rank, len(val), reducer.world)
     found: dict[str, Tensor] = {}
@@ -66,7 +66,7 @@ def squared_errors(
         sketches = [CountSketch(math.prod(layer.shape), compute.device) for layer in group]
         sums = [RidgeSums(sketch.columns, compute.device) for sketch in sketches]
         for features, batch in passes(reducer.shard(train), compute, "collapse: linear fits", step):
-            y = _values(batch, compute)
+            y = known_values(batch.values).to(compute.device)
             for sketch, layer, of_layer in zip(sketches, features, sums, strict=True):
                 of_layer.add(sketch(layer.flatten(1)), y)
         ridges = []
@@ -76,17 +76,12 @@ def squared_errors(
         errors = torch.zeros(len(group), len(val), dtype=torch.float64)
         seen = 0
         for features, batch in passes(reducer.shard(val), compute, "collapse: linear predictions", step):
-            at, y = own[seen : seen + len(batch.images)], _values(batch, compute)
+            at, y = own[seen : seen + len(batch.images)], known_values(batch.values).to(compute.device)
             seen += len(batch.images)
             for row, (sketch, ridge, layer) in enumerate(zip(sketches, ridges, features, strict=True)):
                 errors[row, at] = (ridge(sketch(layer.flatten(1))) - y).square().cpu()
         found |= dict(zip(names, reducer.sum_(errors), strict=True))
-    return SquaredErrors(val.values, found)
-
-
-def _values(batch: Batch, compute: Compute) -> Tensor:
-    assert batch.values is not None
-    return batch.values.to(compute.device)
+    return SquaredErrors(known_values(val.values), found)
 
 
 def _groups(layers: Sequence[LayerInfo], bytes_per_feature: int, budget: int) -> list[list[LayerInfo]]:

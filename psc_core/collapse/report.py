@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from psc_core.errors import UsageError
 from psc_core.network.layers import LayerInfo
+from psc_core.tables import aligned
 
 NEAR: Final = 0.05
 """Maximum distance of NC1 from ε at which two layers are combined."""
@@ -202,15 +203,13 @@ class CollapseReport:
 
 def to_text(report: CollapseReport, candidate: Candidate) -> str:
     """A table of all layers with the candidate marked and its reason below."""
-    width = max(len("layer"), *(len(entry.name) for entry in report.layers))
-    lines = [f"{'#':>4}  {'layer':<{width}}  {'kind':<8}  {'channels×spatial':>16}  {'NC1':>7}  {report.measure:>7}"]
+    rows = [["#", "layer", "kind", "channels×spatial", "NC1", report.measure]]
     for entry in report.layers:
         marks = ["◀ candidate"] if entry.name in candidate.layers else []
         marks += [entry.role] if entry.role != "hidden" else []
-        size = f"{entry.shape[0]}×{entry.shape[1]}"
-        numbers = f"{entry.nc1:7.4f}  {entry.nc4:7.4f}"
-        line = f"{entry.index:>4}  {entry.name:<{width}}  {entry.kind:<8}  {size:>16}  {numbers}"
-        lines.append("  ".join([line, *marks]))
+        numbers = [f"{entry.shape[0]}×{entry.shape[1]}", f"{entry.nc1:.4f}", f"{entry.nc4:.4f}"]
+        rows.append([str(entry.index), entry.name, entry.kind, *numbers, "  ".join(marks)])
+    lines = aligned(rows, left={1, 2, 6})
     lines.append(f"candidate: {candidate.reason}")
     lines += [f"note: {note}" for note in candidate.notes]
     if report.penultimate not in candidate.layers:

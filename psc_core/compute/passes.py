@@ -34,7 +34,7 @@ LOG_SECONDS: Final = 30.0
 
 @dataclass(frozen=True)
 class Compute:
-    """What features are computed with while fitting."""
+    """Device, precision, batch size and memory with which a fit computes features."""
 
     device: torch.device
     precision: Precision = "fp32"  # or "bf16", of the network

@@ -42,21 +42,13 @@ def match(of_images: Sequence[str], of_network: Sequence[str], name: str) -> Mat
     if found is not None:
         moved = found != tuple(of_images)
         return Matched(found, "classes are in the order of the network's outputs, by their names" if moved else "")
-    ours, theirs = ({_plain(each): each for each in names} for names in (of_images, of_network))
-    if len(of_images) == len(of_network) and not ours.keys() & theirs.keys():
+    if len(of_images) == len(of_network) and {*map(_plain, of_images)}.isdisjoint(map(_plain, of_network)):
         return Matched(
             tuple(of_images),
             f"no class of {name} has a name of the network's ({listed(of_network, SHOWN)}); their order is taken to be "
             "that of its outputs",
         )
-    unknown = [each for plain, each in ours.items() if plain not in theirs]
-    missing = [each for plain, each in theirs.items() if plain not in ours]
-    told = [f"{what}: {listed(names, SHOWN)}" for what, names in (("unknown", unknown), ("missing", missing)) if names]
-    raise DataError(
-        f"expected the network's {len(of_network)} classes in {name}, got {len(of_images)} "
-        f"({'; '.join(told) or 'some share a name'}); use the images that the network was trained on, in folders named "
-        "as its classes"
-    )
+    raise _other_classes(of_images, of_network, name, "network's")
 
 
 def in_network_order(data: ImageDataset, of_network: Sequence[str] | None) -> tuple[ImageDataset, str]:
@@ -71,6 +63,42 @@ def in_network_order(data: ImageDataset, of_network: Sequence[str] | None) -> tu
         return data, ""
     matched = match(data.classes, of_network, data.name)
     return data.in_order(matched.classes), matched.note
+
+
+def check_same(data: ImageDataset, classes: Sequence[str], whose: str) -> None:
+    """Require these classes in this order.
+
+    Args:
+        data: The images.
+        classes: The names that their classes should have.
+        whose: Classes they are, for messages.
+
+    Raises:
+        DataError: They differ; the message says how.
+    """
+    if data.classes != tuple(classes):
+        raise _other_classes(data.classes, classes, data.name, whose)
+
+
+def _other_classes(of_images: Sequence[str], expected: Sequence[str], name: str, whose: str) -> DataError:
+    """Return the error of images with other classes, which names those of one side alone, by spelling if need be."""
+    for key in (_plain, str):
+        odd = {"unknown": _without(of_images, expected, key), "missing": _without(expected, of_images, key)}
+        told = [f"{what}: {listed(names, SHOWN)}" for what, names in odd.items() if names]
+        if told:
+            break
+    in_common = "in another order" if len(of_images) == len(expected) else "some share a name"
+    return DataError(
+        f"expected the {whose} {len(expected)} classes in {name}, got {len(of_images)} "
+        f"({'; '.join(told) or in_common}); use images of the same classes, in folders named alike (an empty one is "
+        "enough for a class without images)"
+    )
+
+
+def _without(names: Sequence[str], others: Sequence[str], key: Callable[[str], str]) -> list[str]:
+    """Return the names that are none of the others."""
+    known = {*map(key, others)}
+    return [name for name in names if key(name) not in known]
 
 
 def _in_order(of_images: Sequence[str], of_network: Sequence[str], key: Callable[[str], str]) -> tuple[str, ...] | None:

@@ -32,7 +32,7 @@ COMPARED: Final = 4096
 """Maximum number of values by which two images are compared."""
 
 OUTSIDE: Final = 0.05
-"""How far inputs may lie outside black and white, on the [0, 1] scale."""
+"""Distance by which inputs may lie outside black and white, on the [0, 1] scale."""
 
 
 def warn_of_random(data: Any, name: str) -> None:
@@ -106,7 +106,7 @@ def _is_whole(data: Any) -> bool:
 
 
 def length_of(data: Any) -> int | None:
-    """How many examples there are; None where nobody knows."""
+    """Return the number of examples; None where nobody knows."""
     with suppress(TypeError, NotImplementedError):
         return len(data)
     return None

@@ -122,7 +122,7 @@ def spool(data: Any, name: str, preprocess: Preprocess | None) -> Spooled:
         DataError: A batch that cannot be used.
     """
     labels: list[Tensor] = []
-    low = high = None
+    low, high = np.array(np.inf), np.array(-np.inf)
     with scratch_file(name) as scratch:
         for number, element in enumerate(elements(data, name)):
             images, of_images = batch_of(element, f"{name}, batch {number}", preprocess)
@@ -131,20 +131,17 @@ def spool(data: Any, name: str, preprocess: Preprocess | None) -> Spooled:
                     images.nbytes * (length_of(data) or 0), images.dtype
                 )  # Before hours are spent on reading.
             scratch.append(images)
-            lowest, highest = images.min(axis=(0, 2, 3)), images.max(axis=(0, 2, 3))
-            low = lowest if low is None else np.minimum(low, lowest)
-            high = highest if high is None else np.maximum(high, highest)
+            low = np.minimum(low, images.min(axis=(0, 2, 3)))
+            high = np.maximum(high, images.max(axis=(0, 2, 3)))
             labels.append(of_images)
             if len(labels) == JOINED:
                 labels = [_joined(labels, name)]
-        if low is None or high is None:
-            raise DataError(f"{name} gave no images; an iterator gives them only once, so give the loader itself")
         images = scratch.images()
     return Spooled(images, _joined(labels, name), tuple(map(float, low)), tuple(map(float, high)))
 
 
 def elements(data: Any, name: str) -> Iterator[Any]:
-    """What a loader or data set gives, one by one: batches, or single examples.
+    """Yield the batches of a loader, or the single examples of a data set.
 
     Raises:
         UsageError: It is neither.

@@ -73,8 +73,13 @@ class Scratch:
             )
 
     def images(self) -> npt.NDArray[Any]:
-        """All that was appended, (n, channels, height, width), read-only; it stays when the file is closed."""
-        assert self.first is not None
+        """Return all that was appended, (n, channels, height, width), read-only; it stays when the file is closed.
+
+        Raises:
+            DataError: Nothing was.
+        """
+        if self.first is None:
+            raise DataError(f"{self.name} gave no images; an iterator gives them only once, so give the loader itself")
         mapped = mmap.mmap(self.file.fileno(), self.size, access=mmap.ACCESS_READ)
         return np.frombuffer(mapped, self.first.dtype).reshape(-1, *self.first.shape[1:])
 

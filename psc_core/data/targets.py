@@ -25,6 +25,13 @@ TABLES: Final = (".csv", ".parquet")
 """Suffixes of tables."""
 
 
+def known_values(values: Tensor | None) -> Tensor:
+    """Return the numbers of images; raises :class:`DataError` where these have classes instead."""
+    if values is None:
+        raise DataError("expected images with numbers, got images with classes; give those of the model's task")
+    return values
+
+
 def measured(
     name: str, target: Target, source: ImageSource, values: Float[Tensor, " n"], preprocess: Preprocess
 ) -> ImageDataset:

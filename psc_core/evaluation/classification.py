@@ -19,9 +19,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from psc_core.compute.passes import Compute
+from psc_core.data.classes import check_same
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
-from psc_core.errors import UsageError, listed
+from psc_core.errors import UsageError
 from psc_core.evaluation.base import PRIMARY, observed_rate, served
 from psc_core.evaluation.baselines import Baselines, OwnClassifier, fit_baselines
 from psc_core.evaluation.classification_report import ClassificationReport
@@ -81,20 +82,8 @@ def open_images(model: PSC, spec: str) -> ImageDataset:
 
 
 def check_images(model: PSC, data: ImageDataset) -> None:
-    """Require data of the model's classes.
-
-    Raises:
-        UsageError: They differ; the message says how.
-    """
-    if data.classes != model.classes:
-        theirs, ours = set(data.classes), set(model.classes)
-        odd = {"missing": sorted(ours - theirs), "unknown": sorted(theirs - ours)}
-        found = [f"{title}: {listed(names, 5)}" for title, names in odd.items() if names]
-        raise UsageError(
-            f"expected the model's {len(model.classes)} classes in {data.name}, got {len(data.classes)} "
-            f"({'; '.join(found) or 'in another order'}); use data of the model's classes "
-            "(an empty folder is enough for a class without images)"
-        )
+    """Require data of the model's classes; raises :class:`DataError`."""
+    check_same(data, model.classes, "model's")
 
 
 def open_baselines(model: PSC, weights: Path, train: str, val: str, *, batch_images: int = 256) -> Baselines:
@@ -108,7 +97,8 @@ def open_baselines(model: PSC, weights: Path, train: str, val: str, *, batch_ima
         batch_images: Maximum number of images in a batch.
 
     Raises:
-        UsageError: Data of other classes, or a network without a layer before its output.
+        DataError: Data of other classes.
+        UsageError: A network without a layer before its output.
     """
     net = _whole_network(model, weights)
     images = [

@@ -11,6 +11,7 @@ from psc_core.evaluation.base import PRIMARY, ObservedRate, Report
 from psc_core.evaluation.losses import METRICS
 from psc_core.evaluation.selective import Acceptance
 from psc_core.evaluation.separation import Separation
+from psc_core.tables import aligned
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,9 @@ class Table:
 
     def to_text(self) -> str:
         """Return the table for a terminal."""
-        lines = [self.header, *self.rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(self.header))]
-        body = []
-        for line in lines:
-            cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-            body.append("  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip())
-        rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
-        return "\n".join([self.title, body[0], rule, *body[1:]])
+        head, *lines = aligned([self.header, *self.rows])
+        rule = "─" * max(map(len, (head, *lines)))
+        return "\n".join([self.title, head, rule, *lines])
 
     def to_markdown(self) -> str:
         """Return a pipe table under a heading."""

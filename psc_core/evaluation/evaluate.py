@@ -37,7 +37,8 @@ def evaluate(
         batch_images: Maximum number of images in a batch.
 
     Raises:
-        UsageError: Data of another kind than the model's, or read through another preprocessing.
+        DataError: Data of other classes or numbers than the model's.
+        UsageError: Data read through another preprocessing.
     """
     task = module_of(model.task.name, "psc_core.evaluation.{}")
     task.check_images(model, id_data)

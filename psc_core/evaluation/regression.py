@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
-from psc_core.errors import UsageError
+from psc_core.data.targets import known_values
+from psc_core.errors import DataError, UsageError
 from psc_core.evaluation.base import PRIMARY, ObservedRate, OwnNetwork, Report, observed_rate, served
 from psc_core.metrics import ranking, regression
 from psc_core.model.regressor import PSCRegressor
@@ -90,13 +91,9 @@ def open_images(model: PSCRegressor, spec: str) -> ImageDataset:
 
 
 def check_images(model: PSCRegressor, data: ImageDataset) -> None:
-    """Require data with numbers of the model's target.
-
-    Raises:
-        UsageError: They have none, or of another target.
-    """
+    """Require data with numbers of the model's target; raises :class:`DataError`."""
     if data.values is None or data.target is None or data.target.name != model.target.name:
-        raise UsageError(f"expected numbers of {model.target} in {data.name}, got {data.target or 'classes'}")
+        raise DataError(f"expected numbers of {model.target} in {data.name}, got {data.target or 'classes'}")
 
 
 def open_baselines(model: PSCRegressor, weights: Path, train: str, val: str, *, batch_images: int = 256) -> NoReturn:
@@ -155,8 +152,7 @@ def compare(
     model: PSCRegressor, id_data: ImageDataset, inside: ScoredNumbers, outside: Mapping[str, ScoredNumbers]
 ) -> RegressionReport:
     """Return the report of scored images: ``inside`` those of ``id_data``, ``outside`` out-of-distribution ones."""
-    y, calibrated = id_data.values, len(model.calibration)
-    assert y is not None
+    y, calibrated = known_values(id_data.values), len(model.calibration)
     missed = (y < inside.interval[:, 0]) | (y > inside.interval[:, 1])
     accepted = ~inside.is_ood
     return RegressionReport(

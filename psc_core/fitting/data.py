@@ -12,6 +12,7 @@ from psc_core.calibration.conformal import check_rates
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.readable import NONE, SHOWN, check_count, find_unreadable, without
 from psc_core.data.cache import cached
+from psc_core.data.classes import check_same
 from psc_core.data.dataset import ImageDataset, balanced, split_validation
 from psc_core.errors import DataError, UsageError
 from psc_core.tasks.fit.task import TaskFit, task_fit, task_fit_for
@@ -153,25 +154,10 @@ def check_classes(train: ImageDataset, val: ImageDataset) -> None:
     Raises:
         DataError: They differ or have too few images.
     """
-    if train.classes != val.classes:
-        raise DataError(
-            f"expected the same class folders for training and validation, {_difference(train, val)}; make the "
-            "folders match (one without images is enough for a class that validation lacks)"
-        )
+    check_same(val, train.classes, "training images'")
     if len(train.classes) < 2:
         raise DataError(f"expected at least two classes, got {list(train.classes)}; give a folder for each class")
     counts = torch.bincount(train.labels, minlength=len(train.classes))
     if counts.min() < 2:
         rare = train.classes[int(counts.argmin())]
         raise DataError(f"expected at least two training images of each class, got {int(counts.min())} of {rare!r}")
-
-
-def _difference(train: ImageDataset, val: ImageDataset) -> str:
-    """Say which classes one of two data sets has and the other lacks."""
-    lacking = [
-        f"{data.name} lacks {', '.join(map(repr, names[:5]))}{f' and {len(names) - 5} more' * (len(names) > 5)}"
-        for data, other in ((val, train), (train, val))
-        for names in [sorted(set(other.classes) - set(data.classes))]
-        if names
-    ]
-    return " and ".join(lacking) or "they have them in another order"

@@ -6,6 +6,7 @@ that only predicts loads none of it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.loader_warnings import warn_of_overlap, warn_of_repeated
 from psc_core.data.loaders import read_loader
-from psc_core.errors import UsageError
+from psc_core.errors import NetworkError, UsageError
 from psc_core.fitting import stages
 from psc_core.fitting.calibrate import recalibrate, settings_of
 from psc_core.fitting.data import FitData
@@ -64,11 +65,15 @@ def fit(
     net = own_copy(net)
     chosen = FitSettings(**{"device": device_of(net), **settings})
     train = opened(loaders[0], "the training data", statistics, classes, target)
-    if classes is None and task_fit(task).takes(
-        train
-    ):  # Before hours are spent on reading the others; if not, it is told below.
+    if task_fit(task).takes(train):  # Before hours are spent on reading the others; if not, it is told below.
         device, outputs = chosen.compute().device, task_fit(task).task(train).network_outputs(train.classes)
-        check_output(net.to(device), example_input(train.preprocess).to(device), outputs, name=type(net).__name__)
+        try:
+            check_output(net.to(device), example_input(train.preprocess).to(device), outputs, name=type(net).__name__)
+        except NetworkError as error:
+            if classes is None:
+                raise
+            if chosen.predictions == "auto":
+                warnings.warn(f"the head will predict, the network itself cannot: {error}", stacklevel=3)
     statistics = replace(statistics, preprocess=train.preprocess, mean=None, std=None)
     val = opened(loaders[1], "the validation data", statistics, train.classes, target)
     warn_of_overlap(*loaders, train, val)

@@ -27,7 +27,7 @@ from psc_core.network.backbone import Backbone, example_input
 from psc_core.projection.fit.report import ProjectionReport
 from psc_core.projection.module import Projection
 from psc_core.settings import FitSettings
-from psc_core.tasks.fit.task import Features, HeadJob, own_outputs
+from psc_core.tasks.fit.task import Features, HeadJob, one_of, own_outputs
 from psc_core.tasks.head import Head
 from psc_core.tasks.task import Task
 
@@ -73,12 +73,13 @@ def fit_parts(
         settings: With the kind of head.
 
     Raises:
+        UsageError: The task has no such head.
         FitError: Features that cannot be fitted; the message says why.
         NetworkError: The network cannot be cut.
     """
     compute, task = settings.compute(), data.fit.task(data.train)
-    assert settings.head is not None
-    layers = _layers(net, candidate, data, compute, settings, reads_layers=task.heads[settings.head].reads_layers)
+    kind = one_of("head", settings.head, tuple(task.heads), task.noun)
+    layers = _layers(net, candidate, data, compute, settings, reads_layers=task.heads[kind].reads_layers)
     is_asked = settings.predictions == "base" or (settings.predictions == "auto" and bool(task.own_heads))
     backbone = cut(net, layers.names, data.train, compute, keep_output=is_asked)
     if is_asked and not _has_own_output(backbone, data.train, compute, task, settings):
@@ -100,7 +101,7 @@ def fit_parts(
             images=train.features.images,
             held_out=HeldOut(selection.density_input, selection.features.labels),
         ).to(compute.device)
-        head = _fit_head(train.features, selection.features, backbone, data, settings)
+        head = _fit_head(kind, train.features, selection.features, backbone, data, settings)
         textures = {layer: _fit_texture(train, layer, data, compute) for layer in layers.texture}
     scorer = Scorer(
         data.train.preprocess,
@@ -151,12 +152,13 @@ def _has_own_output(
     return True
 
 
-def _fit_head(train: Features, selection: Features, backbone: Backbone, data: FitData, settings: FitSettings) -> Head:
+def _fit_head(
+    kind: str, train: Features, selection: Features, backbone: Backbone, data: FitData, settings: FitSettings
+) -> Head:
     compute = settings.compute()
     own = own_outputs(lambda inputs: backbone(inputs)[1], data.selection, compute) if backbone.keep_output else None
-    assert settings.head is not None
     classes, predictions, seed = data.train.classes, settings.predictions, settings.seed
-    return data.fit.fit_head(HeadJob(settings.head, train, selection, classes, own, predictions, seed, compute.device))
+    return data.fit.fit_head(HeadJob(kind, train, selection, classes, own, predictions, seed, compute.device))
 
 
 def _fit_texture(train: Read, layer: str, data: FitData, compute: Compute) -> Density:

@@ -1,4 +1,4 @@
-"""What a user says of how pixels became the inputs that a loader gives: all of it, the statistics, or nothing."""
+"""The preprocessing behind the inputs of a loader, as a user tells it: all of it, the statistics, or nothing."""
 
 from __future__ import annotations
 

@@ -32,18 +32,19 @@ class Log:
         """Return the path of a file in :attr:`files`."""
         return f"{self.root}/{name}"
 
-    def put(self, name: str, data: Any) -> None:
+    def put(self, name: str, data: Any, *, synced: bool = True) -> None:
         """Write a file, or replace it; until it is complete there is none of this name, or the old one.
 
         Args:
             name: Its path.
             data: bytes, or a buffer.
+            synced: Wait until the disk has it: without, a power cut may leave the name with less behind it.
 
         Raises:
             OSError: It could not be written; nothing of it is left but, at worst, a name with a dot.
         """
         if self.is_folder:
-            _put_local(Path(self.path(name)), data)
+            _put_local(Path(self.path(name)), data, synced=synced)
             return
         # An object exists once it is closed; one that fails before never does.
         with self.files.open_output_stream(self.path(name)) as stream:
@@ -124,14 +125,19 @@ def open_to_write(where: str | Path) -> Log:
     return log
 
 
-def _put_local(path: Path, data: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _put_local(path: Path, data: Any, *, synced: bool) -> None:
     partial = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        with partial.open("wb") as file:
+        try:
+            file = partial.open("wb")
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = partial.open("wb")
+        with file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())  # Or a power cut could leave the name with nothing behind it.
+            if synced:
+                os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-r"""How good predictions of a number are: its error, and the normal distribution N(μ, σ²) as a forecast of it.
+r"""Metrics of predictions of a number: its error, and the normal distribution N(μ, σ²) as a forecast of it.
 
 All in float64; y is the true number, n images.
 

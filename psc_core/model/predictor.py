@@ -82,10 +82,11 @@ class PSC(FittedModel):
                 tensors need a ``preprocess``.
             val: Validation images likewise, none of them trained on: half of them select, half calibrate.
             preprocess: How files become inputs, where they are more than resized.
-            mean: Of each channel, as the loaders' transform subtracts it; with it and ``std`` the model predicts files
-                too and can be saved.  Without, inputs are only known by their range.
-            std: Of each channel, likewise.
-            classes: Names of the classes; None for "0", "1", … of the network's outputs.
+            mean: Mean of each channel, as the loaders' transform subtracts it; with it and ``std`` the model predicts
+                files too and can be saved.  Without, inputs are only known by their range.
+            std: Standard deviation of each channel, likewise.
+            classes: Names of the classes; None for "0", "1", … of the network's outputs.  If these are others, the head
+                predicts, and a warning says so.
             name: Model name.
             settings: As of :func:`psc_core.fit_psc`; and ``layer``, to name the candidate; and ``device``, the
                 network's where it is not given.

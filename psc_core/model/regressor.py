@@ -84,10 +84,10 @@ class PSCRegressor(FittedModel):
             train: As of :meth:`psc_core.PSC.fit`, with numbers for labels.
             val: Likewise, none of the images trained on.
             target: Name of the number.
-            unit: Of the number.
+            unit: Unit of the number.
             preprocess: As of :meth:`psc_core.PSC.fit`, and so are ``mean``, ``std`` and ``name``.
-            mean: Of each channel.
-            std: Of each channel.
+            mean: Mean of each channel.
+            std: Standard deviation of each channel.
             name: Model name.
             settings: As of :func:`psc_core.fit_regressor`; and ``layer`` and ``device``.
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from psc_core.bundle.io import Bundle
-from psc_core.bundle.manifest import Manifest, short
+from psc_core.bundle.manifest import Manifest
 from psc_core.calibration.conformal import check_rates
 from psc_core.density import Density, restore_density
-from psc_core.errors import BundleError, PSCError
+from psc_core.errors import BundleError, PSCError, shortened
 from psc_core.gates.combined import Gates
 from psc_core.network.backbone import Backbone, onnx_backbone, rebuild_backbone
 from psc_core.network.onnx.restore import restore_body
@@ -52,7 +52,7 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
         head = manifest.task.restore_head(manifest.head.model_dump(exclude={"layers"}), tensors["head"])
         calibration = _restore_calibration(manifest, tensors["calibration"])
         check_rates(len(calibration), alpha=manifest.policy.alpha, coverage=manifest.policy.coverage)
-        texture, gates = _restore_gates(manifest, tensors["gates"]) if manifest.gates else (None, None)
+        texture, gates = _restore_gates(manifest, tensors)
         backbone = _restore_backbone(bundle, allow_factories)
     except PSCError as error:
         raise BundleError(f"{bundle.path}: {error}") from error
@@ -80,15 +80,21 @@ def _restore_calibration(manifest: Manifest, tensors: Mapping[str, Tensor]) -> B
     return restored
 
 
-def _restore_gates(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[Density | None, Gates]:
-    assert manifest.gates is not None
+def _restore_gates(
+    manifest: Manifest, parts: Mapping[str, Mapping[str, Tensor]]
+) -> tuple[Density | None, Gates | None]:
+    if manifest.gates is None:
+        return None, None
+    tensors = parts["gates"]
     texture, own = None, {name: tensor for name, tensor in tensors.items() if "." not in name}
     if manifest.gates.texture is not None:
         of_texture = {name.removeprefix("texture."): tensor for name, tensor in tensors.items() if "." in name}
         texture = restore_density(manifest.gates.texture.density.model_dump(), of_texture)
     wanted = {"ascending", "scales", "calibration"}
     if set(own) != wanted or (texture is None and len(own) != len(tensors)):
-        raise BundleError(f"expected gates tensors {sorted(wanted)}, got {short(sorted(tensors))}; fit it again")
+        raise BundleError(
+            f"expected gates tensors {sorted(wanted)}, got {shortened(repr(sorted(tensors)))}; fit it again"
+        )
     below = 1.0 if manifest.gates.texture is None else manifest.gates.texture.counts_below
     gates = Gates(manifest.gates.names, **own, texture_counts_below=below)
     expected = manifest.gates.images, manifest.calibration.images

@@ -31,7 +31,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from psc_core.errors import NetworkError
+from psc_core.errors import NetworkError, shortened
 
 SUFFIXES: Final = ".safetensors, .pth, .pt, .bin, .ckpt, or the .index.json of several files"
 """Usual names of checkpoints, for people."""
@@ -56,8 +56,6 @@ _FILLS: Final = {"SETITEM": OrderedDict, "SETITEMS": OrderedDict, "APPEND": list
 
 _KEEPS: Final = frozenset({*_FILLS, "BUILD", "REDUCE", "NEWOBJ"})
 """Instructions whose result is of the class that their first operand is, or is of."""
-
-_SHOWN: Final = 100
 
 
 def read_checkpoint(path: Path) -> Any:
@@ -104,11 +102,6 @@ def needs_code(path: Path, what: str) -> NetworkError:
         f'net = torch.load("{path.name}", weights_only=False); '
         'safetensors.torch.save_file(net.state_dict(), "net.safetensors")'
     )
-
-
-def shortened(name: str) -> str:
-    """Return a name as a message shows it; a file may hold names of any length."""
-    return name if len(name) <= _SHOWN else f"{name[:_SHOWN]}…"
 
 
 def _check_regular(path: Path) -> None:

@@ -20,8 +20,8 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from psc_core.errors import NetworkError, listed
-from psc_core.network.checkpoints import is_whole_network, needs_code, read_checkpoint, shortened
+from psc_core.errors import NetworkError, listed, shortened
+from psc_core.network.checkpoints import is_whole_network, needs_code, read_checkpoint
 
 _LEVELS: Final = 2
 _PREFIX_PARTS: Final = 16

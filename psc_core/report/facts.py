@@ -151,15 +151,17 @@ def _collapse_of(manifest: Manifest) -> tuple[CollapseReport | None, Candidate |
     notes = tuple(data.pop("notes", ()))
     report = CollapseReport.from_json(data)
     by_rule = report.candidate()
+    if by_rule.layers == manifest.layers:
+        return report, by_rule  # Its notes are in the words of today, those of the manifest in those of its fit.
     named = ", ".join(report.named(report.layer(layer)) for layer in manifest.layers)
-    reason = by_rule.reason if by_rule.layers == manifest.layers else f"{named}, named by the caller"
-    return report, Candidate(manifest.layers, reason, notes, report)
+    return report, Candidate(manifest.layers, f"{named}, named by the caller", notes, report)
 
 
 def _warnings(manifest: Manifest, candidate: Candidate | None, content: Content) -> list[str]:
     of_task, metrics = module_of(manifest.task.name, "psc_core.report.{}.facts"), manifest.metrics
     projection = metrics.get("projection", {})
-    found = list(candidate.notes) if candidate else []
+    found = manifest.task.notes(manifest.policy, manifest.classes, metrics)
+    found += candidate.notes if candidate else ()
     found += [text for text in (projection.get("warning"), projection.get("pooled")) if text]
     found += of_task.warnings_of(metrics, manifest.head.record)
     both = [

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from psc_core.errors import needs
+from psc_core.tables import aligned
 from psc_core.tasks.answer import ASKED_FOR, BaseAnswer
 from psc_core.tasks.outputs import Outputs
 
@@ -117,10 +118,8 @@ class BasePrediction:
         if not rows:
             return title
         table = [["", *rows[0]], *([str(index), *row.values()] for index, row in enumerate(rows))]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ("  ".join(map(str.rjust, row, widths)) for row in table)
         more = [f"… {len(self) - SHOWN} more"] if len(self) > SHOWN else []
-        return "\n".join([title, *lines, *more])
+        return "\n".join([title, *aligned(table, left=()), *more])
 
 
 def _listed(column: Sequence[Any] | Tensor) -> list[Any]:

@@ -100,6 +100,16 @@ class Task(BaseModel):
         """Return the head with this ``config()`` and ``state_dict()``; raises :class:`BundleError`."""
         return restore({**self.heads, **self.own_heads}, config, state)
 
+    def notes(self, policy: Any, classes: Sequence[str], metrics: Mapping[str, Any]) -> list[str]:
+        """Return what people should know who rely on decisions by this policy, a sentence each.
+
+        Args:
+            policy: A policy of the task.
+            classes: Of the model.
+            metrics: What a fit measured, as in the manifest.
+        """
+        return []
+
     # What it says of images
 
     def decide(self, outputs: Outputs[FloatArray], thresholds: Any) -> Any:
@@ -121,8 +131,8 @@ class Task(BaseModel):
 
         Args:
             outputs: Finite ones.
-            decisions: Of the same images.
-            classes: Of the model.
+            decisions: Decisions for the same images.
+            classes: Classes of the model.
             options: Some of :attr:`request_options`.
         """
         raise NotImplementedError
@@ -134,8 +144,8 @@ class Task(BaseModel):
 
         Args:
             explanation: Arrays by name, images first.
-            classes: Of the model.
-            layers: What its head tells apart: z, by the candidate layer(s), and the other layers that it reads.
+            classes: Classes of the model.
+            layers: Layers that its head tells apart: z, by the candidate layer(s), and the other layers that it reads.
         """
         raise NotImplementedError
 

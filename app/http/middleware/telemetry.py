@@ -7,9 +7,9 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.http.problems import shorten
 from app.observability.tracing import current_trace, trace_of_request
 from app.service import Service
+from psc_core.errors import shortened
 
 logger = logging.getLogger("psc.http")
 
@@ -58,9 +58,9 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
     client = scope.get("client")
     extra = {
         "method": scope["method"],
-        "path": shorten(scope["path"]),
+        "path": shortened(scope["path"]),
         "status": status,
         "seconds": round(seconds, 6),
-        "client": shorten(client[0]) if client else None,
+        "client": shortened(client[0]) if client else None,
     }
     logger.info("request", extra=extra)

@@ -33,6 +33,7 @@ async def live(request: Request, name: str) -> LiveDocument:
         images=drift.window_images,
         ood_fraction=drift.window_ood_rate,
         alpha=served.thresholds.policy.alpha,
+        drift_active=drift.is_active,
         drift_alarms=drift.alarms,
         queued_images=served.engine.pending,
         queue_limit=served.recorder.queue_limit,

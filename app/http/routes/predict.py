@@ -33,6 +33,11 @@ class PredictQuery(BaseModel):
         description="Give the `top_k` most probable classes as `top` instead of all `probabilities`.",
     )
     explain: bool = Field(default=False, description="Add an `explanation` to each prediction.")
+    monitor: bool = Field(
+        default=True,
+        description="`false`, for images that are no part of the stream (a demonstration, a test): they stay out of "
+        "drift and of the metrics of scores, and are counted as `psc_unmonitored_images_total`.",
+    )
     alpha: Alpha | None = Field(
         default=None,
         description="`is_ood` when p ≤ alpha, for this request; at least 1/(n + 1) for n calibration images.",
@@ -79,10 +84,12 @@ async def _predict(request: Request, name: str | None) -> Response:
     limits = UploadLimits(settings.max_images_per_request, settings.max_fields, settings.upload_seconds)
     images = await read_images(request, limits)
     served = registry.get(name)  # After the body: a reload may have swapped it meanwhile.
-    asked = query.model_dump(exclude_none=True, exclude={"explain"})
+    asked = query.model_dump(exclude_none=True, exclude={"explain", "monitor"})
     thresholds = served.thresholds_with(**asked)
     disconnected = partial(has_disconnected, request.receive)
-    predicted = await served.predict(images, thresholds, disconnected=disconnected, explain=query.explain)
+    predicted = await served.predict(
+        images, thresholds, disconnected=disconnected, explain=query.explain, monitor=query.monitor
+    )
     options = {option: asked[option] for option in served.model.task.request_options & asked.keys()}
     return Response(predict_response(served, thresholds.policy, predicted, **options), media_type="application/json")
 
@@ -96,7 +103,7 @@ def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predict
         served: The model that answered.
         policy: Policy of the decisions.
         predicted: Finite outputs, decisions and, where it is asked for, an explanation.
-        options: What the request asks for of the task's ``request_options``.
+        options: The task's ``request_options`` for which the request asks.
     """
     model, (outputs, decisions, explanation) = served.model, predicted
     predictions = model.task.documents(outputs, decisions, model.classes, **options)

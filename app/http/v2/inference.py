@@ -23,6 +23,21 @@ from psc_core.tasks.task import GATES_OUTPUT
 
 
 @dataclass(frozen=True)
+class Received:
+    """A request as it arrived.
+
+    Attributes:
+        wanted: The request without its binary data.
+        binary: The binary data of its input, if it has some.
+        body: All that was received; a large one is parsed on a thread.
+    """
+
+    wanted: InferRequest
+    binary: memoryview | None
+    body: bytes
+
+
+@dataclass(frozen=True)
 class Answer:
     """A model's answer to the images of a request.
 
@@ -52,35 +67,26 @@ def find_model(service: Service, name: str, version: str | None) -> ServedModel:
     return served
 
 
-async def infer(
-    service: Service,
-    name: str,
-    version: str | None,
-    wanted: InferRequest,
-    binary: memoryview | None,
-    body: bytes,
-    receive: Receive,
-) -> Answer:
+async def infer(service: Service, name: str, version: str | None, received: Received, receive: Receive) -> Answer:
     """Answer a request.
 
     Args:
         service: Whose model answers.
-        name: Of the model.
-        version: Of the model; ``None`` takes the one in service.
-        wanted: The request without its binary data.
-        binary: The binary data of its input, if it has some.
-        body: All that was received; a large one is parsed on a thread.
+        name: Name of the model.
+        version: Version of the model; ``None`` takes the one in service.
+        received: The request.
         receive: Tells when the client has left.
 
     Raises:
         PSCError: See :meth:`.ServedModel.predict` and :func:`.images_of`.
     """
-    served = find_model(service, name, version)
+    served, wanted = find_model(service, name, version), received.wanted
     images: Images | list[bytes] | None = None
     while images is None or served is not find_model(service, name, version):  # A reload may swap it at every await.
         served = find_model(service, name, version)
         size, limit = served.model.preprocess.shape, service.settings.max_images_per_request
-        images = await parse(body, partial(images_of, wanted.inputs[0], binary, size, max_images=limit))
+        read = partial(images_of, wanted.inputs[0], received.binary, size, max_images=limit)
+        images = await parse(received.body, read)
     task, classes, gates = served.model.task, served.model.classes, served.model.gates
     as_binary = wanted.binary_outputs(outputs_of(served.model))
     strange = [output for output in as_binary if output not in task.tensors]
@@ -93,6 +99,7 @@ async def infer(
         images if isinstance(images, np.ndarray) else [EncodedImage(data) for data in images],
         thresholds,
         disconnected=partial(has_disconnected, receive),
+        monitor=wanted.parameters.monitor,
     )
     tensors = [
         OutputTensor(

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 
 from app.errors import UnsupportedMedia
 from app.http.uploads import parse, read_body
-from app.http.v2.inference import find_model, outputs_of
+from app.http.v2.inference import Received, find_model, outputs_of
 from app.http.v2.inference import infer as infer_images
 from app.http.v2.schemas import (
     HEADER,
@@ -170,7 +170,7 @@ async def _infer(request: Request, name: str, version: str | None) -> Response:
     find_model(service, name, version).engine.check_room()
     body = await read_body(request, service.settings.upload_seconds)
     wanted, binary = await parse(body, parse_request, body, request.headers.get(HEADER))
-    answer = await infer_images(service, name, version, wanted, binary, body, request.receive)
+    answer = await infer_images(service, name, version, Received(wanted, binary, body), request.receive)
     head: dict[str, Any] = {"model_name": answer.served.name, "model_version": answer.served.model.version}
     head["parameters"] = {"alpha": answer.alpha}
     if wanted.id is not None:

@@ -165,6 +165,7 @@ class RequestParameters(RequestPart):
     """Parameters of a request."""
 
     alpha: Alpha | None = Field(default=None, description="`is_ood` when p ≤ alpha, for this request.")
+    monitor: bool = Field(default=True, description="`false` keeps the images out of drift and metrics of scores.")
     binary_data_output: bool = Field(
         default=False, description="Give outputs as binary data unless they say otherwise."
     )

@@ -1,4 +1,4 @@
-"""How much of the pooled covariance the covariance of each class takes, chosen by held-out likelihood.
+"""Choose the fraction of the pooled covariance in that of each class, by held-out likelihood.
 
 In w (:mod:`.density`) the pooled covariance is the identity, and class k has
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from psc_core.tables import aligned
+
 Auroc = Mapping[str, float]
 """AUROC by kind of made-up image."""
 
@@ -41,12 +43,12 @@ class GateChoice:
 
     def table(self) -> str:
         """A line for each option, least regret first, with the AUROC of each kind."""
-        width = max(map(len, self.aurocs))
-        lines = [f"{'gates':<{width}}  {'regret':>7}  " + "  ".join(f"{kind:>8}" for kind in self.best)]
+        rows = [["gates", "regret", *self.best]]
         for name in sorted(self.aurocs, key=self.regret):
-            numbers = "  ".join(f"{value:8.4f}" for value in self.aurocs[name].values())
-            lines.append(f"{name:<{width}}  {self.regret(name):7.4f}  {numbers}{'  ◀ chosen' * (name == self.chosen)}")
-        return "\n".join([*lines, f"gates: {self.chosen} has the least regret over made-up images; {self.reason}"])
+            numbers = (f"{value:.4f}" for value in (self.regret(name), *self.aurocs[name].values()))
+            rows.append([name, *numbers, "◀ chosen" * (name == self.chosen)])
+        said = f"gates: {self.chosen} has the least regret over made-up images; {self.reason}"
+        return "\n".join([*aligned(rows), said])
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON types of the report in a manifest."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from psc_core.images.preprocess import Preprocess
 
 Part = Literal["whole", "size", "interpolation", "statistics"]
-"""What flags replace of a preprocessing: all of it; size and crop; the filter; mean and deviation."""
+"""The parts of a preprocessing that flags replace: all of it; size and crop; the filter; mean and deviation."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Described:
-    """What a network says of itself; nothing, unless it is told."""
+    """A network described by its own files; every field is empty unless they say it."""
 
     spec: str = ""  # builds the network by name, without its weights and its folder; empty where no name does
     model_args: Mapping[str, Any] = field(default_factory=dict)  # of the builder, JSON types

@@ -88,7 +88,7 @@ class _Unlike(Exception):
 
 
 class _Network(NamedTuple):
-    """What a network's own configuration says of its images."""
+    """The images of a network, as its own configuration describes them."""
 
     kind: str  # its model_type
     channels: int

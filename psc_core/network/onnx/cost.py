@@ -1,4 +1,4 @@
-"""What an ONNX graph takes for one image: memory of the tensors that are alive at once, and operations."""
+"""Estimate the cost of an ONNX graph for one image: memory of the tensors alive at once, and operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PRODUCTS: Final = frozenset({"Gemm", "MatMul", "MatMulInteger", "QLinearMatMul"
 
 
 class Cost(NamedTuple):
-    """Of one image."""
+    """The cost of one image."""
 
     alive: int  # maximum bytes of tensors that are needed at once
     operations: int  # additions and multiplications of convolutions and products

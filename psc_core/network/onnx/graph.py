@@ -33,7 +33,7 @@ _FLOATS: Final = (1, 10, 11, 16)  # FLOAT, FLOAT16, DOUBLE, BFLOAT16
 
 
 class Graph:
-    """What the operations of a model say of its tensors.
+    """The operations of a model, and the tensors that they read and give.
 
     Args:
         model: One input and one output, see :mod:`.rewrite`.

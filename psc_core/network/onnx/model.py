@@ -39,7 +39,7 @@ MIN_OPSET: Final = 7
 """Oldest version of the operators."""
 
 MAX_ROUNDS: Final = 32
-"""How often sizes that are computed from sizes are looked for; exports need one or two rounds."""
+"""Rounds of looking for sizes that are computed from sizes; exports need one or two."""
 
 _NOT_REPEATABLE: Final = "Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike"
 _SIZED_BY_VALUES: Final = "Compress NonMaxSuppression NonZero Unique"
@@ -242,7 +242,7 @@ def _fold(model: ModelProto, found: Mapping[str, tuple[int, Shape] | None], orig
 
 
 def _length(operator: str, given: list[Any]) -> int:
-    """How many numbers an operator gives that may give more than it takes; 0 of any other."""
+    """Return how many numbers an operator gives that may give more than it takes; 0 for any other."""
     if operator == "Range" and len(given) == 3 and given[2] != 0:
         return len(range(*given))
     return math.prod(given[0]) if operator == "ConstantOfShape" and isinstance(given[0], list) else 0

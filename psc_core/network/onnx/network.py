@@ -81,7 +81,7 @@ class OnnxNetwork(LayeredNetwork):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What differs from a network of PyTorch, as far as images have shown."""
+        """The differences from a network of PyTorch, as far as images have shown."""
         graphs = [sized.graph for sized in self._sized.values()]
         found = []
         if any(graph.logits != graph.output for graph in graphs):

@@ -96,8 +96,8 @@ def choose_ranks(
     warning.
 
     Args:
-        nc1: Of every leading block.
-        nc4: Of every leading block.
+        nc1: NC1 of every leading block.
+        nc4: NC4 of every leading block.
         reference_nc4: NC4 of the scaled, unprojected layer.
         settings: With ε, the components that are fixed, and the smallest c·d that is considered, or the largest there
             is where that is smaller.
@@ -115,7 +115,7 @@ def choose_ranks(
         allowed &= d == d_proj
     allowed &= size >= min(settings.minimum_dim, int(size[allowed].max()))
     kept = allowed & (nc1 > epsilon) & (nc4 >= reference_nc4 - NC4_LOSS)
-    warning = ""
+    found = []
     if bool(kept.any()):
         cost = size - nc4  # NC4 ≤ 1 only breaks ties between equal sizes
         pick = int(torch.where(kept, cost, torch.inf).argmin())
@@ -124,14 +124,26 @@ def choose_ranks(
         candidates = uncollapsed if bool(uncollapsed.any()) else allowed
         pick = int(torch.where(candidates, nc4 - 1e-9 * size, -torch.inf).argmax())
         if c_proj is None or d_proj is None:
-            warning = (
+            found.append(
                 f"no projection of at most {c_max}×{d_max} keeps NC1 > {epsilon} and NC4 within {NC4_LOSS} "
                 f"of {reference_nc4:.3f}: took the best NC4"
             )
     row, column = divmod(pick, d_max)
     lost = reference_nc4 - float(nc4[row, column])
     if lost > 5 * NC4_LOSS:
-        warning = (warning + "; " if warning else "") + (
-            f"the projection gives up {lost:.3f} of NC4: a sign of a wrong candidate layer or too small ranks"
-        )
-    return RankChoice(row + 1, column + 1, float(nc1[row, column]), float(nc4[row, column]), warning)
+        found.append(f"the projection gives up {lost:.3f} of NC4: {_remedy(nc1, nc4, reference_nc4, lost)}")
+    return RankChoice(row + 1, column + 1, float(nc1[row, column]), float(nc4[row, column]), "; ".join(found))
+
+
+def _remedy(nc1: Tensor, nc4: Tensor, reference_nc4: float, lost: float) -> str:
+    """The flags with which more of NC4 is kept than a choice does that loses ``lost``."""
+    size = torch.arange(1, nc1.shape[0] + 1)[:, None] * torch.arange(1, nc1.shape[1] + 1)
+    enough = nc4 >= min(reference_nc4, float(nc4.max())) - NC4_LOSS
+    row, column = divmod(int(torch.where(enough, size, torch.inf).argmin()), nc1.shape[1])
+    left = max(0.0, reference_nc4 - float(nc4[row, column]))
+    if lost - left <= NC4_LOSS:
+        return "no size keeps more; choose another layer of the table by --layer"
+    return (
+        f"--c-proj {row + 1} --d-proj {column + 1} give up {left:.3f}, with NC1 {float(nc1[row, column]):.3f}, "
+        "and --layer reads another layer"
+    )

@@ -28,7 +28,7 @@ def limits_of(policy: Policy, calibration: Calibration, metrics: Mapping[str, An
 def policy_lines(task: Classification, policy: Policy, limits: Mapping[str, float | None]) -> list[str]:
     """Return what the policy means for this bundle beside the alarm, a line each."""
     threshold = limits["entropies"]
-    return [] if threshold is None else [f"ambiguous: predictive entropy above {threshold:.4g} nats"]
+    return [f"ambiguous: {'none' if threshold is None else f'predictive entropy above {threshold:.4g} nats'}"]
 
 
 def warnings_of(metrics: Mapping[str, Any], head: Mapping[str, float]) -> list[str]:
@@ -40,14 +40,7 @@ def warnings_of(metrics: Mapping[str, Any], head: Mapping[str, float]) -> list[s
             "the network's own probabilities are served, divided by a temperature: the NLL of the head's is "
             f"{above:.3f} ± {error:.3f} nats higher on validation images; --predictions psc serves those"
         )
-    risk = metrics.get("risk", {})
-    if not risk or risk["threshold"] is not None:
-        return found
-    return [
-        *found,
-        f"no entropy threshold keeps the error rate at {risk['promised']:g} with {risk['confidence']:.0%} "
-        "confidence, so no image is called ambiguous; raise --risk or validate on more images",
-    ]
+    return found
 
 
 def accuracy_lost(base: Mapping[str, float], psc: Mapping[str, float]) -> str:

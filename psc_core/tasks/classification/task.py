@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from psc_core.tasks.classification import heads
 from psc_core.tasks.classification.answer import DECISIONS, RESPONSE, SCORES, ImagePrediction
-from psc_core.tasks.classification.calibration import Calibration, Thresholds
+from psc_core.tasks.classification.calibration import ROUNDING, Calibration, Thresholds
 from psc_core.tasks.classification.decide import ABSTAIN_AMBIGUOUS, ABSTAIN_OOD, Decisions, decide
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.prediction import Prediction
@@ -56,6 +57,19 @@ class Classification(Task):
             ("head.sizes.classes", classes, classes if is_own else head.sizes.get("classes")),
             ("head.layers (of a classifier)", list(manifest.layers) if head.layers else [], head.layers),
         )
+
+    def notes(self, policy: Policy, classes: Sequence[str], metrics: Mapping[str, Any]) -> list[str]:
+        if policy.ambiguity_threshold <= math.log(len(classes)) + ROUNDING:
+            return []
+        risk = metrics.get("risk", {"threshold": policy.ambiguity_threshold})
+        if risk["threshold"] is not None:
+            return [f"no image is called ambiguous: no entropy is above {policy.ambiguity_threshold:.4g} nats"]
+        nearest = risk.get("nearest")
+        way_out = f"{nearest:g} is the nearest that one keeps: --risk {nearest:g}" if nearest else "raise --risk"
+        return [
+            f"no image is called ambiguous: no entropy threshold keeps the error rate at {risk['promised']:g} with "
+            f"{risk['confidence']:.0%} confidence; {way_out}, or validate on more images"
+        ]
 
     def decide(self, outputs: Outputs[FloatArray], thresholds: Thresholds) -> Decisions:
         return decide(outputs, thresholds)

@@ -10,8 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from psc_core.compute.passes import Compute, passes
+from psc_core.data.classes import check_same
 from psc_core.data.dataset import ImageDataset
-from psc_core.errors import DataError, UsageError
+from psc_core.errors import UsageError
 from psc_core.numerics.matrix import FeatureMatrix
 from psc_core.settings import FitSettings
 from psc_core.tasks import TASKS, module_of
@@ -91,11 +92,7 @@ class TaskFit:
         Raises:
             DataError: They have other classes, or numbers of another target.
         """
-        if tuple(classes) != data.classes:
-            odd = sorted(set(classes) ^ set(data.classes)) or list(data.classes)
-            raise DataError(
-                f"expected {data.name} to have the model's classes in their order, they differ in {odd[:10]}"
-            )
+        check_same(data, classes, "model's")
 
     def said_of(self, train: ImageDataset) -> str:
         """Return what the images are labelled with, for people."""
@@ -185,7 +182,8 @@ def task_fit_for(data: ImageDataset) -> TaskFit:
     return next(fit for fit in map(task_fit, TASKS) if fit.takes(data))
 
 
-def one_of(option: str, value: object, allowed: Sequence[str], noun: str) -> None:
-    """Require one of some values; raises :class:`UsageError`."""
-    if value not in allowed:
+def one_of(option: str, value: str | None, allowed: Sequence[str], noun: str) -> str:
+    """Return a value that is one of those allowed; raises :class:`UsageError`."""
+    if value is None or value not in allowed:
         raise UsageError(f"expected {option} of a {noun} to be one of {', '.join(allowed)}, got {value!r}")
+    return value

@@ -73,13 +73,20 @@ async def test_only_what_is_drawn_is_written(tmp_path: Path) -> None:
     assert 0 < sum(row["audit"] for row in rows) <= sum(row["image_path"] is not None for row in rows) < len(rows)
 
 
+async def test_images_that_are_not_monitored_are_never_of_the_slice(tmp_path: Path) -> None:
+    async with running(log=str(tmp_path), log_audit=1.0) as app:
+        for query in ("", "?monitor=false"):
+            await app.client.post(f"/predict{query}", content=png(0), headers=PNG)
+    assert [(row["audit"], row["audit_probability"]) for row in rows_in(tmp_path)] == [(True, 1.0), (False, 0.0)]
+
+
 async def test_full_disk_drops_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put, is_full = Log.put, True
 
-    def full(log: Log, name: str, data: Any) -> None:
+    def full(log: Log, name: str, data: Any, **options: Any) -> None:
         if is_full:
             raise OSError(28, "No space left on device")
-        put(log, name, data)
+        put(log, name, data, **options)
 
     async with running(log=str(tmp_path), log_flush_seconds=0.05, log_audit=1.0) as app:
         monkeypatch.setattr(Log, "put", full)
@@ -94,7 +101,7 @@ async def test_full_disk_drops_and_counts(tmp_path: Path, monkeypatch: pytest.Mo
 async def test_bucket_that_hangs_delays_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, hangs = threading.Event(), threading.Event()
 
-    def hang(*_: Any) -> None:
+    def hang(*_: Any, **__: Any) -> None:
         hangs.set()
         gate.wait(60)
         raise OSError("timed out")

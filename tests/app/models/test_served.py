@@ -40,5 +40,5 @@ async def test_monitors_share_the_bound_on_false_alarms() -> None:
     for monitors, alarms in ((1, 1.0), (1_000_000, 0.0)):
         async with running(drift_false_alarm=0.2, drift_monitors=monitors) as app:
             served = app.service.registry.get()
-            served.recorder.predicted(outputs, decide(outputs, served.thresholds))
+            served.recorder.predicted(outputs, decide(outputs, served.thresholds), range(5))
             assert await app.metric('psc_drift_alarms_total{model="m"}') == alarms

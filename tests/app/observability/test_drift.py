@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from app.observability.drift import EXPONENTS, DriftMonitor, binomial_tail
+from app.observability.drift import EXPONENTS, QUIET, DriftMonitor, window_tail
 
 DELTA = 0.1
 
@@ -132,10 +132,10 @@ def test_images_that_raised_alarms_do_not_become_usual() -> None:
     n = 1000
     calibration = generator.normal(size=n)
     monitor = DriftMonitor(n, 0.05)
-    assert monitor.update([1 / (n + 1)] * 5000) > 1000
-    clean = monitor.update(served_p_values(calibration, generator.normal(size=5000)))
-    assert clean <= 1  # what the last of these images left
-    assert monitor.update([1 / (n + 1)] * 10) >= 1
+    assert monitor.update([1 / (n + 1)] * 5000) == 1
+    assert monitor.update(served_p_values(calibration, generator.normal(size=5000))) == 0
+    assert not monitor.state.is_active
+    assert monitor.update([1 / (n + 1)] * 10) == 1
 
 
 def test_easy_images_do_not_make_others_look_strange() -> None:
@@ -147,12 +147,55 @@ def test_easy_images_do_not_make_others_look_strange() -> None:
         assert monitor.update(served_p_values(calibration, generator.normal(size=2000))) == 0
 
 
-def test_alarms_repeat_under_lasting_drift() -> None:
+@pytest.mark.parametrize(("mean", "fraction"), [(-8.0, 0.05), (-8.0, 0.2), (-0.5, 1.0)])
+def test_lasting_drift_is_one_alarm_and_ends_when_it_ends(mean: float, fraction: float) -> None:
+    """Ordinary images, 10,000 with drift, ordinary ones, and the drift again."""
+    n = 2000
+    for seed in range(5):
+        generator = np.random.default_rng(seed)
+        calibration = generator.normal(size=n)
+        monitor = DriftMonitor(n, 0.05, false_alarm_probability=1e-4)
+
+        def stream(size: int, moved: float) -> list[float]:
+            scores = generator.normal(size=size) + mean * (generator.random(size) < moved)  # noqa: B023
+            return served_p_values(calibration, scores)  # noqa: B023
+
+        assert monitor.update(stream(5000, 0.0)) == 0
+        for episode in (1, 2):
+            monitor.update(stream(10_000, fraction))
+            assert (monitor.state.alarms, monitor.state.is_active) == (episode, True)
+            assert monitor.update(stream(4000, 0.0)) == 0
+            assert not monitor.state.is_active
+
+
+def test_an_episode_ends_within_two_windows_of_most_streams() -> None:
+    generator = np.random.default_rng(6)
+    n, window, streams, ended = 500, 300, 200, 0
+    for _ in range(streams):
+        calibration = generator.normal(size=n)
+        monitor = DriftMonitor(n, 0.05, window=window)
+        monitor.update([1 / (n + 1)] * 50)
+        assert monitor.state.is_active
+        monitor.update(served_p_values(calibration, generator.normal(size=2 * window)))
+        ended += not monitor.state.is_active
+    assert ended / streams >= 1 - 2 * QUIET - 2 * math.sqrt(2 * QUIET / streams)
+
+
+def test_an_episode_lasts_while_the_window_has_too_many_far_images() -> None:
+    """The martingale gets used to far images when there are few calibration images; the window does not."""
+    monitor = DriftMonitor(100, 0.05, window=1000)
+    generator = np.random.default_rng(8)
+    assert monitor.update([1 / 101] * 50) == 1
+    assert monitor.update(np.where(generator.random(10_000) < 0.2, 1, generator.integers(1, 102, 10_000)) / 101) == 0
+    assert monitor.state.is_active
+
+
+def test_the_alarm_begins_a_run_without_memory() -> None:
     monitor = DriftMonitor(1000, 0.05)
     raised = [monitor.update([1 / 1001]) for _ in range(60)]
     first = raised.index(1)
     assert first < 10
-    assert sum(raised) == monitor.state.alarms > 3
+    assert sum(raised) == monitor.state.alarms == 1
     again = DriftMonitor(1000, 0.05)
     again.update([1 / 1001] * (first + 1))
     assert again.state.log_martingale == 0.0
@@ -190,7 +233,7 @@ def test_the_window_counts_only_its_images() -> None:
     assert monitor.state.window_ood_rate == pytest.approx(1 / 3)
     monitor.update([1.0, 1.0, 0.05])
     assert monitor.state.window_ood_rate == 0.25
-    assert monitor.state.window_tail_probability == pytest.approx(1 - 0.95**4)
+    assert monitor.state.window_tail_probability == pytest.approx(stats.betabinom.sf(0, 4, 1, 19))
 
 
 def test_an_alpha_that_rounding_puts_below_a_p_value_still_flags_it() -> None:
@@ -207,19 +250,31 @@ def test_a_p_value_below_the_smallest_of_the_calibration_counts_as_that() -> Non
     assert tiny.state.window_ood_rate == 1.0
 
 
-@given(st.integers(0, 400), st.integers(0, 400), st.floats(0.001, 0.999))
-def test_binomial_tail_equals_scipy(successes: int, trials: int, probability: float) -> None:
-    successes = min(successes, trials)
-    expected = stats.binom.sf(successes - 1, trials, probability)
-    assert binomial_tail(successes, trials, probability) == pytest.approx(expected, rel=1e-9, abs=1e-300)
+@given(st.integers(0, 400), st.integers(1, 400), st.integers(1, 400), st.integers(1, 400))
+def test_window_tail_equals_scipy(ood: int, images: int, rank: int, n: int) -> None:
+    ood, rank = min(ood, images), min(rank, n)
+    expected = stats.hypergeom.cdf(rank - 1, n + images, n, rank + ood - 1) if ood else 1.0
+    assert window_tail(ood, images, rank, n) == pytest.approx(expected, rel=1e-9, abs=1e-300)
+    beta_binomial = stats.betabinom.sf(ood - 1, images, rank, n + 1 - rank)
+    assert window_tail(ood, images, rank, n) == pytest.approx(beta_binomial, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("successes", "trials", "probability"), [(900, 1000, 0.001), (50_400, 10**6, 0.05), (3, 2, 0.5)]
-)
-def test_binomial_tail_of_long_windows(successes: int, trials: int, probability: float) -> None:
-    expected = stats.binom.sf(successes - 1, trials, probability)
-    assert binomial_tail(successes, trials, probability) == pytest.approx(expected, rel=1e-7, abs=1e-300)
+def test_window_tail_of_a_long_window() -> None:
+    assert window_tail(50_400, 10**6, 200, 3999) == pytest.approx(
+        stats.betabinom.sf(50_399, 10**6, 200, 3800), rel=1e-7
+    )
+
+
+def test_windows_of_ordinary_images_have_tails_as_they_say() -> None:
+    """With few calibration images the rate is far from alpha in many windows, and not unlikely."""
+    generator = np.random.default_rng(9)
+    tails = []
+    for _ in range(1000):
+        monitor = DriftMonitor(60, 0.05, window=400, false_alarm_probability=1e-9)
+        monitor.update(served_p_values(generator.normal(size=60), generator.normal(size=400)))
+        tails.append(monitor.state.window_tail_probability)
+    for level in (0.5, 0.1, 0.01):
+        assert np.mean(np.array(tails) <= level) <= level + 3 * math.sqrt(level / 1000)
 
 
 @pytest.mark.parametrize("p_value", [0.0, -0.1, 1.1, math.nan, math.inf])

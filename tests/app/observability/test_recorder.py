@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -39,8 +41,13 @@ def outputs_of(*images: tuple[float, float, float, int]) -> Outputs[FloatArray]:
     return Outputs(np.array(packed, np.float32), SCORES, ())
 
 
-def record(target: ModelRecorder, outputs: Outputs[FloatArray]) -> None:
-    target.predicted(outputs, decide(outputs, THRESHOLDS))
+NUMBERS = count()
+
+
+def record(target: ModelRecorder, outputs: Outputs[FloatArray], *, images: Sequence[int] | None = ()) -> None:
+    """Have images recorded, which are new unless they are numbered; ``None``: not to be monitored."""
+    fingerprints = images if images or images is None else list(islice(NUMBERS, len(outputs)))
+    target.predicted(outputs, decide(outputs, THRESHOLDS), fingerprints)
 
 
 def exposed(metrics: Metrics) -> dict[str, float]:
@@ -100,7 +107,7 @@ def test_a_regression_is_counted_by_its_target() -> None:
     target.show()
     packed = model.pipeline(torch.tensor([0, 64, 255], dtype=torch.uint8)[:, None, None, None].expand(3, 1, 8, 8))
     outputs = model.outputs(packed.numpy())
-    target.predicted(outputs, decide_values(outputs, model.calibration.thresholds(model.policy)))
+    target.predicted(outputs, decide_values(outputs, model.calibration.thresholds(model.policy)), [1, 2, 3])
     target.flush()
     values = exposed(metrics)
     assert values['psc_predictions_total{label="brightness",model="m"}'] == 3
@@ -116,7 +123,10 @@ def test_counters_start_at_zero() -> None:
     values = exposed(metrics)
     assert sum(series.startswith("psc_predictions_total") for series in values) == MAX_LABELS + 1
     assert f'psc_predictions_total{{label="{OTHER}",model="m"}}' in values
-    zero = ("psc_ood_total", "psc_abstained_total", "psc_predictions_total", "psc_drift_alarms_total")
+    zero = (
+        "psc_ood_total", "psc_abstained_total", "psc_unmonitored_images_total", "psc_predictions_total",
+        "psc_drift_alarms_total", "psc_drift_active",
+    )  # fmt: skip
     assert all(value == 0 for series, value in values.items() if series.startswith(zero))
     assert values['psc_model_info{device="cpu",layer="layer3",model="m",version="v1"}'] == 1
     assert values['psc_alpha{model="m"}'] == 0.2
@@ -144,9 +154,45 @@ def test_drift_is_watched(caplog: pytest.LogCaptureFixture) -> None:
         target.flush()
     values = exposed(metrics)
     assert values['psc_drift_window_ood_rate{model="m"}'] == 1
-    assert values['psc_drift_alarms_total{model="m"}'] >= 1
+    assert values['psc_drift_alarms_total{model="m"}'] == values['psc_drift_active{model="m"}'] == 1
     assert values['psc_drift_window_tail_probability{model="m"}'] < 1e-3
-    assert vars(caplog.records[0])["model"] == "m"
+    assert [vars(line)["model"] for line in caplog.records] == ["m"]
+
+
+def test_what_is_not_to_be_monitored_is_only_counted() -> None:
+    metrics = Metrics()
+    target = recorder(metrics)
+    target.show()
+    before = exposed(metrics)
+    strange = outputs_of(*[(0.7, -9.0, 0.01, 0)] * 5)
+    for _ in range(9):
+        record(target, strange, images=None)
+    target.flush()
+    changed = {series: value for series, value in exposed(metrics).items() if value != before[series]}
+    assert changed == {
+        'psc_predictions_total{label="a",model="m"}': 45,
+        'psc_unmonitored_images_total{model="m",reason="asked"}': 45,
+    }
+    record(target, strange, images=[1, 2, 3, 4, 5])
+    target.flush()
+    assert exposed(metrics)['psc_ood_total{model="m"}'] == 5  # Nobody hides an image by sending it unmonitored.
+
+
+def test_repeats_are_only_counted() -> None:
+    metrics = Metrics()
+    target = recorder(metrics)
+    target.show()
+    for _ in range(9):
+        record(target, outputs_of((0.0, -9.0, 0.01, 0), (0.7, -9.0, 0.9, 1)), images=[1, 2])
+        target.flush()
+    values = exposed(metrics)
+    assert values['psc_predictions_total{label="a",model="m"}'] == 9
+    assert values['psc_unmonitored_images_total{model="m",reason="repeated"}'] == 16
+    assert values['psc_ood_p_value_count{model="m"}'] == 2
+    assert values['psc_ood_total{model="m"}'] == 1
+    assert values['psc_abstained_total{model="m",reason="ambiguous"}'] == 1
+    assert values['psc_drift_window_ood_rate{model="m"}'] == 0.5
+    assert values['psc_drift_alarms_total{model="m"}'] == 0
 
 
 def test_hidden_model_shows_no_drift_but_counts() -> None:
@@ -168,5 +214,5 @@ def test_many_predictions_are_recorded_without_a_flush() -> None:
     outputs = outputs_of((0.0, -9.0, 0.9, 0))
     decisions = decide(outputs, THRESHOLDS)
     for _ in range(5000):
-        target.predicted(outputs, decisions)
+        target.predicted(outputs, decisions, [next(NUMBERS)])
     assert exposed(metrics)['psc_predictions_total{label="a",model="m"}'] >= 4096

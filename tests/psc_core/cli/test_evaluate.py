@@ -105,7 +105,7 @@ def test_baselines_need_the_same_classes(tiny_job, tiny_bundle: Path, data_root:
         capsys, cli_eval.main, [*words, "--weights", weights, "--train", clothes, "--val", clothes, "--device", "cpu"]
     )
     assert code == 2
-    assert "expected the model's 10 classes in fashion-mnist, got 10 (missing: " in err
+    assert "expected the model's 10 classes in fashion-mnist, got 10 (unknown: " in err
 
 
 def test_images_of_other_classes_are_refused_before_baselines_are_fitted(

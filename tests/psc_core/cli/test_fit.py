@@ -224,7 +224,7 @@ def test_folders_that_differ_are_told_before_the_network_is_loaded(
 ) -> None:
     shutil.rmtree(tmp_path / "val" / "7")
     code, _, err = run(capsys, cli.main, [*folder_args, *more, "--out", str(tmp_path / "b")])
-    assert code == 2 and f"training and validation, {tmp_path / 'val'} lacks '7'; make the folders match" in err
+    assert code == 2 and f"classes in {tmp_path / 'val'}, got 9 (missing: 7); use" in err
 
 
 def test_an_output_of_the_wrong_form_is_told_before_any_image_is_decoded(

@@ -43,7 +43,7 @@ def test_case_and_separators_make_no_difference(count: int, data: st.DataObject)
 
 def test_equal_names_are_not_confused_with_similar_ones() -> None:
     assert match(["A", "a", "b_c", "b c"], ["b c", "a", "A", "b_c"], "").classes == ("b c", "a", "A", "b_c")
-    with pytest.raises(DataError, match=r"got 3 \(some share a name\); use the images"):
+    with pytest.raises(DataError, match=r"got 3 \(unknown: A, c; missing: C, A \); use images"):
         match(["A", "a", "c"], ["a", "C", "A "], "images")
 
 

@@ -13,7 +13,7 @@ import torch
 from psc_core import PRESETS, PSCRegressor, open_dataset
 from psc_core.cli.evaluate import main
 from psc_core.compute.passes import Compute
-from psc_core.errors import UsageError
+from psc_core.errors import DataError, UsageError
 from psc_core.evaluation.evaluate import evaluate
 from psc_core.evaluation.regression import RegressionReport, own_network, quality_of, score_images
 from psc_core.metrics import ranking, regression
@@ -63,7 +63,7 @@ def test_command_line_writes_what_it_prints(
 
 def test_other_images_are_refused(model: PSCRegressor, data_root: Path) -> None:
     digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=model.preprocess)
-    with pytest.raises(UsageError, match="expected numbers of angle, degrees in mnist, got classes"):
+    with pytest.raises(DataError, match="expected numbers of angle, degrees in mnist, got classes"):
         evaluate(model, digits, {})
     other = replace(PRESETS["mnist"], mean=(0.5,))
     turned = open_dataset(f"rotated-mnist:{data_root}", split="test", preprocess=other)

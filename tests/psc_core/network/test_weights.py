@@ -140,7 +140,7 @@ REJECTED = {
     "is for 7 classes (3.weight is (7, 16)), the data has 3": {
         **state(), "3.weight": torch.zeros(7, 16), "3.bias": torch.zeros(7)
     },
-    "2 unexpected (" + "x" * 100 + "…, y)": {**changed("x" * 999, torch.zeros(1)), "y": torch.zeros(1)},
+    f"2 unexpected ({'x' * 100}…{'x' * 100}, y)": {**changed("x" * 999, torch.zeros(1)), "y": torch.zeros(1)},
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from psc_core.bundle.io import read_bundle
+from psc_core.bundle.io import Bundle, read_bundle
 from psc_core.errors import BundleError
 from psc_core.model.predictor import PSC
 from psc_core.report.content import Content
@@ -34,6 +34,14 @@ def test_facts_of_the_shipped_bundle(shipped_bundle: Path) -> None:
     assert "made-up images found out of distribution: turned" in text
     assert "less accurate" not in text
     assert found.candidate is not None and found.candidate.layers == tuple(read_bundle(shipped_bundle).manifest.layers)
+
+
+def test_notes_on_the_layer_are_in_the_words_of_this_version(shipped_bundle: Path) -> None:
+    bundle = read_bundle(shipped_bundle)
+    collapse = {**(bundle.manifest.collapse or {}), "notes": ["train the network longer"]}
+    manifest = bundle.manifest.model_copy(update={"collapse": collapse})
+    found = facts_of(Bundle(bundle.path, manifest, bundle.parts), Content(manifest.version))
+    assert not any("train" in text for text in found.warnings)
 
 
 def test_a_bundle_without_images_has_its_thresholds(shipped_bundle: Path) -> None:

@@ -106,7 +106,7 @@ def test_page_without_images(shipped: Facts, tmp_path: Path) -> None:
     manifest = shipped.manifest.model_copy(update={"metrics": {**shipped.manifest.metrics, **risk}})
     bare = replace(shipped, content=Content(manifest.version), manifest=manifest)
     written = Page(page.write(bare, tmp_path).read_text())
-    assert "No image is called ambiguous" in written.text
+    assert "No image is called ambiguous: all others are accepted" in written.text
     assert [attributes["alt"] for tag, attributes in written.tags if tag == "img"] == [
         "{}. {}".format(*words.TEXTS["collapse"])
     ]

@@ -64,7 +64,7 @@ def ambiguity_threshold(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"
     test has its level, and a threshold that is too large passes only if the first one that is does.
 
     Args:
-        entropy: Of calibration images.
+        entropy: Predictive entropy of calibration images.
         correct: Whether the most probable class was the label.
         risk: Error rate among accepted images, in (0, 1).
 
@@ -86,6 +86,19 @@ def ambiguity_threshold(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"
     bounds = torch.from_numpy(stats.beta.ppf(CONFIDENCE, errors[tested] + 1, correct_below)).nan_to_num(nan=1.0)
     passed = (bounds <= risk).cumprod(0).sum()
     return float(ascending[tested][passed - 1]) if passed else None
+
+
+def nearest_risk(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, risk: float) -> float | None:
+    """The smallest error rate above ``risk``, in hundredths, that a threshold keeps.
+
+    It is chosen on these images, so it is advice for another fit and no promise of this one.
+
+    Returns:
+        ``None`` if there is none up to a half.
+    """
+    rates = (step / 100 for step in range(1, 51) if step / 100 > risk)
+    kept = (rate for rate in rates if ambiguity_threshold(entropy, correct, risk=rate) is not None)
+    return next(kept, None)
 
 
 def unreachable_entropy(num_classes: int) -> float:

@@ -19,6 +19,7 @@ from psc_core.tasks.classification.fit.calibrate import (
     ambiguity_threshold,
     fewest,
     fit_calibration,
+    nearest_risk,
     unreachable_entropy,
 )
 from psc_core.tasks.classification.fit.head import fit_head
@@ -98,12 +99,12 @@ class ClassificationFit(TaskFit):
         if weights is not None:
             kept = thinned(weights)
             scored, labels, entropies = scored.at(kept), labels[kept], entropies[kept]
-        threshold = ambiguity_threshold(entropies, scored.probabilities.argmax(1) == labels, risk=settings.risk)
-        metrics = {
-            **calibration_metrics(scored, labels),
-            "risk": {"promised": settings.risk, "confidence": CONFIDENCE, "threshold": threshold},
-        }
+        correct = scored.probabilities.argmax(1) == labels
+        threshold = ambiguity_threshold(entropies, correct, risk=settings.risk)
+        risk = {"promised": settings.risk, "confidence": CONFIDENCE, "threshold": threshold}
+        metrics = {**calibration_metrics(scored, labels), "risk": risk}
         if threshold is None:
+            risk["nearest"] = nearest_risk(entropies, correct, risk=settings.risk)
             threshold = unreachable_entropy(calibration.num_classes)
         policy = Policy(alpha=settings.alpha, ambiguity_threshold=threshold, coverage=settings.coverage)
         return Calibrated(calibration, policy, metrics)

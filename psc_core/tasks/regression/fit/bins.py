@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from psc_core.data.dataset import ImageDataset
+from psc_core.data.targets import known_values
 from psc_core.errors import DataError
 
 BINS: Final = 10
@@ -42,12 +43,11 @@ def quantile_edges(values: Float[Tensor, " n"]) -> Float[Tensor, " edges"]:
 
 def in_bins(dataset: ImageDataset, edges: Float[Tensor, " edges"]) -> ImageDataset:
     """``dataset`` with the bin of each number as its label; a number equal to an edge belongs to the bin above it."""
-    assert dataset.values is not None
     ends = ["", *(f"{edge:.4g}" for edge in edges.tolist()), ""]
     names = [_bin_name(low, high) for low, high in pairwise(ends)]
     if len(set(names)) < len(names):  # Numbers that four digits do not tell apart.
         names = [f"{name} (bin {index})" for index, name in enumerate(names)]
-    labels = torch.bucketize(dataset.values, edges, right=True)
+    labels = torch.bucketize(known_values(dataset.values), edges, right=True)
     return replace(dataset, labels=labels, classes=tuple(names))
 
 
@@ -61,6 +61,5 @@ def binned(train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageD
     Raises:
         DataError: All numbers are equal.
     """
-    assert train.values is not None
-    edges = quantile_edges(train.values)
+    edges = quantile_edges(known_values(train.values))
     return in_bins(train, edges), in_bins(val, edges)

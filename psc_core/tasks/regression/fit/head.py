@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from psc_core.data.targets import known_values
 from psc_core.errors import FitError, UsageError
 from psc_core.numerics.matrix import check_features
 from psc_core.tasks.fit.standardisation import fit_standardisation
@@ -36,8 +37,7 @@ def fit_head(job: HeadJob) -> RegressionHead:
     for z in (train, val):
         labels = torch.zeros(len(z), dtype=torch.int64, device=job.device)
         check_features(z, labels, num_classes=1, class_names=None, minimum=2)
-    assert job.train.values is not None and job.selection.values is not None
-    values = job.train.values.double().to(job.device)
+    values = known_values(job.train.values).double().to(job.device)
     center, scale = values.mean(), values.std(correction=0)
     if not float(scale) > 0:
         raise FitError("expected numbers that differ between images, all are equal; nothing to fit")
@@ -51,7 +51,7 @@ def fit_head(job: HeadJob) -> RegressionHead:
         train_values=standard(values),
         train_images=job.train.images.to(job.device),
         val=standardisation(val)[:],
-        val_values=standard(job.selection.values),
+        val_values=standard(known_values(job.selection.values)),
         val_mean=None if job.own is None else standard(job.own[job.selection.images, 0]),
         center=center,
         scale=scale,

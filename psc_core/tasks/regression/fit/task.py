@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from psc_core.calibration.weighted import thinned
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
+from psc_core.data.targets import known_values
 from psc_core.errors import DataError
 from psc_core.metrics import regression
 from psc_core.settings import FitSettings
@@ -40,7 +41,8 @@ class RegressionFit(TaskFit):
         return binned(train, val)
 
     def task(self, train: ImageDataset) -> Regression:
-        assert train.target is not None
+        if train.target is None:
+            raise DataError(f"expected numbers in {train.name}, got {len(train.classes)} classes; give a table")
         return Regression(target=train.target)
 
     def check_same(self, task: Task, classes: Sequence[str], data: ImageDataset) -> None:
@@ -62,8 +64,7 @@ class RegressionFit(TaskFit):
         weights: Float[Tensor, " n"] | None = None,
     ) -> Calibrated:
         """Return OOD scores and residuals of the images; weighted ones are thinned for the metrics."""
-        assert images.values is not None
-        values, mean = images.values, scored.scores["mean"]
+        values, mean = known_values(images.values), scored.scores["mean"]
         deviation = torch.hypot(scored.scores["aleatoric"], scored.scores["epistemic"])
         calibration = fit_calibration(ood_score, mean, deviation, values, weights)
         policy = ValuePolicy(alpha=settings.alpha, max_width=settings.max_width, coverage=settings.coverage)
@@ -73,9 +74,8 @@ class RegressionFit(TaskFit):
         return Calibrated(calibration, policy, calibration_metrics(mean, deviation, values))
 
     def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> str:
-        assert train.target is not None and train.values is not None
         of_train, of_val = (own_error(net, data, compute) for data in (train, val))
-        spread, unit = float(train.values.std(correction=0)), f" {train.target.unit}".rstrip()
+        spread, unit = float(known_values(train.values).std(correction=0)), f" {self.task(train).target.unit}".rstrip()
         text = (
             f"the network itself: RMSE {of_train:.4g} on training and {of_val:.4g}{unit} on validation images (at most "
             f"{OWN_IMAGES:,} of each), the numbers' own deviation is {spread:.4g}; if it should be lower, check the "
@@ -107,5 +107,4 @@ def calibration_metrics(
 
 def own_error(net: nn.Module, data: ImageDataset, compute: Compute) -> float:
     """Return the RMSE of the network itself on images with numbers."""
-    assert data.values is not None
-    return regression.rmse(own_outputs(net, data, compute)[:, 0], data.values)
+    return regression.rmse(own_outputs(net, data, compute)[:, 0], known_values(data.values))

@@ -11,8 +11,7 @@ import pytest
 from app.auth import ApiKeys
 from app.http.middleware.telemetry import Telemetry
 from app.observability.tracing import current_trace
-from app.runtime import Runtime
-from app.service import Service
+from app.service import Host, Service
 from app.settings import load_settings
 from tests.app.support import running
 
@@ -34,16 +33,8 @@ def serve(headers: list[tuple[bytes, bytes]]) -> tuple[dict[str, Any], list[dict
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/predict", "headers": headers}
-    runtime, unused = Runtime(), None
-    service = Service(
-        load_settings(),
-        ApiKeys(),
-        (),
-        unused,  # type: ignore[arg-type]
-        on_models_changed=runtime.models_changed,
-        on_failure=runtime.failed,
-        on_reloaded=runtime.reloaded,
-    )
+    unused = None
+    service = Service(load_settings(), ApiKeys(), (), unused, Host())  # type: ignore[arg-type]
     asyncio.run(Telemetry(app, service=service)(scope, unused, send))  # type: ignore[arg-type]
     return seen, sent
 

@@ -73,7 +73,7 @@ async def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         status, problem = await give(app, request_id=name, image_sha256=digest, label="dark")
         assert status == 409 and "was erased" in problem["detail"]
 
-        def fail(*_: Any) -> None:
+        def fail(*_: Any, **__: Any) -> None:
             raise OSError("gone")
 
         monkeypatch.setattr(Log, "put", fail)

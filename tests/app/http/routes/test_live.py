@@ -16,7 +16,8 @@ pytestmark = pytest.mark.anyio
 async def test_live_counts_the_last_images() -> None:
     async with running({"m": FakeModel()}, max_queue_images=900, alpha=0.2) as app:
         assert (await app.client.get("/models/m/live")).json() == {
-            "images": 0, "ood_fraction": 0.0, "alpha": 0.2, "drift_alarms": 0, "queued_images": 0, "queue_limit": 900,
+            "images": 0, "ood_fraction": 0.0, "alpha": 0.2, "drift_active": False, "drift_alarms": 0,
+            "queued_images": 0, "queue_limit": 900,
         }  # fmt: skip
         answers = [(await app.client.post("/predict", content=png(value), headers=PNG)).json() for value in (3, 255)]
         flagged = sum(answer["predictions"][0]["is_ood"] for answer in answers)

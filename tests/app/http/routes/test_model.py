@@ -19,5 +19,12 @@ async def test_the_model_document() -> None:
         assert len(document.calibration.ood_score.edges) == len(document.calibration.ood_score.counts) + 1
         assert document.gates == []
         assert document.report == {"metrics": {"accuracy": 0.99}}
+        assert document.notes == []
         assert (await app.client.get("/models/n")).json()["version"] == "v9"
         assert (await app.client.get("/models/x")).status_code == 404
+
+
+async def test_the_model_document_says_that_no_image_is_called_ambiguous() -> None:
+    async with running(ambiguity_threshold=9.0) as app:
+        notes = (await app.client.get("/model")).json()["notes"]
+        assert notes == ["no image is called ambiguous: no entropy is above 9 nats"]

@@ -39,7 +39,7 @@ async def test_exactly_the_table_is_exposed() -> None:
 
 async def test_counts_are_what_the_client_saw() -> None:
     async with running() as app:
-        for value in (0, 0, 128, 250):
+        for value in (0, 1, 128, 250):
             await app.client.post("/predict", content=png(value), headers=PNG)
         await app.client.post("/predict?alpha=0.99", content=png(64, first=255), headers=PNG)
         await app.client.post("/predict", content=png(1, first=POISON), headers=PNG)
@@ -67,12 +67,38 @@ async def test_counts_are_what_the_client_saw() -> None:
 
 async def test_models_are_counted_apart() -> None:
     async with running({"m": FakeModel(), "n": FakeModel()}, max_queue_images=600) as app:
-        for name in ("m", "n", "n"):
-            await app.client.post(f"/models/{name}/predict", content=png(0), headers=PNG)
+        for value, name in enumerate(("m", "n", "n")):
+            await app.client.post(f"/models/{name}/predict", content=png(value), headers=PNG)
         for name, count in (("m", 1), ("n", 2)):
             assert await app.metric(f'psc_predictions_total{{label="dark",model="{name}"}}') == count
             assert await app.metric(f'psc_ood_p_value_count{{model="{name}"}}') == count
             assert await app.metric(f'psc_queue_limit_images{{model="{name}"}}') == 600
+
+
+async def test_a_client_may_leave_its_images_out_of_what_is_monitored() -> None:
+    """With any key that may predict: what a client hides are its own images, and how many they are is shown."""
+    async with running(api_keys="alice") as app:
+        headers = {**PNG, "X-API-Key": "alice"}
+        for path in ("/predict?monitor=false", "/models/m/predict?monitor=0"):
+            answer = await app.client.post(path, content=png(255), headers=headers)
+            assert answer.json()["predictions"][0]["is_ood"] is not None
+        tensor = {"name": "images", "datatype": "UINT8", "shape": [1, 1, 8, 8], "data": [255] * 64}
+        v2 = {"inputs": [tensor], "parameters": {"monitor": False}}
+        assert (await app.client.post("/v2/models/m/infer", json=v2, headers=headers)).status_code == 200
+        assert await app.metric('psc_unmonitored_images_total{model="m",reason="asked"}') == 3
+        assert await app.metric('psc_ood_p_value_count{model="m"}') == 0
+        assert (await app.client.get("/models/m/live", headers=headers)).json()["images"] == 0
+        assert (await app.client.post("/predict?monitor=maybe", content=png(1), headers=headers)).status_code == 400
+        assert (await app.client.post("/predict?monitor=false", content=png(1), headers=PNG)).status_code == 401
+
+
+async def test_an_image_sent_again_is_monitored_once() -> None:
+    async with running() as app:
+        for _ in range(3):
+            await app.client.post("/predict", content=png(255), headers=PNG)
+        assert await app.metric('psc_unmonitored_images_total{model="m",reason="repeated"}') == 2
+        assert await app.metric('psc_ood_p_value_count{model="m"}') == 1
+        assert sum([await app.metric(f'psc_predictions_total{{label="{name}",model="m"}}') for name in CLASSES]) == 3
 
 
 async def test_keys_guard_predictions_and_administration() -> None:

@@ -69,7 +69,17 @@ def test_warns_when_no_size_is_allowed() -> None:
     choice = choose_ranks(nc1, nc4, 0.9, settings(epsilon=0.2))
     assert (choice.c_proj, choice.d_proj) == (2, 2)
     assert "took the best NC4" in choice.warning
-    assert "gives up 0.500" in choice.warning
+    assert "gives up 0.500 of NC4: no size keeps more; choose another layer of the table by --layer" in choice.warning
+
+
+def test_the_warning_names_the_sizes_that_keep_more() -> None:
+    """Those of two spatial components have collapsed, and so are not taken."""
+    nc1, nc4 = torch.tensor([[0.5, 0.1], [0.5, 0.1]]), torch.tensor([[0.4, 0.89], [0.5, 0.9]])
+    choice = choose_ranks(nc1, nc4, 0.9, settings(epsilon=0.2))
+    assert (choice.c_proj, choice.d_proj) == (2, 1)
+    assert "gives up 0.400 of NC4: --c-proj 1 --d-proj 2 give up 0.010, with NC1 0.100" in choice.warning
+    named = choose_ranks(nc1, nc4, 0.9, settings(epsilon=0.2, c_proj=1, d_proj=2))
+    assert (named.c_proj, named.d_proj, named.warning) == (1, 2, "")
 
 
 def test_keeps_fixed_sizes() -> None:

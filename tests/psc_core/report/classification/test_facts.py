@@ -23,10 +23,15 @@ def test_warns_where_psc_loses_accuracy(shipped_bundle: Path) -> None:
 @pytest.mark.parametrize("reachable", [True, False])
 def test_says_whether_an_image_can_be_ambiguous(shipped_bundle: Path, reachable: bool) -> None:
     bundle = read_bundle(shipped_bundle)
-    policy = bundle.manifest.policy
-    risk = {"promised": 0.01, "confidence": 0.95, "threshold": 0.5 if reachable else None}
-    manifest = bundle.manifest.model_copy(update={"metrics": {**bundle.manifest.metrics, "risk": risk}})
+    policy = bundle.manifest.policy.model_copy(update={"ambiguity_threshold": 0.5 if reachable else 5.0})
+    risk = {"promised": 0.01, "confidence": 0.95, "threshold": 0.5 if reachable else None, "nearest": 0.03}
+    changes = {"metrics": {**bundle.manifest.metrics, "risk": risk}, "policy": policy}
+    manifest = bundle.manifest.model_copy(update=changes)
     found = facts_of(Bundle(bundle.path, manifest, bundle.parts), Content(manifest.version))
     assert found.limits == {"entropies": policy.model_dump()["ambiguity_threshold"] if reachable else None}
     assert ("ambiguous: predictive entropy above" in found.to_text()) == reachable
-    assert ("warning: no entropy threshold keeps the error rate at 0.01 with 95%" in found.to_text()) == (not reachable)
+    assert ("ambiguous: none\n" in found.to_text()) == (not reachable)
+    warned = (
+        "warning: no image is called ambiguous: no entropy threshold keeps the error rate at 0.01 with 95% confidence"
+    )
+    assert (f"{warned}; 0.03 is the nearest that one keeps: --risk 0.03," in found.to_text()) == (not reachable)

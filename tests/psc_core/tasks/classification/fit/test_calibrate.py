@@ -18,6 +18,7 @@ from psc_core.tasks.classification.fit.calibrate import (
     ambiguity_threshold,
     first_test,
     fit_calibration,
+    nearest_risk,
     unreachable_entropy,
 )
 from psc_core.tasks.classification.heads import entropy as predictive_entropy
@@ -68,6 +69,17 @@ def test_without_enough_images_there_is_no_threshold() -> None:
     assert ambiguity_threshold(entropy, right, risk=0.05) is None
     assert ambiguity_threshold(entropy, right, risk=0.3) == pytest.approx(0.95, abs=0.03)
     assert ambiguity_threshold(entropy, ~right, risk=0.3) is None
+
+
+def test_the_nearest_risk_is_the_first_hundredth_that_a_threshold_keeps() -> None:
+    generator = torch.Generator().manual_seed(1)
+    entropy = torch.rand(500, generator=generator)
+    wrong = torch.rand(500, generator=generator) < 0.1
+    nearest = nearest_risk(entropy, ~wrong, risk=0.005)
+    kept = [step for step in range(1, 100) if ambiguity_threshold(entropy, ~wrong, risk=step / 100) is not None]
+    assert nearest == kept[0] / 100
+    assert nearest_risk(entropy, ~wrong, risk=nearest) == kept[1] / 100
+    assert nearest_risk(entropy, torch.zeros(500, dtype=torch.bool), risk=0.05) is None
 
 
 @pytest.mark.parametrize("classes", range(2, 200))

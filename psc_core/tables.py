@@ -1,0 +1,16 @@
+"""Columns of text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import zip_longest
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Return a line for each row of cells, in columns two spaces apart; a row may lack its last cells.
+
+    The cells of the columns ``left`` begin below each other, those of the others end below each other.
+    """
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    formats = [f"{{:{'<' if column in left else '>'}{width}}}" for column, width in enumerate(widths)]
+    return ["  ".join(map(str.format, formats, row)).rstrip() for row in rows]
