@@ -65,12 +65,14 @@ class ClassificationFit(TaskFit):
 
     def kept_policy(self, found: BasePolicy, before: BasePolicy, metrics: Mapping[str, Any]) -> tuple[BasePolicy, str]:
         """Keep the ambiguity threshold where the images show none: without one nothing would be ambiguous."""
-        risk, threshold = metrics["risk"]["promised"], before.model_dump()["ambiguity_threshold"]
-        if metrics["risk"]["threshold"] is not None:
+        risk, threshold = metrics["risk"], before.model_dump()["ambiguity_threshold"]
+        if risk["threshold"] is not None:
             return found, ""
+        nearest = "" if risk.get("nearest") is None else f", or --risk {risk['nearest']:g}"
         text = (
-            f"the images show for no ambiguity threshold that at most {risk:.3g} of the accepted ones are wrong, which "
-            f"takes at least {fewest(risk)} images and few errors; the threshold stays at {threshold:.4g} nats"
+            f"the images show for no ambiguity threshold that at most {risk['promised']:.3g} of the accepted ones are "
+            f"wrong, which takes at least {fewest(risk['promised'])} images and few errors{nearest}; the threshold stays "
+            f"at {threshold:.4g} nats"
         )
         return found.model_copy(update={"ambiguity_threshold": threshold}), text
 
