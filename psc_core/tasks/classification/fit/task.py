@@ -71,8 +71,8 @@ class ClassificationFit(TaskFit):
         nearest = "" if risk.get("nearest") is None else f", or --risk {risk['nearest']:g}"
         text = (
             f"the images show for no ambiguity threshold that at most {risk['promised']:.3g} of the accepted ones are "
-            f"wrong, which takes at least {fewest(risk['promised'])} images and few errors{nearest}; the threshold stays "
-            f"at {threshold:.4g} nats"
+            f"wrong, which takes at least {fewest(risk['promised'])} images and few errors{nearest}; the threshold "
+            f"stays at {threshold:.4g} nats"
         )
         return found.model_copy(update={"ambiguity_threshold": threshold}), text
 
