@@ -1,4 +1,4 @@
-"""API keys: who may predict, and, separately, who may administer.
+"""API keys: who may predict, who may say what images show, and who may administer.
 
 Keys are kept as SHA-256 digests and compared in constant time against every key, so neither the time taken nor a
 memory dump of the comparison tells how close a guess was.  No key is ever written to a log or an error message.
@@ -19,24 +19,27 @@ from psc_core.errors import UsageError
 
 
 class ApiKeys:
-    """The keys of both roles.  An admin key also predicts.
+    """The keys of all roles.  An admin key also predicts and gives feedback.
 
     Attributes:
         predict: Digests of the keys for prediction, the admin keys among them; empty when it is open to all.
         admin: Digests of the keys for administration; empty: administration is off.
+        feedback: Digests of the keys for feedback, the admin keys among them; empty: feedback is off.
 
     Raises:
         UsageError: A key that no header can carry.
     """
 
-    def __init__(self, predict: Iterable[str] = (), admin: Iterable[str] = ()) -> None:
+    def __init__(self, predict: Iterable[str] = (), admin: Iterable[str] = (), feedback: Iterable[str] = ()) -> None:
         self.admin = frozenset(_digest(_checked(key)) for key in admin)
+        self.feedback = self.admin | {_digest(_checked(key)) for key in feedback}
         self.predict = frozenset(_digest(_checked(key)) for key in predict)
         if self.predict:
             self.predict |= self.admin
 
     def __repr__(self) -> str:
-        return f"ApiKeys(predict={len(self.predict)} keys, admin={len(self.admin)} keys)"
+        roles = ("predict", "admin", "feedback")
+        return f"ApiKeys({', '.join(f'{role}={len(getattr(self, role))} keys' for role in roles)})"
 
     @classmethod
     def from_settings(cls, settings: Settings) -> ApiKeys:
@@ -48,6 +51,7 @@ class ApiKeys:
         return cls(
             (*_plain(settings.api_keys), *_from_file(settings.api_keys_file)),
             (*_plain(settings.admin_keys), *_from_file(settings.admin_keys_file)),
+            (*_plain(settings.feedback_keys), *_from_file(settings.feedback_keys_file)),
         )
 
     def check_predict(self, headers: Mapping[str, str]) -> None:
@@ -58,6 +62,17 @@ class ApiKeys:
         """
         if self.predict:
             _check(self.predict, headers)
+
+    def check_feedback(self, headers: Mapping[str, str]) -> None:
+        """Let holders of a key for feedback pass.
+
+        Raises:
+            Forbidden: No such key is configured.
+            Unauthorized: No key, or not one for feedback.
+        """
+        if not self.feedback:
+            raise Forbidden("no feedback keys are configured; set PSC_FEEDBACK_KEYS")
+        _check(self.feedback, headers)
 
     def check_admin(self, headers: Mapping[str, str]) -> None:
         """Let holders of an admin key pass.

@@ -33,6 +33,22 @@ class UnknownModel(ServiceError):
     """A model name that is not served."""
 
 
+class UnknownImage(ServiceError):
+    """An image of which the prediction log has no row."""
+
+
+class ImageConflict(ServiceError):
+    """A digest that is not that of the row's image."""
+
+
+class UnusableLabel(ServiceError):
+    """A label that the model could not have given."""
+
+
+class LogUnavailable(ServiceError):
+    """The prediction log cannot be read or written."""
+
+
 class SlowUpload(ServiceError):
     """A body that did not arrive within ``upload_seconds``."""
 

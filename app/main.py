@@ -19,7 +19,7 @@ from app.http.middleware.limits import RequestLimits
 from app.http.middleware.problems import ProblemResponses
 from app.http.middleware.telemetry import Telemetry
 from app.http.openapi import Application
-from app.http.routes import live, model, operations, page, predict
+from app.http.routes import feedback, live, model, operations, page, predict
 from app.http.v2 import repository
 from app.http.v2 import routes as v2
 from app.http.v2.schemas import HEADER
@@ -28,6 +28,7 @@ from app.observability import tracing
 from app.runtime import Runtime
 from app.service import Service
 from app.settings import Settings
+from psc_core.log.store import open_to_write
 from psc_core.model.base import FittedModel
 from psc_core.model.load import load_model
 from psc_core.version import __version__
@@ -96,6 +97,8 @@ def create_app(
     app.state.service = service
     for routes in (predict, operations, model, live, v2, repository):
         app.include_router(routes.router)
+    if service.log is not None:
+        app.include_router(feedback.router)
     if settings.grpc_port is not None:
         check_installed()
         from app.grpc import methods
@@ -113,6 +116,8 @@ def check(settings: Settings) -> None:
         UsageError: API keys that cannot be used, or an extra that is not installed.
     """
     ApiKeys.from_settings(settings)
+    if settings.log is not None:
+        open_to_write(settings.log)
     if settings.otel:
         tracing.check_installed()
     if settings.grpc_port is not None:

@@ -11,6 +11,7 @@ from typing import Final
 from starlette.requests import Request
 
 from app.auth import ApiKeys
+from app.log.writer import LogWriter
 from app.memory import MemoryBudget
 from app.models.registry import Registry
 from app.models.served import ModelStarter
@@ -20,6 +21,7 @@ from app.observability.metrics import Metrics
 from app.settings import Settings
 from psc_core.compute.allocator import release_freed_memory
 from psc_core.errors import DeviceError, ExitCode, PSCError
+from psc_core.log.store import open_to_write
 from psc_core.model.base import FittedModel
 
 logger = logging.getLogger("psc.service")
@@ -54,6 +56,7 @@ class Service:
     Attributes:
         metrics: This application's metrics.
         memory: The bytes that requests may hold.
+        log: Of predictions; None where there is none.
         registry: The models.
         exit_code: The code with which the process should end.
         exit_message: Why, one line.
@@ -75,8 +78,9 @@ class Service:
             settings.max_buffered_bytes, processes=settings.workers, max_pixels=settings.max_pixels
         )
         self.keys = keys
+        self.log = None if settings.log is None else LogWriter(open_to_write(settings.log), settings, self.metrics)
         self.registry = Registry(
-            ModelStarter(settings, self.metrics, self.memory, on_failure=self._engine_failed),
+            ModelStarter(settings, self.metrics, self.memory, self.log, on_failure=self._engine_failed),
             names,
             load,
             self.metrics,
@@ -112,6 +116,8 @@ class Service:
                 self.memory.total >> 20,
                 self.memory.largest_body >> 20,
             )
+        if self.log is not None:
+            self.log.start()
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._sweep())]
         if wait_until_ready:
@@ -150,6 +156,8 @@ class Service:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.registry.close(within_s=self.drain_seconds_left())
+        if self.log is not None:
+            await self.log.close(within_s=self.drain_seconds_left())
 
     async def reload(self, name: str | None) -> list[tuple[str, str, str]]:
         """Reload one bundle or all for a request and tell the host; see :meth:`.Registry.reload`."""
@@ -167,6 +175,8 @@ class Service:
     def refresh_metrics(self) -> None:
         """Bring the metrics up to date; before a scrape and with each sweep."""
         self.registry.refresh_metrics()
+        if self.log is not None:
+            self.metrics.psc_log_held_bytes.set(self.log.held_bytes)
         self.metrics.psc_inflight_requests.set(self.inflight)
         self.metrics.psc_ready.set(0.0 if self.reasons() else 1.0)
 

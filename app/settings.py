@@ -5,6 +5,7 @@ A name that is not among them is an error wherever it was given.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from app.settings_sources import ENV_PREFIX, Keys, Texts, check_environment, rea
 from psc_core.errors import UsageError, fault
 from psc_core.images.limits import DEFAULT_MAX_PIXELS, PILLOW_MAX_PIXELS
 from psc_core.model import Backend
+from psc_core.tasks import TASKS, module_of
 from psc_core.tasks.classification.policy import AmbiguityThreshold
 from psc_core.tasks.policy import Alpha, BasePolicy, Coverage
 from psc_core.tasks.regression.policy import MaxWidth
@@ -24,6 +26,12 @@ from psc_core.tasks.regression.policy import MaxWidth
 BACKLOG: Final = 2048  # Connections that may wait to be accepted.
 
 AnyPolicy = TypeVar("AnyPolicy", bound=BasePolicy)
+
+_DECISIONS: Final = (
+    "abstained",
+    *dict.fromkeys(name for task in TASKS for name in module_of(task, "psc_core.tasks.{}.answer").DECISIONS),
+)
+"""What ``log_images`` may name."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -82,7 +90,11 @@ class Settings(BaseSettings):
         default=600.0, gt=0, le=86_400, description="A model that would warm up for longer is refused, seconds."
     )
     max_delay_ms: float = Field(
-        default=0.0, ge=0, le=60_000, description="How long a batch may wait to fill, milliseconds; 0 never waits."
+        default=0.0,
+        ge=0,
+        le=60_000,
+        description="How long a batch waits to fill, milliseconds; 0: only for images in decoding, where that saves "
+        "time.",
     )
     max_queue_images: int = Field(
         default=2048, ge=1, description="Maximum number of images admitted and not yet on the device; beyond it: 429."
@@ -164,6 +176,10 @@ class Settings(BaseSettings):
     api_keys_file: Path | None = Field(default=None, description="File with one such key on a line.")
     admin_keys: Keys = Field(default=(), description="Keys that may reload, by commas; none switches `/admin` off.")
     admin_keys_file: Path | None = Field(default=None, description="File with one such key on a line.")
+    feedback_keys: Keys = Field(
+        default=(), description="Keys that may send `/feedback`, by commas; none leaves that to the admin keys."
+    )
+    feedback_keys_file: Path | None = Field(default=None, description="File with one such key on a line.")
     cors_origins: Texts = Field(default=(), description="Origins browsers may call from, by commas; `*` for all.")
     allowed_hosts: Texts = Field(
         default=(), description="Accepted `Host` headers, by commas, `*.example.org` too; none accepts all."
@@ -180,6 +196,38 @@ class Settings(BaseSettings):
         default=False,
         description="One log line for each request. The client is the one that a proxy on this machine, or on an "
         "address in `FORWARDED_ALLOW_IPS`, names in `X-Forwarded-For`.",
+    )
+    log: str | None = Field(
+        default=None,
+        description="Folder or `s3://BUCKET/PREFIX` of the prediction log (extra `psc[log]`); unset: none.",
+    )
+    log_rows: float = Field(
+        default=1.0, ge=0, le=1, description="Fraction of the images that have a row, whatever was decided."
+    )
+    log_audit: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="Fraction of the images, drawn at random, that have a row and are stored: what to calibrate on.",
+    )
+    log_images: Texts = Field(
+        default=("abstained",),
+        description="Images that are stored, and have a row, by decision: `abstained` or `DECISION`, `:FRACTION` of "
+        "them, by commas, such as `abstain_ood,accept:0.01`; empty: only those of `log_audit`.",
+    )
+    log_days: int | None = Field(
+        default=None,
+        ge=1,
+        le=36_500,
+        description="Days that the log is kept; what is older is removed. Unset: for ever.",
+    )
+    log_flush_seconds: float = Field(
+        default=60.0, gt=0, le=86_400, description="Longest time between an answer and its row; a crash loses no more."
+    )
+    log_buffer_bytes: int = Field(
+        default=64 << 20,
+        ge=1 << 16,
+        description="Memory of a process for what is not written yet, bytes; beyond it rows and images are dropped.",
     )
     otel: bool = Field(default=False, description="Export traces with OpenTelemetry (extra `psc[otel]`).")
     drift_window: int = Field(
@@ -219,6 +267,12 @@ class Settings(BaseSettings):
             )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("expected tls_certificate and tls_key together; set both or neither")
+        for name, probability in self.log_image_probabilities.items():
+            if name not in _DECISIONS or not 0 <= probability <= 1:
+                raise ValueError(
+                    f"expected log_images of {', '.join(_DECISIONS)}, each with :FRACTION from 0 to 1 or without, got "
+                    f"{','.join(self.log_images)!r}"
+                )
         for host in self.allowed_hosts:
             if "*" in host.removeprefix("*.") and host != "*":
                 raise ValueError(f"expected allowed_hosts like example.org or *.example.org, got {host!r}")
@@ -241,6 +295,12 @@ class Settings(BaseSettings):
         """The bundles as (name, directory), the default first."""
         pairs = [entry.split("=", 1) if "=" in entry else ["", entry] for entry in self.bundle]
         return tuple((name or Path(path).resolve().name, Path(path)) for name, path in pairs)
+
+    @property
+    def log_image_probabilities(self) -> dict[str, float]:
+        """The fraction of stored images by decision, or ``abstained``; NaN for what is no number."""
+        pairs = [entry.partition(":") for entry in self.log_images]
+        return {name: _number(text) if colon else 1.0 for name, colon, text in pairs}
 
     def policy(self, default: AnyPolicy) -> AnyPolicy:
         """Return the policy of a bundle with the thresholds set here; it may have some that are no settings."""
@@ -275,6 +335,13 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
         return Settings(**(flags or {}))
     except ValidationError as error:
         raise UsageError("; ".join(_sentence(item) for item in error.errors())) from error
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _sentence(item: Any) -> str:

@@ -24,6 +24,7 @@ SECTIONS: Mapping[str, tuple[str, str]] = {
     "maps": ("maps.md", "benchmarks.maps"),
     "ood-pretrained": ("pretrained.md", "benchmarks.ood.tables"),
     "regression": ("regression.md", "benchmarks.regression.run"),
+    "recalibration": ("recalibration.md", "benchmarks.recalibration"),
     "fit-scaling": ("fitting.md", "benchmarks.fit.scaling"),
     "fit-doors": ("fitting.md", "benchmarks.fit.doors"),
     "device-cpu": ("device.md", "benchmarks.device.report"),

@@ -4,10 +4,11 @@
 
     handler ─ reserve ─▶ decode (at once, or thread pool) ─▶ put ─▶ device worker ─▶ future ─▶ handler
 
-The event loop and the device thread meet only in the queue.  Requests that arrive in one turn of the loop are put
-together, and a batch's results come back in one call, so the number of hops between threads follows the number of
-batches, not of requests.  A step that is quicker than such a hop runs on the event loop itself, once a turn of it
-brings no more requests or a batch is full.  Every admitted request ends in a result or in an error.
+Event loop, decode threads and device thread meet only in the queue.  Requests that are decoded in one turn of the loop
+are put together, the pool puts its own, and a batch's results come back in one call, so the number of hops between
+threads follows the number of batches, not of requests.  A step that is quicker than such a hop runs on the event loop
+itself, once a turn of it brings no more requests or a batch is full.  Every admitted request ends in a result or in an
+error.
 """
 
 from __future__ import annotations
@@ -232,7 +233,10 @@ class Engine:
             self._observer.decoded(time.monotonic() - began)
             if error is None:
                 # This is a thread of the pool; arrivals belong to the loop alone, and so need no lock.
-                self._call_on_loop(self._arrive, request, decoded)
+                if self._inline:
+                    self._call_on_loop(self._arrive, request, decoded)
+                else:
+                    self._queue.put([(request, decoded)])
                 return
             if not isinstance(error, (ImageRefused, TooManyPixels)):
                 logger.error("decoding failed", exc_info=error)

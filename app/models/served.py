@@ -21,6 +21,7 @@ from app.inference.engine import Engine
 from app.inference.fingerprints import fingerprints
 from app.inference.request import MAP, PREDICT, Images
 from app.inference.steps import TorchThreads, make_step
+from app.log.writer import LogWriter, ModelLog
 from app.memory import MemoryBudget
 from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
@@ -52,6 +53,7 @@ class ServedModel:
         engine: Its queue and device worker.
         thresholds: Thresholds of a request that sets none.
         recorder: Told of its predictions.
+        log: Told of its images too; None where nothing is logged.
     """
 
     name: str
@@ -60,6 +62,7 @@ class ServedModel:
     engine: Engine
     thresholds: Any
     recorder: ModelRecorder
+    log: ModelLog | None
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -116,6 +119,8 @@ class ServedModel:
         outputs = self.model.outputs(result.packed)
         decisions = self.model.task.decide(outputs, thresholds)
         self.recorder.predicted(outputs, decisions, await fingerprints(images) if monitor else None)
+        if self.log is not None:
+            self.log.predicted(images, outputs, decisions, thresholds.policy, is_monitored=monitor)
         return Predicted(outputs, decisions, result.explanation)
 
 
@@ -126,15 +131,23 @@ class ModelStarter:
         settings: The service's settings.
         metrics: The application's metrics.
         memory: The bytes that requests may hold.
+        log: Of predictions; None where there is none.
         on_failure: Called on the event loop when a model's device is dead.
     """
 
     def __init__(
-        self, settings: Settings, metrics: Metrics, memory: MemoryBudget, *, on_failure: Callable[[Exception], None]
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        memory: MemoryBudget,
+        log: LogWriter | None,
+        *,
+        on_failure: Callable[[Exception], None],
     ) -> None:
         self._settings = settings
         self._metrics = metrics
         self._memory = memory
+        self._log = log
         self._on_failure = on_failure
         self._threads = TorchThreads(settings.threads or torch.get_num_threads(), settings.threads or 1)
         self._decode_threads = settings.decode_threads or min(16, len(os.sched_getaffinity(0)))
@@ -196,6 +209,7 @@ class ModelStarter:
             max_batch_size=limit,
             max_queue_images=settings.max_queue_images,
             max_delay_s=settings.max_delay_ms / 1000.0,
+            shares_cores=model.device.type == "cpu",
         )
         engine = Engine(
             name,
@@ -207,7 +221,8 @@ class ModelStarter:
             deadline_s=settings.deadline_seconds,
         )
         await engine.start()
-        return ServedModel(name, model, backend, engine, thresholds, recorder)
+        log = None if self._log is None else self._log.log_of(name, model)
+        return ServedModel(name, model, backend, engine, thresholds, recorder, log)
 
     def close(self) -> None:
         """End the decode threads."""

@@ -112,6 +112,15 @@ class Metrics:
         "Probability of so many OOD images in the window, were all like the calibration images.",
         multiprocess_mode="livemin",
     )
+    psc_log_rows_total = Metric(
+        Counter, ("model", "result"), "Rows of the prediction log: `written`, or `dropped` for want of room."
+    )
+    psc_log_images_total = Metric(
+        Counter, ("model", "result"), "Images to store in the prediction log: `written` or `dropped`."
+    )
+    psc_log_held_bytes = Metric(
+        Gauge, (), "What the prediction log holds in memory; see log_buffer_bytes.", multiprocess_mode="livesum"
+    )
     psc_gpu_memory_bytes = Metric(
         Gauge, ("device", "kind"), "Memory: `used`, `total`, `allocated`.", multiprocess_mode="livemax"
     )

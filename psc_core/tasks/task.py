@@ -7,7 +7,7 @@ is the same for all models of a task.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,8 @@ class Task(BaseModel):
     """Heads of its models by kind."""
     abstentions: ClassVar[Mapping[str, int]]
     """Reasons why an image is not accepted, as metrics name them, to the code of the decision."""
+    limits: ClassVar[Mapping[str, str]] = {"alpha": "ood_p_value"}
+    """Thresholds of the policy to the scores that they are compared with."""
     tensors: ClassVar[Mapping[str, Datatype]]
     """The outputs of the v2 protocol, in order."""
     request_options: ClassVar[frozenset[str]] = frozenset()
@@ -117,6 +119,10 @@ class Task(BaseModel):
     def prediction(self, outputs: Outputs[Tensor], decisions: Any, classes: tuple[str, ...]) -> BasePrediction:
         """Return what ``predict`` gives in Python."""
         raise NotImplementedError
+
+    def decision_names(self) -> tuple[str, ...]:
+        """Return the names of the decisions, by their codes."""
+        return get_args(self.answer.model_fields["decision"].annotation)
 
     def documents(
         self, outputs: Outputs[FloatArray], decisions: Any, classes: Sequence[str], **options: Any

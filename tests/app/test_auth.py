@@ -76,7 +76,12 @@ def test_keys_come_from_settings_and_files(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# our keys\n\n from-file \nsecond\n", encoding="utf-8")
     settings = SimpleNamespace(
-        api_keys=(SecretStr("from-environment"),), api_keys_file=file, admin_keys=(), admin_keys_file=None
+        api_keys=(SecretStr("from-environment"),),
+        api_keys_file=file,
+        admin_keys=(),
+        admin_keys_file=None,
+        feedback_keys=(),
+        feedback_keys_file=None,
     )
     keys = ApiKeys.from_settings(settings)
     assert len(keys.predict) == 3
@@ -91,7 +96,9 @@ def test_keys_come_from_settings_and_files(tmp_path: Path) -> None:
 def test_unusable_key_files_are_refused_without_showing_keys(tmp_path: Path, content: str) -> None:
     file = tmp_path / "keys"
     file.write_text(content, encoding="utf-8")
-    settings = SimpleNamespace(api_keys=(), api_keys_file=None, admin_keys=(), admin_keys_file=file)
+    settings = SimpleNamespace(
+        api_keys=(), api_keys_file=None, admin_keys=(), admin_keys_file=file, feedback_keys=(), feedback_keys_file=None
+    )
     with pytest.raises(UsageError) as caught:
         ApiKeys.from_settings(settings)
     assert not content.strip() or content.strip() not in str(caught.value)
@@ -101,7 +108,7 @@ def test_unusable_key_files_are_refused_without_showing_keys(tmp_path: Path, con
 
 def test_keys_are_never_shown(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    assert repr(KEYS) == "ApiKeys(predict=3 keys, admin=1 keys)"
+    assert repr(KEYS) == "ApiKeys(predict=3 keys, admin=1 keys, feedback=1 keys)"
     with pytest.raises(Unauthorized):
         KEYS.check_predict(sent(x_api_key="guess-that-must-not-be-logged"))
     assert "guess" not in caplog.text

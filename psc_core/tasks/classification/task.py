@@ -32,6 +32,7 @@ class Classification(Task):
     own_heads: ClassVar = {heads.OwnHead.kind: heads.OwnHead}
     heads = heads.HEADS
     abstentions: ClassVar = {"ood": ABSTAIN_OOD, "ambiguous": ABSTAIN_AMBIGUOUS}
+    limits: ClassVar = {**Task.limits, "ambiguity_threshold": "predictive_entropy"}
     tensors: ClassVar[Mapping[str, Datatype]] = {
         "probabilities": "FP32",
         **dict.fromkeys((*SCORES, GATES_OUTPUT), "FP32"),

@@ -1,0 +1,98 @@
+"""``POST /feedback``: what a person says of an answer, into the labels of the prediction log."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Any, Final, Literal, Self
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from app.errors import DeadlineExceeded, LogUnavailable, MalformedRequest
+from app.http.json_body import load_json
+from app.http.openapi import responses
+from app.http.uploads import read_body
+from app.log.feedback import give
+from app.service import service_of
+from psc_core.errors import fault
+from psc_core.log.labels import LABEL, Label
+from psc_core.tasks.answer import Document
+
+_LOOKUPS: Final = ThreadPoolExecutor(1, "psc-feedback")
+"""Starts its thread with the first feedback; a log is searched once at a time."""
+
+
+class Feedback(BaseModel):
+    """A verdict on one image of an answer."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    request_id: str = Field(
+        min_length=1, max_length=100, description="The header `traceresponse` of the answer, or `TRACE-SPAN` of it."
+    )
+    image_index: int = Field(default=0, ge=0, lt=1 << 31, description="Position of the image in the request, from 0.")
+    image_sha256: str | None = Field(
+        default=None, pattern=r"^[0-9a-f]{64}$", description="Of the file that was sent; checked where it is given."
+    )
+    verdict: Literal["label", "none_of_the_classes", "cannot_tell"] = Field(default="label")
+    label: str | float | None = Field(default=None, description="The true class, or number; with the verdict `label`.")
+    source: str = Field(default="feedback", min_length=1, max_length=200, description="Who says so.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.label is None) == (self.verdict == LABEL):
+            raise ValueError("expected a label with the verdict label, and none with another")
+        return self
+
+    def to_label(self) -> Label:
+        """Return it as the log has labels, unchecked."""
+        parts = self.request_id.split("-")
+        name = "-".join(parts[1:3]) if len(parts) == 4 else self.request_id
+        text = None if self.label is None else str(self.label)
+        return Label(name, self.image_index, self.image_sha256, self.verdict, text, self.source, datetime.now(UTC))
+
+
+class FeedbackDocument(Document):
+    """A verdict as it was written."""
+
+    request_id: str
+    image_index: int
+    image_sha256: str | None
+    verdict: str
+    label: str | None
+
+
+_BODY: Final[dict[str, Any]] = {
+    "required": True,
+    "content": {"application/json": {"schema": Feedback.model_json_schema()}},
+}
+
+router = APIRouter(tags=["feedback"])
+
+
+@router.post(
+    "/feedback",
+    summary="Say what an image shows",
+    responses=responses(400, 401, 403, 404, 408, 409, 413, 422, 503, 504),
+    openapi_extra={"requestBody": _BODY},
+)
+async def feedback(request: Request) -> FeedbackDocument:
+    """Add a person's verdict to the prediction log; the last one on an image counts.  Only with `--log`."""
+    service = service_of(request)
+    service.keys.check_feedback(request.headers)
+    try:
+        given = Feedback.model_validate(load_json(await read_body(request, service.settings.upload_seconds)))
+    except ValidationError as error:
+        raise MalformedRequest(fault(error.errors(include_input=False, include_url=False)[0], "member")) from error
+    log, seconds = service.log, service.settings.deadline_seconds
+    if log is None:  # The route is there with a log only.
+        raise LogUnavailable("there is no prediction log; serve with --log")
+    try:
+        async with asyncio.timeout(seconds):
+            work = asyncio.get_running_loop().run_in_executor(_LOOKUPS, give, log, given.to_label())
+            label = await work
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"the log was not searched within {seconds:g} s; try again") from error
+    return FeedbackDocument(**{name: getattr(label, name) for name in FeedbackDocument.model_fields})

@@ -1,0 +1,60 @@
+"""One person's verdict on one answer, checked against its row and written to the log's labels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from app.errors import ImageConflict, LogUnavailable, UnknownImage, UnusableLabel
+from app.log.writer import LogWriter
+from psc_core.errors import DataError
+from psc_core.log.labels import LABEL, Label, write_labels
+from psc_core.log.models import read_model
+from psc_core.log.rows import find_row
+from psc_core.log.schema import SHA256
+
+_FLUSH_SECONDS: Final = 5.0
+
+
+def give(writer: LogWriter, label: Label) -> Label:
+    """Write a verdict and return it as written; may take seconds, so call it on a thread.
+
+    Args:
+        writer: Of the log; what it holds is written first, where the row is not found without.
+        label: Of an image by request and position.
+
+    Raises:
+        UnknownImage: The log has no row of it.
+        ImageConflict: The row is of another image, or of one that was erased.
+        UnusableLabel: The row's model could not have given this label.
+        LogUnavailable: The log cannot be read or written.
+    """
+    try:
+        row = _row(writer, label)
+        if label.image_sha256 is not None and label.image_sha256 != row[SHA256]:
+            of = "an image that was erased" if row[SHA256] is None else f"the image {row[SHA256]}"
+            raise ImageConflict(f"the row is of {of}, not of {label.image_sha256}; correct request_id or image_index")
+        checked = replace(label, image_sha256=row[SHA256], time=datetime.now(UTC))
+        if label.verdict == LABEL:
+            text = read_model(writer.log, row["bundle_version"]).check_label(label.label or "")
+            checked = replace(checked, label=text)
+        write_labels(writer.log, [checked])
+    except DataError as error:
+        raise UnusableLabel(str(error)) from error
+    except OSError as error:
+        raise LogUnavailable("the prediction log cannot be read or written now; try again later") from error
+    return checked
+
+
+def _row(writer: LogWriter, label: Label) -> dict[str, Any]:
+    key = label.request_id or "", label.image_index or 0
+    row = find_row(writer.log, *key)
+    if row is None and writer.flush(_FLUSH_SECONDS):
+        row = find_row(writer.log, *key)
+    if row is None:
+        raise UnknownImage(
+            f"the log has no row of image {key[1]} of request {key[0]!r}; it was not drawn (log_rows), or another "
+            "worker will have written it within log_flush_seconds"
+        )
+    return row

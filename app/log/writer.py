@@ -1,0 +1,245 @@
+"""The thread that writes the log, and the waiting predictions before it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from app.inference.decoder import EncodedImage
+from app.inference.request import Images
+from app.log.rows import ROW_BYTES, OpenRows, Source, Waiting, day_of
+from app.log.sampling import Sampling
+from app.observability.metrics import Metrics
+from app.observability.tracing import begin_trace, current_trace
+from app.settings import Settings
+from psc_core.log.erase import prune
+from psc_core.log.models import LoggedModel
+from psc_core.log.schema import model_path, rows_path
+from psc_core.log.store import Log
+from psc_core.model.base import FittedModel
+from psc_core.tasks.outputs import FloatArray, Outputs
+
+logger = logging.getLogger("psc.log")
+
+_TURN_SECONDS: Final = 0.25
+"""Seconds between two looks at what waits."""
+
+_MAX_ROWS: Final = 50_000
+"""Rows of a file."""
+
+_PRUNE_SECONDS: Final = 3600.0
+_QUIET_SECONDS: Final = 60.0
+
+
+class LogWriter:
+    """Writes what models answer; :meth:`add` is called on the event loop, all else happens on a thread of its own.
+
+    Args:
+        log: Where to.
+        settings: Those named ``log_…``.
+        metrics: The application's metrics.
+    """
+
+    def __init__(self, log: Log, settings: Settings, metrics: Metrics) -> None:
+        self.log = log
+        self._settings = settings
+        self._metrics = metrics
+        self._waiting: deque[Waiting] = deque()
+        self._open: dict[tuple[Source, str], OpenRows] = {}
+        # Of bytes that are held: each of the two is written by one thread only, so neither needs a lock.
+        self._taken = 0
+        self._given = 0
+        self._known: set[Source] = set()
+        self._wake = threading.Event()
+        self._flushed = threading.Event()
+        self._flush_now = self._closing = self._is_given_up = False
+        self._flush_at = self._prune_at = 0.0
+        self._quiet_until = 0.0
+        self._thread = threading.Thread(target=self._run, name="psc-log", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def log_of(self, name: str, model: FittedModel) -> ModelLog:
+        """Return the log of a served model, and show its counters at 0."""
+        for result in ("written", "dropped"):
+            self._metrics.psc_log_rows_total.labels(model=name, result=result)
+            self._metrics.psc_log_images_total.labels(model=name, result=result)
+        logged = LoggedModel(model.version, model.task, tuple(model.classes))
+        return ModelLog(self, Source(name, logged, Sampling.of(self._settings, model.task)))
+
+    def add(self, waiting: Waiting) -> None:
+        """Log the images of one request; drops them where that would hold more than ``log_buffer_bytes``."""
+        held = self._taken - self._given
+        if held + waiting.size > self._settings.log_buffer_bytes or not self._thread.is_alive():
+            self._count_dropped(waiting)
+            return
+        self._taken += waiting.size
+        self._waiting.append(waiting)
+        if held > self._settings.log_buffer_bytes // 4:
+            self._wake.set()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of what waits and of open rows."""
+        return self._taken - self._given
+
+    def flush(self, within_s: float) -> bool:
+        """Have what was added written now, and wait for it; returns whether it was done in time.  Not on the loop."""
+        self._flushed.clear()
+        self._flush_now = True
+        self._wake.set()
+        return self._flushed.wait(within_s)
+
+    async def close(self, *, within_s: float) -> None:
+        """Write what is held and end the thread; what is not written after ``within_s`` seconds is dropped."""
+        self._closing = True
+        self._wake.set()
+        end = time.monotonic() + within_s
+        while self._thread.is_alive() and time.monotonic() < end:  # Not a join, which would hold up the event loop.
+            await asyncio.sleep(0.01)
+        if self._thread.is_alive():
+            self._is_given_up = True
+            logger.error("the prediction log was not written within drain_seconds; its last rows are lost")
+            for waiting in self._take_all():
+                self._count_dropped(waiting)
+            for rows in list(self._open.values()):
+                self._count("rows", rows.source, "dropped", len(rows))
+
+    def _run(self) -> None:
+        self._flush_at = time.monotonic() + self._settings.log_flush_seconds
+        while True:
+            self._wake.wait(_TURN_SECONDS)
+            self._wake.clear()
+            # Read before what waits: nothing that was added before them is left out.
+            closing, flush_now = self._closing, self._flush_now
+            try:
+                self._turn(closing or flush_now)
+            except Exception as error:  # A bug must not end the log, nor be silent.
+                logger.error("the prediction log failed", exc_info=error)
+            if flush_now:
+                self._flush_now = False
+                self._flushed.set()
+            if closing:
+                return
+
+    def _turn(self, flush: bool) -> None:
+        for waiting in self._take_all():
+            self._add_rows(waiting)
+            self._flush_full()
+        now = time.monotonic()
+        if flush or now >= self._flush_at:
+            self._flush_at = now + self._settings.log_flush_seconds
+            for key in list(self._open):
+                self._write_rows(key)
+        if self._settings.log_days is not None and now >= self._prune_at:
+            self._prune_at = now + _PRUNE_SECONDS
+            self._prune(self._settings.log_days)
+
+    def _take_all(self) -> Iterator[Waiting]:
+        with suppress(IndexError):  # At the end another thread may take what is left.
+            while True:
+                yield self._waiting.popleft()
+
+    def _add_rows(self, waiting: Waiting) -> None:
+        source, key, kept = waiting.source, (waiting.source, day_of(waiting.time_us)), 0
+        try:
+            if drawn := waiting.drawn():
+                rows = self._open.get(key) or OpenRows(*key)
+                before = rows.size
+                images = rows.add(waiting, drawn)
+                self._open[key], kept = rows, rows.size - before
+                for image in images:
+                    is_stored = self._put(image.path, image.data, synced=False)  # Its digest tells whether it is whole.
+                    if is_stored:
+                        rows.stored(image)
+                    self._count("images", source, "written" if is_stored else "dropped", 1)
+        finally:
+            self._given += waiting.size - kept
+
+    def _flush_full(self) -> None:
+        for key, rows in list(self._open.items()):
+            if len(rows) >= _MAX_ROWS or rows.size > self._settings.log_buffer_bytes // 4:
+                self._write_rows(key)
+
+    def _write_rows(self, key: tuple[Source, str]) -> None:
+        rows = self._open[key]
+        source, result = rows.source, "dropped"
+        try:
+            if self._put_model(source) and self._put(rows_path(source.name, rows.day), rows.to_parquet()):
+                result = "written"
+        finally:
+            del self._open[key]
+            self._given += rows.size
+            self._count("rows", source, result, len(rows))
+
+    def _put_model(self, source: Source) -> bool:
+        if source not in self._known and self._put(model_path(source.model.version), source.model.to_json()):
+            self._known.add(source)
+        return source in self._known
+
+    def _put(self, name: str, data: Any, *, synced: bool = True) -> bool:
+        if self._is_given_up:
+            return False
+        try:
+            self.log.put(name, data, synced=synced)
+        except OSError as error:
+            self._warn("cannot write", error)
+            return False
+        return True
+
+    def _prune(self, days: int) -> None:
+        try:
+            prune(self.log, days)
+        except OSError as error:
+            self._warn("cannot remove what is too old", error)
+
+    def _count_dropped(self, waiting: Waiting) -> None:
+        self._count("rows", waiting.source, "dropped", len(waiting.drawn()))
+
+    def _count(self, kind: str, source: Source, result: str, number: int) -> None:
+        counter = self._metrics.psc_log_rows_total if kind == "rows" else self._metrics.psc_log_images_total
+        counter.labels(model=source.name, result=result).inc(number)
+
+    def _warn(self, what: str, error: OSError) -> None:
+        if time.monotonic() >= self._quiet_until:
+            self._quiet_until = time.monotonic() + _QUIET_SECONDS
+            logger.error("the prediction log %s: %s; see psc_log_rows_total", what, error)
+
+
+@dataclass(frozen=True)
+class ModelLog:
+    """The log of one served model."""
+
+    writer: LogWriter
+    source: Source
+
+    def predicted(
+        self,
+        images: Sequence[EncodedImage] | Images,
+        outputs: Outputs[FloatArray],
+        decisions: Any,
+        policy: Any,
+        *,
+        is_monitored: bool,
+    ) -> None:
+        """Images of the current request were answered; call it on the event loop.  It only appends.
+
+        Those that are not monitored are no part of what the service is for, and so never of the audit slice.
+        """
+        size = images.nbytes if isinstance(images, np.ndarray) else sum(len(each.data) for each in images)
+        size += outputs.packed.nbytes + ROW_BYTES * len(outputs)
+        trace, now = current_trace.get() or begin_trace(None), time.time_ns() // 1000
+        request_id = f"{trace.trace_id}-{trace.span_id}"
+        row = Waiting(self.source, now, request_id, images, outputs, decisions, policy, is_monitored, size)
+        self.writer.add(row)

@@ -1,0 +1,112 @@
+"""``psc-log``: what people should look at in a prediction log, what they answered, and what is to be removed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from psc_core.cli import flags
+from psc_core.errors import UsageError
+
+_EXAMPLE = """examples:
+  psc-log review LOG --out tasks.json --limit 200      (tasks for Label Studio, in the order of use)
+  psc-log import LOG labels.json                       (its export; or a CSV, or a folder for each class)
+  psc-log delete LOG SHA256                            (one image, wherever it is)
+  psc-log prune LOG --days 180                         (everything older)
+LOG is what psc-serve --log names: a folder, or s3://BUCKET/PREFIX.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line of ``psc-log``."""
+    cli = flags.command("psc-log", "Work with the prediction log of psc-serve.", _EXAMPLE)
+    commands = cli.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, work: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        command.add_argument("log", metavar="LOG", help="folder or s3://BUCKET/PREFIX")
+        command.set_defaults(work=work)
+        return command
+
+    command = add("review", review, "write stored images as tasks for people, those that teach most first")
+    command.add_argument("--out", type=Path, metavar="FILE", help="tasks in Label Studio's JSON")
+    command.add_argument("--csv", type=Path, metavar="FILE", help="the same as CSV, with an empty column label")
+    command.add_argument("--model", metavar="NAME", help="only of this one (default: all, in turn)")
+    text = "only the audit slice, a fair sample: what psc-recalibrate takes"
+    command.add_argument("--audit", action="store_true", help=text)
+    command.add_argument("--limit", type=flags.positive, default=200, metavar="N", help="of images (default: 200)")
+    text = "before each image's path (default: Label Studio's /data/local-files/?d=, or the bucket)"
+    command.add_argument("--images", metavar="PREFIX", help=text.replace("%", "%%"))
+    command = add("import", import_labels, "add what people answered")
+    text = "Label Studio's JSON or JSON-MIN, a CSV, or a folder with a folder of images for each class"
+    command.add_argument("labels", type=Path, help=text)
+    command = add("delete", delete, "remove an image: its file, its digest and path in all rows, its labels")
+    command.add_argument("sha256", metavar="SHA256", help="of the file, as sha256sum prints it")
+    command = add("prune", prune_log, "remove what is older than some days")
+    command.add_argument("--days", type=flags.positive, required=True, metavar="N", help="that are kept")
+    return cli
+
+
+def review(args: argparse.Namespace) -> None:
+    """Write tasks for people."""
+    from psc_core.log.labels import read_labels
+    from psc_core.log.review import review as choose
+    from psc_core.log.store import open_log
+    from psc_core.log.tasks import default_prefix, to_csv, to_label_studio
+
+    if args.out is None and args.csv is None:
+        raise UsageError("there is nothing to write; give --out FILE, --csv FILE or both")
+    log = open_log(args.log)
+    chosen = choose(log, read_labels(log), model=args.model, audit=args.audit, limit=args.limit)
+    if not chosen:
+        raise UsageError(f"{args.log} has no stored image without a label; see --log-images of psc-serve")
+    prefix = default_prefix(log) if args.images is None else args.images
+    for path, write in ((args.out, to_label_studio), (args.csv, to_csv)):
+        if path is not None:
+            path.write_text(write(chosen, prefix), encoding="utf-8")
+    print(f"{len(chosen)} images, {sum(each.is_audit for each in chosen)} of them of the audit slice")
+
+
+def import_labels(args: argparse.Namespace) -> None:
+    """Add labels to a log."""
+    from psc_core.log.labels import write_labels
+    from psc_core.log.store import open_log
+    from psc_core.log.verdicts import labels_of, read_answers
+
+    log = open_log(args.log)
+    labels = labels_of(log, read_answers(args.labels))
+    if not labels:
+        raise UsageError(f"{args.labels} has no answer; label some images and export them again")
+    write_labels(log, labels)
+    print(f"{args.log}: {len(labels)} labels added")
+
+
+def delete(args: argparse.Namespace) -> None:
+    """Remove one image."""
+    from psc_core.log.erase import erase
+    from psc_core.log.store import open_log
+
+    done = erase(open_log(args.log), args.sha256)
+    print(
+        f"{args.log}: removed {done.images} files and {done.labels} labels; {done.rows} rows no longer name the image"
+    )
+
+
+def prune_log(args: argparse.Namespace) -> None:
+    """Remove what is too old."""
+    from psc_core.log.erase import prune
+    from psc_core.log.store import open_log
+
+    done = prune(open_log(args.log), args.days)
+    print(f"{args.log}: removed {done.rows} files of rows, {done.images} images and {done.labels} files of labels")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of ``psc-log``."""
+    return flags.run(lambda args: args.work(args), parser(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Remove from a log: one image wherever it is, or everything that is too old."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, time, timedelta
+from typing import Any, Final
+
+from psc_core.errors import DataError, UsageError
+from psc_core.log.labels import label_files, read_file, write_labels
+from psc_core.log.rows import days_of, models_in
+from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, IMAGES, LABELS, REQUEST_ID, SHA256, arrow
+from psc_core.log.store import Log
+
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Removed:
+    """The numbers of what was removed, or, of rows, made to name their image no longer."""
+
+    images: int = 0
+    rows: int = 0
+    labels: int = 0
+
+
+def erase(log: Log, sha256: str) -> Removed:
+    """Remove an image: its file, its digest and path in every row, and its labels.
+
+    Rows that a service has not written yet are not seen.
+
+    Raises:
+        UsageError: It is no digest.
+        DataError: A file of the log is damaged; nothing that was removed comes back.
+        OSError: The log cannot be read or written.
+    """
+    sha256 = sha256.lower()
+    if _DIGEST.fullmatch(sha256) is None:
+        raise UsageError(
+            f"expected a SHA-256 of 64 hexadecimal digits, got {sha256[:80]!r}; `sha256sum FILE` prints it"
+        )
+    files = [name for name, _ in log.names(f"{IMAGES}/{sha256[:2]}") if name.rsplit("/", 1)[1].startswith(sha256)]
+    for name in files:
+        log.delete(name)
+    keys: set[tuple[str, int]] = set()
+    for model in models_in(log):
+        for name, _ in log.names(f"model={model}", suffix=".parquet"):
+            keys |= _forget(log, name, sha256)
+    labels = 0
+    for name, _ in label_files(log):
+        found = read_file(log, name)
+        left = [
+            each for each in found if each.image_sha256 != sha256 and (each.request_id, each.image_index) not in keys
+        ]
+        if len(left) < len(found):
+            labels += len(found) - len(left)
+            write_labels(log, left, name) if left else log.delete(name)
+    return Removed(len(files), len(keys), labels)
+
+
+def prune(log: Log, days: int, now: datetime | None = None) -> Removed:
+    """Remove rows of days that ended more than ``days`` days ago, and the images and labels written before then.
+
+    An image is written again with each row that names it, so no row that is left loses its own.  ``rows`` counts files.
+
+    Raises:
+        OSError: The log cannot be read or written.
+    """
+    first = (now or datetime.now(UTC)).astimezone(UTC).date() - timedelta(days)
+    begins = datetime.combine(first, time(), UTC)
+    rows = 0
+    for model in models_in(log):
+        for day in days_of(log, model):
+            if day < first.isoformat():
+                rows += _delete(log, f"model={model}/day={day}", lambda _: True)
+                with suppress(OSError):  # Another process has.
+                    log.files.delete_dir(log.path(f"model={model}/day={day}"))
+    is_old: Callable[[datetime], bool] = lambda written: written < begins  # noqa: E731
+    return Removed(_delete(log, IMAGES, is_old), rows, _delete(log, LABELS, is_old))
+
+
+def _delete(log: Log, folder: str, is_old: Callable[[datetime], bool]) -> int:
+    names = [name for name, written in log.names(folder) if is_old(written)]
+    for name in names:
+        with suppress(FileNotFoundError):  # Several processes may do this at once.
+            log.delete(name)
+    return len(names)
+
+
+def _forget(log: Log, name: str, sha256: str) -> set[tuple[str, int]]:
+    """Clear digest and path in the rows of an image in one file; return their requests and positions."""
+    pa: Any = arrow()
+    try:
+        content = pa.BufferReader(log.get(name))
+        digests = pa.parquet.read_table(content, columns=[SHA256])[SHA256].to_pylist()
+        if sha256 not in digests:
+            return set()
+        table = pa.parquet.read_table(content)
+    except (pa.ArrowInvalid, KeyError) as error:
+        raise DataError(f"{log.where}/{name} is no file of rows ({error}); remove it and run again") from error
+    at = [row for row, digest in enumerate(digests) if digest == sha256]
+    for column in (SHA256, IMAGE_PATH):
+        cells = table[column].to_pylist()
+        for row in at:
+            cells[row] = None
+        table = table.set_column(table.schema.get_field_index(column), column, pa.array(cells, pa.string()))
+    found = table.select([REQUEST_ID, IMAGE_INDEX]).take(at).to_pylist()
+    sink = pa.BufferOutputStream()
+    pa.parquet.write_table(table, sink, compression="zstd")
+    log.put(name, sink.getvalue())
+    return {(row[REQUEST_ID], row[IMAGE_INDEX]) for row in found}

@@ -1,0 +1,33 @@
+"""Logged images as files: what their bytes are called, and pixels as a file that is the same everywhere."""
+
+from __future__ import annotations
+
+import io
+from typing import Any, Final
+
+import numpy.typing as npt
+from PIL import Image
+
+_EXTENSIONS: Final = (
+    (b"\xff\xd8\xff", "jpg"),
+    (b"\x89PNG", "png"),
+    (b"BM", "bmp"),
+    (b"GIF8", "gif"),
+    (b"II", "tif"),
+    (b"MM", "tif"),
+    (b"RIFF", "webp"),
+)
+"""First bytes of the formats that are decoded (:data:`psc_core.images.decode.FORMATS`) and the end of a file's name."""
+
+
+def extension_of(data: bytes) -> str:
+    """Return the end of the file name, without its dot, of an image that was decoded."""
+    return next((extension for signature, extension in _EXTENSIONS if data.startswith(signature)), "img")
+
+
+def file_of(pixels: npt.NDArray[Any]) -> bytes:
+    """Return ``uint8 (1 or 3, height, width)`` as a BMP file, whose digest depends on no library's compression."""
+    image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
+    file = io.BytesIO()
+    image.save(file, "BMP")
+    return file.getvalue()

@@ -1,0 +1,73 @@
+"""What a log keeps of each bundle that wrote to it: enough to read its rows without the bundle."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from psc_core.errors import DataError
+from psc_core.log.schema import model_path
+from psc_core.log.store import Log
+from psc_core.tasks.task import Task, task_type_of
+
+
+@dataclass(frozen=True)
+class LoggedModel:
+    """A bundle that wrote to a log.
+
+    Attributes:
+        version: Its digest.
+        task: What it predicts.
+        classes: In the order of ``probabilities``; bins of a regression.
+    """
+
+    version: str
+    task: Task
+    classes: tuple[str, ...]
+
+    def to_json(self) -> bytes:
+        """Return what :func:`read_model` reads."""
+        fields = {"version": self.version, "classes": self.classes, **self.task.manifest_fields()}
+        return json.dumps(fields, ensure_ascii=False).encode()
+
+    def check_label(self, label: str) -> str:
+        """Return a person's label as the log keeps it.
+
+        Raises:
+            DataError: It is no class of the model or, where that predicts a number, no finite number.
+        """
+        if self.task.number() is None:
+            if label not in self.classes:
+                shown = ", ".join(self.classes[:10]) + (", …" if len(self.classes) > 10 else "")
+                raise DataError(f"expected one of the model's classes ({shown}), got {label!r}; correct the label")
+            return label
+        try:
+            value = float(label)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise DataError(f"expected a number for {self.task.number()}, got {label!r}; correct the label")
+        return repr(value)
+
+
+def read_model(log: Log, version: str) -> LoggedModel:
+    """Return what the log keeps of a bundle.
+
+    Raises:
+        DataError: It keeps nothing of it, or nothing that can be read.
+        OSError: The log cannot be read.
+    """
+    name = model_path(version)
+    try:
+        fields: Any = json.loads(log.get(name))
+        kind = task_type_of(fields)
+        if kind is None:
+            raise ValueError("a task that this version does not know")
+        own = {field: fields[field] for field in kind.model_fields}
+        return LoggedModel(version, kind.model_validate(own), tuple(fields["classes"]))
+    except FileNotFoundError as error:
+        raise DataError(f"{log.where} has no {name}; restore it from a copy of the log") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{log.where}/{name} cannot be used ({error}); restore it from a copy of the log") from error

@@ -1,0 +1,149 @@
+"""Which stored images people should look at, in which order: those that teach most, mixed with the audit slice.
+
+Four lists take turns, each image once: the audit slice, the newest day first and each day in the order of digests, so
+that what is judged of it is a random sample too (:mod:`psc_core.fitting.audit`); images near a threshold, by how many
+images lie between; the strangest, by their OOD score; and diverse ones, each the farthest, in standardised scores and
+probabilities, from all chosen before it.  Only the first is a fair sample.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from psc_core.log.labels import Labels
+from psc_core.log.models import read_model
+from psc_core.log.rows import days_of, models_in, read_rows
+from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, arrow, scores_in
+from psc_core.log.store import Log
+
+MAX_CANDIDATES: Final = 100_000
+"""Images of a model that are looked at, the newest ones."""
+
+AUDIT, NEAR, STRANGE, DIVERSE = "audit", "near a threshold", "strange", "diverse"
+
+FloatMatrix = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A stored image that nobody labelled yet."""
+
+    model: str
+    row: Mapping[str, Any]  # its columns but scores and probabilities
+    reason: str = ""  # the list that it was chosen from
+
+    @property
+    def is_audit(self) -> bool:
+        """Whether it is of the random slice, whatever it was chosen for."""
+        return bool(self.row["audit"])
+
+
+def review(
+    log: Log, labels: Labels, *, model: str | None = None, audit: bool = False, limit: int = 200
+) -> list[Candidate]:
+    """Return the images to look at, the first ones first.
+
+    Args:
+        log: The log.
+        labels: What was said already.
+        model: Only of this one; None takes all, in turn.
+        audit: Only the audit slice.
+        limit: Their largest number.
+
+    Raises:
+        DataError: A file of the log is damaged.
+        OSError: The log cannot be read.
+    """
+    names = models_in(log) if model is None else [model]
+    groups = chain.from_iterable(_groups(log, labels, name, audit) for name in names)
+    turns = zip_longest(*(_ordered(log, *group, audit) for group in groups))
+    seen: set[str] = set()
+    return list(islice(_once((each for turn in turns for each in turn if each is not None), seen), limit))
+
+
+def _once(candidates: Iterator[Candidate], seen: set[str]) -> Iterator[Candidate]:
+    for each in candidates:
+        if each.row[SHA256] not in seen:
+            seen.add(each.row[SHA256])
+            yield each
+
+
+def _groups(log: Log, labels: Labels, model: str, audit: bool) -> list[tuple[list[Candidate], list[str], FloatMatrix]]:
+    """Return the candidates of each bundle of a model, names of their scores, and their scores and probabilities."""
+    rows: dict[tuple[str, ...], list[Candidate]] = defaultdict(list)
+    values: dict[tuple[str, ...], list[FloatMatrix]] = defaultdict(list)
+    found = 0
+    for batch in read_rows(log, model, audit=audit, days=days_of(log, model)[::-1]):
+        scores = scores_in(batch.schema)
+        batch = batch.filter(batch[IMAGE_PATH].is_valid())
+        keys = zip(*(batch[name].to_pylist() for name in (REQUEST_ID, IMAGE_INDEX, SHA256)), strict=True)
+        batch = batch.filter(arrow().array([labels.of(*key) is None for key in keys], arrow().bool_()))
+        if not batch.num_rows:
+            continue
+        columns = [batch[name].to_numpy(zero_copy_only=False) for name in scores]
+        if not batch["probabilities"].null_count:
+            columns += list(batch["probabilities"].flatten().to_numpy().reshape(batch.num_rows, -1).T)
+        plain = batch.select([name for name in batch.schema.names if name not in {*scores, "probabilities", "gates"}])
+        key = (batch["bundle_version"][0].as_py(), *scores)
+        rows[key] += [Candidate(model, row) for row in plain.to_pylist()]
+        values[key].append(np.stack(columns, axis=1).astype(np.float64))
+        found += batch.num_rows
+        if found >= MAX_CANDIDATES:
+            break
+    return [(rows[key], list(key[1:]), np.concatenate(values[key])) for key in rows]
+
+
+def _ordered(
+    log: Log, candidates: list[Candidate], scores: list[str], values: FloatMatrix, audit: bool
+) -> Iterator[Candidate]:
+    """Yield each candidate of a group once."""
+    slice_ = [at for at, each in enumerate(candidates) if each.is_audit]
+    slice_.sort(key=lambda at: str(candidates[at].row[SHA256]))
+    slice_.sort(key=lambda at: candidates[at].row["time"].date(), reverse=True)
+    if audit:
+        yield from (Candidate(candidates[at].model, candidates[at].row, AUDIT) for at in slice_)
+        return
+    limits = read_model(log, candidates[0].row["bundle_version"]).task.limits
+    lists = {
+        AUDIT: iter(slice_),
+        NEAR: iter(np.argsort(_ranks_between(candidates, scores, values, limits), kind="stable").tolist()),
+        STRANGE: iter(np.argsort(-values[:, scores.index("ood_score")], kind="stable").tolist()),
+    }
+    deviation = values.std(axis=0)
+    points = (values - values.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)
+    distance = np.full(len(points), np.inf)
+    chosen = np.zeros(len(points), bool)
+    while not chosen.all():
+        for reason in (*lists, DIVERSE):
+            if reason == DIVERSE:
+                at = int(np.where(chosen, -1.0, distance).argmax())
+            else:
+                at = next((each for each in lists[reason] if not chosen[each]), -1)
+            if at < 0 or chosen[at]:
+                continue
+            chosen[at] = True
+            distance = np.minimum(distance, ((points - points[at]) ** 2).sum(axis=1))
+            yield Candidate(candidates[at].model, candidates[at].row, reason)
+
+
+def _ranks_between(
+    candidates: list[Candidate], scores: list[str], values: FloatMatrix, limits: Mapping[str, str]
+) -> npt.NDArray[np.float64]:
+    """Return how many candidates lie between an image's score and its threshold: the least of all limits."""
+    policies = [json.loads(each.row["policy"]) for each in candidates]
+    ranks = np.full(len(candidates), np.inf)
+    for threshold, score in limits.items():
+        column = values[:, scores.index(score)]
+        in_order = np.sort(column)
+        at = np.array([np.nan if policy.get(threshold) is None else policy[threshold] for policy in policies])
+        between = np.abs(np.searchsorted(in_order, column) - np.searchsorted(in_order, at))
+        ranks = np.fmin(ranks, np.where(np.isnan(at), np.inf, between))
+    return ranks

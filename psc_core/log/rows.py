@@ -1,0 +1,100 @@
+"""The rows of a log, streamed; memory holds one batch of one file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from psc_core.errors import DataError, UsageError
+from psc_core.log.schema import IMAGE_INDEX, REQUEST_ID, SHA256, arrow
+from psc_core.log.store import Log
+
+_BATCH: Final = 16_384
+
+
+def models_in(log: Log) -> list[str]:
+    """Return the names of the models that have rows; raises ``OSError``."""
+    return [name.removeprefix("model=") for name in log.folders() if name.startswith("model=")]
+
+
+def days_of(log: Log, model: str) -> list[str]:
+    """Return the days that have rows of a model, ``YYYY-MM-DD``, the oldest first; raises ``OSError``."""
+    return [name.removeprefix("day=") for name in log.folders(f"model={model}") if name.startswith("day=")]
+
+
+def served(log: Log, name: str | None) -> str:
+    """Return the name of a model that has rows; None asks for the only one.
+
+    Raises:
+        UsageError: There is none of this name, or more than one.
+        OSError: The log cannot be read.
+    """
+    names = models_in(log)
+    if name is None and len(names) == 1:
+        return names[0]
+    if name is None or name not in names:
+        given = f"no model {name}" if name else "several models" if names else "no model"
+        raise UsageError(f"{log.where} has rows of {given}; it has {', '.join(names) or 'none'}, name one by --model")
+    return name
+
+
+def read_rows(
+    log: Log,
+    model: str,
+    *,
+    version: str | None = None,
+    audit: bool = False,
+    days: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+) -> Iterator[Any]:
+    """Yield the rows of a model as ``pyarrow.RecordBatch``; those of one batch are of one bundle.
+
+    Args:
+        log: The log.
+        model: Name of the served model.
+        version: Of its bundle; None reads all.
+        audit: Only the random slice.
+        days: ``YYYY-MM-DD``, in the order in which they are read; None reads all, the oldest first.
+        columns: Those that are wanted; None gives all of :func:`.schema.row_schema`.
+
+    Raises:
+        DataError: A file of the log is damaged.
+        OSError: The log cannot be read.
+    """
+    ds = arrow().dataset
+    wanted = ds.scalar(True)
+    if version is not None:
+        wanted &= ds.field("bundle_version") == version
+    if audit:
+        wanted &= ds.field("audit")
+    return _scan(log, model, days_of(log, model) if days is None else days, wanted, columns)
+
+
+def find_row(log: Log, request_id: str, image_index: int) -> dict[str, Any] | None:
+    """Return digest and ``bundle_version`` of the row of an image; None where there is none.  Newest days come first.
+
+    Raises:
+        DataError: A file of the log is damaged.
+        OSError: The log cannot be read.
+    """
+    ds = arrow().dataset
+    wanted = (ds.field(REQUEST_ID) == request_id) & (ds.field(IMAGE_INDEX) == image_index)
+    days = [(day, name) for name in models_in(log) for day in days_of(log, name)]
+    for day, model in sorted(days, reverse=True):
+        for batch in _scan(log, model, [day], wanted, [SHA256, "bundle_version"]):
+            found: dict[str, Any] = batch.slice(0, 1).to_pylist()[0]
+            return found
+    return None
+
+
+def _scan(log: Log, model: str, days: Sequence[str], wanted: Any, columns: Sequence[str] | None) -> Iterator[Any]:
+    pa = arrow()
+    for day in days:
+        for name, _ in log.names(f"model={model}/day={day}", suffix=".parquet"):
+            try:
+                # File by file: a data set of all of them would have the columns of the first.
+                file = pa.dataset.dataset(log.path(name), filesystem=log.files, format="parquet")
+                batches = file.to_batches(columns=columns, filter=wanted, batch_size=_BATCH)
+                yield from (batch for batch in batches if batch.num_rows)
+            except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
+                raise DataError(f"{log.where}/{name} is no file of rows ({error}); remove it") from error

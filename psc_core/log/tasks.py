@@ -1,0 +1,59 @@
+"""Images to look at as tasks for people: Label Studio's JSON, and a CSV with an empty column ``label``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from psc_core.log.review import Candidate
+from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256
+from psc_core.log.store import Log
+
+
+def default_prefix(log: Log) -> str:
+    """Return what stands before an image's path: of a bucket its URI, of a folder where Label Studio serves files."""
+    return "/data/local-files/?d=" if log.is_folder else f"{log.where.rstrip('/')}/"
+
+
+def to_label_studio(candidates: Sequence[Candidate], prefix: str) -> str:
+    """Return tasks with the model's label as prediction; sorted by the prediction's score they keep their order."""
+    tasks = []
+    for position, each in enumerate(candidates):
+        label = each.row["label"]
+        choice = {"from_name": "label", "to_name": "image", "type": "choices", "value": {"choices": [label]}}
+        prediction: dict[str, Any] = {
+            "model_version": each.row["bundle_version"],
+            "score": position / len(candidates),
+            "result": [] if label is None else [choice],
+        }
+        tasks.append({"data": _data(each, prefix), "predictions": [prediction]})
+    return json.dumps(tasks, ensure_ascii=False, indent=1)
+
+
+def to_csv(candidates: Sequence[Candidate], prefix: str) -> str:
+    """Return a line for each image; ``predicted`` is what the model said, ``label`` what a person fills in."""
+    file = io.StringIO()
+    rows = [{**_data(each, prefix), "label": ""} for each in candidates]
+    names = list(rows[0]) if rows else [REQUEST_ID, IMAGE_INDEX, SHA256, "label"]
+    lines = csv.DictWriter(file, names)
+    lines.writeheader()
+    lines.writerows(rows)
+    return file.getvalue()
+
+
+def _data(each: Candidate, prefix: str) -> dict[str, Any]:
+    row = each.row
+    return {
+        "image": prefix + row[IMAGE_PATH],
+        REQUEST_ID: row[REQUEST_ID],
+        IMAGE_INDEX: row[IMAGE_INDEX],
+        SHA256: row[SHA256],
+        "model": each.model,
+        "predicted": row["label"],
+        "decision": row["decision"],
+        "reason": each.reason,
+        "audit": each.is_audit,
+    }

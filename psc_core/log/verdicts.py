@@ -1,0 +1,236 @@
+"""What people answered, from Label Studio's export, a CSV or folders of images, to labels of a log.
+
+An answer that cannot be used is an error that names its place, and nothing is written; one that is still empty is
+skipped.  Of a CSV, and of Label Studio's own, these columns count: ``request_id`` and ``image_index``, or
+``image_sha256``; ``label``, a class, a number, ``none_of_the_classes`` or ``cannot_tell``; and, if it is there,
+``source``.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from psc_core.errors import DataError
+from psc_core.images import SUFFIXES
+from psc_core.images.files import read_file
+from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, Label
+from psc_core.log.models import LoggedModel, read_model
+from psc_core.log.rows import models_in, read_rows
+from psc_core.log.schema import IMAGE_INDEX, REQUEST_ID, SHA256
+from psc_core.log.store import Log
+
+MAX_BYTES: Final = 1 << 30
+"""Size of a file of answers."""
+
+_MAX_SOURCE: Final = 200
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a person answered to one image."""
+
+    where: str  # its file and line, or task
+    request_id: str | None
+    image_index: int | None
+    image_sha256: str | None
+    text: str  # a class, a number, or one of the other verdicts
+    source: str
+    time: datetime | None
+
+
+def read_answers(path: Path) -> Iterator[Answer]:
+    """Yield the answers of a ``.json`` or ``.csv`` file, or of a folder with a folder of images for each answer.
+
+    Raises:
+        DataError: One cannot be used, or the file cannot be read as what it is.
+        OSError: The file cannot be read.
+    """
+    if path.is_dir():
+        yield from _folders(path)
+    elif path.suffix.lower() == ".csv":
+        yield from _csv(path)
+    elif path.suffix.lower() == ".json":
+        yield from _json(path)
+    else:
+        raise DataError(f"expected a .json or .csv file or a folder, got {path}; export the labels as one of them")
+
+
+def labels_of(log: Log, answers: Iterable[Answer]) -> list[Label]:
+    """Return the labels that the answers mean, of images that the log has rows of.
+
+    Raises:
+        DataError: An image has no row, or an answer is nothing that its model could have said.
+        OSError: The log cannot be read.
+    """
+    given = list(answers)
+    rows = {(each.request_id, each.image_index) for each in given if each.request_id is not None}
+    digests = {each.image_sha256 for each in given if each.request_id is None}
+    versions: dict[Any, str] = {}
+    for model in models_in(log):
+        for batch in read_rows(log, model, columns=[REQUEST_ID, IMAGE_INDEX, SHA256, "bundle_version"]):
+            for request_id, index, digest, version in zip(*(column.to_pylist() for column in batch), strict=True):
+                if (request_id, index) in rows:
+                    versions[request_id, index] = version
+                if digest in digests:
+                    versions[digest] = version
+    models: dict[str, LoggedModel] = {}
+    return [_label(log, answer, versions, models) for answer in given]
+
+
+def label_of(answer: Answer, model: LoggedModel) -> Label:
+    """Return the label that an answer means; raises :class:`.DataError`."""
+    is_label = answer.text not in (NONE_OF_THE_CLASSES, CANNOT_TELL)
+    try:
+        text = model.check_label(answer.text) if is_label else None
+    except DataError as error:
+        raise DataError(f"{answer.where}: {error}") from error
+    now = datetime.now(UTC)  # A clock that is ahead would win over every later verdict.
+    return Label(
+        answer.request_id,
+        answer.image_index,
+        answer.image_sha256,
+        LABEL if is_label else answer.text,
+        text,
+        answer.source[:_MAX_SOURCE].encode("utf-8", "replace").decode(),
+        min(answer.time or now, now),
+    )
+
+
+def _label(log: Log, answer: Answer, versions: Mapping[Any, str], models: dict[str, LoggedModel]) -> Label:
+    is_row = answer.request_id is not None
+    version = versions.get((answer.request_id, answer.image_index) if is_row else answer.image_sha256)
+    if version is None:
+        name = f"{answer.request_id} {answer.image_index}" if is_row else answer.image_sha256
+        raise DataError(
+            f"{answer.where}: the log has no row of the image {name!r}; remove it, or give the log it is of"
+        )
+    if version not in models:
+        models[version] = read_model(log, version)
+    return label_of(answer, models[version])
+
+
+def _csv(path: Path) -> Iterator[Answer]:
+    _check_size(path)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        lines = csv.DictReader(file, strict=True)
+        try:
+            names = lines.fieldnames or []
+            if "label" not in names or not ({REQUEST_ID, IMAGE_INDEX} <= set(names) or SHA256 in names):
+                raise DataError(
+                    f"{path}: expected the columns label and {REQUEST_ID}, {IMAGE_INDEX} or {SHA256}, got "
+                    f"{', '.join(names)[:200] or 'none'}; keep the first line of the file from psc-log review"
+                )
+            for line in lines:
+                where = f"{path}, line {lines.line_num}"
+                if None in line or None in line.values():
+                    raise DataError(f"{where}: expected {len(names)} cells, got more or fewer; correct the line")
+                answer = _answer(where, line, line["label"], line.get("source"), None)
+                if answer is not None:
+                    yield answer
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}, line {lines.line_num + 1}: {error}; save it as CSV in UTF-8") from error
+
+
+def _json(path: Path) -> Iterator[Answer]:
+    _check_size(path)
+    try:
+        tasks = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON ({error}); export the labels from Label Studio as JSON") from error
+    if not isinstance(tasks, list):
+        raise DataError(f"{path}: expected a list of tasks, got {type(tasks).__name__}; export the labels as JSON")
+    for number, task in enumerate(tasks, 1):
+        where = f"{path}, task {number}"
+        if not isinstance(task, dict):
+            raise DataError(f"{where}: expected an object, got {type(task).__name__}; export the labels as JSON")
+        answer = _of_task(where, task) if "annotations" in task else _of_short_task(where, task)
+        if answer is not None:
+            yield answer
+
+
+def _of_short_task(where: str, task: Mapping[str, Any]) -> Answer | None:
+    """A task of JSON-MIN: data and answer side by side."""
+    return _answer(where, task, task.get("label"), task.get("annotator"), task.get("updated_at"))
+
+
+def _of_task(where: str, task: Mapping[str, Any]) -> Answer | None:
+    data, annotations = task.get("data"), task["annotations"]
+    if not isinstance(data, dict) or not isinstance(annotations, list):
+        raise DataError(f"{where}: expected data and a list of annotations; export the labels as JSON")
+    done = [each for each in annotations if isinstance(each, dict) and not each.get("was_cancelled")]
+    done = [each for each in done if each.get("result")]
+    if not done:
+        return None
+    last = max(done, key=lambda each: str(each.get("updated_at") or each.get("created_at") or ""))
+    texts: list[Any] = []
+    for region in last["result"] if isinstance(last["result"], list) else []:
+        value = region.get("value") if isinstance(region, dict) else None
+        if isinstance(value, dict):
+            texts += value["choices"] if isinstance(value.get("choices"), list) else []
+            texts += [value["number"]] if "number" in value else []
+    if len(texts) != 1:
+        raise DataError(f"{where}: expected one choice or number, got {len(texts)}; correct the annotation")
+    person = last.get("completed_by")
+    person = person.get("id") if isinstance(person, dict) else person
+    source = "label studio" if person is None else f"label studio {person}"
+    return _answer(where, data, texts[0], source, last.get("updated_at") or last.get("created_at"))
+
+
+def _folders(root: Path) -> Iterator[Answer]:
+    folders = sorted(each for each in root.iterdir() if each.is_dir() and not each.name.startswith("."))
+    if not folders:
+        raise DataError(f"{root} has no folders; make one for each class, and put the images of the class there")
+    for folder in folders:
+        for file in sorted(folder.rglob("*")):
+            if file.suffix.lower() in SUFFIXES and file.is_file():
+                digest = hashlib.sha256(read_file(file)).hexdigest()
+                yield Answer(str(file), None, None, digest, folder.name, "folder", None)
+
+
+def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any) -> Answer | None:
+    """Return the answer to the image that some members name; None while there is no answer."""
+    if text is None or text == "":
+        return None
+    if isinstance(text, bool) or not isinstance(text, str | int | float):
+        raise DataError(f"{where}: expected one label, got {type(text).__name__}; correct it")
+    request_id, digest, number = of.get(REQUEST_ID) or None, of.get(SHA256) or None, None
+    if request_id is not None:
+        number = _whole(of.get(IMAGE_INDEX))
+        if not isinstance(request_id, str) or number is None:
+            raise DataError(
+                f"{where}: expected {REQUEST_ID} and a whole number {IMAGE_INDEX}; keep those of the review"
+            )
+    elif not isinstance(digest, str):
+        raise DataError(f"{where}: there is neither {REQUEST_ID} nor {SHA256}; keep those of the review")
+    named = None if source is None or source == "" else str(source)
+    answer = Answer(where, request_id, number, digest, str(text).strip(), named or "file", _time(time))
+    return replace(answer, image_sha256=digest.lower() if isinstance(digest, str) else None)
+
+
+def _whole(value: Any) -> int | None:
+    if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() and len(value) < 10:
+        return int(value)
+    return value if type(value) is int and 0 <= value < 1 << 31 else None
+
+
+def _time(value: Any) -> datetime | None:
+    """Return a time in UTC; None for what is no time, as an answer is not lost for its date."""
+    try:
+        found = datetime.fromisoformat(value)
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).astimezone(UTC)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _check_size(path: Path) -> None:
+    if not path.is_file():
+        raise DataError(f"{path} is no file; check the path")
+    if path.stat().st_size > MAX_BYTES:
+        raise DataError(f"{path} has more than {MAX_BYTES} bytes; split it")

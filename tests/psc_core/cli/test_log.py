@@ -1,0 +1,48 @@
+"""``psc-log`` from the stored images to labels, and what it removes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from psc_core.cli.log import main
+from psc_core.log.labels import read_labels
+from tests.psc_core.log.support import digest, make_log
+
+
+def test_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = make_log(tmp_path / "log", 4)
+    where, tasks = str(tmp_path / "log"), tmp_path / "tasks.csv"
+    assert main(["review", where, "--csv", str(tasks), "--out", str(tmp_path / "tasks.json"), "--limit", "3"]) == 0
+    assert capsys.readouterr().out == "3 images, 0 of them of the audit slice\n"
+    assert main(["import", where, str(tasks)]) == 2
+    assert "has no answer" in capsys.readouterr().err
+    tasks.write_text(tasks.read_text().replace("False,\n", "False,cat\n"))
+    assert main(["import", where, str(tasks)]) == 0
+    assert len(read_labels(log)) == 3
+    assert main(["review", where, "--csv", str(tasks)]) == 0
+    assert "1 images" in capsys.readouterr().out
+    assert main(["delete", where, digest(0)]) == 0
+    assert "removed 1 files" in capsys.readouterr().out
+    assert main(["prune", where, "--days", "7"]) == 0
+    assert "1 files of rows, 0 images" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["review", "LOG"], "nothing to write"),
+        (["review", "LOG", "--out", "x.json", "--model", "other"], "no stored image"),
+        (["delete", "LOG", "ab"], "64 hexadecimal digits"),
+        (["import", "LOG", "missing.csv"], "is no file"),
+        (["prune", "gs://x/y", "--days", "1"], "expected a folder or s3://"),
+    ],
+)
+def test_bad_usage_is_said_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    make_log(tmp_path)
+    assert main([str(tmp_path) if each == "LOG" else each for each in arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

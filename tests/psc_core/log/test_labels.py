@@ -1,0 +1,49 @@
+"""The last verdict on an image wins, whether its row or its bytes were named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from psc_core.errors import DataError
+from psc_core.log.labels import Label, Labels, joined, label_files, read_file, read_labels, write_labels
+from psc_core.log.rows import read_rows
+from tests.psc_core.log.support import TIME, digest, make_log, put_rows, row
+
+OF_ROW = Label("r0", 0, digest(0), "label", "cat", "a person", TIME)
+
+
+def test_last_verdict_wins() -> None:
+    later = replace(OF_ROW, verdict="cannot_tell", label=None, time=TIME + timedelta(seconds=1))
+    of_image = Label(None, None, digest(0), "label", "dog", "folder", TIME + timedelta(seconds=2))
+    for given in ([OF_ROW, later], [later, OF_ROW]):
+        assert Labels(given).of("r0", 0, digest(0)) == later
+    labels = Labels([of_image, OF_ROW])
+    assert (labels.of("r0", 0, digest(0)), len(labels)) == (of_image, 2)
+    assert labels.of("r7", 3, digest(0)) == of_image
+    assert labels.of("r0", 0, None) == OF_ROW
+    assert labels.of("r1", 0, digest(1)) is labels.of("r1", 0, None) is None
+
+
+def test_labels_beside_rows(tmp_path: Path) -> None:
+    log = make_log(tmp_path, 3)
+    put_rows(log, [row(9, image_sha256=digest(2))])
+    write_labels(log, [OF_ROW])
+    write_labels(log, [Label(None, None, digest(2), "none_of_the_classes", None, "folder", TIME)])
+    labels = read_labels(log)
+    assert [OF_ROW] in [read_file(log, name) for name, _ in label_files(log)]
+    found = {row["request_id"]: row for batch in joined(read_rows(log, "m"), labels) for row in batch.to_pylist()}
+    assert {name: (row["verdict"], row["true_label"]) for name, row in found.items()} == {
+        "r0": ("label", "cat"), "r1": (None, None), "r2": ("none_of_the_classes", None),
+        "r9": ("none_of_the_classes", None),
+    }  # fmt: skip
+
+
+def test_damaged_file_is_named(tmp_path: Path) -> None:
+    log = make_log(tmp_path)
+    log.put("labels/part-z.parquet", b"torn")
+    with pytest.raises(DataError, match=r"part-z\.parquet is no file of labels"):
+        read_labels(log)

@@ -1,0 +1,41 @@
+"""Rows are streamed: all or some columns, of a model, a bundle, the slice, a day."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from psc_core.errors import DataError
+from psc_core.log.rows import days_of, find_row, models_in, read_rows
+from psc_core.log.schema import row_schema, scores_in
+from psc_core.tasks.classification.answer import SCORES
+from tests.psc_core.log.support import add_values, digest, make_log, put_rows, row
+
+
+def test_rows_of_a_model(tmp_path: Path) -> None:
+    log = make_log(tmp_path, 3)
+    put_rows(log, [row(5, bundle_version="v2", audit=True)], day="2026-03-02")
+    add_values(log)
+    assert (models_in(log), days_of(log, "m"), days_of(log, "x")) == (["m", "v"], ["2026-03-01", "2026-03-02"], [])
+    ids = lambda **options: [id for batch in read_rows(log, "m", **options) for id in batch["request_id"].to_pylist()]  # noqa: E731
+    assert ids() == ["r0", "r1", "r2", "r5"]
+    assert ids(version="v1") == ["r0", "r1", "r2"]
+    assert ids(audit=True) == ids(days=["2026-03-02"]) == ["r5"]
+    (values,) = read_rows(log, "v")
+    assert "mean" in scores_in(values.schema) and values["probabilities"].null_count == 1
+    assert scores_in(row_schema(SCORES)) == list(SCORES)
+    assert next(iter(read_rows(log, "m", columns=["label", "time"]))).schema.names == ["label", "time"]
+
+
+def test_find_row(tmp_path: Path) -> None:
+    log = make_log(tmp_path)
+    assert find_row(log, "r2", 0) == {"image_sha256": digest(2), "bundle_version": "v1"}
+    assert find_row(log, "r2", 1) is None and find_row(log, "r", 0) is None
+
+
+def test_damaged_file_is_named(tmp_path: Path) -> None:
+    log = make_log(tmp_path)
+    log.put("model=m/day=2026-03-01/part-z.parquet", b"PAR1 torn")
+    with pytest.raises(DataError, match=r"part-z\.parquet is no file of rows"):
+        list(read_rows(log, "m"))

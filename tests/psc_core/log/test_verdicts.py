@@ -1,0 +1,167 @@
+"""Answers of people: every form is read, and a broken one is an error that names its place, never a traceback."""
+
+from __future__ import annotations
+
+import csv
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from psc_core.errors import DataError
+from psc_core.log.store import Log
+from psc_core.log.verdicts import labels_of, read_answers
+from tests.psc_core.log.support import add_values, content, digest, make_log
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Log:
+    log = make_log(tmp_path_factory.mktemp("log"))
+    add_values(log)
+    return log
+
+
+def task(index: int, *results: Any, **annotation: Any) -> dict[str, Any]:
+    """A task of Label Studio's export with one annotation."""
+    data = {"image": "…", "request_id": f"r{index}", "image_index": 0, "image_sha256": digest(index)}
+    done = {"id": 1, "completed_by": 4, "updated_at": "2026-03-02T10:00:00.5Z", "was_cancelled": False, **annotation}
+    regions = [{"from_name": "label", "to_name": "image", "type": "choices", "value": value} for value in results]
+    return {"id": index, "data": data, "annotations": [{**done, "result": regions}]}
+
+
+def written(log: Log, path: Path) -> list[tuple[Any, ...]]:
+    return [(each.request_id, each.verdict, each.label) for each in labels_of(log, read_answers(path))]
+
+
+def test_export_of_label_studio(log: Log, tmp_path: Path) -> None:
+    twice = task(2, {"choices": ["dog"]})
+    twice["annotations"].insert(0, task(2, {"choices": ["cat"]}, updated_at="2026-03-02T11:00:00Z")["annotations"][0])
+    skipped = [task(3, {"choices": ["cat"]}, was_cancelled=True), task(4), {**task(4), "annotations": []}]
+    tasks = [
+        task(0, {"choices": ["cat"]}), task(1, {"choices": ["cannot_tell"]}, completed_by={"id": 9, "email": "x@y"}),
+        twice, *skipped, task(90, {"number": 3}),
+    ]  # fmt: skip
+    (tmp_path / "labels.json").write_text(json.dumps(tasks))
+    labels = labels_of(log, read_answers(tmp_path / "labels.json"))
+    assert [(each.request_id, each.verdict, each.label) for each in labels] == [
+        ("r0", "label", "cat"), ("r1", "cannot_tell", None), ("r2", "label", "cat"), ("r90", "label", "3.0"),
+    ]  # fmt: skip
+    assert [each.source for each in labels] == ["label studio 4", "label studio 9", "label studio 4", "label studio 4"]
+    assert labels[0].time == datetime(2026, 3, 2, 10, 0, 0, 500_000, UTC)
+    assert labels[0].image_sha256 == digest(0)
+
+
+def test_short_export_and_csv(log: Log, tmp_path: Path) -> None:
+    rows = [
+        {"request_id": "r0", "image_index": 0, "image_sha256": digest(0), "label": "dog", "annotator": 4},
+        {"request_id": "r1", "image_index": 0, "image_sha256": digest(1), "label": "", "annotator": 4},
+        {"request_id": "", "image_index": "", "image_sha256": digest(2), "label": "none_of_the_classes"},
+    ]
+    (tmp_path / "min.json").write_text(json.dumps(rows))
+    with (tmp_path / "labels.csv").open("w", newline="") as file:
+        lines = csv.DictWriter(file, list(rows[0]), restval="")
+        lines.writeheader()
+        lines.writerows(rows)
+    for name in ("min.json", "labels.csv"):
+        assert written(log, tmp_path / name) == [("r0", "label", "dog"), (None, "none_of_the_classes", None)]
+
+
+def test_folders_of_images(log: Log, tmp_path: Path) -> None:
+    for folder, index in (("cat", 0), ("dog/deeper", 1), ("cannot_tell", 2)):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / f"{index}.png").write_bytes(content(index))
+    (tmp_path / "cat" / "notes.txt").write_text("no image")
+    labels = labels_of(log, read_answers(tmp_path))
+    assert [(each.image_sha256, each.verdict, each.label) for each in labels] == [
+        (digest(2), "cannot_tell", None), (digest(0), "label", "cat"), (digest(1), "label", "dog"),
+    ]  # fmt: skip
+
+
+def test_clock_that_is_ahead_does_not_win_for_ever(log: Log, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(json.dumps([task(0, {"choices": ["cat"]}, updated_at="9999-01-01T00:00:00Z")]))
+    (label,) = labels_of(log, read_answers(tmp_path / "x.json"))
+    assert label.time <= datetime.now(UTC)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.csv", "request_id,image_index,label\nr0,0,dgo\n", r"line 2: expected one of the model's classes"),
+        ("x.csv", "request_id,image_index,label\nr0,0,cat\nr0,x,cat\n", r"line 3: expected request_id and a whole"),
+        ("x.csv", "request_id,image_index,label\nr0,0\n", r"line 2: expected 3 cells"),
+        ("x.csv", "request_id,image_index,label\nr0,0,cat,4\n", r"line 2: expected 3 cells"),
+        ("x.csv", "request_id,image_index,label\nr77,0,cat\n", r"line 2: the log has no row of the image 'r77 0'"),
+        ("x.csv", "image_sha256,label\nabc,cat\n", r"no row of the image 'abc'"),
+        ("x.csv", "image_sha256,label\n,cat\n", r"line 2: there is neither"),
+        ("x.csv", "image,label\nx,cat\n", r"expected the columns label and request_id"),
+        ("x.csv", "", r"expected the columns"),
+        ("x.csv", 'image_sha256,label\n"ab', r"line 2: unexpected end"),
+        ("x.json", "", r"is not JSON"),
+        ("x.json", "[" * 100_000, r"is not JSON"),
+        ("x.json", "{}", r"expected a list of tasks"),
+        ("x.json", "[3]", r"task 1: expected an object"),
+        ("x.json", '[{"annotations": 3}]', r"task 1: expected data and a list"),
+        ("x.json", json.dumps([task(0, {"choices": ["cat", "dog"]})]), r"task 1: expected one choice or number, got 2"),
+        ("x.json", json.dumps([task(0, {"choices": [["cat"]]})]), r"task 1: expected one label, got list"),
+        ("x.json", json.dumps([task(90, {"number": "a"})]), r"task 1: expected a number for angle"),
+        ("x.txt", "", r"expected a \.json or \.csv"),
+        ("x.csv/a.png", "", r"has no folders"),
+    ],
+)
+def test_broken_answers_are_named(log: Log, tmp_path: Path, name: str, text: str, message: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)
+    with pytest.raises(DataError, match=message):
+        labels_of(log, read_answers(tmp_path / name.split("/")[0]))
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["r0", "cat", "dog"])
+ANYTHING = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=6)
+NAMES = st.sampled_from(
+    ["request_id", "image_index", "image_sha256", "label", "annotations", "data", "annotator", "updated_at", "source"]
+)
+
+
+def broken(whole: Any) -> st.SearchStrategy[Any]:
+    """The same document with any part of it replaced by anything."""
+    if isinstance(whole, dict):
+        parts = st.fixed_dictionaries({name: broken(part) for name, part in whole.items()})
+    elif isinstance(whole, list):
+        parts = st.tuples(*map(broken, whole)).map(list)
+    else:
+        return st.one_of(st.just(whole), st.just(whole), ANYTHING)
+    return st.one_of(parts, parts, parts, ANYTHING)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.one_of(broken([task(0, {"choices": ["cat"]})]), st.lists(st.dictionaries(NAMES, ANYTHING))))
+def test_any_json_is_read_or_refused(log: Log, tmp_path: Path, document: Any) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps(document))
+    read_or_refused(log, file)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from([b"", b"request_id,image_index,label,source\n", b"image_sha256,label\n", b"\xef\xbb\xbf"]),
+    st.binary() | st.text('r01,"\n\r\0cat', max_size=40).map(str.encode),
+)
+def test_any_csv_is_read_or_refused(log: Log, tmp_path: Path, head: bytes, body: bytes) -> None:
+    file = tmp_path / "x.csv"
+    file.write_bytes(head + body)
+    read_or_refused(log, file)
+
+
+def read_or_refused(log: Log, file: Path) -> None:
+    try:
+        labels = labels_of(log, read_answers(file))
+    except DataError as error:
+        assert str(file) in str(error)
+        return
+    for label in labels:
+        assert label.request_id in {f"r{n}" for n in (*range(6), 90)} and label.source.encode()
