@@ -9,7 +9,8 @@ FROM ${BASE} AS list
 WORKDIR /src
 COPY pyproject.toml ./
 RUN python3 -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    print(*project['dependencies'], *project['optional-dependencies']['onnx'], sep='\n')" > direct.txt
+    extras = project['optional-dependencies']; \
+    print(*project['dependencies'], *extras['onnx'], *extras['fast'], sep='\n')" > direct.txt
 
 FROM ${BASE} AS dependencies
 ARG TORCH_INDEX=""

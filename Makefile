@@ -42,7 +42,7 @@ workflows: $(VENV)/.dev         ## actionlint over the hosted CI; installing it 
 	$(PIP) --quiet --editable '.[workflows]'
 	$(BIN)/actionlint
 
-FUZZED := decode multipart v2
+FUZZED := decode multipart v2 grpc onnx
 
 nightly: $(VENV)/.dev           ## the slow tests too, with random examples; ten minutes of fuzzing each where atheris is installed
 	$(BIN)/pytest -m "not gpu" --hypothesis-profile nightly

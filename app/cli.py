@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging.config
+import os
 import signal
 import socket
 import ssl
@@ -117,6 +118,8 @@ def run(arguments: Sequence[str]) -> int:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     logger.info("listening on %s://%s:%d", scheme, host, listener.getsockname()[1])
 
+    # OpenMP reads this when torch loads it: threads that are done would spin on the cores that decode.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from app.server import serve  # Torch and the web framework load only when the input is known to be good.
 
     code, message = serve(settings, listener)

@@ -17,6 +17,10 @@ class UnattainableAlpha(ServiceError):
     """An alpha so small that no image could ever be out of distribution by the calibration images."""
 
 
+class UnavailableMap(ServiceError):
+    """A map that is asked for without an explanation, or of a model that has none."""
+
+
 class Unauthorized(ServiceError):
     """No API key, or one that is not known."""
 

@@ -90,7 +90,11 @@ class Settings(BaseSettings):
         default=600.0, gt=0, le=86_400, description="A model that would warm up for longer is refused, seconds."
     )
     max_delay_ms: float = Field(
-        default=0.0, ge=0, le=60_000, description="How long a batch may wait to fill, milliseconds; 0 never waits."
+        default=0.0,
+        ge=0,
+        le=60_000,
+        description="How long a batch waits to fill, milliseconds; 0: only for images in decoding, where that saves "
+        "time.",
     )
     max_queue_images: int = Field(
         default=2048, ge=1, description="Maximum number of images admitted and not yet on the device; beyond it: 429."

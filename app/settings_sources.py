@@ -15,10 +15,10 @@ from psc_core.errors import UsageError
 
 ENV_PREFIX: Final = "PSC_"
 NOT_SETTINGS: Final = re.compile(
-    r"PSC_(DATA|CLIENT_\w+|(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?))"
+    r"PSC_(DATA|AXE|CLIENT_\w+|(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?))"
 )
-"""Variables with the prefix that are not settings: the tests' data folder, those of the client, which may share an
-environment with the service, and those that Kubernetes makes for a service named ``psc…`` or Docker for a link."""
+"""Variables with the prefix that are not settings: the tests' data folder and axe-core, those of the client, which may
+share an environment with the service, and those that Kubernetes makes for a service ``psc…`` or Docker for a link."""
 
 
 def _split(value: object) -> object:

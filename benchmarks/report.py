@@ -21,6 +21,7 @@ SECTIONS: Mapping[str, tuple[str, str]] = {
     "projection_table": ("paper.md", "benchmarks.paper.projection_table"),
     "cifar10_uq": ("paper.md", "benchmarks.paper.cifar10_uq"),
     "ood": ("ood.md", "benchmarks.ood.tables"),
+    "maps": ("maps.md", "benchmarks.maps"),
     "ood-pretrained": ("pretrained.md", "benchmarks.ood.tables"),
     "regression": ("regression.md", "benchmarks.regression.run"),
     "recalibration": ("recalibration.md", "benchmarks.recalibration"),

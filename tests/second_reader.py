@@ -173,6 +173,20 @@ class SecondReader:
             p_values.append((1 + (t["calibration"][g] >= r[:, None]).sum(1)) / (t["calibration"].shape[1] + 1))
         return score, np.stack(p_values, axis=1)
 
+    # -- map ------------------------------------------------------------------------------------------------------
+
+    def map(self, features: Array) -> Array:
+        """Grey levels (B, rows, columns) from the features (B, C, positions) of the map's layer."""
+        section, t = self.manifest["map"], self.tensors("map")
+        if section["density"]["kind"] != "gaussian":
+            raise Rejected("map.density.kind")
+        rows, columns, first = (section["grid"][name] for name in ("rows", "columns", "first"))
+        x = np.asarray(features, np.float64)[:, :, first:].transpose(0, 2, 1)
+        q = (((x - t["mean"]) @ t["whitener"]) ** 2).sum(2).reshape(-1, rows, columns)
+        padded = np.pad(q, ((0, 0), (1, 1), (1, 1)), constant_values=np.nan)
+        shifted = [padded[:, j : j + rows, i : i + columns] for j in range(3) for i in range(3)]
+        return np.searchsorted(t["thresholds"], np.nanmean(shifted, axis=0), side="right")
+
     # -- decisions ------------------------------------------------------------------------------------------------
 
     def p_values(self, ood_score: Array) -> Array:
@@ -220,7 +234,7 @@ class SecondReader:
         policy = self.manifest["policy"]
         features = [np.asarray(f, np.float64) for f in features]
         layers = len(self.manifest["layers"])
-        features, early = features[:layers], features[layers] if len(features) > layers else None
+        features, early = features[:layers], features[-1] if len(features) > layers else None
         z = self.project(features)
         log_density = self.log_density(z, features)
         averaged = [f.mean(2) for f in features] if self.manifest["head"].get("layers") else []

@@ -102,6 +102,7 @@ def _predict_call(
     images: Sequence[ImageInput],
     model: str | None,
     explain: bool,
+    with_map: bool,
     asked: Mapping[str, float | None],
 ) -> _Call:
     if isinstance(images, (str, bytes, Path)):
@@ -111,6 +112,8 @@ def _predict_call(
     query = {name: str(value) for name, value in asked.items() if value is not None}
     if explain:
         query["explain"] = "true"
+    if with_map:
+        query["map"] = "true"
     path = "predict" if model is None else f"models/{quote(model, safe='')}/predict"
     return _Call("POST", path, query, [_part(image, index) for index, image in enumerate(images)])
 
@@ -258,6 +261,7 @@ class Client(_Base):
         alpha: float | None = None,
         ambiguity_threshold: float | None = None,
         explain: bool = False,
+        map: bool = False,
     ) -> PredictResponse:
         """Classify images in one request.
 
@@ -268,12 +272,16 @@ class Client(_Base):
             alpha: False-alarm rate for ``is_ood`` in this request.
             ambiguity_threshold: Entropy (nats) above which an image is ambiguous, in this request.
             explain: Ask for explanations.
+            map: Ask for maps in them, of where the images are strange.
 
         Raises:
             ClientError: See its subclasses.
         """
         thresholds = {"alpha": alpha, "ambiguity_threshold": ambiguity_threshold}
-        return _expect(PredictResponse, self.ask(images, model=model, explain=explain, top_k=top_k, **thresholds))
+        return _expect(
+            PredictResponse,
+            self.ask(images, model=model, explain=explain, map=map, top_k=top_k, **thresholds),
+        )
 
     def predict_values(
         self,
@@ -283,6 +291,7 @@ class Client(_Base):
         alpha: float | None = None,
         max_width: float | None = None,
         explain: bool = False,
+        map: bool = False,
     ) -> ValueResponse:
         """The number of each image, from a regression.
 
@@ -292,15 +301,22 @@ class Client(_Base):
             alpha: Likewise.
             max_width: Width of an interval, in the target's unit, above which a number is uncertain, in this request.
             explain: Likewise.
+            map: Likewise.
 
         Raises:
             ClientError: See its subclasses.
         """
         thresholds = {"alpha": alpha, "max_width": max_width}
-        return _expect(ValueResponse, self.ask(images, model=model, explain=explain, **thresholds))
+        return _expect(ValueResponse, self.ask(images, model=model, explain=explain, map=map, **thresholds))
 
     def ask(
-        self, images: Sequence[ImageInput], *, model: str | None = None, explain: bool = False, **asked: float | None
+        self,
+        images: Sequence[ImageInput],
+        *,
+        model: str | None = None,
+        explain: bool = False,
+        map: bool = False,
+        **asked: float | None,
     ) -> Response:
         """Ask a model of any task about images, in one request.
 
@@ -308,12 +324,13 @@ class Client(_Base):
             images: As of :meth:`predict`, and the others that are named here.
             model: Likewise.
             explain: Likewise.
+            map: Likewise.
             asked: Thresholds and options of the model's task by name; None leaves one out.
 
         Raises:
             ClientError: See its subclasses.
         """
-        return _response(_document(self._send(_predict_call(images, model, explain, asked))))
+        return _response(_document(self._send(_predict_call(images, model, explain, map, asked))))
 
     def model(self, name: str | None = None) -> dict[str, Any]:
         """Summary of a served model (the default one when ``None``), as ``GET /model`` gives it."""
@@ -369,10 +386,11 @@ class AsyncClient(_Base):
         alpha: float | None = None,
         ambiguity_threshold: float | None = None,
         explain: bool = False,
+        map: bool = False,
     ) -> PredictResponse:
         """Predict as :meth:`Client.predict` does."""
         thresholds = {"alpha": alpha, "ambiguity_threshold": ambiguity_threshold}
-        response = await self.ask(images, model=model, explain=explain, top_k=top_k, **thresholds)
+        response = await self.ask(images, model=model, explain=explain, map=map, top_k=top_k, **thresholds)
         return _expect(PredictResponse, response)
 
     async def predict_values(
@@ -383,16 +401,23 @@ class AsyncClient(_Base):
         alpha: float | None = None,
         max_width: float | None = None,
         explain: bool = False,
+        map: bool = False,
     ) -> ValueResponse:
         """Predict as :meth:`Client.predict_values` does."""
         thresholds = {"alpha": alpha, "max_width": max_width}
-        return _expect(ValueResponse, await self.ask(images, model=model, explain=explain, **thresholds))
+        return _expect(ValueResponse, await self.ask(images, model=model, explain=explain, map=map, **thresholds))
 
     async def ask(
-        self, images: Sequence[ImageInput], *, model: str | None = None, explain: bool = False, **asked: float | None
+        self,
+        images: Sequence[ImageInput],
+        *,
+        model: str | None = None,
+        explain: bool = False,
+        map: bool = False,
+        **asked: float | None,
     ) -> Response:
         """Ask as :meth:`Client.ask` does; files are read on a thread."""
-        call = await asyncio.to_thread(_predict_call, images, model, explain, asked)
+        call = await asyncio.to_thread(_predict_call, images, model, explain, map, asked)
         return _response(_document(await self._send(call)))
 
     async def model(self, name: str | None = None) -> dict[str, Any]:

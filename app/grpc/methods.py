@@ -36,7 +36,12 @@ _SMALL_BYTES: Final = 64 * 1024
 """Limits of a message without images: a name, a version, a flag."""
 
 
-def _parsed(body: bytes, method: str) -> Any:
+def parsed(body: bytes, method: str) -> Any:
+    """The message that a method takes.
+
+    Raises:
+        MalformedRequest: The body is none, or a field occurs too often in it.
+    """
     message_type = METHODS[method][0]
     check_counts(body, message_type)
     try:
@@ -48,10 +53,10 @@ def _parsed(body: bytes, method: str) -> Any:
 async def _infer(request: Request) -> Response:
     service = service_to_predict(request)
     body = await read_body(request, service.settings.upload_seconds)
-    message = await parse(body, _parsed, body, "ModelInfer")
+    message = await parse(body, parsed, body, "ModelInfer")
     name, version = message.model_name, message.model_version or None
     find_model(service, name, version).engine.check_room()
-    wanted, binary = await parse(body, _tensor_of, message)
+    wanted, binary = await parse(body, tensor_of, message)
     answer = await infer(service, name, version, Received(wanted, binary, body), request.receive)
     model = answer.served
     response = METHODS["ModelInfer"][1](model_name=model.name, model_version=model.model.version, id=message.id)
@@ -62,8 +67,12 @@ async def _infer(request: Request) -> Response:
     return Response(response.SerializeToString())
 
 
-def _tensor_of(message: Any) -> tuple[InferRequest, memoryview]:
-    """The request as REST knows it, and the binary data of its input."""
+def tensor_of(message: Any) -> tuple[InferRequest, memoryview]:
+    """The request as REST knows it, and the binary data of its input.
+
+    Raises:
+        MalformedRequest: It does not follow the protocol.
+    """
     raw = message.raw_input_contents
     if raw and (len(raw) != len(message.inputs) or any(each.HasField("contents") for each in message.inputs)):
         raise MalformedRequest("give raw_input_contents for each input and no contents, or contents for each input")
@@ -127,7 +136,7 @@ async def _answer(request: Request) -> Response:
         body = await read_body(request, min(SMALL_SECONDS, service_of(request).settings.upload_seconds))
         if len(body) > _SMALL_BYTES:
             raise BodyTooLarge(f"expected a message of at most {_SMALL_BYTES} bytes, got {len(body)}; send less")
-        message = _parsed(body, method)
+        message = parsed(body, method)
     found = _DOCUMENTS[method](request, message)
     document = await found if inspect.isawaitable(found) else found
     members = document.model_dump() if isinstance(document, BaseModel) else document

@@ -55,6 +55,9 @@ class CalibrationDocument(Document):
     images: int
     ood_score_threshold: float = Field(description="OOD score above which p ≤ alpha, nats.")
     ood_score: Histogram
+    entropy_quantiles: list[float] | None = Field(
+        description="Predictive entropies, nats, of which 0, 1, …, 100 % are at most as large; null for a regression."
+    )
 
 
 class ModelDocument(Document):

@@ -25,7 +25,7 @@ from app.errors import (
     TooManyImages,
     UnsupportedMedia,
 )
-from app.http.json_body import load_json
+from app.http.json_body import has_more, load_json
 from app.inference.decoder import EncodedImage
 
 Parsed = TypeVar("Parsed")
@@ -112,7 +112,7 @@ async def _read(request: Request, take: Callable[[bytes], Any], seconds: float) 
 
 def parse_json(body: bytes, max_images: int) -> list[EncodedImage]:
     """Images of a JSON body; see :func:`read_images` for the errors."""
-    if body.count(b"{") > max_images + 1:  # Each image is an object; they are counted before they exist.
+    if has_more(body, {b"{": max_images + 1}):  # Each image is an object; they are counted before they exist.
         raise TooManyImages(f"expected at most {max_images} images, got more; split the request")
     document = load_json(body)
     images = document.get(FIELD) if isinstance(document, dict) else None

@@ -1,12 +1,20 @@
-"""Choose the backend of a model: the fastest, as measured on the machine that serves, before the first request."""
+"""Choose the backend of a model: the fastest, as measured on the machine that serves, before the first request.
+
+Measuring takes seconds, so the choice is kept beside the networks that were exported for it.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import os
+import platform
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import Final, Literal, TypeVar
 
@@ -18,6 +26,8 @@ from psc_core.model import Backend
 from psc_core.model.backends import available_backends, pipeline_on
 from psc_core.model.base import FittedModel
 from psc_core.model.pipeline import Pipeline
+from psc_core.network.onnx import INSTALLED
+from psc_core.network.onnx.export import cache_file, read_checked, write_checked
 
 logger = logging.getLogger("psc.backend")
 
@@ -70,21 +80,38 @@ def choose_backend(
             else "only a traced float32 network on a CPU has a choice of backends"
         )
         logger.warning("backend not used", extra={"backend": wanted, "reason": reason})
+    kept = _kept(model, names, max_batch=max_batch, threads=threads)
+    before = ((kept and read_checked(kept)) or b"").decode()
     pipelines: dict[Backend, Pipeline] = {}
-    for name in names:
+    for name in [name for name in names if name == before] or names:
         try:
             pipelines[name] = pipeline_on(model, name)
         except NetworkError as error:
             logger.warning("backend not used", extra={"backend": name, "reason": str(error)})
-    if len(pipelines) == 1:
-        return next(iter(pipelines.items()))
+    if len(pipelines) <= 1:
+        return next(iter(pipelines.items()), ("folded", model.pipeline))
     images = torch.zeros((max_batch, *model.preprocess.shape), dtype=torch.uint8)
     with _torch_threads(threads):
         seconds = measure(pipelines, [images[:size] for size in sorted({1, min(8, max_batch), max_batch})])
     chosen = fastest(seconds, "plain")
     milliseconds = {name: [round(1e3 * median(rounds), 2) for rounds in times] for name, times in seconds.items()}
     logger.info("backend chosen", extra={"backend": chosen, "milliseconds": milliseconds})
+    if kept:
+        write_checked(kept, chosen.encode())
     return chosen, pipelines[chosen]
+
+
+def _kept(model: FittedModel, names: Sequence[Backend], *, max_batch: int, threads: int) -> Path | None:
+    """The path at which a choice is kept: for a bundle, what the service is set to, versions and the processor."""
+    if not INSTALLED or not model.version:  # Without ONNX Runtime there is little to measure.
+        return None
+    try:
+        cpu = re.findall(r"(?:model name|flags|Features)\s*: (.*)", Path("/proc/cpuinfo").read_text())[:2]
+    except OSError:
+        cpu = [platform.processor()]
+    limits = [os.environ.get(name) for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")]
+    key = [model.version, names, max_batch, threads, platform.machine(), os.cpu_count(), cpu, limits]
+    return cache_file("backend", json.dumps(key).encode())
 
 
 @torch.inference_mode()

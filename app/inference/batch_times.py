@@ -37,6 +37,15 @@ class BatchTimes:
         full, rest = divmod(images, self._max_batch)
         return full * self._of(self._max_batch) + (self._of(rest) if rest else 0.0)
 
+    @property
+    def fixed(self) -> float:
+        """Seconds of a batch that do not grow with its images, by the smallest and the largest size measured."""
+        known = [(min(1 << kind, self._max_batch), seconds) for kind, seconds in enumerate(self._means) if seconds]
+        if len(known) < 2:
+            return 0.0
+        (few, quick), (many, slow) = known[0], known[-1]
+        return max(0.0, (many * quick - few * slow) / (many - few))
+
     def _of(self, size: int) -> float:
         """Time of a batch: measured at about this size, else its fraction of a larger one, else as the largest."""
         smallest = _size_class(size)

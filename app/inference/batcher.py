@@ -19,6 +19,11 @@ third of the time to its deadline is urgent and keeps its turn until all of its 
 *Eager.*  A batch leaves as soon as the device asks for one; with ``max_delay_s`` > 0 it waits until it is full or its
 oldest request has waited that long.
 
+*Patient.*  Where the step computes on the cores that decode, a batch fewer is time for those who still decode.  A batch
+waits for the next of them while that costs the requests in it less than it saves the others: for ``fixed`` · coming /
+queued seconds behind its last request, if requests come less than that apart, and for twice that gap at most; ``fixed``
+is the time of a batch that does not grow with its images.  A lonely request never waits.
+
 *Certain.*  Every request reaches FINISHED exactly once and is handed out exactly once by :meth:`Batcher.collect`.
 
 Requests of different *kinds* (another computation of the same model) never share a batch; kinds take turns.
@@ -49,21 +54,15 @@ class _Ring:
 
     Attributes:
         requests: In the order of their next turns.
-        n_images: Images of them that are not yet taken.
+        n_coming: Requests still RESERVED.
+        n_images: Images of the queued ones that are not yet taken.
         n_begun: Requests that have had a turn.
     """
 
     requests: OrderedDict[QueuedRequest, None] = field(default_factory=OrderedDict)
+    n_coming: int = 0
     n_images: int = 0
     n_begun: int = 0
-
-    def due_in(self, now: float, max_batch: int, max_delay: float, *, full: bool) -> float | None:
-        if not self.requests or (full and self.n_images < max_batch):
-            return None
-        # A request that has begun has waited once; the rest of its images does not wait again.
-        if self.n_images >= max_batch or self.n_begun:
-            return 0.0
-        return max(0.0, next(iter(self.requests)).queued_at + max_delay - now)
 
 
 class Batcher:
@@ -73,16 +72,20 @@ class Batcher:
         max_batch_size: Maximum number of images in a batch.
         max_queue_images: Maximum number of images reserved or queued.
         max_delay_s: How long a batch may wait to fill; 0 sends it at once.
+        shares_cores: Whether the step computes on the cores that decode.
 
     Attributes:
         pending: Images reserved or queued.
         finished: Requests that :meth:`collect` has not handed out yet.
     """
 
-    def __init__(self, *, max_batch_size: int, max_queue_images: int, max_delay_s: float = 0.0) -> None:
+    def __init__(
+        self, *, max_batch_size: int, max_queue_images: int, max_delay_s: float = 0.0, shares_cores: bool = False
+    ) -> None:
         self.max_batch = max_batch_size
         self._max_queue = max_queue_images
         self.max_delay_s = max_delay_s
+        self._shares_cores = shares_cores
         self._quantum = max(1, max_batch_size // 8)
         self._rings: dict[str, _Ring] = {}
         self._live: OrderedDict[QueuedRequest, None] = OrderedDict()
@@ -90,6 +93,7 @@ class Batcher:
         self.pending = 0
         self._closed = ""
         self._times = BatchTimes(max_batch_size)
+        self._gaps = BatchTimes(1)  # Between requests that come from the decoders.
 
     @property
     def idle(self) -> bool:
@@ -130,8 +134,9 @@ class Batcher:
             NotReady: Closed.
         """
         self.check(count, now=now, deadline=deadline)
-        request = QueuedRequest(count, deadline, now + _WAIT_FRACTION * (deadline - now), kind, waiter)
+        request = QueuedRequest(count, deadline, now + _WAIT_FRACTION * (deadline - now), kind, waiter, queued_at=now)
         self._live[request] = None
+        self._rings.setdefault(kind, _Ring()).n_coming += 1
         self.pending += count
         return request
 
@@ -139,10 +144,12 @@ class Batcher:
         """Queue a reserved request; ``False`` when it has finished already (cancelled, expired)."""
         if request.state is not State.RESERVED:
             return False
+        self._gaps.add(1, request.queued_at, now)
         request.state = State.QUEUED
         request.images = images
         request.queued_at = now
-        ring = self._rings.setdefault(request.kind, _Ring())
+        ring = self._rings[request.kind]
+        ring.n_coming -= 1
         ring.requests[request] = None
         ring.n_images += request.count
         return True
@@ -171,19 +178,20 @@ class Batcher:
 
     def due_in(self, now: float) -> float | None:
         """Seconds until :meth:`take` would give a batch: 0 now, ``None`` not before something is put."""
-        waits = [ring.due_in(now, self.max_batch, self.max_delay_s, full=False) for ring in self._rings.values()]
+        waits = [self._due_in(ring, now) for ring in self._rings.values()]
         return min((wait for wait in waits if wait is not None), default=None)
 
-    def take(self, now: float, *, full: bool = False) -> DeviceBatch | None:
+    def take(self, now: float, *, full: bool = False, patient: bool = True) -> DeviceBatch | None:
         """The next batch, or ``None`` if none is due.
 
         Args:
             now: The time.
             full: Only a batch of ``max_batch_size``, whatever the delay.
+            patient: Wait for requests that are still RESERVED, where it pays.
         """
         for kind, ring in list(self._rings.items()):
             # A ring that was due may hold only requests whose deadline has passed; it is asked again without them.
-            while ring.due_in(now, self.max_batch, self.max_delay_s, full=full) == 0:
+            while self._due_in(ring, now, full=full, patient=patient) == 0:
                 batch = self._fill(kind, ring, now)
                 if batch is not None:
                     # A dict keeps the order of insertion: this kind's next turn comes after those of the others.
@@ -220,6 +228,20 @@ class Batcher:
         """Whole seconds in which the present queue drains, 1 to 60."""
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(self._times.total(self.pending))))
 
+    def _due_in(self, ring: _Ring, now: float, *, full: bool = False, patient: bool = True) -> float | None:
+        if not ring.requests or (full and ring.n_images < self.max_batch):
+            return None
+        # A request that has begun has waited once; the rest of its images does not wait again.
+        if ring.n_images >= self.max_batch or ring.n_begun:
+            return 0.0
+        wait = next(iter(ring.requests)).queued_at + self.max_delay_s - now
+        if patient and self._shares_cores and ring.n_coming:
+            worth, gap = self._times.fixed * ring.n_coming / len(ring.requests), self._gaps.total(1)
+            if worth > gap:
+                # At most twice the gap: a stall of the machine counts as a long batch, and all would wait for long.
+                wait = max(wait, next(reversed(ring.requests)).queued_at + min(worth, 2 * gap) - now)
+        return max(0.0, wait)
+
     def _fill(self, kind: str, ring: _Ring, now: float) -> DeviceBatch | None:
         parts: list[Part] = []
         room = self.max_batch
@@ -255,8 +277,10 @@ class Batcher:
         # A result, a deadline, a departed client and a dead device may race for one request: the first ends it.
         if request.state is State.FINISHED:
             return
-        if request.state is State.QUEUED:
-            ring = self._rings[request.kind]
+        ring = self._rings[request.kind]
+        if request.state is State.RESERVED:
+            ring.n_coming -= 1
+        elif request.state is State.QUEUED:
             del ring.requests[request]
             ring.n_images -= request.count - request.n_taken
             ring.n_begun -= request.n_taken > 0

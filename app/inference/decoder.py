@@ -125,7 +125,7 @@ class Decoder:
                     image = open_image(images[index].data, max_pixels=self._max_pixels)
                     progress.add(image.cost)
                     with self.memory.decoding(image.cost):
-                        decoded[index] = self._preprocess.from_image(image.decode())
+                        decoded[index] = self._preprocess.from_file(image)
                 except ImageError as error:
                     progress.fail(index, ImageRefused(index, images[index].name, error))
                     break

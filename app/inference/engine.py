@@ -4,10 +4,11 @@
 
     handler ─ reserve ─▶ decode (at once, or thread pool) ─▶ put ─▶ device worker ─▶ future ─▶ handler
 
-The event loop and the device thread meet only in the queue.  Requests that arrive in one turn of the loop are put
-together, and a batch's results come back in one call, so the number of hops between threads follows the number of
-batches, not of requests.  A step that is quicker than such a hop runs on the event loop itself, once a turn of it
-brings no more requests or a batch is full.  Every admitted request ends in a result or in an error.
+Event loop, decode threads and device thread meet only in the queue.  Requests that are decoded in one turn of the loop
+are put together, the pool puts its own, and a batch's results come back in one call, so the number of hops between
+threads follows the number of batches, not of requests.  A step that is quicker than such a hop runs on the event loop
+itself, once a turn of it brings no more requests or a batch is full.  Every admitted request ends in a result or in an
+error.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from app.errors import ImageRefused, NotReady, TooManyPixels
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
 from app.inference.queue import RequestQueue
-from app.inference.request import EXPLAIN, PREDICT, DeviceBatch, Images, QueuedRequest, Result, State
+from app.inference.request import PREDICT, DeviceBatch, Images, QueuedRequest, Result, State
 from app.inference.steps import Step
 from app.inference.worker import DeviceWorker
 from psc_core.errors import DeviceError, PSCError
@@ -134,14 +135,14 @@ class Engine:
         images: Sequence[EncodedImage] | Images,
         *,
         disconnected: Callable[[], bool] | None = None,
-        explain: bool = False,
+        kind: str = PREDICT,
     ) -> Result:
         """The network's outputs for the images of one request.
 
         Args:
             images: At least one; encoded, or ``uint8 (n, channels, height, width)`` of the network's size.
             disconnected: Whether the client has left; asked now and then, and the work is dropped.
-            explain: Compute explanations too.
+            kind: What to compute, one of the kinds of :mod:`app.inference.request`.
 
         Raises:
             NotReady: Warming up, draining or failed.
@@ -158,7 +159,7 @@ class Engine:
         size = self._decoder.size_of(len(images))
         self._memory.take(size)
         try:
-            return await self._predict(images, disconnected, EXPLAIN if explain else PREDICT)
+            return await self._predict(images, disconnected, kind)
         finally:
             self._memory.give(size)
 
@@ -232,7 +233,10 @@ class Engine:
             self._observer.decoded(time.monotonic() - began)
             if error is None:
                 # This is a thread of the pool; arrivals belong to the loop alone, and so need no lock.
-                self._call_on_loop(self._arrive, request, decoded)
+                if self._inline:
+                    self._call_on_loop(self._arrive, request, decoded)
+                else:
+                    self._queue.put([(request, decoded)])
                 return
             if not isinstance(error, (ImageRefused, TooManyPixels)):
                 logger.error("decoding failed", exc_info=error)

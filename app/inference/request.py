@@ -14,7 +14,8 @@ Images = npt.NDArray[np.uint8]
 
 PREDICT: Final = "predict"
 EXPLAIN: Final = "explain"
-"""Kinds of requests: outputs alone, or with explanations."""
+MAP: Final = "map"
+"""Kinds of requests: outputs alone, with explanations, or with explanations and maps."""
 
 
 class State(enum.Enum):
@@ -63,6 +64,7 @@ class QueuedRequest:
     """Images handed out in batches so far."""
     n_done: int = 0
     queued_at: float = 0.0
+    """The time at which its images were there; while it is reserved, of its admission."""
     results: dict[int, Result] = field(default_factory=dict)
     """The results of the images completed so far, by the first image of each part."""
     error: Exception | None = None

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from app.inference.queue import RequestQueue
 from app.inference.recovery import check_device, run_halves
-from app.inference.request import EXPLAIN, DeviceBatch, Result
+from app.inference.request import PREDICT, DeviceBatch, Result
 from app.inference.steps.base import Step, run_batch
 from psc_core.errors import DeviceError
 
@@ -133,7 +133,7 @@ class DeviceWorker:
         following = self._queue.take(block=False) if step.slots > 1 and not launched else None
         # Launched before the results go out, so that the device does not idle meanwhile.  An explanation is computed at
         # once and would hold them up.
-        if following is not None and following.kind != EXPLAIN:
+        if following is not None and following.kind == PREDICT:
             self._launch(following)
             following = None
         self._on_batch(oldest.batch, seconds)
@@ -145,7 +145,7 @@ class DeviceWorker:
         started = time.perf_counter()
         slot = self._next_slot
         try:
-            if batch.kind == EXPLAIN:
+            if batch.kind != PREDICT:
                 result = run_batch(self._step, batch)
             else:
                 self._next_slot = (slot + 1) % self._step.slots

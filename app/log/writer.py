@@ -61,7 +61,7 @@ class LogWriter:
         self._known: set[Source] = set()
         self._wake = threading.Event()
         self._flushed = threading.Event()
-        self._flush_now = self._closing = False
+        self._flush_now = self._closing = self._is_given_up = False
         self._flush_at = self._prune_at = 0.0
         self._quiet_until = 0.0
         self._thread = threading.Thread(target=self._run, name="psc-log", daemon=True)
@@ -109,6 +109,7 @@ class LogWriter:
         while self._thread.is_alive() and time.monotonic() < end:  # Not a join, which would hold up the event loop.
             await asyncio.sleep(0.01)
         if self._thread.is_alive():
+            self._is_given_up = True
             logger.error("the prediction log was not written within drain_seconds; its last rows are lost")
             for waiting in self._take_all():
                 self._count_dropped(waiting)
@@ -188,6 +189,8 @@ class LogWriter:
         return source in self._known
 
     def _put(self, name: str, data: Any, *, synced: bool = True) -> bool:
+        if self._is_given_up:
+            return False
         try:
             self.log.put(name, data, synced=synced)
         except OSError as error:

@@ -13,13 +13,13 @@ from typing import Any, Literal, NamedTuple
 import numpy.typing as npt
 import torch
 
-from app.errors import MalformedRequest, UnattainableAlpha
+from app.errors import MalformedRequest, UnattainableAlpha, UnavailableMap
 from app.inference.backend import choose_backend
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
 from app.inference.engine import Engine
 from app.inference.fingerprints import fingerprints
-from app.inference.request import Images
+from app.inference.request import MAP, PREDICT, Images
 from app.inference.steps import TorchThreads, make_step
 from app.log.writer import LogWriter, ModelLog
 from app.memory import MemoryBudget
@@ -98,7 +98,7 @@ class ServedModel:
         thresholds: Any,
         *,
         disconnected: Callable[[], bool],
-        explain: bool = False,
+        kind: str = PREDICT,
         monitor: bool = True,
     ) -> Predicted:
         """Outputs and decisions for the images of one request, which are recorded.
@@ -107,10 +107,15 @@ class ServedModel:
             images: As for :meth:`app.inference.engine.Engine.predict`, which says what is raised.
             thresholds: To decide by.
             disconnected: Whether the client has left.
-            explain: Compute explanations too.
+            kind: What to compute, as there.
             monitor: Count the images among those whose scores are watched.
+
+        Raises:
+            UnavailableMap: A map is asked for, and the model has none.
         """
-        result = await self.engine.predict(images, disconnected=disconnected, explain=explain)
+        if kind == MAP and self.model.pipeline.map is None:
+            raise UnavailableMap(f"model {self.name!r} has no map, as bundles fitted without one; leave out map")
+        result = await self.engine.predict(images, disconnected=disconnected, kind=kind)
         outputs = self.model.outputs(result.packed)
         decisions = self.model.task.decide(outputs, thresholds)
         self.recorder.predicted(outputs, decisions, await fingerprints(images) if monitor else None)
@@ -204,6 +209,7 @@ class ModelStarter:
             max_batch_size=limit,
             max_queue_images=settings.max_queue_images,
             max_delay_s=settings.max_delay_ms / 1000.0,
+            shares_cores=model.device.type == "cpu",
         )
         engine = Engine(
             name,

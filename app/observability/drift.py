@@ -126,6 +126,7 @@ class DriftMonitor:
         self._observed = 0
         self._alarms = 0
         self._is_active = False
+        self._has_failed = False
         self._window = np.zeros(window, bool)
         self._flagged = 0
         self._begin_run()
@@ -169,7 +170,7 @@ class DriftMonitor:
         """Take in the next images, at most up to the end of a run or trial; returns how many."""
         if self._is_active:
             cells = cells[: len(self._window) - self._tried]
-        is_strange: bool = self._has_failed
+        is_strange = self._has_failed
         if is_strange:
             taken = len(cells)
         else:
@@ -194,7 +195,7 @@ class DriftMonitor:
         self._counts = np.zeros(self.calibration_count + 1, np.int64)
         self._run_length = 0
         self._tried = 0
-        self._has_failed: bool = False
+        self._has_failed = False
         self._log_value = 0.0
         self._log_awake = np.full((len(EXPONENTS), 1), -np.inf)
 

@@ -24,8 +24,8 @@ from psc_core.tasks.task import Agreement, Task, task_type, task_type_of
 SCHEMA: Final = 5
 """Version of the bundle format, the only one that is written and read."""
 
-PARTS = ("backbone", "projection", "density", "head", "calibration", "gates")
-"""Tensor files of a bundle; ``gates`` is absent from a model without."""
+PARTS = ("backbone", "projection", "density", "head", "calibration", "gates", "map")
+"""Tensor files of a bundle; ``gates`` and ``map`` are absent from a model without."""
 
 MAX_PART_BYTES: Final = 16 << 30
 """Maximum size of a tensor file."""
@@ -135,6 +135,20 @@ class _Gates(_Strict):
     texture: _Texture | None
 
 
+class _Grid(_Strict):
+    rows: _Size
+    columns: _Size
+    first: int = Field(ge=0)
+
+
+class MapSection(_Strict):
+    """The section ``map``: the layer that a map reads."""
+
+    layer: str
+    grid: _Grid
+    density: _Fitted
+
+
 def check_network(network: Mapping[str, Any]) -> None:
     """Check, before anything is fitted, that a manifest can describe the network: the fields of its ``Recipe``.
 
@@ -173,6 +187,7 @@ class Manifest(_Strict):
     head: _Head
     calibration: _Calibration
     gates: _Gates | None = None
+    map: MapSection | None = None
     collapse: dict[str, Any] | None
     metrics: dict[str, Any]
     provenance: dict[str, Any]
@@ -185,8 +200,10 @@ class Manifest(_Strict):
         dim = self.projection.c_proj * self.projection.d_proj
         texture = None if self.gates is None else self.gates.texture
         last_layer = texture.layer if texture else None
+        map_layer = None if self.map is None else self.map.layer
         of_texture = texture.density.sizes if texture else {"classes": classes}
-        needed = {f"{part}.safetensors" for part in PARTS if part != "gates" or self.gates is not None}
+        without = {part for part in ("gates", "map") if getattr(self, part) is None}
+        needed = {f"{part}.safetensors" for part in PARTS if part not in without}
         network = self.backbone.network
         if network is None:
             needed = {GRAPH, *needed} - {f"{PARTS[0]}.safetensors"}
@@ -195,7 +212,7 @@ class Manifest(_Strict):
             ("files", sorted(needed), sorted(self.files)),
             *self.task.agreements(self),
             ("backbone.keep_output", self.predictions == "base", self.backbone.keep_output),
-            ("backbone.layers", layers_of(self.layers, head.layers, last_layer), self.backbone.layers),
+            ("backbone.layers", layers_of(self.layers, head.layers, last_layer, map_layer), self.backbone.layers),
             ("backbone.network.num_classes", outputs, outputs if network is None else network.num_classes),
             ("backbone.hooks", None, None if network is not None else self.backbone.hooks),
             ("projection.positions (their number)", len(self.layers), len(self.projection.positions)),
@@ -255,10 +272,13 @@ def _manifest_type(task: type[Task]) -> type[Manifest]:
     return made
 
 
-def layers_of(candidates: Sequence[str], head_layers: Sequence[str], texture: str | None) -> list[str]:
-    """``backbone.layers``: the candidates, the other layers that the head reads, and last the one of the texture."""
+def layers_of(
+    candidates: Sequence[str], head_layers: Sequence[str], texture: str | None, map_layer: str | None = None
+) -> list[str]:
+    """``backbone.layers``: the candidates, the others that head and map read, and last the one of the texture."""
     last = [] if texture is None else [texture]
-    return [*candidates, *(name for name in head_layers if name not in (*candidates, *last)), *last]
+    others = [*head_layers, *([] if map_layer is None else [map_layer])]
+    return list(dict.fromkeys([*candidates, *(name for name in others if name not in last), *last]))
 
 
 def fit_command(body: Mapping[str, Any]) -> str:

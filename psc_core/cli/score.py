@@ -40,6 +40,8 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the parts")
     cli.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="of the parts (default: jsonl)")
     cli.add_argument("--column", default="image", help="of a Parquet input: encoded images or paths (default: image)")
+    text = "folder of a grey PNG for each image, brighter is stranger: PART-ROW.png"
+    cli.add_argument("--maps", type=Path, metavar="DIR", help=text)
     text = "images in a part, what an interruption can lose (default: 1024)"
     cli.add_argument("--part-images", type=flags.positive, default=1024, metavar="N", help=text)
     text = "score on a Ray cluster with N actors, each with a GPU where there are any (extra psc[ray])"
@@ -65,8 +67,9 @@ def score(args: argparse.Namespace) -> None:
     source, out = args.input.absolute(), args.out.absolute()
     check_version(out / VERSION_FILE, read_bundle(args.bundle).manifest.version)
     make_parts = partial(open_parts, source, args.column, args.part_images)
+    maps = None if args.maps is None else args.maps.absolute()
     make_writer = partial(
-        load_writer, args.bundle.absolute(), out, args.format, args.threads, device, args.allow_factories
+        load_writer, args.bundle.absolute(), out, args.format, args.threads, maps, device, args.allow_factories
     )
     if args.ray:
         counts = write_on_ray(make_writer, make_parts, args.ray)
@@ -90,13 +93,21 @@ def open_parts(source: Path, column: str, size: int) -> Iterator[list[NamedImage
 
 
 def load_writer(
-    bundle: Path, out: Path, file_format: str, threads: int | None, device: str, allow_factories: Sequence[str]
+    bundle: Path,
+    out: Path,
+    file_format: str,
+    threads: int | None,
+    maps: Path | None,
+    device: str,
+    allow_factories: Sequence[str],
 ) -> PartWriter:
     """Load a bundle to write parts with."""
     from psc_core.model.load import load_model
     from psc_core.scoring.parts import PartWriter
 
-    return PartWriter(load_model(bundle, device=device, allow_factories=allow_factories), out, file_format, threads)
+    return PartWriter(
+        load_model(bundle, device=device, allow_factories=allow_factories), out, file_format, threads, maps
+    )
 
 
 def check_version(file: Path, version: str) -> None:

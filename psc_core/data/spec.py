@@ -26,6 +26,7 @@ from psc_core.data.sources import FileSource
 from psc_core.data.targets import TABLES, open_table
 from psc_core.errors import DataError
 from psc_core.images import SUFFIXES
+from psc_core.images.files import files_below
 from psc_core.images.preprocess import Preprocess
 
 SPLITS = ("train", "val", "test")
@@ -94,7 +95,7 @@ def image_folder(
     for label, folder in enumerate(folders):
         if labelled_images and folder.name.encode(errors="replace").decode() != folder.name:
             raise DataError(f"{root} has a class folder whose name is not UTF-8, {folder.name!r}; rename it")
-        files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+        files = sorted(path for path in map(Path, files_below(folder)) if path.suffix.lower() in SUFFIXES)
         if not files and not empty_classes:
             raise DataError(
                 f"class folder {label + 1} of {len(folders)}, {folder}, has no images "

@@ -17,6 +17,7 @@ from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
 from psc_core.gates.combined import Gates, readings_of
 from psc_core.gates.fit.combined import fit_gates
+from psc_core.maps.layer_map import LayerMap
 from psc_core.model.base import FittedModel
 from psc_core.model.pipeline import Pipeline, Scorer, ood_score_of
 from psc_core.settings import FitSettings
@@ -28,7 +29,11 @@ COMMON: Final = ("alpha", "coverage", "batch_images", "max_memory", "precision",
 
 
 def calibrate(
-    scorer: Scorer, data: FitData, settings: FitSettings, gates: Sequence[str] = ()
+    scorer: Scorer,
+    data: FitData,
+    settings: FitSettings,
+    gates: Sequence[str] = (),
+    layer_map: LayerMap | None = None,
 ) -> tuple[Pipeline, Calibrated]:
     """Fit what the gates need on the selection split; scores and thresholds come from the calibration split.
 
@@ -37,6 +42,7 @@ def calibrate(
         data: The images.
         settings: The rates.
         gates: Names of the gates that make the OOD score; without any it is the density.
+        layer_map: Of the pipeline; it needs no calibration.
 
     Raises:
         FitError: Scores that are not finite.
@@ -48,7 +54,7 @@ def calibrate(
         fitted_gates = fit_gates(gates, readings_of(gates, selected), readings_of(gates, scored.scores))
     ood_score, _ = ood_score_of(scored.scores, fitted_gates)
     calibrated = data.fit.calibrate(scored, ood_score, data.calibration, settings)
-    return Pipeline(scorer, calibrated.calibration.ood_scores, fitted_gates), calibrated
+    return Pipeline(scorer, calibrated.calibration.ood_scores, fitted_gates, layer_map), calibrated
 
 
 def recalibrate(
@@ -78,7 +84,8 @@ def recalibrate(
         gates = Gates(gates.names, gates.ascending.cpu(), gates.scales.cpu(), readings, gates.texture_counts_below)
     ood_score, _ = ood_score_of(scored.scores, gates)
     calibrated = fit.calibrate(scored, ood_score, data, settings, weights)
-    return Pipeline(model.pipeline.scorer, calibrated.calibration.ood_scores, gates), calibrated
+    pipeline = Pipeline(model.pipeline.scorer, calibrated.calibration.ood_scores, gates, model.pipeline.map)
+    return pipeline, calibrated
 
 
 def temper(model: FittedModel, data: ImageDataset, settings: FitSettings) -> FittedModel:
@@ -96,7 +103,7 @@ def temper(model: FittedModel, data: ImageDataset, settings: FitSettings) -> Fit
     if gates is not None:
         scores = score_dataset(scorer, data, settings.compute(), "gates").scores
         gates = fit_gates(gates.names, *[readings_of(gates.names, scores)] * 2)
-    return replace(model, pipeline=Pipeline(scorer, pipeline.calibration_scores, gates))
+    return replace(model, pipeline=Pipeline(scorer, pipeline.calibration_scores, gates, pipeline.map))
 
 
 def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset, stable_order
+from psc_core.images.preprocess import Preprocess
+from psc_core.maps.fit.moments import MAX_CHANNELS, PositionMoments
+from psc_core.maps.grid import grid_of
 from psc_core.model.pipeline import average_positions
 from psc_core.network.backbone import Backbone, example_input, feature_step, truncate
 from psc_core.numerics.matrix import FeatureFile, FeatureMatrix, blocks
@@ -43,6 +46,7 @@ class Read(NamedTuple):
     features: Features  # that the head reads
     density_input: FeatureMatrix  # (n, D) z, or (n, C) features of the candidate averaged over positions
     texture: Mapping[str, FeatureMatrix]  # features of each early layer, averaged over positions
+    moments: Mapping[str, PositionMoments]  # of each early layer that has a grid, of the images of this process
 
 
 def cut(net: nn.Module, layers: Sequence[str], data: ImageDataset, compute: Compute, *, keep_output: bool) -> Backbone:
@@ -81,12 +85,15 @@ def read(
     of_candidate, of_head = len(layers.candidate), len(layers.candidate) + len(layers.head)
     widths = (projection.c_proj * projection.d_proj, *channels[of_candidate:of_head])
     averaged = sum(channels[:of_candidate]) if pooled else 0
+    moments = _moments_of(layers, example, dataset.preprocess)
 
     def step(images: Tensor) -> list[Float[Tensor, "batch _"]]:
         found = features_of(images)
         candidate = layers.of(found, layers.candidate)
         parts = [projection(candidate), *(average_positions([layer]) for layer in layers.of(found, layers.head))]
         parts += [average_positions(candidate)] if pooled else []
+        for layer, sums in moments.items():
+            sums.add(layers.of(found, [layer])[0])
         early = [average_positions([layer]) for layer in layers.of(found, layers.texture)]
         return [torch.cat(part, dim=1) for part in (parts, early) if part]
 
@@ -106,7 +113,18 @@ def read(
             layer: kept[1].columns(end - width, width)
             for layer, width, end in zip(layers.texture, channels[of_head:], ends, strict=True)
         },
+        moments,
     )
+
+
+def _moments_of(layers: Layers, example: Sequence[Tensor], preprocess: Preprocess) -> dict[str, PositionMoments]:
+    """Return empty sums for each early layer that a map can be made of, from the features of one image."""
+    found = {}
+    for layer, features in zip(layers.texture, layers.of(example, layers.texture), strict=True):
+        grid = grid_of(features.shape[2], preprocess.height, preprocess.width)
+        if grid is not None and features.shape[1] <= MAX_CHANNELS:
+            found[layer] = PositionMoments(features.shape[1], grid, features.device)
+    return found
 
 
 def store(

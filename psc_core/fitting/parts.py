@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from psc_core.bundle.manifest import layers_of
 from psc_core.collapse.report import Candidate
@@ -21,7 +21,9 @@ from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
 from psc_core.fitting.early_layers import TEXTURE_DENSITY, ChosenGates, choose_gates, early_layers
 from psc_core.fitting.features import Layers, Read, cut, read
+from psc_core.fitting.maps import ChosenMap, choose_map
 from psc_core.gates.fit.choice import GateChoice
+from psc_core.images.preprocess import Pixels
 from psc_core.model.pipeline import Scorer
 from psc_core.network.backbone import Backbone, example_input
 from psc_core.projection.fit.report import ProjectionReport
@@ -48,6 +50,7 @@ class FittedParts:
     backbone: Backbone  # as a bundle stores it; the scorer runs a fused copy
     scorer: Scorer
     gates: ChosenGates | None
+    map: ChosenMap | None
 
     @property
     def gate_names(self) -> tuple[str, ...]:
@@ -113,12 +116,13 @@ def fit_parts(
         head_layers=layers.head,
     )
     gates = choose_gates(scorer, layers, textures, data, settings) if settings.ood_score == "gates" else None
+    chosen_map = _choose_map(scorer, layers, train, data, settings)
     layer, texture = (None, None) if gates is None or gates.texture is None else gates.texture
-    kept = layers_of(layers.candidate, layers.head, layer)
+    kept = layers_of(layers.candidate, layers.head, layer, None if chosen_map is None else chosen_map.map.layer)
     keep_output = settings.predictions == "base" or head.kind in task.own_heads
     if tuple(kept) != layers.names or keep_output != backbone.keep_output:
         backbone = cut(net, kept, data.train, compute, keep_output=keep_output)
-    return FittedParts(backbone, scorer.with_backbone(backbone.fused(compute.precision), texture), gates)
+    return FittedParts(backbone, scorer.with_backbone(backbone.fused(compute.precision), texture), gates, chosen_map)
 
 
 def _layers(
@@ -159,6 +163,14 @@ def _fit_head(
     own = own_outputs(lambda inputs: backbone(inputs)[1], data.selection, compute) if backbone.keep_output else None
     classes, predictions, seed = data.train.classes, settings.predictions, settings.seed
     return data.fit.fit_head(HeadJob(kind, train, selection, classes, own, predictions, seed, compute.device))
+
+
+def _choose_map(scorer: Scorer, layers: Layers, train: Read, data: FitData, settings: FitSettings) -> ChosenMap | None:
+    def features_of(images: Pixels) -> dict[str, Tensor]:
+        features, _ = scorer.features(scorer.standardise(images))
+        return dict(zip(layers.names, features, strict=True))
+
+    return choose_map(features_of, train.moments, data.selection, settings)
 
 
 def _fit_texture(train: Read, layer: str, data: FitData, compute: Compute) -> Density:
@@ -207,9 +219,10 @@ def report_of(
 ) -> dict[str, Any]:
     """Return what a bundle records of its fit; ``metrics`` are those of the calibration split."""
     gates = {} if parts.choice is None else {"gates": parts.choice.to_json()}
+    of_map = {} if parts.map is None else {"map": parts.map.choice.to_json()}
     report = {
         "collapse": candidate.report and {**candidate.report.to_json(), "notes": list(candidate.notes)},
-        "metrics": {**metrics, "projection": projection_metrics(projection.report), **gates},
+        "metrics": {**metrics, "projection": projection_metrics(projection.report), **gates, **of_map},
         "provenance": dict(provenance or {}),
     }
     recorded: dict[str, Any] = rounded(report)

@@ -109,7 +109,8 @@ def fit_model(
     settings = checked(settings, data)
     settings.reducer.require(data.train)
     parts = fit_parts(net, candidate, projection, data, settings)
-    pipeline, calibrated = calibrate(parts.scorer, data, settings, parts.gate_names)
+    layer_map = None if parts.map is None else parts.map.map
+    pipeline, calibrated = calibrate(parts.scorer, data, settings, parts.gate_names, layer_map)
     task = data.fit.task(data.train)
     model = face_of(task)(
         task=task,

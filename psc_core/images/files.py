@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -31,3 +33,20 @@ def read_file(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
         if status.st_size > max_bytes:
             raise ImageTooLarge(f"expected a file of at most {max_bytes} bytes, got {status.st_size}")
         return file.read(status.st_size)
+
+
+def files_below(root: str | Path) -> Iterator[str]:
+    """Yield the path of each file below a folder: its own by name, then those of the folders in it, however deep.
+
+    Links to folders are not followed; folders that cannot be listed have no files.
+    """
+    waiting = [os.fspath(root)]
+    while waiting:
+        folders: list[str] = []
+        with suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if not entry.is_dir():
+                    yield entry.path
+                elif not entry.is_symlink():
+                    folders.append(entry.path)
+        waiting += reversed(folders)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.errors import UsageError
-from psc_core.images.decode import decode_image
+from psc_core.images.decode import OpenImage, open_image
 from psc_core.images.limits import DEFAULT_MAX_PIXELS
 
 Pixels = UInt8[Tensor, "batch channels height width"]
@@ -122,28 +122,41 @@ class Preprocess:
 
     def from_bytes(self, data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> npt.NDArray[np.uint8]:
         """:meth:`from_image` of an encoded image; see :func:`psc_core.images.decode.decode_image` for the errors."""
-        return self.from_image(decode_image(data, max_pixels=max_pixels))
+        return self.from_file(open_image(data, max_pixels=max_pixels))
+
+    def from_file(self, file: OpenImage) -> npt.NDArray[np.uint8]:
+        """:meth:`from_image` of an image file that is not decoded yet; decodes it."""
+        if self.resizer == "torch" and self._is_small(file.image.size):
+            samples = file.samples(self.mode)
+            if samples is not None:
+                return self._from_samples(samples)
+        return self.from_image(file.decode())
 
     def from_image(self, image: Image.Image) -> npt.NDArray[np.uint8]:
         """Convert, resize (antialiased) and centre-crop to ``uint8 (channels, height, width)``."""
         if image.mode != self.mode:
             image = image.convert(self.mode)
-        width, height = self._resized(image.width, image.height)
-        left, top = (width - self.width) // 2, (height - self.height) // 2
-        if self.resizer == "torch" and self._is_small(image, width, height):
+        if self.resizer == "torch" and self._is_small(image.size):
             # Pillow keeps four bytes a pixel of RGB: to copy them takes half as long as to pick three of them.
             samples = bytearray(image.tobytes("raw", "RGBX" if self.mode == "RGB" else "L"))
-            pixels = torch.frombuffer(samples, dtype=torch.uint8)
-            pixels = pixels.view(1, image.height, image.width, -1).permute(0, 3, 1, 2)
-            if (width, height) != image.size:
-                pixels = functional.interpolate(pixels, (height, width), mode=self.interpolation, antialias=True)
-            seen = pixels[0, : self.channels, top : top + self.height, left : left + self.width]
-            return np.array(seen.numpy(), order="C")
+            return self._from_samples(np.frombuffer(samples, np.uint8).reshape(image.height, image.width, -1))
+        width, height = self._resized(*image.size)
+        left, top = (width - self.width) // 2, (height - self.height) // 2
         x, y = image.width / width, image.height / height
         box = left * x, top * y, (left + self.width) * x, (top + self.height) * y
         image = image.resize((self.width, self.height), _FILTERS[self.interpolation], box)
         cropped = np.frombuffer(image.tobytes(), np.uint8).reshape(self.height, self.width, self.channels)
         return np.array(cropped.transpose(2, 0, 1), order="C")  # a copy: bytes are read-only
+
+    def _from_samples(self, samples: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """Resize by PyTorch and crop ``samples (height, width, at least the channels)``."""
+        width, height = self._resized(samples.shape[1], samples.shape[0])
+        left, top = (width - self.width) // 2, (height - self.height) // 2
+        pixels = torch.from_numpy(samples).permute(2, 0, 1)[None]
+        if (height, width) != samples.shape[:2]:
+            pixels = functional.interpolate(pixels, (height, width), mode=self.interpolation, antialias=True)
+        seen = pixels[0, : self.channels, top : top + self.height, left : left + self.width]
+        return np.array(seen.numpy(), order="C")
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
         """Width and height of an image before the crop."""
@@ -152,10 +165,11 @@ class Preprocess:
         # Rounded down, as torchvision, timm and transformers do it.
         return self.resize * width // min(width, height), self.resize * height // min(width, height)
 
-    def _is_small(self, image: Image.Image, width: int, height: int) -> bool:
-        """Return whether PyTorch resizes to ``width`` × ``height`` in little memory; it resizes rows before columns."""
+    def _is_small(self, size: tuple[int, int]) -> bool:
+        """Return whether PyTorch resizes an image of this width and height in little memory; rows before columns."""
+        width, height = self._resized(*size)
         allowed = _MAX_ENLARGED * self.height * self.width
-        return width * height <= allowed and width * image.height <= max(allowed, image.width * image.height)
+        return width * height <= allowed and width * size[1] <= max(allowed, size[0] * size[1])
 
     def scale_and_shift(self) -> tuple[Float[Tensor, "channels 1 1"], Float[Tensor, "channels 1 1"]]:
         """``float32`` scale and shift such that the device half is x · scale + shift."""

@@ -7,11 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+from urllib.parse import parse_qsl, urlsplit
 from uuid import uuid4
 
 from psc_core.errors import UsageError
 from psc_core.log.schema import arrow
+
+_OPTIONS: Final = ("region", "endpoint_override")
+
+_SECONDS: Final = 3.0
+"""A bucket that has not accepted a connection, or answers nothing for so long, cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +95,8 @@ def open_log(where: str | Path) -> Log:
     """Open a log that is there, or that will be once something is written to it.
 
     Args:
-        where: A folder, or ``s3://BUCKET/PREFIX`` with the options of pyarrow's URIs
-            (``?endpoint_override=http://…&region=…``); keys of a bucket are found where AWS's tools find them.
+        where: A folder, or ``s3://BUCKET/PREFIX``, perhaps with ``?region=…&endpoint_override=http://…``; the keys
+            of a bucket are found where AWS's tools find them.
 
     Raises:
         UsageError: pyarrow is not installed, or it is neither.
@@ -101,11 +107,26 @@ def open_log(where: str | Path) -> Log:
         return Log(text, fs.LocalFileSystem(), str(Path(text).absolute()))
     if not text.startswith("s3://"):
         raise UsageError(f"expected a folder or s3://BUCKET/PREFIX, got {text!r}")
+    parts = urlsplit(text)
+    options = dict(parse_qsl(parts.query))
+    if not parts.netloc or (strange := sorted(options.keys() - _OPTIONS)):
+        wrong = f"the option {strange[0]}" if parts.netloc else "no bucket"
+        raise UsageError(f"expected s3://BUCKET/PREFIX with at most {' and '.join(_OPTIONS)}, got {wrong}; correct it")
+    scheme, _, endpoint = options.get("endpoint_override", "").rpartition("://")
     try:
-        files, root = fs.FileSystem.from_uri(text)
+        region = options.get("region") or (None if endpoint else fs.resolve_s3_region(parts.netloc))
+        files = fs.S3FileSystem(
+            region=region,
+            scheme=scheme or "https",
+            endpoint_override=endpoint or None,
+            connect_timeout=_SECONDS,
+            request_timeout=_SECONDS,
+            retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),  # A process ends when its last attempt has.
+            allow_delayed_open=True,  # One request for a small file in place of three.
+        )
     except (OSError, ValueError) as error:
-        raise UsageError(f"{text} cannot be opened ({error}); check bucket, region and endpoint_override") from error
-    return Log(text.partition("?")[0], files, root.rstrip("/"))
+        raise UsageError(f"{text} cannot be opened ({error}); check the bucket, or give ?region=") from error
+    return Log(text.partition("?")[0], files, f"{parts.netloc}{parts.path}".rstrip("/"))
 
 
 def open_to_write(where: str | Path) -> Log:

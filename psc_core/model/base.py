@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar
@@ -19,7 +19,7 @@ from psc_core.gates.combined import Gates
 from psc_core.images.inputs import ImageLike, as_batch
 from psc_core.images.preprocess import Preprocess
 from psc_core.model.backends import storable_backbone
-from psc_core.model.pipeline import Pipeline, Scorer
+from psc_core.model.pipeline import NO_MAP, Pipeline, Scorer
 from psc_core.model.restore import restore_parts
 from psc_core.network.backbone import Backbone
 from psc_core.tasks.calibration import BaseCalibration
@@ -123,25 +123,43 @@ class FittedModel:
         columns = len(self.score_names) + self.num_probabilities + len(self.gates)
         return self.outputs(torch.cat(packed) if len(batch) else torch.empty(0, columns))
 
-    def predict(self, images: Sequence[ImageLike] | Tensor) -> BasePrediction:
+    def predict(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> BasePrediction:
         """Predict with uncertainty, under the bundle's policy.
 
         Args:
             images: A list of paths, encoded files (bytes), Pillow images or ``uint8`` arrays (height, width) or
                 (height, width, 3), of any size; or a tensor (n, channels, height, width) already of the network's input
                 size: ``uint8`` pixels, or floats as a loader gives them, which enter the network as they are.
+            maps: Also say where the images are strange, as ``maps`` of the predictions.
 
         Raises:
             ImageError: An image cannot be decoded.
             UsageError: Another type, a file that cannot be read, a tensor of another shape, inputs that are not finite,
-                or pixels where nobody said how they become inputs.
+                pixels where nobody said how they become inputs, or maps of a model that has none.
         """
-        outputs = self.compute(images)
-        return self.task.prediction(outputs, self.decide(self.outputs(outputs.packed.numpy())), self.classes)
+        grey = None
+        if maps:
+            outputs, grey = self._compute_with_maps(as_batch(images, self.preprocess))
+        else:
+            outputs = self.compute(images)
+        decisions = self.decide(self.outputs(outputs.packed.numpy()))
+        prediction = self.task.prediction(outputs, decisions, self.classes)
+        return prediction if grey is None else replace(prediction, maps=grey)
 
-    def __call__(self, images: Sequence[ImageLike] | Tensor) -> BasePrediction:
+    def _compute_with_maps(self, batch: Tensor) -> tuple[Outputs[Tensor], Tensor]:
+        if self.pipeline.map is None:
+            raise UsageError(NO_MAP)
+        if not len(batch):
+            grid = self.pipeline.map.grid
+            return self.compute(batch), torch.empty(0, grid.rows, grid.columns, dtype=torch.uint8)
+        with torch.inference_mode():
+            parts = [self.pipeline.forward_with_map(part.to(self.device)) for part in torch.split(batch, MAX_BATCH)]
+        packed, grey = (torch.cat([part.cpu() for part in each]) for each in zip(*parts, strict=True))
+        return self.outputs(packed), grey
+
+    def __call__(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> BasePrediction:
         """Return the same as :meth:`predict`."""
-        return self.predict(images)
+        return self.predict(images, maps=maps)
 
     def calibrate(self: AnyModel, loader: Any, **settings: Any) -> AnyModel:
         """Return this model with p-values, thresholds and prediction sets from other validation images.
@@ -197,6 +215,8 @@ class FittedModel:
             parts["backbone"] = backbone.state_dict()
         if gates is not None:
             parts["gates"] = {**gates.state_dict(), **_prefixed("texture.", scorer.texture)}
+        if self.pipeline.map is not None:
+            parts["map"] = self.pipeline.map.density.state_dict()
         fields = {
             "schema_version": SCHEMA,
             "name": self.name,
@@ -213,6 +233,7 @@ class FittedModel:
             "head": {**scorer.head.config(), **self._other_layers()},
             "calibration": {"images": len(self.calibration)},
             **({} if gates is None else {"gates": self._gates_config(gates)}),
+            **({} if self.pipeline.map is None else {"map": self.pipeline.map.config()}),
             "collapse": self.report.get("collapse"),
             "metrics": self.report.get("metrics", {}),
             "provenance": self.report.get("provenance", {}),
@@ -286,7 +307,7 @@ class FittedModel:
             manifest.head.layers,
         ).to(target)
         model = cls(
-            pipeline=Pipeline(scorer, parts.calibration.ood_scores, parts.gates),
+            pipeline=Pipeline(scorer, parts.calibration.ood_scores, parts.gates, parts.map),
             backbone=parts.backbone,
             classes=manifest.classes,
             calibration=parts.calibration,
@@ -320,6 +341,8 @@ class FittedModel:
                 packed = self.pipeline(images)
                 inputs = scorer.standardise(images)
                 stored, _ = self.backbone(inputs)
+                if self.pipeline.map is not None:
+                    self.pipeline.map.check(stored[self.backbone.layers.index(self.pipeline.map.layer)])
                 fused, _ = scorer.features(inputs)
         except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
             raise  # Not the bundle's fault.

@@ -13,28 +13,35 @@ What the head gives is its task's: of a regression a mean and two standard devia
 its uncertainty.  It may read earlier layers too, averaged over positions, behind z.
 
 :class:`Scorer` is everything that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  The
-density reads one of the two, and only a model with the gate ``texture`` an early layer.  Shapes are fixed and nothing
-waits for the host, so both can be compiled or captured in a CUDA graph.
+density reads one of the two, and only a model with the gate ``texture`` or a map an early layer.  Shapes are fixed and
+nothing waits for the host, so both can be compiled or captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from psc_core.calibration.conformal import conformal_p_values
 from psc_core.density import Density
+from psc_core.errors import UsageError
 from psc_core.gates.combined import TEXTURE, Gates, readings_of
 from psc_core.images.preprocess import Images, Inputs, Preprocess, standardise
+from psc_core.maps.layer_map import LayerMap
 from psc_core.network.backbone import Backbone, FeaturesAndLogits
 from psc_core.precision import Precision
 from psc_core.projection.module import Projection
 from psc_core.tasks.head import Head, Scored
 from psc_core.tasks.outputs import pack
+
+MAP: Final = "map"
+"""The name of the map in an explanation."""
+
+NO_MAP: Final = "the model has no map; fit it again with gates, and a network whose early layers have rows and columns"
 
 
 class Embedding(NamedTuple):
@@ -180,16 +187,24 @@ class Pipeline(nn.Module):
         scorer: Everything that needs no calibration.
         calibration_scores: ``float32 (n,)`` ascending OOD scores of the calibration images.
         gates: They make the OOD score; without any it is −log density.
+        layer_map: Of one of the backbone's layers, for explanations.
     """
 
     calibration_scores: Tensor
 
-    def __init__(self, scorer: Scorer, calibration_scores: Float[Tensor, " n"], gates: Gates | None = None) -> None:
+    def __init__(
+        self,
+        scorer: Scorer,
+        calibration_scores: Float[Tensor, " n"],
+        gates: Gates | None = None,
+        layer_map: LayerMap | None = None,
+    ) -> None:
         super().__init__()
         self.scorer = scorer
         scores = calibration_scores.float().to(scorer.scale.device)
         self.register_buffer("calibration_scores", scores, persistent=False)
         self.gates = None if gates is None else gates.to(scores.device)
+        self.map = None if layer_map is None else layer_map.to(scores.device)
         self.eval()
 
     @property
@@ -205,7 +220,7 @@ class Pipeline(nn.Module):
     def with_backbone(self, backbone: Backbone, precision: Precision | None = None) -> Pipeline:
         """A pipeline that shares everything else with this one; by default the precision too."""
         scorer = self.scorer.with_backbone(backbone, self.scorer.texture, precision)
-        return Pipeline(scorer, self.calibration_scores, self.gates)
+        return Pipeline(scorer, self.calibration_scores, self.gates, self.map)
 
     def forward(self, images: Images) -> Float[Tensor, "batch columns"]:
         """Packed outputs of a batch, the same for an image in any batch."""
@@ -220,6 +235,40 @@ class Pipeline(nn.Module):
 
     def explain(self, images: Images) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
         """Packed outputs and their explanation, see :meth:`Scorer.explain`, from one pass."""
-        embedding = self.scorer.embed(images)
-        explanation = self.scorer.explain(embedding)
-        return self.outputs(self.scorer.score(embedding)), explanation
+        return self._explained(*self._features(images))
+
+    def explain_with_map(self, images: Images) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
+        """The same, and in the explanation the grey levels of each position, :data:`MAP`, ``uint8`` (B, rows, columns).
+
+        Raises:
+            UsageError: The model has no map.
+        """
+        features, output = self._features(images)
+        packed, explanation = self._explained(features, output)
+        return packed, {**explanation, MAP: self._map_of(features)}
+
+    def forward_with_map(
+        self, images: Images
+    ) -> tuple[Float[Tensor, "batch columns"], UInt8[Tensor, "batch grid_rows grid_columns"]]:
+        """Packed outputs and the grey levels of each position, from one pass.
+
+        Raises:
+            UsageError: The model has no map.
+        """
+        features, output = self._features(images)
+        return self.outputs(self.scorer.score(self.scorer.embedding(features, output))), self._map_of(features)
+
+    def _features(self, images: Images) -> FeaturesAndLogits:
+        return self.scorer.features(self.scorer.standardise(images))
+
+    def _explained(
+        self, features: Sequence[Tensor], output: Tensor | None
+    ) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
+        embedding = self.scorer.embedding(features, output)
+        return self.outputs(self.scorer.score(embedding)), self.scorer.explain(embedding)
+
+    def _map_of(self, features: Sequence[Tensor]) -> UInt8[Tensor, "batch grid_rows grid_columns"]:
+        if self.map is None:
+            raise UsageError(NO_MAP)
+        grey: Tensor = self.map(features[self.scorer.backbone.layers.index(self.map.layer)])
+        return grey

@@ -12,11 +12,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from psc_core.bundle.io import Bundle
-from psc_core.bundle.manifest import Manifest
+from psc_core.bundle.manifest import Manifest, MapSection
 from psc_core.calibration.conformal import check_rates
 from psc_core.density import Density, restore_density
 from psc_core.errors import BundleError, PSCError, shortened
+from psc_core.fitted import restore
 from psc_core.gates.combined import Gates
+from psc_core.maps.grid import MAX_POSITIONS, Grid
+from psc_core.maps.layer_map import LayerMap, PositionDensity
 from psc_core.network.backbone import Backbone, onnx_backbone, rebuild_backbone
 from psc_core.network.onnx.restore import restore_body
 from psc_core.projection.module import Projection
@@ -34,6 +37,7 @@ class Parts(NamedTuple):
     calibration: BaseCalibration
     texture: Density | None  # of the gate "texture"
     gates: Gates | None
+    map: LayerMap | None
 
 
 def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
@@ -53,12 +57,13 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
         calibration = _restore_calibration(manifest, tensors["calibration"])
         check_rates(len(calibration), alpha=manifest.policy.alpha, coverage=manifest.policy.coverage)
         texture, gates = _restore_gates(manifest, tensors)
+        layer_map = _restore_map(manifest.map, tensors["map"]) if manifest.map else None
         backbone = _restore_backbone(bundle, allow_factories)
     except PSCError as error:
         raise BundleError(f"{bundle.path}: {error}") from error
     except Exception as error:  # A hostile file can make a network's constructor fail in any way.
         raise BundleError(f"{bundle.path}: the manifest and the tensors do not fit together: {error}") from error
-    return Parts(backbone, projection, density, head, calibration, texture, gates)
+    return Parts(backbone, projection, density, head, calibration, texture, gates, layer_map)
 
 
 def _restore_backbone(bundle: Bundle, allow_factories: Collection[str]) -> Backbone:
@@ -102,3 +107,11 @@ def _restore_gates(
     if expected != got:
         raise BundleError(f"expected {expected} readings of the gates, got {got}; fit the bundle again")
     return texture, gates
+
+
+def _restore_map(section: MapSection, tensors: Mapping[str, Tensor]) -> LayerMap:
+    density = restore({PositionDensity.kind: PositionDensity}, section.density.model_dump(), tensors)
+    grid = Grid(**section.grid.model_dump())
+    if grid.rows * grid.columns > MAX_POSITIONS:
+        raise BundleError(f"expected a map of at most {MAX_POSITIONS} positions, got {grid}; fit the bundle again")
+    return LayerMap(section.layer, grid, density)

@@ -15,6 +15,7 @@ from typing import Any
 
 from psc_core.errors import UsageError, needs
 from psc_core.images import SUFFIXES
+from psc_core.images.files import files_below
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,9 @@ def named_images(source: Path, column: str) -> Iterator[NamedImage]:
 
 
 def _folder(root: Path) -> Iterator[NamedImage]:
-    for folder, children, files in os.walk(root):
-        children.sort()
-        for file in sorted(files):
-            if file.lower().endswith(SUFFIXES):
-                path = os.path.join(folder, file)  # noqa: PTH118 - a million Path objects are slow
-                yield NamedImage(_printable(os.path.relpath(path, root)), path)
+    for path in files_below(root):
+        if path.lower().endswith(SUFFIXES):
+            yield NamedImage(_printable(os.path.relpath(path, root)), path)
 
 
 def _paths(file: Path) -> Iterator[NamedImage]:

@@ -19,9 +19,12 @@ import torch
 
 from psc_core.errors import ImageError, UsageError
 from psc_core.images.inputs import read_image
+from psc_core.maps.picture import png_of
 from psc_core.model.base import MAX_BATCH, FittedModel
+from psc_core.model.pipeline import NO_MAP
 from psc_core.scoring.inputs import NamedImage
 from psc_core.scoring.outputs import Columns, columns_of, merge, names_in, write
+from psc_core.tasks.prediction import BasePrediction
 
 BATCHES_AHEAD = 2
 """Batches that are decoded while the network computes one."""
@@ -47,10 +50,20 @@ class PartWriter:
         out: Folder of the parts' files.
         file_format: ``"parquet"`` or ``"jsonl"``.
         threads: Decode images.
+        maps: Folder of a PNG for each image that can be read, ``00003-0017.png`` of row 17 of part 3, from 0.
+
+    Raises:
+        UsageError: Maps of a model that has none.
     """
 
-    def __init__(self, model: FittedModel, out: Path, file_format: str, threads: int | None = None) -> None:
-        self.model, self.out, self.file_format = model, out, file_format
+    def __init__(
+        self, model: FittedModel, out: Path, file_format: str, threads: int | None = None, maps: Path | None = None
+    ) -> None:
+        if maps is not None:
+            if model.pipeline.map is None:
+                raise UsageError(f"{NO_MAP}, or leave out --maps")
+            maps.mkdir(parents=True, exist_ok=True)
+        self.model, self.out, self.file_format, self.maps = model, out, file_format, maps
         self.threads = threads or os.cpu_count() or 1
 
     def __call__(self, number: int, images: Sequence[NamedImage]) -> PartCount:
@@ -65,22 +78,29 @@ class PartWriter:
             if names_in(file) != names:
                 raise UsageError(f"{file} has other images than the input now; give another --out, or remove it")
             return PartCount(len(names), 0, written=False)
-        columns = self.columns(images)
+        columns = self.columns(images, number)
         write(columns, self.model.task.columns(), file)
         return PartCount(len(names), sum(error is not None for error in columns["error"]), written=True)
 
-    def columns(self, images: Sequence[NamedImage]) -> Columns:
-        """Return the columns of a part."""
+    def columns(self, images: Sequence[NamedImage], number: int = 0) -> Columns:
+        """Return the columns of a part, whose maps are written."""
         errors: list[str | None] = []
         scored: Columns = {name: [] for name in self.model.task.columns()}
         for decoded in self._decode(images):
+            rows = [len(errors) + row for row, each in enumerate(decoded) if not isinstance(each, str)]
             errors += [each if isinstance(each, str) else None for each in decoded]
             pixels = [each for each in decoded if not isinstance(each, str)]
             if pixels:
-                prediction = self.model.predict(torch.from_numpy(np.stack(pixels)))
+                prediction = self.model.predict(torch.from_numpy(np.stack(pixels)), maps=self.maps is not None)
+                self._write_maps(prediction, number, rows)
                 for name, column in columns_of(prediction, self.model.task).items():
                     scored[name] += column
         return merge([each.name for each in images], errors, scored)
+
+    def _write_maps(self, prediction: BasePrediction, number: int, rows: Sequence[int]) -> None:
+        if self.maps is not None and prediction.maps is not None:
+            for row, grey in zip(rows, prediction.maps.numpy(), strict=True):
+                (self.maps / f"{number:05d}-{row:04d}.png").write_bytes(png_of(grey))
 
     def _decode(self, images: Sequence[NamedImage]) -> Iterator[list[Decoded]]:
         """Yield batches of decoded images; threads are :data:`BATCHES_AHEAD` ahead."""

@@ -53,6 +53,26 @@ class UnusualComponent(Document):
     deviation: float
 
 
+class ExplanationMap(Document):
+    """How strange the image is at each position of a layer, and where it is strangest."""
+
+    layer: str = Field(description="The layer whose positions they are.")
+    png: str = Field(
+        description="Base64 of an 8-bit grey PNG, a pixel for each position. Level g: one in 10^(4g/255) positions of "
+        "in-distribution images is as strange; 0 is usual, 128 one in a hundred, 255 one in 10,000."
+    )
+    box: tuple[float, float, float, float] = Field(
+        description="Left, top, right and bottom of the strangest region, as fractions of what the network sees: the "
+        "whole image, or its centre where `input` of `/model` has a `resize`."
+    )
+
+
+class BaseExplanation(Document):
+    """Base of the evidence for the decision on an image."""
+
+    map: ExplanationMap | None = Field(default=None, description="Only with `map=true`.")
+
+
 class ModelRef(Document):
     """The model that answered."""
 

@@ -31,6 +31,10 @@ class BaseCalibration:
         """
         return ood_score_threshold(self.ood_scores, alpha)
 
+    def entropy_quantiles(self) -> list[float] | None:
+        """Return the 0, 1, …, 100 % quantiles of the predictive entropies, nats; None where the task has none."""
+        return None
+
     def check_classes(self, count: int) -> None:
         """Reject, by :class:`BundleError`, scores that are of another number of classes."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import numpy as np
@@ -38,6 +38,11 @@ class BasePrediction:
 
     outputs: Outputs[Tensor]  # of the network step
     decisions: Any  # under the bundle's policy
+    maps: Tensor | None = field(default=None, kw_only=True)
+    """``uint8 (n, rows, columns)`` how strange each part of the images is, 255 the strangest, where it was asked for.
+
+    One in ``10^(4g/255)`` positions of in-distribution images has the grey level g or more.
+    """
 
     def __len__(self) -> int:
         return len(self.outputs)
@@ -47,7 +52,9 @@ class BasePrediction:
         at = images if isinstance(images, slice) else torch.as_tensor(images).cpu().reshape(-1)
         of_decisions = at if isinstance(at, slice) else at.numpy()
         decisions = type(self.decisions)(*(part[of_decisions] for part in self.decisions))
-        return replace(self, outputs=replace(self.outputs, packed=self.outputs.packed[at]), decisions=decisions)
+        maps = None if self.maps is None else self.maps[at]
+        outputs = replace(self.outputs, packed=self.outputs.packed[at])
+        return replace(self, outputs=outputs, decisions=decisions, maps=maps)
 
     def __getattr__(self, name: str) -> Tensor:
         outputs = self.__dict__.get("outputs")  # Absent while it is unpickled.

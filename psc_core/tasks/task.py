@@ -24,7 +24,7 @@ from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.prediction import BasePrediction
 
-Datatype = Literal["FP32", "INT64", "BOOL", "BYTES"]
+Datatype = Literal["FP32", "INT64", "UINT8", "BOOL", "BYTES"]
 """Types of a tensor of the Open Inference Protocol."""
 
 GATES_OUTPUT: Final = "gates"

@@ -15,6 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from psc_core.images.preprocess import Preprocess
+from psc_core.maps.grid import Grid
+from psc_core.maps.layer_map import LayerMap, PositionDensity
 from psc_core.target import Target
 from psc_core.tasks.classification.answer import SCORES
 from psc_core.tasks.classification.calibration import Calibration
@@ -47,6 +49,7 @@ class FakePipeline:
     """
 
     is_traced = False
+    map: LayerMap | None = None
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -86,6 +89,11 @@ class FakePipeline:
             "epistemic": 1.0 - brightness,
         }
 
+    def explain_with_map(self, images: Tensor, /) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Explanations, and maps of the pixels themselves."""
+        packed, told = self.explain(images)
+        return packed, {**told, "map": images[:, 0]}
+
 
 def outputs_of(images: Tensor) -> Tensor:
     """The packed outputs of the fake network, the same for an image whatever it is batched with."""
@@ -103,6 +111,15 @@ def outputs_of(images: Tensor) -> Tensor:
         "epistemic": spread,
     }
     return pack(SCORES, scores, probabilities)
+
+
+class FakePipelineWithMap(FakePipeline):
+    """Its map is the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tensors = {"mean": torch.zeros(1), "whitener": torch.ones(1, 1), "thresholds": torch.arange(255.0)}
+        self.map = LayerMap("layer1", Grid(8, 8), PositionDensity(tensors, record={}))
 
 
 class FakePipelineWithGates(FakePipeline):

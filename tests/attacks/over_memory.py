@@ -1,42 +1,19 @@
-"""Attacks on memory, each on a service of its own in a control group with a limit, so that it alone would end."""
+"""Attacks on memory, each on a service of its own that has little, so that it alone would end."""
 
 from __future__ import annotations
 
 import io
-import os
 import threading
-import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import numpy as np
 from PIL import Image
 
-from app.memory import CGROUPS
 from tests.attacks.started import Seen, is_ready, service
 
 CLIENTS = 32
 LIMIT_MIB = 1400
-
-
-@contextmanager
-def group(mib: int) -> Iterator[Path | None]:
-    """A control group with a limit; none where none may be made."""
-    version_1 = (CGROUPS / "memory").is_dir()
-    folder = CGROUPS / ("memory" if version_1 else "") / f"psc-attack-{os.getpid()}"
-    try:
-        folder.mkdir()
-        (folder / ("memory.limit_in_bytes" if version_1 else "memory.max")).write_text(str(mib << 20))
-    except OSError:
-        yield None
-        return
-    yield folder
-    while (folder / "cgroup.procs").read_text():
-        time.sleep(0.1)
-    folder.rmdir()
 
 
 def photographs(_url: str) -> Seen:
@@ -45,27 +22,26 @@ def photographs(_url: str) -> Seen:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "JPEG", quality=92)
     photo, statuses = buffer.getvalue(), Counter[object]()
-    with group(LIMIT_MIB) as folder:
-        if folder is None:
+    with service(memory_mib=LIMIT_MIB) as started:
+        if not started.is_limited:
             return Seen("not tried: no control group may be made here", True)
-        with service(shell=f"echo $$ > {folder}/cgroup.procs") as started:
 
-            def send() -> None:
-                for _ in range(3):
-                    try:
-                        answer = httpx.post(
-                            f"{started.url}/predict", content=photo, headers={"content-type": "image/jpeg"}, timeout=120
-                        )
-                        statuses[answer.status_code] += 1
-                    except httpx.TransportError as error:
-                        statuses[type(error).__name__] += 1
+        def send() -> None:
+            for _ in range(3):
+                try:
+                    answer = httpx.post(
+                        f"{started.url}/predict", content=photo, headers={"content-type": "image/jpeg"}, timeout=120
+                    )
+                    statuses[answer.status_code] += 1
+                except httpx.TransportError as error:
+                    statuses[type(error).__name__] += 1
 
-            threads = [threading.Thread(target=send) for _ in range(CLIENTS)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            ready = is_ready(started.url)
-            peak = started.peak_bytes() >> 20 if ready else LIMIT_MIB
+        threads = [threading.Thread(target=send) for _ in range(CLIENTS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        ready = is_ready(started.url)
+        peak = started.peak_bytes() >> 20 if ready else LIMIT_MIB
     counts = ", ".join(f"{count} × {status}" for status, count in statuses.items())
     return Seen(f"{counts}, {peak} MiB", ready and 200 in statuses and set(statuses) <= {200, 429, 503})

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import httpx
 
 from tests.attacks import drain, over_grpc, over_memory
-from tests.attacks.started import EXAMPLE, STALL_SECONDS, Seen, is_ready, longest_stall, service
+from tests.attacks.started import EXAMPLE, LIMIT_MIB, STALL_SECONDS, Seen, is_ready, longest_stall, service
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 
 JSON = {"content-type": "application/json"}
@@ -302,13 +302,13 @@ def damaged_tiffs(_url: str) -> Seen:
 def no_descriptors(_url: str) -> Seen:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        with service(stderr=str(log), shell="ulimit -n 96") as (url, _):
-            port = int(url.rsplit(":", 1)[1])
+        with service(stderr=str(log), shell="ulimit -n 96") as started:
+            port = int(started.url.rsplit(":", 1)[1])
             clients = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(200)]
             time.sleep(1)
             for client in clients:
                 client.close()
-            while not is_ready(url):
+            while not is_ready(started.url):
                 time.sleep(0.1)
         lines = sum("file descriptors are in use" in line for line in log.read_text().splitlines())
     return Seen(f"{lines} line in the log", lines == 1)
@@ -384,12 +384,20 @@ def main() -> int:
     """Print the table; 1 when something is not as wanted."""
     failed = 0
     print("| attack | found | now | |\n| --- | --- | --- | --- |")
-    with service("--cors-origins", "https://good.example") as (url, _):
+    with service("--cors-origins", "https://good.example") as started:
+        idle = started.resident_bytes()
         for case in CASES:
-            seen = case.attack(url)
-            failed += not seen.is_wanted
-            print(f"| {case.name} | {case.found} | {seen.now} | {'ok' if seen.is_wanted else '**no**'} |", flush=True)
+            failed += _show(case.name, case.found, case.attack(started.url))
+        peak = started.peak_bytes()
+    limit = f" of {LIMIT_MIB}" if started.is_limited else ""
+    now = Seen(f"{peak >> 20} MiB{limit}, {idle >> 20} idle", peak <= 2 * idle + (1 << 30))
+    failed += _show("the most memory in all of these", "", now)
     return 1 if failed else 0
+
+
+def _show(name: str, found: str, seen: Seen) -> bool:
+    print(f"| {name} | {found} | {seen.now} | {'ok' if seen.is_wanted else '**no**'} |", flush=True)
+    return not seen.is_wanted
 
 
 if __name__ == "__main__":

@@ -20,16 +20,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import grpc
 import httpx
 import numpy as np
 from scipy.stats import linregress
 
+from app.grpc.messages import METHODS, PREFIX
+from tests.app.grpc.support import free_port
 from tests.conftest import SHIPPED_BUNDLE
 from tests.served import serve
 
 KEY = "soak-key-of-thirty-two-characters"
 IMAGES = [(SHIPPED_BUNDLE / "examples" / f"{name}.png").read_bytes() for name in ("clean", "ambiguous", "shirt")]
 INFER = f"/v2/models/{SHIPPED_BUNDLE.name}/infer"
+GRPC_PORT = free_port()
 PIECES = 10
 
 
@@ -72,6 +76,19 @@ def v2(client: httpx.Client) -> Any:
     return next(output["data"] for output in answer.json()["outputs"] if output["name"] == "class_index")
 
 
+def call(_client: httpx.Client) -> Any:
+    """On a connection of its own to the port of gRPC."""
+    request, response = METHODS["ModelInfer"]
+    data = b"".join(len(image).to_bytes(4, "little") + image for image in IMAGES)
+    tensor = {"name": "encoded_images", "datatype": "BYTES", "shape": [len(IMAGES)]}
+    message = request(model_name=SHIPPED_BUNDLE.name, inputs=[tensor], raw_input_contents=[data])
+    with grpc.insecure_channel(f"127.0.0.1:{GRPC_PORT}", [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        infer = channel.unary_unary(PREFIX + "ModelInfer", request.SerializeToString, response.FromString)
+        answer = infer(message, timeout=60)
+    outputs = zip(answer.outputs, answer.raw_output_contents, strict=True)
+    return next(content for output, content in outputs if output.name == "class_index")
+
+
 def damaged(client: httpx.Client) -> Any:
     return client.post("/predict", content=IMAGES[0][:200], headers={"content-type": "image/png"}).status_code
 
@@ -82,7 +99,7 @@ def leave(client: httpx.Client) -> None:
         other.post("/predict", content=IMAGES[1], headers={"content-type": "image/png"})
 
 
-KINDS: tuple[Callable[[httpx.Client], Any], ...] = (predict, multipart, json_body, v2, damaged, leave)
+KINDS: tuple[Callable[[httpx.Client], Any], ...] = (predict, multipart, json_body, v2, call, damaged, leave)
 
 
 def _predictions(answer: httpx.Response) -> Any:
@@ -119,7 +136,7 @@ def soak(minutes: float, clients: int, reload_seconds: float, pause: float) -> S
                 kind = choose.choice(KINDS)
                 try:
                     answer = kind(client)
-                except httpx.HTTPError as error:
+                except (httpx.HTTPError, grpc.RpcError) as error:
                     lost.append(f"{kind.__name__}: {error!r}")
                     continue
                 answered[kind.__name__] += 1
@@ -134,7 +151,7 @@ def soak(minutes: float, clients: int, reload_seconds: float, pause: float) -> S
                 if status != 200:
                     lost.append(f"reload: {status}")
 
-    with serve(f"--bundle={SHIPPED_BUNDLE}", f"--admin-keys={KEY}") as server:
+    with serve(f"--bundle={SHIPPED_BUNDLE}", f"--admin-keys={KEY}", f"--grpc-port={GRPC_PORT}") as server:
         with httpx.Client(base_url=server.url, timeout=60) as client:
             expected = {kind.__name__: kind(client) for kind in KINDS}
         threads = [threading.Thread(target=send, args=(server.url, seed, expected)) for seed in range(clients)]

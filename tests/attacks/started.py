@@ -1,4 +1,4 @@
-"""A service that an attack meets, and what came of it."""
+"""A service that an attack meets, in a control group whose memory is limited, and what came of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,11 +16,15 @@ from typing import NamedTuple
 
 import httpx
 
+from app.memory import CGROUPS
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 
 EXAMPLE = (SHIPPED_BUNDLE / "examples" / "clean.png").read_bytes()
 STALL_SECONDS = 1.0
 """How long ``/healthz`` may wait at most."""
+
+LIMIT_MIB = 4096
+"""Memory of a service: so a container may have been given."""
 
 
 class Seen(NamedTuple):
@@ -34,6 +39,7 @@ class Started(NamedTuple):
 
     url: str
     pid: int
+    is_limited: bool = False
 
     def peak_bytes(self) -> int:
         """The most memory that it ever had."""
@@ -49,22 +55,42 @@ class Started(NamedTuple):
 
 
 @contextmanager
-def service(*flags: str, stderr: str = os.devnull, shell: str = "") -> Iterator[Started]:
+def group(mib: int) -> Iterator[Path | None]:
+    """A control group with a limit; none where none may be made."""
+    version_1 = (CGROUPS / "memory").is_dir()
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="psc-attack-", dir=CGROUPS / ("memory" if version_1 else "")))
+        (folder / ("memory.limit_in_bytes" if version_1 else "memory.max")).write_text(str(mib << 20))
+    except OSError:
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        while (folder / "cgroup.procs").read_text():
+            time.sleep(0.1)
+        folder.rmdir()
+
+
+@contextmanager
+def service(*flags: str, stderr: str = os.devnull, shell: str = ":", memory_mib: int = LIMIT_MIB) -> Iterator[Started]:
     """The shipped bundle, ready to answer, after a command of the shell that starts it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = [sys.executable, "-m", "app.cli", "--bundle", str(SHIPPED_BUNDLE), "--port", str(port), *flags]
-    words = ["bash", "-c", f'{shell}; exec "$@"', "psc-serve", *words] if shell else words
-    with Path(stderr).open("w") as log, subprocess.Popen(words, cwd=ROOT, stderr=log) as process:
-        url = f"http://127.0.0.1:{port}"
-        try:
-            while not is_ready(url):
-                if process.poll() is not None:
-                    raise RuntimeError(f"the service ended with {process.returncode}")
-                time.sleep(0.1)
-            yield Started(url, process.pid)
-        finally:
-            process.terminate()
+    with group(memory_mib) as folder, Path(stderr).open("w") as log:
+        joins = "" if folder is None else f"echo $$ > {folder}/cgroup.procs;"
+        words = ["bash", "-c", f'{joins} {shell}; exec "$@"', "psc-serve", *words]
+        with subprocess.Popen(words, cwd=ROOT, stderr=log) as process:
+            url = f"http://127.0.0.1:{port}"
+            try:
+                while not is_ready(url):
+                    if process.poll() is not None:
+                        raise RuntimeError(f"the service ended with {process.returncode}")
+                    time.sleep(0.1)
+                yield Started(url, process.pid, folder is not None)
+            finally:
+                process.terminate()
 
 
 def is_ready(url: str) -> bool:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from psc_core import PSC
+from psc_core import PSC, load_model
 from psc_core.bundle.manifest import PARTS
 from psc_core.errors import PSCError
 from tests.attacks import forge
@@ -27,10 +27,18 @@ values = st.one_of(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def victim(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """One copy, repaired before every example."""
-    bundle = Path(shutil.copytree(tiny_bundle, tmp_path_factory.mktemp("fuzz") / "bundle"))
+FIELDS = {
+    "classification": ("probabilities", "predictive_entropy", "log_density", "ood_p_value", "epistemic"),
+    "regression": ("mean", "aleatoric", "epistemic", "log_density", "ood_p_value", "lower", "upper"),
+}
+"""What has to be finite, by task."""
+
+
+@pytest.fixture(scope="module", params=["tiny_bundle", "angle_bundle"])
+def victim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """One copy of each task's, repaired before every example."""
+    whole: Path = request.getfixturevalue(request.param)
+    bundle = Path(shutil.copytree(whole, tmp_path_factory.mktemp("fuzz") / "bundle"))
     return bundle, forge.read(bundle)
 
 
@@ -46,18 +54,23 @@ def places(body: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 def rejected_or_finite(bundle: Path) -> None:
     try:
-        psc = PSC.load(bundle, device="cpu", allow_factories=forge.ALLOW)
-        size = (4, *psc.preprocess.shape)
-        images = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-        prediction = psc.predict(images)
+        model = load_model(bundle, device="cpu", allow_factories=forge.ALLOW)
     except PSCError as error:
         assert len(str(error)) < 4000
         return
-    for field in ("probabilities", "predictive_entropy", "log_density", "ood_p_value", "epistemic"):
+    size = (4, *model.preprocess.shape)
+    images = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    try:
+        prediction = model.predict(images)
+    except PSCError as error:
+        assert len(str(error)) < 4000
+        return
+    for field in FIELDS[model.task.name]:
         assert getattr(prediction, field).isfinite().all(), field
-    assert prediction.probabilities.shape == (4, len(psc.classes))
-    assert all(prediction.prediction_set)
-    psc.pipeline.explain(images)
+    if isinstance(model, PSC):
+        assert prediction.probabilities.shape == (4, len(model.classes))
+        assert all(prediction.prediction_set)
+    model.pipeline.explain(images)
 
 
 @settings(NO_DEADLINE, max_examples=150)

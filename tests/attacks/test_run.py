@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 
 import pytest
@@ -18,10 +19,11 @@ def test_a_case_that_is_not_as_wanted_fails(
         run.Case("good", "bad", lambda _: run.Seen("1 s", True)),
         run.Case("poor", "", lambda _: run.Seen("9 s", False)),
     )
-    monkeypatch.setattr(run, "service", lambda *_: nullcontext(Started("http://nowhere", 0)))
+    monkeypatch.setattr(run, "service", lambda *_: nullcontext(Started("http://nowhere", os.getpid())))
     monkeypatch.setattr(run, "CASES", cases)
     assert run.main() == 1
     lines = capsys.readouterr().out.splitlines()
+    assert lines.pop().startswith("| the most memory in all of these | ")
     assert lines[2:] == ["| good | bad | 1 s | ok |", "| poor |  | 9 s | **no** |"]
     monkeypatch.setattr(run, "CASES", cases[:1])
     assert run.main() == 0

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import csv
 import io
+import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +19,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.app.fakes import FakeModel, FakePipelineWithGates, FakeValueModel, pixels, png
+from psc_core.tasks.classification.policy import Policy
+from tests.app.fakes import FakeModel, FakePipeline, FakePipelineWithGates, FakeValueModel, pixels, png
 from tests.app.live import live_server
 from tests.served import GUARD_SECONDS
 
@@ -77,7 +82,7 @@ def url() -> Iterator[str]:
 @pytest.fixture
 def page(driver: Driver, url: str) -> Driver:
     driver.get(url)
-    until(lambda: "3 classes" in text(driver, "#model"))
+    until(lambda: "3 classes" in content(driver, "#model"))
     return driver
 
 
@@ -115,67 +120,116 @@ def text(driver: Driver, selector: str) -> str:
     return " | ".join(element.text for element in find(driver, selector))
 
 
+def content(driver: Driver, selector: str) -> str:
+    """The text of an element that may be folded away."""
+    return str(find(driver, selector)[0].get_property("textContent"))
+
+
 def says(driver: Driver, selector: str, words: str) -> bool:
     return words in text(driver, selector)
-
-
-def text_in(element: Any, selector: str) -> str:
-    content: str = element.find_element("css selector", selector).text
-    return content
 
 
 def choose(driver: Driver, *paths: Path) -> None:
     find(driver, "#files")[0].send_keys("\n".join(map(str, paths)))
 
 
-def card(driver: Driver, name: str) -> Any:
-    return next(each for each in find(driver, ".card") if name in each.text)
+def classify(driver: Driver, *paths: Path, failed: int = 0) -> None:
+    """Choose files, and wait until all have an answer."""
+    choose(driver, *paths)
+    images = f"{len(paths)} {'image' if len(paths) == 1 else 'images'}"
+    ending = f", {failed} failed." if failed else "."
+    until(lambda: text(driver, "#status") == f"{len(paths) - failed} of {images} classified{ending}")
+    until(lambda: len(find(driver, "#map .mark")) == len(paths) - failed)
+
+
+def tile(driver: Driver, name: str) -> Any:
+    return next(each for each in find(driver, ".tile") if each.accessible_name.startswith(name))
+
+
+def order(driver: Driver) -> list[str]:
+    """The names of the images that are shown, in their order."""
+    return [
+        each.find_element("css selector", "img").get_attribute("alt") for each in find(driver, "li:not([hidden]) .tile")
+    ]
+
+
+def verdict(driver: Driver, name: str) -> str:
+    badge = tile(driver, name).find_element("css selector", ".badge")
+    return str(badge.get_attribute("data-decision"))
+
+
+def open_panel(driver: Driver, name: str) -> None:
+    tile(driver, name).click()
+    until(lambda: text(driver, "#panel-name") == name)
+
+
+def slide(driver: Driver, slider: str, fraction: float) -> float | None:
+    """Move a slider to this fraction of its length; the value that it says then, None where it says "off"."""
+    before = text(driver, f"#{slider}-text")
+    driver.execute_script(
+        "const slider = document.getElementById(arguments[0]); slider.value = Math.round(arguments[1] * slider.max);"
+        "slider.dispatchEvent(new Event('input', {bubbles: true}));"
+        "slider.dispatchEvent(new Event('change', {bubbles: true}));",
+        slider,
+        fraction,
+    )
+    until(lambda: text(driver, f"#{slider}-text") != before)
+    said = text(driver, f"#{slider}-text").removeprefix("α = ").split("\u00a0")[0].split(" ")[0]
+    return None if said == "off" else float(said.replace("\u2212", "-"))
+
+
+def numbers(driver: Driver) -> dict[str, str]:
+    """The table in the panel: the names of its rows to their last values."""
+    rows = find(driver, "#numbers tr")
+    texts = [[cell.text for cell in row.find_elements("css selector", "th, td")] for row in rows]
+    return {row[0].split("\n")[0]: row[-1] for row in texts}
 
 
 def errors(driver: Driver) -> list[str]:
     return [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
 
 
-def test_classifies_chosen_images(page: Driver, files: dict[str, Path]) -> None:
-    choose(page, files["clear"], files["between"], files["strange"])
-    until(lambda: text(page, "#status") == "3 of 3 images classified.")
-    clear, between, strange = (card(page, f"{name}.png") for name in ("clear", "between", "strange"))
-    assert text_in(clear, ".decision") == "✓ Accept"
-    assert "Abstain: several classes fit" in between.text
-    assert "Abstain: unlike the known images" in strange.text
-    assert text_in(clear, ".label") == "bright"
-    assert text_in(clear, ".confidence") == "100.0 %"
-    assert text_in(clear, ".p-value") == "1"
-    assert text_in(clear, ".p-limit") == "out of distribution up to 0.2"
-    assert text_in(between, ".entropy") == "0.693 nats"
-    assert "ambiguous above 0.5" in between.text
-    assert text_in(strange, ".answer").startswith("if it were one of the classes: ")
-    weights = [
-        each.find_element("css selector", ".label").value_of_css_property("font-weight") for each in (clear, strange)
-    ]
-    assert weights == ["650", "400"]
-    rows = between.find_elements("css selector", ".classes li")
+def test_gives_every_image_a_verdict(page: Driver, files: dict[str, Path]) -> None:
+    classify(page, files["clear"], files["between"], files["strange"])
+    until(lambda: order(page) == ["strange.png", "between.png", "clear.png"])
+    assert [each.text for each in find(page, ".tile")] == [
+        "! Out of distribution\nguess: middle", "? Ambiguous\nmiddle?", "✓ Accept\nbright",
+    ]  # fmt: skip
+    weights = [each.value_of_css_property("font-weight") for each in find(page, ".says:not(.rival) .label")]
+    assert weights == ["400", "600", "600"]
+    assert [each.text for each in find(page, "#filters button")] == [
+        "All 3", "! Out of distribution 1", "? Ambiguous 1", "✓ Accept 1",
+    ]  # fmt: skip
+    assert tile(page, "clear.png").find_element("css selector", "img").get_property("naturalWidth") == 8
+    assert not find(page, "#panel")[0].is_displayed()
+    assert errors(page) == []
+
+
+def test_the_panel_shows_the_numbers_of_an_image(page: Driver, files: dict[str, Path]) -> None:
+    classify(page, files["clear"], files["between"], files["strange"])
+    open_panel(page, "between.png")
+    assert text(page, "#answer") == "middle?" and text(page, "#panel-place") == "2 of 3"
+    assert numbers(page)["Entropy"] == "0.693 nats" and numbers(page)["p-value"] == "1"
+    assert "ambiguous above 0.5" in text(page, "#numbers") and "out of distribution up to 0.2" in text(page, "#numbers")
+    rows = find(page, "#classes li")
     assert [row.text.split("\n")[0] for row in rows[:2]] in (["dark", "middle"], ["middle", "dark"])
-    fractions = [float(text_in(row, ".share").removesuffix(" %")) for row in rows[:2]]
+    fractions = [float(row.text.split("\n")[1].removesuffix(" %")) for row in rows[:2]]
     assert fractions == pytest.approx([50.0, 50.0], abs=2.0)
-
-    def widths() -> list[float]:
-        return [row.find_element("css selector", ".fill").rect["width"] for row in rows]
-
-    track = rows[0].find_element("css selector", ".track").rect["width"]
-    until(lambda: widths()[0] == pytest.approx(track / 2, rel=0.05))
-    assert widths()[2] < 2
-    histogram = strange.find_element("css selector", ".histogram")
-    assert len(histogram.find_elements("css selector", ".bin")) == 40
+    fills, track = (find(page, f"#classes {name}") for name in (".fill", ".track"))
+    assert fills[0].rect["width"] == pytest.approx(track[0].rect["width"] / 2, rel=0.05)
+    assert fills[2].rect["width"] < 2
+    open_panel(page, "strange.png")
+    histogram = find(page, "#histogram")[0]
+    assert len(find(page, "#histogram .bin")) == 40
     here, threshold = (
-        float(histogram.find_element("css selector", name).get_attribute("x1")) for name in (".here", ".threshold")
+        float(find(page, f"#histogram {name}")[0].get_attribute("x1")) for name in (".here", ".threshold")
     )
     assert here > threshold
-    assert "Right of the dashed line: out of distribution" in strange.text
-    ticks = [each.text for each in histogram.find_elements("css selector", ".tick")]
-    assert [float(tick.replace("\u2212", "-")) for tick in ticks]
+    assert [float(each.text.replace("\u2212", "-")) for each in find(page, "#histogram .tick")]
     assert "99 calibration images" in histogram.get_attribute("aria-label")
-    assert clear.find_element("css selector", "img").get_property("naturalWidth") == 8
+    assert text(page, "#reason") == "Unlike the training images; closest to middle."
+    find(page, "#close")[0].click()
+    until(lambda: not find(page, "#panel")[0].is_displayed())
     assert errors(page) == []
 
 
@@ -183,159 +237,282 @@ def test_names_the_gate_that_alarmed(driver: Driver, files: dict[str, Path]) -> 
     model = FakeModel(pipeline=FakePipelineWithGates(), gates=("texture", "kind"))
     with live_server({"m": model}) as url:
         driver.get(url)
-        until(lambda: "3 classes" in text(driver, "#model"))
-        choose(driver, files["clear"], files["strange"])
-        until(lambda: text(driver, "#status") == "2 of 2 images classified.")
-        clear, strange = (card(driver, f"{name}.png") for name in ("clear", "strange"))
-        assert text_in(clear, ".decision") == "✓ Accept"
-        assert text_in(clear, ".gates") == "strange texture 0, unknown kind 1"
-        assert text_in(strange, ".decision") == "! Abstain: strange texture, unknown kind"
+        classify(driver, files["clear"], files["strange"])
+        assert verdict(driver, "clear.png") == "accept"
+        open_panel(driver, "strange.png")
+        assert text(driver, "#reason").startswith("Texture that no training image has, and a kind of image that is not")
+        open_panel(driver, "clear.png")
+        assert (numbers(driver)["Gate texture"], numbers(driver)["Gate kind"]) == ("0", "1")
+        assert text(driver, "#reason") == "An ordinary image, and the answer is as sure as asked; closest to bright."
         assert errors(driver) == []
 
 
 def test_shows_numbers_and_decides_by_their_intervals(driver: Driver, files: dict[str, Path]) -> None:
     with live_server({"m": FakeValueModel()}) as url:
         driver.get(url)
-        until(lambda: "predicts brightness" in text(driver, "#model"))
-        assert text(driver, "#threshold-name") == ""  # Nothing is shown yet.
         names = ("clear", "between", "strange")
-        choose(driver, *(files[name] for name in names))
-        until(lambda: text(driver, "#status") == "3 of 3 images classified.")
-        assert text(driver, "#threshold-name") == "Uncertain where wider than, %"
-        clear, between, strange = (card(driver, f"{name}.png") for name in names)
-        assert text_in(between, ".label") == "25.1 %" and text_in(between, ".confidence") == "± 3.16"
-        assert text_in(between, ".decision") == "✓ Accept"
-        assert text_in(clear, ".decision") == "? Abstain: the interval is too wide"
-        assert "Abstain: unlike the known images" in strange.text
-        assert text_in(clear, ".unsure-name") == "Deviation" and text_in(clear, ".entropy") == "noise 3, model 4"
-        assert text_in(clear, ".set") == "90 to 110 %"
-        clear.find_element("css selector", ".why summary").click()
-        until(lambda: "Nearest training images after layer3" in card(driver, "clear.png").text)
-        assert "which counts for 75.0 %: 0 % (image 0), 10 % (image 1)" in card(driver, "clear.png").text
-        for max_width in (1, 16, 100):
-            driver.execute_script(
-                "const field = document.getElementById('threshold'); field.value = arguments[0];"
-                "field.dispatchEvent(new Event('input', {bubbles: true}));",
-                str(max_width),
-            )
+        classify(driver, *(files[name] for name in names))
+        assert "predicts brightness" in content(driver, "#model")
+        assert text(driver, "#limit-name") == "Uncertain where wider than"
+        between, clear = (tile(driver, f"{name}.png").text for name in ("between", "clear"))
+        assert between == "✓ Accept\n25.1 %" and clear == "? Uncertain\n90 to 110 %"
+        assert "those with too wide an interval" in text(driver, "#handed")
+        open_panel(driver, "clear.png")
+        shown = numbers(driver)
+        assert (shown["Deviation"], shown["Interval"]) == ("noise 3, model 4", "90 to 110 %")
+        assert text(driver, "#reason") == "The interval is wider than 14 %; closest to bright."
+        find(driver, "#why summary")[0].click()
+        until(lambda: "Nearest training images after layer3" in text(driver, "#evidence"))
+        assert "which counts for 75.0 %: 0 % (image 0), 10 % (image 1)" in text(driver, "#evidence")
+        find(driver, "#close")[0].click()
+        for fraction in (0.02, 0.6, 0.9, 1.0):
+            max_width = slide(driver, "limit", fraction)
             for name in names:
                 sent = {"images": (f"{name}.png", files[name].read_bytes())}
-                answer = httpx.post(f"{url}/predict", files=sent, params={"max_width": max_width}).json()
-                badge = card(driver, f"{name}.png").find_element("css selector", ".decision")
-                assert badge.get_attribute("data-decision") == answer["predictions"][0]["decision"], (name, max_width)
+                query = {} if max_width is None else {"max_width": max_width}
+                answer = httpx.post(f"{url}/predict", files=sent, params=query).json()["predictions"][0]
+                known = "accept" if max_width is None and not answer["is_ood"] else answer["decision"]
+                assert verdict(driver, f"{name}.png") == known, (name, max_width)
         assert errors(driver) == []
 
 
 def test_classifies_and_clears_dropped_images(page: Driver, files: dict[str, Path]) -> None:
     page.execute_script(DROP, "dropped.png", list(files["clear"].read_bytes()), "image/png")
-    until(lambda: "✓ Accept" in text(page, ".card"))
-    assert "dropped.png" in text(page, "figcaption")
+    until(lambda: "✓ Accept" in text(page, ".tile"))
+    assert order(page) == ["dropped.png"]
     assert "over" not in find(page, "#upload")[0].get_attribute("class")
     page.execute_script(DROP, "notes.txt", [65], "text/plain")
     assert text(page, "#status") == "1 of 2 images classified, 1 failed."
-    assert "Not an image (text/plain); it was not sent." in card(page, "notes.txt").text
+    assert "Not an image (text/plain); it was not sent." in tile(page, "notes.txt").text
     find(page, "#clear")[0].click()
-    assert find(page, ".card") == []
-    assert not find(page, "#clear")[0].is_displayed()
+    until(lambda: not find(page, "#work")[0].is_displayed())
+    assert find(page, ".tile") == []
     assert page.switch_to.active_element.get_attribute("id") == "files"
 
 
-def test_changed_thresholds_decide_as_the_service_does(page: Driver, files: dict[str, Path], url: str) -> None:
+def test_sliders_decide_as_the_service_does(page: Driver, files: dict[str, Path], url: str) -> None:
     names = ("clear", "between", "strange")
-    choose(page, *(files[name] for name in names))
-    until(lambda: text(page, "#status") == "3 of 3 images classified.")
-    for alpha, threshold in ((0.01, 0.5), (0.5, 0.7), (0.9, 0.0), (0.2, 0.69)):
-        for field, value in (("alpha", alpha), ("threshold", threshold)):
-            page.execute_script(
-                "const field = document.getElementById(arguments[0]); field.value = arguments[1];"
-                "field.dispatchEvent(new Event('input', {bubbles: true}));",
-                field,
-                str(value),
-            )
-        query = {"alpha": alpha, "ambiguity_threshold": threshold}
+    classify(page, *(files[name] for name in names))
+    assert "Of 100 ordinary images, up to 70 are handed to a person: 20 as strange, 50 as" in text(page, "#handed")
+    for alpha, threshold in ((0.0, 0.45), (0.9, 0.65), (1.0, 0.0), (0.4, 0.6), (0.5, 1.0)):
+        query = {"alpha": slide(page, "alpha", alpha), "ambiguity_threshold": slide(page, "limit", threshold)}
+        query = {name: value for name, value in query.items() if value is not None}
         for name in names:
             sent = {"images": (f"{name}.png", files[name].read_bytes())}
-            answer = httpx.post(f"{url}/predict", files=sent, params=query).json()["predictions"][0]
-            badge = card(page, f"{name}.png").find_element("css selector", ".decision")
-            assert badge.get_attribute("data-decision") == answer["decision"], (name, alpha, threshold)
-    assert "the service keeps its own" in text(page, "#policy-note")
+            answer = httpx.post(f"{url}/predict", files=sent, params={"ambiguity_threshold": 9, **query}).json()
+            assert verdict(page, f"{name}.png") == answer["predictions"][0]["decision"], (name, query)
+    assert text(page, "#handed") == "Of 100 ordinary images, 7 are handed to a person."
+    assert "the service keeps its own" in text(page, "#own")
     find(page, "#reset")[0].click()
-    assert text(page, "#policy-note") == ""
-    assert "✓ Accept" in card(page, "clear.png").text
+    until(lambda: not find(page, "#own")[0].is_displayed())
+    assert verdict(page, "clear.png") == "accept"
 
 
-def test_every_image_is_a_dot_that_leads_to_its_card(page: Driver, files: dict[str, Path]) -> None:
-    assert not find(page, "#map-section")[0].is_displayed()
-    choose(page, files["clear"], files["between"], files["strange"], files["broken"])
-    until(lambda: text(page, "#status") == "3 of 4 images classified, 1 failed.")
-    links = find(page, "#map a")
-    decisions = {link.get_attribute("aria-label") for link in links}
-    assert decisions == {"clear.png: accept", "between.png: abstain_ambiguous", "strange.png: abstain_ood"}
-    places = {
-        link.get_attribute("aria-label").split(".")[0]: [
-            float(link.find_element("css selector", "circle").get_attribute(name)) for name in ("cx", "cy")
-        ]
-        for link in links
-    }
-    lines = [
-        [float(each.get_attribute(name)) for name in ("x1", "y1", "x2", "y2")] for each in find(page, "#map .threshold")
-    ]
-    (limit, *_), (_, level, *_) = lines
+def test_rounds_at_a_threshold_as_the_service_does(page: Driver) -> None:
+    entropies = np.random.default_rng(0).uniform(0, 2, 200).astype(np.float32)
+    said = [{"ood_p_value": 1, "predictive_entropy": float(np.format_float_positional(each))} for each in entropies]
+    found = page.execute_async_script(
+        "const [said, limits, done] = arguments; import('./page/decide.js').then(({decide}) => done(said.map("
+        "(each, index) => decide(each, {alpha: 0.1, ambiguity_threshold: limits[index]}, 99))));",
+        said,
+        entropies.astype(np.float64).tolist(),
+    )
+    assert set(found) == {"accept"}  # An entropy is not above itself.
+
+
+def test_every_image_is_a_mark_that_opens_it(page: Driver, files: dict[str, Path]) -> None:
+    classify(page, files["clear"], files["between"], files["strange"], files["broken"], failed=1)
+    places = {}
+    for mark in find(page, "#map .mark"):
+        name = mark.find_element("css selector", "title").get_property("textContent").removesuffix(".png")
+        places[name] = [float(part) for part in mark.get_attribute("transform")[10:-1].split(" ")]
+    lines = [[float(each.get_attribute(name)) for name in ("x1", "y1")] for each in find(page, "#map .threshold")]
+    (limit, _), (_, level) = lines
     assert places["clear"][0] < limit < places["strange"][0]
     assert places["between"][1] < level < places["clear"][1]
-    page.execute_script(
-        "arguments[0].focus()", next(link for link in links if "strange" in link.get_attribute("aria-label"))
-    )
-    page.switch_to.active_element.send_keys("\ue007")
-    until(lambda: len(find(page, ".card:target")) == 1)
-    assert "strange.png" in text(page, ".card:target")
+    slide(page, "alpha", 0.1)
+    assert float(find(page, "#map .threshold")[0].get_attribute("x1")) > limit
+    find(page, "#reset")[0].click()
+    find(page, "#filters [data-filter=accept]")[0].click()
+    until(lambda: order(page) == ["clear.png"])
+    find(page, "#map .mark[data-decision=abstain_ambiguous]")[0].click()
+    until(lambda: text(page, "#panel-name") == "between.png")
+    until(lambda: len(order(page)) == 4)  # It was filtered out.
+    assert len(find(page, "#map .mark.current")) == 1
+
+
+def test_filters_and_sorts(page: Driver, files: dict[str, Path]) -> None:
+    classify(page, files["clear"], files["between"], files["strange"], files["broken"], failed=1)
+    until(lambda: order(page) == ["broken.png", "strange.png", "between.png", "clear.png"])
+    for value, names in {
+        "unsure": ["broken.png", "between.png", "strange.png", "clear.png"],
+        "strange": ["broken.png", "strange.png", "between.png", "clear.png"],
+    }.items():
+        find(page, f"#sort option[value={value}]")[0].click()
+        until(lambda names=names: order(page)[:2] == names[:2])
+    for name, shown in {"abstain_ood": "strange.png", "error": "broken.png"}.items():
+        find(page, f"#filters [data-filter={name}]")[0].click()
+        until(lambda shown=shown: order(page) == [shown])
+        assert find(page, "#filters [aria-pressed=true]")[0].get_attribute("data-filter") == name
+
+
+def test_the_keyboard_reaches_every_image(page: Driver, files: dict[str, Path]) -> None:
+    classify(page, files["clear"], files["between"], files["strange"])
+    until(lambda: order(page) == ["strange.png", "between.png", "clear.png"])
+    assert [each.get_attribute("tabindex") for each in find(page, ".tile")] == ["0", "-1", "-1"]
+    page.execute_script("document.querySelector('.tile').focus()")
+
+    def press(key: str) -> None:
+        page.switch_to.active_element.send_keys(key)
+
+    press("\ue014")  # →
+    press("\ue007")  # Enter
+    until(lambda: text(page, "#panel-name") == "between.png")
+    assert page.switch_to.active_element.get_attribute("id") == "panel-name"
+    press("\ue014")
+    until(lambda: text(page, "#panel-name") == "clear.png")
+    assert find(page, ".tile[aria-current]")[0].accessible_name.startswith("clear.png")
+    press("\ue014")  # There is none beyond.
+    press("\ue00c")  # Escape
+    until(lambda: not find(page, "#panel")[0].is_displayed())
+    assert page.switch_to.active_element.accessible_name.startswith("clear.png")
+    press("\ue011")  # Home
+    assert page.switch_to.active_element.accessible_name.startswith("strange.png")
 
 
 def test_why_shows_the_explanation_and_asks_once(driver: Driver, files: dict[str, Path]) -> None:
     with live_server({"m": FakeModel()}) as url:
         driver.get(url)
-        choose(driver, files["clear"])
-        until(lambda: text(driver, "#status") == "1 of 1 image classified.")
-        assert not find(driver, ".why ul")[0].is_displayed()
-        driver.execute_script("document.querySelector('summary').focus()")
+        classify(driver, files["clear"])
+        open_panel(driver, "clear.png")
+        assert not find(driver, "#evidence")[0].is_displayed()
+        driver.execute_script("document.querySelector('#why summary').focus()")
         driver.switch_to.active_element.send_keys("\ue007")
-        until(lambda: find(driver, ".why ul")[0].is_displayed())
-        assert "Nearest classes: " in text(driver, ".why") and "Most unusual components: " in text(driver, ".why")
-        assert httpx.get(f"{url}/models/m/live").json()["images"] == 1
+        until(find(driver, "#evidence")[0].is_displayed)
+        assert "Nearest classes: " in text(driver, "#why") and "Most unusual components: " in text(driver, "#why")
+        assert httpx.get(f"{url}/models/m/live").json()["images"] <= 1
         assert errors(driver) == []
 
 
-def test_examples_models_and_the_last_images(driver: Driver, files: dict[str, Path], tmp_path: Path) -> None:
+MAPS = """
+const asked = window.fetch;
+window.sent = [];
+window.fetch = async (path, options) => {
+  if (path === "openapi.json") {
+    const parameters = ["explain", "map", "monitor"].map((name) => ({name}));
+    return new Response(JSON.stringify({paths: {"/predict": {post: {parameters}}}}));
+  }
+  if (!path.includes("/predict?")) return asked(path, options);
+  window.sent.push(path.split("?")[1]);
+  const answer = await (await asked(path.split("?")[0] + "?explain=true", options)).json();
+  const told = answer.predictions[0].explanation;
+  if (path.includes("map=true")) {
+    told.map = {layer: "layer1", png: PNG, box: [0, 0, 0.5, 0.25]};
+    told.nearest = [{label: "dark", image: PNG}];
+  }
+  return new Response(JSON.stringify(answer));
+};
+"""
+
+
+def test_lays_the_map_over_the_picture(driver: Driver, files: dict[str, Path], url: str) -> None:
+    """Of a service whose interface lists ``map`` and ``monitor``."""
+    source = MAPS.replace("PNG", repr(base64.b64encode(png(200)).decode()))
+    script = driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": source})
+    try:
+        driver.get(url)
+        classify(driver, files["strange"])
+        open_panel(driver, "strange.png")
+        assert not find(driver, "#seen")[0].is_displayed()
+        find(driver, "#why summary")[0].click()
+        until(find(driver, "#seen")[0].is_displayed)
+        assert text(driver, "#reason") == "Unlike the training images, mostly upper left; closest to middle."
+        frame, seen, box = (find(driver, f"#{name}")[0].rect for name in ("frame", "seen", "box"))
+        assert seen == pytest.approx(frame, abs=1)
+        assert [box["width"], box["height"]] == pytest.approx([frame["width"] / 2, frame["height"] / 4], abs=1)
+        assert "luminance" in find(driver, "#heat")[0].value_of_css_property("mask-mode")
+        assert text(driver, "#nearest li") == "dark"
+        assert driver.execute_script("return window.sent") == [
+            "explain=true&monitor=false",
+            "explain=true&map=true&monitor=false",
+        ]
+        assert errors(driver) == []
+    finally:
+        driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
+
+
+def test_saves_what_is_shown(page: Driver, files: dict[str, Path], tmp_path: Path) -> None:
+    formula = tmp_path / "=1+1,2.png"
+    shutil.copy(files["clear"], formula)
+    page.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path / "saved")})
+    classify(page, formula, files["strange"], files["broken"], failed=1)
+    slide(page, "alpha", 0.0)
+    for kind in ("csv", "json"):
+        find(page, f"#{kind}")[0].click()
+        until((tmp_path / "saved" / f"psc.{kind}").is_file)
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "saved" / "psc.csv").read_text())))
+    by_name = {row["file"]: row for row in rows}
+    assert set(by_name) == {"'=1+1,2.png", "strange.png", "broken.png"}
+    assert by_name["'=1+1,2.png"]["decision"] == "accept" and by_name["'=1+1,2.png"]["prediction_set"] == "bright"
+    assert "expected one of JPEG, PNG" in by_name["broken.png"]["error"]
+    document = json.loads((tmp_path / "saved" / "psc.json").read_text())
+    assert document["model"] == {"name": "m", "version": "v1"} and document["policy"]["alpha"] == 0.01
+    strange = next(row for row in document["images"] if row["file"] == "strange.png")
+    assert strange["decision"] == by_name["strange.png"]["decision"]
+    assert strange["is_ood"] == (strange["decision"] == "abstain_ood")
+
+
+def test_examples_and_the_last_images(driver: Driver, files: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "examples").mkdir()
     shutil.copy(files["clear"], tmp_path / "examples" / "bright.png")
     models = {"first": FakeModel(), "second": FakeModel("v2")}
     with live_server(models, bundle=(f"first={tmp_path}", "second=/nowhere"), alpha=0.2) as url:
         driver.get(url)
-        until(lambda: "3 classes" in text(driver, "#model"))
-        assert "images of 8 × 8 pixels" in text(driver, "#expects")
+        until(lambda: "3 classes" in content(driver, "#model"))
+        assert "images of 8 × 8 pixels" in content(driver, "#expects")
+        find(driver, "#about summary")[0].click()
         until(lambda: text(driver, "#live").startswith("No image yet · no drift alarms · queue 0 of "))
-        until(lambda: find(driver, "#examples button") != [])
+        until(lambda: text(driver, "#examples button") == "bright")
         find(driver, "#examples button")[0].click()
-        until(lambda: text(driver, "#status") == "1 of 1 image classified.")
-        assert "✓ Accept" in card(driver, "bright.png").text
-        until(lambda: text(driver, "#live").startswith("0.0 % of the last 1 images"))
+        until(lambda: text(driver, ".tile") == "✓ Accept\nbright")
+        assert order(driver) == ["bright.png"]
         assert text(driver, "#models") == "first\nsecond"
         find(driver, "#models option")[1].click()
-        until(lambda: text(driver, "#model").startswith("second · version v2"))
-        until(lambda: httpx.get(f"{url}/models/second/live").json()["images"] == 1)
-        until(lambda: text(driver, "#status") == "1 of 1 image classified.")
-        assert not find(driver, "#examples")[0].is_displayed()
+        until(lambda: content(driver, "#model").startswith("second · version v2"))
+        until(lambda: text(driver, ".tile") == "✓ Accept\nbright")
+        until(lambda: not find(driver, "#examples")[0].is_displayed())
+        assert errors(driver) == []
+
+
+def test_two_models_side_by_side(driver: Driver, files: dict[str, Path]) -> None:
+    strict = FakePipeline()
+    policy = Policy(alpha=0.2, ambiguity_threshold=0.9, coverage=0.9)
+    with live_server({"first": FakeModel(), "second": FakeModel("v2", strict, policy)}) as url:
+        driver.get(url)
+        classify(driver, files["clear"], files["between"])
+        assert [each.text for each in find(driver, "#rivals option")] == ["nothing", "second"]
+        find(driver, "#rivals option")[1].click()
+        until(lambda: len([each for each in find(driver, ".rival") if each.is_displayed()]) == 2)
+        until(lambda: text(driver, "#status") == "2 of 2 images classified.")
+        assert tile(driver, "between.png").text == "? Ambiguous\nmiddle?\n✓ Accept\nmiddle"
+        find(driver, "#filters [data-filter=differ]")[0].click()
+        until(lambda: order(driver) == ["between.png"])
+        open_panel(driver, "between.png")
+        assert text(driver, "#numbers tr:first-child").split() == ["first", "second"]
+        assert numbers(driver)["Entropy"] == "0.693 nats"
+        find(driver, "#rivals option")[0].click()
+        until(lambda: [each for each in find(driver, ".rival") if each.is_displayed()] == [])
         assert errors(driver) == []
 
 
 def test_a_refused_image_says_why_and_spoils_no_other(page: Driver, files: dict[str, Path]) -> None:
-    choose(page, files["broken"], files["clear"])
-    until(lambda: text(page, "#status") == "1 of 2 images classified, 1 failed.")
-    broken = card(page, "broken.png")
+    classify(page, files["broken"], files["clear"], failed=1)
+    broken = tile(page, "broken.png")
     assert "expected one of JPEG, PNG" in broken.text
-    assert "No preview" in broken.text
-    assert broken.find_element("css selector", ".decision").get_attribute("data-decision") == "error"
-    assert "✓ Accept" in card(page, "clear.png").text
+    until(lambda: len(find(page, ".thumb.none")) == 1)  # It has no preview.
+    assert verdict(page, "broken.png") == "error" and verdict(page, "clear.png") == "accept"
+    open_panel(page, "broken.png")
+    assert "expected one of JPEG, PNG" in text(page, "#reason") and not find(page, "#told")[0].is_displayed()
 
 
 def test_asks_for_a_key_and_sends_the_waiting_images_again(driver: Driver, files: dict[str, Path]) -> None:
@@ -343,13 +520,13 @@ def test_asks_for_a_key_and_sends_the_waiting_images_again(driver: Driver, files
         driver.get(url)
         until(find(driver, "#key-form")[0].is_displayed)
         choose(driver, files["clear"])
-        until(lambda: "this needs an API key" in text(driver, ".card"))
+        until(lambda: "this needs an API key" in text(driver, ".tile"))
         for key, answer in (("a-wrong-key", "is not accepted"), ("the-right-key", "✓ Accept")):
             find(driver, "#key")[0].send_keys(key)
             find(driver, "#key-form button")[0].click()
-            until(partial(says, driver, ".card", answer))
+            until(partial(says, driver, ".tile", answer))
         assert not find(driver, "#key-form")[0].is_displayed()
-        assert "3 classes" in text(driver, "#model")
+        assert "3 classes" in content(driver, "#model")
 
 
 def test_a_busy_service_is_asked_again(driver: Driver, files: dict[str, Path]) -> None:
@@ -357,12 +534,57 @@ def test_a_busy_service_is_asked_again(driver: Driver, files: dict[str, Path]) -
     with live_server({"m": model}, max_queue_images=1, max_images_per_request=1, max_batch_size=1) as url:
         driver.get(url)
         model.pipeline.gate.clear()
-        choose(driver, *[files["clear"]] * 1, files["between"], files["strange"])
+        choose(driver, files["clear"], files["between"], files["strange"])
         refused = 'psc_rejected_total{reason="queue-full"}'
         until(lambda: refused in httpx.get(f"{url}/metrics").text)
         model.pipeline.gate.set()
         until(lambda: text(driver, "#status") == "3 of 3 images classified.")
-        assert find(driver, "[data-decision=error]") == []
+        assert find(driver, "[data-decision=error]:not([hidden])") == []
+
+
+def test_shows_two_hundred_images(page: Driver, files: dict[str, Path]) -> None:
+    page.execute_script(
+        "const data = new DataTransfer(); for (let i = 0; i < 200; i += 1) data.items.add("
+        "new File([new Uint8Array(arguments[0])], `${i}.png`, {type: 'image/png'}));"
+        "document.getElementById('upload').dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true}));",
+        list(files["clear"].read_bytes()),
+    )
+    until(lambda: text(page, "#status") == "200 of 200 images classified.")
+    until(lambda: len(find(page, "#map .mark")) == 200)
+    assert len(find(page, ".tile[tabindex='0']")) == 1
+    assert find(page, "#grid li")[0].value_of_css_property("content-visibility") == "auto"
+
+
+AXE = os.environ.get("PSC_AXE", "")
+
+
+@pytest.mark.skipif(not AXE, reason="PSC_AXE names no axe.min.js (npm install axe-core)")
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing(page: Driver, files: dict[str, Path], scheme: str, width: int) -> None:
+    def found() -> list[str]:
+        page.execute_script(Path(AXE).read_text())
+        violations: list[str] = page.execute_async_script(
+            "const done = arguments[0]; axe.run(document).then((found) => done("
+            "found.violations.map(({id, nodes}) => `${id}: ${nodes[0].html}`)));"
+        )
+        return violations
+
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    page.set_script_timeout(GUARD_SECONDS)
+    try:
+        assert found() == []
+        classify(page, *files.values(), failed=1)
+        page.execute_script("for (const each of document.querySelectorAll('details')) each.open = true")
+        assert found() == []
+        open_panel(page, "strange.png")
+        assert found() == []
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 def test_everything_is_local_and_nothing_inline_runs(page: Driver, url: str) -> None:
@@ -387,6 +609,7 @@ def test_the_interface_is_shown_without_any_other_host(driver: Driver, url: str)
     until(lambda: "Predict with the default model" in text(driver, ".opblock-summary-description"))
     loaded = driver.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
     assert all(name.startswith((f"{url}/", "data:")) for name in loaded)
+    assert "abstain_ambiguous" in text(driver, "#answer") and f"{url}/predict" in text(driver, "#ask")
     assert errors(driver) == []
     find(driver, "#operations-predict-predict_predict_post button, .opblock-post .opblock-summary-control")[0].click()
     until(lambda: "ambiguity_threshold" in text(driver, ".opblock-body"))
@@ -398,11 +621,16 @@ def test_nothing_is_cut_off_at_any_width(page: Driver, files: dict[str, Path], s
     metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size[0] < 500}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     try:
-        choose(page, files["clear"], files["strange"])
-        until(lambda: text(page, "#status") == "2 of 2 images classified.")
-        width, inner = page.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
-        assert width <= inner == size[0]
-        assert all(each.rect["width"] <= size[0] for each in find(page, ".card"))
+        classify(page, files["clear"], files["strange"])
+        for name in ("", "strange.png"):
+            if name:
+                open_panel(page, name)
+            width, inner = page.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+            assert width <= inner == size[0]
+            assert all(each.rect["width"] <= size[0] for each in find(page, ".card, .tile"))
+            assert page.execute_script(
+                "const p = document.getElementById('panel'); return p.scrollWidth <= p.clientWidth"
+            )
     finally:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
@@ -425,15 +653,16 @@ def test_text_is_readable_in_both_schemes(page: Driver, files: dict[str, Path], 
     media = {"features": [{"name": name, "value": value} for name, value in features.items()]}
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
     try:
-        choose(page, files["clear"], files["between"], files["strange"], files["broken"])
-        until(lambda: text(page, "#status") == "3 of 4 images classified, 1 failed.")
+        classify(page, files["clear"], files["between"], files["strange"], files["broken"], failed=1)
+        page.execute_script("for (const each of document.querySelectorAll('details')) each.open = true")
+        open_panel(page, "strange.png")
         colours = page.execute_script(
             """
             const solid = (node) => {
               const colour = getComputedStyle(node).backgroundColor;
               return colour.startsWith("rgb(") ? colour : solid(node.parentElement);
             };
-            const inked = "h1, h2, p, dt, dd, a, .name, .share, .drop-hint, figcaption";
+            const inked = "h1, h2, p, dt, dd, a, th, td, summary, output, .badge, .label, .name, .share, .muted";
             return [...document.querySelectorAll(inked)].filter((node) => node.checkVisibility()).map(
               (node) => [node.className, getComputedStyle(node).color, solid(node)]);
             """
@@ -448,8 +677,8 @@ def test_text_is_readable_in_both_schemes(page: Driver, files: dict[str, Path], 
 
 
 def test_names_and_labels_for_assistive_technology(page: Driver, files: dict[str, Path]) -> None:
-    choose(page, files["clear"])
-    until(lambda: text(page, "#status") == "1 of 1 image classified.")
+    classify(page, files["clear"])
+    open_panel(page, "clear.png")
     tree = page.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
     seen = {
         (node["role"]["value"], node.get("name", {}).get("value", ""))
@@ -460,6 +689,12 @@ def test_names_and_labels_for_assistive_technology(page: Driver, files: dict[str
     assert {"main", "contentinfo", "status", "list", "banner"} <= roles
     assert ("image", "clear.png") in seen
     assert ("list", "Most probable classes") in seen
+    assert ("button", "clear.png ✓ Accept bright") in seen
+    assert ("dialog", "clear.png") in seen
+    assert {name.split(" α")[0] for role, name in seen if role == "slider"} == {
+        "False alarms allowed",
+        "Ambiguous above",
+    }
     assert any(role in ("button", "Button") and "Drop images here" in name for role, name in seen)
-    nameless = [role for role, name in seen if role in ("button", "textbox", "image", "link") and not name]
+    nameless = [role for role, name in seen if role in ("button", "textbox", "image", "link", "slider") and not name]
     assert nameless == []

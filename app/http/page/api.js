@@ -55,13 +55,27 @@ export async function getExample(name, file) {
   return new File([await response.blob()], file, { type: response.headers.get("Content-Type") ?? "" });
 }
 
-// Explained at once: asking again for the reasons would count the image twice among those that the service has seen.
-export async function predict(name, file) {
+// What the interface of this service lists for a prediction, asked once.
+let parameters = null;
+async function listed() {
+  parameters ??= request("openapi.json")
+    .then((response) => response.json())
+    .then((document) => new Set(document.paths["/predict"].post.parameters.map(({ name }) => name)))
+    .catch(() => new Set());
+  return parameters;
+}
+
+export const canMap = async () => (await listed()).has("map");
+
+// Explained at once where a second request would count twice among the images that the service watches for drift.
+export async function predict(name, file, { map = false } = {}) {
+  const query = new URLSearchParams({ explain: true, ...(map && { map: true }) });
+  if ((await listed()).has("monitor")) query.set("monitor", false);
   for (let attempt = 1; ; attempt += 1) {
     const form = new FormData();
     form.append("images", file, file.name);
     try {
-      const answer = await request(path(name, "/predict?explain=true"), { method: "POST", body: form });
+      const answer = await request(path(name, `/predict?${query}`), { method: "POST", body: form });
       return await answer.json();
     } catch (problem) {
       const again = problem.status === 429 || problem.status === 503;

@@ -2,14 +2,13 @@
 
 import { limitOf, uncertainty } from "./kinds.js";
 
+// Of one word and a sign each, never told by the colour alone; in the order in which they want a person.
 export const DECISIONS = {
+  abstain_ood: "! Out of distribution",
+  abstain_ambiguous: "? Ambiguous",
+  abstain_uncertain: "? Uncertain",
   accept: "✓ Accept",
-  abstain_ambiguous: "? Abstain: several classes fit",
-  abstain_uncertain: "? Abstain: the interval is too wide",
-  abstain_ood: "! Abstain: unlike the known images",
 };
-
-const GATES = { texture: "strange texture", kind: "unknown kind", confidence: "ambiguous" };
 
 // p ≤ alpha, where p is one of 1/(n + 1), 2/(n + 1), …, so that rounding cannot matter.
 export function isOod(p, alpha, calibrationImages) {
@@ -17,21 +16,16 @@ export function isOod(p, alpha, calibrationImages) {
   return Math.round(p * steps) <= Math.floor(alpha * steps * (1 + 1e-12));
 }
 
+// The service compares float32 numbers, of which JSON has the shortest decimals.
 export function decide(said, policy, calibrationImages) {
   if (isOod(said.ood_p_value, policy.alpha, calibrationImages)) return "abstain_ood";
-  if (uncertainty(said) <= limitOf(policy)) return "accept";
+  if (Math.fround(uncertainty(said)) <= Math.fround(limitOf(policy))) return "accept";
   return "mean" in said ? "abstain_uncertain" : "abstain_ambiguous";
 }
 
-// The decision in words; of an image out of distribution, the gate with the smallest p-value says why.
-export function inWords(decision, said) {
+// The names of the gates with the smallest p-value.
+export function alarming(said) {
   const gates = Object.entries(said.gates ?? {});
-  if (decision !== "abstain_ood" || gates.length === 0) return DECISIONS[decision] ?? decision;
   const smallest = Math.min(...gates.map(([, p]) => p));
-  const alarming = gates.filter(([, p]) => p === smallest).map(([name]) => GATES[name] ?? name);
-  return `! Abstain: ${alarming.join(", ")}`;
-}
-
-export function gateList(said, number) {
-  return Object.entries(said.gates ?? {}).map(([name, p]) => `${GATES[name] ?? name} ${number(p)}`).join(", ");
+  return gates.filter(([, p]) => p === smallest).map(([name]) => name);
 }

@@ -1,41 +1,60 @@
 // The page at "/": sends each image to the service, shows what it says, and decides again when thresholds change.
 
-import { getExample, getExamples, getLive, getModel, predict, Problem, useKey } from "./api.js";
-import { mark, newCard, show } from "./cards.js";
+import { canMap, getExample, getExamples, getLive, getModel, predict, Problem, useKey } from "./api.js";
 import { decide } from "./decide.js";
 import { percent } from "./format.js";
-import { summary, thresholdName, thresholdOf, thresholdText } from "./kinds.js";
+import { arrange, mark, newTile, reach, showFilters, showTile, sorted, step, visible } from "./grid.js";
+import { summary } from "./kinds.js";
+import { openPanel, showPanel } from "./panel.js";
 import { drawMap } from "./plots.js";
+import { chosen, showPolicy } from "./policy.js";
+import { save, toCsv, toJson } from "./save.js";
 
 const PARALLEL = 4;
 const LIVE_MILLISECONDS = 2000;
+const RETRY_MILLISECONDS = 1000;
 
 const element = (id) => document.getElementById(id);
-const results = element("results");
-let images = []; // {id, file, card, state: "waiting", "locked", "failed" or "done", said, decision}
-let model = null;
+const on = (id, kind, act) => element(id).addEventListener(kind, act);
+const panel = element("panel");
+const view = { model: null, rival: null, policy: null }; // the thresholds of this page; the model's until they are changed
+let images = []; // {id, file, tile, state: "waiting", "asked", "locked", "failed" or "done", said, decision, other, problem}
 let modelLoading = null;
-let policy = null; // the thresholds of this page; the model's until they are changed
+let filter = "all";
+let opened = null; // the image in the panel
 let running = 0;
 let added = 0; // ever, for the ids
+let drawing = false;
 
+// A service that still loads, or restarts, is asked again; images wait meanwhile.
 async function loadModel(name = null) {
   try {
-    model = await getModel(name);
+    view.model = await getModel(name);
   } catch (problem) {
     element("key-form").hidden = problem.status !== 401;
     element("model").textContent = problem.message;
-    return;
+    say(problem.message);
+    if (problem.status !== 503 && problem.status !== 0) return;
+    await new Promise((done) => setTimeout(done, RETRY_MILLISECONDS));
+    return loadModel(name);
   }
-  const version = model.version ? ` · version ${model.version.slice(0, 12)}` : "";
-  element("model").textContent =
-    `${model.name}${version} · ${summary(model)} · layer ${model.layer} · α = ${model.policy.alpha}`;
+  const { model } = view;
+  say("");
+  view.policy = { ...model.policy };
+  element("model").textContent = `${model.name} · version ${model.version.slice(0, 12)} · ${summary(model)} · layer ${model.layer} · α = ${model.policy.alpha}`;
   element("expects").textContent = expects(model.input);
-  element("models").replaceChildren(...model.models.map((each) => new Option(each, each, false, each === model.name)));
+  fill("models", model.models, model.name);
+  fill("rivals", model.models.filter((each) => each !== model.name), view.rival?.name, "nothing");
+  if (view.rival?.name === model.name) view.rival = null;
   element("models-field").hidden = model.models.length < 2;
-  resetPolicy();
+  redraw();
   showLive();
-  showExamples(await getExamples(model.name).catch(() => []));
+  showExamples(model.name);
+}
+
+function fill(id, names, selected, none = null) {
+  const options = names.map((name) => new Option(name, name, false, name === selected));
+  element(id).replaceChildren(...(none === null ? [] : [new Option(none, "")]), ...options);
 }
 
 function expects({ mode, height, width, resize }) {
@@ -44,62 +63,67 @@ function expects({ mode, height, width, resize }) {
   return `The network sees ${colour} images of ${width} × ${height} pixels${cut}; others are converted.`;
 }
 
-function resetPolicy() {
-  policy = { ...model.policy };
-  element("alpha").min = 1 / (model.calibration.images + 1);
-  element("alpha").value = policy.alpha;
-  element("threshold-name").textContent = thresholdName(model);
-  element("threshold").value = thresholdText(policy, model);
-  decideAgain();
+// At most once a frame, however many answers or moves of a slider there are.
+function redraw() {
+  if (drawing) return;
+  drawing = true;
+  requestAnimationFrame(() => {
+    drawing = false;
+    draw();
+  });
 }
 
-function changePolicy() {
-  const [alpha, threshold] = [element("alpha"), element("threshold")];
-  if (alpha.checkValidity() && alpha.value !== "") policy.alpha = alpha.valueAsNumber;
-  if (threshold.checkValidity() && threshold.value !== "") policy[thresholdOf(model)] = threshold.valueAsNumber;
-  if (model.target && threshold.validity.valid && threshold.value === "") policy.max_width = null;
-  decideAgain();
-}
-
-function decideAgain() {
+function draw() {
+  const { model, policy, rival } = view;
+  element("work").hidden = element("actions").hidden = images.length === 0;
+  document.body.classList.toggle("busy", images.length > 0);
+  if (model === null) return;
   const done = images.filter(({ state }) => state === "done");
   for (const image of done) {
-    image.decision = decide(image.said, policy, model.calibration.images);
-    show(image.card, image, policy, model);
+    const decision = decide(image.said, policy, model.calibration.images);
+    if (image.decision === decision && image.shown === image.said && image.beside === image.other) continue;
+    Object.assign(image, { decision, shown: image.said, beside: image.other });
+    showTile(image, model, rival);
   }
-  const isOwn = Object.keys(policy).every((name) => policy[name] === model.policy[name]);
-  element("policy-note").textContent = isOwn ? "" : "These thresholds are this page's; the service keeps its own.";
-  element("map-section").hidden = done.length === 0;
-  const dots = done.map(({ said, decision, file, id }) => ({ said, decision, name: file.name, id }));
-  drawMap(element("map"), dots, policy, model);
+  showFilters(images, filter);
+  showPolicy(policy, model, done);
+  drawMap(element("map"), done, policy, model, opened?.id);
+  if (!panel.open || !opened) return;
+  const shown = visible(images);
+  showPanel(opened, view, `${shown.indexOf(opened) + 1} of ${shown.length}`);
+  reach(opened.id, true);
+}
+
+function resort() {
+  images = sorted(images, element("sort").value);
+  arrange(images);
+  redraw();
 }
 
 async function showLive() {
-  if (model === null || document.visibilityState !== "visible") return;
+  const { model } = view;
+  if (model === null || document.visibilityState !== "visible" || !element("about").open) return;
   try {
     const live = await getLive(model.name);
     const seen = `${percent(live.ood_fraction)} of the last ${live.images} images out of distribution (α = ${percent(live.alpha)})`;
     const alarms = live.drift_alarms === 1 ? "1 drift alarm" : `${live.drift_alarms || "no"} drift alarms`;
-    element("live").textContent =
-      `${live.images === 0 ? "No image yet" : seen} · ${alarms} · queue ${live.queued_images} of ${live.queue_limit}`;
+    element("live").textContent = `${live.images === 0 ? "No image yet" : seen} · ${alarms} · queue ${live.queued_images} of ${live.queue_limit}`;
   } catch {
     element("live").textContent = "";
   }
 }
 
-function showExamples(files) {
+async function showExamples(name) {
+  const names = await getExamples(name).catch(() => []);
+  const files = (await Promise.all(names.map((file) => getExample(name, file).catch(() => null)))).filter(Boolean);
+  if (name !== view.model.name) return;
   const buttons = files.map((file) => {
-    const button = Object.assign(document.createElement("button"), { type: "button", textContent: file.replace(/\.\w+$/, "") });
-    button.addEventListener("click", async () => {
-      try {
-        add([await getExample(model.name, file)]);
-      } catch (problem) {
-        say(problem.message);
-      }
-    });
+    const button = Object.assign(document.createElement("button"), { type: "button", className: "example" });
+    button.append(Object.assign(new Image(), { src: URL.createObjectURL(file), alt: "" }), file.name.replace(/\.\w+$/, ""));
+    button.addEventListener("click", () => add([file]));
     return button;
   });
-  element("examples").replaceChildren("Try: ", ...buttons);
+  element("examples").replaceChildren(element("examples").firstElementChild, ...buttons);
   element("examples").hidden = files.length === 0;
 }
 
@@ -107,10 +131,10 @@ function add(files) {
   const entries = [...files].map((file) => {
     added += 1;
     const id = `image-${added}`;
-    return { id, file, card: newCard(file, id), state: "waiting" };
+    return { id, file, tile: newTile(id, file), state: "waiting" };
   });
-  results.prepend(...entries.map(({ card }) => card));
-  images.push(...entries);
+  images.unshift(...entries);
+  arrange(images);
   for (const image of entries.filter(({ file }) => file.type !== "" && !file.type.startsWith("image/"))) {
     fail(image, new Problem(0, `Not an image (${image.file.type}); it was not sent.`));
   }
@@ -128,20 +152,24 @@ function work() {
       work();
     });
   }
+  if (running === 0) resort();
 }
 
 async function ask(image) {
-  mark(image.card, "waiting", "Classifying…");
+  mark(image.tile, "waiting", "Classifying…");
   try {
     await modelLoading;
+    const { model, rival } = view;
     if (model === null) throw new Problem(401, element("model").textContent);
-    const name = model.name;
-    const answer = await predict(name, image.file);
-    if (name !== model.name) return; // Another model was chosen meanwhile; the image waits for it.
-    if (answer.model.version !== model.version) await (modelLoading = loadModel(name)); // It was reloaded.
+    const [answer, second] = await Promise.all([model, rival].map((each) => each && predict(each.name, image.file)));
+    if (model.name !== view.model.name || rival !== view.rival) {
+      image.state = "waiting"; // Another model was chosen meanwhile.
+      return;
+    }
+    if (answer.model.version !== model.version) await (modelLoading = loadModel(model.name)); // It was reloaded.
     [image.said] = answer.predictions;
+    image.other = second ? { said: second.predictions[0], decision: second.predictions[0].decision } : null;
     image.state = "done";
-    decideAgain();
   } catch (problem) {
     fail(image, problem);
   }
@@ -151,13 +179,13 @@ async function ask(image) {
 function fail(image, problem) {
   const wantsKey = problem.status === 401;
   element("key-form").hidden &&= !wantsKey;
-  image.state = wantsKey ? "locked" : "failed";
-  mark(image.card, "error", problem.message);
+  Object.assign(image, { state: wantsKey ? "locked" : "failed", said: null, problem: problem.message });
+  mark(image.tile, "error", "✕ Failed", problem.message);
 }
 
-function again(state) {
+function again(...states) {
   for (const image of images) {
-    if (state.includes(image.state)) image.state = "waiting";
+    if (states.includes(image.state)) image.state = "waiting";
   }
   progress();
   work();
@@ -166,25 +194,59 @@ function again(state) {
 function progress() {
   const [done, failed] = ["done", "failed"].map((state) => images.filter((image) => image.state === state).length);
   const said = `${done} of ${images.length} ${images.length === 1 ? "image" : "images"} classified`;
-  element("clear").hidden = images.length === 0;
   say(images.length === 0 ? "" : failed === 0 ? `${said}.` : `${said}, ${failed} failed.`);
+  redraw();
 }
 
 function say(text) {
   element("status").textContent = text;
 }
 
+function open(image) {
+  if (image.tile.hidden) filter = "all";
+  opened = image;
+  openPanel();
+  redraw();
+  image.tile.scrollIntoView({ block: "nearest" });
+  explain();
+}
+
+// The map is asked for when "Why?" is open, once an image; the service lists it and does not watch these requests.
+async function explain() {
+  const image = opened;
+  if (!element("why").open || !image?.said || image.mapped === image.said || !(await canMap())) return redraw();
+  image.mapped = image.said;
+  try {
+    const answer = await predict(view.model.name, image.file, { map: true });
+    if (image.mapped === image.said) image.said.explanation = answer.predictions[0].explanation;
+  } catch ({ status }) {
+    if (status !== 422) image.mapped = null; // Told in words, and asked again the next time; 422: this model has no map.
+  }
+  redraw();
+}
+
+function move(key, fromPanel) {
+  const from = fromPanel ? opened?.id : document.activeElement.id;
+  const next = step(images, from, key);
+  if (!next) return;
+  if (panel.open) open(next);
+  if (fromPanel) return;
+  reach(next.id, panel.open);
+  element(next.id).focus();
+}
+
 function clear() {
-  for (const picture of results.querySelectorAll("img")) URL.revokeObjectURL(picture.src);
-  results.replaceChildren();
+  for (const { tile } of images) URL.revokeObjectURL(tile.querySelector("img").src);
   images = [];
-  if (model !== null) decideAgain();
+  filter = "all";
+  panel.close();
+  arrange(images);
   progress();
   element("files").focus();
 }
 
 const drop = element("upload");
-element("files").addEventListener("change", (event) => {
+on("files", "change", (event) => {
   add(event.target.files);
   event.target.value = "";
 });
@@ -204,19 +266,72 @@ document.addEventListener("drop", (event) => add(event.dataTransfer.files));
 document.addEventListener("paste", (event) => add(event.clipboardData.files));
 document.addEventListener("visibilitychange", showLive);
 setInterval(showLive, LIVE_MILLISECONDS);
-element("clear").addEventListener("click", clear);
-element("alpha").addEventListener("input", changePolicy);
-element("threshold").addEventListener("input", changePolicy);
-element("reset").addEventListener("click", resetPolicy);
-element("models").addEventListener("change", (event) => {
-  modelLoading = loadModel(event.target.value).then(() => again(["done", "failed"]));
+
+for (const id of ["alpha", "limit"]) {
+  on(id, "input", (event) => {
+    if (view.model === null) return;
+    const done = images.filter(({ state }) => state === "done");
+    view.policy = chosen(view.policy, view.model, done, event.target);
+    redraw();
+  });
+  on(id, "change", resort);
+}
+on("reset", "click", () => {
+  view.policy = { ...view.model.policy };
+  resort();
 });
-element("key-form").addEventListener("submit", (event) => {
+on("sort", "change", resort);
+on("filters", "click", ({ target }) => {
+  filter = target.closest("button")?.dataset.filter ?? filter;
+  redraw();
+});
+for (const id of ["grid", "map"]) {
+  on(id, "click", ({ target }) => {
+    const chosenId = target.closest(".tile")?.id ?? target.closest(".mark")?.dataset.id;
+    const image = images.find(({ id: each }) => each === chosenId);
+    if (image) open(image);
+  });
+}
+document.addEventListener("keydown", (event) => {
+  const inPanel = panel.contains(event.target);
+  if (event.key === "Escape" && panel.open) panel.close();
+  else if (inPanel ? ["ArrowLeft", "ArrowRight"].includes(event.key) : event.target.closest(".tile")) move(event.key, inPanel);
+  else return;
+  if (event.key.startsWith("Arrow")) event.preventDefault();
+});
+on("previous", "click", () => move("ArrowLeft", true));
+on("next", "click", () => move("ArrowRight", true));
+on("close", "click", () => panel.close());
+on("panel", "close", () => {
+  const last = opened;
+  opened = null;
+  if (last && images.includes(last)) {
+    reach(last.id);
+    element(last.id).focus({ preventScroll: true });
+  }
+  redraw();
+});
+on("why", "toggle", explain);
+on("picture", "load", redraw);
+on("picture", "error", redraw);
+on("about", "toggle", showLive);
+on("csv", "click", () => save("psc.csv", "text/csv", toCsv(visible(images), view)));
+on("json", "click", () => save("psc.json", "application/json", toJson(visible(images), view)));
+on("clear", "click", clear);
+on("models", "change", (event) => {
+  modelLoading = loadModel(event.target.value).then(() => again("done", "failed"));
+});
+on("rivals", "change", async (event) => {
+  view.rival = event.target.value ? await getModel(event.target.value) : null;
+  again("done", "failed");
+});
+on("key-form", "submit", (event) => {
   event.preventDefault();
   useKey(element("key").value);
   element("key").value = "";
   element("key-form").hidden = true;
   modelLoading = loadModel();
-  again(["locked"]);
+  again("locked");
 });
+element("policy").open = matchMedia("(min-width: 48rem)").matches;
 modelLoading = loadModel();

@@ -4,8 +4,10 @@ import { isOod } from "./decide.js";
 import { number } from "./format.js";
 import { axisOf, limitOf, uncertainty } from "./kinds.js";
 
-const MAP = { width: 480, height: 250, left: 40, right: 12, top: 26, bottom: 38 };
+const MAP = { width: 320, height: 300, left: 30, right: 0, top: 24, bottom: 40, pad: 8 };
 const SVG = "http://www.w3.org/2000/svg";
+const MARKS = { accept: "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0", abstain_ood: "M-4.5-4.5h9v9h-9z" };
+const TRIANGLE = "M0-6L5.5 4.5h-11z";
 
 function shape(kind, name, attributes, text = null) {
   const node = document.createElementNS(SVG, kind);
@@ -19,40 +21,51 @@ function shape(kind, name, attributes, text = null) {
 
 const line = (name, x1, y1, x2, y2) => shape("line", name, { x1, y1, x2, y2 });
 
-// To the right the p-value falls (logarithmic), upwards the entropy grows; an image is a dot that leads to its card.
-export function drawMap(svg, images, policy, model) {
-  const { width, height, left, right, top, bottom } = MAP;
+// To the right the p-value falls (logarithmic), upwards the doubt grows; a mark has the id of its image.
+export function drawMap(svg, images, policy, model, current) {
+  const { width, height, left, right, top, bottom, pad } = MAP;
+  const floor = height - bottom;
+  const end = width - right;
   const smallest = 1 / (model.calibration.images + 1);
-  const { highest, title } = axisOf(model, policy, images);
-  const x = (p) => left + ((width - left - right) * Math.log(Math.max(p, smallest))) / Math.log(smallest);
-  const y = (entropy) => height - bottom - ((height - top - bottom) * entropy) / highest;
-  const parts = [line("axis", left, height - bottom, width - right, height - bottom), line("axis", left, top, left, height - bottom)];
-  for (let p = 1; p >= smallest; p /= 10) {
-    parts.push(shape("text", "tick middle", { x: x(p), y: height - bottom + 13 }, String(Number(p.toPrecision(1)))));
-  }
-  for (const entropy of [0, highest / 2, highest]) {
-    parts.push(shape("text", "tick end", { x: left - 5, y: y(entropy) + 4 }, number(entropy)));
-  }
-  parts.push(shape("text", "title middle", { x: (left + width) / 2, y: height - 6 }, "stranger (p-value) →"));
-  parts.push(shape("text", "title", { x: 0, y: 13 }, title));
+  const { highest, title } = axisOf(model, images);
+  const x = (p) => left + pad + ((end - left - 2 * pad) * Math.log(Math.max(p, smallest))) / Math.log(smallest);
+  const y = (doubt) => floor - pad - ((floor - top - 2 * pad) * Math.min(doubt, highest)) / highest;
   const limit = x(policy.alpha);
-  const [anchor, gap] = limit > width - 100 ? ["tick end", -4] : ["tick", 4];
-  parts.push(line("threshold", limit, top, limit, height - bottom));
-  parts.push(shape("text", anchor, { x: limit + gap, y: top + 8 }, `α = ${number(policy.alpha)}`));
-  if (limitOf(policy) < highest) {
-    const level = y(limitOf(policy));
-    parts.push(line("threshold", left, level, limit, level));
-    parts.push(shape("text", "tick", { x: left + 4, y: level - 4 }, model.target ? "uncertain above" : "ambiguous above"));
+  const level = limitOf(policy) < highest ? y(limitOf(policy)) : top;
+  const area = (decision, x1, y1, x2, y2) => {
+    const rect = shape("rect", "area", { x: x1, y: y1, width: Math.max(0, x2 - x1), height: Math.max(0, y2 - y1) });
+    rect.dataset.decision = decision;
+    return rect;
+  };
+  const parts = [
+    area("accept", left, level, limit, floor),
+    area("abstain_ambiguous", left, top, limit, level),
+    area("abstain_ood", limit, top, end, floor),
+    line("threshold", limit, top, limit, floor),
+    ...(level > top ? [line("threshold", left, level, limit, level)] : []),
+  ];
+  for (let p = 1; p >= smallest; p /= 10) {
+    parts.push(shape("text", "tick middle", { x: x(p), y: floor + 14 }, String(Number(p.toPrecision(1)))));
   }
-  for (const { said, decision, name, id } of images) {
-    const link = shape("a", "", { href: `#${id}`, "aria-label": `${name}: ${decision}` });
-    const dot = shape("circle", "dot", { cx: x(said.ood_p_value), cy: y(uncertainty(said)), r: 5 });
-    dot.dataset.decision = decision;
-    dot.append(shape("title", "", {}, name));
-    link.append(dot);
-    parts.push(link);
+  for (const doubt of [0, highest / 2, highest]) {
+    parts.push(shape("text", "tick end", { x: left - 5, y: y(doubt) + 4 }, String(Number(doubt.toPrecision(2)))));
   }
-  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  const name = (text, place, across, room) => room > 15 && parts.push(shape("text", "tick", { x: across, y: place }, text));
+  name("accept", level + 14, left + 5, Math.min(floor - level - 8, limit - left - 35));
+  name(model.target ? "uncertain" : "ambiguous", top + 14, left + 5, Math.min(level - top, limit - left - 55));
+  name("out of distribution", top + 14, limit + 5, end - limit - 100);
+  parts.push(shape("text", "title middle", { x: (left + end) / 2, y: height - 6 }, "stranger (p-value) →"));
+  parts.push(shape("text", "title", { x: 0, y: 12 }, title));
+  for (const { said, decision, file, id } of images) {
+    const place = `translate(${x(said.ood_p_value).toFixed(1)} ${y(uncertainty(said)).toFixed(1)})`;
+    const mark = shape("path", "mark", { d: MARKS[decision] ?? TRIANGLE, transform: place });
+    Object.assign(mark.dataset, { decision, id });
+    mark.append(shape("title", "", {}, file.name));
+    if (id === current) mark.classList.add("current");
+    parts.push(mark);
+  }
+  parts.push(...parts.filter((part) => part.classList.contains("current"))); // Last, so that none covers it.
+  svg.setAttribute("aria-label", `Map of ${images.length} images, stranger to the right, more unsure upwards; the list has the same.`);
   svg.replaceChildren(...parts);
 }
 

@@ -54,6 +54,7 @@ def model_document(served: ServedModel, names: tuple[str, ...]) -> ModelDocument
             images=len(scores),
             ood_score_threshold=model.calibration.ood_score_threshold(served.thresholds.policy.alpha),
             ood_score=Histogram(edges=edges.tolist(), counts=counts.tolist()),
+            entropy_quantiles=model.calibration.entropy_quantiles(),
         ),
         report=dict(model.report),
         models=list(names),

@@ -9,12 +9,17 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from app.errors import UnavailableMap
 from app.http.disconnect import has_disconnected
 from app.http.openapi import IMAGES_BODY, responses
 from app.http.query import parse_query, query_parameters
 from app.http.uploads import UploadLimits, read_images
+from app.inference.request import EXPLAIN, PREDICT
+from app.inference.request import MAP as MAP_KIND
 from app.models.served import Predicted, ServedModel
 from app.service import service_to_predict
+from psc_core.maps.picture import map_document
+from psc_core.model.pipeline import MAP
 from psc_core.tasks.classification.policy import AmbiguityThreshold
 from psc_core.tasks.policy import Alpha, BasePolicy
 from psc_core.tasks.regression.policy import MaxWidth
@@ -33,6 +38,10 @@ class PredictQuery(BaseModel):
         description="Give the `top_k` most probable classes as `top` instead of all `probabilities`.",
     )
     explain: bool = Field(default=False, description="Add an `explanation` to each prediction.")
+    map: bool = Field(
+        default=False,
+        description="Add a `map` to each `explanation`: where the image is strange. Only with `explain=true`.",
+    )
     monitor: bool = Field(
         default=True,
         description="`false`, for images that are no part of the stream (a demonstration, a test): they stay out of "
@@ -50,6 +59,11 @@ class PredictQuery(BaseModel):
         default=None,
         description="`abstain_uncertain` where the interval is wider, for this request; of regressions.",
     )
+
+    @property
+    def kind(self) -> str:
+        """The kind of request in the queue."""
+        return MAP_KIND if self.map else EXPLAIN if self.explain else PREDICT
 
 
 _ROUTE: Final[dict[str, Any]] = {
@@ -80,15 +94,17 @@ async def _predict(request: Request, name: str | None) -> Response:
     service = service_to_predict(request)
     registry, settings = service.registry, service.settings
     query = parse_query(PredictQuery, request)
+    if query.map and not query.explain:
+        raise UnavailableMap("a map is part of an explanation; ask for both, explain=true&map=true")
     registry.get(name).engine.check_room()
     limits = UploadLimits(settings.max_images_per_request, settings.max_fields, settings.upload_seconds)
     images = await read_images(request, limits)
     served = registry.get(name)  # After the body: a reload may have swapped it meanwhile.
-    asked = query.model_dump(exclude_none=True, exclude={"explain", "monitor"})
+    asked = query.model_dump(exclude_none=True, exclude={"explain", "map", "monitor"})
     thresholds = served.thresholds_with(**asked)
     disconnected = partial(has_disconnected, request.receive)
     predicted = await served.predict(
-        images, thresholds, disconnected=disconnected, explain=query.explain, monitor=query.monitor
+        images, thresholds, disconnected=disconnected, kind=query.kind, monitor=query.monitor
     )
     options = {option: asked[option] for option in served.model.task.request_options & asked.keys()}
     return Response(predict_response(served, thresholds.policy, predicted, **options), media_type="application/json")
@@ -102,7 +118,7 @@ def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predict
     Args:
         served: The model that answered.
         policy: Policy of the decisions.
-        predicted: Finite outputs, decisions and, where it is asked for, an explanation.
+        predicted: Finite outputs, decisions and, where they are asked for, an explanation and a map.
         options: The task's ``request_options`` for which the request asks.
     """
     model, (outputs, decisions, explanation) = served.model, predicted
@@ -111,5 +127,9 @@ def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predict
         explained = model.task.explanations(explanation, model.classes, model.head_layers)
         for prediction, more in zip(predictions, explained, strict=True):
             prediction["explanation"] = more
+    layer_map = model.pipeline.map if MAP in explanation else None
+    if layer_map is not None:
+        for prediction, grey in zip(predictions, explanation[MAP], strict=True):
+            prediction["explanation"]["map"] = map_document(layer_map.layer, grey)
     document = {**served.identity, "policy": policy.model_dump(), "predictions": predictions}
     return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -15,10 +15,12 @@ from app.http.uploads import parse
 from app.http.v2.schemas import InferRequest
 from app.http.v2.tensors import OutputTensor, images_of
 from app.inference.decoder import EncodedImage
-from app.inference.request import Images
+from app.inference.request import MAP as MAP_KIND
+from app.inference.request import PREDICT, Images
 from app.models.served import ServedModel
 from app.service import Service
 from psc_core.model.base import FittedModel
+from psc_core.model.pipeline import MAP
 from psc_core.tasks.task import GATES_OUTPUT
 
 
@@ -89,20 +91,23 @@ async def infer(service: Service, name: str, version: str | None, received: Rece
         images = await parse(received.body, read)
     task, classes, gates = served.model.task, served.model.classes, served.model.gates
     as_binary = wanted.binary_outputs(outputs_of(served.model))
-    strange = [output for output in as_binary if output not in task.tensors]
+    strange = [output for output in as_binary if output not in task.tensors and output != MAP]
     if strange:
-        known = tuple(task.tensors)
+        known = (*task.tensors, *([] if served.model.pipeline.map is None else [MAP]))
         raise MalformedRequest(f"model {served.name!r} has no output {strange[0]!r}; expected some of {known}")
     alpha = wanted.parameters.alpha
     thresholds = served.thresholds if alpha is None else served.thresholds_with(alpha=alpha)
-    outputs, decisions, _ = await served.predict(
+    outputs, decisions, explanation = await served.predict(
         images if isinstance(images, np.ndarray) else [EncodedImage(data) for data in images],
         thresholds,
         disconnected=partial(has_disconnected, receive),
+        kind=MAP_KIND if MAP in as_binary else PREDICT,
         monitor=wanted.parameters.monitor,
     )
     tensors = [
-        OutputTensor(
+        OutputTensor(MAP, "UINT8", list(explanation[MAP].shape), explanation[MAP])
+        if output == MAP
+        else OutputTensor(
             output,
             task.tensors[output],
             [len(outputs), *task.tensor_shape(output, classes, gates)],
@@ -114,5 +119,8 @@ async def infer(service: Service, name: str, version: str | None, received: Rece
 
 
 def outputs_of(model: FittedModel) -> tuple[str, ...]:
-    """Return the names of a model's outputs; without gates, theirs is none of them, though a request may name it."""
+    """Return the names of the outputs that a model gives unasked.
+
+    Without gates, theirs is none of them, though a request may name it.
+    """
     return tuple(name for name in model.task.tensors if name != GATES_OUTPUT or model.gates)

@@ -32,6 +32,8 @@ from app.http.v2.schemas import (
 from app.http.v2.tensors import build_response, parse_request
 from app.models.served import ServedModel
 from app.service import Service, service_of, service_to_predict
+from psc_core.maps.layer_map import LayerMap
+from psc_core.model.pipeline import MAP
 from psc_core.version import __version__
 
 
@@ -144,8 +146,16 @@ def metadata_of(served: ServedModel) -> ModelMetadata:
                 shape=[-1, *model.task.tensor_shape(name, model.classes, model.gates)],
             )
             for name in outputs_of(model)
-        ],
+        ]
+        + _map_outputs(model.pipeline.map),
     )
+
+
+def _map_outputs(layer_map: LayerMap | None) -> list[TensorMetadata]:
+    """The map, which is given only where it is asked for."""
+    if layer_map is None:
+        return []
+    return [TensorMetadata(name=MAP, datatype="UINT8", shape=[-1, layer_map.grid.rows, layer_map.grid.columns])]
 
 
 def model_readiness(service: Service, response: Response, name: str, version: str | None) -> ModelReadyDocument:

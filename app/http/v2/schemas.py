@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
+from psc_core.model.pipeline import MAP
 from psc_core.tasks.answer import Document
 from psc_core.tasks.policy import Alpha
 from psc_core.tasks.task import Datatype, task_types
@@ -14,7 +15,7 @@ from psc_core.tasks.task import Datatype, task_types
 MAXIMUM_DIMENSIONS: Final = 8
 """Most dimensions of an input; a list is refused at its first fault: a million take longer to say than to find."""
 
-_NAMES: Final = tuple(dict.fromkeys(name for task in task_types() for name in task.tensors))
+_NAMES: Final = (*dict.fromkeys(name for task in task_types() for name in task.tensors), MAP)
 
 
 class ErrorDocument(Document):
@@ -172,7 +173,7 @@ class RequestParameters(RequestPart):
 
 
 class InferRequest(RequestPart):
-    """An inference request; without ``outputs`` all are given."""
+    """An inference request; without ``outputs`` all are given but ``map``."""
 
     id: str | None = None
     parameters: RequestParameters = RequestParameters()

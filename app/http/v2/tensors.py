@@ -35,7 +35,7 @@ from psc_core.errors import fault
 from psc_core.tasks.task import Datatype
 
 _LENGTH: Final = 4
-_DTYPES: Final = {"FP32": "<f4", "INT64": "<i8", "BOOL": "|b1"}
+_DTYPES: Final = {"FP32": "<f4", "INT64": "<i8", "UINT8": "|u1", "BOOL": "|b1"}
 
 
 @dataclass(frozen=True)

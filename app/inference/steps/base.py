@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.inference.request import EXPLAIN, DeviceBatch, Images, Result
+from app.inference.request import MAP, PREDICT, DeviceBatch, Images, Result
 from psc_core.model.pipeline import Pipeline
 from psc_core.tasks.outputs import FloatArray
 
@@ -51,22 +51,22 @@ class Step(Protocol):
     def fetch(self, slot: int, count: int) -> FloatArray:
         """Outputs of what was launched; the caller owns the array.  Device errors surface here."""
 
-    def explain(self, images: Images) -> Result:
-        """Outputs and explanations, computed at once."""
+    def explain(self, images: Images, *, with_map: bool) -> Result:
+        """Outputs and explanations, and maps where they are asked for, computed at once."""
 
     def release_memory(self) -> None:
         """Give cached device memory back after an allocation failed."""
 
 
 class CompiledNetwork:
-    """A network whose forward pass is compiled, one graph per shape; ``explain`` stays as it is.
+    """A network whose forward pass is compiled, one graph per shape; explanations stay as they are.
 
     PyTorch compiles only few shapes unless the process allows more (:func:`app.runtime.allow_compiled_shapes`).
     """
 
     def __init__(self, network: Pipeline) -> None:
         self._forward = torch.compile(network, dynamic=False)
-        self.explain = network.explain
+        self.explain, self.explain_with_map = network.explain, network.explain_with_map
 
     def __call__(self, images: Tensor, /) -> Tensor:
         outputs: Tensor = self._forward(images)
@@ -86,19 +86,19 @@ def bucket_of(buckets: tuple[int, ...], count: int) -> int:
     return next(size for size in buckets if size >= count)
 
 
-def explain(network: Pipeline | CompiledNetwork, images: Tensor) -> Result:
+def explain(network: Pipeline | CompiledNetwork, images: Tensor, *, with_map: bool) -> Result:
     """Outputs and explanations of a batch on the network's device."""
-    packed, explanation = network.explain(images)
+    packed, explanation = network.explain_with_map(images) if with_map else network.explain(images)
     arrays: dict[str, Any] = {name: value.cpu().numpy() for name, value in explanation.items()}
     return Result(packed.float().cpu().numpy(), arrays)
 
 
 def run_batch(step: Step, batch: DeviceBatch) -> Result:
     """The result of a batch, computed at once, in slot 0 or in none."""
-    if batch.kind == EXPLAIN:
+    if batch.kind != PREDICT:
         images = np.empty((batch.size, *step.input(0).shape[1:]), np.uint8)
         batch.copy_images(images)
-        return step.explain(images)
+        return step.explain(images, with_map=batch.kind == MAP)
     batch.copy_images(step.input(0))
     step.launch(0, batch.size)
     return Result(step.fetch(0, batch.size))

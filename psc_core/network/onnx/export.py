@@ -61,7 +61,7 @@ def to_onnx(backbone: Backbone, size: Size) -> Backbone:
     """
     spec = json.dumps({**backbone.spec(), "size": size}, sort_keys=True).encode()
     weights = save({key: value.contiguous() for key, value in backbone.state_dict().items()})
-    kept = cache_file(spec, weights)
+    kept = cache_file("onnx", spec, weights)
     model = read_checked(kept)
     if model is None:
         model = export_apart(spec, weights, "+".join(backbone.layers))
@@ -69,12 +69,12 @@ def to_onnx(backbone: Backbone, size: Size) -> Backbone:
     return onnx_backbone(OnnxBody(model), backbone.layers, keep_output=backbone.keep_output)
 
 
-def cache_file(spec: bytes, weights: bytes) -> Path:
-    """Return the path at which the model of a network is kept."""
+def cache_file(kind: str, *given: bytes) -> Path:
+    """Return the path at which what follows from ``given`` and the versions of the packages is kept."""
     versions = [importlib.metadata.version(name) for name in ("torch", *PACKAGES)]
-    key = hashlib.sha256(b"\0".join([json.dumps([__version__, *versions]).encode(), spec, weights])).hexdigest()
+    key = hashlib.sha256(b"\0".join([json.dumps([__version__, *versions]).encode(), *given])).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    return folder / "psc" / f"{key}.onnx"
+    return folder / "psc" / f"{key}.{kind}"
 
 
 def read_checked(file: Path) -> bytes | None:
@@ -101,7 +101,7 @@ def is_private(status: os.stat_result) -> bool:
 
 
 def write_checked(file: Path, model: bytes) -> None:
-    """Write a model behind its digest, whole or not at all; without a writable cache folder, not at all."""
+    """Write bytes behind their digest, whole or not at all; without a writable cache folder, not at all."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=file.parent, delete=False) as part:

@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from psc_core.errors import ImageError, NetworkError, needs
 from psc_core.images.files import read_file
+from psc_core.protobuf import LENGTH, fields
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, TensorProto
+    from onnx import ModelProto, NodeProto, TensorProto
 
 Shape = tuple[int, ...]
+Numbers = npt.NDArray[Any]
 
 BATCH: Final = 2
 """Images for which sizes are found out; two tell the axis of the batch from an axis of length one."""
@@ -31,6 +35,12 @@ MAX_BYTES: Final = (1 << 31) - 1
 
 MAX_NODES: Final = 1 << 16
 """Maximum number of operations."""
+
+MAX_FIELDS: Final = 1 << 20
+"""Maximum number of fields in the file, those inside others included; a parsed one takes a hundred bytes and more."""
+
+MAX_DEPTH: Final = 32
+"""Maximum number of messages around a field; of a model without graphs inside operations there are seven."""
 
 MAX_ELEMENTS: Final = 1 << 28
 """Maximum number of elements of a tensor for a batch of two images."""
@@ -90,9 +100,11 @@ def parse_model(data: bytes, origin: str) -> ModelProto:
     """Parse a serialized model; ``origin`` is for messages.
 
     Raises:
-        NetworkError: It is none, or the package that parses it is not installed.
+        NetworkError: It is none, has too many fields, or the package that parses it is not installed.
     """
     model: ModelProto = needs(origin, "onnx", "onnx", error=NetworkError).ModelProto()
+    if sum(1 for _ in islice(_fields(memoryview(data), model.DESCRIPTOR, origin), MAX_FIELDS + 1)) > MAX_FIELDS:
+        raise NetworkError(f"{origin}: expected at most {MAX_FIELDS} fields, got more; export a smaller network")
     try:
         model.ParseFromString(data)
     except needs(origin, "onnx", "google.protobuf.message", error=NetworkError).DecodeError as error:
@@ -100,6 +112,17 @@ def parse_model(data: bytes, origin: str) -> ModelProto:
     if not model.graph.node:
         raise NetworkError(f"{origin} is not an ONNX file with a network; export it with torch.onnx.export")
     return model
+
+
+def _fields(body: memoryview, message: Any, origin: str, depth: int = 0) -> Iterator[None]:
+    """Every field of a serialized message, and of those inside it, before any of it becomes an object."""
+    if depth > MAX_DEPTH:
+        raise NetworkError(f"{origin}: expected at most {MAX_DEPTH} messages inside each other; export it again")
+    for number, wire_type, content in fields(body):
+        yield
+        field = message.fields_by_number.get(number)
+        if field is not None and field.message_type is not None and wire_type == LENGTH:
+            yield from _fields(content, field.message_type, origin, depth + 1)
 
 
 def check_model(model: ModelProto, origin: str) -> None:
@@ -110,13 +133,10 @@ def check_model(model: ModelProto, origin: str) -> None:
     """
     import onnx
 
-    foreign = sorted({node.domain for node in model.graph.node} - {"", "ai.onnx"}) or [
-        function.name for function in model.functions
-    ]
+    foreign = {node.domain for node in model.graph.node} - {"", "ai.onnx"} or {each.name for each in model.functions}
     if foreign:
-        raise NetworkError(
-            f"{origin} uses operators of {', '.join(foreign[:3])}, expected ONNX's own; export it without them"
-        )
+        names = ", ".join(sorted(map(str, foreign))[:3])  # bytes where they are no UTF-8
+        raise NetworkError(f"{origin} uses operators of {names}, expected ONNX's own; export it without them")
     if max((imported.version for imported in model.opset_import), default=0) < MIN_OPSET:
         raise NetworkError(f"{origin}: expected version {MIN_OPSET} of ONNX's operators or newer; export it again")
     if len(model.graph.node) > MAX_NODES:
@@ -165,6 +185,11 @@ def sizes_of(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape]]:
         shape.dim[0].dim_value = BATCH
     for output in probe.graph.output:
         output.type.tensor_type.ClearField("shape")
+    values: dict[str, Numbers | None] = {
+        tensor.name: onnx.numpy_helper.to_array(tensor)
+        for tensor in model.graph.initializer
+        if tensor.data_type in (tensor.INT64, tensor.INT32) and math.prod(tensor.dims) <= _MAX_FOLDED
+    }
     for _ in range(MAX_ROUNDS):
         found = _infer(probe, origin)
         unknown = [node for node in probe.graph.node if any(name and found.get(name) is None for name in node.output)]
@@ -176,7 +201,7 @@ def sizes_of(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape]]:
                 )
         if not unknown:
             return {name: known for name, known in found.items() if known is not None}
-        if not _fold(probe, found, origin):
+        if not _fold(probe, found, values, origin):
             break
     raise NetworkError(
         f"{origin}: the size of {unknown[0].output[0]!r} ({unknown[0].op_type}) is not known before it is computed; "
@@ -201,51 +226,72 @@ def _infer(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape] | None
     return found
 
 
-def _fold(model: ModelProto, found: Mapping[str, tuple[int, Shape] | None], origin: str) -> bool:
+def _fold(
+    model: ModelProto, found: Mapping[str, tuple[int, Shape] | None], values: dict[str, Numbers | None], origin: str
+) -> bool:
     """Replace operations on a few integers by their result; True if some were.
 
     Inference could propagate them too, but without a limit on how many there are.
+
+    Args:
+        model: Changed in place.
+        found: Type and shape of its tensors, as far as they are known.
+        values: Few integers by the tensor's name, and None for what was computed and is something else; both grow.
+        origin: For messages.
     """
     from onnx import numpy_helper
-    from onnx.reference import ReferenceEvaluator
 
     opsets = {imported.domain: imported.version for imported in model.opset_import}
-    values = {
-        tensor.name: numpy_helper.to_array(tensor)
-        for tensor in model.graph.initializer
-        if tensor.data_type in (tensor.INT64, tensor.INT32) and math.prod(tensor.dims) <= _MAX_FOLDED
-    }
-    done = []
+    done: dict[str, Numbers] = {}
+    others: list[NodeProto] = []
     for node in model.graph.node:
+        name = node.output[0] if node.output else ""
         known = found.get(node.input[0]) if node.input else None
-        if node.op_type == "Shape" and known is not None:
+        given = {each: values.get(each) for each in node.input if each}
+        if not name:
+            pass
+        elif node.op_type == "Shape" and known is not None:
             bounds = {attribute.name: attribute.i for attribute in node.attribute}
-            result = np.asarray(known[1][bounds.get("start", 0) : bounds.get("end")], np.int64)
-        elif node.op_type in _FOLDED and all(name in values for name in node.input if name):
-            given = {name: values[name] for name in node.input if name}
-            if _length(node.op_type, [values[name].tolist() for name in node.input if name]) > _MAX_FOLDED:
-                continue
-            try:
-                outputs: Any = ReferenceEvaluator(node, opsets=opsets).run(None, given)
-            except Exception as error:  # Of NumPy, or of the library, for what does not fit together.
-                raise NetworkError(f"{origin}: {node.op_type} of sizes cannot be computed: {error}") from error
-            result = np.asarray(outputs[0])
+            values[name] = np.asarray(known[1][bounds.get("start", 0) : bounds.get("end")], np.int64)
+        elif node.op_type in _FOLDED and name not in values and all(each is not None for each in given.values()):
+            values[name] = _computed(node, given, opsets, origin)
+        result = values.get(name) if name else None
+        if result is None:
+            others.append(node)
         else:
-            continue
-        if result.dtype in (np.int64, np.int32) and result.size <= _MAX_FOLDED:
-            values[node.output[0]] = result
-            done.append(node)
-    for node in done:
-        model.graph.node.remove(node)
-        model.graph.initializer.append(numpy_helper.from_array(values[node.output[0]], node.output[0]))
+            done[name] = result
+    del model.graph.node[:]
+    model.graph.node.extend(others)
+    model.graph.initializer.extend(numpy_helper.from_array(result, name) for name, result in done.items())
     return bool(done)
 
 
+def _computed(
+    node: NodeProto, given: Mapping[str, Numbers | None], opsets: dict[str, int], origin: str
+) -> Numbers | None:
+    """The result of an operation on integers, if it is a few integers."""
+    from onnx.reference import ReferenceEvaluator
+
+    if _length(node.op_type, [given[name] for name in node.input if name]) > _MAX_FOLDED:
+        return None
+    try:
+        outputs: Any = ReferenceEvaluator(node, opsets=opsets).run(None, dict(given))
+    except Exception as error:  # Of NumPy, or of the library, for what does not fit together.
+        raise NetworkError(f"{origin}: {node.op_type} of sizes cannot be computed: {error}") from error
+    result = np.asarray(outputs[0])
+    return result if result.dtype in (np.int64, np.int32) and result.size <= _MAX_FOLDED else None
+
+
 def _length(operator: str, given: list[Any]) -> int:
-    """Return how many numbers an operator gives that may give more than it takes; 0 for any other."""
-    if operator == "Range" and len(given) == 3 and given[2] != 0:
-        return len(range(*given))
-    return math.prod(given[0]) if operator == "ConstantOfShape" and isinstance(given[0], list) else 0
+    """Count the numbers that an operator gives, or those that it takes where these are at least as many."""
+    if operator == "Range" and [each.size for each in given] == [1, 1, 1] and given[2].item() != 0:
+        first, limit, step = (each.item() for each in given)
+        return int(-((first - limit) // step))
+    if operator == "ConstantOfShape":
+        return math.prod(given[0].ravel().tolist())
+    if operator in ("Add", "Div", "Gather", "Mul", "Sub"):  # Each number of one may meet each of the other.
+        return math.prod(each.size for each in given)
+    return sum(each.size for each in given)
 
 
 def _tensors(model: ModelProto) -> Iterator[TensorProto]:

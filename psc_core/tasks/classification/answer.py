@@ -12,6 +12,7 @@ from pydantic import Field
 
 from psc_core.tasks.answer import (
     BaseAnswer,
+    BaseExplanation,
     Document,
     GatePValues,
     IsOod,
@@ -38,7 +39,7 @@ class LabelProbability(Document):
     probability: float = Field(ge=0)
 
 
-class Explanation(Document):
+class Explanation(BaseExplanation):
     """The evidence for the decision on an image."""
 
     nearest_class: str = Field(description="Class at the smallest Mahalanobis distance.")

@@ -58,6 +58,9 @@ class Calibration(BaseCalibration):
                 f"expected a calibration of {count} classes, got one of {self.num_classes}; fit the bundle again"
             )
 
+    def entropy_quantiles(self) -> list[float]:
+        return [float(value) for value in torch.quantile(self.entropies.cpu(), torch.linspace(0.0, 1.0, 101))]
+
     def thresholds(self, policy: Policy) -> Thresholds:
         """Translate a policy into thresholds.
 

@@ -10,6 +10,7 @@ from pydantic import Field
 from psc_core.target import Target
 from psc_core.tasks.answer import (
     BaseAnswer,
+    BaseExplanation,
     Document,
     GatePValues,
     IsOod,
@@ -45,7 +46,7 @@ class LayerNeighbours(Document):
     examples: list[NearExample] = Field(description="The nearest first.")
 
 
-class ValueExplanation(Document):
+class ValueExplanation(BaseExplanation):
     """The evidence for the decision on an image."""
 
     nearest_bin: str = Field(description="Bin of the target at the smallest Mahalanobis distance.")

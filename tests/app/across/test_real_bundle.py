@@ -86,6 +86,24 @@ async def test_served_answers_are_those_of_predict_at_every_batch_size(tiny_bund
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("query", ["", "?monitor=false"])
+async def test_the_examples_of_the_readme_again_and_again_are_no_drift(shipped_bundle: Path, query: str) -> None:
+    examples = [(shipped_bundle / "examples" / f"{name}.png").read_bytes() for name in ("clean", "ambiguous", "shirt")]
+    app = create_app(load_settings({"bundle": f"digits={shipped_bundle}", "device": "cpu", "backend": "folded"}))
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
+    ):
+        await until(lambda: not app.state.service.reasons(), 60)
+        for count in range(8):
+            for images in (examples, *([image] for image in examples)):
+                decisions = [each["decision"] for each in (await answer(client, images, query))["predictions"]]
+                assert count or len(images) == 1 or decisions == ["accept", "abstain_ambiguous", "abstain_ood"]
+        live = (await client.get("/models/digits/live")).json()
+        assert (live["images"], live["drift_alarms"], live["drift_active"]) == (0 if query else 3, 0, False)
+
+
+@pytest.mark.anyio
 async def test_a_bundle_altered_on_disk_changes_nothing_when_reloaded(tiny_bundle: Path, tmp_path: Path) -> None:
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
     app = application(bundle)

@@ -80,14 +80,17 @@ def test_request_and_typed_answer(send: Send, tmp_path: Path) -> None:
     file = tmp_path / "sieben.png"
     file.write_bytes(b"PNG from a file")
     script = Script(answer(2))
-    result = send(script, b"bytes", file, model="a/b", top_k=3, alpha=0.01, ambiguity_threshold=0.5, explain=True)
+    result = send(
+        script, b"bytes", file, model="a/b", top_k=3, alpha=0.01, ambiguity_threshold=0.5, explain=True, map=True
+    )
     assert (result.model.name, result.model.layer, result.policy.alpha) == ("mnist", "layer3", 0.05)
     first, second = result.predictions
     assert first == second
     assert (first.label, first.probabilities, first.prediction_set) == ("7", [0.03, 0.97], ["7"])
     (request,) = script.requests
     assert (
-        request.url.raw_path == b"/prefix/models/a%2Fb/predict?top_k=3&alpha=0.01&ambiguity_threshold=0.5&explain=true"
+        request.url.raw_path
+        == b"/prefix/models/a%2Fb/predict?top_k=3&alpha=0.01&ambiguity_threshold=0.5&explain=true&map=true"
     )
     assert request.headers["x-api-key"] == "key"
     body = request.content

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,24 +15,10 @@ from google.protobuf.message import DecodeError
 from app.errors import MalformedRequest
 from app.grpc.messages import METHODS
 from app.grpc.wire import HIGHER, MAXIMUM_OCCURRENCES, MAXIMUM_UNPACKED, check_counts
+from tests.app.grpc.occurrences import occurrences
 
 REQUEST = METHODS["ModelInfer"][0]
 TENSOR = {"name": "images", "datatype": "UINT8", "shape": [1, 8, 8, 1]}
-
-
-def occurrences(message: Any) -> Counter[str]:
-    """How often each field occurs in a parsed message and those inside."""
-    found = Counter[str]()
-    for field, value in message.ListFields():
-        values = value if field.is_repeated else [value]
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            found[field.full_name] += len(value)
-            continue
-        found[field.full_name] += len(values)
-        if field.message_type is not None:
-            for each in values:
-                found.update(occurrences(each))
-    return found
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from app.errors import MalformedRequest, TooManyImages
-from app.http.json_body import MAXIMUM_CONTAINERS, MAXIMUM_VALUES, load_json
+from app.http.json_body import MAXIMUM_CONTAINERS, MAXIMUM_VALUES, has_more, load_json
 from app.http.uploads import parse_json
 from app.http.v2.tensors import parse_request
 
@@ -27,6 +32,26 @@ def test_too_many_values_are_refused_before_they_exist(body: bytes, monkeypatch:
     for parse in (load_json, lambda text: parse_request(text, None)):
         with pytest.raises(MalformedRequest, match="at most 4194304 values and 262144 lists, objects and keys"):
             parse(body)
+
+
+@given(st.text("[{:, ", max_size=40), st.integers(0, 12), st.integers(0, 20), st.integers(1, 9))
+def test_counts_piece_by_piece_as_at_once(text: str, most: int, most_with_commas: int, piece: int) -> None:
+    found = sum(text.count(mark) for mark in "[{:")
+    too_many = found > most or found + text.count(",") > most_with_commas
+    with mock.patch("app.http.json_body._PIECE", piece):
+        assert has_more(text.encode(), {b"[{:": most, b"[{:,": most_with_commas}) == too_many
+
+
+def test_counting_ends_where_it_is_known() -> None:
+    class Counted(bytes):
+        seen = 0
+
+        def __getitem__(self, place: Any) -> Any:
+            Counted.seen += 1
+            return super().__getitem__(place)
+
+    assert has_more(Counted(b"[]," * (4 * MAXIMUM_CONTAINERS)), {b"[{:": MAXIMUM_CONTAINERS})
+    assert Counted.seen <= 4
 
 
 def test_images_are_counted_before_they_exist(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,9 @@ NO_IMAGES = np.empty((0, 1, 8, 8), np.uint8)
 """For tests that never compute."""
 
 
-def make(batch: int = 8, queue: int = 100, delay: float = 0.0) -> Batcher:
+def make(batch: int = 8, queue: int = 100, delay: float = 0.0, *, shares_cores: bool = False) -> Batcher:
     """A batcher."""
-    return Batcher(max_batch_size=batch, max_queue_images=queue, max_delay_s=delay)
+    return Batcher(max_batch_size=batch, max_queue_images=queue, max_delay_s=delay, shares_cores=shares_cores)
 
 
 def admit(batcher: Batcher, count: int, now: float = 0.0, deadline: float = 1e9, kind: str = "") -> QueuedRequest:

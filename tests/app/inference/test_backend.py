@@ -23,6 +23,41 @@ def psc(shipped_bundle: Path) -> PSC:
     return PSC.load(shipped_bundle, device="cpu")
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache for each test, or one would know what another chose."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_choice_is_kept_for_the_same_bundle_settings_and_machine(
+    psc: PSC, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(backend, "pipeline_on", lambda model, name: (made.append(name), model.pipeline)[1])
+    monkeypatch.setattr(backend, "fastest", lambda seconds, baseline: "plain")
+    for batch, expected in ((1, list(BACKENDS)), (1, ["plain"]), (2, list(BACKENDS))):
+        assert choose_backend(psc, "auto", max_batch=batch, threads=1)[0] == "plain"
+        assert made == expected
+        made.clear()
+    for file in (own_cache / "psc").iterdir():  # Nobody's choice: measured again.
+        file.write_bytes(file.read_bytes() + b"!")
+    assert choose_backend(psc, "auto", max_batch=1, threads=1)[0] == "plain"
+    assert made == list(BACKENDS)
+
+
+def test_choice_that_no_longer_runs_gives_way(psc: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "fastest", lambda seconds, baseline: "onnx")
+    monkeypatch.setattr(backend, "pipeline_on", lambda model, name: model.pipeline)
+    assert choose_backend(psc, "auto", max_batch=1, threads=1)[0] == "onnx"
+
+    def fail(model: PSC, name: str) -> None:
+        raise NetworkError("no memory")
+
+    monkeypatch.setattr(backend, "pipeline_on", fail)
+    assert choose_backend(psc, "auto", max_batch=1, threads=1) == ("folded", psc.pipeline)
+
+
 def test_settings_name_every_backend() -> None:
     assert get_args(Settings.model_fields["backend"].annotation) == ("auto", *BACKENDS)
 

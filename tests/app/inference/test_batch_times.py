@@ -31,6 +31,22 @@ def test_times_are_those_of_batches_of_about_the_size(steps: list[tuple[int, flo
     assert times.total(images) == pytest.approx(sum(map(of, sizes)) if found else 0.0)
 
 
+@given(st.floats(0.0, 9.0), st.floats(0.01, 1.0), st.sampled_from([1, 2, 4]))
+def test_fixed_time_is_that_of_a_batch_without_images(fixed: float, each: float, small: int) -> None:
+    times = BatchTimes(8)
+    times.add(small, 0.0, fixed + each * small)
+    assert times.fixed == 0.0
+    times.add(8, 100.0, 100.0 + fixed + each * 8)
+    assert times.fixed == pytest.approx(fixed, abs=1e-9)
+
+
+def test_no_time_is_fixed_where_large_batches_are_slower_by_the_image() -> None:
+    times = BatchTimes(8)
+    times.add(1, 0.0, 1.0)
+    times.add(8, 1.0, 11.0)
+    assert times.fixed == 0.0
+
+
 def test_batch_behind_another_is_timed_from_its_end() -> None:
     times = BatchTimes(4)
     times.add(4, 0.0, 1.0)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from app.errors import ClientGone, DeadlineExceeded, NotReady, QueueFull
+from app.inference.batcher import Batcher
 from app.inference.request import DeviceBatch, QueuedRequest, State
 from tests.app.inference.support import NO_IMAGES, admit, complete, make
 
@@ -19,10 +20,15 @@ def parts(batch: DeviceBatch | None) -> list[tuple[QueuedRequest, int, int]]:
 class Simulation(RuleBasedStateMachine):
     """No loss, no duplication, no misalignment, bounded memory, whatever happens in whatever order."""
 
-    @initialize(batch=st.integers(1, 20), queue=st.integers(1, 60), delay=st.sampled_from([0.0, 0.5]))
-    def begin(self, batch: int, queue: int, delay: float) -> None:
+    @initialize(
+        batch=st.integers(1, 20),
+        queue=st.integers(1, 60),
+        delay=st.sampled_from([0.0, 0.5]),
+        shares_cores=st.booleans(),
+    )
+    def begin(self, batch: int, queue: int, delay: float, shares_cores: bool) -> None:
         self.max_batch, self.max_queue, self.delay = batch, queue, delay
-        self.batcher = make(batch, queue, delay)
+        self.batcher = make(batch, queue, delay, shares_cores=shares_cores)
         self.now = 0.0
         self.reserved: list[QueuedRequest] = []
         self.admitted: list[QueuedRequest] = []
@@ -189,6 +195,58 @@ def test_cancelled_request_does_not_end_the_delay_of_others() -> None:
     batcher.cancel(large)
     admit(batcher, 1)
     assert batcher.due_in(0.0) == 1.0
+
+
+def patient(*, gap: float, shares_cores: bool = True) -> Batcher:
+    """A batcher of which a batch takes 1 s and 0.1 s an image, with requests coming ``gap`` seconds apart."""
+    batcher, now = make(batch=8, shares_cores=shares_cores), -100.0
+    for count in (1, 8):
+        request = batcher.reserve(count, now=now, deadline=1e9)
+        batcher.put(request, NO_IMAGES, now=now + gap)
+        batch = batcher.take(now + gap)
+        assert batch is not None
+        complete(batcher, batch, now + gap + 1 + 0.1 * count)
+        now += 50
+    return batcher
+
+
+def test_batch_waits_for_requests_in_decoding_while_that_pays() -> None:
+    batcher = patient(gap=0.5)
+    first, second, third, fourth = (batcher.reserve(1, now=0.0, deadline=1e9) for _ in range(4))
+    batcher.put(first, NO_IMAGES, now=0.5)  # 3 s saved for those in decoding, but one comes each half a second.
+    assert batcher.due_in(0.5) == pytest.approx(1.0)
+    assert batcher.take(0.5) is None
+    batcher.put(second, NO_IMAGES, now=1.0)  # 2 s saved, two wait.
+    assert batcher.due_in(1.0) == pytest.approx(1.0)
+    batcher.put(third, NO_IMAGES, now=1.5)  # A third of a second, and the next one comes in half a second.
+    assert batcher.due_in(1.5) == 0.0
+    assert parts(batcher.take(1.5)) == [(first, 0, 1), (second, 0, 1), (third, 0, 1)]
+    batcher.put(fourth, NO_IMAGES, now=2.0)
+    assert parts(batcher.take(2.0)) == [(fourth, 0, 1)]
+
+
+def test_batch_waits_for_nobody_who_has_left() -> None:
+    batcher = patient(gap=0.5)
+    first, second = (batcher.reserve(1, now=0.0, deadline=1e9) for _ in range(2))
+    batcher.put(first, NO_IMAGES, now=0.5)
+    assert batcher.take(0.5) is None
+    batcher.cancel(second)
+    assert parts(batcher.take(0.5)) == [(first, 0, 1)]
+
+
+@pytest.mark.parametrize(("gap", "shares_cores"), [(2.0, True), (0.5, False)])
+def test_batch_leaves_at_once_where_waiting_saves_nothing(gap: float, shares_cores: bool) -> None:
+    batcher = patient(gap=gap, shares_cores=shares_cores)
+    first, _ = (batcher.reserve(1, now=0.0, deadline=1e9) for _ in range(2))
+    batcher.put(first, NO_IMAGES, now=gap)
+    assert parts(batcher.take(gap)) == [(first, 0, 1)]
+
+
+def test_caller_that_cannot_wait_takes_what_is_queued() -> None:
+    batcher = patient(gap=0.5)
+    first, _ = (batcher.reserve(1, now=0.0, deadline=1e9) for _ in range(2))
+    batcher.put(first, NO_IMAGES, now=0.5)
+    assert parts(batcher.take(0.5, patient=False)) == [(first, 0, 1)]
 
 
 def test_full_waits_for_a_whole_batch() -> None:

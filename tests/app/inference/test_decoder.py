@@ -23,9 +23,6 @@ class Opened(NamedTuple):
     data: bytes
     cost: int = 1
 
-    def decode(self) -> bytes:
-        return self.data
-
 
 class Hands:
     """A pool without threads, a clock, and a preprocessing that says what it decoded.
@@ -70,7 +67,8 @@ class Hands:
     def open(self, data: bytes, *, max_pixels: int) -> Opened:
         return Opened(data)
 
-    def from_image(self, data: bytes) -> npt.NDArray[np.uint8]:
+    def from_file(self, image: Opened) -> npt.NDArray[np.uint8]:
+        data = image.data
         self.now += self.seconds
         self.seen.append(data.decode())
         if data.endswith(b"!"):

@@ -36,3 +36,28 @@ def test_put_wakes_a_blocked_take_and_delivers_once() -> None:
     assert not thread.is_alive()
     assert sorted(map(id, delivered)) == sorted(map(id, requests))
     assert all(request.error is None for request in requests)
+
+
+def test_departure_wakes_a_take_that_waits_for_it() -> None:
+    """A batch and a decoded image take a day each: a queued request waits for one in decoding, until that leaves."""
+    batcher, day = make(batch=8, shares_cores=True), 86_400.0
+    for count, now in ((1, -7 * day), (8, -4 * day)):
+        request = batcher.reserve(count, now=now, deadline=1e9)
+        batcher.put(request, NO_IMAGES, now=now + day)
+        batch = batcher.take(now + day)
+        assert batch is not None
+        complete(batcher, batch, now + 2 * day + count)
+    queue = RequestQueue(batcher, lambda _: None)
+    now = time.monotonic()
+    with queue:
+        queued, decoding = (batcher.reserve(1, now=now, deadline=now + 1e9) for _ in range(2))
+    taken: list[DeviceBatch | None] = []
+    thread = threading.Thread(target=lambda: taken.append(queue.take(block=True)), daemon=True)
+    thread.start()
+    queue.put([(queued, NO_IMAGES)])
+    thread.join(0.05)
+    assert not taken
+    with queue:
+        batcher.cancel(decoding)
+    thread.join(30.0)
+    assert [batch.parts[0].request for batch in taken if batch is not None] == [queued]

@@ -17,9 +17,12 @@ from typing import Final
 
 from tests.conftest import ROOT
 
-TARGETS: Final = ("decode", "multipart", "v2")
+TARGETS: Final = ("decode", "multipart", "v2", "grpc", "onnx")
 
-INSTRUMENTED: Final = ["PIL", "app.http", "app.inference.decoder", "psc_core.images", "python_multipart"]
+INSTRUMENTED: Final = [
+    "PIL", "app.grpc", "app.http", "app.inference.decoder", "psc_core.images", "psc_core.network.onnx",
+    "python_multipart",
+]  # fmt: skip
 """The modules whose coverage guides the search."""
 
 HANG_SECONDS: Final = 60

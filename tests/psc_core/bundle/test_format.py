@@ -21,6 +21,8 @@ from psc_core.bundle.io import MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES
 from psc_core.bundle.manifest import GRAPH, MAX_ARGUMENT, PARTS, Manifest
 from psc_core.density import DENSITIES
 from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE
+from psc_core.maps.grid import MAX_POSITIONS
+from psc_core.maps.layer_map import LEVELS
 from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS
 from psc_core.tasks import TASKS
 from psc_core.tasks.classification.answer import DECISIONS
@@ -134,6 +136,13 @@ def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, na
         features, logits = scorer.backbone(inputs)
         z = scorer.embed(images).z
         ours = psc.outputs(psc.pipeline(images))
+        layer_map = psc.pipeline.map
+        grey = None if layer_map is None else psc.predict(images, maps=True).maps.numpy().astype(int)
+    if layer_map is None:
+        assert "map" not in reader.manifest
+    else:
+        theirs_grey = reader.map(features[scorer.backbone.layers.index(layer_map.layer)].numpy())
+        assert np.abs(theirs_grey - grey).max() <= 1 and (theirs_grey == grey).mean() > 0.99
     np.testing.assert_allclose(reader.standardise(images.numpy()), inputs.numpy(), rtol=1e-5, atol=1e-6)
     theirs = reader.answer([f.numpy() for f in features], None if logits is None else logits.double().numpy())
 
@@ -247,7 +256,7 @@ def test_second_reader_rejects_other_tasks(tiny_bundle: Path, tmp_path: Path) ->
 # -- the document's vocabulary ------------------------------------------------------------------------------------
 
 FREE = ("backbone.network.model_args", "density.record", "head.record", "density.sizes", "head.sizes",
-        "gates.texture.density.sizes", "gates.texture.density.record",
+        "gates.texture.density.sizes", "gates.texture.density.record", "map.density.sizes", "map.density.record",
         "collapse", "metrics", "provenance", "files")  # fmt: skip
 """Sections whose names are documented in prose, or are the writer's own."""
 
@@ -321,9 +330,13 @@ def test_tensor_tables_match_layouts(heading: str, kinds: dict[str, Any]) -> Non
     assert said == real
 
 
-@pytest.mark.parametrize(("heading", "part"), [("Projection", "projection"), ("Calibration", "calibration")])
+@pytest.mark.parametrize(
+    ("heading", "part"), [("Projection", "projection"), ("Calibration", "calibration"), ("Map", "map")]
+)
 def test_tensor_tables_match_files(bundles: dict[str, Path], heading: str, part: str) -> None:
-    for path in bundles.values():
+    paths = [path for path in bundles.values() if (path / f"{part}.safetensors").exists()]
+    assert paths
+    for path in paths:
         with safe_open(path / f"{part}.safetensors", "numpy") as file:
             assert {(name, "") for name in file.keys()} == documented_tensors(heading)  # noqa: SIM118
 
@@ -340,5 +353,6 @@ def test_documented_limits() -> None:
     assert MAX_INPUT_PIXELS == 1 << 22 and "≤ 2²²" in TEXT
     assert MAX_RESIZE == 8192 and "at most 8192" in TEXT
     assert MAX_ARGUMENT == 1 << 16 and "at most 2¹⁶ in magnitude" in TEXT
+    assert MAX_POSITIONS == 4096 and "at most 4096 |" in TEXT and f"`levels` = {LEVELS}" in TEXT
     assert MAX_AXES == 8 and "more than 8 axes" in TEXT
     assert (MAX_WEIGHTS, MAX_MODULES) == (1 << 31, 1 << 15) and "2³¹ weights, 2¹⁵ modules" in TEXT

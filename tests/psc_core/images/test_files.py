@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from psc_core.errors import ImageTooLarge, UnsupportedImage
-from psc_core.images.files import MAX_FILE_BYTES, read_file
+from psc_core.images.files import MAX_FILE_BYTES, files_below, read_file
 
 
 def test_reads_files_and_links_to_them(tmp_path: Path) -> None:
@@ -49,3 +50,26 @@ def test_a_missing_file_is_the_callers(tmp_path: Path) -> None:
         read_file(tmp_path / "none")
     with pytest.raises(ValueError, match="null"):
         read_file("a\0b")
+
+
+def test_files_below_are_those_of_the_library(tmp_path: Path) -> None:
+    for name in ("b/2", "b/1", "a/c/3", "a/4", "5", "b/d/6"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "a" / "up").symlink_to(tmp_path)
+    (tmp_path / "empty").mkdir()
+    found = list(files_below(tmp_path))
+    assert sorted(found) == sorted(str(path) for path in tmp_path.rglob("*") if not path.is_dir())
+    assert [os.path.relpath(path, tmp_path) for path in found] == ["5", "a/4", "a/c/3", "b/1", "b/2", "b/d/6"]
+
+
+def test_a_folder_may_be_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deeper than Python calls functions inside functions."""
+    monkeypatch.chdir(tmp_path)
+    for _ in range(1200):
+        Path("d").mkdir()
+        os.chdir("d")
+    Path("x").touch()
+    os.chdir(tmp_path)
+    assert [path.count("/d") for path in files_below(tmp_path)] == [str(tmp_path).count("/d") + 1200]
+    subprocess.run(["rm", "-r", "d"], check=True)  # pytest would by a function that calls itself.

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from pyarrow import fs
 
 from psc_core.errors import UsageError
 from psc_core.log.store import open_log, open_to_write
@@ -42,6 +43,9 @@ def test_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch:
 def test_only_folders_and_buckets_are_logs(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="s3://BUCKET"):
         open_log("gs://bucket/log")
+    for text in ("s3://", "s3://bucket/x?allow_bucket_creation=true"):
+        with pytest.raises(UsageError, match="expected s3://BUCKET/PREFIX with at most"):
+            open_log(text)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be written"):
         open_to_write(tmp_path / "file")
@@ -57,9 +61,11 @@ def test_files_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     server.start()
     try:
         host, port = server.get_host_and_port()
-        options = f"?endpoint_override=http://{host}:{port}&region=us-east-1&allow_bucket_creation=true"
-        bucket = open_log(f"s3://bucket/logs{options}")
-        bucket.files.create_dir("bucket")
+        endpoint = f"endpoint_override=http://{host}:{port}&region=us-east-1"
+        fs.S3FileSystem(
+            region="us-east-1", scheme="http", endpoint_override=f"{host}:{port}", allow_bucket_creation=True
+        ).create_dir("bucket")
+        bucket = open_log(f"s3://bucket/logs?{endpoint}")
         bucket.put("images/ab/x.png", b"one")
         bucket.put("images/ab/x.png", b"two")
         assert (bucket.where, bucket.is_folder) == ("s3://bucket/logs", False)
@@ -68,6 +74,6 @@ def test_files_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
         bucket.delete("images/ab/x.png")
         assert list(bucket.names("images")) == []
         with pytest.raises(OSError):
-            open_log(f"s3://other/logs{options.replace('creation=true', 'creation=false')}").put("x", b"")
+            open_log(f"s3://other/logs?{endpoint}").put("x", b"")
     finally:
         server.stop()

@@ -10,7 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from psc_core import PSC, PSCRegressor
 from psc_core.cli import score as cli
@@ -36,6 +38,26 @@ def test_rows_are_the_predictions_of_the_images_in_order(folder: Path, scored: P
     assert [row["prediction_set"] for row in good] == [list(each) for each in prediction.prediction_set]
     for name in ("log_density", "ood_p_value", "probabilities", "is_ood"):
         assert [row[name] for row in good] == pytest.approx(getattr(prediction, name).numpy(), abs=1e-4)
+
+
+def test_maps_are_written_by_part_and_row(tiny_bundle: Path, folder: Path, tmp_path: Path) -> None:
+    own = ("--bundle", str(tiny_bundle), "--allow-factories", "tests.tiny:network")
+    run(folder, tmp_path / "scores", *own, "--maps", str(tmp_path / "maps"))
+    rows, read = rows_of(tmp_path / "scores"), sorted(file.name for file in (tmp_path / "maps").iterdir())
+    good = [(number, row) for number, row in enumerate(rows) if row["error"] is None]
+    assert read == [f"{number // PART:05d}-{number % PART:04d}.png" for number, _ in good]
+    psc = PSC.load(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    maps = psc.predict([folder / row["item"] for _, row in good], maps=True).maps
+    assert maps is not None
+    for name, grey in zip(read, maps.numpy(), strict=True):
+        with Image.open(tmp_path / "maps" / name) as picture:
+            assert np.abs(np.asarray(picture).astype(int) - grey).max() <= 1
+
+
+def test_a_bundle_without_a_map_writes_none(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no map"):
+        PartWriter(PSC.load(SHIPPED_BUNDLE, device="cpu"), tmp_path, "jsonl", maps=tmp_path / "maps")
+    assert not (tmp_path / "maps").exists()
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.http.schemas import ModelDocument
-from tests.app.fakes import FakeModel
+from tests.app.fakes import FakeModel, FakeValueModel
 from tests.app.support import running
 
 pytestmark = pytest.mark.anyio
@@ -17,6 +17,8 @@ async def test_the_model_document() -> None:
         assert (document.name, document.version, document.models) == ("m", "v1", ["m", "n"])
         assert sum(document.calibration.ood_score.counts) == document.calibration.images == 99
         assert len(document.calibration.ood_score.edges) == len(document.calibration.ood_score.counts) + 1
+        quantiles = document.calibration.entropy_quantiles
+        assert quantiles is not None and quantiles == pytest.approx([percent / 100 for percent in range(101)], abs=1e-6)
         assert document.gates == []
         assert document.report == {"metrics": {"accuracy": 0.99}}
         assert document.notes == []
@@ -28,3 +30,9 @@ async def test_the_model_document_says_that_no_image_is_called_ambiguous() -> No
     async with running(ambiguity_threshold=9.0) as app:
         notes = (await app.client.get("/model")).json()["notes"]
         assert notes == ["no image is called ambiguous: no entropy is above 9 nats"]
+
+
+async def test_a_regression_has_no_entropies() -> None:
+    async with running({"m": FakeValueModel()}) as app:
+        document = ModelDocument.model_validate_json((await app.client.get("/model")).content)
+        assert document.calibration.entropy_quantiles is None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from app.http.routes.page import SECURITY_HEADERS
+from psc_core.tasks.classification.answer import PredictResponse
 from tests.app.support import running
 
 pytestmark = pytest.mark.anyio
@@ -32,6 +35,15 @@ async def test_headers_and_caching() -> None:
         redoc = await app.client.get("/redoc")
         assert (redoc.status_code, redoc.headers["location"]) == (307, "docs")
     assert "unsafe" not in SECURITY_HEADERS["Content-Security-Policy"]
+
+
+async def test_the_example_is_an_answer_of_the_service() -> None:
+    async with running() as app:
+        page = (await app.client.get("/docs")).text
+    found = re.search(r'id="answer">(.*?)</code>', page, re.DOTALL)
+    assert found is not None
+    answer = PredictResponse.model_validate_json(re.sub("<.*?>", "", found[1]))
+    assert answer.predictions[0].decision == "abstain_ambiguous"
 
 
 async def test_the_page_can_be_switched_off() -> None:

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from app.runtime import Runtime
-from tests.app.fakes import CLASSES, NOT_FINITE, POISON, FakeModel, FakePipeline, FakeValueModel, pixels, png
+from psc_core.tasks.classification.answer import PredictResponse
+from tests.app.fakes import (
+    CLASSES,
+    NOT_FINITE,
+    POISON,
+    FakeModel,
+    FakePipeline,
+    FakePipelineWithMap,
+    FakeValueModel,
+    pixels,
+    png,
+)
 from tests.app.http.support import check_predictions, check_problem, hold
 from tests.app.support import PNG, running, until
 
@@ -130,6 +144,30 @@ async def test_explain_adds_an_explanation() -> None:
         assert explanation["aleatoric"] == pytest.approx(10 / 255)
         plain = await app.client.post("/predict?explain=false", content=png(10), headers=PNG)
         assert "explanation" not in plain.json()["predictions"][0]
+
+
+async def test_a_map_shows_where_an_image_is_strange() -> None:
+    pixels = np.zeros((8, 8), np.uint8)
+    pixels[2:4, 5:8] = 200
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    async with running({"m": FakeModel(pipeline=FakePipelineWithMap())}) as app:
+        response = await app.client.post("/predict?explain=true&map=true", content=file.getvalue(), headers=PNG)
+        document = PredictResponse.model_validate(response.json()).predictions[0].explanation
+        assert document is not None and document.map is not None
+        assert document.map.layer == "layer1" and document.map.box == (5 / 8, 2 / 8, 1.0, 4 / 8)
+        with Image.open(io.BytesIO(base64.b64decode(document.map.png))) as picture:
+            assert picture.mode == "L" and np.array_equal(np.asarray(picture), pixels)
+        plain = await app.client.post("/predict?explain=true", content=file.getvalue(), headers=PNG)
+        assert "map" not in plain.json()["predictions"][0]["explanation"]
+
+
+async def test_a_map_that_cannot_be_had_is_422() -> None:
+    async with running() as app:
+        response = await app.client.post("/predict?map=true", content=png(1), headers=PNG)
+        assert "explain=true&map=true" in check_problem(response, 422, "no-map")["detail"]
+        response = await app.client.post("/predict?explain=true&map=true", content=png(1), headers=PNG)
+        assert "has no map" in check_problem(response, 422, "no-map")["detail"]
 
 
 async def test_models_are_served_by_name() -> None:

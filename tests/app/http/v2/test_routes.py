@@ -19,7 +19,17 @@ from psc_core.tasks.classification.task import Classification
 from psc_core.tasks.outputs import Outputs
 from psc_core.tasks.regression.task import Regression
 from psc_core.tasks.task import GATES_OUTPUT
-from tests.app.fakes import CLASSES, POISON, FakeModel, FakePipelineWithGates, FakeValueModel, outputs_of, pixels, png
+from tests.app.fakes import (
+    CLASSES,
+    POISON,
+    FakeModel,
+    FakePipelineWithGates,
+    FakePipelineWithMap,
+    FakeValueModel,
+    outputs_of,
+    pixels,
+    png,
+)
 from tests.app.live import live_server
 from tests.app.support import Running, running
 
@@ -132,6 +142,21 @@ async def test_gates_are_one_tensor() -> None:
         assert output(document, "probabilities").shape == (2, 3)
         wanted = {"inputs": [raw_input(grey(0, 51))], "outputs": [{"name": GATES_OUTPUT}]}
         assert output(await infer(app, wanted, "plain"), GATES_OUTPUT).shape == (2, 0)
+
+
+async def test_a_map_is_given_where_it_is_asked_for() -> None:
+    async with running({"m": FakeModel(pipeline=FakePipelineWithMap()), "plain": FakeModel()}) as app:
+        metadata = ModelMetadata.model_validate((await app.client.get("/v2/models/m")).json())
+        assert [(tensor.datatype, tensor.shape) for tensor in metadata.outputs if tensor.name == "map"] == [
+            ("UINT8", [-1, 8, 8])
+        ]
+        images = grey(0, 51)
+        wanted = {"inputs": [raw_input(images)], "outputs": [{"name": "is_ood"}, {"name": "map"}]}
+        np.testing.assert_array_equal(output(await infer(app, wanted), "map"), images[..., 0])
+        everything = await infer(app, {"inputs": [raw_input(images)]})
+        assert "map" not in [tensor["name"] for tensor in everything["outputs"]]
+        response = await app.client.post("/v2/models/plain/infer", json=wanted)
+        assert response.status_code == 422 and "has no map" in response.json()["error"]
 
 
 async def test_an_output_of_another_task_is_refused_before_anything_is_computed() -> None:

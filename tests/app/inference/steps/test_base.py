@@ -28,6 +28,8 @@ class Plain:
     def explain(self, images: Tensor, /) -> tuple[Tensor, dict[str, Tensor]]:
         raise NotImplementedError
 
+    explain_with_map = explain
+
 
 def test_every_shape_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = CompileCounter()

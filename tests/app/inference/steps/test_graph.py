@@ -41,6 +41,10 @@ class Network:
     def explain(self, images: Tensor, /) -> tuple[Tensor, dict[str, Tensor]]:
         return self(images), {"first": images[:, 0, 0, 0]}
 
+    def explain_with_map(self, images: Tensor, /) -> tuple[Tensor, dict[str, Tensor]]:
+        packed, told = self.explain(images)
+        return packed, {**told, "map": images[:, 0]}
+
 
 class Cuda:
     """Stands in for ``torch.cuda``: ``notes`` says what was asked of the device, in order."""
@@ -199,7 +203,7 @@ def test_an_explanation_leaves_what_is_in_flight_alone(step: GraphStep) -> None:
     expected = fill(step, 0, 4, 1)
     step.launch(0, 4)
     images = np.full((3, *SHAPE), 7, np.uint8)
-    result = step.explain(images)
+    result = step.explain(images, with_map=True)
     assert result.packed.tolist() == [[28.0, 7.0]] * 3
     assert result.explanation["first"].tolist() == [7, 7, 7]
     np.testing.assert_array_equal(step.fetch(0, 4), expected)
@@ -217,10 +221,10 @@ def test_a_cuda_device_gets_graphs(network: Network, cuda: Cuda, monkeypatch: py
 def test_streams_of_steps_that_are_gone_are_used_again(network: Network, cuda: Cuda) -> None:
     first, second = (GraphStep(network, SHAPE, max_batch=6, device=torch.device("cpu")) for _ in range(2))
     image = np.zeros((1, *SHAPE), np.uint8)
-    first.explain(image)
-    second.explain(image)
+    first.explain(image, with_map=False)
+    second.explain(image, with_map=False)
     del first
-    GraphStep(network, SHAPE, max_batch=6, device=torch.device("cpu")).explain(image)
+    GraphStep(network, SHAPE, max_batch=6, device=torch.device("cpu")).explain(image, with_map=False)
     stream, other, again = cuda.streams
     assert other is not stream
     assert again is stream

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import onnx
@@ -13,8 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from psc_core.errors import NetworkError
+from psc_core.network.onnx import model as model_module
 from psc_core.network.onnx.body import MAX_SESSIONS
 from psc_core.network.onnx.model import check_model, parse_model, sizes_of
 from psc_core.network.onnx.restore import restore_body
@@ -139,6 +142,21 @@ def many_rounds(model: onnx.ModelProto) -> None:
         model.graph.node.append(helper.make_node("Reshape", [name, f"shape{level}"], [name := f"reshaped{level}"]))
 
 
+def nothing_to_count(model: onnx.ModelProto) -> None:
+    """A range from lists."""
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1, 2]), "list"))
+    model.graph.node.insert(2, helper.make_node("Range", ["list", "list", "list"], ["more"]))
+
+
+def endless(model: onnx.ModelProto) -> None:
+    """More numbers than a number of the machine can count."""
+    for name, number in (("first", -(1 << 63)), ("last", (1 << 63) - 1), ("step", 1)):
+        model.graph.initializer.append(numpy_helper.from_array(np.array(number), name))
+    model.graph.node.insert(2, helper.make_node("Add", ["first", "zero"], ["begin"]))
+    model.graph.initializer.append(numpy_helper.from_array(np.array(0), "zero"))
+    model.graph.node.insert(3, helper.make_node("Range", ["begin", "last", "step"], ["more"]))
+
+
 def old(model: onnx.ModelProto) -> None:
     model.opset_import[0].version = 6
 
@@ -190,6 +208,8 @@ def as_float64(model: onnx.ModelProto) -> None:
         (dropout, "a dropout that may be active"),
         (reused, "'places' has the shape"),
         (many_rounds, "is not known before it is computed"),
+        (nothing_to_count, "sizes cannot be computed|do not fit|ONNX Runtime cannot"),
+        (endless, "is not known|has the shape|do not fit|ONNX Runtime cannot"),
         (old, "expected version 7 of ONNX's operators"),
         (text, "'text' is no array of numbers"),
         (misfit, "ONNX Runtime cannot"),
@@ -209,6 +229,62 @@ def test_refuses_by_name(change: Callable[[onnx.ModelProto], None], message: str
 def test_refuses_what_is_no_model(data: bytes) -> None:
     with pytest.raises(NetworkError):
         restore_body(data, SIZE, outputs=2)
+
+
+def test_a_domain_that_is_no_text_is_refused() -> None:
+    data = edited(added("Relu", "strange")).replace(b"strange", b"\xff" * 7)
+    with pytest.raises(NetworkError, match="uses operators of"):
+        restore_body(data, SIZE, outputs=2)
+
+
+def test_each_operation_on_sizes_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none that gives many numbers: two hundred outer sums in 26 KB took 13 s."""
+    computed: list[str] = []
+
+    class Evaluator(ReferenceEvaluator):  # type: ignore[misc]
+        def run(self, *arguments: Any) -> Any:
+            computed.append(self.proto_.op_type)
+            return super().run(*arguments)
+
+    def sums(model: onnx.ModelProto) -> None:
+        many_rounds(model)
+        for name, numbers in (("row", np.arange(1024)[None]), ("column", np.arange(1024)[:, None])):
+            model.graph.initializer.append(numpy_helper.from_array(numbers, name))
+        for index in range(5):
+            model.graph.node.append(helper.make_node("Add", ["row", "column"], [f"sum{index}"]))
+            model.graph.node.append(helper.make_node("Cast", ["sides"], [f"real{index}"], to=TensorProto.FLOAT))
+
+    monkeypatch.setattr("onnx.reference.ReferenceEvaluator", Evaluator)
+    with pytest.raises(NetworkError, match="is not known before it is computed"):
+        restore_body(edited(sums), SIZE, outputs=2)
+    assert computed == ["Cast"] * 5
+
+
+def nested(content: bytes, tag: bytes) -> bytes:
+    """A message's content as the only field of another."""
+    length, size = bytearray(), len(content)
+    while size > 127:
+        length.append(size & 127 | 128)
+        size >>= 7
+    return tag + bytes((*length, size)) + content
+
+
+@pytest.mark.parametrize("tag", [b"\x0a", b"\x2a", b"\x6a", b"\x7a"], ids=["nodes", "constants", "values", "unknown"])
+def test_fields_are_counted_before_they_exist(tag: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes two bytes in the file, and more than a hundred once it is parsed."""
+    monkeypatch.setattr(model_module, "MAX_FIELDS", 1000)
+    parse_model(good(), "test")
+    monkeypatch.setattr(onnx.ModelProto, "ParseFromString", lambda *_: pytest.fail("was parsed"))
+    with pytest.raises(NetworkError, match="expected at most 1000 fields, got more"):
+        parse_model(nested((tag + b"\0") * 1000, b"\x3a"), "test")
+
+
+def test_messages_inside_each_other_are_counted() -> None:
+    graph = b""
+    for _ in range(model_module.MAX_DEPTH):
+        graph = nested(nested(nested(graph, b"\x32"), b"\x2a"), b"\x0a")  # An attribute of a node of a graph.
+    with pytest.raises(NetworkError, match="expected at most 32 messages inside each other"):
+        parse_model(nested(graph, b"\x3a"), "test")
 
 
 @given(

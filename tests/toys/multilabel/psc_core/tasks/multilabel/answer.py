@@ -9,7 +9,7 @@ from pydantic import Field
 
 from psc_core.tasks.answer import (
     BaseAnswer,
-    Document,
+    BaseExplanation,
     GatePValues,
     IsOod,
     LogDensity,
@@ -28,7 +28,7 @@ DECISIONS: Final[tuple[str, ...]] = get_args(LabelDecision)
 """Names of the decisions; :mod:`.decide` uses their positions as codes."""
 
 
-class LabelExplanation(Document):
+class LabelExplanation(BaseExplanation):
     """Why the image was decided as it was."""
 
     nearest_label: str = Field(description="Label at the smallest Mahalanobis distance.")

@@ -1,0 +1,108 @@
+// The pictures, each with its verdict: in which order, which of them, and which one the keyboard is at.
+
+import { DECISIONS } from "./decide.js";
+import { answerText, uncertainty } from "./kinds.js";
+
+export const SMALL_PIXELS = 96;
+const FILTERS = { all: "All", ...DECISIONS, error: "✕ Failed", differ: "≠ Models differ" };
+const grid = document.getElementById("grid");
+let current = null;
+
+export function newTile(id, file) {
+  const item = document.getElementById("tile").content.firstElementChild.cloneNode(true);
+  const picture = item.querySelector("img");
+  item.firstElementChild.id = id;
+  picture.alt = file.name;
+  picture.addEventListener("load", () => picture.classList.toggle("pixels", picture.naturalWidth < SMALL_PIXELS));
+  picture.addEventListener("error", () => picture.parentElement.classList.add("none"));
+  picture.src = URL.createObjectURL(file);
+  return item;
+}
+
+export function mark(line, decision, badge, label = "") {
+  const text = line.querySelector(".badge");
+  text.dataset.decision = decision;
+  text.textContent = badge;
+  line.querySelector(".label").textContent = label;
+}
+
+export function showTile({ tile, said, decision, other }, model, rival) {
+  const [own, second] = tile.querySelectorAll(".says");
+  own.dataset.model = rival ? model.name : "";
+  mark(own, decision, DECISIONS[decision], answerText(said, decision, model));
+  second.hidden = !(rival && other);
+  if (second.hidden) return;
+  second.dataset.model = rival.name;
+  mark(second, other.decision, DECISIONS[other.decision], answerText(other.said, other.decision, rival));
+}
+
+const differs = ({ decision, other, said }) => other && (other.decision !== decision || other.said.label !== said.label);
+
+const belongs = (image, filter) =>
+  filter === "all" ||
+  (filter === "error" ? image.state === "failed" : image.state === "done" && (filter === "differ" ? differs(image) : image.decision === filter));
+
+const strangest = (a, b) => a.said.ood_p_value - b.said.ood_p_value || b.said.ood_score - a.said.ood_score;
+const ranks = Object.keys(DECISIONS);
+const ORDERS = {
+  added: () => 0,
+  strange: strangest,
+  unsure: (a, b) => uncertainty(b.said) - uncertainty(a.said),
+  decision: (a, b) => ranks.indexOf(a.decision) - ranks.indexOf(b.decision) || strangest(a, b),
+};
+
+// Images without an answer stay ahead, where they were added.
+export function sorted(images, order) {
+  const done = images.filter(({ said }) => said).sort(ORDERS[order]);
+  return [...images.filter(({ said }) => !said), ...done];
+}
+
+export function arrange(images) {
+  const focused = document.activeElement;
+  const items = images.map(({ tile }) => tile);
+  if (items.length === grid.children.length && items.every((item, index) => item === grid.children[index])) return;
+  grid.replaceChildren(...items);
+  if (grid.contains(focused)) focused.focus({ preventScroll: true });
+}
+
+// Hides the images that do not belong, and says of each filter how many do.
+export function showFilters(images, filter) {
+  const buttons = Object.entries(FILTERS).flatMap(([name, text]) => {
+    const count = images.filter((image) => belongs(image, name)).length;
+    if (count === 0 && name !== filter) return [];
+    const button = Object.assign(document.createElement("button"), { type: "button", textContent: `${text} ${count}` });
+    Object.assign(button.dataset, { filter: name, decision: name });
+    button.setAttribute("aria-pressed", name === filter);
+    return [button];
+  });
+  const filters = document.getElementById("filters");
+  if (filters.textContent !== buttons.map((button) => button.textContent).join("") || !filters.querySelector(`[data-filter=${filter}][aria-pressed=true]`)) {
+    const focused = document.activeElement.dataset.filter;
+    filters.replaceChildren(...buttons);
+    if (focused) filters.querySelector(`[data-filter=${focused}]`)?.focus();
+  }
+  for (const image of images) image.tile.hidden = !belongs(image, filter);
+  const shown = visible(images);
+  reach((shown.find(({ id }) => id === document.activeElement.id) ?? shown[0])?.id);
+}
+
+export const visible = (images) => images.filter(({ tile }) => !tile.hidden);
+
+// One image is in the order of the Tab key; the arrows lead to the others.
+export function reach(id, isOpen = false) {
+  const tile = (name) => document.getElementById(name);
+  if (current && tile(current)) tile(current).tabIndex = -1;
+  grid.querySelector("[aria-current]")?.removeAttribute("aria-current");
+  current = id ?? null;
+  if (!current) return;
+  tile(current).tabIndex = 0;
+  if (isOpen) tile(current).setAttribute("aria-current", "true");
+}
+
+export function step(images, from, key) {
+  const shown = visible(images);
+  const columns = getComputedStyle(grid).gridTemplateColumns.split(" ").length;
+  const here = shown.findIndex(({ id }) => id === from);
+  const to = { ArrowLeft: here - 1, ArrowRight: here + 1, ArrowUp: here - columns, ArrowDown: here + columns, Home: 0, End: shown.length - 1 };
+  return shown[to[key]];
+}

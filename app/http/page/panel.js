@@ -1,0 +1,83 @@
+// The panel beside the pictures: one of them, its verdict, why, and the numbers behind it.
+
+import { DECISIONS } from "./decide.js";
+import { percent } from "./format.js";
+import { SMALL_PIXELS } from "./grid.js";
+import { answerText, rows } from "./kinds.js";
+import { drawHistogram } from "./plots.js";
+import { reason, showWhy } from "./why.js";
+
+const SHOWN_CLASSES = 5;
+const element = (id) => document.getElementById(id);
+const panel = element("panel");
+const beside = matchMedia("(min-width: 68rem)");
+
+// Beside the pictures where there is room, else over them, with the rest of the page out of reach.
+export function openPanel() {
+  if (panel.open) return;
+  if (beside.matches) panel.show();
+  else panel.showModal();
+}
+
+beside.addEventListener("change", () => {
+  if (!panel.open) return;
+  panel.close();
+  openPanel();
+});
+
+export function showPanel(image, { model, policy, rival }, place) {
+  const { file, said, decision, tile } = image;
+  const picture = element("picture");
+  const source = tile.querySelector("img").src;
+  element("panel-name").textContent = file.name;
+  element("panel-place").textContent = place;
+  if (picture.src !== source) Object.assign(picture, { src: source, alt: file.name });
+  const { naturalWidth: width, naturalHeight: height } = picture; // 0 until it is loaded, which draws again.
+  element("frame").style.setProperty("--ratio", width / height || 1);
+  element("frame").classList.toggle("pixels", width > 0 && width < SMALL_PIXELS);
+  element("frame").classList.toggle("none", picture.complete && width === 0);
+  const badge = tile.querySelector(".badge");
+  element("badge").dataset.decision = badge.dataset.decision;
+  element("badge").textContent = said ? DECISIONS[decision] : badge.textContent;
+  element("told").hidden = !said;
+  element("answer").textContent = said ? answerText(said, decision, model) : "";
+  const text = said ? reason(said, decision, policy, model) : (image.problem ?? "");
+  if (element("reason").textContent !== text) element("reason").textContent = text;
+  showWhy(said ?? {}, model, element("why").open);
+  if (!said) return;
+  element("classes").replaceChildren(...(model.target ? [] : classBars(said, model)));
+  showNumbers(image, model, policy, rival);
+  drawHistogram(element("histogram"), model, policy.alpha, said.ood_score);
+}
+
+function classBars(said, model) {
+  const order = said.probabilities.map((probability, index) => ({ probability, index }));
+  order.sort((a, b) => b.probability - a.probability);
+  return order.slice(0, SHOWN_CLASSES).map(({ probability, index }) => {
+    const fill = make("span", "fill");
+    fill.style.width = `${100 * probability}%`;
+    const track = make("span", "track", fill);
+    track.setAttribute("aria-hidden", "true");
+    return make("li", "", make("span", "name", model.classes[index]), track, make("span", "share", percent(probability)));
+  });
+}
+
+// With a second model its numbers stand beside.
+function showNumbers({ said, other }, model, policy, rival) {
+  const both = rival && other;
+  const theirs = new Map(both ? rows(other.said, rival.policy, rival).map(([name, value]) => [name, value]) : []);
+  const body = rows(said, policy, model).map(([name, value, limit]) => {
+    const head = make("th", "", name, make("small", "", limit));
+    head.scope = "row";
+    return make("tr", "", head, make("td", "", value), ...(both ? [make("td", "", theirs.get(name) ?? "–")] : []));
+  });
+  const names = both ? [make("tr", "", make("td", ""), ...[model, rival].map(({ name }) => make("th", "", name)))] : [];
+  element("numbers").replaceChildren(...names, ...body);
+}
+
+function make(kind, name, ...content) {
+  const node = document.createElement(kind);
+  node.className = name;
+  node.append(...content);
+  return node;
+}

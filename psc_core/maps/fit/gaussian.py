@@ -1,0 +1,83 @@
+"""The Gaussian of a position, and the distances of its grey levels.
+
+Channels are scaled to unit variance, those below :data:`DEAD_UNIT` of the layer's root mean square as if they had that
+much.  Of the components of their correlation, C = U diag(λ) Uᵀ, the half of least variance is kept, and at most
+:data:`MAX_COMPONENTS`:
+
+    A = diag(1/σ) U_kept diag(λ_kept^(−1/2))
+
+Directions in which in-distribution images hardly vary tell strange ones best (Rippel, Mertens & Merhof 2021); the
+leading ones are what images differ in anyway.  Components whose variance is rounding, below :data:`.EIGENVALUE_FLOOR`
+or the squared resolution of the features, are none.
+
+A level's threshold is the distance that a fraction t of in-distribution positions reaches.  Of m sorted readings
+``r_1 ≤ … ≤ r_m`` the i-th has ``t_i = (m + 1 − i) / (m + 1)``, and ``log t`` is linear in between; beyond ``r_m`` it
+falls with the mean excess of the largest twentieth, as the tails of the gates do.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from psc_core.errors import FitError
+from psc_core.fitted import Record
+from psc_core.maps.fit.moments import Moments
+from psc_core.maps.layer_map import DECADES, LEVELS, PositionDensity
+from psc_core.numerics.linalg import EIGENVALUE_FLOOR, eigh
+
+DEAD_UNIT: Final = 1e-2
+"""Minimum standard deviation, relative to the root mean square over the channels."""
+
+MAX_COMPONENTS: Final = 128
+"""Maximum number of components, so that a map costs a few hundredths of the network."""
+
+TAIL_FRACTION: Final = 0.05
+"""Fraction of the readings whose mean excess is the scale of the tail."""
+
+
+def fit_positions(moments: Moments) -> PositionDensity:
+    """Return the density of a position, with thresholds of 0 until :func:`with_levels` sets them.
+
+    Raises:
+        FitError: Features that are not finite, or the same at all positions.
+    """
+    variance = moments.covariance.diagonal()
+    if not (bool(moments.mean.isfinite().all()) and bool(variance.isfinite().all())):
+        raise FitError("expected finite features for a map; check the weights, or use --precision fp32")
+    scale = variance.mean().sqrt()
+    if float(scale) == 0.0:
+        raise FitError("expected features that differ between positions for a map, got the same at all")
+    std = torch.maximum(variance.sqrt(), DEAD_UNIT * scale)
+    values, vectors = eigh(moments.covariance / std[:, None] / std)
+    exact = values > max(EIGENVALUE_FLOOR, moments.resolution**2)
+    values, vectors = values[exact], vectors[:, exact]
+    kept = min(math.ceil(len(variance) / 2), MAX_COMPONENTS, len(values))
+    whitener = vectors[:, len(values) - kept :] * values[len(values) - kept :].rsqrt() / std[:, None]
+    record: Record = {"vectors": moments.vectors, "resolved": len(values)}
+    tensors = {"mean": moments.mean, "whitener": whitener, "thresholds": torch.zeros(LEVELS)}
+    return PositionDensity(tensors, record=record)
+
+
+def with_levels(density: PositionDensity, distances: Float[Tensor, " m"]) -> PositionDensity:
+    """Return the density with grey levels for the squared distances of m in-distribution positions."""
+    tensors = {**density.state_dict(), "thresholds": thresholds(distances).to(density.mean.device)}
+    return PositionDensity(tensors, record={**density.record, "readings": len(distances)}).to(density.mean.device)
+
+
+def thresholds(readings: Float[Tensor, " m"]) -> Float[Tensor, " levels"]:
+    """The distance of each grey level above black, ascending, float64."""
+    ordered = readings.double().sort().values.cpu().numpy()
+    m = len(ordered)
+    log_fractions = -DECADES * math.log(10) / LEVELS * np.arange(1, LEVELS + 1)
+    log_ranks = np.log((m - np.arange(m)) / (m + 1))
+    inside = np.interp(-log_fractions, -log_ranks, ordered)
+    k = max(1, round(TAIL_FRACTION * m))
+    excess = float((ordered[m - k :] - ordered[max(0, m - k - 1)]).mean())
+    beyond = np.maximum(0.0, -math.log(m + 1) - log_fractions) * excess
+    return torch.from_numpy(inside + beyond)

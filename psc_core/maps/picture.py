@@ -1,0 +1,46 @@
+"""A map as a picture, and the strangest region in it."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+from scipy import ndimage
+
+Grey = npt.NDArray[np.uint8]
+"""(rows, columns), brighter is stranger."""
+
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom as fractions of the width and height of what the network sees."""
+
+_CORNERS: Final = np.ones((3, 3), bool)
+
+
+def png_of(grey: Grey) -> bytes:
+    """Return an 8-bit grey PNG with a pixel for each position."""
+    file = io.BytesIO()
+    Image.fromarray(grey).save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def box_of(grey: Grey) -> Box:
+    """Return the box of the strangest region.
+
+    A region is what hangs together, corners included, of the positions at least half as bright as the brightest; the
+    strangest has the largest sum of grey levels, of equal ones the first.  Of a black map it is the whole.
+    """
+    regions, _ = ndimage.label(2 * grey.astype(np.int64) >= int(grey.max()), _CORNERS)
+    sums = np.bincount(regions.ravel(), weights=grey.ravel())
+    strangest = int(sums[1:].argmax()) + 1
+    rows, columns = ndimage.find_objects(regions)[strangest - 1]
+    height, width = grey.shape
+    return columns.start / width, rows.start / height, columns.stop / width, rows.stop / height
+
+
+def map_document(layer: str, grey: Grey) -> dict[str, Any]:
+    """Return the map of one image as an answer has it, :class:`psc_core.tasks.answer.ExplanationMap`."""
+    return {"layer": layer, "png": base64.b64encode(png_of(grey)).decode(), "box": box_of(grey)}

@@ -1,0 +1,92 @@
+"""A graph is refused, alone and in a bundle, or computes outputs of the sizes that were found out before."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from psc_core.errors import NetworkError
+from psc_core.network.onnx.model import check_model, parse_model, sizes_of
+from psc_core.network.onnx.restore import restore_body
+
+SIZE: Final = (1, 8, 8)
+OUTPUTS: Final = 2
+MAXIMUM_TEXT: Final = 2000
+
+MODEST_BYTES: Final = 1 << 24
+MODEST_OPERATIONS: Final = 1 << 24
+"""A graph that takes more for an image is checked only."""
+
+
+def _graph(*middle: object, **constants: object) -> bytes:
+    """Features of one layer and logits, with other operations between."""
+    values = {
+        "weights": np.ones((4, 1, 3, 3), np.float32),
+        "head": np.ones((3, 4), np.float32),
+        "sides": np.array([0, 0, -1]),
+        "axis": np.array([2]),
+        **constants,
+    }
+    nodes = [
+        helper.make_node("Conv", ["images", "weights"], ["map"], kernel_shape=[3, 3]),
+        helper.make_node("Reshape", ["map", "sides"], ["features"]),
+        *middle,
+        helper.make_node("ReduceMean", ["features", "axis"], ["pooled"], keepdims=0),
+        helper.make_node("Gemm", ["pooled", "head"], ["logits"], transB=1),
+    ]
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        nodes,
+        "net",
+        [value("images", TensorProto.FLOAT, ["batch", *SIZE])],
+        [value("features", TensorProto.FLOAT, ["batch", 4, 36]), value("logits", TensorProto.FLOAT, ["batch", 3])],
+        [numpy_helper.from_array(np.asarray(each), name) for name, each in values.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    return bytes(model.SerializeToString())
+
+
+SEEDS: Final = [
+    _graph(),
+    _graph(
+        helper.make_node("Shape", ["features"], ["shape"]),
+        helper.make_node("Gather", ["shape", "axis"], ["length"]),
+        helper.make_node("Squeeze", ["length"], ["count"]),
+        helper.make_node("Range", ["zero", "count", "one"], ["places"]),
+        helper.make_node("Gather", ["features", "places"], ["gathered"], axis=2),
+        zero=np.array(0),
+        one=np.array(1),
+    ),
+    _graph(
+        helper.make_node("Relu", ["map"], ["active"]),
+        helper.make_node("MaxPool", ["active"], ["largest"], kernel_shape=[2, 2], pads=[1, 0, 0, 1], strides=[2, 1]),
+        helper.make_node("Resize", ["largest", "", "scales"], ["resized"], mode="linear"),
+        helper.make_node("Softmax", ["resized"], ["weighed"], axis=1),
+        helper.make_node("Split", ["weighed"], ["left", "right"], axis=1, num_outputs=2),
+        helper.make_node("Concat", ["right", "left"], ["swapped"], axis=1),
+        helper.make_node("Pad", ["swapped", "pads"], ["padded"]),
+        scales=np.array([1, 1, 2, 2], np.float32),
+        pads=np.array([0, 0, 1, 1, 0, 0, 1, 1]),
+    ),
+]
+
+
+def check(data: bytes) -> None:
+    """Restore, and compute two images where that is cheap."""
+    try:
+        body = restore_body(data, SIZE, outputs=OUTPUTS)
+        cost = body.cost
+        assert cost is not None
+        if cost.alive > MODEST_BYTES or cost.operations > MODEST_OPERATIONS:
+            return
+        outputs = body(torch.ones(2, *SIZE))
+    except NetworkError as error:
+        assert len(str(error)) <= MAXIMUM_TEXT, str(error)
+        return
+    model = parse_model(data, "again")
+    check_model(model, "again")
+    sizes = sizes_of(model, "again")
+    assert [tuple(output.shape) for output in outputs] == [sizes[value.name][1] for value in model.graph.output]
