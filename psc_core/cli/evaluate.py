@@ -44,11 +44,7 @@ def parser() -> argparse.ArgumentParser:
     beside.add_argument("--weights", type=Path, metavar="FILE", help="the whole network's checkpoint, as for psc-fit")
     beside.add_argument("--train", metavar="DIR", help="training images")
     beside.add_argument("--val", metavar="DIR", help="validation images")
-    text = "network factories package.module:factory that the bundle may import"
-    cli.add_argument(
-        "--allow-factories", action="extend", type=flags.by_commas, default=[], metavar="SPEC[,SPEC]", help=text
-    )
-    cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    flags.add_model_flags(cli)
     text = "images sent through the network at once (default: 256)"
     cli.add_argument("--batch-images", type=flags.positive, default=256, help=text)
     cli.add_argument("--out", type=Path, metavar="DIR", help=f"write {', '.join(WRITTEN)} here")

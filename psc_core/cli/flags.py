@@ -11,6 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,20 @@ def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser
     return ExitCode.OK
 
 
+def add_log_flags(cli: argparse.ArgumentParser) -> None:
+    """Add the flags that choose rows of a prediction log."""
+    cli.add_argument("--model", metavar="NAME", help="by which it was served (default: the only one in the log)")
+    cli.add_argument("--since", type=day, metavar="DAY", help="first day of the log to use, YYYY-MM-DD")
+    cli.add_argument("--until", type=day, metavar="DAY", help="last day of the log to use, YYYY-MM-DD")
+
+
+def add_model_flags(cli: argparse.ArgumentParser) -> None:
+    """Add the flags of a bundle that is loaded."""
+    cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    text = "network factories package.module:factory that the bundle may import"
+    cli.add_argument("--allow-factories", action="extend", type=by_commas, default=[], metavar="SPEC[,SPEC]", help=text)
+
+
 def check_free(folder: Path, names: Iterable[str]) -> None:
     """Check that a command writes over nothing, before it computes for hours.
 
@@ -84,6 +99,16 @@ def key_values(pairs: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             result[key] = value
     return result
+
+
+def day(text: str) -> str:
+    """A day as YYYY-MM-DD (argparse type)."""
+    try:
+        if date.fromisoformat(text).isoformat() == text:
+            return text
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"expected a day as YYYY-MM-DD, got {text!r}")
 
 
 def positive(text: str, wanted: str = "a positive integer") -> int:

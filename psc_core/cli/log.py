@@ -34,6 +34,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--out", type=Path, metavar="FILE", help="tasks in Label Studio's JSON")
     command.add_argument("--csv", type=Path, metavar="FILE", help="the same as CSV, with an empty column label")
     command.add_argument("--model", metavar="NAME", help="only of this one (default: all, in turn)")
+    text = "only the audit slice, a fair sample: what psc-recalibrate takes"
+    command.add_argument("--audit", action="store_true", help=text)
     command.add_argument("--limit", type=flags.positive, default=200, metavar="N", help="of images (default: 200)")
     text = "before each image's path (default: Label Studio's /data/local-files/?d=, or the bucket)"
     command.add_argument("--images", metavar="PREFIX", help=text.replace("%", "%%"))
@@ -57,7 +59,7 @@ def review(args: argparse.Namespace) -> None:
     if args.out is None and args.csv is None:
         raise UsageError("there is nothing to write; give --out FILE, --csv FILE or both")
     log = open_log(args.log)
-    chosen = choose(log, read_labels(log), model=args.model, limit=args.limit)
+    chosen = choose(log, read_labels(log), model=args.model, audit=args.audit, limit=args.limit)
     if not chosen:
         raise UsageError(f"{args.log} has no stored image without a label; see --log-images of psc-serve")
     prefix = default_prefix(log) if args.images is None else args.images

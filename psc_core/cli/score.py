@@ -47,15 +47,7 @@ def parser() -> argparse.ArgumentParser:
     text = "score on a Ray cluster with N actors, each with a GPU where there are any (extra psc[ray])"
     cli.add_argument("--ray", type=flags.positive, metavar="N", help=text)
     cli.add_argument("--threads", type=flags.positive, metavar="N", help="decode images (default: one per CPU)")
-    cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    cli.add_argument(
-        "--allow-factories",
-        action="extend",
-        type=flags.by_commas,
-        default=[],
-        metavar="SPEC[,SPEC]",
-        help="network factories package.module:factory that the bundle may import",
-    )
+    flags.add_model_flags(cli)
     return cli
 
 

@@ -7,8 +7,10 @@ from dataclasses import fields, replace
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from psc_core.calibration.conformal import check_rates
+from psc_core.calibration.weighted import equal_scores, worth
 from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
@@ -55,8 +57,16 @@ def calibrate(
     return Pipeline(scorer, calibrated.calibration.ood_scores, fitted_gates, layer_map), calibrated
 
 
-def recalibrate(model: FittedModel, data: ImageDataset, settings: FitSettings) -> tuple[Pipeline, Calibrated]:
+def recalibrate(
+    model: FittedModel, data: ImageDataset, settings: FitSettings, weights: Tensor | None = None
+) -> tuple[Pipeline, Calibrated]:
     """Calibrate a fitted model on ``data`` alone; what was selected stays, the gates' readings of it too.
+
+    Args:
+        model: To calibrate.
+        data: Images that nothing was chosen on.
+        settings: The rates.
+        weights: Images that each one stands for; None where all are equal.
 
     Raises:
         UsageError: Rates that so few images cannot keep.
@@ -64,16 +74,36 @@ def recalibrate(model: FittedModel, data: ImageDataset, settings: FitSettings) -
     """
     fit = task_fit(model.task.name)
     fit.check(settings)
-    check_rates(len(data), alpha=settings.alpha, coverage=settings.coverage)
+    images = len(data) if weights is None else worth(weights)
+    check_rates(images, alpha=settings.alpha, coverage=settings.coverage)
     scored = score_dataset(model.pipeline.scorer, data, settings.compute(), "calibration")
     gates = model.pipeline.gates
     if gates is not None:
-        readings = readings_of(gates.names, scored.scores).float().sort(dim=0).values.T
+        each = readings_of(gates.names, scored.scores).float().T
+        readings = torch.stack([reading[equal_scores(reading, weights)] for reading in each])
         gates = Gates(gates.names, gates.ascending.cpu(), gates.scales.cpu(), readings, gates.texture_counts_below)
     ood_score, _ = ood_score_of(scored.scores, gates)
-    calibrated = fit.calibrate(scored, ood_score, data, settings)
+    calibrated = fit.calibrate(scored, ood_score, data, settings, weights)
     pipeline = Pipeline(model.pipeline.scorer, calibrated.calibration.ood_scores, gates, model.pipeline.map)
     return pipeline, calibrated
+
+
+def temper(model: FittedModel, data: ImageDataset, settings: FitSettings) -> FittedModel:
+    """Choose the temperature of base predictions again, on images that do not calibrate; others have none to choose.
+
+    The gate ``confidence`` reads logits that were divided by it, so where it changes the gates' p-values are those of
+    the same images.  The model has to be calibrated again.
+    """
+    pipeline = model.pipeline
+    scored = score_dataset(pipeline.scorer, data, settings.compute(), "temperature")
+    head = task_fit(model.task.name).temper(pipeline.scorer.head, scored, data)
+    if head is pipeline.scorer.head:
+        return model
+    scorer, gates = pipeline.scorer.with_head(head), pipeline.gates
+    if gates is not None:
+        scores = score_dataset(scorer, data, settings.compute(), "gates").scores
+        gates = fit_gates(gates.names, *[readings_of(gates.names, scores)] * 2)
+    return replace(model, pipeline=Pipeline(scorer, pipeline.calibration_scores, gates, pipeline.map))
 
 
 def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:

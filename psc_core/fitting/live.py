@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.loader_warnings import warn_of_overlap, warn_of_repeated
@@ -87,7 +87,7 @@ def fit(
     return stages.fit_model(net, candidate, projection, data, chosen, name=name, provenance=provenance)
 
 
-def calibrate(model: FittedModel, loader: Any, **changes: Any) -> FittedModel:
+def calibrate(model: FittedModel, loader: Any, weights: Tensor | None = None, **changes: Any) -> FittedModel:
     """Return ``model`` calibrated on other images, see :meth:`.FittedModel.calibrate`."""
     data = opened(loader, "the calibration data", Statistics(model.preprocess), model.classes, model.task.number())
     if data.preprocess != model.preprocess:
@@ -98,7 +98,7 @@ def calibrate(model: FittedModel, loader: Any, **changes: Any) -> FittedModel:
     settings = settings_of(model, changes)
     task_fit(model.task.name).check_same(model.task, model.classes, data)
     warn_of_repeated(data)
-    pipeline, found = recalibrate(model, data, settings)
+    pipeline, found = recalibrate(model, data, settings, weights)
     metrics = {**model.report.get("metrics", {}), **found.metrics}
     return replace(
         model,

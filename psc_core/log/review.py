@@ -1,7 +1,8 @@
 """Which stored images people should look at, in which order: those that teach most, mixed with the audit slice.
 
-Four lists take turns, each image once: the audit slice, the newest first; images near a threshold, by how many images
-lie between; the strangest, by their OOD score; and diverse ones, each the farthest, in standardised scores and
+Four lists take turns, each image once: the audit slice, the newest day first and each day in the order of digests, so
+that what is judged of it is a random sample too (:mod:`psc_core.fitting.audit`); images near a threshold, by how many
+images lie between; the strangest, by their OOD score; and diverse ones, each the farthest, in standardised scores and
 probabilities, from all chosen before it.  Only the first is a fair sample.
 """
 
@@ -45,13 +46,16 @@ class Candidate:
         return bool(self.row["audit"])
 
 
-def review(log: Log, labels: Labels, *, model: str | None = None, limit: int = 200) -> list[Candidate]:
+def review(
+    log: Log, labels: Labels, *, model: str | None = None, audit: bool = False, limit: int = 200
+) -> list[Candidate]:
     """Return the images to look at, the first ones first.
 
     Args:
         log: The log.
         labels: What was said already.
         model: Only of this one; None takes all, in turn.
+        audit: Only the audit slice.
         limit: Their largest number.
 
     Raises:
@@ -59,8 +63,8 @@ def review(log: Log, labels: Labels, *, model: str | None = None, limit: int = 2
         OSError: The log cannot be read.
     """
     names = models_in(log) if model is None else [model]
-    groups = chain.from_iterable(_groups(log, labels, name) for name in names)
-    turns = zip_longest(*(_ordered(log, *group) for group in groups))
+    groups = chain.from_iterable(_groups(log, labels, name, audit) for name in names)
+    turns = zip_longest(*(_ordered(log, *group, audit) for group in groups))
     seen: set[str] = set()
     return list(islice(_once((each for turn in turns for each in turn if each is not None), seen), limit))
 
@@ -72,12 +76,12 @@ def _once(candidates: Iterator[Candidate], seen: set[str]) -> Iterator[Candidate
             yield each
 
 
-def _groups(log: Log, labels: Labels, model: str) -> list[tuple[list[Candidate], list[str], FloatMatrix]]:
+def _groups(log: Log, labels: Labels, model: str, audit: bool) -> list[tuple[list[Candidate], list[str], FloatMatrix]]:
     """Return the candidates of each bundle of a model, names of their scores, and their scores and probabilities."""
     rows: dict[tuple[str, ...], list[Candidate]] = defaultdict(list)
     values: dict[tuple[str, ...], list[FloatMatrix]] = defaultdict(list)
     found = 0
-    for batch in read_rows(log, model, days=days_of(log, model)[::-1]):
+    for batch in read_rows(log, model, audit=audit, days=days_of(log, model)[::-1]):
         scores = scores_in(batch.schema)
         batch = batch.filter(batch[IMAGE_PATH].is_valid())
         keys = zip(*(batch[name].to_pylist() for name in (REQUEST_ID, IMAGE_INDEX, SHA256)), strict=True)
@@ -97,12 +101,19 @@ def _groups(log: Log, labels: Labels, model: str) -> list[tuple[list[Candidate],
     return [(rows[key], list(key[1:]), np.concatenate(values[key])) for key in rows]
 
 
-def _ordered(log: Log, candidates: list[Candidate], scores: list[str], values: FloatMatrix) -> Iterator[Candidate]:
+def _ordered(
+    log: Log, candidates: list[Candidate], scores: list[str], values: FloatMatrix, audit: bool
+) -> Iterator[Candidate]:
     """Yield each candidate of a group once."""
-    limits = read_model(log, candidates[0].row["bundle_version"]).task.limits
     slice_ = [at for at, each in enumerate(candidates) if each.is_audit]
+    slice_.sort(key=lambda at: str(candidates[at].row[SHA256]))
+    slice_.sort(key=lambda at: candidates[at].row["time"].date(), reverse=True)
+    if audit:
+        yield from (Candidate(candidates[at].model, candidates[at].row, AUDIT) for at in slice_)
+        return
+    limits = read_model(log, candidates[0].row["bundle_version"]).task.limits
     lists = {
-        AUDIT: iter(sorted(slice_, key=lambda at: candidates[at].row["time"], reverse=True)),
+        AUDIT: iter(slice_),
         NEAR: iter(np.argsort(_ranks_between(candidates, scores, values, limits), kind="stable").tolist()),
         STRANGE: iter(np.argsort(-values[:, scores.index("ood_score")], kind="stable").tolist()),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from psc_core.errors import DataError
+from psc_core.errors import DataError, UsageError
 from psc_core.log.schema import IMAGE_INDEX, REQUEST_ID, SHA256, arrow
 from psc_core.log.store import Log
 
@@ -20,6 +20,22 @@ def models_in(log: Log) -> list[str]:
 def days_of(log: Log, model: str) -> list[str]:
     """Return the days that have rows of a model, ``YYYY-MM-DD``, the oldest first; raises ``OSError``."""
     return [name.removeprefix("day=") for name in log.folders(f"model={model}") if name.startswith("day=")]
+
+
+def served(log: Log, name: str | None) -> str:
+    """Return the name of a model that has rows; None asks for the only one.
+
+    Raises:
+        UsageError: There is none of this name, or more than one.
+        OSError: The log cannot be read.
+    """
+    names = models_in(log)
+    if name is None and len(names) == 1:
+        return names[0]
+    if name is None or name not in names:
+        given = f"no model {name}" if name else "several models" if names else "no model"
+        raise UsageError(f"{log.where} has rows of {given}; it has {', '.join(names) or 'none'}, name one by --model")
+    return name
 
 
 def read_rows(

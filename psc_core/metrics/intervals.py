@@ -1,8 +1,10 @@
 """Exact intervals for counts: is an observed rate compatible with the nominal one?
 
-Three questions, each answered with a central interval (each tail at most (1 − level) / 2) by :mod:`scipy.stats`:
+Four questions, each answered with a central interval (each tail at most (1 − level) / 2) by :mod:`scipy.stats`:
 
 * :func:`binomial_interval`: which rates explain k of n?  Clopper–Pearson.
+* :func:`weighted_interval`: the same of a sample whose members were drawn with different probabilities.
+  Clopper–Pearson with the counts of an equal sample of the same precision (Korn and Graubard 1998).
 * :func:`binomial_acceptance`: which counts k of n does a fixed rate α explain?
 * :func:`beta_binomial_acceptance`: which counts does a *calibrated* threshold explain?  A conformal p-value
   is ≤ α exactly below the r-th smallest of c calibration scores, r = ⌊α (c + 1)⌋; the true rate below it is
@@ -14,6 +16,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from scipy import stats
 
 from psc_core.errors import UsageError
@@ -38,6 +42,22 @@ def binomial_interval(successes: int, trials: int, *, level: float = 0.99) -> Ra
     """Clopper–Pearson interval of the rate behind ``successes`` of ``trials``."""
     interval = stats.binomtest(successes, trials).proportion_ci(level, "exact")
     return RateInterval(float(interval.low), float(interval.high))
+
+
+def weighted_interval(hits: npt.ArrayLike, weights: npt.NDArray[np.float64], *, level: float = 0.99) -> RateInterval:
+    """Interval of the rate of hits in a population that n members were drawn from.
+
+    Args:
+        hits: Booleans, (n,).
+        weights: 1 / the probability that each was drawn with, (n,).
+        level: Confidence.
+    """
+    size = weights.sum() ** 2 / (weights**2).sum()  # n where all are equal
+    count = size * float(weights @ np.asarray(hits, np.float64) / weights.sum())
+    tail = (1 - level) / 2
+    low = stats.beta.ppf(tail, count, size - count + 1) if count > 0 else 0.0
+    high = stats.beta.ppf(1 - tail, count + 1, size - count) if count < size else 1.0
+    return RateInterval(float(low), float(high))
 
 
 def binomial_acceptance(trials: int, alpha: float, *, level: float = 0.99) -> CountInterval:

@@ -123,6 +123,11 @@ class Scorer(nn.Module):
         own = (self.projection, self.density, self.head, precision or self.precision)
         return Scorer(self.preprocess, backbone, *own, texture, self.head_layers)
 
+    def with_head(self, head: Head) -> Scorer:
+        """A scorer that shares everything else."""
+        own = (self.projection, self.density, head.to(self.scale.device), self.precision)
+        return Scorer(self.preprocess, self.backbone, *own, self.texture, self.head_layers)
+
     def standardise(self, images: Images) -> Inputs:
         """The network's input, as :meth:`Preprocess.standardise` with scale and shift on the device already."""
         return standardise(images, self.scale, self.shift)

@@ -40,7 +40,7 @@ def _plain(template: EvalContext, value: object) -> object:
     return value.translate(_CONTROLS).replace("<", "&lt;")
 
 
-_TEMPLATES: Final = Environment(
+TEMPLATES: Final = Environment(
     loader=PackageLoader("psc_core.report", ""),
     autoescape=lambda name: name is not None and name.endswith(".html.jinja"),
     undefined=StrictUndefined,
@@ -67,7 +67,7 @@ def write(facts: Facts, folder: Path) -> Path:
             "name": name,
             "title": title,
             "text": words.NO_LIMIT[name] if limits.get(name, 0) is None else text,
-            "png": _base64(pngs[name]),
+            "png": as_base64(pngs[name]),
             "is_wide": drawn[name].get_figwidth() >= _WIDE,
         }
         for name, (title, text) in words.TEXTS.items()
@@ -107,7 +107,7 @@ def _permission(manifest: Manifest) -> str:
 
 
 def _template(facts: Facts, name: str) -> Template:
-    return _TEMPLATES.get_template(f"{facts.manifest.task.name}/{name}.jinja")
+    return TEMPLATES.get_template(f"{facts.manifest.task.name}/{name}.jinja")
 
 
 def _words(facts: Facts) -> Any:
@@ -131,7 +131,7 @@ def _gallery(facts: Facts) -> list[dict[str, Any]]:
     found: dict[int, dict[str, list[dict[str, Any]]]] = {}
     for picture in facts.content.pictures:
         entry = {
-            "png": _base64(_picture(picture.pixels)),
+            "png": as_base64(as_png(picture.pixels)),
             "predicted": classes[picture.predicted],
             "right": picture.predicted == picture.label,
             "ood_score": picture.ood_score,
@@ -141,7 +141,8 @@ def _gallery(facts: Facts) -> list[dict[str, Any]]:
     return [{"name": classes[label], "reasons": reasons} for label, reasons in found.items()]
 
 
-def _picture(pixels: Tensor) -> bytes:
+def as_png(pixels: Tensor) -> bytes:
+    """Return ``uint8 (channels, height, width)`` as a file."""
     channels_last = pixels.permute(1, 2, 0).numpy()
     image = Image.fromarray(channels_last.squeeze(2) if channels_last.shape[2] == 1 else channels_last)
     buffer = io.BytesIO()
@@ -149,5 +150,6 @@ def _picture(pixels: Tensor) -> bytes:
     return buffer.getvalue()
 
 
-def _base64(data: bytes) -> str:
+def as_base64(data: bytes) -> str:
+    """Return a file as a page holds it."""
     return base64.b64encode(data).decode()

@@ -20,6 +20,10 @@ class Scored(NamedTuple):
     scores: Mapping[str, Float[Tensor, " batch"]]  # each in the unit that its task's answer declares
     probabilities: Float[Tensor, "batch classes"]
 
+    def at(self, kept: Tensor) -> Scored:
+        """Return the results for some images: their positions, or a mask."""
+        return Scored({name: values[kept] for name, values in self.scores.items()}, self.probabilities[kept])
+
 
 class Head(Fitted):
     """A fitted module that turns features, or the network's own output, into scores.

@@ -18,6 +18,8 @@ from app.client.cli import parser as predict_parser
 from psc_core.cli.evaluate import parser as eval_parser
 from psc_core.cli.fit import parser as fit_parser
 from psc_core.cli.log import parser as log_parser
+from psc_core.cli.recalibrate import parser as recalibrate_parser
+from psc_core.cli.replay import parser as replay_parser
 from psc_core.cli.report import parser as report_parser
 from psc_core.cli.score import parser as score_parser
 from tests.conftest import ROOT
@@ -38,6 +40,8 @@ PARSERS = {
     "psc-score": score_parser,
     "psc-report": report_parser,
     "psc-log": log_parser,
+    "psc-recalibrate": recalibrate_parser,
+    "psc-replay": replay_parser,
     "psc-serve": serve_parser,
     "psc-predict": predict_parser,
 }

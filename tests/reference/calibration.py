@@ -40,3 +40,9 @@ def ambiguity_threshold(
             return best
         best = threshold
     return best
+
+
+def weighted_p_value(scores: Sequence[float], weights: Sequence[Fraction], score: float) -> Fraction:
+    """``(w* + Σ of the weights of scores ≥ this one) / (w* + Σ of all weights)``, w* the largest weight."""
+    above = sum((w for s, w in zip(scores, weights, strict=True) if s >= score), Fraction(0))
+    return (max(weights) + above) / (max(weights) + sum(weights))

@@ -109,10 +109,43 @@ class TaskFit:
         """
         raise NotImplementedError
 
+    def kept_policy(self, found: BasePolicy, before: BasePolicy, metrics: Mapping[str, Any]) -> tuple[BasePolicy, str]:
+        """Return the policy of a model that is calibrated again, and a warning or "".
+
+        What the images could not show, by the metrics of :meth:`calibrate`, stays as it was before.
+        """
+        return found, ""
+
+    def has_temperature(self, head: Head) -> bool:
+        """Return whether :meth:`temper` may change the head."""
+        return False
+
+    def temper(self, head: Head, scored: Scored, images: ImageDataset) -> Head:
+        """Return the head with its temperature chosen again, or the head itself.
+
+        Args:
+            head: Of a fitted model.
+            scored: What it gives for the images, on the CPU.
+            images: None of those that calibrate.
+        """
+        return head
+
     def calibrate(
-        self, scored: Scored, ood_score: Float[Tensor, " n"], images: ImageDataset, settings: FitSettings
+        self,
+        scored: Scored,
+        ood_score: Float[Tensor, " n"],
+        images: ImageDataset,
+        settings: FitSettings,
+        weights: Float[Tensor, " n"] | None = None,
     ) -> Calibrated:
         """Return what n images of the calibration split give, as the served pipeline scored them.
+
+        Args:
+            scored: Of the images.
+            ood_score: Of the images, nats.
+            images: Labelled.
+            settings: The rates.
+            weights: Images that each one stands for; None where all are equal.
 
         Raises:
             FitError: Scores that are not finite.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 
 from psc_core.log.labels import Label, Labels
@@ -43,3 +44,14 @@ def test_labelled_and_repeated_images_are_left_out(tmp_path: Path) -> None:
     assert sorted(ids(review(log, labels))) in (["r1", "r2", "r90"], ["r2", "r8", "r90"])
     assert ids(review(log, labels, model="v")) == ["r90"]
     assert review(log, labels, model="none") == []
+
+
+def test_the_audit_slice_alone_is_in_the_order_of_its_digests(tmp_path: Path) -> None:
+    """Who stops anywhere has judged a random part of each day."""
+    log = make_log(tmp_path, 0)
+    days = [TIME, TIME + timedelta(days=1)]
+    put_rows(log, [row(n, audit=n % 3 > 0, time=days[n % 2] + timedelta(seconds=n)) for n in range(20)])
+    expected = sorted((n for n in range(20) if n % 3 > 0), key=lambda n: (-(n % 2), digest(n)))
+    chosen = review(log, Labels(), audit=True)
+    assert ids(chosen) == [f"r{n}" for n in expected] and {each.reason for each in chosen} == {AUDIT}
+    assert ids([each for each in review(log, Labels()) if each.reason == AUDIT])[0] == f"r{expected[0]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from psc_core.metrics.intervals import (
     beta_binomial_acceptance,
     binomial_acceptance,
     binomial_interval,
+    weighted_interval,
 )
 from tests.reference import metrics as naive
 
@@ -77,3 +79,22 @@ def test_rejects_too_few_calibration_images() -> None:
     with pytest.raises(UsageError, match=r"alpha ≥ 1/20.*calibrate on more images or raise alpha"):
         beta_binomial_acceptance(100, 0.01, 19)
     beta_binomial_acceptance(100, 0.05, 19)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=60), st.sampled_from([1.0, 7.0]), LEVELS)
+def test_equal_weights_give_the_binomial_interval(hits: list[bool], weight: float, level: float) -> None:
+    found = weighted_interval(hits, np.full(len(hits), weight), level=level)
+    assert found == pytest.approx(binomial_interval(sum(hits), len(hits), level=level), abs=1e-9)
+
+
+def test_weighted_interval_holds_the_rate_of_the_population() -> None:
+    random, held, naive_held = np.random.default_rng(0), 0, 0
+    for _ in range(400):
+        hits = random.random(3000) < 0.1
+        probability = np.where(random.random(3000) < 0.5, 0.02, 0.2) * np.where(hits, 0.5, 1.0)
+        drawn = random.random(3000) < probability
+        low, high = weighted_interval(hits[drawn], 1 / probability[drawn], level=0.95)
+        held += low <= 0.1 <= high
+        low, high = binomial_interval(int(hits[drawn].sum()), int(drawn.sum()), level=0.95)
+        naive_held += low <= 0.1 <= high
+    assert held / 400 > 0.93 and naive_held / 400 < 0.5

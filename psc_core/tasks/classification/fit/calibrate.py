@@ -11,6 +11,7 @@ from scipy import stats
 from torch import Tensor
 
 from psc_core.calibration.conformal import check_finite
+from psc_core.calibration.weighted import equal_scores
 from psc_core.rates import check_fraction, tolerant_ceil
 from psc_core.tasks.classification.calibration import Calibration
 
@@ -26,6 +27,7 @@ def fit_calibration(
     entropy: Float[Tensor, " n"],
     probabilities: Float[Tensor, "n classes"],
     labels: Int[Tensor, " n"],
+    weights: Float[Tensor, " n"] | None = None,
 ) -> Calibration:
     """Collect the scores of calibration images, as the served pipeline gave them.
 
@@ -35,16 +37,17 @@ def fit_calibration(
         probabilities: Class probabilities of each image.
         labels: One true label for each image.  An image with several labels counts once, with any of them: repeated
             images would make n too large, and the guarantees void.
+        weights: Images that each one stands for, see :mod:`psc_core.calibration.weighted`; None where all are equal.
 
     Raises:
         FitError: Scores that are not finite.
     """
     given = probabilities.gather(1, labels[:, None])[:, 0].float()
     check_finite({"OOD scores": ood_score, "entropies": entropy, "probabilities": given})
-    order = given.argsort(stable=True)
+    order = equal_scores(-given, weights).flip(0)
     return Calibration(
-        ood_scores=ood_score.float().sort().values,
-        entropies=entropy.float().sort().values,
+        ood_scores=ood_score.float()[equal_scores(ood_score.float(), weights)],
+        entropies=entropy.float()[equal_scores(entropy.float(), weights)],
         label_probabilities=given[order],
         labels=labels[order],
         num_classes=probabilities.shape[1],
@@ -109,5 +112,10 @@ def first_test(count: int, risk: float) -> int:
     It is four times as many as pass without an error, so that a single one does not end the tests, but at most half of
     the images where half of them are enough.
     """
-    minimum = math.ceil(math.log(1 - CONFIDENCE) / math.log(1 - risk)) + 1
+    minimum = fewest(risk)
     return max(minimum, min(4 * minimum, count // 2))
+
+
+def fewest(risk: float) -> int:
+    """Number of images that pass without an error."""
+    return math.ceil(math.log(1 - CONFIDENCE) / math.log(1 - risk)) + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -17,6 +18,21 @@ def fit_own(logits: Float[Tensor, "m classes"], labels: Int[Tensor, " m"]) -> Ow
     own = OwnHead({"temperature": logits.new_tensor(temperature)}, record={"temperature": temperature})
     own.record["val_nll"] = float(nll(logits / temperature, labels).mean())
     return own
+
+
+def retempered(own: OwnHead, probabilities: Float[Tensor, "m classes"], labels: Int[Tensor, " m"]) -> OwnHead:
+    """Return the head with another temperature, by what it gives for m other examples; itself where that gains little.
+
+    Logits are known from their softmax up to a constant of each example, which no probability depends on.
+    """
+    temperature = own.temperature.cpu()
+    fitted = fit_own(probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log(), labels)
+    factor = float(fitted.temperature)
+    if factor == 1:
+        return own
+    return OwnHead(
+        {"temperature": temperature * factor}, record={**fitted.record, "temperature": float(temperature) * factor}
+    )
 
 
 def better_of(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from psc_core.calibration.weighted import thinned
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.metrics import classification
@@ -15,17 +17,19 @@ from psc_core.settings import FitSettings
 from psc_core.tasks.classification.fit.calibrate import (
     CONFIDENCE,
     ambiguity_threshold,
+    fewest,
     fit_calibration,
     nearest_risk,
     unreachable_entropy,
 )
 from psc_core.tasks.classification.fit.head import fit_head
-from psc_core.tasks.classification.fit.own import better_of, fit_own
-from psc_core.tasks.classification.heads import ClassifierHead
+from psc_core.tasks.classification.fit.own import better_of, fit_own, retempered
+from psc_core.tasks.classification.heads import ClassifierHead, OwnHead
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.task import Classification
 from psc_core.tasks.fit.task import OWN_IMAGES, Calibrated, HeadJob, TaskFit, own_outputs
-from psc_core.tasks.head import Scored
+from psc_core.tasks.head import Head, Scored
+from psc_core.tasks.policy import BasePolicy
 
 ACCURACY_GAP: Final = 0.1
 """Loss of accuracy from training to validation images up to which the network is not warned about."""
@@ -59,15 +63,44 @@ class ClassificationFit(TaskFit):
         z, logits, labels = (part.to(job.device) for part in (selection.head_input[:], logits, selection.labels))
         return better_of(head, own, z, logits, labels)
 
+    def kept_policy(self, found: BasePolicy, before: BasePolicy, metrics: Mapping[str, Any]) -> tuple[BasePolicy, str]:
+        """Keep the ambiguity threshold where the images show none: without one nothing would be ambiguous."""
+        risk, threshold = metrics["risk"], before.model_dump()["ambiguity_threshold"]
+        if risk["threshold"] is not None:
+            return found, ""
+        nearest = "" if risk.get("nearest") is None else f", or --risk {risk['nearest']:g}"
+        text = (
+            f"the images show for no ambiguity threshold that at most {risk['promised']:.3g} of the accepted ones are "
+            f"wrong, which takes at least {fewest(risk['promised'])} images and few errors{nearest}; the threshold "
+            f"stays at {threshold:.4g} nats"
+        )
+        return found.model_copy(update={"ambiguity_threshold": threshold}), text
+
+    def has_temperature(self, head: Head) -> bool:
+        return isinstance(head, OwnHead)
+
+    def temper(self, head: Head, scored: Scored, images: ImageDataset) -> Head:
+        """Return the network's own softmax with another temperature, where that gains more than its error."""
+        return retempered(head, scored.probabilities, images.first_labels()) if isinstance(head, OwnHead) else head
+
     def calibrate(
-        self, scored: Scored, ood_score: Float[Tensor, " n"], images: ImageDataset, settings: FitSettings
+        self,
+        scored: Scored,
+        ood_score: Float[Tensor, " n"],
+        images: ImageDataset,
+        settings: FitSettings,
+        weights: Float[Tensor, " n"] | None = None,
     ) -> Calibrated:
         """Return calibration scores, and the entropy below which the error rate ``settings.risk`` is kept.
 
-        An image with several labels counts once, with its first.
+        An image with several labels counts once, with its first.  Metrics and that entropy need independent images, so
+        weighted ones are thinned for them.
         """
         labels, entropies = images.first_labels(), scored.scores["predictive_entropy"]
-        calibration = fit_calibration(ood_score, entropies, scored.probabilities, labels)
+        calibration = fit_calibration(ood_score, entropies, scored.probabilities, labels, weights)
+        if weights is not None:
+            kept = thinned(weights)
+            scored, labels, entropies = scored.at(kept), labels[kept], entropies[kept]
         correct = scored.probabilities.argmax(1) == labels
         threshold = ambiguity_threshold(entropies, correct, risk=settings.risk)
         risk = {"promised": settings.risk, "confidence": CONFIDENCE, "threshold": threshold}

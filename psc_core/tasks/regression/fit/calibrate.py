@@ -6,6 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from psc_core.calibration.conformal import check_finite
+from psc_core.calibration.weighted import equal_scores
 from psc_core.tasks.regression.calibration import Calibration
 
 
@@ -14,6 +15,7 @@ def fit_calibration(
     mean: Float[Tensor, " n"],
     deviation: Float[Tensor, " n"],
     values: Float[Tensor, " n"],
+    weights: Float[Tensor, " n"] | None = None,
 ) -> Calibration:
     """Collect the scores of calibration images, as the served pipeline gave them.
 
@@ -22,10 +24,12 @@ def fit_calibration(
         mean: μ, in the target's unit.
         deviation: σ, likewise.
         values: y, likewise.
+        weights: Images that each one stands for, see :mod:`psc_core.calibration.weighted`; None where all are equal.
 
     Raises:
         FitError: Scores that are not finite.
     """
     residuals = ((values.double() - mean.double()).abs() / deviation.double()).float()
     check_finite({"OOD scores": ood_score, "residuals": residuals})
-    return Calibration(ood_score.float().sort().values, residuals.sort().values)
+    scores = (ood_score.float(), residuals)
+    return Calibration(*(part[equal_scores(part, weights)] for part in scores))

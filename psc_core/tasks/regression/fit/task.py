@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from psc_core.calibration.weighted import thinned
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.targets import known_values
@@ -55,13 +56,21 @@ class RegressionFit(TaskFit):
         return fit_head(job)
 
     def calibrate(
-        self, scored: Scored, ood_score: Float[Tensor, " n"], images: ImageDataset, settings: FitSettings
+        self,
+        scored: Scored,
+        ood_score: Float[Tensor, " n"],
+        images: ImageDataset,
+        settings: FitSettings,
+        weights: Float[Tensor, " n"] | None = None,
     ) -> Calibrated:
-        """Return OOD scores and residuals of the images."""
-        values = known_values(images.values)
-        mean, deviation = scored.scores["mean"], torch.hypot(scored.scores["aleatoric"], scored.scores["epistemic"])
-        calibration = fit_calibration(ood_score, mean, deviation, values)
+        """Return OOD scores and residuals of the images; weighted ones are thinned for the metrics."""
+        values, mean = known_values(images.values), scored.scores["mean"]
+        deviation = torch.hypot(scored.scores["aleatoric"], scored.scores["epistemic"])
+        calibration = fit_calibration(ood_score, mean, deviation, values, weights)
         policy = ValuePolicy(alpha=settings.alpha, max_width=settings.max_width, coverage=settings.coverage)
+        if weights is not None:
+            kept = thinned(weights)
+            values, mean, deviation = values[kept], mean[kept], deviation[kept]
         return Calibrated(calibration, policy, calibration_metrics(mean, deviation, values))
 
     def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
@@ -112,3 +113,33 @@ def test_rejects_another_type_of_num_classes() -> None:
     tensors = calibrate().tensors()
     with pytest.raises(BundleError, match=r"int64 num_classes .* got torch\.int32"):
         Calibration.from_tensors({**tensors, "num_classes": tensors["num_classes"].int()})
+
+
+def test_prediction_sets_are_those_of_mapie() -> None:
+    """Its LAC score is that of the module's text; the most probable class, always in ours, may be missing there."""
+    mapie, sklearn = pytest.importorskip("mapie.classification"), pytest.importorskip("sklearn.base")
+    random, n, classes = torch.Generator().manual_seed(0), 237, 5
+    probabilities = (2 * torch.randn(2 * n, classes, generator=random)).softmax(1).double()
+    labels = torch.multinomial(probabilities, 1, generator=random)[:, 0]
+
+    class Given(sklearn.ClassifierMixin, sklearn.BaseEstimator):  # type: ignore[name-defined,misc]
+        """A classifier whose inputs are the probabilities."""
+
+        classes_ = np.arange(classes)
+        fitted_ = True
+
+        def fit(self, x: object, y: object) -> Given:
+            return self
+
+        def predict_proba(self, x: npt.ArrayLike) -> npt.NDArray[np.float64]:
+            return np.asarray(x)
+
+        def predict(self, x: npt.ArrayLike) -> npt.NDArray[np.int64]:
+            return np.asarray(x).argmax(1)
+
+    split = mapie.SplitConformalClassifier(Given(), confidence_level=0.9, conformity_score="lac", prefit=True)
+    split.conformalize(probabilities[:n].numpy(), labels[:n].numpy())
+    expected = split.predict_set(probabilities[n:].numpy())[1][:, :, 0]
+    fitted = fit_calibration(torch.zeros(n), torch.zeros(n), probabilities[:n].float(), labels[:n])
+    found = probabilities[n:].float().numpy() >= fitted.set_threshold(0.9)
+    assert (found == expected).mean() > 0.998 and found.mean() < 0.7  # Float32 may round a tie.

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from psc_core.tasks.classification.fit.own import better_of, fit_own
+from psc_core.tasks.classification.fit.own import better_of, fit_own, retempered
+from psc_core.tasks.classification.heads import OwnHead
 from tests.psc_core.tasks.classification.heads.support import fit, images
 
 
@@ -12,6 +13,16 @@ def test_temperature_undoes_overconfidence() -> None:
     labels = torch.multinomial(logits.softmax(1), 1, generator=random)[:, 0]
     own = fit_own(3 * logits, labels)
     assert abs(own.record["temperature"] - 3) < 0.3 and fit_own(logits, labels).record["temperature"] == 1.0
+
+
+def test_a_temperature_follows_from_the_probabilities() -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(4000, 3, generator=random)
+    labels = torch.multinomial((logits / 2).softmax(1), 1, generator=random)[:, 0]
+    served = OwnHead({"temperature": torch.tensor(0.5)}, record={"temperature": 0.5})
+    new = retempered(served, served(logits).probabilities, labels)
+    assert float(new.temperature) == new.record["temperature"] and abs(float(new.temperature) - 2) < 0.2
+    assert retempered(new, new(logits).probabilities, labels) is new
 
 
 def test_the_better_one_is_taken() -> None:

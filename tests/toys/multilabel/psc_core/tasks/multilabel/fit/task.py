@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from psc_core.calibration.weighted import equal_scores
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.settings import FitSettings
@@ -38,12 +39,18 @@ class MultiLabelFit(TaskFit):
         return FITS[job.kind](*(part.to(job.device) for part in parts))
 
     def calibrate(
-        self, scored: Scored, ood_score: Float[Tensor, " n"], images: ImageDataset, settings: FitSettings
+        self,
+        scored: Scored,
+        ood_score: Float[Tensor, " n"],
+        images: ImageDataset,
+        settings: FitSettings,
+        weights: Float[Tensor, " n"] | None = None,
     ) -> Calibrated:
         """Return OOD scores, and how badly the worst label of each image is told."""
         true = held(images)
         missed = torch.where(true, 1 - scored.probabilities, scored.probabilities)
-        calibration = Calibration(ood_score.float().sort().values, missed.amax(1).sort().values)
+        scores = (ood_score.float(), missed.amax(1))
+        calibration = Calibration(*(part[equal_scores(part, weights)] for part in scores))
         policy = LabelPolicy(alpha=settings.alpha, max_undecided=0, coverage=settings.coverage)
         right = (scored.probabilities >= 0.5) == true
         metrics = {

@@ -1,0 +1,60 @@
+"""Weighted conformal calibration: images that were drawn with different probabilities stand for one population.
+
+Image i of n was drawn with probability π_i, so it stands for ``w_i = 1 / π_i`` images.  The p-value of a new image of
+score s, in the population that was drawn from, is
+
+    ``p(s) = (w* + Σ_{s_i ≥ s} w_i) / (w* + Σ_i w_i)``,   w* = max_i w_i
+
+(weighted conformal prediction: Tibshirani et al. 2019).  Nobody knows the weight of the new image; the largest one
+makes p the largest, so the rate is kept.  A calibration holds scores that count equally, so n weighted scores are kept
+as ``m = ⌊Σ w_i / w*⌋`` equal ones: among them ``(1 + #{kept ≥ s}) / (m + 1)`` is p(s) rounded up to the next multiple
+of 1 / (m + 1).  With equal weights they are the n scores themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from psc_core.errors import UsageError
+from psc_core.rates import ROUNDING
+
+
+def worth(weights: Float[Tensor, " n"]) -> int:
+    """Return m, the number of equally weighted images that the weighted ones are worth.
+
+    Raises:
+        UsageError: There are no weights, or one is not positive and finite.
+    """
+    if not len(weights) or not (weights.isfinite() & (weights > 0)).all():
+        raise UsageError("expected a positive finite weight for each of at least one image; give 1 / its probability")
+    return int(float(relative(weights).sum()) + ROUNDING)
+
+
+def relative(weights: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """Return ``w_i / w*``, float64."""
+    return weights.double() / float(weights.max())
+
+
+def equal_scores(scores: Float[Tensor, " n"], weights: Float[Tensor, " n"] | None) -> Int[Tensor, " m"]:
+    """Return the positions of the m scores to keep, in ascending order of score; all of them without weights.
+
+    The scores are such that a high one is unusual; some positions come more than once where weights differ.
+    """
+    if weights is None:
+        return scores.argsort(stable=True)
+    kept, order = worth(weights), scores.argsort(descending=True, stable=True)
+    shares = relative(weights)[order].cumsum(0)
+    ranks = (1 + shares) * ((kept + 1) / (1 + float(shares[-1])))  # (m + 1) p of each score
+    above = torch.searchsorted(ranks, torch.arange(1, kept + 1, dtype=ranks.dtype), right=True)
+    return order[above.clamp(max=len(order) - 1)].flip(0)
+
+
+def thinned(weights: Float[Tensor, " n"]) -> Bool[Tensor, " n"]:
+    """Draw images that count equally, each with probability ``w_i / w*``, for what needs independent images.
+
+    With equal weights it is all of them.
+    """
+    drawn = torch.rand(len(weights), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return drawn < relative(weights)

@@ -1,0 +1,79 @@
+"""``psc-recalibrate``: a new version of a bundle, calibrated on what people said of a random slice of its requests.
+
+What needs torch is imported when images are read: help, the version and usage errors are there at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from psc_core.cli import flags
+from psc_core.errors import UsageError
+
+_EXAMPLE = """example:
+  psc-recalibrate bundle --log log --out bundle-2
+The bundle stays as it is.  Network, density and head of the new one are the same, so it is served as fast; only judged
+images of the log's audit slice calibrate it.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line of ``psc-recalibrate``."""
+    cli = flags.command(
+        "psc-recalibrate", "Calibrate a bundle on the judged audit slice of a prediction log.", _EXAMPLE
+    )
+    cli.add_argument("bundle", type=Path, help="from psc-fit, or from here")
+    cli.add_argument("--log", required=True, metavar="LOG", help="of psc-serve: a folder or s3://BUCKET/PREFIX")
+    flags.add_log_flags(cli)
+    for name, text in (
+        ("--alpha", "false-alarm rate of the OOD decision"),
+        ("--coverage", "coverage of the prediction sets, or of a regression's intervals"),
+        ("--risk", "error rate that images below the ambiguity threshold keep, of a classifier"),
+    ):
+        cli.add_argument(name, type=flags.open_unit_interval, metavar="RATE", help=f"{text} (default: the bundle's)")
+    flags.add_model_flags(cli)
+    cli.add_argument("--out", type=Path, metavar="DIR", help="bundle to write (default: BUNDLE-recalibrated)")
+    cli.add_argument("--overwrite", action="store_true", help="replace the bundle that --out holds")
+    return cli
+
+
+def recalibrate(args: argparse.Namespace) -> None:
+    """Read the log, calibrate, and write the new bundle."""
+    from psc_core.bundle.io import read_bundle
+    from psc_core.cli.fit import check_replaced
+    from psc_core.fitting.audit import read_audit
+    from psc_core.fitting.recalibrate import recalibrate_on
+    from psc_core.log.store import open_log
+    from psc_core.model.load import load_model
+    from psc_core.report import page
+    from psc_core.report.content import Content
+    from psc_core.report.facts import facts_of
+
+    bundle = args.bundle.resolve()
+    out = args.out.resolve() if args.out else bundle.with_name(f"{bundle.name}-recalibrated")
+    if out == bundle:
+        raise UsageError(f"expected another --out than {args.bundle}: the old version stays, to go back to")
+    check_replaced(out, args.overwrite)
+    model = load_model(bundle, device=args.device, allow_factories=args.allow_factories)
+    audit = read_audit(open_log(args.log), model, args.model, since=args.since, until=args.until)
+    changes = {name: getattr(args, name) for name in ("alpha", "coverage", "risk") if getattr(args, name) is not None}
+    print(audit.summary(), flush=True)
+    found = recalibrate_on(model, audit, changes)
+    print(*found.lines, *(f"warning: {text}" for text in found.warnings), sep="\n")
+    manifest = found.model.save(out)
+    page.remove(out)
+    page.write_card(facts_of(read_bundle(out), Content(manifest.version)))
+    print(f"wrote {out} (version {manifest.version}, from {model.version})")
+    print(f"next: {page.serve_command(out, manifest)}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of ``psc-recalibrate``."""
+    return flags.run(recalibrate, parser(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

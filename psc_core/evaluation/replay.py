@@ -1,0 +1,206 @@
+"""Logged images once more, under another bundle: which decisions would have been others.
+
+Only images that a log has stored can be seen again, and those are of two kinds.
+
+* The audit slice is a random sample of all answered images.  A row of it stands for ``1 / audit_probability`` of them,
+  so its fractions are of all images, with an interval (:func:`psc_core.metrics.intervals.weighted_interval`).
+* All stored images, the slice among them, were mostly stored because of the decision on them.  Their counts are of
+  these images alone, and no fraction of all follows from them.
+
+A row counts as often as its image was sent; each different image goes through the network once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from psc_core.compute.passes import Compute, track_images
+from psc_core.data.dataset import ImageDataset, labelled
+from psc_core.errors import UsageError
+from psc_core.log.rows import days_of, read_rows, served
+from psc_core.log.schema import IMAGE_PATH, SHA256
+from psc_core.log.source import LoggedImages, is_stored
+from psc_core.log.store import Log
+from psc_core.metrics.intervals import RateInterval, weighted_interval
+from psc_core.model.base import FittedModel
+
+_COLUMNS: Final = [SHA256, IMAGE_PATH, "label", "decision", "audit", "audit_probability"]
+
+EXAMPLES: Final = 8
+"""Images of each flip to look at."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was or would be answered to one image."""
+
+    decision: str
+    label: str | None  # None of a task without labels
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One row of the log, answered again."""
+
+    before: Answer
+    after: Answer
+    ood_score: float  # under the bundle, nats
+    weight: float | None  # images that it stands for; None outside the audit slice
+    position: int  # of its image in :attr:`Replay.images`
+
+
+@dataclass(frozen=True)
+class Fraction:
+    """A fraction of the audit slice, weighted, and rows that make it."""
+
+    rows: int
+    value: float
+    interval: RateInterval  # 95 %
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The stored rows of a log under a bundle.
+
+    Attributes:
+        name: Of the served model.
+        version: Of the bundle.
+        days: The first and the last, ``YYYY-MM-DD``.
+        rows: All of them.
+        images: Different images.
+        decisions: Their names, in the order of the task's codes.
+    """
+
+    name: str
+    version: str
+    days: tuple[str, str]
+    rows: Sequence[Replayed]
+    images: ImageDataset
+    decisions: tuple[str, ...]
+
+    @property
+    def audit(self) -> list[Replayed]:
+        """The rows of the audit slice."""
+        return [row for row in self.rows if row.weight is not None]
+
+    def count(self, before: str, after: str) -> int:
+        """Return the number of stored rows that went from one decision to another."""
+        return sum((row.before.decision, row.after.decision) == (before, after) for row in self.rows)
+
+    def fraction(self, before: str, after: str) -> Fraction:
+        """Return the fraction of all answered images, by the audit slice."""
+        return self._fraction([(row.before.decision, row.after.decision) == (before, after) for row in self.audit])
+
+    def flipped(self) -> Fraction:
+        """Return the fraction with another decision."""
+        return self._fraction([row.before.decision != row.after.decision for row in self.audit])
+
+    def relabelled(self) -> Fraction:
+        """Return the fraction with another label."""
+        return self._fraction([row.before.label != row.after.label for row in self.audit])
+
+    def _fraction(self, hits: Sequence[bool]) -> Fraction:
+        weights = np.array([row.weight for row in self.audit], dtype=np.float64)
+        value = float(weights[np.array(hits, bool)].sum() / weights.sum())
+        return Fraction(sum(hits), value, weighted_interval(hits, weights, level=0.95))
+
+    def flips(self) -> Iterator[tuple[str, str, list[Replayed]]]:
+        """Yield each flip of the stored rows with its worst examples, an image once.
+
+        Of images that are now refused the most typical come first, of those that are now accepted the most unusual.
+        """
+        accepted = self.decisions[0]
+        for before in self.decisions:
+            for after in self.decisions:
+                found = [row for row in self.rows if (row.before.decision, row.after.decision) == (before, after)]
+                if before == after or not found:
+                    continue
+                found.sort(key=lambda row: row.ood_score, reverse=after == accepted)
+                yield before, after, list({row.position: row for row in found}.values())[:EXAMPLES]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return tables and fractions, each with the images that it is of; JSON types."""
+        pairs = [(before, after) for before in self.decisions for after in self.decisions]
+        document: dict[str, Any] = {
+            "model": self.name,
+            "bundle_version": self.version,
+            "days": list(self.days),
+            "stored_images": {
+                "of": "the stored images themselves",
+                "rows": len(self.rows),
+                "table": [{"before": b, "after": a, "rows": self.count(b, a)} for b, a in pairs],
+            },
+        }
+        if self.audit:
+            document["all_images"] = {
+                "of": "all answered images, by the audit slice, 95 % intervals",
+                "rows": len(self.audit),
+                "flipped": _json(self.flipped()),
+                "relabelled": _json(self.relabelled()),
+                "table": [{"before": b, "after": a, **_json(self.fraction(b, a))} for b, a in pairs],
+            }
+        return document
+
+
+def _json(fraction: Fraction) -> dict[str, Any]:
+    return {"rows": fraction.rows, "fraction": fraction.value, "interval": list(fraction.interval)}
+
+
+def replay(
+    log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
+) -> Replay:
+    """Answer the stored images of a log again, under the policy of a bundle.
+
+    Args:
+        log: Of the service.
+        model: The bundle's.
+        name: By which the model was served; None where the log has one.
+        since: First day, ``YYYY-MM-DD``.
+        until: Last day, likewise.
+
+    Raises:
+        UsageError: There are no stored images.
+        DataError: A file of the log is damaged, or an image cannot be read.
+    """
+    name = served(log, name)
+    days = [day for day in days_of(log, name) if (since or day) <= day <= (until or day)]
+    rows = [
+        row
+        for batch in read_rows(log, name, days=days, columns=_COLUMNS)
+        for row in batch.to_pylist()
+        if is_stored(row[SHA256], row[IMAGE_PATH])
+    ]
+    if not rows:
+        raise UsageError(f"{log.where} has no stored images of {name}; see --log-images and --log-audit of psc-serve")
+    at = {path: position for position, path in enumerate(sorted({row[IMAGE_PATH] for row in rows}))}
+    source, labels = LoggedImages(log, list(at)), torch.zeros(len(at), dtype=torch.int64)
+    images = labelled(f"the log {log.where}", model.classes, source, labels, model.preprocess)
+    answers, scores = _answers(model, images)
+    replayed = [
+        Replayed(
+            Answer(row["decision"], row["label"]),
+            answers[at[row[IMAGE_PATH]]],
+            scores[at[row[IMAGE_PATH]]],
+            1 / row["audit_probability"] if row["audit"] else None,
+            at[row[IMAGE_PATH]],
+        )
+        for row in rows
+    ]
+    return Replay(name, model.version, (days[0], days[-1]), replayed, images, model.task.decision_names())
+
+
+@torch.inference_mode()
+def _answers(model: FittedModel, images: ImageDataset) -> tuple[list[Answer], list[float]]:
+    batches = track_images(images, Compute(model.device), "replay")
+    packed = torch.cat([model.pipeline(batch.images.to(model.device)).cpu() for batch in batches])
+    outputs, names, task = model.outputs(packed.numpy()), model.task.decision_names(), model.task
+    decisions = model.decide(outputs)
+    has_label = "label" in task.tensors
+    labels = task.tensor("label", outputs, decisions, model.classes) if has_label else [None] * len(images)
+    answers = [Answer(names[code], label) for code, label in zip(decisions.decision.tolist(), labels, strict=True)]
+    return answers, outputs["ood_score"].tolist()

@@ -1,0 +1,189 @@
+"""The audit slice of a prediction log as a data set: the images of a random sample, as people judged them.
+
+The slice is random, but people may have judged a part of it, and a part that was chosen for what it looks like is no
+random sample.  So the images of each day are taken in the order of their digests, which is as good as random and the
+order in which ``psc-log review`` gives them, up to where fewer than :data:`JUDGED` of them have a verdict.  An image
+counts once, however often it was sent: repeated ones would pretend to be more images than there are.
+
+Images are told apart by their verdict:
+
+* of a class (or with a number): in-distribution, and all that calibrates;
+* of none of the classes: out-of-distribution, so a calibration image no more than a made-up one;
+* nobody can tell: left out too.  They have no label that a prediction set could hold, and whether the model should
+  know them is unknown.  What is promised is so of images that a person can put into a class.  Ambiguous ones among
+  them tend to be unusual, so a new image of their kind raises the alarm more often than promised; how many they are,
+  and how many of them raise it, is said with every calibration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from itertools import groupby
+from typing import Any, Final
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from psc_core.calibration.weighted import worth
+from psc_core.data.dataset import ImageDataset, labelled
+from psc_core.errors import DataError, UsageError
+from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, joined, read_labels
+from psc_core.log.rows import days_of, read_rows, served
+from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256
+from psc_core.log.source import LoggedImages, is_stored
+from psc_core.log.store import Log
+from psc_core.model.base import FittedModel
+
+JUDGED: Final = 0.95
+"""Fraction of the images of a day, up to the last that counts, that has to have a verdict."""
+
+_COLUMNS: Final = ("time", REQUEST_ID, IMAGE_INDEX, SHA256, IMAGE_PATH, "audit_probability")
+
+
+@dataclass(frozen=True)
+class AuditImage:
+    """One image of the slice."""
+
+    day: date  # of its first row
+    sha256: str
+    path: str
+    probability: float  # with which it came into the slice
+    verdict: str | None  # one of :data:`psc_core.log.labels.VERDICTS`
+    label: str | None
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The judged part of an audit slice.
+
+    Attributes:
+        of_class: Images that show a class, or have a number, labelled.
+        weights: Images that each of them stands for.
+        others: Images with another verdict, by the verdict; their labels mean nothing.
+        days: The first and the last day of the slice, ``YYYY-MM-DD``.
+        stored: Number of images of the slice that are stored, judged or not.
+    """
+
+    of_class: ImageDataset
+    weights: Float[Tensor, " n"]
+    others: Mapping[str, ImageDataset]
+    days: tuple[str, str]
+    stored: int
+
+    def summary(self) -> str:
+        """Return how many images there are of each kind, for people."""
+        judged = len(self.of_class) + sum(map(len, self.others.values()))
+        others = "".join(f", {len(images)} {verdict}" for verdict, images in self.others.items())
+        equal = worth(self.weights)
+        counts = f", which count as {equal} drawn equally" if equal < len(self.of_class) else ""
+        return (
+            f"audit slice from {self.days[0]} to {self.days[1]}: {self.stored} stored images, {judged} judged: "
+            f"{len(self.of_class)} of a class{counts}{others}"
+        )
+
+    def at(self, positions: Tensor) -> Audit:
+        """Return it with some of the images that show a class."""
+        return replace(self, of_class=self.of_class.subset(positions), weights=self.weights[positions])
+
+
+def read_audit(
+    log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
+) -> Audit:
+    """Return the judged part of the audit slice.
+
+    Args:
+        log: Of the service.
+        model: Whose classes the labels are of; rows of other versions of it count too.
+        name: By which the model was served; None where the log has one.
+        since: First day, ``YYYY-MM-DD``.
+        until: Last day, likewise.
+
+    Raises:
+        UsageError: No audit images, or too few judged ones.
+        DataError: A file is damaged, or a label is no class of the model.
+    """
+    name = served(log, name)
+    days = [day for day in days_of(log, name) if (since or day) <= day <= (until or day)]
+    rows = read_rows(log, name, audit=True, days=days, columns=list(_COLUMNS))
+    stored = images_of(joined(rows, read_labels(log)))
+    if not stored:
+        span = f" from {days[0]} to {days[-1]}" if days else ""
+        raise UsageError(
+            f"{log.where} has no stored audit images of {name}{span}; serve with an audit fraction and stored images"
+        )
+    judged = judged_of(stored)
+    if not any(image.verdict == LABEL for image in judged):
+        raise UsageError(
+            f"of the {len(stored)} audit images of {name} in {log.where}, each day's in the order of their digests, "
+            f"{len(judged)} are judged and none of them to show a class; label those of psc-log review --audit: others "
+            "were chosen for what they look like, and no rate comes from them"
+        )
+    return _audit(log, model, judged, days, len(stored))
+
+
+def images_of(rows: Iterable[Any]) -> list[AuditImage]:
+    """Return the stored images of rows with verdicts, each once, with the last verdict that one of its rows has."""
+    found: dict[str, AuditImage] = {}
+    for batch in rows:
+        for row in batch.to_pylist():
+            sha256, path = row[SHA256], row[IMAGE_PATH]
+            if not is_stored(sha256, path):
+                continue
+            before = found.get(sha256)
+            verdict, label = row["verdict"], row["true_label"]
+            if before and verdict is None:
+                verdict, label = before.verdict, before.label
+            probability = max(row["audit_probability"], before.probability if before else 0.0)
+            day = before.day if before else row["time"].date()
+            found[sha256] = AuditImage(day, sha256, path, probability, verdict, label)
+    return list(found.values())
+
+
+def judged_of(images: Iterable[AuditImage]) -> list[AuditImage]:
+    """Return the judged images that count: of each day those among the first of which :data:`JUDGED` are judged."""
+    ordered = sorted(images, key=lambda image: (image.day, image.sha256))
+    found: list[AuditImage] = []
+    for _, of_day in groupby(ordered, key=lambda image: image.day):
+        day = list(of_day)
+        has_verdict = np.array([image.verdict is not None for image in day])
+        enough = has_verdict.cumsum() >= JUDGED * np.arange(1, len(day) + 1)
+        end = int(enough.nonzero()[0].max()) + 1 if enough.any() else 0
+        found += [image for image in day[:end] if image.verdict is not None]
+    return found
+
+
+def _audit(log: Log, model: FittedModel, judged: Sequence[AuditImage], days: Sequence[str], stored: int) -> Audit:
+    by_verdict = {
+        verdict: [i for i in judged if i.verdict == verdict] for verdict in (NONE_OF_THE_CLASSES, CANNOT_TELL)
+    }
+    of_class = [image for image in judged if image.verdict == LABEL]
+    data = _data(log, model, of_class)
+    target = model.task.number()
+    if target is None:
+        position = {label: index for index, label in enumerate(model.classes)}
+        if odd := sorted({str(image.label) for image in of_class} - {*position}):
+            raise DataError(
+                f"labels of the audit slice are no classes of {model.name}: {', '.join(odd[:10])}; judge these images "
+                "again, or calibrate a bundle that has these classes"
+            )
+        data = replace(data, labels=torch.tensor([position[str(image.label)] for image in of_class]))
+    else:
+        values = torch.tensor([float(str(image.label)) for image in of_class], dtype=torch.float64)
+        data = replace(data, target=target, values=values)
+    return Audit(
+        data,
+        torch.tensor([1 / image.probability for image in of_class], dtype=torch.float64),
+        {verdict: _data(log, model, images) for verdict, images in by_verdict.items() if images},
+        (days[0], days[-1]),
+        stored,
+    )
+
+
+def _data(log: Log, model: FittedModel, images: Sequence[AuditImage]) -> ImageDataset:
+    source = LoggedImages(log, [image.path for image in images])
+    labels = torch.zeros(len(images), dtype=torch.int64)
+    return labelled(f"the audit slice of {log.where}", model.classes, source, labels, model.preprocess)

@@ -1,0 +1,112 @@
+"""Calibrate a bundle again, on the judged audit slice of a service's log.
+
+Network, projection, density, head and gates stay.  p-values, prediction sets or intervals and the ambiguity threshold
+are those of the audit images alone: calibration images have to be like the images to come, and those of the fit are not
+once the images have changed; a mixture of both would keep its promise for neither.  Each audit image counts by the
+inverse of the probability that it was drawn with (:mod:`psc_core.calibration.weighted`).
+
+Base predictions have a temperature too.  A quarter of the images chooses it and calibrates nothing, so that the rates
+hold whatever it becomes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+
+from psc_core.calibration.weighted import thinned, worth
+from psc_core.compute.passes import track_images
+from psc_core.data.dataset import ImageDataset
+from psc_core.fitting.audit import Audit
+from psc_core.fitting.calibrate import settings_of, temper
+from psc_core.fitting.live import calibrate
+from psc_core.model.base import FittedModel
+from psc_core.settings import FitSettings
+from psc_core.tasks.fit.task import task_fit
+from psc_core.version import __version__
+
+CHOOSES: Final = 0.25
+"""Fraction of the images that chooses the temperature of base predictions."""
+
+FEWEST_TO_CHOOSE: Final = 25
+"""Number of images below which the temperature stays."""
+
+HISTORY: Final = "recalibrations"
+"""The entry of a bundle's provenance that says how it was calibrated again, the oldest first."""
+
+
+@dataclass(frozen=True)
+class Recalibrated:
+    """A model that is calibrated again, and what there is to say of it."""
+
+    model: FittedModel
+    lines: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def recalibrate_on(model: FittedModel, audit: Audit, changes: Mapping[str, Any]) -> Recalibrated:
+    """Return a model of a bundle, calibrated on an audit slice.
+
+    Args:
+        model: Of the bundle; :attr:`.FittedModel.version` says which.
+        audit: The judged images.
+        changes: Settings of :meth:`.FittedModel.calibrate` that change.
+
+    Raises:
+        UsageError: Rates that so few images cannot keep, or settings that calibration does not read.
+        DataError: An image cannot be read.
+        FitError: Scores that are not finite.
+    """
+    fit, settings = task_fit(model.task.name), settings_of(model, changes)
+    lines, tempered, calibrates = [], model, audit
+    if fit.has_temperature(model.pipeline.scorer.head):
+        chooses, rest = _split(audit)
+        if len(chooses.of_class) >= FEWEST_TO_CHOOSE:
+            kept = thinned(chooses.weights).nonzero()[:, 0]
+            tempered, calibrates = temper(model, chooses.of_class.subset(kept), settings), rest
+            before, now = (each.pipeline.scorer.head.record["temperature"] for each in (model, tempered))
+            lines.append(f"temperature {now:.3g}, before {before:.3g}, by {len(kept)} images, which do not calibrate")
+    found = calibrate(tempered, calibrates.of_class, calibrates.weights, **changes)
+    policy, warning = fit.kept_policy(found.policy, model.policy, found.report["metrics"])
+    found = replace(found, policy=policy, report=_with_history(found, model, audit, calibrates))
+    lines += [
+        f"alarms at alpha {policy.alpha:g} on audit images of a class: {_alarms(model, audit.of_class, settings):.1%} "
+        f"before, at most {policy.alpha:.1%} of such images now"
+    ]
+    for verdict, images in audit.others.items():
+        before, after = (_alarms(each, images, settings) for each in (model, found))
+        lines.append(f"alarms on the {len(images)} judged {verdict}: {before:.1%} before, {after:.1%} now")
+    return Recalibrated(found, tuple(lines), tuple(filter(None, [warning])))
+
+
+def _split(audit: Audit) -> tuple[Audit, Audit]:
+    """The images that choose the temperature, and those that calibrate: in the order of digests, which is random."""
+    count = round(CHOOSES * len(audit.of_class))
+    return audit.at(torch.arange(count)), audit.at(torch.arange(count, len(audit.of_class)))
+
+
+def _with_history(found: FittedModel, before: FittedModel, audit: Audit, calibrates: Audit) -> dict[str, Any]:
+    provenance = found.report.get("provenance", {})
+    entry = {
+        "from": before.version,
+        "psc_version": __version__,
+        "days": list(audit.days),
+        "labels": len(audit.of_class),
+        "calibrated_on": len(calibrates.of_class),
+        "worth": worth(calibrates.weights),
+        **{verdict: len(images) for verdict, images in audit.others.items()},
+        "sha256": audit.of_class.digest(),
+    }
+    history = [*provenance.get(HISTORY, []), entry]
+    return {**found.report, "provenance": {**provenance, HISTORY: history}}
+
+
+def _alarms(model: FittedModel, images: ImageDataset, settings: FitSettings) -> float:
+    """The fraction of images that the model calls out of distribution."""
+    with torch.inference_mode():
+        batches = track_images(images, settings.compute(), "alarms")
+        packed = torch.cat([model.pipeline(batch.images.to(model.device)).cpu() for batch in batches])
+    return float(model.decide(model.outputs(packed.numpy())).is_ood.mean())

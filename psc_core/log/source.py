@@ -1,0 +1,52 @@
+"""The stored images of a log, as a source of data sets."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+import numpy as np
+import numpy.typing as npt
+
+from psc_core.errors import DataError, ImageError
+from psc_core.images.preprocess import Preprocess
+from psc_core.log.schema import image_path
+from psc_core.log.store import Log
+
+
+@dataclass(frozen=True)
+class LoggedImages:
+    """Images by their paths in a log; an :class:`psc_core.data.sources.ImageSource`."""
+
+    log: Log
+    paths: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
+        """Return the image as the model's network reads it.
+
+        Raises:
+            DataError: It is not there, or its bytes are not those that were logged.
+        """
+        where = f"{self.log.where}/{self.paths[index]}"
+        try:
+            content = self.log.get(self.paths[index])
+            if hashlib.sha256(content).hexdigest() != PurePosixPath(self.paths[index]).stem:
+                raise DataError(f"{where} was changed since it was logged; restore it or remove it")
+            return preprocess.from_bytes(content)
+        except (OSError, ImageError) as error:
+            raise DataError(f"cannot read the image {where}: {error}; restore it or remove it") from error
+
+    def fingerprint(self, index: int) -> bytes:
+        return self.paths[index].encode()
+
+
+def is_stored(sha256: str | None, path: str | None) -> bool:
+    """Return whether a row names a stored image, by a path that is one of a log."""
+    if not sha256 or not path:
+        return False
+    return path == image_path(sha256, PurePosixPath(path).suffix.removeprefix("."))

@@ -1,0 +1,75 @@
+"""A replay as one page and as lines for the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from psc_core.evaluation.replay import Fraction, Replay
+from psc_core.report.page import TEMPLATES, as_base64, as_png
+
+
+def to_text(replay: Replay) -> str:
+    """Return the tables as text."""
+    first, last = replay.days
+    lines = [f"{replay.name} from {first} to {last} under the bundle {replay.version}"]
+    for title, header, rows in _tables(replay):
+        cells = [header, *rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines += ["", title]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+        ]
+    if replay.audit:
+        lines += ["", f"another decision: {_cell(replay.flipped())}; another label: {_cell(replay.relabelled())}"]
+    return "\n".join(lines)
+
+
+def write(replay: Replay, file: Path) -> None:
+    """Write the page; raises ``OSError`` and :class:`.DataError` as :func:`.replay` does."""
+    flips = [
+        {
+            "before": before,
+            "after": after,
+            "rows": replay.count(before, after),
+            "examples": [
+                {
+                    "png": as_base64(as_png(torch.from_numpy(replay.images.image(row.position)))),
+                    "label": row.after.label,
+                    "changed": row.before.label != row.after.label,
+                    "ood_score": row.ood_score,
+                }
+                for row in examples
+            ],
+        }
+        for before, after, examples in replay.flips()
+    ]
+    file.write_text(
+        TEMPLATES.get_template("replay.html.jinja").render(
+            replay=replay,
+            tables=_tables(replay),
+            flips=flips,
+            flipped=_cell(replay.flipped()) if replay.audit else None,
+            relabelled=_cell(replay.relabelled()) if replay.audit else None,
+        ),
+        encoding="utf-8",
+    )
+
+
+def _tables(replay: Replay) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Return the title, the header and the rows of each table: decisions before by decisions under the bundle."""
+    names = replay.decisions
+    header = ["answered", *names]
+    counts = [[before, *(str(replay.count(before, after)) for after in names)] for before in names]
+    stored = (f"The {len(replay.rows)} stored images themselves, most stored because of their decision", header, counts)
+    if not replay.audit:
+        return [stored]
+    cells = [[before, *(_cell(replay.fraction(before, after)) for after in names)] for before in names]
+    title = f"Of all answered images, by the {len(replay.audit)} of the audit slice, with 95 % intervals"
+    return [(title, header, cells), stored]
+
+
+def _cell(fraction: Fraction) -> str:
+    low, high = fraction.interval
+    return f"{fraction.value:.1%} ({low:.1%} to {high:.1%})"

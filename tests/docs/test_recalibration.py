@@ -1,0 +1,71 @@
+"""The circle of docs/recalibration.md, run as it stands: serve, send, label, recalibrate, reload, replay."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+MODULES = {
+    "psc-serve": "app.cli",
+    "psc-predict": "app.client.cli",
+    "psc-log": "psc_core.cli.log",
+    "psc-recalibrate": "psc_core.cli.recalibrate",
+    "psc-replay": "psc_core.cli.replay",
+}
+GUARD_SECONDS = 1200
+READY = "until python -c \"import httpx; assert httpx.get('$URL/readyz').is_success\" 2> /dev/null; do sleep 0.2; done"
+LOGGED = "until python -m tests.docs.logged log 800; do sleep 0.2; done"
+SWAPPED = (
+    "until python -c \"import httpx; print(httpx.get('$URL/model').text)\" "
+    '| grep -q "$(python -m tests.docs.logged digits-2)"; do sleep 0.2; done'
+)
+
+
+def test_the_circle_runs_as_it_stands(tmp_path: Path) -> None:
+    script = ["set -e", 'trap "kill -9 %1" ERR']
+    text = (ROOT / "docs" / "recalibration.md").read_text()
+    for language, block in re.findall(r"```(sh|python)\n(.*?)```", text, re.DOTALL):
+        script.append(block if language == "sh" else f"python - <<'END'\n{block}END\n{READY}")
+        script += [LOGGED] if "psc-predict" in block else [SWAPPED] if "kill -HUP" in block else []
+    script += ["kill %1", "wait %1"]
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, words in {"python": "", **{name: f"-m {module} " for name, module in MODULES.items()}}.items():
+        (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words}"$@"\n')
+        (commands / name).chmod(0o755)
+    work = tmp_path / "work"
+    work.mkdir()
+    for name in ("artifacts", "tests"):
+        (work / name).symlink_to(ROOT / name)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("PSC_")},
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "PSC_PORT": str(port),
+        "PSC_DEVICE": "cpu",
+        "PSC_BACKEND": "folded",
+        "URL": (url := f"http://127.0.0.1:{port}"),
+        "PSC_CLIENT_URL": url,
+    }
+    run = subprocess.run(
+        ["bash", "-c", "\n".join(script)], cwd=work, env=environment, capture_output=True, text=True,
+        timeout=GUARD_SECONDS, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    assert "800 judged: 800 of a class" in run.stdout and "next: psc-serve" in run.stdout
+    assert "Of all answered images, by the 800 of the audit slice" in run.stdout
+    before, after = map(float, re.findall(r"of a class: ([\d.]+)% before, at most ([\d.]+)% ", run.stdout)[0])
+    assert before > 2 * after
+    assert (work / "replay.html").stat().st_size > 10_000
+    manifest = json.loads((work / "digits-2" / "manifest.json").read_text())
+    assert manifest["provenance"]["recalibrations"][0]["labels"] == 800

@@ -1,0 +1,90 @@
+"""Prediction logs for tests, written without a service."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from psc_core.data.dataset import ImageDataset
+from psc_core.log.labels import Label, write_labels
+from psc_core.log.schema import image_path, row_schema, rows_path
+from psc_core.log.store import Log, open_log
+
+NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
+
+
+@dataclass(frozen=True)
+class Logged:
+    """One image of a log."""
+
+    content: bytes  # a PNG file
+    verdict: str | None = None
+    label: str | None = None
+    audit: bool = True
+    audit_probability: float = 0.1
+    sampling_probability: float = 1.0
+    answered: str | None = None  # the label of the answer
+    decision: str = "accept"
+    stored: bool = True
+    day: str = "2026-11-20"
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the bytes."""
+        return hashlib.sha256(self.content).hexdigest()
+
+
+def png(pixels: np.ndarray[Any, Any]) -> bytes:
+    """A grey image (height, width) as a file."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def dimmed(data: ImageDataset, index: int) -> bytes:
+    """An image of a data set with less contrast, as a file: another camera."""
+    return png((0.6 * data.image(index)[0] + 40).astype(np.uint8))
+
+
+def write_log(folder: Path, images: Sequence[Logged], model: str = "digits", version: str = "0" * 12) -> Log:
+    """Write a log with a row for each image, and the verdicts."""
+    log = open_log(folder)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    labels = []
+    for number, image in enumerate(images):
+        path = image_path(image.sha256, "png")
+        if image.stored:
+            log.put(path, image.content)
+        row = {
+            "time": datetime.fromisoformat(f"{image.day}T12:00:00+00:00"),
+            "request_id": f"{number:032x}-{number:016x}",
+            "image_index": 0,
+            "bundle_version": version,
+            "policy": "{}",
+            "label": image.answered,
+            "decision": image.decision,
+            "sampling_probability": image.sampling_probability,
+            "audit": image.audit,
+            "audit_probability": image.audit_probability,
+            "image_sha256": image.sha256,
+            "image_path": path if image.stored else None,
+        }
+        rows.setdefault(image.day, []).append(row)
+        if image.verdict is not None:
+            labels.append(Label(row["request_id"], 0, image.sha256, image.verdict, image.label, "test", NOW))
+    for day, some in rows.items():
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.Table.from_pylist(some, schema=row_schema(())), sink)
+        log.put(rows_path(model, day), sink.getvalue())
+    write_labels(log, labels)
+    return log

@@ -1,0 +1,85 @@
+"""Stored images of a log under another bundle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from psc_core.data.spec import open_dataset
+from psc_core.errors import UsageError
+from psc_core.evaluation.replay import replay
+from psc_core.images.preprocess import PRESETS
+from psc_core.log.store import open_log
+from psc_core.model.base import FittedModel
+from psc_core.model.load import load_model
+from psc_core.report.replay import to_text, write
+from tests.logged import Logged, dimmed, png, write_log
+
+
+@pytest.fixture(scope="module")
+def model(tiny_bundle: Path) -> FittedModel:
+    return load_model(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+
+
+def test_tables_say_what_they_are_of(model: FittedModel, data_root: Path, tmp_path: Path) -> None:
+    digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    contents = [*(png(digits.image(i)[0]) for i in range(30)), *(dimmed(digits, i) for i in range(30))]
+    now = model.predict(contents)
+    other = {"accept": "abstain_ood", "abstain_ood": "accept", "abstain_ambiguous": "accept"}
+    images = [
+        Logged(
+            content,
+            audit=i % 2 == 0,
+            audit_probability=0.5 if i < 30 else 0.1,
+            decision=other[now.decision[i]] if i % 3 == 0 else now.decision[i],
+            answered="0" if i % 5 == 0 else now.labels[i],
+        )
+        for i, content in enumerate(contents)
+    ]
+    found = replay(
+        write_log(tmp_path / "log", [*images, images[0], Logged(png(np.zeros((9, 9), np.uint8)), stored=False)]), model
+    )
+    assert len(found.rows) == 61 and len(found.images) == 60 and len(found.audit) == 31
+    weights = [2.0 if i < 30 else 10.0 for i in range(0, 60, 2)] + [2.0]
+    flips = [i % 3 == 0 for i in range(0, 60, 2)] + [True]
+    flipped = found.flipped()
+    assert flipped.rows == sum(flips)
+    assert flipped.value == pytest.approx(sum(w for w, hit in zip(weights, flips, strict=True) if hit) / sum(weights))
+    assert flipped.interval.low < flipped.value < flipped.interval.high
+    document = found.to_json()
+    json.dumps(document, allow_nan=False)
+    assert sum(cell["rows"] for cell in document["stored_images"]["table"]) == 61
+    assert sum(cell["fraction"] for cell in document["all_images"]["table"]) == pytest.approx(1)
+    for before, after, examples in found.flips():
+        assert before != after and len({row.position for row in examples}) == len(examples)
+        scores = [row.ood_score for row in examples]
+        assert scores == sorted(scores, reverse=after == "accept")
+    text = to_text(found)
+    assert "Of all answered images, by the 31 of the audit slice" in text and "The 61 stored images themselves" in text
+    write(found, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<img") == sum(len(examples) for _, _, examples in found.flips()) and "nan" not in page
+
+
+def test_without_an_audit_slice_nothing_is_said_of_all(model: FittedModel, tmp_path: Path) -> None:
+    image = Logged(png(np.zeros((28, 28), np.uint8)), audit=False, answered="<b>", decision="accept")
+    found = replay(write_log(tmp_path / "log", [image], model="<i>"), model)
+    assert "all_images" not in found.to_json() and "another decision" not in to_text(found)
+    write(found, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "nothing is known of images that were not stored" in page and "<i>" not in page and "&lt;i&gt;" in page
+    with pytest.raises(UsageError, match="rows of no model"):
+        replay(open_log(tmp_path / "none"), model)
+    log = write_log(tmp_path / "unstored", [Logged(image.content, stored=False)])
+    with pytest.raises(UsageError, match="no stored images of digits; see --log-images"):
+        replay(log, model)
+
+
+def test_a_regression_has_no_labels(angle_bundle: Path, tmp_path: Path) -> None:
+    model = load_model(angle_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    log = write_log(tmp_path, [Logged(png(np.full((28, 28), i, np.uint8))) for i in range(3)])
+    found = replay(log, model)
+    assert found.relabelled().value == 0 and {row.after.label for row in found.rows} == {None}

@@ -1,0 +1,96 @@
+"""The judged part of an audit slice."""
+
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from psc_core.errors import DataError, UsageError
+from psc_core.fitting.audit import AuditImage, judged_of, read_audit
+from psc_core.log.store import open_log
+from psc_core.model.base import FittedModel
+from psc_core.model.load import load_model
+from tests.logged import Logged, png, write_log
+
+
+@pytest.fixture(scope="module")
+def model(tiny_bundle: Path) -> FittedModel:
+    return load_model(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+
+
+def picture(number: int) -> bytes:
+    return png(np.full((28, 28), number, np.uint8))
+
+
+def test_images_of_a_class_calibrate_and_the_others_are_told_apart(model: FittedModel, tmp_path: Path) -> None:
+    images = [Logged(picture(i), "label", str(i % 10), audit_probability=0.5 if i % 2 else 0.1) for i in range(20)]
+    images += [Logged(picture(20), "none_of_the_classes"), Logged(picture(21), "cannot_tell")]
+    images += [Logged(picture(22), "label", "3", audit=False), Logged(picture(23), "label", "3", stored=False)]
+    images += [images[0]] * 5  # An image counts once.
+    audit = read_audit(write_log(tmp_path, images), model)
+    assert {name: len(data) for name, data in audit.others.items()} == {"none_of_the_classes": 1, "cannot_tell": 1}
+    assert (len(audit.of_class), audit.stored, audit.days) == (20, 22, ("2026-11-20", "2026-11-20"))
+    shown = [int(audit.of_class.image(i)[0, 0, 0]) for i in range(20)]
+    assert sorted(shown) == list(range(20)) != shown  # in the order of their digests
+    assert audit.of_class.first_labels().tolist() == [i % 10 for i in shown]
+    assert audit.weights.tolist() == [2.0 if i % 2 else 10.0 for i in shown]
+    part = audit.at(torch.tensor([3, 1]))
+    assert part.weights.tolist() == audit.weights[[3, 1]].tolist() and len(part.of_class) == 2
+
+
+def test_days_are_chosen(model: FittedModel, tmp_path: Path) -> None:
+    images = [Logged(picture(i), "label", "1", day=f"2026-11-{10 + i}") for i in range(5)]
+    log = write_log(tmp_path, images)
+    audit = read_audit(log, model, "digits", since="2026-11-11", until="2026-11-12")
+    assert (len(audit.of_class), audit.days) == (2, ("2026-11-11", "2026-11-12"))
+    with pytest.raises(UsageError, match="no stored audit images of digits; serve with an audit"):
+        read_audit(log, model, since="2026-12-01")
+
+
+def test_judged_images_count_in_the_order_of_digests() -> None:
+    """Whoever judges what looks interesting leaves gaps in it."""
+    monday, tuesday = date(2026, 11, 23), date(2026, 11, 24)
+
+    def image(number: int, day: date, *, judged: bool) -> AuditImage:
+        return AuditImage(day, f"{number:064x}", "", 0.1, "label" if judged else None, "1")
+
+    images = [image(i, monday, judged=i < 40 or i % 3 == 0) for i in range(100)]
+    new = [image(i, tuesday, judged=i < 10) for i in range(50)]  # They take nothing from the day before.
+    found = judged_of([*images, *new][::-1])
+    assert [(each.day, int(each.sha256, 16)) for each in found] == [
+        *((monday, i) for i in [*range(40), 42]), *((tuesday, i) for i in range(10))
+    ]  # fmt: skip
+    assert len(judged_of([image(i, monday, judged=i != 30) for i in range(40)])) == 39
+    assert judged_of([image(i, monday, judged=i > 0) for i in range(10)]) == []
+
+
+def test_labels_of_other_images_are_not_enough(model: FittedModel, tmp_path: Path) -> None:
+    chosen = [Logged(picture(i), "label", "1", audit=False) for i in range(5)]
+    log = write_log(tmp_path, [*chosen, *(Logged(picture(10 + i)) for i in range(5))])
+    with pytest.raises(UsageError, match=r"of the 5 audit images .* 0 are judged and none .* psc-log review --audit"):
+        read_audit(log, model)
+
+
+def test_names_and_classes_that_are_not_there(model: FittedModel, tmp_path: Path) -> None:
+    write_log(tmp_path, [Logged(picture(0), "label", "cat")])
+    write_log(tmp_path, [Logged(picture(1))], model="other")
+    log = open_log(tmp_path)
+    with pytest.raises(DataError, match="no classes of bundle: cat; judge these images again"):
+        read_audit(log, model, "digits")
+    with pytest.raises(UsageError, match="rows of several models; it has digits, other, name one by --model"):
+        read_audit(log, model)
+    with pytest.raises(UsageError, match="no model shoes; it has digits, other"):
+        read_audit(log, model, "shoes")
+    with pytest.raises(UsageError, match="rows of no model; it has none"):
+        read_audit(open_log(tmp_path / "empty"), model)
+
+
+def test_numbers_of_a_regression(angle_bundle: Path, tmp_path: Path) -> None:
+    model = load_model(angle_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    audit = read_audit(write_log(tmp_path, [Logged(picture(0), "label", "-12.5")]), model)
+    assert audit.of_class.values is not None and audit.of_class.values.tolist() == [-12.5]
+    assert audit.of_class.target == model.task.number()

@@ -1,0 +1,136 @@
+"""A bundle calibrated again on an audit slice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from psc_core.data.dataset import ImageDataset
+from psc_core.data.spec import open_dataset
+from psc_core.errors import UsageError
+from psc_core.fitting.audit import Audit, read_audit
+from psc_core.fitting.recalibrate import HISTORY, recalibrate_on
+from psc_core.images.preprocess import PRESETS
+from psc_core.log.store import Log
+from psc_core.model.base import FittedModel
+from psc_core.model.load import load_model
+from psc_core.tasks.classification.heads import OwnHead
+from tests.logged import Logged, dimmed, png, write_log
+from tests.reference import calibration as naive
+
+FACTORY = "tests.tiny:network"
+
+
+@pytest.fixture(scope="module")
+def model(tiny_bundle: Path) -> FittedModel:
+    return load_model(tiny_bundle, device="cpu", allow_factories=[FACTORY])
+
+
+@pytest.fixture(scope="module")
+def digits(data_root: Path) -> ImageDataset:
+    return open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+
+
+@pytest.fixture(scope="module")
+def log(digits: ImageDataset, data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Log:
+    labels = digits.first_labels().tolist()
+    images = [Logged(dimmed(digits, i), "label", str(labels[i])) for i in range(200)]
+    clothes = open_dataset(f"fashion-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    images += [Logged(png(clothes.image(i)[0]), "none_of_the_classes") for i in range(5)]
+    return write_log(tmp_path_factory.mktemp("log"), images)
+
+
+@pytest.fixture(scope="module")
+def audit(log: Log, model: FittedModel) -> Audit:
+    return read_audit(log, model)
+
+
+def test_only_the_calibration_is_another(model: FittedModel, audit: Audit, tmp_path: Path) -> None:
+    found = recalibrate_on(model, audit, {"risk": 0.6})
+    new = found.model
+    images = next(audit.of_class.batches(len(audit.of_class))).images
+    before, after = model.predict(images), new.predict(images)
+    for name in ("predictive_entropy", "log_density", "ood_score", "probabilities"):
+        assert torch.equal(getattr(before, name), getattr(after, name))
+    scores = after.ood_score.tolist()
+    exact = [naive.weighted_p_value(scores, [1] * len(scores), score) for score in scores]
+    torch.testing.assert_close(after.ood_p_value, torch.tensor([float(p) for p in exact]))
+    assert new.calibration.ood_scores.tolist() == sorted(scores)
+    is_ood = torch.tensor([decision == "abstain_ood" for decision in after.decision])
+    assert int(is_ood.sum()) <= new.policy.alpha * (len(scores) + 1)
+    assert "205 stored images, 205 judged: 200 of a class, 5 none_of_the_classes" in audit.summary()
+    assert "judged none_of_the_classes" in found.lines[1]
+    manifest = new.save(tmp_path / "bundle")
+    assert manifest.version != model.version and found.warnings == ()
+    again = load_model(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY])
+    assert torch.equal(again.predict(images).ood_p_value, after.ood_p_value)
+    twice = recalibrate_on(again, audit, {}).model.report["provenance"]
+    assert [entry["from"] for entry in twice[HISTORY]] == [model.version, manifest.version]
+    assert twice[HISTORY][0]["labels"] == twice[HISTORY][0]["worth"] == 200
+    assert twice["train"] == model.report["provenance"]["train"]
+
+
+def test_images_drawn_rarely_count_more(model: FittedModel, audit: Audit) -> None:
+    rare = torch.arange(200) % 2 == 0
+    uneven = replace(audit, weights=torch.where(rare, 20.0, 2.0).double())
+    assert "200 of a class, which count as 110 drawn equally, 5 none" in uneven.summary()
+    new = recalibrate_on(model, uneven, {}).model
+    assert len(new.calibration) == 110 == new.report["provenance"][HISTORY][-1]["worth"]
+    scores = new.compute(next(audit.of_class.batches(200)).images)["ood_score"]
+    assert float(new.calibration.ood_scores.median()) == pytest.approx(float(scores[rare].median()), rel=0.2)
+
+
+def test_refuses_rates_that_the_images_cannot_keep(model: FittedModel, audit: Audit) -> None:
+    few = audit.at(torch.arange(30))
+    with pytest.raises(UsageError, match=r"alpha ≥ .* with n = 30 .* at least 99 images"):
+        recalibrate_on(model, few, {"alpha": 0.01})
+    with pytest.raises(UsageError, match=r"coverage ≤ .* with n = 30 .* at least 99 images"):
+        recalibrate_on(model, few, {"coverage": 0.99})
+    with pytest.raises(UsageError, match="calibration of a classification does not read max_width"):
+        recalibrate_on(model, few, {"max_width": 2.0})
+
+
+def test_an_ambiguity_threshold_that_cannot_be_shown_stays(model: FittedModel, audit: Audit) -> None:
+    found = recalibrate_on(model, audit.at(torch.arange(50)), {"risk": 0.001})
+    assert found.model.policy == model.policy
+    assert "takes at least 2996 images" in found.warnings[0] and "the threshold stays at" in found.warnings[0]
+
+
+def test_base_predictions_get_another_temperature_from_images_that_do_not_calibrate(
+    model: FittedModel, audit: Audit, tiny_job: object, tmp_path: Path
+) -> None:
+    from psc_core.cli.fit import main
+
+    assert main([*tiny_job.args, "--predictions", "base", "--out", str(tmp_path / "base")]) == 0  # type: ignore[attr-defined]
+    base = load_model(tmp_path / "base", device="cpu", allow_factories=[FACTORY])
+    head = base.pipeline.scorer.head
+    assert isinstance(head, OwnHead)
+    sharp = OwnHead({"temperature": head.temperature / 20}, record={"temperature": float(head.temperature) / 20})
+    pipeline = type(base.pipeline)(
+        base.pipeline.scorer.with_head(sharp), base.pipeline.calibration_scores, base.pipeline.gates
+    )
+    found = recalibrate_on(replace(base, pipeline=pipeline), audit, {})
+    fitted = found.model.pipeline.scorer.head
+    assert float(fitted.temperature) > 5 * float(sharp.temperature)
+    assert fitted.record["temperature"] == pytest.approx(float(fitted.temperature))
+    assert len(found.model.calibration) == 150 and "by 50 images, which do not calibrate" in found.lines[0]
+    few = recalibrate_on(base, audit.at(torch.arange(60)), {})
+    assert len(few.model.calibration) == 60 and few.model.pipeline.scorer.head is head
+
+
+def test_intervals_of_a_regression(angle_bundle: Path, data_root: Path, tmp_path: Path) -> None:
+    model = load_model(angle_bundle, device="cpu", allow_factories=[FACTORY])
+    data = open_dataset(f"rotated-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    assert data.values is not None
+    images = [Logged(dimmed(data, i), "label", repr(float(data.values[i]))) for i in range(60)]
+    audit = read_audit(write_log(tmp_path, images), model)
+    new = recalibrate_on(model, audit, {}).model
+    found = new.predict(next(audit.of_class.batches(60)).images)
+    low, high = found.interval.double().unbind(1)
+    values = audit.of_class.values
+    assert values is not None
+    inside = (values >= low - 1e-3) & (values <= high + 1e-3)
+    assert int(inside.sum()) >= 55  # ⌈61 · 0.9⌉

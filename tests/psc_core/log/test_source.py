@@ -1,0 +1,38 @@
+"""Stored images of a log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from psc_core.errors import DataError
+from psc_core.images.preprocess import PRESETS
+from psc_core.log.schema import image_path
+from psc_core.log.source import LoggedImages, is_stored
+from tests.logged import Logged, png, write_log
+
+
+def test_reads_what_was_stored_and_nothing_else(tmp_path: Path) -> None:
+    pixels = np.arange(28 * 28, dtype=np.uint8).reshape(28, 28)
+    image = Logged(png(pixels))
+    log = write_log(tmp_path, [image])
+    path = image_path(image.sha256, "png")
+    source = LoggedImages(log, [path])
+    assert len(source) == 1 and source.fingerprint(0) == path.encode()
+    assert np.array_equal(source.read(0, PRESETS["mnist"])[0], pixels)
+    (tmp_path / path).write_bytes(png(pixels + 1))
+    with pytest.raises(DataError, match="was changed since it was logged"):
+        source.read(0, PRESETS["mnist"])
+    (tmp_path / path).unlink()
+    with pytest.raises(DataError, match=r"cannot read the image .*restore it or remove it"):
+        source.read(0, PRESETS["mnist"])
+
+
+def test_a_path_that_is_none_of_a_log_is_not_followed() -> None:
+    digest = "ab" * 32
+    assert is_stored(digest, f"images/ab/{digest}.png")
+    for path in (None, "", "../secret", f"images/ab/../../{digest}.png", f"/images/ab/{digest}.png", "images/ab/x.png"):
+        assert not is_stored(digest, path)
+    assert not is_stored(None, "images/ab/x.png")
