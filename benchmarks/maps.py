@@ -19,6 +19,7 @@ own two models then read the same features, and smooth in their way.
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import tempfile
 import time
@@ -42,11 +43,12 @@ from psc_core.data.spec import open_dataset
 from psc_core.fitting.early_layers import early_layers
 from psc_core.fitting.maps import choose_map
 from psc_core.images.preprocess import PRESETS, Preprocess
-from psc_core.maps.fit.gaussian import fit_positions
+from psc_core.maps.fit.gaussian import fit_positions, with_levels
 from psc_core.maps.fit.moments import PositionMoments
 from psc_core.maps.fit.pasted import TEXTURE, paste
 from psc_core.maps.grid import grid_of
 from psc_core.maps.layer_map import LayerMap
+from psc_core.maps.picture import map_document
 from psc_core.metrics.ranking import auroc
 from psc_core.network.backbone import Backbone, example_input, truncate
 from psc_core.settings import FitSettings
@@ -65,6 +67,9 @@ BANK, CANDIDATES = 0.01, 10_000
 """Of PaDiM: channels; of PatchCore: the fraction of the patches that is kept, and from how many they are chosen."""
 
 BATCH: Final = 20
+
+ROUNDS: Final = 12
+"""Interleaved passes of which the cost is the median."""
 
 Features = Mapping[str, Tensor]
 """Maps (n, channels, rows, columns) by layer, from the first to the last."""
@@ -85,6 +90,7 @@ class Subject:
     candidate: str  # the layer that psc would cut behind
     kinds: tuple[str, ...]
     build: Callable[[], nn.Module]
+    with_anomalib: bool = True  # its PatchCore takes too much memory for the many positions of the other
 
     def open(self, run: Run, split: str, preprocess: Preprocess, seed: int, *, known: bool = True) -> ImageDataset:
         """Images of the known classes, or of the others; all are known of a network of all."""
@@ -135,6 +141,7 @@ SUBJECTS: Final = (
         "layer4.0.downsample.0",
         ("texture", "object", "known"),
         shipped,
+        with_anomalib=False,
     ),
 )
 
@@ -351,9 +358,52 @@ def measure(run: Run, subject: Subject, seed: int, python: str | None) -> Json:
     return result
 
 
+@torch.inference_mode()
+def measure_cost() -> Json:
+    """CPU seconds of a step of EfficientNet-Lite0 at 224 pixels, of its map at two layers, and of the map's answer."""
+    preprocess, layers = PRESETS["imagenet"], ("_blocks.4", "_blocks.7")
+    example = example_input(preprocess)
+    backbone = truncate(lite0(), ["_blocks.15", *layers], keep_output=False, example=example).fused("fp32")
+    maps = []
+    for layer, features in zip(layers, backbone(torch.randn(8, *preprocess.shape))[0][1:], strict=True):
+        grid = grid_of(features.shape[2], preprocess.height, preprocess.width)
+        assert grid is not None
+        sums = PositionMoments(features.shape[1], grid)
+        sums.add(features)
+        density = fit_positions(sums.moments())
+        maps.append(LayerMap(layer, grid, with_levels(density, density(features).flatten())))
+    found: Json = {}
+    for count in (1, 8):
+        images = torch.randn(count, *preprocess.shape)
+        seconds: dict[str, list[float]] = {"step": [], **{layer: [] for layer in layers}}
+        for _ in range(ROUNDS):
+            began = time.process_time()
+            features = backbone(images)[0]
+            seconds["step"].append(time.process_time() - began)
+            for of, early in zip(maps, features[1:], strict=True):
+                began = time.process_time()
+                for grey in of(early).numpy():
+                    map_document(of.layer, grey)
+                seconds[of.layer].append(time.process_time() - began)
+        found[str(count)] = {name: 1e3 * statistics.median(each) for name, each in seconds.items()}
+    return found
+
+
 def fragment(record: Json) -> str:
     """The tables of all subjects."""
-    return "\n\n".join([*_tables(record), provenance(record)])
+    return "\n\n".join([*_tables(record), *_cost(record["result"].get("cost", {})), provenance(record)])
+
+
+def _cost(cost: Json) -> Iterator[str]:
+    if cost:
+        yield "Map, PNG and box beside a step of EfficientNet-Lite0 at 224 pixels, CPU ms for all images of a batch."
+        header = ["images", "step", *(f"map of {name}" for name in cost["1"] if name != "step")]
+        rows = [
+            [count, f"{of['step']:.1f}"]
+            + [f"{ms:.2f} ({100 * ms / of['step']:.1f} %)" for name, ms in of.items() if name != "step"]
+            for count, of in cost.items()
+        ]
+        yield markdown_table(header, rows)
 
 
 def _tables(record: Json) -> Iterator[str]:
@@ -387,15 +437,16 @@ def main(argv: list[str] | None = None) -> Json:
         "selection": SELECTION,
         "test": TEST,
         "candidates": CANDIDATES,
-        "anomalib": bool(python),
     }
     for subject in SUBJECTS:
+        peer = python if subject.with_anomalib else None
         for seed in SEEDS if run.scale != "smoke" else SEEDS[:1]:
             run.part(
                 f"{subject.name}-s{seed}",
-                settings,
-                lambda subject=subject, seed=seed: measure(run, subject, seed, python),
+                {**settings, "anomalib": bool(peer)},
+                lambda subject=subject, seed=seed, peer=peer: measure(run, subject, seed, peer),
             )
+    run.part("cost", {"rounds": ROUNDS}, measure_cost)
     return run.write(run.finished(), fragment)
 
 

@@ -175,8 +175,8 @@ class SecondReader:
 
     # -- map ------------------------------------------------------------------------------------------------------
 
-    def map(self, features: Array) -> Array:
-        """Grey levels (B, rows, columns) from the features (B, C, positions) of the map's layer."""
+    def map_distances(self, features: Array) -> Array:
+        """Distances (B, rows, columns) from the features (B, C, positions) of the map's layer."""
         section, t = self.manifest["map"], self.tensors("map")
         if section["density"]["kind"] != "gaussian":
             raise Rejected("map.density.kind")
@@ -185,7 +185,11 @@ class SecondReader:
         q = (((x - t["mean"]) @ t["whitener"]) ** 2).sum(2).reshape(-1, rows, columns)
         padded = np.pad(q, ((0, 0), (1, 1), (1, 1)), constant_values=np.nan)
         shifted = [padded[:, j : j + rows, i : i + columns] for j in range(3) for i in range(3)]
-        return np.searchsorted(t["thresholds"], np.nanmean(shifted, axis=0), side="right")
+        return np.nanmean(shifted, axis=0)
+
+    def grey_levels(self, distances: Array) -> Array:
+        """Grey levels of a map."""
+        return np.searchsorted(self.tensors("map")["thresholds"], distances, side="right")
 
     # -- decisions ------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psc_core.errors import FitError
-from psc_core.maps.fit.gaussian import DEAD_UNIT, MAX_COMPONENTS, TAIL_FRACTION, fit_positions, thresholds, with_levels
+from psc_core.maps.fit.gaussian import (
+    DEAD_UNIT,
+    MAX_COMPONENTS,
+    ROUNDING,
+    TAIL_FRACTION,
+    fit_positions,
+    thresholds,
+    with_levels,
+)
 from psc_core.maps.fit.moments import Moments
 from psc_core.maps.layer_map import DECADES, LEVELS
 from psc_core.numerics.linalg import EIGENVALUE_FLOOR
@@ -55,17 +63,25 @@ READINGS = st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=60)
 @given(READINGS)
 def test_thresholds_match_the_twin(readings: list[float]) -> None:
     got = thresholds(torch.tensor(readings))
-    expected = naive.thresholds(readings, LEVELS, DECADES, TAIL_FRACTION)
+    exact = naive.thresholds(readings, LEVELS, DECADES, TAIL_FRACTION)
+    expected = [(1 + ROUNDING) * each for each in exact]
     np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-6)
     assert (got.diff() >= -1e-9 * got[-1]).all()
 
 
+def test_equal_distances_have_one_level() -> None:
+    plain = fit_positions(moments_of(torch.randn(100, 4)))
+    fitted = with_levels(plain, torch.cat([torch.full((500,), 0.7), torch.linspace(1, 9, 500)]))
+    near = 0.7 * (1 + torch.tensor([-1e-6, 0.0, 1e-6]))
+    assert fitted.grey(near).tolist() == [0, 0, 0]
+
+
 def test_levels_are_as_rare_as_they_say() -> None:
-    vectors = torch.randn(4000, 4)
-    plain = fit_positions(moments_of(vectors))
-    seen = plain(torch.randn(200_000, 4).T[None])[0]
-    fitted = with_levels(plain, seen)
-    fresh = fitted.grey(fitted(torch.randn(200_000, 4).T[None])[0])
-    for level, fraction in ((64, 0.1), (128, 0.01), (191, 0.001)):
+    generator = torch.Generator().manual_seed(0)
+    plain = fit_positions(moments_of(torch.randn(4000, 4, generator=generator)))
+    seen, other = torch.randn(2, 4, 200_000, generator=generator)
+    fitted = with_levels(plain, plain(seen[None])[0])
+    fresh = fitted.grey(fitted(other[None])[0])
+    for level, fraction in ((64, 0.1), (128, 0.01), (191, 10**-2.996)):
         assert float((fresh >= level).float().mean()) == pytest.approx(fraction, rel=0.2)
     assert fitted.record["readings"] == 200_000
