@@ -65,10 +65,10 @@ def headings(text: str) -> set[str]:
 
 
 def command_lines(text: str) -> list[list[str]]:
-    """Commands of the shell blocks, continued lines joined, comments dropped."""
+    """Commands of the shell blocks, continued lines joined, comments and the mark of a background job dropped."""
     blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+    return [shlex.split(line.removesuffix("&"), comments=True) for line in lines if line.strip()]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

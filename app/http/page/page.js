@@ -213,14 +213,16 @@ function open(image) {
 
 // The map is asked for when "Why?" is open, once an image; the service lists it and does not watch these requests.
 async function explain() {
-  const image = opened;
-  if (!element("why").open || !image?.said || image.mapped === image.said || !(await canMap())) return redraw();
+  const [image, { model }] = [opened, view];
+  const wanted = element("why").open && image?.said && image.mapped !== image.said && !model.isWithoutMap;
+  if (!wanted || !(await canMap())) return redraw();
   image.mapped = image.said;
   try {
-    const answer = await predict(view.model.name, image.file, { map: true });
+    const answer = await predict(model.name, image.file, { map: true });
     if (image.mapped === image.said) image.said.explanation = answer.predictions[0].explanation;
   } catch ({ status }) {
-    if (status !== 422) image.mapped = null; // Told in words, and asked again the next time; 422: this model has no map.
+    image.mapped = null; // Told in words, and asked again the next time.
+    model.isWithoutMap = status === 422; // It was fitted without one.
   }
   redraw();
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -58,6 +59,12 @@ def test_prediction_sets_cover() -> None:
         covered.append(float(hit.float().mean()))
         assert sets.any(1).all()
     assert sum(covered) / len(covered) == pytest.approx(0.9, abs=0.008)
+
+
+def test_quantiles_of_the_entropies() -> None:
+    entropies = torch.rand(99).sort().values
+    quantiles = replace(calibrate(99), entropies=entropies).entropy_quantiles()
+    assert quantiles == pytest.approx(np.percentile(entropies.double().numpy(), range(101)).tolist(), abs=1e-6)
 
 
 def test_rejects_unattainable_coverage() -> None:
