@@ -88,7 +88,7 @@ async def test_a_width_of_the_request_decides(angle_bundle: Path, digits: list[b
         httpx.AsyncClient(transport=transport, base_url="http://test") as client,
     ):
         wide = (await client.post("/predict", files=parts(digits[:9]))).json()
-        narrow = (await client.post("/predict?max_width=0.001&alpha=0.02", files=parts(digits[:9]))).json()
+        narrow = (await client.post("/predict?max_width=0.001&alpha=0.02", files=parts(digits[9:18]))).json()
         assert wide["policy"]["max_width"] == 1e9 and narrow["policy"] == {
             **wide["policy"],
             "max_width": 0.001,
@@ -115,7 +115,7 @@ async def test_v2_gives_the_numbers(angle_bundle: Path, digits: list[bytes]) -> 
         httpx.AsyncClient(transport=transport, base_url="http://test") as client,
     ):
         outputs = {each["name"]: each for each in (await client.get("/v2/models/m")).json()["outputs"]}
-        assert list(outputs) == [*SCORES, "lower", "upper", "gates", "is_ood"]
+        assert list(outputs) == [*SCORES, "lower", "upper", "gates", "is_ood", "map"]
         sizes = [len(data).to_bytes(4, "little") + data for data in digits[:5]]
         binary = b"".join(sizes)
         tensor = {
