@@ -23,8 +23,8 @@ def test_explanation_takes_one_pass(psc: PSC, monkeypatch: pytest.MonkeyPatch) -
     images = torch.randint(0, 256, (5, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = psc.pipeline(images)
-        passes, embed = [], psc.pipeline.scorer.embed
-        monkeypatch.setattr(psc.pipeline.scorer, "embed", lambda batch: passes.append(len(batch)) or embed(batch))
+        passes, features = [], psc.pipeline.scorer.features
+        monkeypatch.setattr(psc.pipeline.scorer, "features", lambda batch: passes.append(len(batch)) or features(batch))
         packed, explanation = psc.pipeline.explain(images)
     assert torch.equal(packed, expected)
     assert passes == [5]
