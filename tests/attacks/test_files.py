@@ -130,6 +130,7 @@ OTHER_TYPE = {
     "head": r"expected torch\.float32 for laplace\.\w+, got ",
     "calibration": "expected .* float32 calibration scores",
     "gates": r"expected (torch\.float(32|64) for gda\.\w+|float32 gates\.\w+ of \d gates), got ",
+    "map": r"expected torch\.float(32|64) for gaussian\.\w+, got ",
 }
 OTHER_SHAPE = {
     "backbone": r"backbone: expected body\.\S+ of shape ",
@@ -138,6 +139,7 @@ OTHER_SHAPE = {
     "head": r"expected laplace\.\w+ with axes .* got shape ",
     "calibration": "calibration scores of one length|one int64 num_classes",
     "gates": r"expected (gda\.\w+ with axes .* got shape |float32 gates\.\w+ of \d gates, got )",
+    "map": r"expected (gaussian\.\w+ with axes .* got shape |tensors of 'gaussian' with sizes )",
 }
 
 
