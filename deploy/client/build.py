@@ -23,6 +23,7 @@ MODULES = [
     "app.client.errors",
     "psc_core.errors",
     "psc_core.images",
+    "psc_core.tables",
     "psc_core.target",
     "psc_core.tasks",
     "psc_core.tasks.answer",
