@@ -330,7 +330,8 @@ def test_bf16_decisions_match_fp32(psc: PSC, data_root: Path, name: str) -> None
     with torch.inference_mode():
         exact, got = (psc.outputs(p(images(data_root, name))) for p in (psc.pipeline, half))
     assert float((exact.probabilities - got.probabilities).abs().max()) < 0.05
-    ties = 0.01 if name == "mnist" else 0.03  # Guesses at shirts are often near ties, which processors round differently.
+    # Guesses at shirts are often near ties, which processors round differently.
+    ties = 0.01 if name == "mnist" else 0.03
     assert float((exact.probabilities.argmax(1) != got.probabilities.argmax(1)).double().mean()) <= ties
     flagged, got_flagged = (outputs["ood_p_value"] <= psc.policy.alpha for outputs in (exact, got))
     assert float((flagged != got_flagged).double().mean()) <= 0.01
