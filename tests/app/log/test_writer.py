@@ -118,7 +118,7 @@ async def test_bucket_that_hangs_delays_no_answer(tmp_path: Path, monkeypatch: p
     # At the end the rest is lost, within drain_seconds.
     assert f"{ROWS % 'dropped'} 201.0" in app.service.metrics.exposition()[0].decode()
     gate.set()
-    await until(lambda: "psc-log" not in {thread.name for thread in threading.enumerate()})
+    await until(lambda: "psc-log" not in {thread.name for thread in threading.enumerate()}, seconds=120)
 
 
 async def test_bug_in_the_thread_ends_neither_log_nor_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
