@@ -53,7 +53,10 @@ class BatchTimes:
             seconds = self._means[larger]
             if seconds is not None:
                 return seconds if larger == smallest else seconds * size / min(1 << larger, self._max_batch)
-        return next((seconds for seconds in reversed(self._means) if seconds is not None), 0.0)
+        for seconds in reversed(self._means):
+            if seconds is not None:
+                return seconds
+        return 0.0
 
 
 def _size_class(size: int) -> int:

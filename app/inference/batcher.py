@@ -178,8 +178,12 @@ class Batcher:
 
     def due_in(self, now: float) -> float | None:
         """Seconds until :meth:`take` would give a batch: 0 now, ``None`` not before something is put."""
-        waits = [self._due_in(ring, now) for ring in self._rings.values()]
-        return min((wait for wait in waits if wait is not None), default=None)
+        soonest = None
+        for ring in self._rings.values():
+            wait = self._due_in(ring, now)
+            if wait is not None and (soonest is None or wait < soonest):
+                soonest = wait
+        return soonest
 
     def take(self, now: float, *, full: bool = False, patient: bool = True) -> DeviceBatch | None:
         """The next batch, or ``None`` if none is due.

@@ -21,13 +21,9 @@ async def fingerprints(images: Sequence[EncodedImage] | Images) -> list[int]:
     ``hash`` of bytes is SipHash under a key that Python draws at its start: ten times as fast as a cryptographic one,
     and nobody outside can make two images that share theirs.
     """
-    size = images.nbytes if isinstance(images, np.ndarray) else sum(len(image.data) for image in images)
-    if size <= _AT_ONCE:
-        return _hashes(images)
-    return await asyncio.to_thread(_hashes, images)
-
-
-def _hashes(images: Sequence[EncodedImage] | Images) -> list[int]:
     if isinstance(images, np.ndarray):
-        return [hash(image.tobytes()) for image in images]
-    return [hash(image.data) for image in images]
+        size, hashes = images.nbytes, map(hash, map(np.ndarray.tobytes, images))  # Read where the list is made.
+    else:
+        files = [image.data for image in images]
+        size, hashes = sum(map(len, files)), map(hash, files)
+    return await asyncio.to_thread(list, hashes) if size > _AT_ONCE else list(hashes)

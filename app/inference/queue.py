@@ -38,10 +38,11 @@ class RequestQueue:
 
     def __exit__(self, *_: object) -> None:
         finished = self._batcher.collect()
-        now = time.monotonic()
-        due_in = self._batcher.due_in(now)
-        if due_in is not None and now + due_in < self._wakes_at:
-            self._condition.notify()
+        if self._wakes_at != -math.inf:  # A take is blocked.
+            now = time.monotonic()
+            due_in = self._batcher.due_in(now)
+            if due_in is not None and now + due_in < self._wakes_at:
+                self._condition.notify()
         self._condition.release()
         if finished:
             self._deliver(finished)

@@ -20,8 +20,8 @@ from tests.app.support import Running, running, until
 
 pytestmark = pytest.mark.anyio
 
-CALLS = 467
-"""Python functions entered on the event loop for one image, its decoding left out: 406 counted, plus 15 %."""
+CALLS = 396
+"""Python functions entered on the event loop for one image, its decoding left out: 344 counted, plus 15 %."""
 
 NOT_COUNTED = (
     "/tests/",
