@@ -25,7 +25,7 @@ from psc_core.tasks.classification.heads.base import ClassifierHead, HeadOutput
 
 
 class DuqHead(ClassifierHead):
-    """The kernels of the module's text, served in float32."""
+    """The kernels of the module's text, served in float32 but for the embedding."""
 
     kind = "duq"
     epistemic_unit = "1 − kernel to the nearest centroid, in [0, 1]"
@@ -44,7 +44,9 @@ class DuqHead(ClassifierHead):
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
         """Normalised powers of the kernels; one minus the largest kernel; minus the log of their sum."""
-        squared = squared_distances(self.standardise(z) @ self.embedding, self.centroids)
+        # Whitening multiplies by up to 1,000 where an eigenvalue is clamped, and the roundings of float32 with it.
+        embedded = (self.standardise(z).double() @ self.embedding.double()).to(z.dtype)
+        squared = squared_distances(embedded, self.centroids)
         log_kernels = -squared / (2 * self.centroids.shape[1] * self.length_scale.square())
         logits = self.exponent * log_kernels
         return HeadOutput(logits.softmax(dim=1), -torch.expm1(log_kernels.amax(dim=1)), -logits.logsumexp(dim=1))
