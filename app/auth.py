@@ -70,9 +70,7 @@ class ApiKeys:
             Forbidden: No such key is configured.
             Unauthorized: No key, or not one for feedback.
         """
-        if not self.feedback:
-            raise Forbidden("no feedback keys are configured; set PSC_FEEDBACK_KEYS")
-        _check(self.feedback, headers)
+        _check_role("feedback", self.feedback, headers)
 
     def check_admin(self, headers: Mapping[str, str]) -> None:
         """Let holders of an admin key pass.
@@ -81,9 +79,13 @@ class ApiKeys:
             Forbidden: No admin key is configured.
             Unauthorized: No key, or not an admin key.
         """
-        if not self.admin:
-            raise Forbidden("no admin keys are configured; set PSC_ADMIN_KEYS")
-        _check(self.admin, headers)
+        _check_role("admin", self.admin, headers)
+
+
+def _check_role(role: str, digests: Collection[bytes], headers: Mapping[str, str]) -> None:
+    if not digests:
+        raise Forbidden(f"no {role} keys are configured; set PSC_{role.upper()}_KEYS")
+    _check(digests, headers)
 
 
 def _check(digests: Collection[bytes], headers: Mapping[str, str]) -> None:

@@ -21,7 +21,7 @@ MODEST_OPERATIONS: Final = 1 << 24
 """A graph that takes more for an image is checked only."""
 
 
-def _graph(*middle: object, **constants: object) -> bytes:
+def graph(*middle: object, **constants: object) -> bytes:
     """Features of one layer and logits, with other operations between."""
     values = {
         "weights": np.ones((4, 1, 3, 3), np.float32),
@@ -50,8 +50,8 @@ def _graph(*middle: object, **constants: object) -> bytes:
 
 
 SEEDS: Final = [
-    _graph(),
-    _graph(
+    graph(),
+    graph(
         helper.make_node("Shape", ["features"], ["shape"]),
         helper.make_node("Gather", ["shape", "axis"], ["length"]),
         helper.make_node("Squeeze", ["length"], ["count"]),
@@ -60,7 +60,7 @@ SEEDS: Final = [
         zero=np.array(0),
         one=np.array(1),
     ),
-    _graph(
+    graph(
         helper.make_node("Relu", ["map"], ["active"]),
         helper.make_node("MaxPool", ["active"], ["largest"], kernel_shape=[2, 2], pads=[1, 0, 0, 1], strides=[2, 1]),
         helper.make_node("Resize", ["largest", "", "scales"], ["resized"], mode="linear"),

@@ -21,32 +21,9 @@ from psc_core.network.onnx import model as model_module
 from psc_core.network.onnx.body import MAX_SESSIONS
 from psc_core.network.onnx.model import check_model, parse_model, sizes_of
 from psc_core.network.onnx.restore import restore_body
+from tests.attacks.fuzz.onnx import SIZE, graph
 
-SIZE = (1, 8, 8)
-
-
-@cache
-def good() -> bytes:
-    """Features of one layer, and logits."""
-    weights = numpy_helper.from_array(np.ones((4, 1, 3, 3), np.float32), "weights")
-    head = numpy_helper.from_array(np.ones((3, 4), np.float32), "head")
-    sides = numpy_helper.from_array(np.array([0, 0, -1]), "sides")
-    nodes = [
-        helper.make_node("Conv", ["images", "weights"], ["map"], kernel_shape=[3, 3]),
-        helper.make_node("Reshape", ["map", "sides"], ["features"]),
-        helper.make_node("ReduceMean", ["features", "axis"], ["pooled"], keepdims=0),
-        helper.make_node("Gemm", ["pooled", "head"], ["logits"], transB=1),
-    ]
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        nodes,
-        "net",
-        [value("images", TensorProto.FLOAT, ["batch", *SIZE])],
-        [value("features", TensorProto.FLOAT, ["batch", 4, 36]), value("logits", TensorProto.FLOAT, ["batch", 3])],
-        [weights, head, sides, numpy_helper.from_array(np.array([2]), "axis")],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
-    return bytes(model.SerializeToString())
+good = cache(graph)
 
 
 def edited(change: Callable[[onnx.ModelProto], None]) -> bytes:
