@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,13 +10,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from psc_core.compute.passes import Compute, track_images
-from psc_core.data.dataset import Batch, ImageDataset
-from psc_core.errors import UsageError
 from psc_core.images.preprocess import Images, Preprocess
 from psc_core.metrics import intervals
 from psc_core.metrics.intervals import CountInterval, RateInterval
-from psc_core.model.base import FittedModel
 from psc_core.precision import Precision
 
 PRIMARY: Final = "psc"
@@ -104,21 +100,3 @@ class OwnNetwork:
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             output: Tensor = self.net(inputs)
         return output.double()
-
-
-def served(
-    model: FittedModel, data: ImageDataset, batch_images: int
-) -> Iterator[tuple[Batch, Images, Float[Tensor, "batch columns"]]]:
-    """Yield each batch of ``data``, its images on the model's device, and the pipeline's packed outputs on the CPU.
-
-    Raises:
-        UsageError: The data are read through another preprocessing than the model's.
-    """
-    if data.preprocess != model.preprocess:
-        raise UsageError(
-            f"expected {data.name} to be read through the model's preprocessing {model.preprocess}, got "
-            f"{data.preprocess}; open it with preprocess=model.preprocess"
-        )
-    for batch in track_images(data, Compute(model.device, batch_images=batch_images), f"evaluating {data.name}"):
-        images = batch.images.to(model.device)
-        yield batch, images, model.pipeline(images).cpu()

@@ -23,12 +23,13 @@ from psc_core.data.classes import check_same
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
-from psc_core.evaluation.base import PRIMARY, observed_rate, served
+from psc_core.evaluation.base import PRIMARY, observed_rate
 from psc_core.evaluation.baselines import Baselines, OwnClassifier, fit_baselines
 from psc_core.evaluation.classification_report import ClassificationReport
 from psc_core.evaluation.losses import METRICS, Losses, losses_of
 from psc_core.evaluation.selective import acceptance
 from psc_core.evaluation.separation import ENTROPY, EPISTEMIC, separation
+from psc_core.fitting.served import served
 from psc_core.metrics import ranking
 from psc_core.model.predictor import PSC
 from psc_core.network.backbone import example_input

@@ -19,10 +19,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.errors import UsageError
-from psc_core.log.rows import days_of, read_rows, served
+from psc_core.fitting.served import outputs_of
+from psc_core.log.rows import days_of, logged_model, read_rows
 from psc_core.log.schema import IMAGE_PATH, SHA256
 from psc_core.log.source import LoggedImages, is_stored
 from psc_core.log.store import Log
@@ -167,8 +167,8 @@ def replay(
         UsageError: There are no stored images.
         DataError: A file of the log is damaged, or an image cannot be read.
     """
-    name = served(log, name)
-    days = [day for day in days_of(log, name) if (since or day) <= day <= (until or day)]
+    name = logged_model(log, name)
+    days = days_of(log, name, since=since, until=until)
     rows = [
         row
         for batch in read_rows(log, name, days=days, columns=_COLUMNS)
@@ -194,10 +194,8 @@ def replay(
     return Replay(name, model.version, (days[0], days[-1]), replayed, images, model.task.decision_names())
 
 
-@torch.inference_mode()
 def _answers(model: FittedModel, images: ImageDataset) -> tuple[list[Answer], list[float]]:
-    batches = track_images(images, Compute(model.device), "replay")
-    packed = torch.cat([model.pipeline(batch.images.to(model.device)).cpu() for batch in batches])
+    packed = outputs_of(model, images, "replay").packed
     outputs, names, task = model.outputs(packed.numpy()), model.task.decision_names(), model.task
     decisions = model.decide(outputs)
     has_label = "label" in task.tensors

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from psc_core.calibration.weighted import worth
 from psc_core.data.dataset import ImageDataset, labelled
-from psc_core.errors import DataError, UsageError
+from psc_core.errors import DataError, UsageError, listed
 from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, joined, read_labels
-from psc_core.log.rows import days_of, read_rows, served
+from psc_core.log.rows import days_of, logged_model, read_rows
 from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256
 from psc_core.log.source import LoggedImages, is_stored
 from psc_core.log.store import Log
@@ -61,7 +61,7 @@ class Audit:
     """The judged part of an audit slice.
 
     Attributes:
-        of_class: Images that show a class, or have a number, labelled.
+        of_class: Images that show a class, or have a number, labelled; in the order of their digests.
         weights: Images that each of them stands for.
         others: Images with another verdict, by the verdict; their labels mean nothing.
         days: The first and the last day of the slice, ``YYYY-MM-DD``.
@@ -106,8 +106,8 @@ def read_audit(
         UsageError: No audit images, or too few judged ones.
         DataError: A file is damaged, or a label is no class of the model.
     """
-    name = served(log, name)
-    days = [day for day in days_of(log, name) if (since or day) <= day <= (until or day)]
+    name = logged_model(log, name)
+    days = days_of(log, name, since=since, until=until)
     rows = read_rows(log, name, audit=True, days=days, columns=list(_COLUMNS))
     stored = images_of(joined(rows, read_labels(log)))
     if not stored:
@@ -160,14 +160,15 @@ def _audit(log: Log, model: FittedModel, judged: Sequence[AuditImage], days: Seq
     by_verdict = {
         verdict: [i for i in judged if i.verdict == verdict] for verdict in (NONE_OF_THE_CLASSES, CANNOT_TELL)
     }
-    of_class = [image for image in judged if image.verdict == LABEL]
+    # In the order of their digests over all days: a part of them is as random a sample as the whole.
+    of_class = sorted((image for image in judged if image.verdict == LABEL), key=lambda image: image.sha256)
     data = _data(log, model, of_class)
     target = model.task.number()
     if target is None:
         position = {label: index for index, label in enumerate(model.classes)}
         if odd := sorted({str(image.label) for image in of_class} - {*position}):
             raise DataError(
-                f"labels of the audit slice are no classes of {model.name}: {', '.join(odd[:10])}; judge these images "
+                f"labels of the audit slice are no classes of {model.name}: {listed(odd, 10)}; judge these images "
                 "again, or calibrate a bundle that has these classes"
             )
         data = replace(data, labels=torch.tensor([position[str(image.label)] for image in of_class]))

@@ -18,13 +18,12 @@ from typing import Any, Final
 import torch
 
 from psc_core.calibration.weighted import thinned, worth
-from psc_core.compute.passes import track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.fitting.audit import Audit
 from psc_core.fitting.calibrate import settings_of, temper
 from psc_core.fitting.live import calibrate
+from psc_core.fitting.served import outputs_of
 from psc_core.model.base import FittedModel
-from psc_core.settings import FitSettings
 from psc_core.tasks.fit.task import task_fit
 from psc_core.version import __version__
 
@@ -73,11 +72,11 @@ def recalibrate_on(model: FittedModel, audit: Audit, changes: Mapping[str, Any])
     policy, warning = fit.kept_policy(found.policy, model.policy, found.report["metrics"])
     found = replace(found, policy=policy, report=_with_history(found, model, audit, calibrates))
     lines += [
-        f"alarms at alpha {policy.alpha:g} on audit images of a class: {_alarms(model, audit.of_class, settings):.1%} "
+        f"alarms at alpha {policy.alpha:g} on audit images of a class: {_alarms(model, audit.of_class):.1%} "
         f"before, at most {policy.alpha:.1%} of such images now"
     ]
     for verdict, images in audit.others.items():
-        before, after = (_alarms(each, images, settings) for each in (model, found))
+        before, after = (_alarms(each, images) for each in (model, found))
         lines.append(f"alarms on the {len(images)} judged {verdict}: {before:.1%} before, {after:.1%} now")
     return Recalibrated(found, tuple(lines), tuple(filter(None, [warning])))
 
@@ -104,9 +103,7 @@ def _with_history(found: FittedModel, before: FittedModel, audit: Audit, calibra
     return {**found.report, "provenance": {**provenance, HISTORY: history}}
 
 
-def _alarms(model: FittedModel, images: ImageDataset, settings: FitSettings) -> float:
+def _alarms(model: FittedModel, images: ImageDataset) -> float:
     """The fraction of images that the model calls out of distribution."""
-    with torch.inference_mode():
-        batches = track_images(images, settings.compute(), "alarms")
-        packed = torch.cat([model.pipeline(batch.images.to(model.device)).cpu() for batch in batches])
+    packed = outputs_of(model, images, "alarms").packed
     return float(model.decide(model.outputs(packed.numpy())).is_ood.mean())

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from psc_core.errors import DataError
+from psc_core.errors import DataError, listed
 from psc_core.log.schema import model_path
 from psc_core.log.store import Log
 from psc_core.tasks.task import Task, task_type_of
@@ -40,8 +40,8 @@ class LoggedModel:
         """
         if self.task.number() is None:
             if label not in self.classes:
-                shown = ", ".join(self.classes[:10]) + (", …" if len(self.classes) > 10 else "")
-                raise DataError(f"expected one of the model's classes ({shown}), got {label!r}; correct the label")
+                known = listed(self.classes, 10)
+                raise DataError(f"expected one of the model's classes ({known}), got {label!r}; correct the label")
             return label
         try:
             value = float(label)

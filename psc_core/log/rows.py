@@ -17,12 +17,13 @@ def models_in(log: Log) -> list[str]:
     return [name.removeprefix("model=") for name in log.folders() if name.startswith("model=")]
 
 
-def days_of(log: Log, model: str) -> list[str]:
+def days_of(log: Log, model: str, *, since: str | None = None, until: str | None = None) -> list[str]:
     """Return the days that have rows of a model, ``YYYY-MM-DD``, the oldest first; raises ``OSError``."""
-    return [name.removeprefix("day=") for name in log.folders(f"model={model}") if name.startswith("day=")]
+    days = [name.removeprefix("day=") for name in log.folders(f"model={model}") if name.startswith("day=")]
+    return [day for day in days if (since or day) <= day <= (until or day)]
 
 
-def served(log: Log, name: str | None) -> str:
+def logged_model(log: Log, name: str | None) -> str:
     """Return the name of a model that has rows; None asks for the only one.
 
     Raises:

@@ -1,0 +1,41 @@
+"""Run a fitted model over a data set, through the path that serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from psc_core.compute.passes import Compute, track_images
+from psc_core.data.dataset import Batch, ImageDataset
+from psc_core.errors import UsageError
+from psc_core.images.preprocess import Images
+from psc_core.model.base import FittedModel
+from psc_core.tasks.outputs import Outputs
+
+
+def served(
+    model: FittedModel, data: ImageDataset, batch_images: int = 256, *, description: str = ""
+) -> Iterator[tuple[Batch, Images, Float[Tensor, "batch columns"]]]:
+    """Yield each batch of ``data``, its images on the model's device, and the pipeline's packed outputs on the CPU.
+
+    Raises:
+        UsageError: The data are read through another preprocessing than the model's.
+    """
+    if data.preprocess != model.preprocess:
+        raise UsageError(
+            f"expected {data.name} to be read through the model's preprocessing {model.preprocess}, got "
+            f"{data.preprocess}; open it with preprocess=model.preprocess"
+        )
+    compute = Compute(model.device, batch_images=batch_images)
+    for batch in track_images(data, compute, description or f"evaluating {data.name}"):
+        images = batch.images.to(model.device)
+        yield batch, images, model.pipeline(images).cpu()
+
+
+@torch.inference_mode()
+def outputs_of(model: FittedModel, data: ImageDataset, description: str) -> Outputs[Tensor]:
+    """Return the outputs of every image, on the CPU; raises as :func:`served`."""
+    return model.outputs(torch.cat([packed for _, _, packed in served(model, data, description=description)]))
