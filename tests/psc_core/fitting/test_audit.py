@@ -51,6 +51,13 @@ def test_days_are_chosen(model: FittedModel, tmp_path: Path) -> None:
         read_audit(log, model, since="2026-12-01")
 
 
+def test_any_part_of_the_images_is_of_all_days(model: FittedModel, tmp_path: Path) -> None:
+    """Their order is that of digests over all days, or the first quarter, which may choose a temperature, were early."""
+    images = [Logged(picture(i), "label", str(i // 20), day=f"2026-11-{10 + i // 20}") for i in range(60)]
+    first = read_audit(write_log(tmp_path, images), model).of_class.first_labels()[:15]
+    assert set(first.tolist()) == {0, 1, 2}
+
+
 def test_judged_images_count_in_the_order_of_digests() -> None:
     """Whoever judges what looks interesting leaves gaps in it."""
     monday, tuesday = date(2026, 11, 23), date(2026, 11, 24)
