@@ -45,6 +45,9 @@ MAX_MANIFEST_BYTES: Final = 16 << 20
 MAX_DEPTH: Final = 32
 """Maximum nesting of lists and objects in a manifest."""
 
+EXAMPLES: Final = "examples"
+"""The folder of a bundle that has images to try; no digest covers it."""
+
 MAX_AXES: Final = 8
 """Maximum number of axes of a tensor."""
 

@@ -6,6 +6,7 @@ What needs torch is imported when images are read: help, the version and usage e
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 
 def recalibrate(args: argparse.Namespace) -> None:
     """Read the log, calibrate, and write the new bundle."""
-    from psc_core.bundle.io import read_bundle
+    from psc_core.bundle.io import EXAMPLES, read_bundle
     from psc_core.cli.fit import check_replaced
     from psc_core.fitting.audit import read_audit
     from psc_core.fitting.recalibrate import recalibrate_on
@@ -64,6 +65,8 @@ def recalibrate(args: argparse.Namespace) -> None:
     found = recalibrate_on(model, audit, changes)
     print(*found.lines, *(f"warning: {text}" for text in found.warnings), sep="\n")
     manifest = found.model.save(out)
+    if (bundle / EXAMPLES).is_dir():
+        shutil.copytree(bundle / EXAMPLES, out / EXAMPLES, symlinks=True, dirs_exist_ok=True)
     page.remove(out)
     page.write_card(facts_of(read_bundle(out), Content(manifest.version)))
     print(f"wrote {out} (version {manifest.version}, from {model.version})")

@@ -8,6 +8,7 @@ import torch
 
 from psc_core.evaluation.replay import Fraction, Replay
 from psc_core.report.page import TEMPLATES, as_base64, as_png
+from psc_core.tables import aligned
 
 
 def to_text(replay: Replay) -> str:
@@ -15,12 +16,7 @@ def to_text(replay: Replay) -> str:
     first, last = replay.days
     lines = [f"{replay.name} from {first} to {last} under the bundle {replay.version}"]
     for title, header, rows in _tables(replay):
-        cells = [header, *rows]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines += ["", title]
-        lines += [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
-        ]
+        lines += ["", title, *aligned([header, *rows], left=range(len(header)))]
     if replay.audit:
         lines += ["", f"another decision: {_cell(replay.flipped())}; another label: {_cell(replay.relabelled())}"]
     return "\n".join(lines)
@@ -62,7 +58,7 @@ def _tables(replay: Replay) -> list[tuple[str, list[str], list[list[str]]]]:
     names = replay.decisions
     header = ["answered", *names]
     counts = [[before, *(str(replay.count(before, after)) for after in names)] for before in names]
-    stored = (f"The {len(replay.rows)} stored images themselves, most stored because of their decision", header, counts)
+    stored = (f"The {len(replay.rows)} stored images themselves, whatever they were stored for", header, counts)
     if not replay.audit:
         return [stored]
     cells = [[before, *(_cell(replay.fraction(before, after)) for after in names)] for before in names]

@@ -12,10 +12,8 @@ from starlette.responses import FileResponse
 from app.http.openapi import responses
 from app.http.schemas import ExamplesDocument, LiveDocument
 from app.service import Service, service_to_predict
+from psc_core.bundle.io import EXAMPLES
 from psc_core.images import SUFFIXES
-
-FOLDER: Final = "examples"
-"""The folder of a bundle that has images to try."""
 
 MAXIMUM_EXAMPLES: Final = 12
 MAXIMUM_BYTES: Final = 1 << 20
@@ -62,12 +60,12 @@ async def example(request: Request, name: str, file: str) -> FileResponse:
 def example_files(service: Service, name: str) -> dict[str, Path]:
     """The examples of a model by name; regular files inside the bundle only."""
     bundle = dict(service.settings.named_bundles).get(name)
-    if bundle is None or not (bundle / FOLDER).is_dir():
+    if bundle is None or not (bundle / EXAMPLES).is_dir():
         return {}
     root = bundle.resolve()
     files = [
         path
-        for path in sorted((bundle / FOLDER).iterdir())
+        for path in sorted((bundle / EXAMPLES).iterdir())
         if path.suffix.lower() in SUFFIXES
         and path.is_file()
         and path.resolve().is_relative_to(root)

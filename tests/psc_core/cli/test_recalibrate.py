@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,21 +22,25 @@ def test_writes_a_new_version_beside_the_old_one(
     digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
     labels = digits.first_labels().tolist()
     write_log(tmp_path / "log", [Logged(dimmed(digits, i), "label", str(labels[i])) for i in range(60)])
-    words = [str(tiny_bundle), "--log", str(tmp_path / "log"), "--allow-factories", "tests.tiny:network"]
-    out, before = tmp_path / "new", json.loads((tiny_bundle / "manifest.json").read_text())
+    bundle = shutil.copytree(tiny_bundle, tmp_path / "old")
+    (bundle / "examples").mkdir()
+    (bundle / "examples" / "three.png").write_bytes(b"an image to try")
+    words = [str(bundle), "--log", str(tmp_path / "log"), "--allow-factories", "tests.tiny:network"]
+    out, before = tmp_path / "new", json.loads((bundle / "manifest.json").read_text())
     code, text, err = run(capsys, cli.main, [*words, "--risk", "0.2", "--alpha", "0.1", "--out", str(out)])
     assert code == 0, err
     manifest = read_bundle(out).manifest
     assert f"wrote {out} (version {manifest.version}, from {before['version']})" in text
     assert "60 judged: 60 of a class" in text and "next: psc-serve --bundle" in text
     assert manifest.policy.alpha == 0.1 and (out / "README.md").exists()
-    assert json.loads((tiny_bundle / "manifest.json").read_text()) == before
+    assert (out / "examples" / "three.png").read_bytes() == b"an image to try"
+    assert json.loads((bundle / "manifest.json").read_text()) == before
     for part in ("backbone", "projection", "density", "head"):
-        assert (out / f"{part}.safetensors").read_bytes() == (tiny_bundle / f"{part}.safetensors").read_bytes()
+        assert (out / f"{part}.safetensors").read_bytes() == (bundle / f"{part}.safetensors").read_bytes()
     code, _, err = run(capsys, cli.main, [*words, "--out", str(out)])
     assert code == 2 and "holds a bundle already; give --overwrite" in err
     assert run(capsys, cli.main, [*words, "--out", str(out), "--overwrite"])[0] == 0
-    code, _, err = run(capsys, cli.main, [*words, "--out", str(tiny_bundle), "--overwrite"])
+    code, _, err = run(capsys, cli.main, [*words, "--out", str(bundle), "--overwrite"])
     assert code == 2 and "the old version stays" in err
     code, _, err = run(capsys, cli.main, [*words, "--alpha", "0.001", "--out", str(tmp_path / "x")])
     assert code == 2 and "at least 999 images" in err and not (tmp_path / "x").exists()

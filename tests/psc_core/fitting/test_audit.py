@@ -52,7 +52,7 @@ def test_days_are_chosen(model: FittedModel, tmp_path: Path) -> None:
 
 
 def test_any_part_of_the_images_is_of_all_days(model: FittedModel, tmp_path: Path) -> None:
-    """Their order is that of digests over all days, or the first quarter, which may choose a temperature, were early."""
+    """In the order of days the first quarter, which may choose a temperature, would be the oldest images."""
     images = [Logged(picture(i), "label", str(i // 20), day=f"2026-11-{10 + i // 20}") for i in range(60)]
     first = read_audit(write_log(tmp_path, images), model).of_class.first_labels()[:15]
     assert set(first.tolist()) == {0, 1, 2}
