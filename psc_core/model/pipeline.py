@@ -233,19 +233,24 @@ class Pipeline(nn.Module):
         scores = {**scored.scores, "ood_score": ood_score, "ood_p_value": p_value}
         return pack(self.scorer.head.score_names, scores, scored.probabilities, of_gates)
 
-    def explain(self, images: Images) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
-        """Packed outputs and their explanation, see :meth:`Scorer.explain`, from one pass."""
-        return self._explained(*self._features(images))
+    def explain(
+        self, images: Images, *, with_map: bool = False
+    ) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
+        """Packed outputs and their explanation, see :meth:`Scorer.explain`, from one pass.
 
-    def explain_with_map(self, images: Images) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
-        """The same, and in the explanation the grey levels of each position, :data:`MAP`, ``uint8`` (B, rows, columns).
+        Args:
+            images: A batch.
+            with_map: Add the grey levels of each position, :data:`MAP`, ``uint8`` (B, rows, columns).
 
         Raises:
-            UsageError: The model has no map.
+            UsageError: A map is asked for, and the model has none.
         """
         features, output = self._features(images)
-        packed, explanation = self._explained(features, output)
-        return packed, {**explanation, MAP: self._map_of(features)}
+        embedding = self.scorer.embedding(features, output)
+        explanation = self.scorer.explain(embedding)
+        if with_map:
+            explanation[MAP] = self._map_of(features)
+        return self.outputs(self.scorer.score(embedding)), explanation
 
     def forward_with_map(
         self, images: Images
@@ -260,12 +265,6 @@ class Pipeline(nn.Module):
 
     def _features(self, images: Images) -> FeaturesAndLogits:
         return self.scorer.features(self.scorer.standardise(images))
-
-    def _explained(
-        self, features: Sequence[Tensor], output: Tensor | None
-    ) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
-        embedding = self.scorer.embedding(features, output)
-        return self.outputs(self.scorer.score(embedding)), self.scorer.explain(embedding)
 
     def _map_of(self, features: Sequence[Tensor]) -> UInt8[Tensor, "batch grid_rows grid_columns"]:
         if self.map is None:

@@ -77,7 +77,8 @@ class FakePipeline:
         packed[first == NOT_FINITE] = float("nan")
         return packed
 
-    def explain(self, images: Tensor, /) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def explain(self, images: Tensor, /, *, with_map: bool = False) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Explanations, and maps of the pixels themselves."""
         brightness = images.float().mean((1, 2, 3)) / 255.0
         distances = (brightness[:, None] - torch.tensor([0.0, 0.5, 1.0])).abs()
         deviation = images.float().flatten(1)[:, :7] / 255.0
@@ -87,12 +88,8 @@ class FakePipeline:
             "component_deviation": deviation,
             "aleatoric": brightness,
             "epistemic": 1.0 - brightness,
+            **({"map": images[:, 0]} if with_map else {}),
         }
-
-    def explain_with_map(self, images: Tensor, /) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Explanations, and maps of the pixels themselves."""
-        packed, told = self.explain(images)
-        return packed, {**told, "map": images[:, 0]}
 
 
 def outputs_of(images: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class CompiledNetwork:
 
     def __init__(self, network: Pipeline) -> None:
         self._forward = torch.compile(network, dynamic=False)
-        self.explain, self.explain_with_map = network.explain, network.explain_with_map
+        self.explain = network.explain
 
     def __call__(self, images: Tensor, /) -> Tensor:
         outputs: Tensor = self._forward(images)
@@ -88,7 +88,7 @@ def bucket_of(buckets: tuple[int, ...], count: int) -> int:
 
 def explain(network: Pipeline | CompiledNetwork, images: Tensor, *, with_map: bool) -> Result:
     """Outputs and explanations of a batch on the network's device."""
-    packed, explanation = network.explain_with_map(images) if with_map else network.explain(images)
+    packed, explanation = network.explain(images, with_map=with_map)
     arrays: dict[str, Any] = {name: value.cpu().numpy() for name, value in explanation.items()}
     return Result(packed.float().cpu().numpy(), arrays)
 

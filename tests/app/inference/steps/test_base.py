@@ -25,10 +25,8 @@ class Plain:
     def __call__(self, images: Tensor, /) -> Tensor:
         return images.flatten(1).float()
 
-    def explain(self, images: Tensor, /) -> tuple[Tensor, dict[str, Tensor]]:
+    def explain(self, images: Tensor, /, *, with_map: bool) -> tuple[Tensor, dict[str, Tensor]]:
         raise NotImplementedError
-
-    explain_with_map = explain
 
 
 def test_every_shape_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

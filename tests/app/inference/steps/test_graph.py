@@ -38,12 +38,8 @@ class Network:
         self.last = (images, packed)
         return packed
 
-    def explain(self, images: Tensor, /) -> tuple[Tensor, dict[str, Tensor]]:
-        return self(images), {"first": images[:, 0, 0, 0]}
-
-    def explain_with_map(self, images: Tensor, /) -> tuple[Tensor, dict[str, Tensor]]:
-        packed, told = self.explain(images)
-        return packed, {**told, "map": images[:, 0]}
+    def explain(self, images: Tensor, /, *, with_map: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        return self(images), {"first": images[:, 0, 0, 0], **({"map": images[:, 0]} if with_map else {})}
 
 
 class Cuda:
