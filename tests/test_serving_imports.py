@@ -72,3 +72,9 @@ def test_serving_loads_no_fitting_code(task: str, request: pytest.FixtureRequest
     fits = [name for name in loaded if name.startswith("psc_core.") and "fit" in name.split(".")]
     assert fits == []
     assert [name for name in loaded if f"{name}.".startswith(tuple(f"{part}." for part in OFFLINE))] == []
+
+
+def test_importing_the_service_loads_no_compiler() -> None:
+    """It would take as long as PyTorch itself, again."""
+    program = "import sys, app.server, psc_core.cli.fit; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

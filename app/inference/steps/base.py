@@ -14,6 +14,7 @@ from torch import Tensor
 
 from app.inference.request import MAP, PREDICT, DeviceBatch, Images, Result
 from psc_core.model.pipeline import Pipeline
+from psc_core.network.onnx.body import keep_from_compiler
 from psc_core.tasks.outputs import FloatArray
 
 
@@ -65,6 +66,7 @@ class CompiledNetwork:
     """
 
     def __init__(self, network: Pipeline) -> None:
+        keep_from_compiler(network)
         self._forward = torch.compile(network, dynamic=False)
         self.explain = network.explain
 

@@ -47,7 +47,6 @@ class OnnxBody(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._sessions, self._starting = {}, threading.Lock()  # Neither can be copied.
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Outputs of a batch, on the device of ``x``.
 
@@ -85,6 +84,16 @@ class OnnxBody(nn.Module):
                     del self._sessions[next(iter(self._sessions))]
                 self._sessions[device, threads] = _start(self.model, device, threads)
             return self._sessions[device, threads]
+
+
+def keep_from_compiler(network: nn.Module) -> None:
+    """Have ``torch.compile`` call each graph in ``network`` as it is: nothing of it is PyTorch's.
+
+    A decorator of ``forward`` would say the same, and load the compiler wherever this module is imported.
+    """
+    for part in network.modules():
+        if isinstance(part, OnnxBody):
+            part.forward = torch.compiler.disable(part.forward)  # type: ignore[method-assign, no-untyped-call]
 
 
 def _start(model: bytes, device: torch.device, threads: int) -> Any:

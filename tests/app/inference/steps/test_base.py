@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.compiler.config
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from app.inference.steps import make_step
@@ -17,12 +17,12 @@ from app.runtime import allow_compiled_shapes
 SHAPE = (1, 2, 2)
 
 
-class Plain:
+class Plain(nn.Module):
     """A network that a compiler can follow."""
 
     is_traced = True
 
-    def __call__(self, images: Tensor, /) -> Tensor:
+    def forward(self, images: Tensor, /) -> Tensor:
         return images.flatten(1).float()
 
     def explain(self, images: Tensor, /, *, with_map: bool) -> tuple[Tensor, dict[str, Tensor]]:

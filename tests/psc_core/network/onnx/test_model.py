@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
 from psc_core.network.onnx import model as model_module
-from psc_core.network.onnx.body import MAX_SESSIONS
+from psc_core.network.onnx.body import MAX_SESSIONS, keep_from_compiler
 from psc_core.network.onnx.model import check_model, parse_model, sizes_of
 from psc_core.network.onnx.restore import restore_body
 from tests.attacks.fuzz.onnx import SIZE, graph
@@ -36,6 +37,25 @@ def test_a_good_file_runs() -> None:
     features, logits = restore_body(good(), SIZE, outputs=2)(torch.ones(3, *SIZE))
     assert features.shape == (3, 4, 36) and bool((features == 9).all())
     assert logits.shape == (3, 3) and bool((logits == 36).all())
+
+
+class Doubled(nn.Module):
+    """What PyTorch computes from the logits of a graph."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.body(x)[1]
+        return 2 * logits
+
+
+def test_a_compiled_network_calls_the_graph_as_it_is() -> None:
+    network = Doubled(restore_body(good(), SIZE, outputs=2))
+    keep_from_compiler(network)
+    images = torch.ones(3, *SIZE)
+    assert torch.compile(network, backend="eager", dynamic=False)(images).equal(network(images))
 
 
 def external(model: onnx.ModelProto) -> None:
