@@ -146,6 +146,14 @@ async def test_explain_adds_an_explanation() -> None:
         assert "explanation" not in plain.json()["predictions"][0]
 
 
+async def test_explain_names_the_training_images_near_a_number() -> None:
+    async with running({"m": FakeValueModel()}) as app:
+        response = await app.client.post("/predict?explain=true", content=png(10), headers=PNG)
+        explanation = response.json()["predictions"][0]["explanation"]
+        values = [[near["value"] for near in layer["examples"]] for layer in explanation["nearest_examples"]]
+        assert values == [[0.0, 10.0, 20.0]] * 2
+
+
 async def test_a_map_shows_where_an_image_is_strange() -> None:
     pixels = np.zeros((8, 8), np.uint8)
     pixels[2:4, 5:8] = 200
