@@ -21,12 +21,10 @@ from typing import Any, Final
 from app.observability.logs import log_config
 from app.settings import BACKLOG, Settings, load_settings
 from psc_core.errors import ExitCode, PSCError, UsageError
+from psc_core.network import LIBRARIES
 from psc_core.version import __version__
 
 logger = logging.getLogger("psc.cli")
-
-FAMILIES: Final = ("torchvision", "timm")
-"""Libraries whose networks need no permission."""
 
 DEMO: Final = "dirty-mnist-resnet18"
 """Name of the shipped bundle."""
@@ -110,7 +108,7 @@ def run(arguments: Sequence[str]) -> int:
             raise UsageError(f"bundle {name}: there is no {path / 'manifest.json'}; make a bundle with psc-fit")
     _check_tls(settings.tls_certificate, settings.tls_key)
     for name, path in settings.named_bundles:
-        _check_factory(name, path / "manifest.json", settings.allow_factories)
+        check_factory(name, path / "manifest.json", settings.allow_factories)
     listener = _listen(settings.host, settings.port)
     if settings.grpc_port is not None:
         _listen(settings.host, settings.grpc_port).close()  # Each worker binds it when its models are loaded.
@@ -148,14 +146,14 @@ def _listen(host: str, port: int) -> socket.socket:
         raise UsageError(f"cannot listen on {host}:{port} ({error.strerror}); free it or choose another") from error
 
 
-def _check_factory(name: str, manifest: Path, allowed: Collection[str]) -> None:
+def check_factory(name: str, manifest: Path, allowed: Collection[str]) -> None:
     """Refuse a network that may not be imported, before anything is loaded; all else is left to the reader."""
     try:
         spec = json.loads(manifest.read_bytes())["backbone"]["network"]["spec"]
         family = spec.partition(":")[0]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return
-    if family not in FAMILIES and spec not in allowed:
+    if family not in LIBRARIES and spec not in allowed:
         raise UsageError(
             f"bundle {name}: its network comes from {spec}, whose code would run here; if you trust it, pass "
             f"--allow-factories {spec} or set PSC_ALLOW_FACTORIES"

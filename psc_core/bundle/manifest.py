@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from psc_core.errors import BundleError, UsageError, fault, shortened
 from psc_core.images.preprocess import Preprocess
+from psc_core.network import LIBRARIES
 from psc_core.precision import Precision
 from psc_core.tasks import TASKS
 from psc_core.tasks.policy import BasePolicy
@@ -52,7 +53,7 @@ _REMOVED: Final = {"ood_score": "density+entropy"}
 _MAX_REPEATED: Final = 1000
 """Maximum length of what :func:`fit_command` repeats, characters."""
 
-_LIBRARY_NETWORK: Final = re.compile(r"(torchvision|timm):[A-Za-z0-9_.-]+")
+_LIBRARY_NETWORK: Final = re.compile(rf"({'|'.join(LIBRARIES)}):[A-Za-z0-9_.-]+")
 _OWN_WEIGHTS: Final = {"hf": "hf:DIR", "onnx": "onnx:FILE"}
 """Specs of networks that come with their weights, by family."""
 

@@ -29,6 +29,7 @@ from psc_core.errors import UsageError
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.data import FitData
 from psc_core.fitting.stages import checked
+from psc_core.network import LIBRARIES
 from psc_core.network.backbone import check_output, example_input
 from psc_core.network.described.families import describe
 from psc_core.network.layers import GRANULARITIES
@@ -84,9 +85,9 @@ def parser() -> argparse.ArgumentParser:
 
     net = cli.add_argument_group("network")
     specs = (
-        "torchvision:NAME, timm:NAME or package.module:factory; onnx:FILE; hf:DIR or timm:local-dir:DIR, a folder of "
-        "transformers or timm, which says weights, classes and preprocessing itself; hf:ORG/NAME, in the Hugging Face "
-        "cache"
+        f"{', '.join(f'{library}:NAME' for library in LIBRARIES)} or package.module:factory; onnx:FILE; hf:DIR or "
+        "timm:local-dir:DIR, a folder of transformers or timm, which says weights, classes and preprocessing itself; "
+        "hf:ORG/NAME, in the Hugging Face cache"
     )
     net.add_argument("--model", required=True, metavar="SPEC", help=specs)
     text = "argument of the network's constructor; repeat for more (stem=small, in_channels=1, …)"

@@ -19,7 +19,7 @@ BUILDERS: """,
         ),
         ('    "timm": from_timm,\n', '    "timm": from_timm,\n    "tiny": from_tiny,\n'),
     ],
-    "psc_core/cli/fit.py": [("torchvision:NAME, timm:NAME or", "torchvision:NAME, timm:NAME, tiny:NAME or")],
+    "psc_core/network/__init__.py": [('("torchvision", "timm")', '("torchvision", "timm", "tiny")')],
     "tests/psc_core/network/test_builders.py": [
         (
             "def test_timm_networks_load(",
@@ -41,15 +41,18 @@ def test_timm_networks_load(""",
 
 PROGRAM = """
 import json, sys
+from pathlib import Path
 import pytest
-tests = ["tests/psc_core/network/test_builders.py", "-k", "tiny_networks"]
+tests = ["tests/psc_core/network/test_builders.py", "-k", "tiny_networks or libraries"]
 assert pytest.main(["-q", "--noconftest", "-p", "no:cacheprovider", *tests]) == 0
 
+from app.cli import check_factory
 from psc_core import load_model
 from psc_core.cli.fit import main
 
 for task, arguments in json.loads(sys.argv[1]).items():
     arguments[arguments.index("--model") + 1] = "tiny:network"
     assert main([*arguments, "--out", task]) == 0
-    assert load_model(task, device="cpu").task.name == task  # nothing has to be allowed
+    assert load_model(task, device="cpu").task.name == task
+    check_factory(task, Path(task) / "manifest.json", allowed=())  # psc-serve asks for no permission
 """

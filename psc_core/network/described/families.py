@@ -35,7 +35,7 @@ def describe(spec: str, *, allow_download: bool = False) -> Described:
     Raises:
         NetworkError: There is no such folder, or a file in it is missing or malformed.
     """
-    for prefix, of_name in FAMILIES.items():
+    for prefix, of_name in DESCRIBERS.items():
         if spec.startswith(prefix):
             return of_name(spec.removeprefix(prefix), allow_download)
     return Described()
@@ -43,7 +43,7 @@ def describe(spec: str, *, allow_download: bool = False) -> Described:
 
 def is_described(spec: str) -> bool:
     """Return whether networks of this spec describe themselves."""
-    return spec.startswith(tuple(FAMILIES))
+    return spec.startswith(tuple(DESCRIBERS))
 
 
 def _in_folder(of_folder: Callable[[Path], Described]) -> Callable[[str, bool], Described]:
@@ -56,7 +56,7 @@ def _of_file(path: Path) -> Described:
     return Described(weights=files_of_model(path))
 
 
-FAMILIES: Final[Mapping[str, Callable[[str, bool], Described]]] = {
+DESCRIBERS: Final[Mapping[str, Callable[[str, bool], Described]]] = {
     "hf:": _in_folder(hugging_face.describe),
     "timm:local-dir:": _in_folder(timm.describe),
     "timm:hf-hub:": _in_folder(timm.describe),

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from psc_core.errors import NetworkError
+from psc_core.network import LIBRARIES
+from psc_core.network.builders import BUILDERS
 from psc_core.network.load import load_network
 
 HERE = __name__
@@ -73,6 +75,10 @@ def test_missing_timm_names_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(NetworkError, match=r"pip install 'psc\[timm\]'"):
         load_network("timm:resnet18", num_classes=3)
+
+
+def test_each_of_the_libraries_has_a_builder() -> None:
+    assert tuple(BUILDERS) == LIBRARIES
 
 
 def test_timm_networks_load() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from psc_core.errors import NetworkError
 from psc_core.network.described.base import Described
-from psc_core.network.described.families import FAMILIES, describe, is_described
+from psc_core.network.described.families import DESCRIBERS, describe, is_described
 from psc_core.network.load import load_network
 from tests import folders
 
@@ -19,7 +19,7 @@ def test_others_say_nothing(spec: str) -> None:
     assert not is_described(spec)
 
 
-@pytest.mark.parametrize("prefix", FAMILIES)
+@pytest.mark.parametrize("prefix", DESCRIBERS)
 def test_needs_the_folder_or_the_file(prefix: str) -> None:
     assert is_described(f"{prefix}nowhere")
     with pytest.raises(NetworkError, match=r"there is no (folder|file) nowhere"):
