@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 
@@ -51,20 +51,9 @@ def create_app(
         UsageError: API keys that cannot be used, or an extra that is not installed.
     """
     runtime = runtime or Runtime()
-
-    bundles = dict(settings.named_bundles)
-
-    def load(name: str) -> FittedModel:
-        check = partial(check_affordable, max_batch=settings.max_batch_size, seconds=settings.warmup_seconds)
-        return load_model(bundles[name], device=settings.device, allow_factories=settings.allow_factories, check=check)
-
-    service = Service(
-        settings,
-        ApiKeys.from_settings(settings),
-        bundles if models is None else models,
-        load if models is None else models.__getitem__,
-        runtime,
-    )
+    names = [name for name, _ in settings.named_bundles] if models is None else models
+    load = _loader(settings) if models is None else models.__getitem__
+    service = Service(settings, ApiKeys.from_settings(settings), names, load, runtime)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -95,16 +84,7 @@ def create_app(
     )
     app.root_path = settings.root_path.rstrip("/")  # Of a proxy that strips it, which uvicorn's root_path is not for.
     app.state.service = service
-    for routes in (predict, operations, model, live, v2, repository):
-        app.include_router(routes.router)
-    if service.log is not None:
-        app.include_router(feedback.router)
-    if settings.grpc_port is not None:
-        check_installed()
-        from app.grpc import methods
-
-        app.include_router(methods.router)
-    page.add_to(app, index=settings.page)
+    _add_routes(app, service)
     _add_middleware(app, service)
     return app
 
@@ -124,12 +104,34 @@ def check(settings: Settings) -> None:
         check_installed()
 
 
+def _loader(settings: Settings) -> Callable[[str], FittedModel]:
+    """Return a function that reads the bundle of a name."""
+    bundles = dict(settings.named_bundles)
+    check = partial(check_affordable, max_batch=settings.max_batch_size, seconds=settings.warmup_seconds)
+    device, allowed = settings.device, settings.allow_factories
+    return lambda name: load_model(bundles[name], device=device, allow_factories=allowed, check=check)
+
+
 def _serving_grpc(app: FastAPI, service: Service) -> AbstractAsyncContextManager[None]:
     if service.settings.grpc_port is None:
         return nullcontext()
     from app.grpc.server import serving
 
     return serving(app, service)
+
+
+def _add_routes(app: FastAPI, service: Service) -> None:
+    """Add the routes that the settings ask for."""
+    for routes in (predict, operations, model, live, v2, repository):
+        app.include_router(routes.router)
+    if service.log is not None:
+        app.include_router(feedback.router)
+    if service.settings.grpc_port is not None:
+        check_installed()
+        from app.grpc import methods
+
+        app.include_router(methods.router)
+    page.add_to(app, index=service.settings.page)
 
 
 def _add_middleware(app: FastAPI, service: Service) -> None:

@@ -80,7 +80,7 @@ class Service:
         self.keys = keys
         self.log = None if settings.log is None else LogWriter(open_to_write(settings.log), settings, self.metrics)
         self.registry = Registry(
-            ModelStarter(settings, self.metrics, self.memory, self.log, on_failure=self._engine_failed),
+            ModelStarter(settings, self.metrics, self.memory, self.log),
             names,
             load,
             self.metrics,
@@ -205,22 +205,21 @@ class Service:
             await asyncio.sleep(SWEEP_SECONDS)
             try:
                 self.registry.sweep()
+                if error := self.registry.device_error:
+                    self._end_process(f"the compute device failed: {error}", ExitCode.FAILURE)
                 self.refresh_metrics()
                 self._descriptors.check()
                 if self.memory.should_release():
                     gc.collect()  # Of what is not frozen: exceptions hold bodies in cycles.
                     await asyncio.to_thread(release_freed_memory)
-            except Exception as error:
-                logger.error("sweep failed", exc_info=error)
-
-    def _engine_failed(self, error: Exception) -> None:
-        self._end_process(f"the compute device failed: {error}", ExitCode.FAILURE)
+            except Exception as fault:
+                logger.error("sweep failed", exc_info=fault)
 
     def _end_process(self, message: str, exit_code: int) -> None:
-        """Have the process end, with ``exit_code`` once what was accepted is answered."""
+        """Have the process end, once, with ``exit_code`` when what was accepted is answered."""
         if self.exit_code == ExitCode.OK:
             self.exit_code, self.exit_message = exit_code, message
-        self._host.failed()
+            self._host.failed()
 
 
 def service_of(request: Request) -> Service:

@@ -31,7 +31,7 @@ _DECISIONS: Final = (
     "abstained",
     *dict.fromkeys(name for task in TASKS for name in module_of(task, "psc_core.tasks.{}.answer").DECISIONS),
 )
-"""What ``log_images`` may name."""
+"""The decisions that ``log_images`` may name."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

@@ -110,11 +110,11 @@ async def _index(request: Request, message: Any) -> dict[str, Any]:
 
 _DOCUMENTS: Final[Mapping[str, Callable[[Request, Any], Any]]] = {
     "ServerLive": lambda request, message: v2.live(),
-    "ServerReady": lambda request, message: v2.ready(request, Response()),
+    "ServerReady": lambda request, message: {"ready": not service_of(request).reasons()},
     "ServerMetadata": lambda request, message: v2.server_metadata(),
-    "ModelReady": lambda request, message: v2.model_readiness(
-        service_of(request), Response(), message.name, message.version or None
-    ),
+    "ModelReady": lambda request, message: {
+        "ready": v2.is_model_ready(service_of(request), message.name, message.version or None)
+    },
     "ModelMetadata": lambda request, message: v2.metadata_of(
         find_model(service_of(request), message.name, message.version or None)
     ),
@@ -125,7 +125,7 @@ _DOCUMENTS: Final[Mapping[str, Callable[[Request, Any], Any]]] = {
 
 
 async def _answer(request: Request) -> Response:
-    """Any method but ``ModelInfer``; keys are looked at before anything is read."""
+    """Answer any method but ``ModelInfer``; keys are looked at before anything is read."""
     method = request.scope["path"].removeprefix(PREFIX)
     if method in _ADMIN:
         service_of(request).keys.check_admin(request.headers)

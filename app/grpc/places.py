@@ -29,7 +29,7 @@ class _Place:
     client: str
     scope: asyncio.Timeout  # ends the wait for a place, then the place
     granted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    has_had_enough_at: float = 0.0
+    grace_ends_at: float = 0.0
 
 
 class Places:
@@ -89,14 +89,14 @@ class Places:
             self._waiting.remove(each)
             self._held.append(each)
             places[each.client] += 1
-            each.has_had_enough_at = now + self._grace
+            each.grace_ends_at = now + self._grace
             each.granted.set_result(None)
         waiting = Counter(each.client for each in self._waiting if not each.granted.done())
         wanted = sum(min(count, most) for count in waiting.values())
-        by_greed = sorted(self._held, key=lambda each: -places[each.client])  # The oldest first among equals.
-        for rank, each in enumerate(by_greed):
+        most_places_first = sorted(self._held, key=lambda each: -places[each.client])  # The oldest first among equals.
+        for rank, each in enumerate(most_places_first):
             if not each.scope.expired():
-                each.scope.reschedule(max(now, each.has_had_enough_at) if rank < wanted else None)
+                each.scope.reschedule(max(now, each.grace_ends_at) if rank < wanted else None)
 
 
 def _most_of(count: int) -> int:

@@ -64,8 +64,11 @@ class Engine:
         decoder: Bytes to arrays.
         batcher: The state of its queue, used by this engine alone.
         observer: Told of batches and decodes.
-        on_failure: Called on the event loop, once, when the device is dead.
         deadline_s: Seconds within which each request is answered.
+
+    Attributes:
+        phase: Where in its life it is.
+        device_error: What killed the device after it was warm; None while it lives.
     """
 
     def __init__(
@@ -76,18 +79,17 @@ class Engine:
         *,
         batcher: Batcher,
         observer: EngineObserver,
-        on_failure: Callable[[Exception], None],
         deadline_s: float,
     ) -> None:
         self.name = name
         self._deadline_s = deadline_s
         self.phase = Phase.WARMING
+        self.device_error: Exception | None = None
         self._decoder = decoder
         self._memory = decoder.memory
         self._observer = observer
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self._on_failure = on_failure
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._inline = False
         self._arrivals: list[tuple[QueuedRequest, Images]] = []
@@ -324,4 +326,4 @@ class Engine:
             reason = str(error) if isinstance(error, PSCError) else f"{type(error).__name__}, see the log"
             self._started.set_exception(DeviceError(f"model {self.name!r} failed at warm-up: {reason}"))
         else:
-            self._on_failure(error)
+            self.device_error = error

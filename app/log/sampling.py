@@ -1,4 +1,4 @@
-"""Which images come into the log: drawn by one number of each image, so the same request always falls the same way.
+"""Draw the images that come into the log, by one number of each, so the same request always falls the same way.
 
 That number u, uniform in [0, 1), is a hash of request id and position.  An image is of the audit slice where u is below
 its probability, has a row where u is below the largest of all that apply, and is stored where u is below that of its
@@ -33,7 +33,7 @@ class Sampling:
 
     @classmethod
     def of(cls, settings: Settings, task: Task) -> Sampling:
-        """Return what the settings ask for of a model of this task."""
+        """Return the sampling that the settings ask for of a model of this task."""
         asked, audit = settings.log_image_probabilities, settings.log_audit
         of_abstained = asked.get("abstained", 0.0)
         images = tuple(

@@ -190,6 +190,11 @@ class Registry:
         for served in self._served.values():
             served.engine.sweep()
 
+    @property
+    def device_error(self) -> Exception | None:
+        """The error that killed the device of a model in service; None while all live."""
+        return next((error for served in self.served if (error := served.engine.device_error)), None)
+
     def refresh_metrics(self) -> None:
         """Bring the metrics of the models up to date."""
         for name, served in self._served.items():

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from app.inference.decoder import Decoder, EncodedImage
 from app.inference.engine import Engine
 from app.inference.fingerprints import fingerprints
 from app.inference.request import MAP, PREDICT, Images
-from app.inference.steps import TorchThreads, make_step
+from app.inference.steps import Step, TorchThreads, make_step
 from app.log.writer import LogWriter, ModelLog
 from app.memory import MemoryBudget
 from app.observability.drift import DriftMonitor
@@ -28,6 +28,7 @@ from app.observability.metrics import Metrics
 from app.observability.recorder import ModelRecorder
 from app.settings import Settings
 from psc_core.errors import BundleError, NetworkError, UsageError
+from psc_core.images.preprocess import Preprocess
 from psc_core.model import Backend
 from psc_core.model.base import FittedModel
 from psc_core.tasks.outputs import FloatArray, Outputs
@@ -81,9 +82,9 @@ class ServedModel:
             UnattainableAlpha: The calibration images are too few for this alpha.
         """
         task, policy = self.model.task, self.thresholds.policy
-        strange = [name for name in asked if name not in {*task.policy.model_fields, *task.request_options}]
-        if strange:
-            raise MalformedRequest(f"model {self.name!r} is a {task.noun}, which has no {strange[0]}; leave it out")
+        unknown = [name for name in asked if name not in {*task.policy.model_fields, *task.request_options}]
+        if unknown:
+            raise MalformedRequest(f"model {self.name!r} is a {task.noun}, which has no {unknown[0]}; leave it out")
         changes = {name: value for name, value in asked.items() if name in task.policy.model_fields}
         if not changes:
             return self.thresholds
@@ -132,7 +133,6 @@ class ModelStarter:
         metrics: The application's metrics.
         memory: The bytes that requests may hold.
         log: Of predictions; None where there is none.
-        on_failure: Called on the event loop when a model's device is dead.
     """
 
     def __init__(
@@ -141,14 +141,11 @@ class ModelStarter:
         metrics: Metrics,
         memory: MemoryBudget,
         log: LogWriter | None,
-        *,
-        on_failure: Callable[[Exception], None],
     ) -> None:
         self._settings = settings
         self._metrics = metrics
         self._memory = memory
         self._log = log
-        self._on_failure = on_failure
         self._threads = TorchThreads(settings.threads or torch.get_num_threads(), settings.threads or 1)
         self._decode_threads = settings.decode_threads or min(16, len(os.sched_getaffinity(0)))
         self._pool = ThreadPoolExecutor(self._decode_threads, thread_name_prefix="psc-decode")
@@ -161,64 +158,19 @@ class ModelStarter:
                 that was asked for.
             DeviceError: The network failed while it was warmed up.
         """
-        settings = self._settings
-        policy = settings.policy(model.policy)
         try:
-            thresholds = model.calibration.thresholds(policy)
-        except UsageError as error:
+            thresholds = model.calibration.thresholds(self._settings.policy(model.policy))
+            backend, step = await asyncio.to_thread(self._step, model)
+        except (UsageError, NetworkError) as error:
             raise BundleError(f"model {name!r}: {error}") from error
-        drift = DriftMonitor(
-            len(model.calibration.ood_scores),
-            policy.alpha,
-            false_alarm_probability=settings.drift_false_alarm / settings.drift_monitors,
-            window=settings.drift_window,
-        )
-        recorder = ModelRecorder(
-            name,
-            model,
-            alpha=policy.alpha,
-            queue_limit=settings.max_queue_images,
-            metrics=self._metrics,
-            drift=drift,
-        )
-        decoder = Decoder(
-            self._pool,
-            self._memory,
-            threads=self._decode_threads,
-            preprocess=model.preprocess,
-            max_pixels=settings.max_pixels,
-            max_request_pixels=settings.max_pixels_per_request,
-            inline_bytes=settings.inline_decode_bytes,
-        )
-        wanted: Backend | Literal["auto"] = "folded" if settings.compile else settings.backend
-        limit = settings.max_batch_size
-        choose = partial(choose_backend, model, wanted, max_batch=limit, threads=self._threads.full)
-        try:
-            backend, pipeline = await asyncio.to_thread(choose)
-        except NetworkError as error:
-            raise BundleError(f"model {name!r}: {error}") from error
-        step = make_step(
-            pipeline,
-            model.preprocess.shape,
-            max_batch=limit,
-            device=model.device,
-            threads=self._threads,
-            compiled=settings.compile,
-        )
-        batcher = Batcher(
-            max_batch_size=limit,
-            max_queue_images=settings.max_queue_images,
-            max_delay_s=settings.max_delay_ms / 1000.0,
-            shares_cores=model.device.type == "cpu",
-        )
+        recorder = self._recorder(name, model, thresholds.policy.alpha)
         engine = Engine(
             name,
             step,
-            decoder,
-            batcher=batcher,
+            self._decoder(model.preprocess),
+            batcher=self._batcher(model.device),
             observer=recorder,
-            on_failure=self._on_failure,
-            deadline_s=settings.deadline_seconds,
+            deadline_s=self._settings.deadline_seconds,
         )
         await engine.start()
         log = None if self._log is None else self._log.log_of(name, model)
@@ -227,3 +179,46 @@ class ModelStarter:
     def close(self) -> None:
         """End the decode threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _step(self, model: FittedModel) -> tuple[Backend, Step]:
+        """Return the network on the backend that is asked for, or the quickest, which takes a while to find out."""
+        settings, threads = self._settings, self._threads
+        wanted: Backend | Literal["auto"] = "folded" if settings.compile else settings.backend
+        backend, pipeline = choose_backend(model, wanted, max_batch=settings.max_batch_size, threads=threads.full)
+        return backend, make_step(
+            pipeline,
+            model.preprocess.shape,
+            max_batch=settings.max_batch_size,
+            device=model.device,
+            threads=threads,
+            compiled=settings.compile,
+        )
+
+    def _decoder(self, preprocess: Preprocess) -> Decoder:
+        return Decoder(
+            self._pool,
+            self._memory,
+            threads=self._decode_threads,
+            preprocess=preprocess,
+            max_pixels=self._settings.max_pixels,
+            max_request_pixels=self._settings.max_pixels_per_request,
+            inline_bytes=self._settings.inline_decode_bytes,
+        )
+
+    def _batcher(self, device: torch.device) -> Batcher:
+        return Batcher(
+            max_batch_size=self._settings.max_batch_size,
+            max_queue_images=self._settings.max_queue_images,
+            max_delay_s=self._settings.max_delay_ms / 1000.0,
+            shares_cores=device.type == "cpu",
+        )
+
+    def _recorder(self, name: str, model: FittedModel, alpha: float) -> ModelRecorder:
+        drift = DriftMonitor(
+            len(model.calibration.ood_scores),
+            alpha,
+            false_alarm_probability=self._settings.drift_false_alarm / self._settings.drift_monitors,
+            window=self._settings.drift_window,
+        )
+        limit = self._settings.max_queue_images
+        return ModelRecorder(name, model, alpha=alpha, queue_limit=limit, metrics=self._metrics, drift=drift)

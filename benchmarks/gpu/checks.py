@@ -38,8 +38,8 @@ from benchmarks.serving import bundles
 from benchmarks.serving import images as files
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
+from psc_core.model.classifier import PSC
 from psc_core.model.pipeline import Pipeline
-from psc_core.model.predictor import PSC
 
 KEY = "k" * 32
 FITS = 2
@@ -252,7 +252,6 @@ def out_of_memory(device: torch.device) -> str:
                 ),
                 batcher=Batcher(max_batch_size=8, max_queue_images=64, max_delay_s=0.0),
                 observer=_Silent(),
-                on_failure=lambda error: None,
                 deadline_s=50.0,
             )
             await engine.start()

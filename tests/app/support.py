@@ -14,7 +14,7 @@ from app.main import create_app
 from app.runtime import Runtime
 from app.service import Service
 from app.settings import load_settings
-from psc_core.model.predictor import PSC
+from psc_core.model.classifier import PSC
 from tests.app.fakes import FakeModel
 
 PNG = {"content-type": "image/png"}

@@ -91,10 +91,10 @@ async def infer(service: Service, name: str, version: str | None, received: Rece
         images = await parse(received.body, read)
     task, classes, gates = served.model.task, served.model.classes, served.model.gates
     as_binary = wanted.binary_outputs(outputs_of(served.model))
-    strange = [output for output in as_binary if output not in task.tensors and output != MAP]
-    if strange:
+    unknown = [output for output in as_binary if output not in task.tensors and output != MAP]
+    if unknown:
         known = (*task.tensors, *([] if served.model.pipeline.map is None else [MAP]))
-        raise MalformedRequest(f"model {served.name!r} has no output {strange[0]!r}; expected some of {known}")
+        raise MalformedRequest(f"model {served.name!r} has no output {unknown[0]!r}; expected some of {known}")
     alpha = wanted.parameters.alpha
     thresholds = served.thresholds if alpha is None else served.thresholds_with(alpha=alpha)
     outputs, decisions, explanation = await served.predict(

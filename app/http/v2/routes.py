@@ -101,7 +101,7 @@ async def version_metadata(request: Request, name: str, version: str) -> ModelMe
 )
 async def model_ready(request: Request, response: Response, name: str) -> ModelReadyDocument:
     """200 when the model answers; else 503."""
-    return model_readiness(service_of(request), response, name, None)
+    return _readiness(request, response, name, None)
 
 
 @router.get(
@@ -112,7 +112,7 @@ async def model_ready(request: Request, response: Response, name: str) -> ModelR
 )
 async def version_ready(request: Request, response: Response, name: str, version: str) -> ModelReadyDocument:
     """Return the same readiness as without a version."""
-    return model_readiness(service_of(request), response, name, version)
+    return _readiness(request, response, name, version)
 
 
 @router.post("/models/{name}/infer", summary="Inference", **_INFER)
@@ -158,8 +158,8 @@ def _map_outputs(layer_map: LayerMap | None) -> list[TensorMetadata]:
     return [TensorMetadata(name=MAP, datatype="UINT8", shape=[-1, layer_map.grid.rows, layer_map.grid.columns])]
 
 
-def model_readiness(service: Service, response: Response, name: str, version: str | None) -> ModelReadyDocument:
-    """Return whether a model answers; ``response`` gets the status that says so."""
+def is_model_ready(service: Service, name: str, version: str | None) -> bool:
+    """Return whether a model answers."""
     registry = service.registry
     reasons = service.reasons()
     if name not in registry.names:
@@ -167,7 +167,11 @@ def model_readiness(service: Service, response: Response, name: str, version: st
     is_loaded = name not in reasons and name not in registry.unloaded
     if version is not None and is_loaded:
         find_model(service, name, version)
-    is_ready = is_loaded and "service" not in reasons
+    return is_loaded and "service" not in reasons
+
+
+def _readiness(request: Request, response: Response, name: str, version: str | None) -> ModelReadyDocument:
+    is_ready = is_model_ready(service_of(request), name, version)
     response.status_code = 200 if is_ready else 503
     return ModelReadyDocument(name=name, ready=is_ready)
 

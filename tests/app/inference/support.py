@@ -62,7 +62,6 @@ class Setup:
 
     def __init__(self, engine: Engine, decoder: Decoder, network: FakePipeline, metrics: Metrics) -> None:
         self.engine, self.decoder, self.network, self.metrics = engine, decoder, network, metrics
-        self.failures: list[Exception] = []
 
     async def arrays(self, *images: Any, **options: Any) -> Any:
         """Outputs of one request."""
@@ -102,18 +101,15 @@ async def engine(
     with ThreadPoolExecutor(2) as pool:
         decoder = decoder_on(pool, threads=2, inline_bytes=inline)
         step = make_step(network, PREPROCESS.shape, max_batch=max_batch, device=torch.device("cpu"))
-        failures: list[Exception] = []
         made = Engine(
             "m",
             step,
             decoder,
             batcher=Batcher(max_batch_size=max_batch, max_queue_images=queue, max_delay_s=delay_ms / 1000),
             observer=metrics,
-            on_failure=failures.append,
             deadline_s=deadline_s,
         )
         setup = Setup(made, decoder, network, metrics)
-        setup.failures = failures
         if start:
             await made.start()
             network.sizes.clear()

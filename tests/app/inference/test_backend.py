@@ -46,6 +46,17 @@ def test_choice_is_kept_for_the_same_bundle_settings_and_machine(
     assert made == list(BACKENDS)
 
 
+def test_choice_of_a_busy_machine_is_made_again(psc: PSC, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "pipeline_on", lambda model, name: model.pipeline)
+    disturbed = {"folded": [[1.0, 1.0, 1.0]], "plain": [[1.5, 1.5, 1.5]], "onnx": [[0.5, 9.0, 9.0]]}
+    monkeypatch.setattr(backend, "measure", lambda networks, batches: disturbed)
+    assert choose_backend(psc, "auto", max_batch=1, threads=1)[0] == "folded"
+    assert not (own_cache / "psc").exists()
+    disturbed["onnx"] = [[0.5, 0.5, 9.0]]
+    assert choose_backend(psc, "auto", max_batch=1, threads=1)[0] == "onnx"
+    assert len(list((own_cache / "psc").iterdir())) == 1
+
+
 def test_choice_that_no_longer_runs_gives_way(psc: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "fastest", lambda seconds, baseline: "onnx")
     monkeypatch.setattr(backend, "pipeline_on", lambda model, name: model.pipeline)

@@ -117,7 +117,7 @@ async def test_failed_engine_stays_failed_when_closed() -> None:
         setup.network.dead = True
         with pytest.raises(DeviceError):
             await setup.arrays(pixels(1))
-        await until(lambda: setup.failures)
+        await until(lambda: setup.engine.device_error is not None)
         await setup.engine.close(within_s=0)
         assert setup.engine.phase is Phase.FAILED
 

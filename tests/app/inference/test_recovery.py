@@ -64,4 +64,4 @@ async def test_failing_image_fails_only_its_request() -> None:
             expected = outputs_of(torch.from_numpy(stack(pixels(k)))).numpy()
             np.testing.assert_allclose(outputs, expected, atol=1e-6)
         assert setup.engine.phase is Phase.READY
-        assert not setup.failures
+        assert setup.engine.device_error is None

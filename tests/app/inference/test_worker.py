@@ -46,21 +46,20 @@ async def test_quick_step_runs_on_the_event_loop(monkeypatch: pytest.MonkeyPatch
         assert threading.get_ident() not in await where_steps_run(setup)
 
 
-async def test_device_that_dies_on_the_event_loop_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_device_that_dies_on_the_event_loop_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.inference.steps.eager.QUICK_SECONDS", 60.0)
     async with engine() as setup:
         setup.network.dead = True
         requests = [setup.arrays(pixels(k), pixels(k)) for k in range(20)]
         errors = await asyncio.gather(*requests, return_exceptions=True)
         assert all(isinstance(error, (DeviceError, NotReady)) for error in errors)
-        await until(lambda: len(setup.failures) == 1)
+        await until(lambda: setup.engine.device_error is not None)
         assert setup.engine.phase is Phase.FAILED
         with pytest.raises(NotReady):
             await setup.arrays(pixels(1))
-    assert len(setup.failures) == 1
 
 
-async def test_dead_device_fails_everything_and_is_reported_once() -> None:
+async def test_dead_device_fails_everything_and_is_reported() -> None:
     async with engine() as setup:
         setup.network.gate.clear()
         requests = [asyncio.create_task(setup.arrays(pixels(k), pixels(k))) for k in range(20)]
@@ -69,8 +68,7 @@ async def test_dead_device_fails_everything_and_is_reported_once() -> None:
         setup.network.gate.set()
         errors = await asyncio.gather(*requests, return_exceptions=True)
         assert all(isinstance(error, DeviceError) for error in errors)
-        await until(lambda: setup.failures)
-        assert len(setup.failures) == 1
+        await until(lambda: setup.engine.device_error is not None)
         assert setup.engine.phase is Phase.FAILED
         with pytest.raises(NotReady):
             await setup.arrays(pixels(1))
@@ -83,7 +81,7 @@ async def test_device_dead_at_warm_up() -> None:
         with pytest.raises(DeviceError, match="warm-up"):
             await setup.engine.start()
         assert setup.engine.phase is Phase.FAILED
-        assert not setup.failures
+        assert setup.engine.device_error is None
 
 
 class SlowStep(EagerStep):
@@ -133,7 +131,6 @@ async def slow_engine() -> AsyncIterator[tuple[Engine, SlowStep]]:
             decoder,
             batcher=Batcher(max_batch_size=4, max_queue_images=100),
             observer=Metrics(),
-            on_failure=lambda error: None,
             deadline_s=10,
         )
         await made.start()

@@ -11,7 +11,7 @@ import torch
 from app.models import affordable
 from app.models.affordable import ALIVE, check_affordable, cost_of_an_image
 from psc_core.errors import BundleError
-from psc_core.model.predictor import PSC
+from psc_core.model.classifier import PSC
 
 
 @pytest.fixture
