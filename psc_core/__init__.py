@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from psc_core.fitting.paper import measure_collapse as measure_collapse
     from psc_core.images.preprocess import PRESETS as PRESETS
     from psc_core.images.preprocess import Preprocess as Preprocess
+    from psc_core.model.classifier import PSC as PSC
     from psc_core.model.load import load_model as load_model
-    from psc_core.model.predictor import PSC as PSC
     from psc_core.model.regressor import PSCRegressor as PSCRegressor
     from psc_core.network.load import load_network as load_network
     from psc_core.settings import FitSettings as FitSettings
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "PRESETS": "images.preprocess",
-    "PSC": "model.predictor",
+    "PSC": "model.classifier",
     "PSCRegressor": "model.regressor",
     "FitSettings": "settings",
     "ImageDataset": "data.dataset",

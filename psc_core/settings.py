@@ -84,10 +84,10 @@ class FitSettings:
         return Compute(resolve_device(self.device), self.precision, self.batch_images, self.reducer, self.max_memory)
 
     def recorded(self) -> dict[str, Any]:
-        """Return what a bundle records, JSON types."""
+        """Return the settings that a bundle records, JSON types."""
         return {each.name: getattr(self, each.name) for each in fields(self) if "here" not in each.metadata}
 
     def of_stages(self) -> dict[str, Any]:
-        """Return what the stages in a checkpoint read, JSON types."""
+        """Return the settings that the stages in a checkpoint read, JSON types."""
         last = {each.name for each in fields(self) if "last" in each.metadata}
         return {name: value for name, value in self.recorded().items() if name not in last}

@@ -29,7 +29,7 @@ SWITCHES: Final = Counter(
 )
 """Where they are, how often, and why."""
 
-FACES: Final = ("psc_core.model.predictor", "psc_core.model.regressor")
+MODEL_CLASSES: Final = ("psc_core.model.classifier", "psc_core.model.regressor")
 """Modules of the models of one task, beside those that bear its name."""
 
 ATTRIBUTES: Final = frozenset({"target", "values", "is_regression"})
@@ -46,7 +46,7 @@ def is_of_one_task(path: Path) -> bool:
     """Whether a source belongs to one task, or to what tasks share: its folder or its own name says so."""
     relative = path.relative_to(ROOT).with_suffix("")
     words = {*relative.parts, *relative.stem.split("_")}
-    return "tasks" in relative.parts or bool(words & {*TASKS}) or ".".join(relative.parts) in FACES
+    return "tasks" in relative.parts or bool(words & {*TASKS}) or ".".join(relative.parts) in MODEL_CLASSES
 
 
 def types_of_one_task(tree: ast.Module) -> set[str]:

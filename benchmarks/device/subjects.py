@@ -17,8 +17,8 @@ from benchmarks.runs import BUNDLE
 from psc_core.density import Density, restore_density
 from psc_core.density.gaussian import ClasswiseDensity, TiedDensity
 from psc_core.images.preprocess import PRESETS, Preprocess
+from psc_core.model.classifier import PSC
 from psc_core.model.pipeline import Pipeline, Scorer
-from psc_core.model.predictor import PSC
 from psc_core.network.backbone import truncate
 from psc_core.network.cut import cut_graph
 from psc_core.network.fuse import fuse

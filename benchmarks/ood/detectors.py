@@ -27,8 +27,8 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.evaluation.baselines import full_density
 from psc_core.fitting.calibrate import calibrate, score_dataset
 from psc_core.fitting.data import FitData
+from psc_core.model.classifier import PSC
 from psc_core.model.pipeline import Pipeline
-from psc_core.model.predictor import PSC
 from psc_core.tasks.classification.heads import entropy
 from psc_core.tasks.outputs import Outputs
 

@@ -23,7 +23,7 @@ from benchmarks.probabilities import DIVISIONS, divide, examples_of, qualities
 from benchmarks.runs import Json, Run
 from psc_core.data.dataset import split_validation
 from psc_core.metrics import ranking
-from psc_core.model.predictor import PSC
+from psc_core.model.classifier import PSC
 
 SHIFTED_IMAGES = 2000
 """Test images that are shifted."""

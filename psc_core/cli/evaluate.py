@@ -56,7 +56,7 @@ def evaluate(args: argparse.Namespace) -> None:
     """Measure and print."""
     from psc_core.bundle.io import read_bundle
     from psc_core.evaluation.evaluate import evaluate as measure
-    from psc_core.model.load import face_of
+    from psc_core.model.load import model_class_of
     from psc_core.report import page
     from psc_core.report.collect import collect_test
     from psc_core.report.content import FILE, Content
@@ -68,8 +68,8 @@ def evaluate(args: argparse.Namespace) -> None:
     if args.out and not args.overwrite:
         flags.check_free(args.out, WRITTEN)
     bundle = read_bundle(args.bundle)
-    face = face_of(bundle.manifest.task)
-    model = face.from_bundle(bundle, device=args.device, allow_factories=args.allow_factories)
+    model_class = model_class_of(bundle.manifest.task)
+    model = model_class.from_bundle(bundle, device=args.device, allow_factories=args.allow_factories)
     task = module_of(model.task.name, "psc_core.evaluation.{}")
     id_data = task.open_images(model, args.id)
     task.check_images(model, id_data)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from psc_core.bundle.io import check_target, is_bundle, read_bundle
+from psc_core.bundle.io import check_target, read_bundle
 from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
 from psc_core.cli import flags, preprocessing
 from psc_core.cli.estimate import estimate
@@ -184,7 +184,7 @@ def fit(args: argparse.Namespace) -> None:
         raise UsageError(f"expected --weights FILE, the trained weights of {args.model}, which has none with it")
     preprocess = preprocessing.preprocess_from(args, described.preparation)
     opened = partial(open_dataset, preprocess=preprocess, target=args.target, unit=args.unit)
-    train, said = in_network_order(opened(args.train, split="train"), described.classes)
+    train, order_note = in_network_order(opened(args.train, split="train"), described.classes)
     val, _ = in_network_order(opened(args.val, split="val"), described.classes)
     data = FitData.of(train, val, seed=args.seed, task=args.task, max_images=args.max_images)
     settings = checked(FitSettings(**given), data)
@@ -207,11 +207,11 @@ def fit(args: argparse.Namespace) -> None:
         check_exportable(net, example_input(preprocess).to(device), settings.precision)
     if is_first:
         print(
-            f"train: {data.train.name}, {len(data.train)} images, {data.fit.said_of(data.train)}; "
+            f"train: {data.train.name}, {len(data.train)} images, {data.fit.describe_labels(data.train)}; "
             f"val: {data.val.name}, {len(data.val)} images"
         )
-        if said:
-            print(said)
+        if order_note:
+            print(order_note)
         if notes := notes_of(net):
             print(f"network: {'; '.join(notes)}")
         print(f"preprocessing: {preprocess}", flush=True)
@@ -227,7 +227,7 @@ def fit(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise UsageError(f"expected names and flags in UTF-8, got {error}; change it") from error
     folder = out.with_name(f".{out.name}.stages")
-    check_replaced(out, args.overwrite or (folder.exists() and not args.fresh))
+    flags.check_no_bundle(out, args.overwrite or (folder.exists() and not args.fresh))
     if args.cache != "off":
         data = data.cached(Path(args.cache) if args.cache else None, processes=settings.reducer.world)
     if is_first:
@@ -240,7 +240,7 @@ def fit(args: argparse.Namespace) -> None:
             print(*left_out, sep="\n", flush=True)
     checkpoint = Checkpoint.of(folder, job_of(provenance, settings, data, described.configuration), settings.reducer)
     resumed = checkpoint.is_resumed and not args.fresh
-    check_replaced(out, args.overwrite or resumed)
+    flags.check_no_bundle(out, args.overwrite or resumed)
     if not resumed:
         checkpoint.clear()
     report, projection, model = run_stages(settings, net, data, name, provenance, checkpoint)
@@ -265,17 +265,11 @@ def fit(args: argparse.Namespace) -> None:
 
 
 def look(net: nn.Module, data: FitData, settings: FitSettings, max_bad_images: int) -> str:
-    """Return what the network itself makes of a few random images, so that it is seen before all are decoded."""
+    """Return the result of the network itself on a few random images, so that it is seen before all are decoded."""
     train, val = (
         only_readable(drawn(images, OWN_IMAGES, settings.seed), max_bad_images) for images in (data.train, data.val)
     )
     return data.fit.first_look(net, train, val, settings.compute())
-
-
-def check_replaced(out: Path, is_allowed: bool) -> None:
-    """Raise :class:`UsageError` if there is a bundle already that may not be replaced."""
-    if is_bundle(out) and not is_allowed:
-        raise UsageError(f"{out} holds a bundle already; give --overwrite to replace it, or another --out")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -82,6 +82,18 @@ def check_free(folder: Path, names: Iterable[str]) -> None:
         )
 
 
+def check_no_bundle(out: Path, is_allowed: bool) -> None:
+    """Check that a bundle is not replaced unless that is allowed.
+
+    Raises:
+        UsageError: ``out`` holds one.
+    """
+    from psc_core.bundle.io import is_bundle
+
+    if not is_allowed and is_bundle(out):
+        raise UsageError(f"{out} holds a bundle already; give --overwrite to replace it, or another --out")
+
+
 def by_commas(text: str) -> list[str]:
     """The parts of ``a,b``; for flags with ``action="extend"``."""
     return [part.strip() for part in text.split(",") if part.strip()]

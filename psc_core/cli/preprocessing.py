@@ -62,7 +62,7 @@ def preprocess_from(args: argparse.Namespace, described: Preparation | None = No
         start = PRESETS[args.preset or DEFAULT]
     else:
         start = described.preprocess
-        check_replaced(described, args)
+        check_unlike_replaced(described, args)
     changes: dict[str, Any] = {}
     if args.size or args.crop:
         side = args.size or args.crop
@@ -75,7 +75,7 @@ def preprocess_from(args: argparse.Namespace, described: Preparation | None = No
     return replace(start, **changes)
 
 
-def check_replaced(described: Preparation, args: argparse.Namespace) -> None:
+def check_unlike_replaced(described: Preparation, args: argparse.Namespace) -> None:
     """Require flags for each part of a network's preprocessing that PSC cannot do as it is written down.
 
     Raises:

@@ -57,7 +57,7 @@ def origin_of(data: ImageDataset, left_out: int) -> dict[str, Any]:
 def job_of(
     provenance: Mapping[str, Any], settings: FitSettings, data: FitData, configuration: Path | None = None
 ) -> dict[str, Any]:
-    """Return what the stages in a checkpoint depend on, JSON types; ``configuration`` is the network's own file."""
+    """Return the inputs of the stages in a checkpoint, JSON types; ``configuration`` is the network's own file."""
     on = {
         "preprocess": data.train.preprocess.to_json(),
         "device": settings.compute().device.type,

@@ -44,7 +44,6 @@ def parser() -> argparse.ArgumentParser:
 def recalibrate(args: argparse.Namespace) -> None:
     """Read the log, calibrate, and write the new bundle."""
     from psc_core.bundle.io import EXAMPLES, read_bundle
-    from psc_core.cli.fit import check_replaced
     from psc_core.fitting.audit import read_audit
     from psc_core.fitting.recalibrate import recalibrate_on
     from psc_core.log.store import open_log
@@ -57,7 +56,7 @@ def recalibrate(args: argparse.Namespace) -> None:
     out = args.out.resolve() if args.out else bundle.with_name(f"{bundle.name}-recalibrated")
     if out == bundle:
         raise UsageError(f"expected another --out than {args.bundle}: the old version stays, to go back to")
-    check_replaced(out, args.overwrite)
+    flags.check_no_bundle(out, args.overwrite)
     model = load_model(bundle, device=args.device, allow_factories=args.allow_factories)
     audit = read_audit(open_log(args.log), model, args.model, since=args.since, until=args.until)
     changes = {name: getattr(args, name) for name in ("alpha", "coverage", "risk") if getattr(args, name) is not None}

@@ -1,10 +1,11 @@
-"""Choose the compute device by name."""
+"""The device that computes, chosen by name, and the float format of a network on it."""
 
 from __future__ import annotations
 
 import torch
 
 from psc_core.errors import UsageError
+from psc_core.precision import Precision
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
@@ -33,3 +34,8 @@ def resolve_device(name: str | torch.device) -> torch.device:
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_tf32 = False
     return device
+
+
+def autocast(device: torch.device, precision: Precision) -> torch.autocast:
+    """The context in which a network runs; what comes after it runs outside, in float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")

@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from psc_core.compute.allocator import release_freed_memory
+from psc_core.compute.device import autocast
 from psc_core.compute.distributed import Reducer
 from psc_core.data.dataset import Batch, ImageDataset
 from psc_core.precision import Precision
@@ -61,11 +62,10 @@ def passes(
     ``step`` is a function of float images (B, C, H, W) on the device, in the ``order`` of :meth:`ImageDataset.batches`.
     """
     release_freed_memory()
-    autocast = torch.autocast(compute.device.type, torch.bfloat16, enabled=compute.precision == "bf16")
     for batch in track_images(dataset, compute, description, order):
         with torch.inference_mode():
             images = dataset.preprocess.standardise(batch.images.to(compute.device, non_blocking=True))
-            with autocast:
+            with autocast(compute.device, compute.precision):
                 value = step(images)
         yield value, batch
 

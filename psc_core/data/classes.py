@@ -84,14 +84,14 @@ def _other_classes(of_images: Sequence[str], expected: Sequence[str], name: str,
     """Return the error of images with other classes, which names those of one side alone, by spelling if need be."""
     for key in (_plain, str):
         odd = {"unknown": _without(of_images, expected, key), "missing": _without(expected, of_images, key)}
-        told = [f"{what}: {listed(names, SHOWN)}" for what, names in odd.items() if names]
-        if told:
+        differences = [f"{what}: {listed(names, SHOWN)}" for what, names in odd.items() if names]
+        if differences:
             break
     in_common = "in another order" if len(of_images) == len(expected) else "some share a name"
     return DataError(
         f"expected the {whose} {len(expected)} classes in {name}, got {len(of_images)} "
-        f"({'; '.join(told) or in_common}); use images of the same classes, in folders named alike (an empty one is "
-        "enough for a class without images)"
+        f"({'; '.join(differences) or in_common}); use images of the same classes, in folders named alike (an "
+        "empty one is enough for a class without images)"
     )
 
 

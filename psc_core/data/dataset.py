@@ -97,7 +97,7 @@ class ImageDataset:
         return bool((self.labels != firsts).any())
 
     def in_order(self, classes: Sequence[str]) -> ImageDataset:
-        """The same images and class names with the labels in the order of ``classes``; itself if those are others."""
+        """Return the data set with its labels in the order of ``classes``; itself if those are others."""
         if {*classes} != {*self.classes} or len(classes) != len(self.classes) or tuple(classes) == self.classes:
             return self
         position = {name: label for label, name in enumerate(classes)}

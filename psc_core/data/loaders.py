@@ -99,7 +99,7 @@ class Spooled:
 def read_loader(
     data: Any, name: str, statistics: Statistics, classes: Sequence[str] | None, target: Target | None
 ) -> ImageDataset:
-    """Return what a loader gives as a data set of classes, or of numbers where there is a ``target``."""
+    """Return the examples of a loader as a data set of classes, or of numbers where there is a ``target``."""
     warn_of_random(data, name)
     spooled = spool(data, name, statistics.preprocess)
     warn_of_dropped(data, name, len(spooled.images))

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from psc_core.compute.device import autocast
 from psc_core.images.preprocess import Images, Preprocess
 from psc_core.metrics import intervals
 from psc_core.metrics.intervals import CountInterval, RateInterval
@@ -26,7 +26,7 @@ LEVEL: Final = 0.99
 class ObservedRate:
     """A nominal rate and the one observed on test images."""
 
-    promised: float  # the nominal rate, under its name in JSON
+    nominal: float
     count: int  # of the images to which it happened
     images: int  # that were tested
     level: float  # probability of the three intervals
@@ -52,7 +52,7 @@ def observed_rate(happened: Bool[Tensor, " n"], nominal: float, calibration_imag
     """Return how often something happened, beside its nominal rate."""
     count, images = int(happened.sum()), len(happened)
     return ObservedRate(
-        promised=nominal,
+        nominal=nominal,
         count=count,
         images=images,
         level=LEVEL,
@@ -97,6 +97,6 @@ class OwnNetwork:
     def outputs(self, images: Images) -> Float[Tensor, "batch outputs"]:
         """Return its outputs, float64."""
         inputs = self.preprocess.standardise(images)
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+        with autocast(images.device, self.precision):
             output: Tensor = self.net(inputs)
         return output.double()

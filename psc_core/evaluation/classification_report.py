@@ -80,7 +80,7 @@ class ClassificationReport(Report):
 
     def summary(self) -> list[str]:
         """Return in sentences which score wins, which classifier is best, and whether nominal rates hold."""
-        alpha, known = self.false_alarms.promised, self.id_name
+        alpha, known = self.false_alarms.nominal, self.id_name
         sentences = [summary.compare_scores(ood, scores) for ood, scores in self.separation.items()]
         for ood, scores in self.separation.items():
             sentences += summary.better_fields(ood, scores, known, alpha)
@@ -125,7 +125,7 @@ class ClassificationReport(Report):
         return Table(f"{ood}: {self.ood_images[ood]} OOD images", header, rows)
 
     def _acceptance_of(self, ood: str) -> Table:
-        """Return what thresholds on every score accept of one OOD set, least first."""
+        """Return a table of the fraction of one OOD set that thresholds on each score accept, lowest first."""
         ranked = sorted(self.acceptance[ood].items(), key=lambda item: item[1].ood_accepted)
         rows = [[name, f"{found.ood_accepted:.4f}", f"{found.aurc:.4f}"] for name, found in ranked]
         return Table(f"{ood}: accepted beside 95 % of {self.id_name}", ["score", "OOD accepted", "AURC"], rows)
@@ -134,8 +134,8 @@ class ClassificationReport(Report):
         alarms, misses = self.false_alarms, self.misses
         header = ["rate", "nominal", "observed", f"{alarms.level:.0%} interval", "count", "binomial", "beta-binomial"]
         rows = [
-            _cells(f"false alarms (p ≤ {alarms.promised:g})", alarms),
-            _cells(f"label outside {1 - misses.promised:.0%} set", misses),
+            _cells(f"false alarms (p ≤ {alarms.nominal:g})", alarms),
+            _cells(f"label outside {1 - misses.nominal:.0%} set", misses),
         ]
         rows += [
             [f"flagged in {name}", "", f"{fraction:.4f}", "", "", "", ""] for name, fraction in self.flagged.items()
@@ -147,7 +147,7 @@ class ClassificationReport(Report):
 def _cells(name: str, rate: ObservedRate) -> list[str]:
     return [
         name,
-        f"{rate.promised:.4f}",
+        f"{rate.nominal:.4f}",
         f"{rate.rate:.4f}",
         f"{rate.interval.low:.4f}…{rate.interval.high:.4f}",
         str(rate.count),

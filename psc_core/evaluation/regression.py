@@ -125,7 +125,7 @@ def score_images(
 
 
 def numbers_of(model: PSCRegressor, packed: Float[Tensor, "n columns"]) -> ScoredNumbers:
-    """Return what is kept of the pipeline's packed outputs for n images."""
+    """Return the columns kept of the pipeline's packed outputs for n images."""
     outputs, decisions = model.outputs(packed), model.decide(model.outputs(packed.numpy()))
     deviation = torch.hypot(outputs["aleatoric"], outputs["epistemic"])
     ends = torch.stack([torch.from_numpy(decisions.lower), torch.from_numpy(decisions.upper)], dim=1)
@@ -172,7 +172,7 @@ def compare(
 
 def _rate(rate: ObservedRate, *, inverted: bool = False) -> str:
     """Return an observed rate with its interval and the nominal one; ``inverted`` for the rate of the opposite."""
-    seen, (low, high), nominal = rate.rate, rate.interval, rate.promised
+    seen, (low, high), nominal = rate.rate, rate.interval, rate.nominal
     if inverted:
         seen, low, high, nominal = 1 - seen, 1 - high, 1 - low, 1 - nominal
     return f"{seen:.2%} ({low:.2%} to {high:.2%}), stated {nominal:.2%}"

@@ -37,7 +37,7 @@ EXAMPLES: Final = 8
 
 @dataclass(frozen=True)
 class Answer:
-    """What was or would be answered to one image."""
+    """The answer to one image, as it was given or would be."""
 
     decision: str
     label: str | None  # None of a task without labels

@@ -39,7 +39,7 @@ class Acceptance:
 def acceptance(
     inside: Mapping[str, Float[Tensor, " n"]], outside: Mapping[str, Float[Tensor, " m"]], correct: Bool[Tensor, " n"]
 ) -> dict[str, Acceptance]:
-    """Return what thresholds accept, by every score and by the decision of the service.
+    """Return the acceptance of thresholds on each score, and of the decision of the service.
 
     Args:
         inside: In-distribution images by score, higher is more unusual.

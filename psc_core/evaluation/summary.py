@@ -40,7 +40,7 @@ def compare_scores(ood: str, scores: Mapping[str, Separation]) -> str:
 
 
 def better_fields(ood: str, scores: Mapping[str, Separation], id_name: str, alpha: float) -> list[str]:
-    """Return which other fields of every answer beat the OOD score on one OOD set, and how to decide by them."""
+    """Return the other fields of an answer that beat the OOD score on one OOD set, and how to decide by them."""
     return [
         f"{ood}: the field {field} of the same answers would do better (AUROC {scores[name].auroc:.4f} against "
         f"{scores[PRIMARY].auroc:.4f}). To use it, nothing is fitted again: call an image out of distribution where "
@@ -83,6 +83,6 @@ def describe_rate(what: str, rate: ObservedRate) -> str:
     """Describe an observed rate beside the nominal one."""
     low, high = rate.calibrated_acceptance
     return (
-        f"{what}: {rate.count} of {rate.images} ({rate.rate:.2%}), {rate.assessment} ({rate.promised:.2%}; "
+        f"{what}: {rate.count} of {rate.images} ({rate.rate:.2%}), {rate.assessment} ({rate.nominal:.2%}; "
         f"{low}…{high} expected at {rate.level:.0%})."
     )

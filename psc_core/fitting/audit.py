@@ -10,8 +10,8 @@ Images are told apart by their verdict:
 * of a class (or with a number): in-distribution, and all that calibrates;
 * of none of the classes: out-of-distribution, so a calibration image no more than a made-up one;
 * nobody can tell: left out too.  They have no label that a prediction set could hold, and whether the model should
-  know them is unknown.  What is promised is so of images that a person can put into a class.  Ambiguous ones among
-  them tend to be unusual, so a new image of their kind raises the alarm more often than promised; how many they are,
+  know them is unknown.  The rates hold for images that a person can put into a class.  Ambiguous ones among
+  them tend to be unusual, so a new image of their kind raises the alarm more often than α; how many they are,
   and how many of them raise it, is said with every calibration.
 """
 

@@ -64,7 +64,7 @@ class FitData:
         fit = task_fit_for(train) if task is None else task_fit(task)
         if not fit.takes(train):
             raise UsageError(
-                f"{train.name} has {task_fit_for(train).said_of(train)}, which a {fit.task_type.noun} does not "
+                f"{train.name} has {task_fit_for(train).describe_labels(train)}, which a {fit.task_type.noun} does not "
                 f"predict; the task of these images is {task_fit_for(train).task_type.name}"
             )
         if train.target != val.target:
@@ -128,8 +128,8 @@ class FitData:
         kept_train, kept_val = without(self.train, train), without(self.val, val)  # They are labelled already.
         check_classes(kept_train, kept_val)
         of_each = f"{len(train)} of {self.train.name}, {len(val)} of {self.val.name}"
-        said = (*(f"left out: {reason}" for reason in reasons), f"left out {count} that cannot be decoded: {of_each}")
-        return replace(self, train=kept_train, val=kept_val, left_out=(len(train), len(val))), said
+        notes = (*(f"left out: {reason}" for reason in reasons), f"left out {count} that cannot be decoded: {of_each}")
+        return replace(self, train=kept_train, val=kept_val, left_out=(len(train), len(val))), notes
 
     @property
     def is_ambiguous(self) -> bool:

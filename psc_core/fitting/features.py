@@ -135,7 +135,7 @@ def store(
     compute: Compute,
     folder: Path,
 ) -> list[FeatureFile]:
-    """Return what ``step(images)`` gives, (B, columns) each, for every labelled example, in ``order``, in files."""
+    """Return the rows of ``step(images)``, (B, columns), for every labelled example, in ``order``, in files."""
     reducer = compute.reducer
     kept = [FeatureFile(folder / str(number), (dataset.examples, width)) for number, width in enumerate(columns)]
     where = torch.empty_like(order)

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.loader_warnings import warn_of_overlap, warn_of_repeated
 from psc_core.data.loaders import read_loader
-from psc_core.errors import NetworkError, UsageError
+from psc_core.errors import NetworkError
 from psc_core.fitting import stages
 from psc_core.fitting.calibrate import recalibrate, settings_of
 from psc_core.fitting.data import FitData
 from psc_core.fitting.parts import rounded
+from psc_core.fitting.served import check_read_by
 from psc_core.images.statistics import Statistics
 from psc_core.model.base import FittedModel
 from psc_core.network.backbone import check_output, example_input
@@ -90,11 +91,7 @@ def fit(
 def calibrate(model: FittedModel, loader: Any, weights: Tensor | None = None, **changes: Any) -> FittedModel:
     """Return ``model`` calibrated on other images, see :meth:`.FittedModel.calibrate`."""
     data = opened(loader, "the calibration data", Statistics(model.preprocess), model.classes, model.task.number())
-    if data.preprocess != model.preprocess:
-        raise UsageError(
-            f"expected {data.name} to be read through the model's preprocessing {model.preprocess}, got "
-            f"{data.preprocess}; open it with preprocess=model.preprocess"
-        )
+    check_read_by(model, data)
     settings = settings_of(model, changes)
     task_fit(model.task.name).check_same(model.task, model.classes, data)
     warn_of_repeated(data)
@@ -114,7 +111,7 @@ def calibrate(model: FittedModel, loader: Any, weights: Tensor | None = None, **
 def opened(
     loader: Any, name: str, statistics: Statistics, classes: Sequence[str] | None, target: Target | None
 ) -> ImageDataset:
-    """Return what a loader gives as a data set; a data set as it is."""
+    """Return the examples of a loader as a data set; a data set as it is."""
     return loader if isinstance(loader, ImageDataset) else read_loader(loader, name, statistics, classes, target)
 
 

@@ -38,7 +38,7 @@ POINTS: Final = 32
 
 @dataclass(frozen=True)
 class MapChoice:
-    """How well each layer told what was pasted, and the chosen layer."""
+    """The AUROC of each layer on pasted patches, and the chosen layer."""
 
     aurocs: Mapping[str, Mapping[str, float]]  # by layer, then by kind
 
@@ -102,11 +102,11 @@ def choose_map(
             masks[kind].append(_points(mask.float(), "nearest") > 0)
             for layer, distances in _distances(maps, features_of(images.to(compute.device))).items():
                 pasted[layer][kind].append(_points(distances, "bilinear"))
-    told = {
-        layer: {kind: _told(torch.cat(of_layer[kind]), torch.cat(masks[kind])) for kind in KINDS}
+    aurocs = {
+        layer: {kind: _auroc(torch.cat(of_layer[kind]), torch.cat(masks[kind])) for kind in KINDS}
         for layer, of_layer in pasted.items()
     }
-    names, choice = list(maps), MapChoice(told)
+    names, choice = list(maps), MapChoice(aurocs)
     chosen = maps[names[settings.reducer.first(names.index(choice.chosen))]]
     density = with_levels(chosen.density, torch.cat(real[chosen.layer]))
     return ChosenMap(LayerMap(chosen.layer, chosen.grid, density), choice)
@@ -122,5 +122,5 @@ def _points(maps: Float[Tensor, "batch _ _"], mode: str) -> Float[Tensor, "batch
     return functional.interpolate(maps[:, None], (POINTS, POINTS), mode=mode).flatten(1)
 
 
-def _told(distances: Float[Tensor, "n points"], pasted: Bool[Tensor, "n points"]) -> float:
+def _auroc(distances: Float[Tensor, "n points"], pasted: Bool[Tensor, "n points"]) -> float:
     return auroc(distances[~pasted], distances[pasted])

@@ -217,7 +217,7 @@ def report_of(
     metrics: Mapping[str, Any],
     provenance: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return what a bundle records of its fit; ``metrics`` are those of the calibration split."""
+    """Return the report of a fit that its bundle keeps; ``metrics`` are those of the calibration split."""
     gates = {} if parts.choice is None else {"gates": parts.choice.to_json()}
     of_map = {} if parts.map is None else {"map": parts.map.choice.to_json()}
     report = {
@@ -230,7 +230,7 @@ def report_of(
 
 
 def projection_metrics(report: ProjectionReport) -> dict[str, Any]:
-    """Return what a bundle records of its projection."""
+    """Return the report of a projection that its bundle keeps."""
     choice = report.choice
     return {
         "nc1": choice.nc1,

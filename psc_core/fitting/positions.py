@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from psc_core.compute.device import autocast
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import drawn
 from psc_core.density.fit.density import fit_density
@@ -89,12 +90,11 @@ def fewest_positions(found: Mapping[int, float]) -> int:
 def _made_up_features(
     largest: Projection, step: FeatureStep, data: FitData, compute: Compute, seed: int
 ) -> dict[str, Float[Tensor, "n dim"]]:
-    autocast = torch.autocast(compute.device.type, torch.bfloat16, enabled=compute.precision == "bf16")
     parts: dict[str, list[Tensor]] = {}
     mixed, selection = not data.is_ambiguous, data.selection
     for made in made_up_batches(selection, compute, "positions: made-up images", mixed=mixed, seed=seed):
         for kind, images in made.items():
-            with autocast:
+            with autocast(compute.device, compute.precision):
                 features = step(selection.preprocess.standardise(images))
             parts.setdefault(kind, []).append(largest(features).cpu())
     return {kind: torch.cat(values) for kind, values in parts.items()}

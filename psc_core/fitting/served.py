@@ -22,17 +22,26 @@ def served(
     """Yield each batch of ``data``, its images on the model's device, and the pipeline's packed outputs on the CPU.
 
     Raises:
-        UsageError: The data are read through another preprocessing than the model's.
+        UsageError: See :func:`check_read_by`.
+    """
+    check_read_by(model, data)
+    compute = Compute(model.device, batch_images=batch_images)
+    for batch in track_images(data, compute, description or f"evaluating {data.name}"):
+        images = batch.images.to(model.device)
+        yield batch, images, model.pipeline(images).cpu()
+
+
+def check_read_by(model: FittedModel, data: ImageDataset) -> None:
+    """Check that ``data`` are prepared as the model's images are.
+
+    Raises:
+        UsageError: They are read through another preprocessing.
     """
     if data.preprocess != model.preprocess:
         raise UsageError(
             f"expected {data.name} to be read through the model's preprocessing {model.preprocess}, got "
             f"{data.preprocess}; open it with preprocess=model.preprocess"
         )
-    compute = Compute(model.device, batch_images=batch_images)
-    for batch in track_images(data, compute, description or f"evaluating {data.name}"):
-        images = batch.images.to(model.device)
-        yield batch, images, model.pipeline(images).cpu()
 
 
 @torch.inference_mode()

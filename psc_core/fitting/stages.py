@@ -21,7 +21,7 @@ from psc_core.fitting.features import cut
 from psc_core.fitting.parts import FittedProjection, check_same_layers, fit_parts, report_of
 from psc_core.fitting.positions import compare_positions, fewest_positions
 from psc_core.model.base import TRIAL_IMAGES, FittedModel
-from psc_core.model.load import face_of
+from psc_core.model.load import model_class_of
 from psc_core.projection.fit.projection import fit_tucker
 from psc_core.projection.fit.ranks import choose_ranks
 from psc_core.projection.fit.report import ProjectionReport
@@ -112,7 +112,7 @@ def fit_model(
     layer_map = None if parts.map is None else parts.map.map
     pipeline, calibrated = calibrate(parts.scorer, data, settings, parts.gate_names, layer_map)
     task = data.fit.task(data.train)
-    model = face_of(task)(
+    model = model_class_of(task)(
         task=task,
         pipeline=pipeline,
         backbone=parts.backbone,

@@ -21,7 +21,7 @@ from PIL import ExifTags, Image
 INSTALLED: Final = find_spec("simplejpeg") is not None
 
 FORMS: Final = {"RGB": "RGBX", "L": "GRAY"}
-"""How simplejpeg calls the samples of each mode: four bytes a pixel of RGB, as Pillow keeps them."""
+"""simplejpeg's names for the samples of each mode: four bytes a pixel of RGB, as Pillow keeps them."""
 
 _TRIALS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("L", {}),

@@ -1,4 +1,4 @@
-"""What people said of logged images; the last verdict on an image wins.
+"""The verdicts of people on logged images; the last one on an image wins.
 
 A label names its image by request and position, by the digest of its bytes, or by both.  One by the digest alone holds
 for every row of that image.

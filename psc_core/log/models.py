@@ -1,4 +1,4 @@
-"""What a log keeps of each bundle that wrote to it: enough to read its rows without the bundle."""
+"""The record that a log keeps of each bundle that wrote to it: enough to read its rows without the bundle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LoggedModel:
     classes: tuple[str, ...]
 
     def to_json(self) -> bytes:
-        """Return what :func:`read_model` reads."""
+        """Return the document that :func:`read_model` reads."""
         fields = {"version": self.version, "classes": self.classes, **self.task.manifest_fields()}
         return json.dumps(fields, ensure_ascii=False).encode()
 
@@ -53,7 +53,7 @@ class LoggedModel:
 
 
 def read_model(log: Log, version: str) -> LoggedModel:
-    """Return what the log keeps of a bundle.
+    """Return the record of a bundle.
 
     Raises:
         DataError: It keeps nothing of it, or nothing that can be read.

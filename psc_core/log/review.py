@@ -1,4 +1,4 @@
-"""Which stored images people should look at, in which order: those that teach most, mixed with the audit slice.
+"""Choose and order the stored images for people to look at: those that teach most, mixed with the audit slice.
 
 Four lists take turns, each image once: the audit slice, the newest day first and each day in the order of digests, so
 that what is judged of it is a random sample too (:mod:`psc_core.fitting.audit`); images near a threshold, by how many

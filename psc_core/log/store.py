@@ -109,8 +109,8 @@ def open_log(where: str | Path) -> Log:
         raise UsageError(f"expected a folder or s3://BUCKET/PREFIX, got {text!r}")
     parts = urlsplit(text)
     options = dict(parse_qsl(parts.query))
-    if not parts.netloc or (strange := sorted(options.keys() - _OPTIONS)):
-        wrong = f"the option {strange[0]}" if parts.netloc else "no bucket"
+    if not parts.netloc or (unknown := sorted(options.keys() - _OPTIONS)):
+        wrong = f"the option {unknown[0]}" if parts.netloc else "no bucket"
         raise UsageError(f"expected s3://BUCKET/PREFIX with at most {' and '.join(_OPTIONS)}, got {wrong}; correct it")
     scheme, _, endpoint = options.get("endpoint_override", "").rpartition("://")
     try:

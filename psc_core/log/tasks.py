@@ -14,7 +14,7 @@ from psc_core.log.store import Log
 
 
 def default_prefix(log: Log) -> str:
-    """Return what stands before an image's path: of a bucket its URI, of a folder where Label Studio serves files."""
+    """Return the prefix of an image's path: a bucket's URI, or the URL where Label Studio serves a folder's files."""
     return "/data/local-files/?d=" if log.is_folder else f"{log.where.rstrip('/')}/"
 
 

@@ -1,4 +1,4 @@
-"""What people answered, from Label Studio's export, a CSV or folders of images, to labels of a log.
+"""Turn the answers of people, from Label Studio's export, a CSV or folders of images, into labels of a log.
 
 An answer that cannot be used is an error that names its place, and nothing is written; one that is still empty is
 skipped.  Of a CSV, and of Label Studio's own, these columns count: ``request_id`` and ``image_index``, or
@@ -34,7 +34,7 @@ _MAX_SOURCE: Final = 200
 
 @dataclass(frozen=True)
 class Answer:
-    """What a person answered to one image."""
+    """The answer of a person for one image."""
 
     where: str  # its file and line, or task
     request_id: str | None

@@ -1,4 +1,4 @@
-"""How strange each position of a layer is: one Gaussian over positions, and its distances as grey levels.
+"""A map of how unusual each position of a layer is: one Gaussian over positions, its distances as grey levels.
 
 With the features ``x_p`` of an image at position p, a vector of C channels, and the mean ``μ`` and covariance ``Σ`` of
 such vectors over images *and* positions,

@@ -33,78 +33,78 @@ _CHECKED_IMAGES = 32
 _FEW = 4
 
 
-def available_backends(psc: FittedModel) -> tuple[Backend, ...]:
+def available_backends(model: FittedModel) -> tuple[Backend, ...]:
     """The backends that a model can run on, ``folded`` first.
 
     Only a traced float32 network on a CPU has more than one, and an ONNX graph runs in ONNX Runtime alone.
     """
-    if psc.backbone.onnx is not None:
+    if model.backbone.onnx is not None:
         return ("onnx",)
-    if psc.device.type != "cpu" or not psc.pipeline.is_traced or psc.pipeline.scorer.precision != "fp32":
+    if model.device.type != "cpu" or not model.pipeline.is_traced or model.pipeline.scorer.precision != "fp32":
         return BACKENDS[:1]
     return BACKENDS if INSTALLED else BACKENDS[:2]
 
 
-def pipeline_on(psc: FittedModel, backend: Backend) -> Pipeline:
+def pipeline_on(model: FittedModel, backend: Backend) -> Pipeline:
     """The pipeline of a model on one of its :func:`available_backends`.
 
     Raises:
         NetworkError: The backend is not installed, the network cannot be exported, or its outputs differ from those
             that were calibrated.
     """
-    if backend == "folded" or psc.backbone.onnx is not None:
-        return psc.pipeline
+    if backend == "folded" or model.backbone.onnx is not None:
+        return model.pipeline
     if backend == "plain":
-        return psc.pipeline.with_backbone(psc.backbone)
+        return model.pipeline.with_backbone(model.backbone)
     if not INSTALLED:
         raise NetworkError("the backend onnx needs ONNX Runtime; pip install 'psc[onnx]'")
-    pipeline = psc.pipeline.with_backbone(to_onnx(psc.backbone, psc.preprocess.shape))
-    images = _smooth_noise(psc.preprocess)
+    pipeline = model.pipeline.with_backbone(to_onnx(model.backbone, model.preprocess.shape))
+    images = _smooth_noise(model.preprocess)
     with torch.inference_mode():
-        check_agreement(psc, psc.outputs(psc.pipeline(images)), psc.outputs(pipeline(images)))
+        check_agreement(model, model.outputs(model.pipeline(images)), model.outputs(pipeline(images)))
     return pipeline
 
 
-def storable_backbone(psc: FittedModel, *, graph: bool) -> Backbone:
+def storable_backbone(model: FittedModel, *, graph: bool) -> Backbone:
     """Return the network as a bundle holds it: as an ONNX graph if ``graph`` or no name builds it again, else as it is.
 
     Raises:
         NetworkError: It cannot be exported, or the graph gives other outputs.
     """
-    if psc.backbone.onnx is not None or (not graph and _is_built_by_name(psc)):
-        return psc.backbone
-    scorer, kept = psc.pipeline.scorer, psc.backbone
+    if model.backbone.onnx is not None or (not graph and _is_built_by_name(model)):
+        return model.backbone
+    scorer, kept = model.pipeline.scorer, model.backbone
     if scorer.precision != "fp32":
         raise NetworkError("a network is stored as an ONNX graph in float32 only; fit with precision fp32")
     outputs = len(kept.layers) + kept.keep_output
-    body = restore_body(export_here(kept, psc.preprocess.shape), psc.preprocess.shape, outputs=outputs)
+    body = restore_body(export_here(kept, model.preprocess.shape), model.preprocess.shape, outputs=outputs)
     stored = onnx_backbone(body, kept.layers, keep_output=kept.keep_output)
-    images = _smooth_noise(psc.preprocess) if psc.trial is None else psc.trial
+    images = _smooth_noise(model.preprocess) if model.trial is None else model.trial
     with torch.inference_mode():
-        calibrated = psc.pipeline(images.to(psc.device)).cpu()
-        other = copy.deepcopy(psc.pipeline).cpu().with_backbone(stored)(images)
-    check_agreement(psc, psc.outputs(calibrated), psc.outputs(other))
+        calibrated = model.pipeline(images.to(model.device)).cpu()
+        other = copy.deepcopy(model.pipeline).cpu().with_backbone(stored)(images)
+    check_agreement(model, model.outputs(calibrated), model.outputs(other))
     return stored
 
 
 @torch.inference_mode()
-def _is_built_by_name(psc: FittedModel) -> bool:
+def _is_built_by_name(model: FittedModel) -> bool:
     """Return whether the network's recipe builds it, as it does not once somebody has replaced a module."""
-    recipe = psc.backbone.cut.recipe
-    if recipe is None or recipe.num_classes != psc.task.network_outputs(psc.classes):
+    recipe = model.backbone.cut.recipe
+    if recipe is None or recipe.num_classes != model.task.network_outputs(model.classes):
         return False
-    if psc.trial is None:  # It was loaded from a bundle, by its recipe.
+    if model.trial is None:  # It was loaded from a bundle, by its recipe.
         return True
     try:
-        built = rebuild_backbone(psc.backbone.spec(), psc.backbone.state_dict(), [recipe.spec]).to(psc.device)
+        built = rebuild_backbone(model.backbone.spec(), model.backbone.state_dict(), [recipe.spec]).to(model.device)
     except PSCError:
         return False
-    inputs = psc.preprocess.standardise(psc.trial[:_FEW].to(psc.device))
-    pairs = zip(psc.backbone(inputs)[0], built(inputs)[0], strict=True)
+    inputs = model.preprocess.standardise(model.trial[:_FEW].to(model.device))
+    pairs = zip(model.backbone(inputs)[0], built(inputs)[0], strict=True)
     return all(torch.allclose(own, other, rtol=0, atol=1e-3 * float(own.abs().max())) for own, other in pairs)
 
 
-def check_agreement(psc: FittedModel, calibrated: Outputs[Tensor], other: Outputs[Tensor]) -> None:
+def check_agreement(model: FittedModel, calibrated: Outputs[Tensor], other: Outputs[Tensor]) -> None:
     """Compare the outputs of a model on two backends for the same images.
 
     A p-value may move by the one calibration image whose score rounding passes.
@@ -113,11 +113,11 @@ def check_agreement(psc: FittedModel, calibrated: Outputs[Tensor], other: Output
         NetworkError: They differ by more than rounding.
     """
     size = calibrated["log_density"].abs().clamp(min=1)
-    predictions, apart = psc.task.difference(calibrated, other)
+    predictions, apart = model.task.difference(calibrated, other)
     limits = {
         predictions: (apart, OUTPUT_TOLERANCE),
         "log densities": ((calibrated["log_density"] - other["log_density"]) / size, OUTPUT_TOLERANCE),
-        "p-values": (calibrated["ood_p_value"] - other["ood_p_value"], 1.5 / (len(psc.calibration) + 1)),
+        "p-values": (calibrated["ood_p_value"] - other["ood_p_value"], 1.5 / (len(model.calibration) + 1)),
     }
     for name, (difference, limit) in limits.items():
         if not difference.abs().max() <= limit:
@@ -126,12 +126,12 @@ def check_agreement(psc: FittedModel, calibrated: Outputs[Tensor], other: Output
             )
 
 
-def _smooth_noise(shape: Preprocess) -> Tensor:
+def _smooth_noise(preprocess: Preprocess) -> Tensor:
     """``uint8`` images of noise, from coarse to fine, the same on every call."""
     generator = torch.Generator().manual_seed(0)
     images = []
     for index in range(_CHECKED_IMAGES):
-        cells = 1 + index * (min(shape.height, shape.width) - 1) // (_CHECKED_IMAGES - 1)
-        coarse = torch.randint(0, 256, (1, shape.channels, cells, cells), generator=generator).float()
-        images.append(torch.nn.functional.interpolate(coarse, (shape.height, shape.width), mode="bilinear"))
+        cells = 1 + index * (min(preprocess.height, preprocess.width) - 1) // (_CHECKED_IMAGES - 1)
+        coarse = torch.randint(0, 256, (1, preprocess.channels, cells, cells), generator=generator).float()
+        images.append(torch.nn.functional.interpolate(coarse, (preprocess.height, preprocess.width), mode="bilinear"))
     return torch.cat(images).round().to(torch.uint8)

@@ -49,7 +49,7 @@ AnyModel = TypeVar("AnyModel", bound="FittedModel")
 class FittedModel:
     """A network cut behind its candidate layer(s), with everything that was fitted to it, ready to predict.
 
-    A subclass is the face of one task: the same with narrower types.
+    A subclass is for the models of one task: the same with narrower types.
     """
 
     task_type: ClassVar[type[Task]] = Task

@@ -9,10 +9,10 @@ import torch
 
 from psc_core.bundle.io import read_bundle
 from psc_core.model.base import FittedModel
-from psc_core.model.predictor import PSC
+from psc_core.model.classifier import PSC
 from psc_core.model.regressor import PSCRegressor
 
-FACES: tuple[type[FittedModel], ...] = (PSC, PSCRegressor)
+MODEL_CLASSES: tuple[type[FittedModel], ...] = (PSC, PSCRegressor)
 """Classes for the models of one task; those of any other are plain :class:`.base.FittedModel`."""
 
 
@@ -33,10 +33,11 @@ def load_model(
         BundleError: The bundle is missing, altered, damaged or inconsistent.
     """
     bundle = read_bundle(Path(path))
-    face = face_of(bundle.manifest.task)
-    return face.from_bundle(bundle, device=device, allow_factories=allow_factories, check=check)
+    return model_class_of(bundle.manifest.task).from_bundle(
+        bundle, device=device, allow_factories=allow_factories, check=check
+    )
 
 
-def face_of(task: object) -> type[FittedModel]:
+def model_class_of(task: object) -> type[FittedModel]:
     """Return the class for models of a task."""
-    return next((face for face in FACES if isinstance(task, face.task_type)), FittedModel)
+    return next((each for each in MODEL_CLASSES if isinstance(task, each.task_type)), FittedModel)

@@ -27,12 +27,13 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from psc_core.calibration.conformal import conformal_p_values
+from psc_core.compute.device import autocast
 from psc_core.density import Density
 from psc_core.errors import UsageError
 from psc_core.gates.combined import TEXTURE, Gates, readings_of
 from psc_core.images.preprocess import Images, Inputs, Preprocess, standardise
 from psc_core.maps.layer_map import LayerMap
-from psc_core.network.backbone import Backbone, FeaturesAndLogits
+from psc_core.network.backbone import Backbone, FeaturesAndOutput
 from psc_core.precision import Precision
 from psc_core.projection.module import Projection
 from psc_core.tasks.head import Head, Scored
@@ -132,20 +133,20 @@ class Scorer(nn.Module):
         """The network's input, as :meth:`Preprocess.standardise` with scale and shift on the device already."""
         return standardise(images, self.scale, self.shift)
 
-    def features(self, inputs: Inputs) -> FeaturesAndLogits:
+    def features(self, inputs: Inputs) -> FeaturesAndOutput:
         """Features of each layer, and the logits if the backbone keeps them."""
-        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            result: FeaturesAndLogits = self.backbone(inputs)
+        with autocast(inputs.device, self.precision):
+            result: FeaturesAndOutput = self.backbone(inputs)
         return result
 
     def embed(self, images: Images) -> Embedding:
-        """Return what density and head read."""
+        """Return the embedding that density and head read."""
         return self.embedding(*self.features(self.standardise(images)))
 
     def embedding(
         self, features: Sequence[Float[Tensor, "batch _ _"]], output: Float[Tensor, "batch outputs"] | None
     ) -> Embedding:
-        """Return what density and head read, from what :meth:`features` gives."""
+        """Return the embedding that density and head read, of the output of :meth:`features`."""
         candidate = features[: len(self.projection.positions)]
         others = [features[self.backbone.layers.index(name)] for name in self.head_layers]
         z = self.projection(candidate)
@@ -263,7 +264,7 @@ class Pipeline(nn.Module):
         features, output = self._features(images)
         return self.outputs(self.scorer.score(self.scorer.embedding(features, output))), self._map_of(features)
 
-    def _features(self, images: Images) -> FeaturesAndLogits:
+    def _features(self, images: Images) -> FeaturesAndOutput:
         return self.scorer.features(self.scorer.standardise(images))
 
     def _map_of(self, features: Sequence[Tensor]) -> UInt8[Tensor, "batch grid_rows grid_columns"]:

@@ -28,7 +28,7 @@ from psc_core.precision import Precision
 
 FeatureStep = Callable[[Tensor], list[Tensor]]
 
-FeaturesAndLogits = tuple[list[Float[Tensor, "batch _ _"]], Float[Tensor, "batch classes"] | None]
+FeaturesAndOutput = tuple[list[Float[Tensor, "batch _ _"]], Float[Tensor, "batch classes"] | None]
 """Canonical features (batch, channels, spatial) of each layer; logits."""
 
 _CUT_ERROR = 1e-5
@@ -93,7 +93,7 @@ class Backbone(nn.Module):
             raise NetworkError(BUILT_BY_HAND)
         return self.cut.recipe
 
-    def forward(self, x: Inputs) -> FeaturesAndLogits:
+    def forward(self, x: Inputs) -> FeaturesAndOutput:
         """Features of each layer, and the logits if ``keep_output``."""
         outputs = self.body(x.contiguous(memory_format=self.memory_format))
         kept = outputs[-1] if self.keep_output else None
@@ -120,7 +120,7 @@ class Backbone(nn.Module):
         return Backbone(fuse(self.body, precision=precision), self.cut, images_format(self.body, precision))
 
     def spec(self) -> dict[str, Any]:
-        """Return what :func:`rebuild_backbone` needs besides the state dict, as JSON types.
+        """Return the specification that :func:`rebuild_backbone` needs besides the state dict, as JSON types.
 
         Raises:
             NetworkError: The network did not come from ``load_network``.

@@ -59,7 +59,7 @@ _KEEPS: Final = frozenset({*_FILLS, "BUILD", "REDUCE", "NEWOBJ"})
 
 
 def read_checkpoint(path: Path) -> Any:
-    """Return what a checkpoint holds, its tensors on the CPU.
+    """Return the content of a checkpoint, its tensors on the CPU.
 
     Raises:
         NetworkError: No such file, none of these formats, damage, or content that only code can load.
@@ -70,7 +70,7 @@ def read_checkpoint(path: Path) -> Any:
     with path.open("rb") as file:
         head = file.read(len(_OLDER_FORM))
     if path.suffix == ".safetensors" or head[8:9] == b"{":  # The length of a header, and the header.
-        with _damage_is_told(path):
+        with _damage_named(path):
             return safetensors.torch.load_file(path)
     if head.startswith(b"PK"):
         return _read_archive(path)
@@ -115,7 +115,7 @@ def _check_regular(path: Path) -> None:
 
 
 @contextmanager
-def _damage_is_told(path: Path) -> Iterator[None]:
+def _damage_named(path: Path) -> Iterator[None]:
     """A context whose errors say that the file is damaged; what readers raise at any bytes is no short list."""
     try:
         yield
@@ -132,7 +132,7 @@ def _read_index(path: Path) -> dict[str, Path]:
     _check_regular(path)
     if path.stat().st_size > MAX_TEXT:
         raise NetworkError(f"expected an index of at most {MAX_TEXT} bytes, {path} has more; copy it again")
-    with _damage_is_told(path):
+    with _damage_named(path):
         found = json.loads(path.read_bytes())
     files = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
@@ -161,7 +161,7 @@ def _read_parts(path: Path) -> dict[str, Tensor]:
 
 def _read_archive(path: Path) -> Any:
     """Read what ``torch.save`` wrote; nothing in it is packed, so that it takes no more memory than its bytes."""
-    with _damage_is_told(path), ZipFile(path) as archive:
+    with _damage_named(path), ZipFile(path) as archive:
         entries = archive.infolist()
     names = {entry.filename.rpartition("/")[2] for entry in entries if entry.filename.count("/") == 1}
     if "constants.pkl" in names:
@@ -177,14 +177,14 @@ def _read_archive(path: Path) -> Any:
     pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
     if any(entry.file_size > MAX_TEXT for entry in pickles):
         raise _too_much(path)
-    with _damage_is_told(path), ZipFile(path) as archive:
+    with _damage_named(path), ZipFile(path) as archive:
         pickled = archive.read(pickles[0])
     return _load(path, pickled, mmap=True)
 
 
 def _older_pickle(path: Path) -> bytes:
     """Return the pickle of the object in a file of the older form, without loading it."""
-    with _damage_is_told(path), path.open("rb") as file:
+    with _damage_named(path), path.open("rb") as file:
         for _ in range(_BEFORE):
             _pass_over(file)
         start = file.tell()
@@ -217,7 +217,7 @@ def _unknown_in(pickled: bytes) -> list[str]:
 
 
 def _filled_in(pickled: bytes) -> dict[str, type]:
-    """Return what stands for the classes of which a pickle fills objects, found by following it without any object."""
+    """Return stand-ins for the classes of which a pickle fills objects, found by following it without any object."""
     filled: dict[str, type] = {}
     stack: list[str] = []  # the class in the place of an object of it; empty for others
     marks: list[int] = []
@@ -276,13 +276,13 @@ def _stand_in(makes: type | None) -> type:
 
 def _load(path: Path, pickled: bytes, *, mmap: bool) -> Any:
     """Load what ``torch.save`` wrote, with stand-ins for what ``weights_only`` does not know."""
-    with _damage_is_told(path):
+    with _damage_named(path):
         unknown = _unknown_in(pickled)
         filled = _filled_in(pickled) if unknown else {}
     if len(unknown) > MAX_CLASSES:
         raise needs_code(path, f"objects of {len(unknown)} classes")
     stand_ins: list[Any] = [(_stand_in(filled.get(name)), name) for name in unknown]
-    with warnings.catch_warnings(), _damage_is_told(path):
+    with warnings.catch_warnings(), _damage_named(path):
         warnings.simplefilter("ignore")  # of unusual pickles
         try:
             with torch.serialization.safe_globals(stand_ins):

@@ -163,7 +163,7 @@ def forget_recipe(net: nn.Module) -> None:
 
 
 def notes_of(net: nn.Module) -> tuple[str, ...]:
-    """Return what was done to find a network from :func:`load_network` in its file, for people."""
+    """Return notes for people on how :func:`load_network` found the network in its file."""
     return net.notes if isinstance(net, OnnxNetwork) else getattr(net, NOTES, ())
 
 

@@ -123,7 +123,7 @@ def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, num_classes: in
 
 
 def _unfit(tensor: Tensor, like: Tensor, *, is_counter: bool) -> str:
-    """Return what keeps a tensor's values from becoming the network's; empty for nothing."""
+    """Return the reason why a tensor's values cannot become the network's; empty if they can."""
     if tensor.is_quantized or tensor.layout != torch.strided:
         return "a quantised tensor" if tensor.is_quantized else "a sparse tensor"
     if tensor.is_meta:

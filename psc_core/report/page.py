@@ -94,7 +94,7 @@ def remove(folder: Path) -> None:
 
 
 def serve_command(folder: Path, manifest: Manifest) -> str:
-    """Return what starts the service with a bundle."""
+    """Return the command that starts the service with a bundle."""
     return f"psc-serve --bundle {shlex.quote(str(folder))}{_permission(manifest)}"
 
 

@@ -54,7 +54,7 @@ class UnusualComponent(Document):
 
 
 class ExplanationMap(Document):
-    """How strange the image is at each position of a layer, and where it is strangest."""
+    """A map of how unusual the image is at each position of a layer, and its most unusual region."""
 
     layer: str = Field(description="The layer whose positions they are.")
     png: str = Field(

@@ -39,7 +39,7 @@ class BaseCalibration:
         """Reject, by :class:`BundleError`, scores that are of another number of classes."""
 
     def thresholds(self, policy: Any) -> Any:
-        """Return what a policy of the task means here.
+        """Return the thresholds that a policy of the task means here.
 
         Raises:
             UsageError: n is too small for its alpha or its coverage.

@@ -55,5 +55,5 @@ class Head(Fitted):
         raise NotImplementedError
 
     def explain(self, features: Float[Tensor, "batch dim"]) -> dict[str, Tensor]:
-        """Return what it can say of its predictions by name, images first; nothing by default."""
+        """Return arrays that explain its predictions by name, images first; none by default."""
         return {}

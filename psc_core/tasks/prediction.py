@@ -119,8 +119,8 @@ class BasePrediction:
     def __repr__(self) -> str:
         """A line for all images and a table of the first ones."""
         counts = Counter(self.decision)
-        told = ", ".join(f"{counts[name]} {name}" for name in self.decision_names if counts[name])
-        title = f"{type(self).__name__} for {len(self)} image{'s' * (len(self) != 1)}{': ' * bool(told)}{told}"
+        counted = ", ".join(f"{counts[name]} {name}" for name in self.decision_names if counts[name])
+        title = f"{type(self).__name__} for {len(self)} image{'s' * (len(self) != 1)}{': ' * bool(counted)}{counted}"
         rows = [self.answer.model_validate(row).cells() for row in self[:SHOWN].to_dict()]
         if not rows:
             return title

@@ -71,11 +71,11 @@ class Task(BaseModel):
         return manifest.get("task") == cls.name
 
     def manifest_fields(self) -> dict[str, Any]:
-        """Return what a manifest says of the task, such that :meth:`is_of` holds; JSON types."""
+        """Return the fields of a manifest that name the task, such that :meth:`is_of` holds; JSON types."""
         return {"task": self.name, **self.model_dump()}
 
     def agreements(self, manifest: Any) -> Sequence[Agreement]:
-        """Return what fields of a manifest must agree on for this task alone."""
+        """Return the agreements between fields of a manifest that this task alone requires."""
         return ()
 
     # What a model has
@@ -101,7 +101,7 @@ class Task(BaseModel):
         return restore({**self.heads, **self.own_heads}, config, state)
 
     def notes(self, policy: Any, classes: Sequence[str], metrics: Mapping[str, Any]) -> list[str]:
-        """Return what people should know who rely on decisions by this policy, a sentence each.
+        """Return the limits of decisions by this policy that their users should know, a sentence each.
 
         Args:
             policy: A policy of the task.
@@ -117,7 +117,7 @@ class Task(BaseModel):
         raise NotImplementedError
 
     def prediction(self, outputs: Outputs[Tensor], decisions: Any, classes: tuple[str, ...]) -> BasePrediction:
-        """Return what ``predict`` gives in Python."""
+        """Return the predictions that ``predict`` gives in Python."""
         raise NotImplementedError
 
     def decision_names(self) -> tuple[str, ...]:
@@ -154,7 +154,7 @@ class Task(BaseModel):
         return {name: field.annotation for name, field in self.answer.model_fields.items() if name not in ASKED_FOR}
 
     def difference(self, outputs: Outputs[Tensor], other: Outputs[Tensor]) -> tuple[str, Tensor]:
-        """Return what is predicted, in words, and how far two outputs for the same images are apart in it.
+        """Return the name of the predicted quantity, and the difference in it of two outputs for the same images.
 
         Rounding alone gives differences of about 10⁻⁴ or less.
         """

@@ -204,8 +204,7 @@ def test_rejects_an_edited_manifest(bundle: Path) -> None:
 
 def test_never_runs_a_regular_expression_of_a_bundle(bundle: Path) -> None:
     collapse = forge.read(bundle)["collapse"]
-    collapse["pattern"] = "(a+)+$"
-    collapse["layers"][0]["name"] = "a" * 60 + "!"
+    collapse["pattern"] = "(a+)+$("  # It could not even be compiled.
     forge.assign(bundle, "collapse", collapse)
     PSC.load(bundle, device="cpu", allow_factories=forge.ALLOW)
 

@@ -119,8 +119,8 @@ def fit_density(
         "components": len(projection.variances),
         "explained_variance": projection.explained,
         "pooled_shrinkage": shrinkage,
-        "lifted_eigenvalues": inverse.n_clamped,
-        "largest_lift": inverse.largest_increase,
+        "clamped_eigenvalues": inverse.n_clamped,
+        "largest_increase": inverse.largest_increase,
     }
     if classwise:
         w = x.map(lambda part: part @ root, x.shape[1], torch.float64)
@@ -146,8 +146,8 @@ def fit_density(
             whiteners[k] = inverse.root
             constants[k] -= 0.5 * inverse.log_det
             shrinkages.append(shrinkage)
-            record["lifted_eigenvalues"] += inverse.n_clamped
-            record["largest_lift"] = max(record["largest_lift"], inverse.largest_increase)
+            record["clamped_eigenvalues"] += inverse.n_clamped
+            record["largest_increase"] = max(record["largest_increase"], inverse.largest_increase)
         tensors |= {"centres": centres, "whiteners": whiteners}
         record["shrunk_classes"] = sum(shrinkage > 0 for shrinkage in shrinkages)
         record["mean_shrinkage"] = sum(shrinkages) / num_classes

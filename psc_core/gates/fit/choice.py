@@ -47,8 +47,8 @@ class GateChoice:
         for name in sorted(self.aurocs, key=self.regret):
             numbers = (f"{value:.4f}" for value in (self.regret(name), *self.aurocs[name].values()))
             rows.append([name, *numbers, "◀ chosen" * (name == self.chosen)])
-        said = f"gates: {self.chosen} has the least regret over made-up images; {self.reason}"
-        return "\n".join([*aligned(rows), said])
+        conclusion = f"gates: {self.chosen} has the least regret over made-up images; {self.reason}"
+        return "\n".join([*aligned(rows), conclusion])
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON types of the report in a manifest."""

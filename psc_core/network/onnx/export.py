@@ -78,7 +78,7 @@ def cache_file(kind: str, *given: bytes) -> Path:
 
 
 def read_checked(file: Path) -> bytes | None:
-    """Return what :func:`write_checked` wrote; None where there is no such file or it has changed.
+    """Return the bytes that :func:`write_checked` wrote; None where there is no such file or it has changed.
 
     The digest in the file finds damage, not forgery, so a file that another user could have written is not read.
     """

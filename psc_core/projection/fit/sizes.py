@@ -42,7 +42,7 @@ class Sizes:
 def measure_sizes(
     largest: Projection, train: ImageDataset, selection: ImageDataset, compute: Compute, step: FeatureStep
 ) -> Sizes:
-    """Both passes, once for each range of columns of the scaled layer whose class means fit ``compute.max_memory``.
+    """Run both passes, once for each range of columns of the scaled layer whose class means fit ``compute.max_memory``.
 
     Args:
         largest: The largest projection, without second scaling, on the device.

@@ -26,13 +26,13 @@ def limits_of(policy: Policy, calibration: Calibration, metrics: Mapping[str, An
 
 
 def policy_lines(task: Classification, policy: Policy, limits: Mapping[str, float | None]) -> list[str]:
-    """Return what the policy means for this bundle beside the alarm, a line each."""
+    """Return the meaning of the policy for this bundle beside the alarm, a line each."""
     threshold = limits["entropies"]
     return [f"ambiguous: {'none' if threshold is None else f'predictive entropy above {threshold:.4g} nats'}"]
 
 
 def warnings_of(metrics: Mapping[str, Any], head: Mapping[str, float]) -> list[str]:
-    """Return what a person is warned of, from the metrics and the record of the head in the manifest."""
+    """Return the warnings that follow from the metrics and the record of the head in the manifest."""
     above, error = head.get("nll_above_own", 0.0), head.get("nll_above_own_error", 0.0)
     found = []
     if above > error:

@@ -26,7 +26,7 @@ def limits_of(policy: ValuePolicy, calibration: Calibration, metrics: Mapping[st
 
 
 def policy_lines(task: Regression, policy: ValuePolicy, limits: Mapping[str, float | None]) -> list[str]:
-    """Return what the policy means for this bundle beside the alarm, a line each."""
+    """Return the meaning of the policy for this bundle beside the alarm, a line each."""
     widest = "" if policy.max_width is None else f"{policy.max_width:g} {task.target.unit}".rstrip()
     return [
         f"intervals hold the true number of at least {policy.coverage:.1%} of images like the validation images",
@@ -35,7 +35,7 @@ def policy_lines(task: Regression, policy: ValuePolicy, limits: Mapping[str, flo
 
 
 def warnings_of(metrics: Mapping[str, Any], head: Mapping[str, float]) -> list[str]:
-    """Return what a person is warned of, from the metrics in the manifest."""
+    """Return the warnings that follow from the metrics in the manifest."""
     return []
 
 

@@ -83,7 +83,7 @@ class TaskFit:
         return train, val
 
     def task(self, train: ImageDataset) -> Task:
-        """Return what a model of these images predicts."""
+        """Return the task of a model of these images."""
         return self.task_type()
 
     def check_same(self, task: Task, classes: Sequence[str], data: ImageDataset) -> None:
@@ -94,8 +94,8 @@ class TaskFit:
         """
         check_same(data, classes, "model's")
 
-    def said_of(self, train: ImageDataset) -> str:
-        """Return what the images are labelled with, for people."""
+    def describe_labels(self, train: ImageDataset) -> str:
+        """Return a phrase for people that says how the images are labelled."""
         return f"{len(train.classes)} classes"
 
     def check(self, settings: FitSettings) -> None:
@@ -138,7 +138,7 @@ class TaskFit:
         settings: FitSettings,
         weights: Float[Tensor, " n"] | None = None,
     ) -> Calibrated:
-        """Return what n images of the calibration split give, as the served pipeline scored them.
+        """Return the calibration by n images of the calibration split, as the served pipeline scored them.
 
         Args:
             scored: Of the images.
@@ -164,7 +164,7 @@ class TaskFit:
 def own_outputs(
     net: Callable[[Tensor], Tensor], data: ImageDataset, compute: Compute
 ) -> Float[Tensor, "images outputs"]:
-    """Return what the network itself gives for every image, in the precision of ``compute``, as float32 on the CPU."""
+    """Return the network's own outputs for every image, in the precision of ``compute``, as float32 on the CPU."""
     outputs = passes(data, compute, f"the network on {data.name}", net)
     return torch.cat([output.float().cpu() for output, _ in outputs])
 

@@ -22,8 +22,8 @@ from psc_core.evaluation.classification_report import ClassificationReport
 from psc_core.evaluation.evaluate import evaluate
 from psc_core.images.preprocess import Preprocess
 from psc_core.metrics import classification
+from psc_core.model.classifier import PSC
 from psc_core.model.pipeline import Pipeline, Scorer
-from psc_core.model.predictor import PSC
 from psc_core.network.backbone import truncate
 from psc_core.tasks.classification.fit.calibrate import fit_calibration
 from psc_core.tasks.classification.heads import OwnHead, entropy

@@ -41,7 +41,7 @@ def test_equals_the_predictions(model: PSCRegressor, data_root: Path) -> None:
     assert report.errors["rmse"] == pytest.approx(regression.rmse(got.mean, y), rel=1e-5)
     assert report.errors["crps"] == pytest.approx(regression.crps(got.mean, deviation, y), rel=1e-5)
     missed = (y < got.interval[:, 0]) | (y > got.interval[:, 1])
-    assert (report.misses.count, report.misses.promised) == (int(missed.sum()), pytest.approx(0.1))
+    assert (report.misses.count, report.misses.nominal) == (int(missed.sum()), pytest.approx(0.1))
     assert report.false_alarms.count == int(got.is_ood.sum())
     assert report.auroc["shirts"] == pytest.approx(ranking.auroc(got.ood_score, far.ood_score), abs=1e-6)
     assert report.flagged["shirts"] == pytest.approx(float(far.is_ood.double().mean()))

@@ -10,7 +10,7 @@ import torch
 from psc_core import PRESETS, open_dataset
 from psc_core.data.dataset import split_validation
 from psc_core.metrics import regression
-from psc_core.model.predictor import PSC
+from psc_core.model.classifier import PSC
 from psc_core.model.regressor import PSCRegressor
 from psc_core.report.content import Content, Role
 from psc_core.report.regression.sets import ValueSet

@@ -114,7 +114,7 @@ class LaplaceHead(ClassifierHead):
             self.register_buffer(name, tensor.float().contiguous(), persistent=False)
 
     def posterior(self, z: Float[Tensor, "batch dim"]) -> Posterior:
-        """Return what the outputs are made of."""
+        """Return the parts that the outputs are made of."""
         classes = len(self.bias)
         inner = torch.addmm(self.inner_offset, z, self.inner)
         mean = inner[:, :classes]
@@ -134,6 +134,6 @@ class LaplaceHead(ClassifierHead):
         return HeadOutput(probabilities, epistemic, -mean.logsumexp(dim=1))
 
     def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
-        """Both in nats; their sum is H of the module's text."""
+        """Return both parts in nats; their sum is H of the module's text."""
         _, _, total, fraction = self.posterior(z)
         return UncertaintyDecomposition(total * fraction, torch.addcmul(total, total, fraction, value=-1.0))

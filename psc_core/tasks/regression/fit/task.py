@@ -49,7 +49,7 @@ class RegressionFit(TaskFit):
         if not isinstance(task, Regression) or data.target != task.target:
             raise DataError(f"expected {data.name} to have numbers of the model's target, got {data.target}")
 
-    def said_of(self, train: ImageDataset) -> str:
+    def describe_labels(self, train: ImageDataset) -> str:
         return f"numbers of {train.target}"
 
     def fit_head(self, job: HeadJob) -> RegressionHead:

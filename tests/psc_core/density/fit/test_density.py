@@ -35,7 +35,7 @@ def test_density_is_the_definition_in_float64(kind: str, dim: int, classes: int,
     dim = max(dim, 2) if DENSITIES[kind].unit_length else dim
     z, labels = images(80 * classes, dim, classes, seed=seed, scale=scale)
     model = fit_density(z, labels, num_classes=classes, kind=kind)
-    if model.record["lifted_eigenvalues"] == 0:
+    if model.record["clamped_eigenvalues"] == 0:
         far = torch.cat([z[:10], 3 * z[10:20], z.new_zeros(1, dim) + 0.1 * scale])
         assert_close_to_twin(model, z, labels, far, None)
 
@@ -46,7 +46,7 @@ def test_shrinkage_is_the_definition_in_float64(
 ) -> None:
     z, labels = images(per_class * classes, dim, classes, seed=seed, scale=scale)
     model = fit_density(z, labels, num_classes=classes, kind=kind)
-    assert model.record["lifted_eigenvalues"] == 0
+    assert model.record["clamped_eigenvalues"] == 0
     assert_close_to_twin(model, z, labels, z, None)
 
 
@@ -66,7 +66,7 @@ def test_keeps_informative_directions_of_many_small_classes(kind: str) -> None:
 def test_enough_images_are_not_shrunk() -> None:
     z, labels = images(2000, 5, 4)
     record = fit_density(z, labels, num_classes=4, pca=5).record
-    assert record["shrunk_classes"] == record["pooled_shrinkage"] == record["lifted_eigenvalues"] == 0
+    assert record["shrunk_classes"] == record["pooled_shrinkage"] == record["clamped_eigenvalues"] == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,8 +105,8 @@ def test_clamps_identical_images(kind: str, scale: float) -> None:
     model = fit_density(z, labels, num_classes=3, kind=kind)
     assert model(z).log_density.isfinite().all()
     if kind in ("gda", "gda++", "pooled++"):
-        assert model.record["lifted_eigenvalues"] > 0
-        assert 0 < model.record["largest_lift"] <= 1e-6 * (1 + 1e-9)
+        assert model.record["clamped_eigenvalues"] > 0
+        assert 0 < model.record["largest_increase"] <= 1e-6 * (1 + 1e-9)
     collapsed = z[:3][labels]  # every class is one point
     model = fit_density(collapsed, labels, num_classes=3, kind=kind)
     assert model.record["components"] == 2
@@ -127,7 +127,7 @@ def test_images_with_several_labels_count_once(
     examples = torch.cat([labels, more.flatten()])
     model = fit_density(z[shown], examples, num_classes=classes, kind=kind, images=shown)
     expected = naive.class_log_joint(z[shown], examples, z, kind=kind, pca=None, images=shown)
-    if model.record["lifted_eigenvalues"] == 0:
+    if model.record["clamped_eigenvalues"] == 0:
         torch.testing.assert_close(model(z).class_log_joint.double(), expected, rtol=1e-4, atol=1e-3)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from psc_core.cli import fit as cli
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
-from psc_core.model.predictor import PSC
+from psc_core.model.classifier import PSC
 from psc_core.projection.fit import projection as fit_tucker
 from tests.conftest import ROOT, TinyJob
 from tests.tiny import network

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 
 from psc_core.density import DENSITIES
 from psc_core.density.fit.density import fit_density
-from psc_core.model.predictor import PSC
+from psc_core.model.classifier import PSC
 from psc_core.network.backbone import truncate
 from psc_core.network.load import load_network
 from psc_core.precision import PRECISIONS, Precision

@@ -31,7 +31,7 @@ class MultiLabelFit(TaskFit):
     def takes(self, data: ImageDataset) -> bool:
         return data.target is None and data.is_ambiguous
 
-    def said_of(self, train: ImageDataset) -> str:
+    def describe_labels(self, train: ImageDataset) -> str:
         return f"some of {len(train.classes)} labels each"
 
     def fit_head(self, job: HeadJob) -> LabelHead:
